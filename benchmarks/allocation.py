@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.linear_solver import Solvers
+from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.output_cost import compare_paths
 from quantkit.calibrate.recipe import load_recipe
 from quantkit.checkpoint.hub import find_model
@@ -26,7 +26,7 @@ from quantkit.grids.schemes import find_scheme, grid_label
 from quantkit.grids.weights import Weight, dequantize
 from quantkit.models.context import CausalContext
 from quantkit.models.stored_parameters import Model, read_model
-from quantkit.quantization.bit_allocation import Options, read_sensitivities
+from quantkit.quantization.bit_allocation import GridOptions, read_sensitivities
 from quantkit.quantization.job import open_job, read_request
 from quantkit.quantization.mixed_precision import Mixture
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -71,7 +71,7 @@ def main() -> None:
     source.values = {}
     scheme = find_scheme("awq-w4a16")
     recipe = load_recipe(scheme.name)
-    options = Options(
+    options = GridOptions(
         open_job(read_request(scheme, "auto", None, recipe, Mixture(bits=16)), source)
     )
     tokenizer, records = (
@@ -87,7 +87,9 @@ def main() -> None:
     outer = [row for row in model.rows if row.layer is None and row.role in ("head", "embedding")]
     head = min(outer, key=lambda row: row.role != "head")  # or tied
     rows, known = dequantize(source.weight(head.module)), read_sensitivities(asked.sensitivities)
-    solvers = Solvers(options.job.request.target, options.cheapest().grids.__getitem__, recipe, ())
+    solvers = SolverTable(
+        options.job.request.target, options.cheapest().grids.__getitem__, recipe, ()
+    )
     for choice in options.sensed():
         grid = options.cheapest().grids[choice.modules[0]]
         plain = {row.module: dequantize(source.weight(row.module)) for row in choice.rows}

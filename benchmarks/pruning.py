@@ -15,7 +15,7 @@ from unittest.mock import patch
 from quantkit import api
 from quantkit.common.assets import builtin_model
 from quantkit.quantization import pruning
-from quantkit.quantization.pruning import choose_kept
+from quantkit.quantization.pruning import experts_to_keep
 
 ROWS: tuple[tuple[str, float, int | None], ...] = (
     ("int8-a8w8c16", 0.0, None),
@@ -35,13 +35,13 @@ TEXT = Path(__file__).parent.parent / "eval" / "data" / "tiny-heldout.jsonl"
 def make(out: Path, scheme: str, share: float, seed: int | None) -> None:
     def at_random(saliency: dict[int, list[float]], groups: int, kept: int) -> dict[int, list[int]]:
         draw = random.Random(seed)
-        return choose_kept(
+        return experts_to_keep(
             {layer: [draw.random() for _ in values] for layer, values in saliency.items()},
             groups,
             kept,
         )
 
-    with patch.object(pruning, "choose_kept", choose_kept if seed is None else at_random):
+    with patch.object(pruning, "experts_to_keep", experts_to_keep if seed is None else at_random):
         api.quantize("tiny-r1", out, scheme, prune=share or None, device="cpu")
 
 

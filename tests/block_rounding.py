@@ -7,7 +7,7 @@ from torch import Tensor
 from quantkit.grids.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounder, RoundingStep
 from quantkit.grids.schemes import IntGrid
 from quantkit.quant import block_rounding
-from quantkit.quant.block_rounding import BlockParts, ColumnSteps, RoundBlock
+from quantkit.quant.block_rounding import BlockParts, ColumnScales, RoundBlock
 
 GRIDS: dict[str, Rounder] = {
     "int4 with zero points": IntRounder(IntGrid(4, 128, False), torch.bfloat16),
@@ -41,7 +41,7 @@ def assert_as_column_by_column(
     torch.manual_seed(1)
     *lead, columns, rows = shape
     groups = torch.randint(5, (*lead, columns), device=device)
-    steps = ColumnSteps(random_step(rounder, (*lead, 5, rows), device), groups)
+    steps = ColumnScales(random_step(rounder, (*lead, 5, rows), device), groups)
     target, reaction = (
         torch.randn(shape, device=device),
         random_reaction(tuple(lead), columns, device),
@@ -95,7 +95,7 @@ def assert_ties_fall_to_even_and_ends_are_kept(
     zero = isinstance(rounder, IntRounder) and not rounder.grid.symmetric
     step = RoundingStep(torch.ones_like(w), torch.zeros_like(w) if zero else None)
     values, apart = torch.empty_like(w), torch.empty_like(w)
-    steps = ColumnSteps(step, torch.zeros(1, dtype=torch.int64, device=device))
+    steps = ColumnScales(step, torch.zeros(1, dtype=torch.int64, device=device))
     round_block(
         w.clone(), torch.zeros(1, 1, device=device), rounder, steps, BlockParts(values, w, apart)
     )

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.calibrate import cache_scales
-from quantkit.calibrate.cache_scales import CodedCache, best_step, best_steps
+from quantkit.calibrate.cache_scales import Int8Cache, best_scale, best_scales
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
@@ -189,7 +189,7 @@ def test_the_kl_that_is_told_is_that_of_the_int8_cache(
 ) -> None:
     """Steps 64 times as wide leave next to nothing of a latent, and weights alone lose what they
     lost."""
-    monkeypatch.setattr(cache_scales, "best_step", lambda x, counts: best_step(x, counts) * 64)
+    monkeypatch.setattr(cache_scales, "best_scale", lambda x, counts: best_scale(x, counts) * 64)
     coarse = run(sources["latents"], tmp_path / "coarse", text)
     told = [
         json.loads((path / "report.json").read_text())["held_out"]["kl"]
@@ -217,7 +217,7 @@ def test_plain_rounding_beside_it_has_an_int8_cache_too(
     }
     assert all(abs(plain(outputs[kind]) - kl) > 1e-3 * kl for kind, kl in beside.items())
     monkeypatch.setattr(
-        CodedCache, "run_uncalibrated", lambda self, sublayer, block, states: sublayer.run
+        Int8Cache, "run_uncalibrated", lambda self, sublayer, block, states: sublayer.run
     )
     for kind, source in sources.items():
         assert plain(run(source, tmp_path / kind, text)) == pytest.approx(beside[kind], rel=1e-5)
@@ -339,13 +339,13 @@ def test_best_steps_cut_what_is_rare_and_far_away() -> None:
     """Of 65,536 numbers of unit size and one of 10, where 0.8 of the step loses 21.6 + 4.0, and all
     of it 33.9."""
     x = torch.randn(65536, 3, generator=torch.Generator().manual_seed(0))
-    whole = best_steps(x)
+    whole = best_scales(x)
     x[0, 1] = 10.0
-    found, largest = best_steps(x), 10 / 127
+    found, largest = best_scales(x), 10 / 127
     assert torch.equal(found, found.bfloat16().float())
     assert found[[0, 2]].equal(whole[[0, 2]])
     assert 0.7 * largest < found[1] < 0.81 * largest
-    assert best_step(x, torch.tensor([1.0, 0.0, 1.0])) < found[1], "a channel that counts nothing"
+    assert best_scale(x, torch.tensor([1.0, 0.0, 1.0])) < found[1], "a channel that counts nothing"
     assert power_of_two_ratios(torch.tensor([0.0, 1.0, 2.9, 0.3])).equal(
         torch.tensor([1.0, 4.0, 8.0, 1.0])
     )

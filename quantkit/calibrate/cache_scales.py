@@ -39,7 +39,7 @@ _SHARES = tuple(1 - 0.05 * i for i in range(11))
 
 
 @dataclass(frozen=True)
-class CodedCache:
+class Int8Cache:
     """The cache of one model in int8. device: of the layers."""
 
     cache: LatentCache | KeyValueCache
@@ -65,7 +65,7 @@ class CodedCache:
         if isinstance(self.cache, LatentCache):
             return self._latents(sublayer, tensors, seen[0][:, : self.cache.kv_lora_rank])
         steps = KeySteps(
-            *(best_steps(side.flatten(1)).unflatten(0, side.shape[1:]) for side in seen)
+            *(best_scales(side.flatten(1)).unflatten(0, side.shape[1:]) for side in seen)
         )
         return cache_scale_tensors(
             cache_scale_specs(self.cache, sublayer.rows), sublayer.rows, steps
@@ -82,7 +82,7 @@ class CodedCache:
             kv_b.name: stored[kv_b.name] * divisors.to(stored[kv_b.name].dtype),
         }
         counts = changed[kv_b.name].float().square().sum(0)
-        step = best_step(latents / divisors, counts)
+        step = best_scale(latents / divisors, counts)
         specs = cache_scale_specs(self.cache, sublayer.rows)
         return {name: one.cpu() for name, one in changed.items()} | cache_scale_tensors(
             specs, sublayer.rows, step
@@ -159,7 +159,7 @@ def latent_norm(sublayer: Sublayer) -> tuple[Parameter, Parameter]:
     return rows[group.producer], kv_b
 
 
-def best_step(x: Tensor, counts: Tensor) -> Tensor:
+def best_scale(x: Tensor, counts: Tensor) -> Tensor:
     """The step for all of x [n, K], float32 []. counts [K]: of each channel's squared error."""
     largest = x.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
     steps = [_stored(largest * share / LARGEST[torch.int8]) for share in _SHARES]
@@ -167,7 +167,7 @@ def best_step(x: Tensor, counts: Tensor) -> Tensor:
     return steps[int(errors.argmin())]
 
 
-def best_steps(x: Tensor) -> Tensor:
+def best_scales(x: Tensor) -> Tensor:
     """The step of each channel of x [n, K], float32 [K]."""
     largest = x.abs().amax(0).clamp(min=1e-30)
     steps = torch.stack([_stored(largest * share / LARGEST[torch.int8]) for share in _SHARES])

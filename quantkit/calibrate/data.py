@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.documents import (
-    ACCEPTED,
+    ACCEPTED_FORMATS,
     TEXTS,
     Document,
     Message,
-    UnknownForm,
+    UnknownRecordFormat,
     read_document,
     read_records,
     read_text,
@@ -36,7 +36,7 @@ _SHOWN = 100
 
 
 @dataclass(frozen=True)
-class Taken:
+class CalibrationSummary:
     """source: a name for people. forms: forms of the documents, most frequent first. samples: the
     beginning of three documents.
 
@@ -75,13 +75,13 @@ class Taken:
         return [told, *shown, *(f"warning: {warning}" for warning in self.warnings)]
 
 
-def shortened(text: str, tokens: int) -> str:
+def preview(text: str, tokens: int) -> str:
     """The beginning of a document on one line."""
     line = " ".join(text[: 4 * _SHOWN].split())
     return f"{line if len(line) <= _SHOWN else line[: _SHOWN - 4] + ' ...'} ({tokens} tokens)"
 
 
-def oddities(
+def data_warnings(
     sequences: list[Tensor], *, wanted: int, seq_len: int, unknown: int | None, left: int = 0
 ) -> list[str]:
     """What an engineer would ask about. wanted: sequences that were asked for. unknown: id of the
@@ -306,7 +306,7 @@ class Sequences:
 
     calibration: list[Tensor]
     held_out: list[Tensor]
-    taken: Taken | None = None
+    taken: CalibrationSummary | None = None
 
 
 @dataclass
@@ -326,7 +326,7 @@ class _Drawn:
         self.cut += len(ids) > seq_len
         self.sequences.append(torch.tensor(ids[:seq_len], dtype=torch.int64))
         if len(self.samples) < 3:
-            self.samples.append(shortened(text, min(len(ids), seq_len)))
+            self.samples.append(preview(text, min(len(ids), seq_len)))
 
 
 def load_sequences(
@@ -375,7 +375,7 @@ def load_sequences(
     )
     fitted, judges = found[: kept - judged], found[kept - judged :]
     left = drawn.records - drawn.empty - kept
-    warnings = oddities(
+    warnings = data_warnings(
         found,
         wanted=wanted,
         seq_len=seq_len,
@@ -388,7 +388,7 @@ def load_sequences(
         warnings.append(
             f"{templating.simplified} documents were simplified, since {templating.refusal}"
         )
-    taken = Taken(
+    taken = CalibrationSummary(
         source=OWN_TEXT if own else place,
         forms=_OWN_FORMS if own else forms,
         records=drawn.records,
@@ -417,7 +417,7 @@ def _pieces(path: Path, encoder: Encoder, wanted: int, seq_len: int, seed: int) 
     sequences = [part for part in ids.split(seq_len) if len(part) > 1]
     random.Random(seed).shuffle(sequences)
     drawn = _Drawn(sequences[:wanted], [], records=len(sequences))
-    drawn.samples.append(shortened(text, len(ids)))
+    drawn.samples.append(preview(text, len(ids)))
     return drawn
 
 
@@ -428,9 +428,9 @@ def _documents(source: str) -> list[tuple[str, Document]]:
     for place, value in read_records(source):
         try:
             found.append((place, read_document(value)))
-        except (UnknownForm, RecursionError) as error:
+        except (UnknownRecordFormat, RecursionError) as error:
             raise QuantkitError(
-                f"{place} is no document: {error}", f"give {ACCEPTED}, or remove it"
+                f"{place} is no document: {error}", f"give {ACCEPTED_FORMATS}, or remove it"
             ) from error
     return found
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from quantkit.common.errors import QuantkitError
 
-ACCEPTED = (
+ACCEPTED_FORMATS = (
     "text, messages, conversations (ShareGPT), instruction and output (alpaca), or prompt "
     "and response"
 )
@@ -49,7 +49,7 @@ _KEPT = ("reasoning_content", "thinking", "reasoning", "tool_calls", "tool_call_
 _REPLIES = ("response", "completion", "chosen", "answer", "output")
 
 
-class UnknownForm(ValueError):
+class UnknownRecordFormat(ValueError):
     """The record is in no known form; the text says what is wrong with it."""
 
 
@@ -72,11 +72,11 @@ class Document:
 
 
 def read_document(value: Any) -> Document:
-    """The document that a record stands for. Raises UnknownForm."""
+    """The document that a record stands for. Raises UnknownRecordFormat."""
     if isinstance(value, str):
         return Document("text", text=value)
     if not isinstance(value, dict):
-        raise UnknownForm("it is neither a text nor an object")
+        raise UnknownRecordFormat("it is neither a text nor an object")
     fields = {str(name).strip().casefold(): one for name, one in value.items()}
     kind = fields.get("kind")
     return replace(_document(fields), kind=kind if isinstance(kind, str) else "")
@@ -95,7 +95,7 @@ def _document(fields: dict[str, Any]) -> Document:
     for name in ("text", "content"):
         if name in fields:
             return Document(name, text=_text(fields[name], name))
-    raise UnknownForm("it has " + (", ".join(list(fields)[:6]) if fields else "no field"))
+    raise UnknownRecordFormat("it has " + (", ".join(list(fields)[:6]) if fields else "no field"))
 
 
 def _conversation(name: str, fields: dict[str, Any]) -> Document:
@@ -143,17 +143,17 @@ def _turns(turns: list[tuple[str, str]]) -> tuple[Message, ...]:
 
 def _message(value: Any, place: str) -> Message:
     if not isinstance(value, dict):
-        raise UnknownForm(f"{place} is no object")
+        raise UnknownRecordFormat(f"{place} is no object")
     said = value.get("role", value.get("from"))
     role = _ROLES.get(said.casefold()) if isinstance(said, str) else None
     if role is None:
-        raise UnknownForm(
+        raise UnknownRecordFormat(
             f"{place} has role {said!r:.40}"
             if said is not None
             else f"{place} has neither role nor from"
         )
     if not {"content", "value", "tool_calls"} & set(value):
-        raise UnknownForm(f"{place} has no content")
+        raise UnknownRecordFormat(f"{place} has no content")
     message: Message = {
         "role": role,
         "content": _text(value.get("content", value.get("value")), place),
@@ -171,7 +171,7 @@ def _calls(value: Any, place: str) -> list[Any]:
     for call in _list(value, f"{place}.tool_calls"):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise UnknownForm(f"{place} has a tool call without a function's name")
+            raise UnknownRecordFormat(f"{place} has a tool call without a function's name")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             with suppress(ValueError):  # some models write anything
@@ -194,9 +194,9 @@ def _list(value: Any, name: str) -> list[Any]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise UnknownForm(f"{name} is a text and not a list") from error
+            raise UnknownRecordFormat(f"{name} is a text and not a list") from error
     if not isinstance(value, list):
-        raise UnknownForm(f"{name} is not a list")
+        raise UnknownRecordFormat(f"{name} is not a list")
     return value
 
 
@@ -213,10 +213,10 @@ def _text(value: Any, name: str) -> str:
         ]
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) < len(parts):
-            raise UnknownForm(f"{name} has a part that is no text")
+            raise UnknownRecordFormat(f"{name} has a part that is no text")
         return "\n".join(texts)
     if not isinstance(value, str):
-        raise UnknownForm(f"{name} is {value!r:.40} and not a text")
+        raise UnknownRecordFormat(f"{name} is {value!r:.40} and not a text")
     return value
 
 
@@ -282,7 +282,9 @@ def _json(path: Path) -> Iterator[Record]:
     except ValueError:  # more than one value: a record a line
         value = None
     except RecursionError as error:
-        raise QuantkitError(f"{path} is nested too deep", f"give records of {ACCEPTED}") from error
+        raise QuantkitError(
+            f"{path} is nested too deep", f"give records of {ACCEPTED_FORMATS}"
+        ) from error
     if value is None:
         yield from _lines(path, text)
         return
@@ -317,7 +319,7 @@ def _parsed(place: str, line: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise QuantkitError(
             f"{place} is not JSON ({error})",
-            f"correct or remove it; a line is a record of {ACCEPTED}",
+            f"correct or remove it; a line is a record of {ACCEPTED_FORMATS}",
         ) from error
 
 

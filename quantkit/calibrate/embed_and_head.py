@@ -24,7 +24,7 @@ from quantkit.models.hyper_connections import (
 from quantkit.models.table import Parameter
 
 
-class Ends(Protocol):
+class EmbedAndHead(Protocol):
     """Of one model, on one device."""
 
     @property
@@ -43,7 +43,7 @@ class Ends(Protocol):
         [T, R]."""
 
 
-class TableEnds:
+class TableEmbedAndHead:
     """Of an architecture with a table: an embedding, an RMSNorm, a head, and what makes one stream
     of several."""
 
@@ -96,7 +96,7 @@ def mtp_states(
     """The inputs of MTP layer `layer` from the outputs of the last layer; of several streams
     `hyper.packed`, as those are."""
     weights, config, rows = model.weights, model.config, model.layer_rows(layer)
-    ends = TableEnds(weights, model.rows, config)
+    ends = TableEmbedAndHead(weights, model.rows, config)
     tensors = weights.dequantized_all(
         row
         for row in rows
@@ -134,7 +134,7 @@ def mtp_states(
     )
 
 
-def _read(block: MtpModel, ends: TableEnds, hidden: Tensor) -> Tensor:
+def _read(block: MtpModel, ends: TableEmbedAndHead, hidden: Tensor) -> Tensor:
     """Of hidden states [T, W] behind the last layer."""
     if block.reads == "streams":
         return hidden

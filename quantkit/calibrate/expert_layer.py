@@ -10,13 +10,13 @@ from torch import Tensor
 
 from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, add_weighted, quantized_outputs
 from quantkit.calibrate.hidden_states import Batches, HiddenStatePair, HiddenStates
-from quantkit.calibrate.input_statistics import token_counts
-from quantkit.calibrate.layer_weights import Routed
-from quantkit.calibrate.linear_solver import Solvers
-from quantkit.calibrate.progress_log import UnitLog
+from quantkit.calibrate.input_statistics import token_weights
+from quantkit.calibrate.layer_weights import RoutedTokens
+from quantkit.calibrate.linear_solver import SolverTable
+from quantkit.calibrate.progress_log import ProgressLog
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.reference_runs import OriginalPath, PlainPath
-from quantkit.calibrate.scales import Consumer, ScaledInput, sample_rows
+from quantkit.calibrate.reference_runs import ReferenceRun, RtnRun
+from quantkit.calibrate.scales import Consumer, LinearInput, sample_rows
 from quantkit.calibrate.source_model import SourceModel, expert_unit
 from quantkit.calibrate.sublayer import Sublayer
 from quantkit.grids.weights import Weight, dequantize
@@ -71,8 +71,8 @@ class ExpertLayer:
         self,
         model: SourceModel,
         layer: int,
-        solvers: Solvers,
-        log: UnitLog,
+        solvers: SolverTable,
+        log: ProgressLog,
         ranks: Ranks,
         batches: Batches,
     ) -> None:
@@ -95,7 +95,7 @@ class ExpertLayer:
         """Have the first batch brought while what is before the experts is done."""
         self._will_read(self.own[0] if self.own else [])
 
-    def consumers(self, routed: Routed) -> list[Consumer]:
+    def consumers(self, routed: RoutedTokens) -> list[Consumer]:
         """Rows of some experts, for the group that reaches them; an expert counts by the tokens
         that choose it."""
         if self.solver is None:
@@ -116,11 +116,11 @@ class ExpertLayer:
     def run(
         self,
         sublayer: Sublayer,
-        routed: Routed,
-        read: ScaledInput,
+        routed: RoutedTokens,
+        read: LinearInput,
         states: HiddenStatePair,
-        plain: PlainPath | None,
-        path: OriginalPath | None,
+        plain: RtnRun | None,
+        path: ReferenceRun | None,
     ) -> None:
         """Solve and write all experts, and add their outputs to the hidden states of both paths, of
         plain rounding's, and of the calibration tokens on the original one."""
@@ -128,7 +128,7 @@ class ExpertLayer:
         solver, original = None, None if path is None else path.routed
         if self.solver is not None:
             counts = (
-                token_counts(states.quantized.hidden[:, : sublayer.width])
+                token_weights(states.quantized.hidden[:, : sublayer.width])
                 if self.solver.activation_bits == 8
                 else None
             )
@@ -183,11 +183,11 @@ class ExpertLayer:
     def _paths(
         self,
         expert: int,
-        routed: Routed,
+        routed: RoutedTokens,
         scale: Tensor,
         states: HiddenStatePair,
-        plain: PlainPath | None,
-        path: OriginalPath | None,
+        plain: RtnRun | None,
+        path: ReferenceRun | None,
     ) -> "Iterator[_Path]":
         """Of those that run through an expert: the rounded one, the original, plain rounding's, and
         the original of calibration tokens."""
@@ -338,7 +338,7 @@ class ExpertLayer:
     def _of(self, values: Mapping[str, Tensor], expert: int) -> ExpertWeights:
         return expert_weights(self.model, self.experts[expert], values)
 
-    def _report_routing(self, routed: Routed) -> None:
+    def _report_routing(self, routed: RoutedTokens) -> None:
         findings, least, count = self.log.findings, self.recipe.min_expert_tokens, len(self.experts)
         counts = routed.counts(count)
         findings.expert_tokens[str(self.layer)] = counts.tolist()

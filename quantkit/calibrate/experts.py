@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from quantkit.calibrate.hidden_states import HiddenStates
 from quantkit.calibrate.input_statistics import InputStatistics, expert_drift, taken
-from quantkit.calibrate.layer_weights import Routed
-from quantkit.calibrate.linear_solver import Solved, Solver
-from quantkit.calibrate.scales import Consumer, ScaledInput, choose_scale, sample_rows
+from quantkit.calibrate.layer_weights import RoutedTokens
+from quantkit.calibrate.linear_solver import LinearSolution, LinearSolver
+from quantkit.calibrate.scales import Consumer, LinearInput, choose_scale, sample_rows
 from quantkit.grids.e2m1 import input_divisor
 from quantkit.grids.schemes import Fp4Grid, Mxfp4Grid
 from quantkit.grids.weights import dequantize, divide_rows, dividing_powers
@@ -86,12 +86,12 @@ class ExpertSolver:
 
     def __init__(
         self,
-        solver: Solver,
-        routed: Routed,
-        read: ScaledInput,
+        solver: LinearSolver,
+        routed: RoutedTokens,
+        read: LinearInput,
         importance: Tensor | None,
         outputs: Curvature | None,
-        original: Routed | None = None,
+        original: RoutedTokens | None = None,
         counts: Tensor | None = None,
     ) -> None:
         self.original, self.counts = original, counts
@@ -112,10 +112,10 @@ class ExpertSolver:
     @tensor_core_products()
     def solve(
         self, rows: Mapping[int, GatedMlp], experts: Mapping[int, ExpertWeights]
-    ) -> tuple[dict[str, Solved], dict[int, Tensor]]:
+    ) -> tuple[dict[str, LinearSolution], dict[int, Tensor]]:
         """rows, experts: by number of the expert. Returns module -> solved, of three linears each,
         and expert -> what its down projection then reads [n, I], for the tokens of
-        `Routed.quantized_of`.
+        `RoutedTokens.quantized_of`.
 
         The scale between up and down is chosen when both readers of the layer's input are rounded:
         dividing up's rows by it changes their steps and not one code.
@@ -160,13 +160,13 @@ class ExpertSolver:
             downs, curvature.scaled(inner), samples, self.outputs
         )
         return solved | {
-            module: self.solver.reading_under(one, largest[module])
+            module: self.solver.with_input_divisor(one, largest[module])
             for module, one in solved_downs.items()
         }, hidden
 
     def _solve_readers(
         self, rows: Mapping[int, GatedMlp], experts: Mapping[int, ExpertWeights]
-    ) -> dict[str, Solved]:
+    ) -> dict[str, LinearSolution]:
         """gate and up of every expert, which read the layer's input."""
         stack: dict[str, Tensor] = {}
         fused: dict[str, str] = {}
@@ -176,7 +176,7 @@ class ExpertSolver:
                 fused[row.module] = row.fused or row.module
         solved = self.solver.solve_stack(stack, fused, self.read.curvature, self.read.sample)
         return {
-            module: self.solver.reading_under(one, self.read.largest)
+            module: self.solver.with_input_divisor(one, self.read.largest)
             for module, one in solved.items()
         }
 
@@ -243,7 +243,7 @@ class ExpertSolver:
 
     def _inner_scales(
         self,
-        ups: list[Solved],
+        ups: list[LinearSolution],
         experts: Mapping[int, ExpertWeights],
         curvature: Curvature,
         hessian: Tensor,
@@ -267,7 +267,7 @@ class ExpertSolver:
         scale = choose_scale(self.solver, consumers, curvature, inputs, self.exact)
         return torch.stack([self._within_reach(s, up) for s, up in zip(scale, ups)])
 
-    def _within_reach(self, scale: Tensor, up: Solved) -> Tensor:
+    def _within_reach(self, scale: Tensor, up: LinearSolution) -> Tensor:
         """The scale [I], times one power of two where that is needed, and then limited to what up's
         stored steps can take."""
         least, largest = dividing_powers(up.weight, self.solver.scale_dtype)
@@ -334,9 +334,9 @@ class _Asked:
 
 @tensor_core_products()
 def quantized_outputs(
-    routed: Routed, expert: int, rounded: ExpertWeights, scale: Tensor, hidden: Tensor | None
+    routed: RoutedTokens, expert: int, rounded: ExpertWeights, scale: Tensor, hidden: Tensor | None
 ) -> Tensor:
-    """One rounded expert's outputs [n, H], unweighted, for the tokens of `Routed.quantized_of`.
+    """One rounded expert's outputs [n, H], unweighted, for the tokens of `RoutedTokens.quantized_of`.
 
     hidden: what `ExpertSolver.solve` returned, for an expert that was solved in this run.
     """

@@ -21,7 +21,7 @@ def keep_freed_blocks() -> None:
         library.mallopt(_TRIM_THRESHOLD, LARGEST_KEPT)
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Free pages, wherever they lie, to the system."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):

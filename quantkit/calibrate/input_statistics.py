@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, TokenBatch
-from quantkit.calibrate.layer_weights import LayerWeights, Recorder, Routed
-from quantkit.calibrate.ranks import Ranks, SharedRuns
+from quantkit.calibrate.layer_weights import LayerWeights, RoutedTokens, RoutingRecorder
+from quantkit.calibrate.ranks import BatchParallel, Ranks
 from quantkit.calibrate.sublayer import Sublayer
 from quantkit.quant.tensor_cores import tensor_core_products
 
@@ -37,7 +37,7 @@ class InputStatistics:
     rows: Tensor
 
 
-def token_counts(stream: Tensor) -> Tensor:
+def token_weights(stream: Tensor) -> Tensor:
     """What an error counts that is added to rows of the residual stream [T, H], float32 [T, 1],
     mean square 1: the norm that reads a row divides by its size. A few tokens have a stream
     hundreds of times as large as the others, and the largest steps of int8 with it."""
@@ -61,7 +61,7 @@ def send_panels(square: Tensor, ranks: Ranks) -> None:
         ranks.send(square[rows], ranks.of(number))
 
 
-class HeldOutRows:
+class RowSample:
     """Evenly spaced rows of what is shown, until there are `count`."""
 
     def __init__(self, count: int) -> None:
@@ -78,7 +78,7 @@ class HeldOutRows:
         return torch.cat(self._kept) if self._kept else like.new_empty(0, like.shape[-1])
 
 
-class StatisticsSum:
+class StatisticsAccumulator:
     """What `InputStatistics` are made from, batch by batch.
 
     A Hessian of R1's widest input is 1.4 GB, so there is one: `mean` turns the sum into it.
@@ -93,7 +93,7 @@ class StatisticsSum:
         )  # its panels up to the diagonal
         self._absmax = torch.zeros(channels, dtype=torch.float32, device=device)
         self._tokens = 0
-        self._sample, self._ranks, self._every = HeldOutRows(sample_rows), ranks, every
+        self._sample, self._ranks, self._every = RowSample(sample_rows), ranks, every
         self._rows = [self._hessian.new_empty(0, channels)]
 
     @tensor_core_products()
@@ -124,11 +124,11 @@ class StatisticsSum:
 class Observer:
     """Sums up every input that it is shown, by module. `held_out` switches what an observation is
     for. Every rank is shown the same.
-    every: as of `StatisticsSum`."""
+    every: as of `StatisticsAccumulator`."""
 
     def __init__(self, sample_rows: int, ranks: Ranks, every: int = 0) -> None:
         self._sample_rows, self._ranks, self._every = sample_rows, ranks, every
-        self._sums: dict[str, StatisticsSum] = {}
+        self._sums: dict[str, StatisticsAccumulator] = {}
         self.held_out = False
 
     def __contains__(self, module: str) -> bool:
@@ -138,7 +138,7 @@ class Observer:
         """x float32 [..., K]: what `module` reads."""
         x = x.reshape(-1, x.shape[-1])
         if module not in self._sums:
-            self._sums[module] = StatisticsSum(
+            self._sums[module] = StatisticsAccumulator(
                 x.shape[-1], x.device, self._sample_rows, self._ranks, self._every
             )
         if self.held_out:
@@ -165,7 +165,7 @@ class Drift:
         return Drift(self.inputs / scale / scale[:, None], self.sample / scale)
 
 
-class DriftSum:
+class DriftAccumulator:
     """What `Drift`s are made from, batch by batch: the quantized path is heard first, then the
     original one; a linear that is asked several times for a batch, with the sequences one by one,
     in the same order on both."""
@@ -175,7 +175,7 @@ class DriftSum:
         self._heard: dict[str, deque[Tensor]] = {}
         self._sums: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}
-        self._kept: dict[str, HeldOutRows] = {}
+        self._kept: dict[str, RowSample] = {}
 
     def __contains__(self, module: str) -> bool:
         return module in self._sums
@@ -197,9 +197,7 @@ class DriftSum:
 
     def keep(self, module: str, o: Tensor) -> None:
         """o: what it reads on the original path, of held-out tokens."""
-        self._kept.setdefault(module, HeldOutRows(self._sample_rows)).keep(
-            o.reshape(-1, o.shape[-1])
-        )
+        self._kept.setdefault(module, RowSample(self._sample_rows)).keep(o.reshape(-1, o.shape[-1]))
 
     def means(self) -> dict[str, Drift]:
         """Nothing more is to be heard."""
@@ -207,7 +205,7 @@ class DriftSum:
         for own in sums.values():
             send_panels(own, self._ranks)
         kept = {
-            module: self._kept.get(module, HeldOutRows(0)).rows(own) for module, own in sums.items()
+            module: self._kept.get(module, RowSample(0)).rows(own) for module, own in sums.items()
         }
         return {
             module: Drift(own.div_(self._tokens[module]), kept[module])
@@ -246,16 +244,16 @@ PROBED_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Probe:
+class SublayerProbe:
     """What a sublayer adds to the first tokens' hidden states, [t, H], and what it asks of the
     routed experts, if there are any."""
 
     output: Tensor
-    routed: Routed | None
+    routed: RoutedTokens | None
 
 
 @dataclass(frozen=True)
-class Observed:
+class SublayerStatistics:
     """A sublayer as it was before anything of it changed.
 
     sites: the linears that read one input, by the module it is observed under. inputs: the
@@ -268,37 +266,37 @@ class Observed:
     sublayer: Sublayer
     sites: dict[str, tuple[str, ...]]
     inputs: dict[str, InputStatistics]
-    routed: Routed | None
-    probe: Probe
+    routed: RoutedTokens | None
+    probe: SublayerProbe
     drifts: dict[str, Drift]
     stream: Tensor
 
 
-def observe(
+def collect_statistics(
     sublayer: Sublayer,
     tensors: Mapping[str, Tensor],
     states: HiddenStatePair,
     ranks: Ranks,
     original: HiddenStates | None = None,
-) -> Observed:
+) -> SublayerStatistics:
     """Run the original weights `tensors` over `states`, and over `original`, the calibration tokens
     on the original path, if given. All are left as they are."""
     every = max(1, states.quantized.fitted // SCALE_ROWS)
     observer = Observer(HELD_OUT_ROWS, ranks, every)
-    recorder = Recorder(len(states.quantized.hidden) + len(states.original.hidden))
-    asked, total = Recorder(states.quantized.fitted), DriftSum(HELD_OUT_ROWS, ranks)
-    runs = SharedRuns(ranks, states.quantized.hidden.device)
-    ask = runs.asked_of(recorder)
+    recorder = RoutingRecorder(len(states.quantized.hidden) + len(states.original.hidden))
+    asked, total = RoutingRecorder(states.quantized.fitted), DriftAccumulator(HELD_OUT_ROWS, ranks)
+    runs = BatchParallel(ranks, states.quantized.hidden.device)
+    ask = runs.shared_experts(recorder)
 
     def see(module: str, x: Tensor) -> None:
         observer(module, x)
         if original is not None and not observer.held_out:
             total.hear(module, x)
 
-    weights = LayerWeights(tensors, ask, runs.heard_by(see), unread=sublayer.ends)
+    weights = LayerWeights(tensors, ask, runs.shared_hook(see), unread=sublayer.ends)
     block = sublayer.build(weights)
     beside = LayerWeights(
-        tensors, runs.asked_of(asked), runs.heard_by(total.compare), unread=sublayer.ends
+        tensors, runs.shared_experts(asked), runs.shared_hook(total.compare), unread=sublayer.ends
     )
     source = None if original is None else sublayer.build(beside)
 
@@ -314,7 +312,7 @@ def observe(
     if (
         recorder.asked or original is not None
     ):  # which experts the original path chooses, and what its linears read
-        keep = None if original is None else runs.heard_by(total.keep)
+        keep = None if original is None else runs.shared_hook(total.keep)
         last = sublayer.build(LayerWeights(tensors, ask, keep, unread=sublayer.ends))
         runs.over(
             states.original.batches(),
@@ -334,12 +332,12 @@ def observe(
         if not batch.held_out
     )
     stream = torch.cat([hidden[::every, : sublayer.width] for hidden in fitted])
-    return Observed(
+    return SublayerStatistics(
         sublayer,
         sites,
         observer.means(),
         routed,
-        probe(sublayer, tensors, states),
+        run_probe(sublayer, tensors, states),
         total.means(),
         stream,
     )
@@ -347,10 +345,10 @@ def observe(
 
 def _observe_experts_input(
     sublayer: Sublayer,
-    routed: Routed,
+    routed: RoutedTokens,
     states: HiddenStatePair,
     observer: Observer,
-    drift: tuple[DriftSum, Recorder] | None,
+    drift: tuple[DriftAccumulator, RoutingRecorder] | None,
 ) -> None:
     """Where no linear but a router reads the experts' input, it was not observed: a router is no
     linear. drift: what is summed up, and what the experts are asked by calibration tokens on the
@@ -372,10 +370,12 @@ def _observe_experts_input(
         total.keep(site, routed.x[routed.quantized :][batch.part])
 
 
-def probe(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair) -> Probe:
+def run_probe(
+    sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair
+) -> SublayerProbe:
     """Run the first tokens of the quantized path."""
     count = min(PROBED_TOKENS, states.quantized.lengths[0])
-    recorder = Recorder(count)
+    recorder = RoutingRecorder(count)
     hidden = states.quantized.hidden[:count]
     output = sublayer.run(sublayer.build(LayerWeights(tensors, recorder)), hidden, [count]) - hidden
-    return Probe(output, recorder.routed(count, count))
+    return SublayerProbe(output, recorder.routed(count, count))

@@ -23,7 +23,7 @@ def no_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
     return torch.zeros_like(x)
 
 
-class Recorder:
+class RoutingRecorder:
     """An experts operator that writes down what it is asked, for up to `capacity` tokens, and
     answers zeros."""
 
@@ -43,16 +43,16 @@ class Recorder:
         self.asked += len(x)
         return torch.zeros_like(x)
 
-    def routed(self, fitted: int, quantized: int) -> "Routed | None":
-        """What was asked, with `fitted` and `quantized` as in `Routed`; None where nothing was."""
+    def routed(self, fitted: int, quantized: int) -> "RoutedTokens | None":
+        """What was asked, with `fitted` and `quantized` as in `RoutedTokens`; None where nothing was."""
         if not self.asked:
             return None
         x, topk_ids, topk_weights = (kept[: self.asked] for kept in self._kept)
-        return Routed(x, topk_ids, topk_weights, fitted, quantized)
+        return RoutedTokens(x, topk_ids, topk_weights, fitted, quantized)
 
 
 @dataclass(frozen=True)
-class Routed:
+class RoutedTokens:
     """What one layer's experts were asked, all tokens in one order: fitted on, held out, held out
     on the original path.
 
@@ -100,11 +100,11 @@ class Routed:
         return float((held_out[:, :, None] == original[:, None, :]).any(-1).float().mean())
 
 
-class AskedAgain:
+class RoutingUpdater:
     """An experts operator that writes what it is asked over the first tokens of `routed`, and
     answers zeros. scale [H]: what it reads is divided by it, unlike `routed`."""
 
-    def __init__(self, routed: Routed, scale: Tensor) -> None:
+    def __init__(self, routed: RoutedTokens, scale: Tensor) -> None:
         self.routed, self.scale, self.asked = routed, scale, 0
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ Observer = Callable[[str, Tensor], None]
 name."""
 
 
-NO_READINGS: Mapping[str, ActivationQuant] = {}
+NO_INPUT_QUANT: Mapping[str, ActivationQuant] = {}
 
 
 class LayerWeights:
@@ -137,7 +137,7 @@ class LayerWeights:
         experts: ExpertsOp | None = None,
         observer: Observer | None = None,
         unread: frozenset[str] = frozenset(),
-        readings: Mapping[str, ActivationQuant] = NO_READINGS,
+        readings: Mapping[str, ActivationQuant] = NO_INPUT_QUANT,
     ) -> None:
         self.tensors = tensors
         self.routed = experts

@@ -30,13 +30,13 @@ from quantkit.grids.rounding import (
 from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid, Method, Mxfp4Grid
 from quantkit.grids.weights import Fp4Weight, RoundedWeight, Weight
 from quantkit.models.activation_quant import ActivationQuant
-from quantkit.quant.compensation import compensate, compensate_both, judged_outputs
+from quantkit.quant.compensation import compensate, compensate_both, sample_output_directions
 from quantkit.quant.descent import Descent
 from quantkit.quant.gptq import Curvature, scaled_losses
 from quantkit.quant.tensor_cores import tensor_core_products
 
 NO_COSTS: Mapping[str, Curvature] = {}
-NOTHING_SOLVED: Mapping[str, tuple[Tensor, RoundingStep]] = {}
+NO_SOLUTIONS: Mapping[str, tuple[Tensor, RoundingStep]] = {}
 JUDGED_OUTPUTS = 512
 """Directions of a linear's outputs that its error is judged in, where their cost is known."""
 FP4_NEIGHBOURS = (0, -1, 1, -2, 2, 3, 4)
@@ -46,7 +46,7 @@ MXFP4_RAISED = (0, 1)
 
 
 @dataclass(frozen=True)
-class Rounded:
+class LinearResult:
     """What is kept of one linear. error: squared output error over squared output, on held-out
     inputs (NaN where there were none).
     method: what made it."""
@@ -57,9 +57,9 @@ class Rounded:
 
 
 @dataclass(frozen=True)
-class Solved:
+class LinearSolution:
     """One linear, rounded. values float32 [N, K]: what `weight` decodes to. error, method: see
-    `Rounded`."""
+    `LinearResult`."""
 
     weight: RoundedWeight
     values: Tensor
@@ -67,12 +67,12 @@ class Solved:
     method: str
 
     @property
-    def rounded(self) -> Rounded:
+    def rounded(self) -> LinearResult:
         """The same without the values."""
-        return Rounded(self.weight, self.error, self.method)
+        return LinearResult(self.weight, self.error, self.method)
 
 
-class Solver:
+class LinearSolver:
     """Applies one recipe. `methods` decides whether weights are compensated or rounded to nearest.
     activation_bits: what the inputs of rounded linears will have in the quantized model."""
 
@@ -133,7 +133,7 @@ class Solver:
             after, self.activation_bits
         )
 
-    def reading_under(self, solved: Solved, largest: Tensor) -> Solved:
+    def with_input_divisor(self, solved: LinearSolution, largest: Tensor) -> LinearSolution:
         """With the divisor of its inputs, where they are rounded to NVFP4. largest: their largest
         magnitude, float32 []."""
         if self.activation_bits != 4:
@@ -170,7 +170,7 @@ class Solver:
         sample: Tensor,
         outputs: Mapping[str, Curvature] = NO_COSTS,
         ranks: Ranks | None = None,
-    ) -> dict[str, Solved]:
+    ) -> dict[str, LinearSolution]:
         """Linears [N_i, K] that read one input. fused: module -> name shared by siblings with one
         FP4 global scale; sample [S, K];
         outputs: what an error in the outputs of a linear costs, see `compensate_both`, where it is
@@ -180,7 +180,7 @@ class Solver:
         told = {module: w for module, w in weights.items() if module in outputs}
         others = {module: w for module, w in weights.items() if module not in outputs}
         both = self._rounded_both(told, amax, curvature, outputs, ranks or Ranks())
-        solved: dict[str, Solved] = {}
+        solved: dict[str, LinearSolution] = {}
         for module, w in told.items():
             solved |= self._solve_rows(
                 {module: w}, amax, curvature, sample, outputs[module], {module: both.pop(module)}
@@ -222,11 +222,11 @@ class Solver:
         curvature: Curvature,
         sample: Tensor,
         outputs: Curvature | None = None,
-        both: Mapping[str, tuple[Tensor, RoundingStep]] = NOTHING_SOLVED,
-    ) -> dict[str, Solved]:
+        both: Mapping[str, tuple[Tensor, RoundingStep]] = NO_SOLUTIONS,
+    ) -> dict[str, LinearSolution]:
         """Some linears of a stack, whose largest weights are known. both: values and steps where
         `outputs` is given."""
-        judge = None if outputs is None else judged_outputs(outputs, JUDGED_OUTPUTS)
+        judge = None if outputs is None else sample_output_directions(outputs, JUDGED_OUTPUTS)
         parts: dict[str, list[_Part]] = {module: [] for module in weights}
         for piece in _pieces(weights, self.piece_values):
             stacked = [weights[module][rows] for module, rows in piece]
@@ -260,7 +260,7 @@ class Solver:
         curvature: Curvature,
         samples: list[Tensor],
         outputs: Curvature | None = None,
-    ) -> dict[str, Solved]:
+    ) -> dict[str, LinearSolution]:
         """Linears [N, K] of one shape, each with its own curvature (a leading dimension) and sample
         [S_i, K]; outputs: as for a stack."""
         batch = torch.stack(list(weights.values()))
@@ -269,7 +269,7 @@ class Solver:
         if outputs is None:
             values, step = self._round(batch, per_row, curvature)
         else:
-            judge = judged_outputs(outputs, JUDGED_OUTPUTS)
+            judge = sample_output_directions(outputs, JUDGED_OUTPUTS)
             values, step = compensate_both(
                 batch, curvature, outputs, self.rounder(amax[:, None]), descent=self.descent
             )
@@ -289,7 +289,9 @@ class Solver:
             for i, (module, w) in enumerate(weights.items())
         }
 
-    def nearest(self, weights: dict[str, Tensor], fused: dict[str, str]) -> dict[str, Solved]:
+    def nearest(
+        self, weights: dict[str, Tensor], fused: dict[str, str]
+    ) -> dict[str, LinearSolution]:
         """Linears rounded one by one without any statistics; their errors are those of the weights
         themselves."""
         amax = self._amax(weights, fused)
@@ -298,12 +300,10 @@ class Solver:
             rounder = self.rounder(amax[module])
             values, step = round_to_nearest(w, rounder)
             error = float((w - values).square().sum() / w.square().sum().clamp(min=1e-30))
-            solved[module] = Solved(rounder.weight(values, step), values, error, "nearest")
+            solved[module] = LinearSolution(rounder.weight(values, step), values, error, "nearest")
         return solved
 
-    def nearest_values(
-        self, weights: dict[str, Tensor], fused: dict[str, str]
-    ) -> dict[str, Tensor]:
+    def rtn_values(self, weights: dict[str, Tensor], fused: dict[str, str]) -> dict[str, Tensor]:
         """Linears rounded to steps from their plain extremes, as values alone."""
         amax = self._amax(weights, fused)
         return {
@@ -326,7 +326,7 @@ class Solver:
             return result.values, result.step
         return round_to_nearest(w, self.rounder(amax), curvature.diagonal)
 
-    def _finish(self, w: Tensor, parts: "list[_Part]", amax: Tensor) -> Solved:
+    def _finish(self, w: Tensor, parts: "list[_Part]", amax: Tensor) -> LinearSolution:
         """One linear from its rows. Plain rounding is kept where the method clearly loses to it on
         held-out inputs."""
         method = "+".join(self.methods) or "nearest"
@@ -342,7 +342,7 @@ class Solver:
                 _cat_steps([part.step for part in parts]),
             )
         error = float(kept.sum() / whole.sum().clamp(min=1e-30)) if len(whole) else float("nan")
-        return Solved(self.rounder(amax).weight(values, step), values, error, method)
+        return LinearSolution(self.rounder(amax).weight(values, step), values, error, method)
 
 
 def input_curvature(mean_hessian: Tensor, recipe: Recipe) -> Curvature:
@@ -368,7 +368,7 @@ def _told(
 ) -> tuple[Tensor, Tensor | None]:
     """What some rows of W tell of candidates Q. For each row x of `sample` [S, K]: ||W x||^2, then ||(W - Q) x||^2 of every candidate,
     float32 [1 + n, S]; and these rows' share in J^T (W - Q) x, [n, C, S], J the same rows of a
-    whole `judged_outputs`."""
+    whole `sample_output_directions`."""
     outputs = [x @ sample.t() for x in (w, *(w - values for values in candidates))]
     judged = None if judge is None else torch.stack([judge.t() @ output for output in outputs[1:]])
     return torch.stack([output.square_().sum(0) for output in outputs]), judged
@@ -412,7 +412,7 @@ def _rows(step: RoundingStep, rows: slice | int) -> RoundingStep:
     return RoundingStep(step.step[rows], None if step.zero is None else step.zero[rows])
 
 
-class Solvers:
+class SolverTable:
     """One recipe on each grid. grid_of: of a module that is rounded. format: tells what its scales
     and inputs are stored and read in."""
 
@@ -431,31 +431,31 @@ class Solvers:
             methods,
             piece_values,
         )
-        self._by_grid: dict[Grid, Solver] = {}
+        self._by_grid: dict[Grid, LinearSolver] = {}
 
     @property
     def compensates(self) -> bool:
         return "gptq" in self.methods
 
-    def of(self, module: str) -> Solver:
+    def of(self, module: str) -> LinearSolver:
         """What rounds this linear."""
         return self.on(self.grid_of(module))
 
-    def on(self, grid: Grid) -> Solver:
+    def on(self, grid: Grid) -> LinearSolver:
         """What rounds to this grid; the same object for all linears on it."""
         if grid not in self._by_grid:
             scale_dtype, bits = (
                 self.format.scale_dtype_of(grid),
                 self.format.activation_bits_of(grid),
             )
-            self._by_grid[grid] = Solver(
+            self._by_grid[grid] = LinearSolver(
                 grid, scale_dtype, self.recipe, self.methods, bits, self.piece_values
             )
         return self._by_grid[grid]
 
-    def alike(self, modules: Collection[str]) -> dict[Solver, list[str]]:
+    def alike(self, modules: Collection[str]) -> dict[LinearSolver, list[str]]:
         """The modules by what rounds them, in their order."""
-        found: dict[Solver, list[str]] = {}
+        found: dict[LinearSolver, list[str]] = {}
         for module in modules:
             found.setdefault(self.of(module), []).append(module)
         return found

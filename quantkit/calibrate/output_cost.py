@@ -17,7 +17,7 @@ import torch
 from quantkit_kernels import rms_norm
 from torch import Tensor
 
-from quantkit.calibrate.embed_and_head import Ends
+from quantkit.calibrate.embed_and_head import EmbedAndHead
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.quant.tensor_cores import tensor_core_products
@@ -28,7 +28,7 @@ JUDGED_TOKENS = 1024
 
 
 Logits = Callable[[Tensor, int], Tensor]
-"""As `Ends.logits`."""
+"""As `EmbedAndHead.logits`."""
 
 
 def products(of_rows: Tensor, first: int) -> Tensor:
@@ -37,7 +37,7 @@ def products(of_rows: Tensor, first: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class NextToken:
+class NextTokenKl:
     """tokens: how many were looked at. kl: mean over them of KL(original || quantized), nats. top1_agree: share with the same likeliest
     next token."""
 
@@ -48,7 +48,7 @@ class NextToken:
 
 def compare_next_tokens(
     original: Tensor, quantized: Tensor, head: Iterable[Tensor], logits: Logits = products
-) -> NextToken:
+) -> NextTokenKl:
     """original, quantized float32 [T, H]: of the same tokens, after the final norm. head: its rows,
     in blocks float32 [R, H]. logits: what the model makes of products with them."""
     return compare_paths(original, [quantized], head, logits)[0]
@@ -56,7 +56,7 @@ def compare_next_tokens(
 
 def compare_paths(
     original: Tensor, others: Sequence[Tensor], head: Iterable[Tensor], logits: Logits = products
-) -> list[NextToken]:
+) -> list[NextTokenKl]:
     """The same for several paths, each against the original, in one pass over the head."""
     p, paths = (
         Softmax(len(original), original.device),
@@ -79,7 +79,7 @@ def compare_paths(
     for q, difference in zip(paths, differences):
         kl = difference / p.total - p.log_sum() + q.log_sum()
         found.append(
-            NextToken(
+            NextTokenKl(
                 len(original), float(kl.mean()), float((p.likeliest == q.likeliest).double().mean())
             )
         )
@@ -132,7 +132,11 @@ def cost_to_readers(readers: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
 
 
 def cost_to_next_token(
-    hidden: Tensor, gain: Tensor, eps: float, head: Iterable[Tensor], ends: Ends | None = None
+    hidden: Tensor,
+    gain: Tensor,
+    eps: float,
+    head: Iterable[Tensor],
+    ends: EmbedAndHead | None = None,
 ) -> Tensor:
     """Fisher information [H, H] of the next token at the residual stream `hidden` float32 [T, H],
     scaled to trace 1.
@@ -183,7 +187,7 @@ class ResidualStream:
         source: ParameterReader,
         rows: Sequence[Parameter],
         groups: Sequence[ScaleGroup],
-        ends: Ends | None = None,
+        ends: EmbedAndHead | None = None,
     ) -> None:
         self.source, self.ends = source, ends
         self.by_module = {row.module: row for row in rows}

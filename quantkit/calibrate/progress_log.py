@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 from torch import Tensor
 
-from quantkit.calibrate.hidden_states import give_back
-from quantkit.calibrate.linear_solver import Rounded
+from quantkit.calibrate.hidden_states import trim_heap
+from quantkit.calibrate.linear_solver import LinearResult
 from quantkit.calibrate.source_model import ParameterReader, UnitStore
 from quantkit.common.progress import Note, OnEvent, Progress
 from quantkit.grids.weights import Weight
@@ -37,10 +37,12 @@ class Findings:
     """layer -> squared distance of the two paths over the squared norm of the original"""
 
     next_token: dict[str, float] = field(default_factory=dict)
-    """of `next_token_kl.NextToken`, on held-out tokens, and plain_kl, the KL of plain rounding;
+    """of `next_token_kl.NextTokenKl`, on held-out tokens, and plain_kl, the KL of plain rounding;
     empty where none were held out"""
 
-    def facts(self, linears: Mapping[str, Rounded], scales: Mapping[str, Tensor]) -> dict[str, Any]:
+    def facts(
+        self, linears: Mapping[str, LinearResult], scales: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
         """What to store with one unit so that a resumed run reports the same; also taken up
         here."""
         facts = {
@@ -74,7 +76,7 @@ class Findings:
         return asdict(self)
 
 
-class UnitLog:
+class ProgressLog:
     """Of one run. units: all there are; source: tells what they weigh; shares: of the run's
     expected time, by unit. findings: of the units finished so far."""
 
@@ -98,7 +100,7 @@ class UnitLog:
     def write(
         self,
         unit: str,
-        linears: Mapping[str, Rounded],
+        linears: Mapping[str, LinearResult],
         plain: dict[str, Tensor],
         scales: Mapping[str, Tensor],
         *,
@@ -131,7 +133,7 @@ class UnitLog:
     def enter(self, phase: str, unit: str) -> None:
         """A phase of a sublayer begins, with other sizes than the last. An expert's phases find the
         blocks of the expert before."""
-        give_back()
+        trim_heap()
         self.tell(phase, unit)
 
     def tell(self, phase: str, unit: str, *, found: bool = False) -> None:

@@ -113,8 +113,8 @@ Call = tuple[int, str, tuple[Tensor, ...]]
 """(number of who listens, module, what it is shown)."""
 
 
-class SharedRuns:
-    """Runs of one sublayer. What `heard_by` and `asked_of` gave is shown to linears and put in the
+class BatchParallel:
+    """Runs of one sublayer. What `shared_hook` and `shared_experts` gave is shown to linears and put in the
     place of routed experts, and may be in several runs."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
@@ -123,7 +123,7 @@ class SharedRuns:
         self._calls: list[Call] | None = None
         """Of the batch that this rank runs for all; None where it is heard at once."""
 
-    def heard_by(self, listen: Observer) -> Observer:
+    def shared_hook(self, listen: Observer) -> Observer:
         """What linears are given as their observer, so that `listen` hears them on every rank."""
         number = len(self._listeners)
         self._listeners.append(listen)
@@ -136,7 +136,7 @@ class SharedRuns:
 
         return see
 
-    def asked_of(self, experts: ExpertsOp) -> ExpertsOp:
+    def shared_experts(self, experts: ExpertsOp) -> ExpertsOp:
         """What a sublayer is given as its routed experts, so that `experts`, which answers zeros,
         is asked on every rank."""
         number = len(self._listeners)

@@ -11,11 +11,17 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from quantkit.calibrate.cache_scales import CodedCache
+from quantkit.calibrate.cache_scales import Int8Cache
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import HiddenStates
-from quantkit.calibrate.layer_weights import NO_READINGS, LayerWeights, Recorder, Routed, no_experts
-from quantkit.calibrate.linear_solver import Solver, Solvers
+from quantkit.calibrate.layer_weights import (
+    NO_INPUT_QUANT,
+    LayerWeights,
+    RoutedTokens,
+    RoutingRecorder,
+    no_experts,
+)
+from quantkit.calibrate.linear_solver import LinearSolver, SolverTable
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.calibrate.sublayer import Sublayer, advance
@@ -24,23 +30,23 @@ from quantkit.quant.tensor_cores import tensor_core_products
 
 
 @dataclass
-class OriginalPath:
+class ReferenceRun:
     """states: of the calibration tokens, at the input of the next sublayer, in the order of the
     quantized path's. routed: what the routed experts of the last sublayer are asked; None without
     experts."""
 
     states: HiddenStates
-    routed: Routed | None = None
+    routed: RoutedTokens | None = None
 
     def advance(self, sublayer: Sublayer, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
         """Through this sublayer with the source's tensors. Routed experts add their outputs
         afterwards."""
-        recorder = Recorder(len(self.states.hidden))
+        recorder = RoutingRecorder(len(self.states.hidden))
         advance(
             sublayer,
             tensors,
             self.states,
-            NO_READINGS,
+            NO_INPUT_QUANT,
             ranks,
             no_experts if sublayer.experts is None else recorder,
         )
@@ -59,7 +65,7 @@ class OriginalPath:
 
 
 @dataclass
-class PlainPath:
+class RtnRun:
     """states: of the held-out tokens, at the input of the next sublayer. solvers: of their recipe
     only the grids count. cache: of a scheme
     whose cache has 8 bits. routed: what the routed experts of the last sublayer are asked; None
@@ -67,13 +73,13 @@ class PlainPath:
 
     states: HiddenStates
     source: ParameterReader
-    solvers: Solvers
-    cache: CodedCache | None = None
-    routed: Routed | None = None
+    solvers: SolverTable
+    cache: Int8Cache | None = None
+    routed: RoutedTokens | None = None
 
     def advance(self, sublayer: Sublayer, ranks: Ranks) -> None:
         """Through this sublayer. Routed experts add their outputs afterwards."""
-        recorder = Recorder(len(self.states.hidden))
+        recorder = RoutingRecorder(len(self.states.hidden))
         tensors = self._rounded(sublayer)
         readings = self.solvers.readings(
             [row.module for row in sublayer.rows if row.module in sublayer.quantized]
@@ -99,7 +105,7 @@ class PlainPath:
         return self.routed.of(number)
 
     def expert_outputs(
-        self, number: int, rows: GatedMlp, original: ExpertWeights, solver: Solver | None
+        self, number: int, rows: GatedMlp, original: ExpertWeights, solver: LinearSolver | None
     ) -> Tensor:
         """One expert's outputs [n, H], unweighted, for the tokens that choose it. solver: on the
         experts' grid; None where the output does not quantize them."""
@@ -125,8 +131,8 @@ class PlainPath:
 
 
 def _nearest(
-    weights: dict[str, Tensor], rows: tuple[Parameter, ...], solver: Solver
+    weights: dict[str, Tensor], rows: tuple[Parameter, ...], solver: LinearSolver
 ) -> dict[str, Tensor]:
     """Values of the rounded weights by module, in their order."""
     fused = {row.module: row.fused for row in rows if row.fused}
-    return solver.nearest_values(weights, fused)
+    return solver.rtn_values(weights, fused)

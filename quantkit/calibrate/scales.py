@@ -13,13 +13,13 @@ from quantkit.calibrate.hidden_states import HiddenStatePair, relative_distance
 from quantkit.calibrate.input_statistics import (
     Drift,
     InputStatistics,
-    Observed,
-    Probe,
-    probe,
+    SublayerProbe,
+    SublayerStatistics,
+    run_probe,
     taken,
-    token_counts,
+    token_weights,
 )
-from quantkit.calibrate.linear_solver import Solver, Solvers, input_curvature
+from quantkit.calibrate.linear_solver import LinearSolver, SolverTable, input_curvature
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.calibrate.sublayer import Sublayer
 from quantkit.common.errors import QuantkitError
@@ -47,7 +47,7 @@ class Consumer:
 
     rows: Tensor
     share: float
-    solver: Solver
+    solver: LinearSolver
     importance: Tensor | None = None
 
     def row_weight(self, mean_hessian: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def sample_rows(w: Tensor, count: int) -> Tensor:
 
 
 def choose_scale(
-    solver: Solver,
+    solver: LinearSolver,
     consumers: Sequence[Consumer],
     curvature: Curvature,
     inputs: InputStatistics,
@@ -136,7 +136,7 @@ def nvfp4_loss(x: Tensor, column_energy: Tensor) -> Tensor:
 
 
 def _losses(
-    solver: Solver, rows: Tensor, scale: Tensor, lengths: list[int], curvature: Curvature
+    solver: LinearSolver, rows: Tensor, scale: Tensor, lengths: list[int], curvature: Curvature
 ) -> Tensor:
     """Loss of every row [C, ..., n] of linears that lie one after the other, `lengths` rows each,
     under candidates [C, ..., K]."""
@@ -157,7 +157,9 @@ def _at_once(rows: Tensor) -> int:
     return max(1, BATCH_VALUES.get(rows.device.type, ACCELERATOR_VALUES) // rows.numel())
 
 
-def _candidates(solver: Solver, consumers: Sequence[Consumer], inputs: InputStatistics) -> Tensor:
+def _candidates(
+    solver: LinearSolver, consumers: Sequence[Consumer], inputs: InputStatistics
+) -> Tensor:
     """All ones first. "smooth" has largest magnitudes of activations and weights, "awq" their sizes
     in the mean; both of them, both. Both are tried with fourth moments of activations of 8 bits,
     too, as a row's step goes by its largest value."""
@@ -248,7 +250,7 @@ class FoldedTensors(Mapping[str, Tensor]):
 
 
 @dataclass(frozen=True)
-class ScaledInput:
+class LinearInput:
     """What is known of an input after it was divided by scale [K], for whoever rounds its readers.
     sample: held-out rows [S, K].
     largest: the largest magnitude of calibration tokens, float32 []. drift: None where readers are
@@ -277,37 +279,37 @@ class ScaledInput:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class SublayerScales:
     """A sublayer with its scales chosen and proven. inputs: by module, of what is to be rounded.
     scales: by group."""
 
     sublayer: Sublayer
     sites: dict[str, tuple[str, ...]]
-    inputs: dict[str, ScaledInput]
+    inputs: dict[str, LinearInput]
     scales: dict[str, Tensor]
     folding: Folding
 
     @property
-    def experts_input(self) -> ScaledInput | None:
+    def experts_input(self) -> LinearInput | None:
         """What the routed experts read; None without experts."""
         site = self.sublayer.experts_site
         return None if site is None else self.inputs[site]
 
 
-def scaled_input(
+def linear_input(
     statistics: InputStatistics,
-    solvers: Solvers,
+    solvers: SolverTable,
     scale: Tensor | None,
     curvature: Curvature | None = None,
     drift: Drift | None = None,
-) -> ScaledInput:
+) -> LinearInput:
     """curvature: of the input as it was observed, where it was made already; its memory is used.
     drift: of the input as it was observed."""
     curvature = (
         input_curvature(statistics.mean_hessian, solvers.recipe) if curvature is None else curvature
     )
     if scale is None:
-        return ScaledInput(
+        return LinearInput(
             curvature,
             statistics.sample,
             torch.ones_like(statistics.absmax),
@@ -315,8 +317,8 @@ def scaled_input(
             drift,
         )
     drift = None if drift is None else drift.scaled(scale)
-    return ScaledInput(
-        curvature.into_scaled(scale),
+    return LinearInput(
+        curvature.scaled_(scale),
         statistics.sample / scale,
         scale,
         (statistics.absmax / scale).amax(),
@@ -325,18 +327,18 @@ def scaled_input(
 
 
 def scale_sublayer(
-    observed: Observed,
+    observed: SublayerStatistics,
     source: ParameterReader,
     states: HiddenStatePair,
     experts: Sequence[Consumer] = (),
-) -> Scaled:
+) -> SublayerScales:
     """Choose the scale of every group. experts: rows of some routed experts, which count where a
     group reaches them.
 
     Raises QuantkitError where folding changes what the sublayer computes.
     """
     sublayer, folding = observed.sublayer, Folding()
-    inputs: dict[str, ScaledInput] = {}
+    inputs: dict[str, LinearInput] = {}
     scales: dict[str, Tensor] = {}
     for group in sublayer.groups:
         consumers = [*_consumers(sublayer, group, FoldedTensors(sublayer, source, folding))]
@@ -363,19 +365,21 @@ def scale_sublayer(
         scale = choose_scale(solver, consumers, curvature, statistics, exact, group.heads)
         folding, scale = _fold(sublayer, group, scale, source, folding)
         scales[group.name] = scale
-        inputs[group.observe] = scaled_input(
+        inputs[group.observe] = linear_input(
             statistics, sublayer.solvers, scale, curvature, observed.drifts.get(group.observe)
         )
-    _check_same(observed, probe(sublayer, FoldedTensors(sublayer, source, folding), states))
+    _check_same(observed, run_probe(sublayer, FoldedTensors(sublayer, source, folding), states))
     for first in _to_round(observed):
         if first not in inputs:
-            inputs[first] = scaled_input(
+            inputs[first] = linear_input(
                 observed.inputs[first], sublayer.solvers, None, drift=observed.drifts.get(first)
             )
-    return Scaled(sublayer, observed.sites, inputs, scales, folding)
+    return SublayerScales(sublayer, observed.sites, inputs, scales, folding)
 
 
-def _counted_rows(observed: Observed, group: ScaleGroup, tensors: Mapping[str, Tensor]) -> Tensor:
+def _counted_rows(
+    observed: SublayerStatistics, group: ScaleGroup, tensors: Mapping[str, Tensor]
+) -> Tensor:
     """The rows of a group's input, of one that is read by who writes to the residual stream each
     times what an error there counts: by the stream with what that reader adds, as the largest
     streams are made so."""
@@ -387,7 +391,7 @@ def _counted_rows(observed: Observed, group: ScaleGroup, tensors: Mapping[str, T
         f"{group.observe} reads other tokens than the sublayer"
     )
     added = (rows @ tensors[f"{module}.weight"].t() for module in writers)
-    return rows * token_counts(sum(added, observed.stream))
+    return rows * token_weights(sum(added, observed.stream))
 
 
 def scale_in_effect(
@@ -438,7 +442,7 @@ def _fold(
     return folding.and_group(group, inside, scale, gain), scale
 
 
-def _to_round(observed: Observed) -> Iterator[str]:
+def _to_round(observed: SublayerStatistics) -> Iterator[str]:
     """Inputs that somebody reads whose weight is to be rounded."""
     for first, modules in observed.sites.items():
         if not observed.sublayer.quantized.isdisjoint(modules):
@@ -447,7 +451,7 @@ def _to_round(observed: Observed) -> Iterator[str]:
         yield observed.sublayer.experts_site
 
 
-def _check_same(observed: Observed, after: Probe) -> None:
+def _check_same(observed: SublayerStatistics, after: SublayerProbe) -> None:
     """Stop the run if folding changed what the sublayer computes, or which experts it asks."""
     before = observed.probe
     differences = {"output": relative_distance(after.output, before.output)}

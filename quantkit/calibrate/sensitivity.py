@@ -24,12 +24,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.embed_and_head import Ends, TableEnds
+from quantkit.calibrate.embed_and_head import EmbedAndHead, TableEmbedAndHead
 from quantkit.calibrate.expert_layer import expert_weights
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import BATCH_TOKENS, HiddenStates
-from quantkit.calibrate.layer_weights import NO_READINGS, LayerWeights, Recorder, Routed, no_experts
-from quantkit.calibrate.linear_solver import Solvers
+from quantkit.calibrate.layer_weights import (
+    NO_INPUT_QUANT,
+    LayerWeights,
+    RoutedTokens,
+    RoutingRecorder,
+    no_experts,
+)
+from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.output_cost import BLOCK_ROWS, ResidualStream, compare_paths
 from quantkit.calibrate.source_model import SourceModel, attend_unit, feed_forward_unit
 from quantkit.calibrate.sublayer import Sublayer, run_attention, run_feed_forward, sublayer_of
@@ -40,7 +46,7 @@ from quantkit.models.weights import ExpertsOp
 
 
 @dataclass(frozen=True)
-class Choice:
+class LinearGroup:
     """name: of the fused module, of the only linear, or layers.N.experts."""
 
     name: str
@@ -59,13 +65,13 @@ class Choice:
         return tuple(row.module for row in self.rows)
 
 
-def choices_of(rows: Iterable[Parameter]) -> list[Choice]:
+def linear_groups(rows: Iterable[Parameter]) -> list[LinearGroup]:
     """rows: linears that may be rounded, in the order of the table."""
     found: dict[str, list[Parameter]] = {}
     for row in rows:
         name = f"layers.{row.layer}.experts" if row.expert is not None else row.fused or row.module
         found.setdefault(name, []).append(row)
-    return [Choice(name, tuple(own)) for name, own in found.items()]
+    return [LinearGroup(name, tuple(own)) for name, own in found.items()]
 
 
 MOST_TOKENS = 2**15
@@ -88,7 +94,7 @@ class Sensitivities:
     tokens: int
 
 
-class PassStore(Protocol):
+class SensitivityStore(Protocol):
     """Where a pass keeps what it has, for a restart."""
 
     def save(self, layer: int, hidden: Tensor, facts: dict[str, object]) -> None:
@@ -134,12 +140,12 @@ class SensitivityPass:
     def __init__(
         self,
         model: SourceModel,
-        solvers: Solvers,
-        choices: Mapping[Choice, Sequence[Grid]],
-        store: PassStore,
-        ends: Ends | None = None,
+        solvers: SolverTable,
+        choices: Mapping[LinearGroup, Sequence[Grid]],
+        store: SensitivityStore,
+        ends: EmbedAndHead | None = None,
     ) -> None:
-        self.ends = ends or TableEnds(model.weights, model.rows, model.config)
+        self.ends = ends or TableEmbedAndHead(model.weights, model.rows, model.config)
         self.model, self.solvers, self.store = model, solvers, store
         self.by_module = {
             choice.rows[0].module: (choice, tuple(grids)) for choice, grids in choices.items()
@@ -192,17 +198,17 @@ class SensitivityPass:
         cost = self.residual.cost(
             self.model.units[sublayer.name], base, self.model.config.rms_norm_eps
         )
-        recorder = Recorder(len(hidden) * len(base))
+        recorder = RoutingRecorder(len(hidden) * len(base))
         after = _run(sublayer, tensors, hidden.flatten(0, 1), lengths * len(hidden), recorder)
         routed = recorder.routed(len(base), len(base))
-        carried = self._linears(
+        error_product = self._linears(
             sublayer, tensors, base, lengths, after[: len(base)].clone(), cost, found
         )
         if routed is not None:
-            carried += self._experts(layer, routed, after, cost, found)
-        found.probed[sublayer.name] = _cost_of(carried, cost)
+            error_product += self._experts(layer, routed, after, cost, found)
+        found.probed[sublayer.name] = _cost_of(error_product, cost)
         after = after.view(hidden.shape)
-        return torch.cat((after, (after[0] + carried)[None]))
+        return torch.cat((after, (after[0] + error_product)[None]))
 
     def _linears(
         self,
@@ -241,7 +247,7 @@ class SensitivityPass:
         return _run(sublayer, tensors | together, base, lengths, no_experts, rounding) - exact
 
     def _experts(
-        self, layer: int, routed: Routed, after: Tensor, cost: Tensor, found: _Found
+        self, layer: int, routed: RoutedTokens, after: Tensor, cost: Tensor, found: _Found
     ) -> Tensor:
         """Adds the outputs of the original routed experts to all paths `after` [P * T, H]; returns
         the error of those that are rounded."""
@@ -318,7 +324,7 @@ def _run(
     hidden: Tensor,
     lengths: list[int],
     experts: ExpertsOp = no_experts,
-    readings: Mapping[str, ActivationQuant] = NO_READINGS,
+    readings: Mapping[str, ActivationQuant] = NO_INPUT_QUANT,
 ) -> Tensor:
     """hidden [T, H] after a sublayer with these tensors."""
     block, after = (

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from quantkit.calibrate.hidden_states import HiddenStates, TokenBatch
 from quantkit.calibrate.layer_weights import LayerWeights, no_experts
-from quantkit.calibrate.linear_solver import Solvers
-from quantkit.calibrate.ranks import Ranks, SharedRuns
+from quantkit.calibrate.linear_solver import SolverTable
+from quantkit.calibrate.ranks import BatchParallel, Ranks
 from quantkit.calibrate.source_model import ParameterReader, SourceModel, feed_forward_unit
 from quantkit.grids.weights import Weight, dequantize
 from quantkit.models.activation_quant import ActivationQuant
@@ -68,7 +68,7 @@ class Sublayer:
     stored: dict[str, torch.dtype]
     quantized: set[str]
     frozen: set[str]
-    solvers: Solvers
+    solvers: SolverTable
     experts: str | None
     importance: Tensor | None
     outputs: Curvature | None
@@ -100,7 +100,7 @@ class Sublayer:
 
 def sublayer_of(
     model: SourceModel,
-    solvers: Solvers,
+    solvers: SolverTable,
     unit: str,
     layer: int,
     run: Run,
@@ -156,17 +156,19 @@ def advance(
     readings: of modules that round what they read. experts: told on every rank what the routed
     experts are asked, and answers zeros.
     """
-    runs, heard = SharedRuns(ranks, states.hidden.device), list[TokenBatch]()
+    runs, heard = BatchParallel(ranks, states.hidden.device), list[TokenBatch]()
     block = sublayer.build(
         LayerWeights(
-            tensors, experts if experts is no_experts else runs.asked_of(experts), readings=readings
+            tensors,
+            experts if experts is no_experts else runs.shared_experts(experts),
+            readings=readings,
         )
     )
 
     def take(_: str, after: Tensor) -> None:
         states.hidden[heard[-1].part] = after
 
-    give = runs.heard_by(take)
+    give = runs.shared_hook(take)
     runs.over(
         states.batches(),
         lambda batch: give("", sublayer.run(block, states.hidden[batch.part], batch.lengths)),
@@ -174,7 +176,7 @@ def advance(
     )
 
 
-def written_tensors(
+def output_tensors(
     sublayer: Sublayer,
     source: ParameterReader,
     weights: Mapping[str, Weight],
@@ -193,7 +195,7 @@ def written_tensors(
     return tensors
 
 
-def run_to_sum(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
+def run_without_post_moe(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
     """The expert half without what is behind its experts: hidden [T, W] -> [T, W]."""
     after, summed = hidden.clone(), block.mlp_output(hidden, CausalContext(lengths, hidden.device))
     after[:, : summed.shape[1]] += summed
@@ -219,7 +221,7 @@ def feed_forward(model: SourceModel, layer: int, paths: Iterable[HiddenStates]) 
     ]  # experts add to no other channels
     for path, _ in kept:
         path.hidden = F.pad(path.hidden, (0, beside)) if beside else path.hidden
-    yield run_to_sum
+    yield run_without_post_moe
     rows = [
         row
         for row in model.layer_rows(layer)

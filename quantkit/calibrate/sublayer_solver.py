@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, TokenBatch
-from quantkit.calibrate.input_statistics import HELD_OUT_ROWS, DriftSum, Observer
+from quantkit.calibrate.input_statistics import HELD_OUT_ROWS, DriftAccumulator, Observer
 from quantkit.calibrate.layer_weights import LayerWeights, no_experts
 from quantkit.calibrate.layer_weights import Observer as Listener
-from quantkit.calibrate.linear_solver import Rounded, Solver
-from quantkit.calibrate.ranks import Ranks, SharedRuns
-from quantkit.calibrate.scales import FoldedTensors, Scaled, ScaledInput, scaled_input
+from quantkit.calibrate.linear_solver import LinearResult, LinearSolver
+from quantkit.calibrate.ranks import BatchParallel, Ranks
+from quantkit.calibrate.scales import FoldedTensors, LinearInput, SublayerScales, linear_input
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.grids.weights import Weight, dequantize
 from quantkit.models.table import Parameter, Projection
@@ -20,23 +20,23 @@ from quantkit.quant.gptq import Curvature
 from quantkit.quant.tensor_cores import tensor_core_products
 
 
-def observe_ends(
-    scaled: Scaled,
+def observe_output_linears(
+    scaled: SublayerScales,
     folded: Mapping[str, Tensor],
     rounded: Mapping[str, Weight],
     states: HiddenStatePair,
     ranks: Ranks,
     original: HiddenStates,
-) -> dict[str, ScaledInput]:
+) -> dict[str, LinearInput]:
     """By the module that each input is observed under. folded: the sublayer's tensors; rounded:
     those linears that are solved, by module;
     states, original: before this sublayer, the latter of the calibration tokens on the original
     path."""
     sublayer = scaled.sublayer
     sites = {first for first, modules in scaled.sites.items() if sublayer.ends.issuperset(modules)}
-    observer, total = Observer(HELD_OUT_ROWS, ranks), DriftSum(HELD_OUT_ROWS, ranks)
+    observer, total = Observer(HELD_OUT_ROWS, ranks), DriftAccumulator(HELD_OUT_ROWS, ranks)
 
-    runs = SharedRuns(ranks, states.quantized.hidden.device)
+    runs = BatchParallel(ranks, states.quantized.hidden.device)
 
     def hear(module: str, x: Tensor) -> None:
         observer(module, x)
@@ -48,7 +48,7 @@ def observe_ends(
 
     def at_ends(listen: Listener) -> Listener:
         """Nothing else is sent to other ranks."""
-        see = runs.heard_by(listen)
+        see = runs.shared_hook(listen)
         return lambda module, x: see(module, x) if module in sites else None
 
     tensors = {row.name: folded[row.name] for row in sublayer.needed}
@@ -84,12 +84,12 @@ def observe_ends(
     )
     drifts = total.means()
     return {
-        site: scaled_input(own, sublayer.solvers, None, drift=drifts[site])
+        site: linear_input(own, sublayer.solvers, None, drift=drifts[site])
         for site, own in observer.means().items()
     }
 
 
-def attention_costs(scaled: Scaled, folded: FoldedTensors) -> dict[str, Curvature]:
+def attention_costs(scaled: SublayerScales, folded: FoldedTensors) -> dict[str, Curvature]:
     """By module: [P, n, n] of P heads of n rows, or [1, N, N], for `compensate_both`. Nothing for a
     sublayer whose cost is not known, or that is no attention with heads of one size."""
     sublayer = scaled.sublayer
@@ -176,7 +176,7 @@ class _Latent:
     @classmethod
     def of(
         cls,
-        scaled: Scaled,
+        scaled: SublayerScales,
         folded: FoldedTensors,
         rows: Mapping[Projection, Parameter],
         outputs: Curvature,
@@ -235,7 +235,7 @@ class _Latent:
         return {"q_a": q_a[None], "q_b": q_b, "kv_a": kv_a[None]}
 
 
-def _input_of(scaled: Scaled, module: str) -> ScaledInput | None:
+def _input_of(scaled: SublayerScales, module: str) -> LinearInput | None:
     """What a module reads, if it was observed to be rounded."""
     return next(
         (scaled.inputs.get(first) for first, modules in scaled.sites.items() if module in modules),
@@ -243,7 +243,7 @@ def _input_of(scaled: Scaled, module: str) -> ScaledInput | None:
     )
 
 
-def _gain_before(scaled: Scaled, folded: FoldedTensors, row: Parameter) -> Tensor:
+def _gain_before(scaled: SublayerScales, folded: FoldedTensors, row: Parameter) -> Tensor:
     """Of the norm whose output a linear reads, [K]; ones where the table knows of none."""
     sublayer = scaled.sublayer
     norm = next(
@@ -263,11 +263,11 @@ def _gain_before(scaled: Scaled, folded: FoldedTensors, row: Parameter) -> Tenso
 
 
 @dataclass(frozen=True)
-class SolvedSublayer:
+class SublayerSolution:
     """linears: rounded, by module. plain: unquantized tensors that folding changed, in their stored
     dtype."""
 
-    linears: dict[str, Rounded]
+    linears: dict[str, LinearResult]
     plain: dict[str, Tensor]
 
     @property
@@ -276,12 +276,12 @@ class SolvedSublayer:
 
 
 def solve_sublayer(
-    scaled: Scaled,
+    scaled: SublayerScales,
     source: ParameterReader,
     states: HiddenStatePair,
     ranks: Ranks,
     original: HiddenStates | None = None,
-) -> SolvedSublayer:
+) -> SublayerSolution:
     """Every linear that the output holds quantized. The linears of one input at a time are held in
     float32, the widest input's first.
 
@@ -291,7 +291,7 @@ def solve_sublayer(
     """
     sublayer, folded = scaled.sublayer, FoldedTensors(scaled.sublayer, source, scaled.folding)
     rows = {row.module: row for row in sublayer.rows}
-    linears: dict[str, Rounded] = {}
+    linears: dict[str, LinearResult] = {}
     sites = sorted(scaled.sites.items(), key=lambda site: -rows[site[0]].shape[1])
     if original is not None:
         sites.sort(key=lambda site: sublayer.ends.issuperset(site[1]))
@@ -307,7 +307,7 @@ def solve_sublayer(
                 replace(
                     scaled,
                     inputs=scaled.inputs
-                    | observe_ends(scaled, folded, weights, states, ranks, original),
+                    | observe_output_linears(scaled, folded, weights, states, ranks, original),
                 ),
                 True,
             )
@@ -321,25 +321,26 @@ def solve_sublayer(
         for row in sublayer.rows
         if row.module not in sublayer.quantized and scaled.folding.changes(row.name)
     ]
-    return SolvedSublayer(
+    return SublayerSolution(
         linears, {row.name: folded[row.name].to(sublayer.stored[row.name]) for row in changed}
     )
 
 
 def _solve_site(
-    scaled: Scaled,
+    scaled: SublayerScales,
     first: str,
     rows: list[Parameter],
     folded: FoldedTensors,
-    solver: Solver,
+    solver: LinearSolver,
     costs: Mapping[str, Curvature],
     ranks: Ranks,
-) -> dict[str, Rounded]:
+) -> dict[str, LinearResult]:
     """The linears of one input that are on one grid."""
     read = scaled.inputs[first]
     weights = {row.module: read.aimed(folded[row.name]) for row in rows}
     fused = {row.module: row.fused for row in rows if row.fused}
     solved = solver.solve_stack(weights, fused, read.curvature, read.sample, costs, ranks)
     return {
-        module: solver.reading_under(one, read.largest).rounded for module, one in solved.items()
+        module: solver.with_input_divisor(one, read.largest).rounded
+        for module, one in solved.items()
     }

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.cache_scales import CodedCache
+from quantkit.calibrate.cache_scales import Int8Cache
 from quantkit.calibrate.data import Sequences
-from quantkit.calibrate.embed_and_head import Ends, TableEnds, mtp_states
+from quantkit.calibrate.embed_and_head import EmbedAndHead, TableEmbedAndHead, mtp_states
 from quantkit.calibrate.expert_layer import ExpertLayer
 from quantkit.calibrate.hidden_states import (
     Batches,
@@ -28,28 +28,28 @@ from quantkit.calibrate.hidden_states import (
     keep_freed_blocks,
     relative_distance,
 )
-from quantkit.calibrate.input_statistics import Observed, observe
-from quantkit.calibrate.layer_weights import NO_READINGS, AskedAgain, Routed
-from quantkit.calibrate.linear_solver import Solvers
+from quantkit.calibrate.input_statistics import SublayerStatistics, collect_statistics
+from quantkit.calibrate.layer_weights import NO_INPUT_QUANT, RoutedTokens, RoutingUpdater
+from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.output_cost import (
     BLOCK_ROWS,
     JUDGED_TOKENS,
     ResidualStream,
     compare_next_tokens,
 )
-from quantkit.calibrate.progress_log import Findings, UnitLog
+from quantkit.calibrate.progress_log import Findings, ProgressLog
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.reference_runs import OriginalPath, PlainPath
-from quantkit.calibrate.scales import ScaledInput, scale_in_effect, scale_sublayer, scaled_input
+from quantkit.calibrate.reference_runs import ReferenceRun, RtnRun
+from quantkit.calibrate.scales import LinearInput, linear_input, scale_in_effect, scale_sublayer
 from quantkit.calibrate.source_model import SourceModel, attend_unit, feed_forward_unit
 from quantkit.calibrate.sublayer import (
     Run,
     Sublayer,
     advance,
     feed_forward,
+    output_tensors,
     run_attention,
     sublayer_of,
-    written_tensors,
 )
 from quantkit.calibrate.sublayer_solver import solve_sublayer
 from quantkit.grids.weights import Weight
@@ -57,15 +57,15 @@ from quantkit.quant.gptq import Curvature
 
 
 @dataclass(frozen=True)
-class Written:
+class SublayerResult:
     """What became of a sublayer. weights: by module; plain: of its other tensors those that
     changed, or all, in their stored dtype.
     routed, read: what its routed experts are asked, and their input; None without experts."""
 
     weights: Mapping[str, Weight]
     plain: Mapping[str, Tensor]
-    routed: Routed | None = None
-    read: ScaledInput | None = None
+    routed: RoutedTokens | None = None
+    read: LinearInput | None = None
 
 
 class Walk:
@@ -75,14 +75,14 @@ class Walk:
     def __init__(
         self,
         model: SourceModel,
-        solvers: Solvers,
-        log: UnitLog,
+        solvers: SolverTable,
+        log: ProgressLog,
         ranks: Ranks,
         batches: Batches,
-        ends: Ends | None = None,
-        cache: CodedCache | None = None,
+        ends: EmbedAndHead | None = None,
+        cache: Int8Cache | None = None,
     ) -> None:
-        self.ends = ends or TableEnds(model.weights, model.rows, model.config)
+        self.ends = ends or TableEmbedAndHead(model.weights, model.rows, model.config)
         self.model, self.solvers, self.log, self.ranks, self.batches = (
             model,
             solvers,
@@ -93,8 +93,8 @@ class Walk:
         self.cache = cache
         groups = [group for layer in model.layers for group in model.groups[layer]]
         self.residual = ResidualStream(model.weights, model.rows, groups, ends)
-        self.plain: PlainPath | None = None
-        self.path: OriginalPath | None = None
+        self.plain: RtnRun | None = None
+        self.path: ReferenceRun | None = None
         """Of the calibration tokens, where the recipe has drift."""
         self.unpruned: Tensor | None = None
         """Hidden states of the held-out tokens after the last layer of the model that experts were
@@ -124,7 +124,7 @@ class Walk:
             fitted = tensors["fitted"] if "drift" in self.solvers.methods else None
         if begun is not None:  # on every rank: each computes what its experts add to it
             hidden = begun.to(states.original.hidden.device)
-            self.plain = PlainPath(
+            self.plain = RtnRun(
                 replace(states.original, hidden=hidden),
                 self.model.weights,
                 self.solvers,
@@ -135,7 +135,7 @@ class Walk:
             path = HiddenStates(
                 fitted.to(states.quantized.hidden.device), len(fitted), lengths, self.batches.tokens
             )
-            self.path = OriginalPath(path)
+            self.path = ReferenceRun(path)
         for layer in self.model.layers:
             if layer >= first:
                 self._decoder_layer(layer, states)
@@ -267,14 +267,14 @@ class Walk:
             self.path.advance(sublayer, source, self.ranks)
             del source
         self.log.enter("propagating", unit)
-        tensors = written_tensors(sublayer, self.model.weights, written.weights, written.plain)
+        tensors = output_tensors(sublayer, self.model.weights, written.weights, written.plain)
         readings = self.solvers.readings(written.weights, written.weights)
         if self.cache is not None and self.cache.covers(sublayer):
             sublayer = replace(sublayer, run=self.cache.run(sublayer, written.plain))
         if experts is not None and written.routed is not None and written.read is not None:
             # Attention may stand before them in this sublayer, and a router that took a scale is
             # stored rounded: both count now.
-            again = AskedAgain(written.routed, written.read.scale)
+            again = RoutingUpdater(written.routed, written.read.scale)
             advance(sublayer, tensors, states.quantized, readings, self.ranks, again)
             experts.run(sublayer, written.routed, written.read, states, self.plain, self.path)
         else:
@@ -283,7 +283,7 @@ class Walk:
 
     def _solved(
         self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None
-    ) -> Written:
+    ) -> SublayerResult:
         """Each value is let go of when the next is made from it."""
         unit, weights = sublayer.name, self.model.weights
         observed = self._observed(sublayer, states)
@@ -298,22 +298,22 @@ class Walk:
         )
         plain = solved.plain
         if self.cache is not None and self.cache.covers(sublayer):
-            tensors = written_tensors(sublayer, weights, solved.weights, plain)
+            tensors = output_tensors(sublayer, weights, solved.weights, plain)
             readings = self.solvers.readings(solved.weights, solved.weights)
             plain = plain | self.cache.find(sublayer, tensors, states.quantized, readings)
         self.log.write(unit, solved.linears, plain, scaled.scales, mine=self.ranks.leads)
-        return Written(solved.weights, plain, routed, scaled.experts_input)
+        return SublayerResult(solved.weights, plain, routed, scaled.experts_input)
 
     def _found(
         self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None
-    ) -> Written:
+    ) -> SublayerResult:
         """Finished before; its experts may not be."""
         if experts is None:
             if self.path is None:
                 self._advance_original(
                     sublayer, self.model.weights.dequantized_all(sublayer.needed), states
                 )
-            return Written(*self._loaded(sublayer.name))
+            return SublayerResult(*self._loaded(sublayer.name))
         observed = self._observed(sublayer, states)
         weights, plain = self._loaded(sublayer.name)
         group, site = sublayer.reaching_experts, sublayer.experts_site
@@ -321,11 +321,11 @@ class Walk:
         scale = (
             None if group is None else scale_in_effect(sublayer, group, self.model.weights, plain)
         )
-        return Written(
+        return SublayerResult(
             weights,
             plain,
             observed.routed,
-            scaled_input(
+            linear_input(
                 observed.inputs[site], self.solvers, scale, drift=observed.drifts.get(site)
             ),
         )
@@ -335,12 +335,12 @@ class Walk:
         self.log.note(f"{unit}: found finished")
         return weights, plain
 
-    def _observed(self, sublayer: Sublayer, states: HiddenStatePair) -> Observed:
+    def _observed(self, sublayer: Sublayer, states: HiddenStatePair) -> SublayerStatistics:
         """Observed on the quantized path. Where nobody compares the paths once more, the original
         one goes on, and nobody asks for the original matrices again."""
         self.log.enter("observing", sublayer.name)
         tensors = self.model.weights.dequantized_all(sublayer.needed)
-        observed = observe(
+        observed = collect_statistics(
             sublayer, tensors, states, self.ranks, None if self.path is None else self.path.states
         )
         if self.path is None:
@@ -351,7 +351,7 @@ class Walk:
         self, sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair
     ) -> None:
         """The held-out tokens on the original path. Routed experts add their outputs afterwards."""
-        advance(sublayer, tensors, states.original, NO_READINGS, self.ranks)
+        advance(sublayer, tensors, states.original, NO_INPUT_QUANT, self.ranks)
 
     # --- the end of the stack
     # ----------------------------------------------------------------------------------------------

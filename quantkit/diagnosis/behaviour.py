@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.calibrate.data import SHIPPED_TEXT
-from quantkit.calibrate.embed_and_head import TableEnds
+from quantkit.calibrate.embed_and_head import TableEmbedAndHead
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.source_model import ParameterReader
@@ -70,7 +70,9 @@ class _ModelSide:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint, self.model = checkpoint, read_model(checkpoint)
-        self.ends = TableEnds(ParameterReader(checkpoint, CPU), self.model.rows, self.model.config)
+        self.ends = TableEmbedAndHead(
+            ParameterReader(checkpoint, CPU), self.model.rows, self.model.config
+        )
         self.inputs: dict[str, Tensor] = {}
         self.chosen: Tensor | None = None
 

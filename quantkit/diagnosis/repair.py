@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.linear_solver import Solver
+from quantkit.calibrate.linear_solver import LinearSolver
 from quantkit.calibrate.recipe import load_recipe
 from quantkit.checkpoint.aux_files import AUX_FILES
 from quantkit.checkpoint.formats.base import SLIM_FILES
@@ -431,7 +431,9 @@ def _round_to_nearest(
     format, grid = examined.description.format, examined.description.grid
     assert format is not None
     assert grid is not None
-    solver = Solver(grid, format.scale_dtype, load_recipe("rtn-w4a16"), (), format.activation_bits)
+    solver = LinearSolver(
+        grid, format.scale_dtype, load_recipe("rtn-w4a16"), (), format.activation_bits
+    )
 
     def make() -> dict[str, Tensor]:
         weights = {row.module: dequantize(origin.weight(row.module)) for row in rows}

@@ -18,7 +18,7 @@ from quantkit.guide.job import GoRequest
 from quantkit.guide.machine_speed import measure_pace
 from quantkit.guide.proposal import Proposal, SchemeCandidate, Wanted, candidates, choose_candidate
 from quantkit.planning.plan import Plan
-from quantkit.quantization.cost import seconds_of
+from quantkit.quantization.cost import expected_seconds
 from quantkit.tokenizer.chat import ChatTokenizer
 
 TIME_FACTOR = 2.0
@@ -47,7 +47,7 @@ def propose(
         tuple(found),
         chosen,
         why,
-        seconds_of(chosen.plan.work, rate),
+        expected_seconds(chosen.plan.work, rate),
         TIME_FACTOR,
     )
 

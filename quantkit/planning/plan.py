@@ -31,14 +31,14 @@ from quantkit.planning.cost_model import predict
 from quantkit.planning.devices import STANDARD_DEVICES, Devices, read_devices, read_number
 from quantkit.planning.workspace import workspace_bytes
 from quantkit.quantization.bit_allocation import (
-    Options,
-    PlannedChoice,
+    GridOptions,
     PlannedSize,
-    check_wanted,
-    plan_choosing,
+    SizeCurve,
+    check_sensitivities_option,
+    plan_sizes,
     read_sensitivities,
 )
-from quantkit.quantization.cost import RATES, RunWork, job_work, seconds_of
+from quantkit.quantization.cost import RATES, RunWork, expected_seconds, job_work
 from quantkit.quantization.job import NO_MIXTURE, Job, open_job, read_request
 from quantkit.quantization.memory import expected_peak
 from quantkit.quantization.mixed_precision import Mixture
@@ -237,7 +237,7 @@ def plan(
 
     Raises QuantkitError where quantize() would refuse the source.
     """
-    check_wanted(sensitivities, mixture)
+    check_sensitivities_option(sensitivities, mixture)
     if layout is not None and cache is not None:
         remedy = "leave out --cache; --scheme int8-a8w8c8 has the scales of an 8-bit cache, which roles with such a cache read"
         raise QuantkitError(
@@ -345,15 +345,15 @@ def _read_request(
 
 def _choose(
     job: Job, sensitivities: Path | None, devices: Devices, serving: RequestSizes
-) -> PlannedChoice:
+) -> SizeCurve:
     """Grids for the linears, and the sizes of alternatives."""
-    options = Options(job)
+    options = GridOptions(job)
     measured = None if sensitivities is None else read_sensitivities(sensitivities)
 
     def holds(rows: list[tuple[Parameter, int]], count: int) -> bool:
         return _fit_devices(rows, options.job, replace(devices, count=count), serving)[0]
 
-    return plan_choosing(options, measured, holds)
+    return plan_sizes(options, measured, holds)
 
 
 def _by_part(rows: list[tuple[Parameter, int]]) -> dict[str, int]:
@@ -454,7 +454,7 @@ def _time_estimates(work: RunWork) -> tuple[TimeEstimate, ...]:
     """For this machine's CPU and one H200."""
     cores = os.cpu_count() or 1
     return tuple(
-        TimeEstimate(rate.name, round(seconds_of(work, rate, cores)), rate.assumption(cores))
+        TimeEstimate(rate.name, round(expected_seconds(work, rate, cores)), rate.assumption(cores))
         for rate in RATES
     )
 

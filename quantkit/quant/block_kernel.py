@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.grids.e2m1 import E2M1_MAX
 from quantkit.grids.integer import int_range
 from quantkit.grids.rounding import IntRounder, Rounder
-from quantkit.quant.block_rounding import BlockParts, ColumnSteps
+from quantkit.quant.block_rounding import BlockParts, ColumnScales
 
 ROWS, FEW_ROWS = 16, 8
 """Of a program, which is one warp: columns wait for each other, so a program is as fast as the
@@ -105,7 +105,7 @@ def _round_block(
 
 
 def round_block(
-    target: Tensor, reaction: Tensor, rounder: Rounder, steps: ColumnSteps, parts: BlockParts
+    target: Tensor, reaction: Tensor, rounder: Rounder, steps: ColumnScales, parts: BlockParts
 ) -> None:
     """A `RoundBlock`. At most one leading dimension."""
     columns, rows = target.shape[-2:]

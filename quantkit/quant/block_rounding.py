@@ -13,7 +13,7 @@ from quantkit.grids.rounding import IntRounder, Rounder, RoundingStep
 
 
 @dataclass(frozen=True)
-class ColumnSteps:
+class ColumnScales:
     """Of C columns. step: [..., G, N] of all groups; groups int64 [..., C], or [C] for all: whose
     step each column takes."""
 
@@ -29,7 +29,7 @@ class ColumnSteps:
         )
 
 
-class Steps:
+class GroupScales:
     """Steps [..., N, G] as the columns meet them. groups int64 [..., K]: whose step each takes, in
     the order of the columns; scale [..., K, C] divides the steps of C candidates, whose rows lie
     one after the other in N."""
@@ -40,16 +40,16 @@ class Steps:
         )
         self.groups, self.scale = groups, scale
 
-    def of(self, start: int, stop: int) -> ColumnSteps:
+    def of(self, start: int, stop: int) -> ColumnScales:
         """Of columns start..stop."""
-        own = ColumnSteps(self.step, self.groups[..., start:stop])
+        own = ColumnScales(self.step, self.groups[..., start:stop])
         if self.scale is None:
             return own
         scale, spread = self.scale[..., start:stop, :], own.spread
         step = (
             spread.step.unflatten(-1, (scale.shape[-1], -1)).div_(scale.unsqueeze(-1)).flatten(-2)
         )
-        return ColumnSteps(
+        return ColumnScales(
             RoundingStep(step, spread.zero), torch.arange(stop - start, device=step.device)
         )
 
@@ -62,7 +62,7 @@ class Steps:
         )
 
 
-def step_groups(order: Tensor, w: Tensor, rounder: Rounder) -> Tensor:
+def group_of_columns(order: Tensor, w: Tensor, rounder: Rounder) -> Tensor:
     return order.div(rounder.group_size or w.shape[-1], rounding_mode="floor")
 
 
@@ -105,7 +105,7 @@ class RoundBlock(Protocol):
         target: Tensor,
         reaction: Tensor,
         rounder: Rounder,
-        steps: ColumnSteps,
+        steps: ColumnScales,
         parts: BlockParts,
     ) -> None: ...
 

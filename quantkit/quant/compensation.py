@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.rounding import Rounder, RoundingStep, fit_steps
-from quantkit.quant.block_rounding import Steps, step_groups, take
+from quantkit.quant.block_rounding import GroupScales, group_of_columns, take
 from quantkit.quant.descent import Descent, descend
 from quantkit.quant.gptq import Curvature, gptq, put_back
-from quantkit.quant.tensor_cores import carried
+from quantkit.quant.tensor_cores import error_product
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ def compensate(
 ) -> CompensatedRows:
     """Values of the grid for W float32 [..., N, K], channels as they lie in memory; the curvature
     has W's leading dimensions, or none."""
-    return compensate_under(
+    return compensate_with_scales(
         w, fit_steps(w, rounder, curvature.conditional), curvature, rounder, descent
     )
 
 
-def compensate_under(
+def compensate_with_scales(
     w: Tensor, step: RoundingStep, curvature: Curvature, rounder: Rounder, descent: Descent | None
 ) -> CompensatedRows:
     """The same from steps [..., N, G] that were fitted before, which are kept where descent does
     not fit them."""
     order = curvature.order
-    columns, steps = take(w.mT, order), Steps(step, step_groups(order, w, rounder))
+    columns, steps = take(w.mT, order), GroupScales(step, group_of_columns(order, w, rounder))
     seen = None if descent is None else torch.empty_like(columns)
     values, loss = gptq(columns, curvature, rounder, steps, seen)
     if descent is not None and seen is not None:
@@ -97,7 +97,7 @@ def compensate_both(
                     .sub_(values.index_select(-2, own))
                     .unflatten(-2, (parts, -1))
                 )
-                made_up += carried(
+                made_up += error_product(
                     factor[:, before : before + earlier.shape[1], start:stop].mT, error
                 )
                 before += earlier.shape[1]
@@ -110,7 +110,7 @@ def compensate_both(
             step.step.index_select(-2, rows),
             None if step.zero is None else step.zero.index_select(-2, rows),
         )
-        rounded = compensate_under(target, fitted, curvature, rounder, descent)
+        rounded = compensate_with_scales(target, fitted, curvature, rounder, descent)
         values.index_copy_(-2, rows, rounded.values)
         if descent is not None:
             step.step.index_copy_(-2, rows, rounded.step.step)
@@ -118,7 +118,7 @@ def compensate_both(
     return values, step
 
 
-def judged_outputs(outputs: Curvature, count: int) -> Tensor:
+def sample_output_directions(outputs: Curvature, count: int) -> Tensor:
     """About `count` evenly spaced columns of U, [N, C], their rows as they lie in memory: |U^T E x|^2 is what an error E costs at
     input x, and these are a sample of its terms. Of P parts, as many of each."""
     parts = 1 if outputs.order.dim() == 1 else len(outputs.order)

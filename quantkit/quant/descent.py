@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.rounding import Rounder, RoundingStep
-from quantkit.quant.block_rounding import BlockParts, Steps, take
+from quantkit.quant.block_rounding import BlockParts, GroupScales, take
 from quantkit.quant.gptq import BLOCK, Curvature, block_rounder
-from quantkit.quant.tensor_cores import add_product, carried, plus_product
+from quantkit.quant.tensor_cores import add_error_product_, add_product, error_product
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def descend(
     seen: Tensor,
     curvature: Curvature,
     rounder: Rounder,
-    steps: Steps,
+    steps: GroupScales,
     descent: Descent,
 ) -> Tensor:
     """Lower the loss of `values`, whose errors E are known by seen = V^T E: values, steps and seen
@@ -57,23 +57,23 @@ def descend(
 
 
 def _sweep(
-    values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps
+    values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: GroupScales
 ) -> None:
     """Every column once. seen: V^T E, kept true."""
     columns, factor, round_block = values.shape[-2], curvature.factor, block_rounder(values.device)
-    for start, reaction in zip(range(0, columns, BLOCK), curvature.reactions):
+    for start, reaction in zip(range(0, columns, BLOCK), curvature.descent_blocks):
         stop = min(start + BLOCK, columns)
         rows, own = factor[..., start:stop, start:], values[..., start:stop, :]
-        target = plus_product(own, reaction.change, carried(rows, seen[..., start:, :]))
+        target = add_product(own, reaction.change, error_product(rows, seen[..., start:, :]))
         less = torch.empty_like(target)
         round_block(
             target, reaction.own, rounder, steps.of(start, stop), BlockParts(own, own, less)
         )
-        add_product(seen[..., start:, :], rows.mT, less)
+        add_error_product_(seen[..., start:, :], rows.mT, less)
 
 
 def _refit(
-    values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps
+    values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: GroupScales
 ) -> None:
     """Every group's step once: a group whose values are all multiplied by 1 + d loses 2 d P.S - d^2
     P.P, P what V^T makes of them."""

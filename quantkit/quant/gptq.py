@@ -28,16 +28,16 @@ from torch import Tensor
 from quantkit.grids.rounding import Rounder, RoundingStep, fit_steps
 from quantkit.quant.block_rounding import (
     BlockParts,
-    ColumnSteps,
+    ColumnScales,
+    GroupScales,
     RoundBlock,
-    Steps,
+    group_of_columns,
     has_cpp,
     round_block_cpp,
     round_block_torch,
-    step_groups,
     take,
 )
-from quantkit.quant.tensor_cores import carried, carried_and, plus_product
+from quantkit.quant.tensor_cores import add_error_product, add_product, error_product
 
 OUTER = 512
 """Columns that are told at once what all earlier ones left to them: a product as wide as products
@@ -75,7 +75,7 @@ class Curvature:
         return self._in_place(self.energy)
 
     @cached_property
-    def triangles(self) -> tuple["Triangle", ...]:
+    def triangles(self) -> tuple["TriangularBlock", ...]:
         """The blocks of BLOCK columns on the factor's diagonal; the last may be smaller."""
         columns = self.factor.shape[-1]
         blocks = [
@@ -83,15 +83,15 @@ class Curvature:
             for start in range(0, columns, BLOCK)
         ]
         whole = columns // BLOCK
-        together = Triangle.of(torch.stack(blocks[:whole])).apart if whole else ()
-        return (*together, *(Triangle.of(block) for block in blocks[whole:]))
+        together = TriangularBlock.of(torch.stack(blocks[:whole])).apart if whole else ()
+        return (*together, *(TriangularBlock.of(block) for block in blocks[whole:]))
 
     @cached_property
-    def reactions(self) -> tuple["Reaction", ...]:
+    def descent_blocks(self) -> tuple["DescentBlock", ...]:
         """What a sweep of descent needs of each block of BLOCK columns."""
         return tuple(self._reaction(start) for start in range(0, self.factor.shape[-1], BLOCK))
 
-    def _reaction(self, start: int) -> "Reaction":
+    def _reaction(self, start: int) -> "DescentBlock":
         rows = self.factor[..., start : start + BLOCK, start:]
         own = rows @ rows.mT
         diagonal = own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
@@ -99,7 +99,7 @@ class Curvature:
         inverse = torch.linalg.solve_triangular(
             (own / diagonal).tril(-1) + one, one.expand_as(own), upper=False
         )
-        return Reaction(inverse / diagonal.mT, told_by_column(one - inverse))
+        return DescentBlock(inverse / diagonal.mT, column_major(one - inverse))
 
     @property
     def conditional(self) -> Tensor:
@@ -124,14 +124,14 @@ class Curvature:
         s = scale.gather(-1, self.order)
         return Curvature(self.factor / s.unsqueeze(-1), self.energy / s / s, self.order)
 
-    def into_scaled(self, scale: Tensor) -> "Curvature":
+    def scaled_(self, scale: Tensor) -> "Curvature":
         """The same in the memory of this one, which is no more; scale [K]."""
         s = scale.gather(-1, self.order)
         return Curvature(self.factor.div_(s.unsqueeze(-1)), self.energy / s / s, self.order)
 
 
 @dataclass(frozen=True)
-class Triangle:
+class TriangularBlock:
     """A block T [..., C, C] on the diagonal of a factor, as GPTQ asks for it: pivot [..., C, 1] its
     diagonal; answer inv(T)^T, by which the block's columns make up for those before it; reaction
     -(pivot inv(T))^T, by which they do for each other."""
@@ -141,20 +141,20 @@ class Triangle:
     reaction: Tensor
 
     @classmethod
-    def of(cls, block: Tensor) -> "Triangle":
+    def of(cls, block: Tensor) -> "TriangularBlock":
         one = torch.eye(block.shape[-1], device=block.device)
         inverse = torch.linalg.solve_triangular(block, one.expand_as(block), upper=True)
         pivot = block.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).contiguous()
-        return cls(pivot, inverse.mT, told_by_column(-(pivot * inverse).mT))
+        return cls(pivot, inverse.mT, column_major(-(pivot * inverse).mT))
 
     @property
-    def apart(self) -> tuple["Triangle", ...]:
+    def apart(self) -> tuple["TriangularBlock", ...]:
         """Those of its first dimension."""
-        return tuple(map(Triangle, self.pivot, self.answer, self.reaction))
+        return tuple(map(TriangularBlock, self.pivot, self.answer, self.reaction))
 
 
 @dataclass(frozen=True)
-class Reaction:
+class DescentBlock:
     """Of a block of C columns of the Hessian, with A its part under the diagonal, row i divided by
     H_ii.
 
@@ -166,7 +166,7 @@ class Reaction:
     own: Tensor
 
 
-def told_by_column(reaction: Tensor) -> Tensor:
+def column_major(reaction: Tensor) -> Tensor:
     """[..., C, C] with the changes for one column's error side by side in memory, where a GPU's
     kernel asks for them block by block."""
     return reaction.mT.contiguous().mT if reaction.is_cuda else reaction
@@ -220,8 +220,8 @@ def scaled_losses(w: Tensor, scale: Tensor, curvature: Curvature, rounder: Round
     step = fit_steps(w * scale.unsqueeze(-2), rounder, curvature.conditional / scale.square())
     order = curvature.order
     columns = take(w.mT, order)
-    steps = Steps(
-        _side_by_side(step), step_groups(order, w, rounder), take(scale.movedim(0, -1), order)
+    steps = GroupScales(
+        _side_by_side(step), group_of_columns(order, w, rounder), take(scale.movedim(0, -1), order)
     )
     columns = (
         columns.unsqueeze(-2).expand(*columns.shape[:-1], len(scale), columns.shape[-1]).flatten(-2)
@@ -231,7 +231,11 @@ def scaled_losses(w: Tensor, scale: Tensor, curvature: Curvature, rounder: Round
 
 
 def gptq(
-    w: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps, seen: Tensor | None = None
+    w: Tensor,
+    curvature: Curvature,
+    rounder: Rounder,
+    steps: GroupScales,
+    seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Values of the grid [..., K, N], and loss [..., N], of W transposed, [..., K, N]: a channel is
     one run of memory. All in the order of the curvature. seen [..., K, N], if given, becomes V^T E,
@@ -241,16 +245,16 @@ def gptq(
     loss = torch.zeros_like(w[..., 0, :])
     for outer in range(0, columns, OUTER):
         after = min(outer + OUTER, columns)
-        from_before = carried(factor[..., :outer, outer:after].mT, error[..., :outer, :])
+        from_before = error_product(factor[..., :outer, outer:after].mT, error[..., :outer, :])
         for start in range(outer, after, BLOCK):
             stop, triangle = min(start + BLOCK, after), curvature.triangles[start // BLOCK]
             before = from_before[..., start - outer : stop - outer, :]
             if start > outer:
-                before = carried_and(
+                before = add_error_product(
                     before, factor[..., outer:start, start:stop].mT, error[..., outer:start, :]
                 )
             block = w[..., start:stop, :]
-            target = plus_product(block, triangle.answer, before)
+            target = add_product(block, triangle.answer, before)
             seen_here = torch.empty_like(target) if seen is None else seen[..., start:stop, :]
             parts = BlockParts(
                 values[..., start:stop, :],
@@ -284,7 +288,7 @@ def _with_errors(
     target: Tensor,
     reaction: Tensor,
     rounder: Rounder,
-    steps: ColumnSteps,
+    steps: ColumnScales,
     parts: BlockParts,
 ) -> None:
     """A `RoundBlock` by `round_block`, which returns the rounding errors [..., C, N]."""

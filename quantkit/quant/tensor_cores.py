@@ -31,19 +31,19 @@ def tensor_core_products() -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-def carried(a: Tensor, b: Tensor) -> Tensor:
+def error_product(a: Tensor, b: Tensor) -> Tensor:
     """a [..., M, K] @ b [..., K, N], where b are rounding errors, or what became of them: what
     others are changed by, to 8 bits or more."""
     return (a.bfloat16() @ b.bfloat16()).float() if _bears_bf16(a, b) else a @ b
 
 
-def carried_and(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """c [..., M, N] and the product of a [..., M, K] and b [..., K, N], as `carried`; a may lack
+def add_error_product(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """c [..., M, N] and the product of a [..., M, K] and b [..., K, N], as `error_product`; a may lack
     leading dimensions."""
-    return c + carried(a, b) if _bears_bf16(a, b) else plus_product(c, a, b)
+    return c + error_product(a, b) if _bears_bf16(a, b) else add_product(c, a, b)
 
 
-def plus_product(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def add_product(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """c [..., M, N] + a @ b, in one operation; a may lack leading dimensions."""
     if c.dim() == 2:
         return torch.addmm(c, a, b)
@@ -52,11 +52,11 @@ def plus_product(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return c + a @ b
 
 
-def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+def add_error_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out [..., M, N] and the product of a [..., M, K] and b [..., K, N], in place; a may lack
-    leading dimensions. As `carried`."""
+    leading dimensions. As `error_product`."""
     if _bears_bf16(a, b):
-        out += carried(a, b)
+        out += error_product(a, b)
     elif out.dim() == 2:
         out.addmm_(a, b)
     else:

@@ -59,7 +59,7 @@ class Allocation:
         return sum(option.kl for option in self.chosen.values())
 
 
-class Budgeting:
+class Allocator:
     """options: by choice; at least one each. weights: of all choices together. read_weight: from 0,
     where cost is bytes stored, to 1, where it is bytes read."""
 

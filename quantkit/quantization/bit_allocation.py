@@ -10,13 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from quantkit.calibrate.sensitivity import Choice, Sensitivities, choices_of
+from quantkit.calibrate.sensitivity import LinearGroup, Sensitivities, linear_groups
 from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import format_bytes
 from quantkit.engines.choice import MixtureChoice
 from quantkit.grids.schemes import Fp4Grid, Fp8BlockGrid, Grid, IntGrid, grid_label
 from quantkit.models.table import Parameter
-from quantkit.quantization.allocation import Allocation, Budgeting, CurvePoint, Option
+from quantkit.quantization.allocation import Allocation, Allocator, CurvePoint, Option
 from quantkit.quantization.job import Job
 from quantkit.quantization.mixed_precision import FP8, INT8, Mixture, is_fp8
 
@@ -25,7 +25,7 @@ FINE_GROUP = 32
 
 
 @dataclass(frozen=True)
-class ChosenGrids:
+class GridAssignment:
     """A job whose grids were chosen. sensitivities: by which, None where only bytes are known."""
 
     job: Job
@@ -55,14 +55,14 @@ class ChosenGrids:
         }
 
 
-class Options:
+class GridOptions:
     """Of one job. grids: those of each choice; choices of MTP layers have the cheapest alone."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.grids: dict[Choice, tuple[Grid | None, ...]] = {}
+        self.grids: dict[LinearGroup, tuple[Grid | None, ...]] = {}
         kept = job.request.mixture.keeps
-        for choice in choices_of(
+        for choice in linear_groups(
             row for row in job.rows if row.module in job.grids and not kept(row)
         ):
             found = sorted(self._allowed(choice), key=lambda grid: self._stored(choice, grid))
@@ -115,7 +115,7 @@ class Options:
         """The job with every choice on its smallest grid."""
         return self._with({choice: grids[0] for choice, grids in self.grids.items()})
 
-    def sensed(self) -> dict[Choice, tuple[Grid, ...]]:
+    def sensed(self) -> dict[LinearGroup, tuple[Grid, ...]]:
         """The grids whose cost has to be measured."""
         rounded = {
             choice: tuple(grid for grid in grids if grid is not None and not _exact(grid))
@@ -124,11 +124,11 @@ class Options:
         }
         return {choice: grids for choice, grids in rounded.items() if grids}
 
-    def choose(self, sensitivities: Sensitivities) -> ChosenGrids:
+    def choose(self, sensitivities: Sensitivities) -> GridAssignment:
         """Raises QuantkitError where the sensitivities are of another model, or lack a grid."""
         budgeting = self.budgeting(sensitivities)
         allocation = budgeting.allocate(self.budget)
-        return ChosenGrids(
+        return GridAssignment(
             self.with_allocation(allocation), allocation, self.weights, self.other_bytes
         )
 
@@ -160,14 +160,16 @@ class Options:
             max(experts.values(), default=1),
         )
 
-    def budgeting(self, sensitivities: Sensitivities) -> Budgeting:
+    def budgeting(self, sensitivities: Sensitivities) -> Allocator:
         options = {
             choice.name: [self._option(choice, grid, sensitivities) for grid in grids]
             for choice, grids in self.grids.items()
         }
-        return Budgeting(options, self.weights, self.job.request.mixture.read_weight)
+        return Allocator(options, self.weights, self.job.request.mixture.read_weight)
 
-    def _option(self, choice: Choice, grid: Grid | None, sensitivities: Sensitivities) -> Option:
+    def _option(
+        self, choice: LinearGroup, grid: Grid | None, sensitivities: Sensitivities
+    ) -> Option:
         stored, label = self._stored(choice, grid), grid_label(grid)
         read = 0.0 if choice.rows[0].mtp else float(stored)
         if choice.of_experts and read:
@@ -182,7 +184,7 @@ class Options:
             raise _lacks(f"what {choice.name} costs in {label}")
         return Option(grid, stored, read, kl)
 
-    def _with(self, chosen: Mapping[Choice, Grid | None]) -> Job:
+    def _with(self, chosen: Mapping[LinearGroup, Grid | None]) -> Job:
         grids = dict(self.job.grids)
         for choice, grid in chosen.items():
             for row in choice.rows:
@@ -191,7 +193,7 @@ class Options:
                     grids[row.module] = grid
         return replace(self.job, grids=grids)
 
-    def _allowed(self, choice: Choice) -> list[Grid | None]:
+    def _allowed(self, choice: LinearGroup) -> list[Grid | None]:
         """What the source, the format, the engine and the shapes leave of the grids that there
         are."""
         several, checkpoint = self.job.request.several, self.job.checkpoint
@@ -223,7 +225,7 @@ class Options:
             return False
         return target.split_fault(row.module, grid, row_parallel=row.split == "row") is None
 
-    def _stored(self, choice: Choice, grid: Grid | None) -> int:
+    def _stored(self, choice: LinearGroup, grid: Grid | None) -> int:
         return sum(self.job.stored_bytes(row, grid) for row in choice.rows)
 
     def _check_budget(self) -> None:
@@ -256,7 +258,7 @@ def _lacks(what: str) -> QuantkitError:
     )
 
 
-def check_wanted(sensitivities: Path | None, mixture: Mixture) -> None:
+def check_sensitivities_option(sensitivities: Path | None, mixture: Mixture) -> None:
     """Raises QuantkitError where sensitivities are given and no grid is chosen."""
     if sensitivities is not None and not mixture.chooses:
         raise QuantkitError(
@@ -311,7 +313,7 @@ def sensitivities_file(found: Sensitivities, key: Mapping[str, str]) -> bytes:
     return (json.dumps({**key, **asdict(found)}, indent=1) + "\n").encode()
 
 
-def rounded_labels(grids: Mapping[Choice, Sequence[Grid]]) -> str:
+def rounded_labels(grids: Mapping[LinearGroup, Sequence[Grid]]) -> str:
     """A line that tells which grids were asked for: other grids, another file."""
     return json.dumps(
         {choice.name: [grid_label(grid) for grid in own] for choice, own in grids.items()},
@@ -319,8 +321,8 @@ def rounded_labels(grids: Mapping[Choice, Sequence[Grid]]) -> str:
     )
 
 
-def told_grids(account: Mapping[str, Any]) -> str:
-    """`ChosenGrids.account` in a line."""
+def describe_grids(account: Mapping[str, Any]) -> str:
+    """`GridAssignment.account` in a line."""
     counts = Counter(account["grids"].values())
     grids = ", ".join(f"{label} {count}" for label, count in counts.most_common())
     return (
@@ -363,7 +365,7 @@ class PlannedSize:
 
 
 @dataclass(frozen=True)
-class PlannedChoice:
+class SizeCurve:
     """job: with the grids of the budget, or as near as bytes alone tell. points: of the curve, with
     the bytes of each parameter."""
 
@@ -386,9 +388,7 @@ class PlannedChoice:
         )
 
 
-def plan_choosing(
-    options: Options, sensitivities: Sensitivities | None, fits: Fits
-) -> PlannedChoice:
+def plan_sizes(options: GridOptions, sensitivities: Sensitivities | None, fits: Fits) -> SizeCurve:
     """Without sensitivities every choice is taken to cost alike for its weights, so sizes and bytes
     are those of some allocation."""
     known = sensitivities is not None
@@ -401,4 +401,4 @@ def plan_choosing(
         job = options.with_allocation(budgeting.allocate(point.stored))
         rows = [(row, job.stored_bytes(row, job.grids.get(row.module))) for row in job.rows]
         points.append((point, point.kl if known else None, rows))
-    return PlannedChoice(options.choose(measured).job, points, fits)
+    return SizeCurve(options.choose(measured).job, points, fits)

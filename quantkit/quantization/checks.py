@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.calibrate.embed_and_head import Ends
+from quantkit.calibrate.embed_and_head import EmbedAndHead
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.checkpoint.aux_files import JSON_AUX_FILES, read_aux_files
 from quantkit.checkpoint.check import CACHE_SCALES
@@ -57,7 +57,7 @@ class Inventory:
             self.architecture, TracedArchitecture
         )
 
-    def ends(self, source: ParameterReader) -> Ends | None:
+    def ends(self, source: ParameterReader) -> EmbedAndHead | None:
         """What is around the layers, where the table does not say it."""
         if not isinstance(self.architecture, TracedArchitecture):
             return None

@@ -78,7 +78,7 @@ def stored_error(module: str, weight: Weight, stored: Weight) -> float:
     raise AssertionError(f"{type(weight)} became {type(stored)}")
 
 
-def as_dtype(name: str, values: Tensor, dtype: torch.dtype) -> tuple[dict[str, Tensor], float]:
+def cast_values(name: str, values: Tensor, dtype: torch.dtype) -> tuple[dict[str, Tensor], float]:
     """`values`, float32 of any shape, in another dtype under their name, and the largest relative
     error of that. Raises QuantkitError where a value is not finite, or `dtype` cannot hold it."""
     extremes = torch.stack(values.aminmax()) if values.numel() else values
@@ -191,7 +191,7 @@ class Change:
     max_relative_error: float
 
 
-def joined(one: Change | None, other: Change) -> Change:
+def merge_changes(one: Change | None, other: Change) -> Change:
     if one is None:
         return other
     return Change(
@@ -330,7 +330,7 @@ class ConversionPlan:
         for item in unit:
             made, error = self._convert(item)
             tensors |= made
-            changes[item.key] = joined(changes.get(item.key), Change(1, error))
+            changes[item.key] = merge_changes(changes.get(item.key), Change(1, error))
         return tensors, changes
 
     def _convert(self, item: Item) -> tuple[dict[str, Tensor], float]:
@@ -342,11 +342,11 @@ class ConversionPlan:
             return (
                 ({name: tensor}, 0.0)
                 if tensor.dtype == dtype
-                else as_dtype(name, tensor.float(), dtype)
+                else cast_values(name, tensor.float(), dtype)
             )
         weight = self.checkpoint.weight(item.name)
         if not item.quantized:
-            return as_dtype(name, dequantize(weight), dtype)
+            return cast_values(name, dequantize(weight), dtype)
         packed = self.target.pack(item.name, self._fitted(item.name, weight))
         return packed, stored_error(item.name, weight, self.target.unpack(item.name, packed))
 

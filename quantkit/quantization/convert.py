@@ -20,7 +20,7 @@ from quantkit.quantization.conversion_plan import (
     ConversionPlan,
     Item,
     activation_bits,
-    joined,
+    merge_changes,
     target_name,
 )
 
@@ -151,7 +151,7 @@ def _write(
             noted = {key: asdict(change) for key, change in facts.items()}
             writer.write(name, tensors, {"changes": noted})
         for key, change in noted.items():
-            changes[key] = joined(changes.get(key), Change(**change))
+            changes[key] = merge_changes(changes.get(key), Change(**change))
         done += sum(plan.source_bytes(item) for item in unit)
         worst = max((change.max_relative_error for change in changes.values()), default=0.0)
         on_event(

@@ -98,7 +98,7 @@ def job_work(
     )
 
 
-def seconds_of(work: RunWork, rate: Rate, cores: int = 1) -> float:
+def expected_seconds(work: RunWork, rate: Rate, cores: int = 1) -> float:
     """cores: of a processor whose rate is that of one."""
     flops = rate.flops * (cores if rate.per_core else 1)
     return work.operations / flops + work.transferred / rate.disk + work.linears * LINEAR_SECONDS

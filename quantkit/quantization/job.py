@@ -39,7 +39,7 @@ from quantkit.quantization.checks import (
     in_whole_groups,
     take_inventory,
 )
-from quantkit.quantization.mixed_precision import Mixture, kept_grids, narrowed
+from quantkit.quantization.mixed_precision import Mixture, engine_subset, kept_grids
 from quantkit.quantization.pruning import open_pruned
 
 _NAMED = 6
@@ -305,7 +305,7 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
         )
         for unfit in unfits:
             raise QuantkitError(unfit.problem, unfit.remedy)
-        target = narrowed(target, request.choice, inventory.rows)
+        target = engine_subset(target, request.choice, inventory.rows)
     scheme, linears = (
         request.scheme,
         [row for row in inventory.rows if target.quantizes(row.module, row.role, mtp=row.mtp)],
@@ -374,7 +374,7 @@ def _without_kept(job: Job) -> Job:
         choice=several,
         scheme=replace(request.scheme, weight=base),
     )
-    target = narrowed(request.target, several, job.rows) if several else request.target
+    target = engine_subset(request.target, several, job.rows) if several else request.target
     return replace(job, request=request, target=target, grids=grids)
 
 

@@ -100,7 +100,7 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
     bytes if any do."""
     quantized = {row.module for row in job.linears}
     if not job.request.methods and not job.request.recipe.prune:
-        return nearest_peak(job.units, quantized), Batches()
+        return rtn_peak(job.units, quantized), Batches()
     recipe, routing = (
         job.request.recipe,
         job.inventory.config.routing,
@@ -120,8 +120,8 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
     measuring = Peak(0, 0, 0, "")
     if job.request.mixture.chooses:
         layers = {row.layer for row in job.rows if row.layer is not None and not row.mtp}
-        measuring = measuring_peak(work, len(layers))
-    peak, batches = fitting_peak(
+        measuring = sensitivity_peak(work, len(layers))
+    peak, batches = batched_peak(
         work, ceiling if ceiling is None or not job.inventory.by_name else ceiling - MODULES_BYTES
     )
     peak = max(peak, measuring, key=lambda one: one.total)
@@ -165,7 +165,7 @@ def calibrated_peak(work: RunSizes) -> Peak:
     )  # and freed blocks that wait for the next
 
 
-def measuring_peak(work: RunSizes, layers: int) -> Peak:
+def sensitivity_peak(work: RunSizes, layers: int) -> Peak:
     """The worst moment of the pass that measures what each grid costs.
 
     Three copies of its paths are alive. They go through a sublayer with its original weights, those
@@ -196,7 +196,7 @@ def measuring_peak(work: RunSizes, layers: int) -> Peak:
     return Peak(PROCESS_BYTES, hidden, bytes_ + min(2 * LARGEST_KEPT, bytes_ // 8), where)
 
 
-def fitting_peak(work: RunSizes, ceiling: int | None) -> tuple[Peak, Batches]:
+def batched_peak(work: RunSizes, ceiling: int | None) -> tuple[Peak, Batches]:
     """The peak in the largest batches that keep it under `ceiling` bytes, or in the smallest where
     none do; and these batches."""
     peak = calibrated_peak(work)
@@ -206,7 +206,7 @@ def fitting_peak(work: RunSizes, ceiling: int | None) -> tuple[Peak, Batches]:
     return peak, work.batches
 
 
-def nearest_peak(units: dict[str, list[Parameter]], quantized: set[str]) -> Peak:
+def rtn_peak(units: dict[str, list[Parameter]], quantized: set[str]) -> Peak:
     """The worst moment of a run without calibration: one unit at a time, its linears in float32,
     what is copied as it is stored; and what waits for the disk. (Calibration is slower than any
     disk.)"""

@@ -215,7 +215,7 @@ def is_fp8(checkpoint: Checkpoint, row: Parameter) -> bool:
     return linear is not None and linear.format is fp8_block.FORMAT
 
 
-def narrowed(
+def engine_subset(
     target: Format, choice: FormatChoice | MixtureChoice, rows: Iterable[Parameter]
 ) -> Format:
     """`target`, quantizing only the rows that `choice` allows."""

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.calibrate.data import Sequences
-from quantkit.calibrate.embed_and_head import TableEnds, mtp_states
+from quantkit.calibrate.embed_and_head import TableEmbedAndHead, mtp_states
 from quantkit.calibrate.expert_layer import expert_batch_values, expert_batches, expert_weights
 from quantkit.calibrate.experts import add_weighted
 from quantkit.calibrate.hidden_states import (
@@ -30,7 +30,7 @@ from quantkit.calibrate.hidden_states import (
     HiddenStates,
     keep_freed_blocks,
 )
-from quantkit.calibrate.layer_weights import LayerWeights, Recorder, Routed
+from quantkit.calibrate.layer_weights import LayerWeights, RoutedTokens, RoutingRecorder
 from quantkit.calibrate.source_model import (
     ParameterReader,
     SourceModel,
@@ -103,7 +103,7 @@ class SaliencyWalk:
         return found
 
     def _embedded(self, sequences: Sequences) -> Tensor:
-        ends = TableEnds(self.model.weights, self.model.rows, self.model.config)
+        ends = TableEmbedAndHead(self.model.weights, self.model.rows, self.model.config)
         return ends.embedded([*sequences.calibration, *sequences.held_out])
 
     def _states(self, hidden: Tensor, sequences: Sequences) -> HiddenStates:
@@ -131,12 +131,14 @@ class SaliencyWalk:
             if routed is not None:
                 found.layers[layer] = self._experts(layer, states, routed)
 
-    def _advance(self, unit: str, layer: int, states: HiddenStates, run: Run) -> Routed | None:
+    def _advance(
+        self, unit: str, layer: int, states: HiddenStates, run: Run
+    ) -> RoutedTokens | None:
         """Replace the hidden states by those after the sublayer; routed experts add their outputs
         afterwards."""
         model = self.model
         _, needed = model.sublayer_rows(unit, layer)
-        recorder = Recorder(len(states.hidden))
+        recorder = RoutingRecorder(len(states.hidden))
         block = model.architecture.DecoderLayer(
             model.config, layer, LayerWeights(model.weights.dequantized_all(needed), recorder)
         )
@@ -144,7 +146,7 @@ class SaliencyWalk:
             states.hidden[batch.part] = run(block, states.hidden[batch.part], batch.lengths)
         return recorder.routed(states.fitted, 0)
 
-    def _experts(self, layer: int, states: HiddenStates, routed: Routed) -> list[float]:
+    def _experts(self, layer: int, states: HiddenStates, routed: RoutedTokens) -> list[float]:
         """Add the outputs of the layer's experts; what each adds to calibration tokens."""
         experts, weights = self.model.experts(layer), self.model.weights
         found: list[float] = []
@@ -171,7 +173,7 @@ def mean_contribution(outputs: Tensor, w: Tensor) -> float:
     return float((w * outputs.norm(dim=1)).double().mean()) if len(w) else 0.0
 
 
-def choose_kept(
+def experts_to_keep(
     saliency: Mapping[int, list[float]], groups: int, share: int
 ) -> dict[int, list[int]]:
     """The `share` experts of each group that add most, rising, by layer. Groups are equal parts of
@@ -289,7 +291,9 @@ def prune(
         store.finish(found)
     routing = find_architecture(pruned.config).Config.from_dict(pruned.config).routing
     assert routing is not None
-    kept = choose_kept(found.layers, routing.n_group, routing.n_routed_experts // routing.n_group)
+    kept = experts_to_keep(
+        found.layers, routing.n_group, routing.n_routed_experts // routing.n_group
+    )
     pruned.select(_kept(pruned.base, model.rows, kept))
     return PrunedExperts(found.layers, kept, found.held_out)
 
@@ -306,7 +310,7 @@ def prune_as(pruned: PrunedCheckpoint, out: Path) -> None:
     )
 
 
-def told_pruned(checkpoint: Checkpoint) -> str:
+def describe_pruning(checkpoint: Checkpoint) -> str:
     """How many experts of a layer are left, in words; empty where none was to go."""
     if not isinstance(checkpoint, PrunedCheckpoint):
         return ""

@@ -97,7 +97,7 @@ class RunFacts:
 
 
 @dataclass(frozen=True)
-class Account:
+class RunDescription:
     """What a report says besides the findings. Bytes are of tensors, by part of the model. source:
     its directory; command: what makes the output again; recipe: all its settings. quantized_share,
     left: as in `Coverage`; told: as in `Inventory`. experts_left: there are routed experts, and
@@ -123,7 +123,7 @@ class Account:
 
 
 def report_files(
-    account: Account, findings: Findings, rows: Iterable[Parameter], run: RunFacts
+    account: RunDescription, findings: Findings, rows: Iterable[Parameter], run: RunFacts
 ) -> dict[str, bytes]:
     """report.json and report.html. rows: the model's table."""
     facts = summary(account, findings, rows) | {"run": vars(run)}
@@ -133,7 +133,9 @@ def report_files(
     }
 
 
-def summary(account: Account, findings: Findings, rows: Iterable[Parameter]) -> dict[str, Any]:
+def summary(
+    account: RunDescription, findings: Findings, rows: Iterable[Parameter]
+) -> dict[str, Any]:
     """Everything that the page shows, JSON-ready; an error without held-out inputs is null."""
     starved = {
         layer: [
@@ -183,7 +185,7 @@ def read_findings(out: Path) -> Findings:
     return found
 
 
-def _verdict(account: Account, held_out: dict[str, float] | None) -> dict[str, str]:
+def _verdict(account: RunDescription, held_out: dict[str, float] | None) -> dict[str, str]:
     """Whether it is good, in a word and a sentence."""
     if held_out is None:
         compare = (
@@ -227,14 +229,14 @@ def by_layer(errors: dict[str, float], rows: Iterable[Parameter]) -> dict[str, d
     for module, error in errors.items():
         row = in_layers.get(module)
         if row is not None and not math.isnan(error):
-            found.setdefault(kind_of(row), {}).setdefault(str(row.layer), []).append(error)
+            found.setdefault(linear_kind(row), {}).setdefault(str(row.layer), []).append(error)
     return {
         kind: {layer: median(values) for layer, values in layers.items()}
         for kind, layers in found.items()
     }
 
 
-def kind_of(row: Parameter) -> str:
+def linear_kind(row: Parameter) -> str:
     """ "o_proj", "shared down_proj", "expert gate_proj"."""
     name = row.module.rsplit(".", 1)[1]
     return (

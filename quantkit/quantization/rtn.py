@@ -5,7 +5,7 @@ import math
 import psutil
 import torch
 
-from quantkit.calibrate.linear_solver import Solved, Solvers
+from quantkit.calibrate.linear_solver import LinearSolution, SolverTable
 from quantkit.calibrate.progress_log import Findings
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.source_model import ParameterReader
@@ -18,7 +18,7 @@ from quantkit.quantization.output import Output
 def round_units(
     source: ParameterReader,
     output: Output,
-    solvers: Solvers,
+    solvers: SolverTable,
     on_event: OnEvent,
     ranks: Ranks,
     begun: float = 0.0,
@@ -66,12 +66,12 @@ def _round_unit(
     rows: list[Parameter],
     source: ParameterReader,
     output: Output,
-    solvers: Solvers,
+    solvers: SolverTable,
     findings: Findings,
 ) -> None:
     weights = {row.module: source.dequantized(row) for row in rows if output.rounds(row)}
     fused = {row.module: row.fused for row in rows if row.fused}
-    solved: dict[str, Solved] = {}
+    solved: dict[str, LinearSolution] = {}
     for solver, modules in solvers.alike(weights).items():
         solved |= solver.nearest({module: weights[module] for module in modules}, fused)
     facts = findings.facts({module: one.rounded for module, one in solved.items()}, {})

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from quantkit import __version__
-from quantkit.calibrate.cache_scales import CodedCache
+from quantkit.calibrate.cache_scales import Int8Cache
 from quantkit.calibrate.data import OWN_TEXT, Sequences, load_sequences
 from quantkit.calibrate.hidden_states import Batches
-from quantkit.calibrate.linear_solver import Solvers
-from quantkit.calibrate.progress_log import Findings, UnitLog
+from quantkit.calibrate.linear_solver import SolverTable
+from quantkit.calibrate.progress_log import Findings, ProgressLog
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.source_model import ParameterReader, SourceModel
@@ -35,20 +35,26 @@ from quantkit.common.sizes import format_bytes, format_duration
 from quantkit.grids.schemes import Scheme, grid_label
 from quantkit.models.expert_counts import FILE_NAME, ExpertCounts
 from quantkit.quantization.bit_allocation import (
-    ChosenGrids,
-    Options,
-    check_wanted,
+    GridAssignment,
+    GridOptions,
+    check_sensitivities_option,
+    describe_grids,
     read_sensitivities,
-    told_grids,
 )
-from quantkit.quantization.cost import RATES, job_work, seconds_of
+from quantkit.quantization.cost import RATES, expected_seconds, job_work
 from quantkit.quantization.job import NO_MIXTURE, Coverage, Job, JobRequest, open_job, read_request
 from quantkit.quantization.memory import Peak, check_memory, expected_peak
 from quantkit.quantization.mixed_precision import Mixture
 from quantkit.quantization.output import Output
 from quantkit.quantization.pruning import FILE_NAME as PRUNING
-from quantkit.quantization.pruning import PrunedExperts, prune, prune_as, told_pruned
-from quantkit.quantization.report import Account, RunFacts, judge, read_findings, report_files
+from quantkit.quantization.pruning import PrunedExperts, describe_pruning, prune, prune_as
+from quantkit.quantization.report import (
+    RunDescription,
+    RunFacts,
+    judge,
+    read_findings,
+    report_files,
+)
 from quantkit.quantization.rtn import round_units
 from quantkit.quantization.sensitivity_run import NAME, beside, find_sensitivities
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -73,7 +79,7 @@ class QuantizationReport(Result):
     pruned: str = ""
     """How many routed experts a layer keeps, in words, where some were left out."""
     allocation: dict[str, Any] | None = None
-    """What `ChosenGrids.account` tells, where grids were chosen."""
+    """What `GridAssignment.account` tells, where grids were chosen."""
     done_already: bool = False
     """Nothing was done: `out` was there, complete, from the same source and settings."""
 
@@ -119,7 +125,7 @@ class QuantizationReport(Result):
                 else []
             ),
             ("quantized", str(self.coverage)),
-            *([] if self.allocation is None else [("grids", told_grids(self.allocation))]),
+            *([] if self.allocation is None else [("grids", describe_grids(self.allocation))]),
             ("time", format_duration(self.seconds)),
             (
                 "peak memory",
@@ -170,7 +176,7 @@ def quantize(
     start, ranks = time.perf_counter(), Ranks.meet()
     inputs = [source, *(Path(one) for one in (recipe.calibration, sensitivities) if one)]
     prepare(out, inputs, ranks.rank)
-    check_wanted(sensitivities, mixture)
+    check_sensitivities_option(sensitivities, mixture)
     run = _checked(source, read_request(scheme, format, engine, recipe, mixture), engine, memory)
     where = select_device(device)
     if run.options is not None:
@@ -250,8 +256,8 @@ class _Run:
     peak: Peak
     batches: Batches
     fingerprint: dict[str, str]
-    options: Options | None = None
-    chosen: ChosenGrids | None = None
+    options: GridOptions | None = None
+    chosen: GridAssignment | None = None
     measured: bytes = b""
 
     @property
@@ -262,7 +268,7 @@ class _Run:
 def _checked(source: Path, request: JobRequest, engine: str | None, memory: int | None) -> _Run:
     """Everything that can be known to be wrong is, before the first weight is read."""
     job, recipe = open_job(request, Checkpoint.open(source)), request.recipe
-    options = Options(job) if request.mixture.chooses else None
+    options = GridOptions(job) if request.mixture.chooses else None
     peak, batches = expected_peak(job, memory)
     check_memory(job, peak, memory)
     sequences = (
@@ -289,7 +295,7 @@ def _told_grids(job: Job) -> str:
 
 def _with_grids(
     run: _Run,
-    options: Options,
+    options: GridOptions,
     out: Path,
     given: Path | None,
     ranks: Ranks,
@@ -330,7 +336,7 @@ def _report(
         calibration_tokens=run.calibration_tokens,
         findings=found,
         coverage=run.job.coverage,
-        pruned=told_pruned(run.job.checkpoint),
+        pruned=describe_pruning(run.job.checkpoint),
         allocation=run.chosen.account() if run.chosen else None,
         done_already=done_already,
     )
@@ -364,18 +370,20 @@ def _round(
     """Calibrate and write the decoder layers, then round whatever is left; without methods, round
     everything."""
     job, recipe, methods = run.job, run.job.request.recipe, run.job.request.methods
-    plain = Solvers(job.target, job.grids.__getitem__, recipe, (), run.batches.piece_values)
+    plain = SolverTable(job.target, job.grids.__getitem__, recipe, (), run.batches.piece_values)
     if not methods:
         return round_units(output.source, output, plain, on_event, ranks)
-    solvers = Solvers(job.target, job.grids.__getitem__, recipe, methods, run.batches.piece_values)
+    solvers = SolverTable(
+        job.target, job.grids.__getitem__, recipe, methods, run.batches.piece_values
+    )
     quantized = {row.module for row in job.linears}
     frozen = job.grids.keys() - quantized
     model = SourceModel(
         output.source, job.inventory.architecture, job.inventory.config, job.rows, quantized, frozen
     )
-    log = UnitLog(model.units, output.source, output, on_event, _shares(job))
+    log = ProgressLog(model.units, output.source, output, on_event, _shares(job))
     cache = (
-        CodedCache(job.inventory.config.cache, output.source.device)
+        Int8Cache(job.inventory.config.cache, output.source.device)
         if job.request.scheme.cache
         else None
     )
@@ -396,14 +404,16 @@ def _shares(job: Job) -> dict[str, float]:
     work = {}
     quantized = {row.module for row in job.linears}
     for unit, rows in job.units.items():
-        work[unit] = seconds_of(
+        work[unit] = expected_seconds(
             job_work(job, [row for row in rows if row.module in quantized], 0), RATES[0]
         )
     total = sum(work.values()) or 1.0
     return {unit: _WALKED * seconds / total for unit, seconds in work.items()}
 
 
-def _account(run: _Run, output: Output, source: Path, out: Path, engine: str | None) -> Account:
+def _account(
+    run: _Run, output: Output, source: Path, out: Path, engine: str | None
+) -> RunDescription:
     request, recipe = run.job.request, run.job.request.recipe
     named = ["--engine", engine] if engine else ["--format", request.format]
     command = [
@@ -427,7 +437,7 @@ def _account(run: _Run, output: Output, source: Path, out: Path, engine: str | N
     command += ["--seed", str(recipe.seed), "--out", str(out)]
     before, after = output.bytes_by_part()
     experts = any(row.expert is not None for row in run.job.rows)
-    return Account(
+    return RunDescription(
         model=run.job.checkpoint.path.name,
         source=str(source.absolute()),
         command=shlex.join(command),

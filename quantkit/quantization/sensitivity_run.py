@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.calibrate.data import Sequences
-from quantkit.calibrate.linear_solver import Solvers
+from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.sensitivity import Sensitivities, SensitivityPass, pieces
 from quantkit.calibrate.source_model import ParameterReader, SourceModel
 from quantkit.common.progress import Note, OnEvent, Progress, peak_memory
 from quantkit.quantization.bit_allocation import (
-    Options,
+    GridOptions,
     read_sensitivities,
     rounded_labels,
     sensitivities_file,
@@ -36,7 +36,7 @@ def beside(out: Path) -> Path:
 
 
 def find_sensitivities(
-    options: Options,
+    options: GridOptions,
     sequences: Sequences,
     out: Path,
     given: Path | None,
@@ -62,7 +62,7 @@ def find_sensitivities(
         on_event,
     )
     job = options.cheapest()
-    solvers = Solvers(job.target, job.grids.__getitem__, job.request.recipe, ())
+    solvers = SolverTable(job.target, job.grids.__getitem__, job.request.recipe, ())
     quantized = {row.module for row in job.linears}
     reader = ParameterReader(job.checkpoint, device)
     model = SourceModel(
@@ -86,7 +86,7 @@ def find_sensitivities(
     return found
 
 
-def _taken(options: Options, sequences: Sequences) -> list[Tensor]:
+def _taken(options: GridOptions, sequences: Sequences) -> list[Tensor]:
     """As many tokens as keep all paths, of which three copies are alive, under the hidden states of
     the calibrated run."""
     layers = {row.layer for row in options.job.rows if row.layer is not None and not row.mtp}

@@ -10,7 +10,7 @@ FAULTS = """
 import resource
 import psutil
 import torch
-from quantkit.calibrate.hidden_states import give_back, keep_freed_blocks
+from quantkit.calibrate.hidden_states import trim_heap, keep_freed_blocks
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -25,7 +25,7 @@ blocks = [torch.ones(2**24) for _ in range(6)]
 above = torch.ones(1000)
 del blocks
 full = psutil.Process().memory_info().rss
-give_back()
+trim_heap()
 print(anew, kept, full - psutil.Process().memory_info().rss)
 """
 

@@ -15,9 +15,9 @@ from quantkit.calibrate import walk
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
 from quantkit.calibrate.layer_weights import LayerWeights, no_experts
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.scales import FoldedTensors, Scaled
+from quantkit.calibrate.scales import FoldedTensors, SublayerScales
 from quantkit.calibrate.source_model import ParameterReader
-from quantkit.calibrate.sublayer_solver import SolvedSublayer, attention_costs, solve_sublayer
+from quantkit.calibrate.sublayer_solver import SublayerSolution, attention_costs, solve_sublayer
 from quantkit.quant.gptq import Curvature
 
 DIRECTIONS = 12
@@ -33,7 +33,11 @@ def squares(curvature: Curvature) -> Tensor:
 
 
 def measured(
-    scaled: Scaled, folded: FoldedTensors, states: HiddenStatePair, module: str, error: Tensor
+    scaled: SublayerScales,
+    folded: FoldedTensors,
+    states: HiddenStatePair,
+    module: str,
+    error: Tensor,
 ) -> float:
     """What it costs in the stream that the outputs of a linear have `error` [N], times a random
     number for each token."""
@@ -68,7 +72,9 @@ def measured(
     return cost
 
 
-def compared(scaled: Scaled, source: ParameterReader, states: HiddenStatePair) -> dict[str, Tensor]:
+def compared(
+    scaled: SublayerScales, source: ParameterReader, states: HiddenStatePair
+) -> dict[str, Tensor]:
     """projection -> told and measured costs [2, DIRECTIONS] of errors in one head, from the
     cheapest direction to the dearest."""
     folded, found = FoldedTensors(scaled.sublayer, source, scaled.folding), {}
@@ -106,12 +112,12 @@ def test_told_costs_are_those_that_are_measured(
     found = []
 
     def solve(
-        scaled: Scaled,
+        scaled: SublayerScales,
         source: ParameterReader,
         states: HiddenStatePair,
         ranks: Ranks,
         original: HiddenStates | None = None,
-    ) -> SolvedSublayer:
+    ) -> SublayerSolution:
         if (
             scaled.sublayer.name.endswith("attend") and scaled.sublayer.outputs is not None
         ):  # of an MTP layer nothing is known

@@ -14,10 +14,10 @@ from letters import write_letters
 from output_files import files
 from torch import Tensor
 
-from quantkit.calibrate.input_statistics import DriftSum, expert_drift, taken
+from quantkit.calibrate.input_statistics import DriftAccumulator, expert_drift, taken
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe, load_recipe
-from quantkit.calibrate.scales import ScaledInput
+from quantkit.calibrate.scales import LinearInput
 from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Event, Progress
 from quantkit.grids.schemes import find_scheme
@@ -41,16 +41,16 @@ def paths(seed: int, rows: int = T) -> tuple[Tensor, Tensor]:
     return o - 0.2 * o.roll(1, 1), o
 
 
-def heard(x: Tensor, o: Tensor, scale: Tensor, held_out: tuple[Tensor, Tensor]) -> ScaledInput:
+def heard(x: Tensor, o: Tensor, scale: Tensor, held_out: tuple[Tensor, Tensor]) -> LinearInput:
     """In two batches, the input divided by scale."""
-    total = DriftSum(128, Ranks())
+    total = DriftAccumulator(128, Ranks())
     for part in (slice(0, T // 4), slice(T // 4, T)):
         total.hear("a", x[part])
         total.compare("a", o[part])
     total.keep("a", held_out[1])
     drift = total.means()["a"].scaled(scale)
     curvature = Curvature.of(x.t() @ x / len(x), 1e-6).scaled(scale)
-    return ScaledInput(curvature, held_out[0] / scale, scale, x.abs().amax(), drift)
+    return LinearInput(curvature, held_out[0] / scale, scale, x.abs().amax(), drift)
 
 
 def test_a_product_with_the_inverse() -> None:
@@ -107,7 +107,7 @@ def test_rows_of_the_layer_count_as_in_the_hessian() -> None:
 
 def test_a_linear_may_be_asked_for_each_sequence_of_a_batch() -> None:
     """As transformers' layers are."""
-    (x, o), whole, parts = paths(1), DriftSum(8, Ranks()), DriftSum(8, Ranks())
+    (x, o), whole, parts = paths(1), DriftAccumulator(8, Ranks()), DriftAccumulator(8, Ranks())
     whole.hear("a", x)
     whole.compare("a", o)
     for step in (parts.hear, parts.compare):

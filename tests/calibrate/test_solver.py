@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.input_statistics import InputStatistics, token_counts
-from quantkit.calibrate.linear_solver import Solver
+from quantkit.calibrate.input_statistics import InputStatistics, token_weights
+from quantkit.calibrate.linear_solver import LinearSolver
 from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.scales import Consumer, choose_scale
 from quantkit.grids.schemes import IntGrid, Method
@@ -22,8 +22,8 @@ def inputs(seed: int, rows: int) -> Tensor:
     return torch.randn(rows, K, generator=generator) @ mix * torch.linspace(0.2, 3, K)
 
 
-def solver(*methods: Method) -> Solver:
-    return Solver(
+def solver(*methods: Method) -> LinearSolver:
+    return LinearSolver(
         IntGrid(4, K, symmetric=False),
         torch.float16,
         Recipe(scheme="awq-w4a16"),
@@ -91,8 +91,8 @@ def test_both_families_of_scales_are_tried_where_both_are_asked_for() -> None:
     statistics = InputStatistics(hessian, x.abs().amax(0), x[:256], x)
     rows = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
 
-    def own(*methods: Method) -> Solver:
-        return Solver(
+    def own(*methods: Method) -> LinearSolver:
+        return LinearSolver(
             IntGrid(8, None, symmetric=True),
             torch.float32,
             Recipe(scheme="int8-a8w8c16"),
@@ -114,7 +114,7 @@ def test_both_families_of_scales_are_tried_where_both_are_asked_for() -> None:
 def test_scales_of_rounded_activations_are_judged_by_the_rows_as_they_count() -> None:
     """Rows of one channel's outliers make the scale where they count, and another one where they
     count next to nothing."""
-    own = Solver(
+    own = LinearSolver(
         IntGrid(8, None, symmetric=True),
         torch.float32,
         Recipe(scheme="int8-a8w8c16"),
@@ -140,7 +140,7 @@ def test_scales_of_rounded_activations_are_judged_by_the_rows_as_they_count() ->
 
 
 def test_a_token_counts_by_what_the_stream_holds_of_it() -> None:
-    counts = token_counts(torch.randn(64, 32) * torch.tensor([1.0] * 63 + [300.0])[:, None])
+    counts = token_weights(torch.randn(64, 32) * torch.tensor([1.0] * 63 + [300.0])[:, None])
     assert counts.square().mean() == pytest.approx(1.0)
     assert counts[-1] / counts[:-1].mean() < 0.005
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from quantkit.grids.rounding import IntRounder, RoundingStep, fit_steps, round_to_nearest
 from quantkit.grids.schemes import IntGrid
 from quantkit.grids.weights import dequantize
-from quantkit.quant.block_rounding import Steps
+from quantkit.quant.block_rounding import GroupScales
 from quantkit.quant.compensation import compensate
 from quantkit.quant.gptq import Curvature, damp_, gptq, reverse_, scaled_losses
 
@@ -66,7 +66,7 @@ def test_it_is_gptq() -> None:
     for i in range(K):
         values[:, i] = rounder.snap(left[:, i].float(), step)
         left[:, i:] -= ((left[:, i] - values[:, i]) / upper[i, i])[:, None] * upper[i, i:]
-    steps = Steps(fit_steps(w, rounder), torch.zeros(K, dtype=torch.int64))
+    steps = GroupScales(fit_steps(w, rounder), torch.zeros(K, dtype=torch.int64))
     curvature = Curvature(factor(hessian.float()), hessian.diagonal().float(), torch.arange(K))
     ours, _ = gptq(w.t().contiguous(), curvature, rounder, steps)
     different = (ours.t() != values).float().mean()

@@ -11,7 +11,12 @@ from quantkit.quant import tensor_cores
 from quantkit.quant.compensation import compensate, compensate_both
 from quantkit.quant.descent import Descent
 from quantkit.quant.gptq import Curvature
-from quantkit.quant.tensor_cores import LARGE, add_product, carried, tensor_core_products
+from quantkit.quant.tensor_cores import (
+    LARGE,
+    add_error_product_,
+    error_product,
+    tensor_core_products,
+)
 
 
 @tensor_core_products()
@@ -48,16 +53,16 @@ def test_large_products_of_a_processor_are_in_bf16_where_it_has_them(
     assert LARGE == 128 * 1024 * 512
     rounded, exact = (a.bfloat16().double() @ b.bfloat16().double()), a.double() @ b.double()
     monkeypatch.setattr(tensor_cores, "_has_bf16", lambda: True)
-    torch.testing.assert_close(carried(a, b).double(), rounded, rtol=2**-8, atol=0.05)
-    assert (carried(a, b) - exact).norm() > 1e-3 * exact.norm()
+    torch.testing.assert_close(error_product(a, b).double(), rounded, rtol=2**-8, atol=0.05)
+    assert (error_product(a, b) - exact).norm() > 1e-3 * exact.norm()
     left = torch.ones(2, 128, 512)
-    add_product(left, a[:1], b)
-    assert torch.equal(left, 1 + carried(a[:1], b))
-    assert torch.equal(carried(a, b[..., 1:]), a @ b[..., 1:]), "below LARGE in float32"
+    add_error_product_(left, a[:1], b)
+    assert torch.equal(left, 1 + error_product(a[:1], b))
+    assert torch.equal(error_product(a, b[..., 1:]), a @ b[..., 1:]), "below LARGE in float32"
     monkeypatch.setattr(tensor_cores, "_has_bf16", lambda: False)
-    assert torch.equal(carried(a, b), a @ b)
+    assert torch.equal(error_product(a, b), a @ b)
     left = torch.ones(2, 128, 512)
-    add_product(left, a[:1], b)
+    add_error_product_(left, a[:1], b)
     torch.testing.assert_close(left, 1 + a[:1] @ b, rtol=0, atol=1e-3)
 
 

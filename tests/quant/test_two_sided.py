@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quantkit.grids.rounding import RoundingStep
 from quantkit.quant import compensation
-from quantkit.quant.compensation import compensate, compensate_both, judged_outputs
+from quantkit.quant.compensation import compensate, compensate_both, sample_output_directions
 from quantkit.quant.gptq import Curvature
 
 
@@ -107,9 +107,9 @@ def test_a_batch_is_its_members() -> None:
 def test_judged_outputs_are_the_cost() -> None:
     cost = cost_of_outputs(5)
     outputs = Curvature.of(cost, 1e-6)
-    judge = judged_outputs(outputs, N)
+    judge = sample_output_directions(outputs, N)
     torch.testing.assert_close(judge @ judge.t(), cost, rtol=1e-3, atol=1e-3)
-    assert judged_outputs(outputs, N // 4).shape == (N, N // 4)
+    assert sample_output_directions(outputs, N // 4).shape == (N, N // 4)
 
 
 def test_parts_that_cost_nothing_together_are_rounded_as_if_alone() -> None:
@@ -118,7 +118,7 @@ def test_parts_that_cost_nothing_together_are_rounded_as_if_alone() -> None:
     costs = torch.stack([cost_of_outputs(seed)[:half, :half] for seed in (6, 7)])
     outputs = Curvature.of(costs, 0.01)
     values, step = compensate_both(w, inputs, outputs, ROUNDERS["int4"])
-    judge = judged_outputs(outputs, N)
+    judge = sample_output_directions(outputs, N)
     torch.testing.assert_close(judge @ judge.t(), torch.block_diag(*costs), rtol=0.1, atol=0.02)
     for part, cost in enumerate(costs):
         own = slice(part * half, (part + 1) * half)

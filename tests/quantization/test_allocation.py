@@ -6,7 +6,7 @@ import random
 import pytest
 
 from quantkit.grids.schemes import Fp4Grid, IntGrid
-from quantkit.quantization.allocation import Budgeting, Option
+from quantkit.quantization.allocation import Allocator, Option
 
 GRIDS = (IntGrid(4, 128, symmetric=False), Fp4Grid(), IntGrid(8, None, symmetric=True), None)
 
@@ -42,7 +42,7 @@ def best(options: dict[str, list[Option]], budget: int) -> float:
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_beats_the_points_of_the_curve(seed: int) -> None:
     options = instance(seed)
-    budgeting = Budgeting(options, 1000, 0.0)
+    budgeting = Allocator(options, 1000, 0.0)
     curve = budgeting.curve()
     assert [point.stored for point in curve] == sorted(point.stored for point in curve)
     assert [point.kl for point in curve] == sorted((point.kl for point in curve), reverse=True)
@@ -54,7 +54,7 @@ def test_nothing_beats_the_points_of_the_curve(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_between_the_points_the_budget_is_kept_and_used(seed: int) -> None:
     options = instance(seed)
-    budgeting = Budgeting(options, 1000, 0.0)
+    budgeting = Allocator(options, 1000, 0.0)
     curve = budgeting.curve()
     for budget in range(
         budgeting.smallest, curve[-1].stored, max(1, (curve[-1].stored - budgeting.smallest) // 15)
@@ -87,7 +87,7 @@ def test_bytes_read_decide_where_they_are_what_counts() -> None:
     options["always"] = [
         Option(one.grid, one.stored, one.read, 1.1 * one.kl) for one in options["always"]
     ]
-    stored, read = (Budgeting(options, 1000, weight).allocate(300) for weight in (0.0, 1.0))
+    stored, read = (Allocator(options, 1000, weight).allocate(300) for weight in (0.0, 1.0))
     assert [name for name, one in stored.chosen.items() if one.stored == 200] == ["always"]
     assert [name for name, one in read.chosen.items() if one.stored == 200] == ["seldom"]
 
@@ -100,7 +100,7 @@ def test_the_smallest_is_the_smallest_and_a_better_grid_of_no_more_bytes_is_take
             Option(None, 400, 400.0, 0.0),
         ]
     }
-    budgeting = Budgeting(options, 200, 0.0)
+    budgeting = Allocator(options, 200, 0.0)
     assert budgeting.smallest == 100
     assert budgeting.allocate(100).chosen["a"].grid == GRIDS[1]
     assert budgeting.allocate(10**6).kl == 0

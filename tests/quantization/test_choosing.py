@@ -25,7 +25,7 @@ from quantkit.grids.schemes import Fp4Grid, Fp8BlockGrid, IntGrid, find_scheme
 from quantkit.models.stored_parameters import read_model
 from quantkit.planning.plan import plan
 from quantkit.quantization import QuantizationReport, quantize
-from quantkit.quantization.bit_allocation import Options
+from quantkit.quantization.bit_allocation import GridOptions
 from quantkit.quantization.job import open_job, read_request
 from quantkit.quantization.mixed_precision import Mixture
 from quantkit.quantization.sensitivity_run import beside
@@ -164,27 +164,27 @@ def test_measured_costs_foretell_what_rounding_one_choice_costs(
         read_request(SCHEME, "auto", None, Recipe(scheme=SCHEME.name), Mixture(bits=5.0)),
         Checkpoint.open(source),
     )
-    measured = measure_alone(job.checkpoint, Options(job))
+    measured = measure_alone(job.checkpoint, GridOptions(job))
     names = sorted(measured)
     assert len(names) == 11
     predicted = [kl[name]["int4-g128-zero-points"] for name in names]
     assert rank_correlation(predicted, [measured[name] for name in names]) > 0.8
 
 
-def measure_alone(checkpoint: Checkpoint, options: Options) -> dict[str, float]:
+def measure_alone(checkpoint: Checkpoint, options: GridOptions) -> dict[str, float]:
     """KL of the whole model with one choice rounded to nearest, by choice."""
-    from quantkit.calibrate.linear_solver import Solvers
+    from quantkit.calibrate.linear_solver import SolverTable
     from quantkit.executor.weights.weights import ExecutorWeights
     from quantkit.grids.weights import dequantize
     from quantkit.models.context import CausalContext
 
     read = read_model(checkpoint)
-    solvers = Solvers(
+    solvers = SolverTable(
         options.job.request.target, lambda module: W4, Recipe(scheme=SCHEME.name, **SMALL), ()
     )
     ids = torch.randint(0, 300, (128,), generator=torch.Generator().manual_seed(5))
 
-    class Rounded(Checkpoint):
+    class LinearResult(Checkpoint):
         """The source with some linears in the values that they are rounded to."""
 
         values: dict[str, torch.Tensor] = {}  # noqa: RUF012
@@ -192,7 +192,7 @@ def measure_alone(checkpoint: Checkpoint, options: Options) -> dict[str, float]:
         def weight(self, module: str, device: torch.device = torch.device("cpu")) -> torch.Tensor:  # noqa: B008
             return self.values.get(module, dequantize(super().weight(module)))
 
-    twin = Rounded.open(checkpoint.path)
+    twin = LinearResult.open(checkpoint.path)
 
     def states() -> torch.Tensor:
         weights = ExecutorWeights(
@@ -330,7 +330,7 @@ def test_every_grid_that_is_offered_is_one_that_the_engine_takes(
         read_request(find_scheme(scheme), "auto", engine, Recipe(scheme=scheme), Mixture(bits=8.5)),
         Checkpoint.open(source),
     )
-    options, several = Options(job), job.request.several
+    options, several = GridOptions(job), job.request.several
     assert several is not None
     offered = {
         (row.block, grid)
@@ -364,7 +364,7 @@ def test_kept_kinds_are_not_chosen_for(source: Path) -> None:
     request = read_request(
         SCHEME, "auto", None, Recipe(scheme=SCHEME.name), Mixture(keep=("attention",), bits=5.0)
     )
-    options = Options(open_job(request, Checkpoint.open(source)))
+    options = GridOptions(open_job(request, Checkpoint.open(source)))
     assert not any(row.block == "attention" for choice in options.grids for row in choice.rows)
     assert {grid for module, grid in options.job.grids.items() if "self_attn" in module} == {
         Fp8BlockGrid()

@@ -27,7 +27,7 @@ from quantkit.models.mlp import MoeMlp
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
 from quantkit.quantization.convert import convert
-from quantkit.quantization.pruning import choose_kept
+from quantkit.quantization.pruning import experts_to_keep
 from quantkit.tokenizer.chat import ChatTokenizer
 
 CONFIG = {
@@ -170,7 +170,7 @@ def test_saliency_is_the_mean_of_weight_times_norm(source: Path, text: Path, pru
         )
     found = json.loads((pruned / "pruning.json").read_text())["layers"]["1"]["saliency"]
     assert found == pytest.approx(expected, rel=1e-3)
-    assert choose_kept({1: found}, 2, 2)[1] == kept_in(pruned)[1]
+    assert experts_to_keep({1: found}, 2, 2)[1] == kept_in(pruned)[1]
 
 
 def test_a_run_stopped_while_it_chooses_goes_on(

@@ -19,8 +19,8 @@ from quantkit.calibrate import ranks as ranks_module
 from quantkit.calibrate.expert_layer import ExpertLayer, expert_batches
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import Batches, HiddenStates, TokenBatch
-from quantkit.calibrate.input_statistics import DriftSum, StatisticsSum
-from quantkit.calibrate.ranks import Ranks, SharedRuns
+from quantkit.calibrate.input_statistics import DriftAccumulator, StatisticsAccumulator
+from quantkit.calibrate.ranks import BatchParallel, Ranks
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.calibrate.sublayer import Run
 from quantkit.executor.ranks.parallel import Parallel
@@ -296,7 +296,7 @@ def test_every_rank_hears_what_one_runs(tmp_path: Path) -> None:
 
     def heard(ranks: Ranks, count: int) -> torch.Tensor:
         runs, told, begun = (
-            SharedRuns(ranks, torch.device("cpu")),
+            BatchParallel(ranks, torch.device("cpu")),
             list[torch.Tensor](),
             list[int](),
         )
@@ -310,8 +310,8 @@ def test_every_rank_hears_what_one_runs(tmp_path: Path) -> None:
             told.append((x.sum(1) * topk_weights[:, 0] * topk_ids[:, 0]).sum())
             return torch.zeros_like(x)
 
-        first, second = (runs.heard_by(partial(hear, weight)) for weight in (1, 10))
-        experts = runs.asked_of(asked)
+        first, second = (runs.shared_hook(partial(hear, weight)) for weight in (1, 10))
+        experts = runs.shared_experts(asked)
 
         def run(batch: TokenBatch) -> None:
             begun.append(0)
@@ -366,7 +366,10 @@ def test_ranks_sum_panels_of_one_square(tmp_path: Path, monkeypatch: pytest.Monk
     x, o = torch.randn(2, 3, 20, 50, generator=torch.Generator().manual_seed(0))
 
     def summed(ranks: Ranks) -> torch.Tensor:
-        total, drift = StatisticsSum(50, x.device, 4, ranks, every=7), DriftSum(4, ranks)
+        total, drift = (
+            StatisticsAccumulator(50, x.device, 4, ranks, every=7),
+            DriftAccumulator(4, ranks),
+        )
         for part, original in zip(x, o):
             total.add(part)
             drift.hear("a", part)

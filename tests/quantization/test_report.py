@@ -12,10 +12,17 @@ import pytest
 from quantkit.calibrate.progress_log import Findings
 from quantkit.calibrate.recipe import Recipe
 from quantkit.models.table import Block, Parameter
-from quantkit.quantization.report import Account, RunFacts, by_layer, judge, kind_of, report_files
+from quantkit.quantization.report import (
+    RunDescription,
+    RunFacts,
+    by_layer,
+    judge,
+    linear_kind,
+    report_files,
+)
 
 RUN = RunFacts("2026-11-22 14:00 UTC", 252.4, "two <cores>", "3 of 9 units are done")
-ACCOUNT = Account(
+ACCOUNT = RunDescription(
     model="some-model",
     source="/models/some-model",
     command="quantkit quantize /models/some-model --scheme awq-w4a16",
@@ -151,7 +158,7 @@ def test_kinds_and_layers() -> None:
         linear("blocks.7.moe.5.w2", 7, "expert", 5),
         linear("model.layers.10.mlp.up_proj", 10, "mlp"),
     )
-    assert [kind_of(row) for row in (shared, routed, plain)] == [
+    assert [linear_kind(row) for row in (shared, routed, plain)] == [
         "shared up_proj",
         "expert w2",
         "up_proj",

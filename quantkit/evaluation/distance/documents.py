@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.data import plain
-from quantkit.calibrate.documents import UnknownForm, read_document
+from quantkit.calibrate.documents import UnknownRecordFormat, read_document
 from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -79,7 +79,7 @@ def _encode(path: Path, number: int, line: str, tokenizer: ChatTokenizer) -> Ten
 def _said(path: Path, number: int, messages: list[dict[str, Any]]) -> str:
     try:
         return plain(read_document({"messages": messages}))
-    except UnknownForm as error:
+    except UnknownRecordFormat as error:
         raise QuantkitError(
             f"{path}:{number} holds no conversation: {error}", "each message has a role and content"
         ) from error
