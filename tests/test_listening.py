@@ -85,7 +85,7 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(
     [
         (("--tool-parser", "x"), "there is no tool parser 'x'", 2),
         (("--chat-template", "nowhere.jinja"), "nowhere.jinja does not exist", 1),
-        (("--chat-template", "BROKEN"), "is no template: Expected an expression", 1),
+        (("--chat-template", "BROKEN"), "is not a template: Expected an expression", 1),
     ],
 )
 def test_what_a_server_cannot_use_is_told_before_a_model_is_loaded(

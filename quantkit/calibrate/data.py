@@ -29,7 +29,7 @@ from quantkit.calibrate.documents import (
 )
 from quantkit.common.assets import calibration_text
 from quantkit.common.errors import QuantkitError
-from quantkit.tokenizer.tags import END_THINK, THINK
+from quantkit.tokenizer.reasoning_tags import END_THINK, THINK
 
 _SHOWN = 100
 """Characters of a sample."""

@@ -112,7 +112,7 @@ def run(
 
 
 def _chat(engine: Any, params: Any) -> None:
-    from quantkit.tokenizer.tags import END_THINK
+    from quantkit.tokenizer.reasoning_tags import END_THINK
 
     messages: list[dict[str, str]] = []
     while question := _ask():

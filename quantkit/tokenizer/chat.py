@@ -1,10 +1,13 @@
-"""Text to tokens and back: the tokenizer of a checkpoint, its chat template, and text that streams.
+"""Text to tokens and back: a checkpoint's tokenizer, its chat template, streamed text and stop
+strings.
 
-`tokenizers` reads the model's files (stored.py): importing transformers for it would cost seconds
-at every start. Templates are programs
-that come with a model: they run in a process of their own (template.py).
+The model's files are read with `tokenizers` (loader.py), because importing transformers would take
+seconds at every start. Chat templates are programs that come with a model: they run in a separate
+process (template.py).
 """
 
+import functools
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,8 @@ from tokenizers.decoders import DecodeStream
 
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import is_there, read_json, read_text
-from quantkit.tokenizer.stored import naming, read_tokenizer, tokenizer_file
-from quantkit.tokenizer.tags import END_THINK, THINK
+from quantkit.tokenizer.loader import read_tokenizer, tokenizer_errors, tokenizer_file
+from quantkit.tokenizer.reasoning_tags import END_THINK, THINK
 from quantkit.tokenizer.template import ChatTemplate
 from quantkit.tokenizer.tiktoken import byte_letters
 
@@ -38,24 +41,30 @@ _DEFAULTS = {
     "min_p": 1.0,
     "repetition_penalty": 100.0,
 }
-"""Sampling settings of generation_config.json that are read, and the largest value of each."""
+"""Sampling settings read from generation_config.json, and the largest value of each."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning; templates read the first, and some the second."""
+"""Keys of a message's reasoning; templates read the first one, some the second."""
 _BYTES = {letter: byte for byte, letter in byte_letters().items()}
-_PART = "\ufffd"
-_LONE_BYTE = re.compile("<0x([0-9A-F]{2})>")
-"""A token of SentencePiece that is one byte of a character which the vocabulary has not."""
-_AGAIN = "copy it from the original model"
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""Text of bytes that are not, or not yet, a whole character."""
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+"""A SentencePiece token for one byte of a character that the vocabulary lacks."""
+_COPY_AGAIN = "copy it from the original model"
+_STOP_CACHE = 64
+"""Sets of stop strings whose tokens are cached."""
+_CONTEXT_FREE = {"ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}
+"""Decoders under which a token's text does not depend on the tokens before it, except for a leading
+space and for bytes of a character that several tokens share."""
 
 
 class ChatTokenizer:
     """The tokenizer of one checkpoint directory.
 
-    eos_ids: tokens that end an answer, of generation_config.json, config.json (its text_config too)
-    and the tokenizer together. end_think: the id of </think>, if it is one token. unknown_id: the
-    token for what the vocabulary cannot write. sampling_defaults: temperature, top_p, top_k, min_p
-    and repetition_penalty of generation_config.json, where it has them. templates: by name;
-    `default` is the one, others are for some uses.
+    eos_ids: tokens that end an answer, from generation_config.json, config.json (and its
+    text_config) and the tokenizer together. end_think: id of </think> if it is one token.
+    unknown_id: token for text that the vocabulary cannot encode. sampling_defaults: temperature,
+    top_p, top_k, min_p and repetition_penalty of generation_config.json, if set. templates: by
+    name; `default` is the usual one, others are for special uses.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +77,7 @@ class ChatTokenizer:
             self.special_tokens.get("eos_token"),
         )
         config, generation = (
-            _of_text(_read_optional(path / "config.json")),
+            _merge_text_config(_read_optional(path / "config.json")),
             _read_optional(path / "generation_config.json"),
         )
         vocab_size = config.get("vocab_size")
@@ -83,7 +92,8 @@ class ChatTokenizer:
         self.templates = _find_templates(path, self.settings)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text to be continued, with the leading token the model expects."""
+        """Token ids of plain text to be continued, with the leading token that the model
+        expects."""
         ids = self._ids(text, add_special_tokens=True)
         bos = self.tokenizer.token_to_id(self.bos) if self.bos else None
         if self.settings.get("add_bos_token") and bos is not None and ids[:1] != [bos]:
@@ -97,56 +107,54 @@ class ChatTokenizer:
             raise QuantkitError(
                 f"the text holds half of a character (at {error.start})", "give it as valid Unicode"
             ) from error
-        with naming(f"{self.file} cannot encode this text"):
-            # As a batch of one: tokenizers then lets other threads run meanwhile, and computes no
-            # offsets.
+        with tokenizer_errors(f"{self.file} cannot encode this text"):
+            # As a batch of one: tokenizers then releases the GIL and computes no offsets.
             ids: list[int] = self.tokenizer.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )[0].ids
         if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
-            known = f"config.json has vocab_size = {self.vocab_size}"
             raise QuantkitError(
-                f"{self.file} makes token {max(ids)} of this text, and {known}", _AGAIN
+                f"{self.file} makes token {max(ids)} of this text, and config.json has vocab_size "
+                f"= {self.vocab_size}",
+                _COPY_AGAIN,
             )
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """Text of generated ids; special tokens are left out (DeepSeek's <think> is an ordinary
-        token and stays)."""
+        """Text of generated ids without special tokens (DeepSeek's <think> is an ordinary token and
+        stays)."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
     def token_text(self, token_id: int) -> str:
-        """One token alone, special or not; bytes that are no character by themselves show as
+        """Text of a single token, special or not; bytes that are not a whole character become
         U+FFFD."""
         text: str = self.tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text that goes before it, which may be a part of a character."""
+        """Bytes that a token appends to a text, possibly a part of a character."""
         piece = self.tokenizer.id_to_token(token_id) or ""
-        if lone := _LONE_BYTE.fullmatch(piece):
+        if lone := _BYTE_TOKEN.fullmatch(piece):
             return bytes.fromhex(lone[1])
         # The first token of a text may lose its space.
         text: str = self.tokenizer.decode(
             [token_id, token_id], skip_special_tokens=False
         ).removeprefix(self.token_text(token_id))
-        known = _PART in text and _BYTES.keys() >= {*piece}
+        known = _REPLACEMENT in text and _BYTES.keys() >= {*piece}
         return bytes(_BYTES[letter] for letter in piece) if known else text.encode()
 
     def render(
         self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The chat template's text for `messages`. QuantkitError where there is no template or it
-        refuses them."""
+        """The chat template's text for `messages`. Raises QuantkitError where there is no template
+        or it rejects them."""
         named = "tool_use" if variables.get("tools") and "tool_use" in self.templates else "default"
         if named not in self.templates:
-            told = (
-                f"{self.path} has no chat template: no chat_template.jinja, and none in "
-                "tokenizer_config.json or chat_template.json"
-            )
             raise QuantkitError(
-                told, "use plain completions, `run --raw`, or `serve --chat-template FILE`"
+                f"{self.path} has no chat template: no chat_template.jinja, and none in "
+                "tokenizer_config.json or chat_template.json",
+                "use plain completions, `run --raw`, or `serve --chat-template FILE`",
             )
         given = {"tools": None, "documents": None, **self.special_tokens, **variables}
         conversation = [_with_reasoning(message) for message in messages]
@@ -155,7 +163,7 @@ class ChatTokenizer:
         )
 
     def use_template(self, template: ChatTemplate) -> None:
-        """Render conversations by another template than the model's own."""
+        """Render conversations with another template than the model's own."""
         self.templates = {"default": template}
 
     def encode_chat(self, messages: list[Message], **variables: Any) -> list[int]:
@@ -165,12 +173,12 @@ class ChatTokenizer:
             raise QuantkitError(
                 f"the chat template in {self.templates['default'].name} makes an empty text of "
                 "these messages",
-                _AGAIN,
+                _COPY_AGAIN,
             )
         return ids
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a template's text, which already holds its special tokens."""
+        """Token ids of rendered text, which already holds its special tokens."""
         return self._ids(text, add_special_tokens=False)
 
     def opens_think(self, text: str) -> bool:
@@ -187,11 +195,11 @@ class ChatTokenizer:
     def _find_eos(self, path: Path, files: dict[str, dict[str, Any]]) -> frozenset[int]:
         found: set[int] = set()
         for name, content in files.items():
-            said = content.get("eos_token_id")
-            ids = said if isinstance(said, list) else [] if said is None else [said]
+            value = content.get("eos_token_id")
+            ids = value if isinstance(value, list) else [] if value is None else [value]
             if not all(type(one) is int and 0 <= one < (self.vocab_size or 2**31) for one in ids):
                 raise QuantkitError(
-                    f"{path / name} has eos_token_id = {said!r:.60}",
+                    f"{path / name} has eos_token_id = {value!r:.60}",
                     "give ids of tokens that the model has",
                 )
             found.update(ids)
@@ -202,12 +210,11 @@ class ChatTokenizer:
 
 
 class TextStream:
-    """Turns one answer's tokens into text as they come, and watches for stop strings.
+    """Decodes an answer's tokens incrementally and detects stop strings.
 
-    A character of several tokens appears when it is whole. Text that may be the beginning of a stop
-    string is held back.
-    skip_special: whether special tokens are left out. min_tokens: a stop string that ends among so
-    many first tokens is text.
+    A character that spans several tokens is returned when complete. Text that may be the start of a
+    stop string is held back. skip_special: whether special tokens are omitted. min_tokens: a stop
+    string that ends within the first `min_tokens` tokens is ordinary text.
     """
 
     def __init__(
@@ -218,23 +225,23 @@ class TextStream:
         skip_special: bool = True,
         min_tokens: int = 0,
     ) -> None:
-        self._tokenizer, self._stop, self._early = tokenizer, stop, min_tokens
-        self._passed = 0
-        """Characters of what is held in which no stop string may end."""
+        self._tokenizer, self._stop, self._min_tokens = tokenizer, stop, min_tokens
+        self._exempt = 0
+        """Leading characters of the held text in which no stop string may end."""
         self._decoder = DecodeStream(skip_special_tokens=skip_special)
         self._held = ""
         self.stopped = False
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token. After a stop string nothing more comes and
-        `stopped` is set."""
+        """The text that became final with this token. After a stop string, `stopped` is set and
+        nothing more may be pushed."""
         assert not self.stopped, "pushed past a stop string"
         self._held += self._decoder.step(self._tokenizer, token_id) or ""
         if not self._stop:
             return self._release(len(self._held))
-        if self._early:
-            self._early, self._passed = self._early - 1, len(self._held)
-        ends = [index for index in map(self._found, self._stop) if index >= 0]
+        if self._min_tokens:
+            self._min_tokens, self._exempt = self._min_tokens - 1, len(self._held)
+        ends = [index for index in map(self._find, self._stop) if index >= 0]
         if ends:
             self.stopped = True
             text = self._release(min(ends))
@@ -245,39 +252,80 @@ class TextStream:
         )
 
     def finish(self) -> str:
-        """What is still held when the answer ends without a stop string."""
+        """The text still held when the answer ends without a stop string."""
         return self._release(len(self._held))
 
-    def _found(self, stop: str) -> int:
-        """Where the stop string begins, -1 where it does not end the answer."""
-        return self._held.find(stop, max(0, self._passed - len(stop) + 1))
+    def _find(self, stop: str) -> int:
+        """Index of the stop string, -1 where it does not end the answer."""
+        return self._held.find(stop, max(0, self._exempt - len(stop) + 1))
 
     def _release(self, count: int) -> str:
-        text, self._held, self._passed = (
-            self._held[:count],
-            self._held[count:],
-            max(0, self._passed - count),
-        )
+        text, self._held = self._held[:count], self._held[count:]
+        self._exempt = max(0, self._exempt - count)
         return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many of the last characters of `text` begin `stop`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for count in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:count]):
             return count
     return 0
 
 
+class StopTokens(dict[int, bool]):
+    """Whether a token's text may hold the end of a stop string (True for some other tokens too);
+    after all other tokens the text need not be searched. Computed when a token is first looked up.
+    skip_special: whether special tokens have no text."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], skip_special: bool) -> None:
+        super().__init__()
+        self._tokenizer, self._stop, self._skip_special = tokenizer, stop, skip_special
+        self._context_free = _is_context_free(tokenizer) and not any(
+            _REPLACEMENT in one for one in stop
+        )
+
+    def __missing__(self, token_id: int) -> bool:
+        found = self[token_id] = not self._context_free or self._may_end(token_id)
+        return found
+
+    def _may_end(self, token_id: int) -> bool:
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special)
+        if _REPLACEMENT in text:
+            return True
+        return any(_holds_end(shown, stop) for shown in (text, " " + text) for stop in self._stop)
+
+
+@functools.lru_cache(maxsize=_STOP_CACHE)
+def stop_tokens(tokenizer: Tokenizer, stop: tuple[str, ...], skip_special: bool) -> StopTokens:
+    """The same object for all requests with the same stop strings."""
+    return StopTokens(tokenizer, stop, skip_special)
+
+
+def _holds_end(text: str, stop: str) -> bool:
+    """Whether `stop` may end in `text`, whatever comes before it."""
+    return stop in text or any(
+        stop.endswith(text[:count]) for count in range(1, min(len(text), len(stop)) + 1)
+    )
+
+
+def _is_context_free(tokenizer: Tokenizer) -> bool:
+    if tokenizer.decoder is None:
+        return False
+    state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
+    parts = state["decoders"] if state.get("type") == "Sequence" else [state]
+    return all(part.get("type") in _CONTEXT_FREE for part in parts)
+
+
 def _special_tokens(file: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Text of the named special tokens that the settings have; each is a text, or an object with
+    """Text of the named special tokens in the settings; each is a string, or an object with
     `content`."""
     found = {}
     for name in _SPECIAL_TOKENS:
         token = settings.get(name)
         text = token.get("content") if isinstance(token, dict) else token
         if token is not None and not isinstance(text, str):
-            raise QuantkitError(f"{file} has {name} = {token!r:.60}, expected a text", _AGAIN)
+            raise QuantkitError(f"{file} has {name} = {token!r:.60}, expected a text", _COPY_AGAIN)
         if text is not None:
             found[name] = text
     return found
@@ -294,24 +342,25 @@ def _sampling_defaults(file: Path, generation: dict[str, Any]) -> dict[str, Any]
             or (key in ("top_p", "repetition_penalty") and value == 0)
         ):
             raise QuantkitError(
-                f"{file} has {key} = {value!r:.60}, expected a number from 0 to {largest:g}", _AGAIN
+                f"{file} has {key} = {value!r:.60}, expected a number from 0 to {largest:g}",
+                _COPY_AGAIN,
             )
     return found
 
 
 def _find_templates(path: Path, settings: dict[str, Any]) -> dict[str, ChatTemplate]:
-    """chat_template.jinja where there is one, else tokenizer_config.json's, one or several by name,
-    else chat_template.json's, which transformers reads for models of images."""
+    """chat_template.jinja if it exists, else the template or the named templates in
+    tokenizer_config.json, else chat_template.json, which transformers reads for vision models."""
     file = path / "chat_template.jinja"
     if is_there(file):
         return {"default": ChatTemplate(read_text(file), str(file))}
-    file, said = path / "tokenizer_config.json", settings.get("chat_template")
-    if said is None:
+    file, found = path / "tokenizer_config.json", settings.get("chat_template")
+    if found is None:
         file = path / "chat_template.json"
-        said = _read_optional(file).get("chat_template")
-    if said is None:
+        found = _read_optional(file).get("chat_template")
+    if found is None:
         return {}
-    named = said if isinstance(said, list) else [{"name": "default", "template": said}]
+    named = found if isinstance(found, list) else [{"name": "default", "template": found}]
     if not all(
         isinstance(one, dict)
         and isinstance(one.get("name"), str)
@@ -319,14 +368,14 @@ def _find_templates(path: Path, settings: dict[str, Any]) -> dict[str, ChatTempl
         for one in named
     ):
         raise QuantkitError(
-            f"{file} has a chat_template that is neither a text nor a list of named ones", _AGAIN
+            f"{file} has a chat_template that is neither a text nor a list of named ones",
+            _COPY_AGAIN,
         )
     return {one["name"]: ChatTemplate(one["template"], str(file)) for one in named}
 
 
 def _with_reasoning(message: Message) -> Message:
-    """The message with its reasoning under the names that templates read, as transformers passes
-    it."""
+    """The message with its reasoning under the keys that templates read, as in transformers."""
     reasoning = (
         next((message[key] for key in _REASONING if message.get(key) is not None), None)
         if isinstance(message, dict)
@@ -340,8 +389,8 @@ def _with_reasoning(message: Message) -> Message:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """tokenizer_config.json. Where it lists no added tokens, older files name the special ones
-    beside it, and these count."""
+    """tokenizer_config.json. Where it lists no added tokens, the special ones that older models
+    name in special_tokens_map.json are included."""
     settings = _read_optional(path / "tokenizer_config.json")
     if "added_tokens_decoder" in settings:
         return settings
@@ -349,12 +398,11 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return settings | {name: token for name, token in named.items() if name in _SPECIAL_TOKENS}
 
 
-def _of_text(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json with what only its text_config says of the text model that stands inside
-    another."""
+def _merge_text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json, completed by its text_config for a model that contains a text model."""
     text = config.get("text_config")
-    said = {key: value for key, value in config.items() if value is not None}
-    return {**text, **said} if isinstance(text, dict) else config
+    own = {key: value for key, value in config.items() if value is not None}
+    return {**text, **own} if isinstance(text, dict) else config
 
 
 def _read_optional(file: Path) -> dict[str, Any]:

@@ -1,8 +1,10 @@
-"""sentencepiece's tokenizer.model, converted to `tokenizers`.
+"""SentencePiece's tokenizer.model, converted to `tokenizers`.
 
-Ids are those of the library itself, with what the file says of spaces, bytes and characters. For
-Llama's class they are those of transformers, which differ where a text begins with spaces, or goes
-on behind a special token.
+Ids equal those of the SentencePiece library, including the file's treatment of spaces, bytes and
+normalization. For Llama's class they equal those of transformers, which differ where a text begins
+with spaces, or continues after a special token. transformers cannot do the conversion: for a class
+that it does not have it ignores the file's whitespace and prefix settings, and its BPE merges are
+not ordered by score.
 """
 
 from pathlib import Path
@@ -13,23 +15,23 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import read_file
 
-_AGAIN = "copy it from the original model"
+_COPY_AGAIN = "copy it from the original model"
 _SPACE = "▁"
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
 def convert(file: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer, and names of special tokens as the file has them. settings:
-    tokenizer_config.json, of which add_prefix_space and legacy are read. Raises QuantkitError where
-    the file is damaged or of another kind, and where the library is not installed."""
+    """The tokenizer, and the names of special tokens in the file. settings: tokenizer_config.json,
+    of which add_prefix_space and legacy are used. Raises QuantkitError where the file is damaged or
+    has another format, and where the library is not installed."""
     proto = _read(file)
     llama = _is_llama(settings) and proto.trainer_spec.model_type == _BPE
     prefix = settings.get("add_prefix_space")
     prefix = (llama or proto.normalizer_spec.add_dummy_prefix) if prefix is None else bool(prefix)
     tokenizer = Tokenizer(_model(file, proto))
     steps = [] if llama else _normalizers(proto)
-    if llama:  # as its class in transformers, which does not ask the file
+    if llama:  # as in transformers' class, which ignores the file's settings
         scheme = "never" if not prefix else "always" if settings.get("legacy", False) else "first"
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
             replacement=_SPACE, prepend_scheme=scheme, split=False
@@ -41,9 +43,9 @@ def convert(file: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dict[str, 
         ]
     if steps:
         tokenizer.normalizer = normalizers.Sequence(steps)
-    written = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps_back = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(
-        [*written, decoders.Strip(content=" ", left=1)] if prefix else written
+        [*steps_back, decoders.Strip(content=" ", left=1)] if prefix else steps_back
     )
     for kind, add in (
         (_CONTROL, tokenizer.add_special_tokens),
@@ -78,10 +80,10 @@ def _read(file: Path) -> Any:
         proto.ParseFromString(read_file(file))
     except QuantkitError:
         raise
-    except Exception as error:  # protobuf's own, by version
-        raise QuantkitError(f"{file} is no sentencepiece model: {error}", _AGAIN) from error
+    except Exception as error:  # depends on the version of protobuf
+        raise QuantkitError(f"{file} is not a sentencepiece model: {error}", _COPY_AGAIN) from error
     if not proto.pieces:
-        raise QuantkitError(f"{file} is no sentencepiece model: it has no pieces", _AGAIN)
+        raise QuantkitError(f"{file} is not a sentencepiece model: it has no pieces", _COPY_AGAIN)
     return proto
 
 
@@ -123,8 +125,8 @@ def _model(file: Path, proto: Any) -> models.BPE | models.Unigram:
 
 
 def _normalizers(proto: Any) -> list[Any]:
-    """What is done to a text before: the library's table of characters, and runs of spaces where
-    the file joins them."""
+    """Normalizers applied before: the file's character map, and collapsing of spaces where the file
+    asks for it."""
     spec = proto.normalizer_spec
     steps: list[Any] = (
         [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []

@@ -1,8 +1,8 @@
-"""A model's chat template, run in a process of its own under limits of time and memory
+"""Chat templates of models, rendered in a separate process with limits on time and memory
 (template_worker.py).
 
-The process starts with the first rendering (0.1 s) and stays. A short conversation then takes 0.05
-ms, and 0.01 ms in this process would.
+The process starts with the first rendering (0.1 s) and stays alive. A short conversation then takes
+0.05 ms, compared with 0.01 ms in this process.
 """
 
 import json
@@ -22,21 +22,21 @@ from quantkit.common.errors import QuantkitError
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 _DEADLINE_S = 30.0
-"""By the clock, where something hangs. The worker limits processor time, which does not depend on
-how busy the machine is."""
+"""Wall-clock limit, for a worker that hangs. The worker itself limits CPU time, which does not
+depend on the load of the machine."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """One template. `name` says where it stands. Usable from several threads, one rendering at a
-    time."""
+    """One template. `name` is its source file for messages. Usable from several threads, one
+    rendering at a time."""
 
     source: str
     name: str
 
     def render(self, variables: dict[str, Any]) -> str:
-        """The text that the template makes of JSON values. Raises QuantkitError where it refuses
-        them, fails, or takes too long."""
+        """The text rendered from JSON values. Raises QuantkitError where the template rejects them,
+        fails, or takes too long."""
         try:
             line = json.dumps({"source": self.source, "variables": variables}).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
@@ -44,7 +44,7 @@ class ChatTemplate:
                 f"the messages cannot be written as JSON: {error}",
                 "give texts, numbers, lists and objects",
             ) from error
-        reply = self._asked(line)
+        reply = self._request(line)
         if "ended" in reply:
             raise QuantkitError(
                 f"the chat template in {self.name} {reply['ended']}",
@@ -58,38 +58,40 @@ class ChatTemplate:
         return reply["text"]
 
     def check(self) -> None:
-        """Raises QuantkitError where it is no template; which messages it takes shows when it is
-        given some."""
-        self._asked(json.dumps({"source": self.source, "variables": {}}).encode() + b"\n")
+        """Raises QuantkitError where it does not compile; which messages it accepts shows only when
+        it is rendered."""
+        self._request(json.dumps({"source": self.source, "variables": {}}).encode() + b"\n")
 
-    def _asked(self, line: bytes) -> dict[str, str]:
-        reply = _worker.ask(line)
+    def _request(self, line: bytes) -> dict[str, str]:
+        reply = _worker.request(line)
         if "unreadable" in reply:
-            told = f"the chat template in {self.name} is no template: {reply['unreadable']}"
-            raise QuantkitError(told, "copy it from the original model")
+            raise QuantkitError(
+                f"the chat template in {self.name} is not a template: {reply['unreadable']}",
+                "copy it from the original model",
+            )
         return reply
 
 
 class _Worker:
-    """The process, which serves every template of this one, and is started again after a rendering
+    """The worker process, shared by all templates of this process, restarted after a rendering
     that ended it."""
 
     def __init__(self) -> None:
-        self._begin()
-        os.register_at_fork(after_in_child=self._begin)  # a fork must not share its parent's
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)  # a fork must not share its parent's
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, line: bytes) -> dict[str, str]:
-        """Its answer, {text}, {fault} or {unreadable}; {ended} where it had to be ended, or ended
-        by itself."""
+    def request(self, line: bytes) -> dict[str, str]:
+        """The reply: {text}, {fault} or {unreadable}; {ended} where the process was killed or
+        ended by itself."""
         with self._lock:
             return self._exchange(line)
 
     def _exchange(self, line: bytes) -> dict[str, str]:
-        process = self._started()
+        process = self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -103,7 +105,7 @@ class _Worker:
         found: dict[str, str] = json.loads(reply)
         return found
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", str(_WORKER)],
@@ -114,14 +116,14 @@ class _Worker:
         return self._process
 
     def _stop(self) -> str:
-        """End the process; says how it had ended."""
+        """End the process; returns how it ended."""
         process, self._process = self._process, None
         assert process is not None
         for stream in (process.stdin, process.stdout):
             if stream:
-                with suppress(BrokenPipeError):  # what it did not read any more
+                with suppress(BrokenPipeError):  # unread input
                     stream.close()
-        with suppress(subprocess.TimeoutExpired):  # one that ended by itself has a code of its own
+        with suppress(subprocess.TimeoutExpired):  # keep the exit code of a process that ended
             process.wait(1.0)
         process.kill()
         code = process.wait()
@@ -137,7 +139,7 @@ _worker = _Worker()
 
 
 def _read_line(descriptor: int, until: float) -> bytes:
-    """Bytes up to a line's end; fewer where the other side closed or the time is up."""
+    """Bytes up to the end of a line; fewer where the other side closed or time is up."""
     parts: list[bytes] = []
     while not (parts and parts[-1].endswith(b"\n")):
         ready, _, _ = select.select([descriptor], [], [], max(until - time.monotonic(), 0))

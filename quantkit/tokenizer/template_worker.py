@@ -1,13 +1,13 @@
 """Child process of template.py: one JSON line in ({source, variables}) and one JSON line out
 ({text}, {fault} or {unreadable}).
 
-A chat template is a program that comes with a model. Jinja's sandbox keeps it from Python's own
-objects and limits neither time nor memory, so it runs here, under limits of the system: of memory
-for the process, of processor time for each rendering. Past the latter the system ends this process.
-Run by path with `python -I`, so it must import nothing of quantkit.
+A chat template is a program that comes with a model. Jinja's sandbox protects Python's own objects
+but limits neither time nor memory, so it runs here under limits of the operating system: memory for
+the process, CPU time for each rendering. When a limit is exceeded, the system ends this process.
+Run by path with `python -I`, so it must not import quantkit.
 
-What a template can use is what transformers 5 gives it (utils/chat_template_utils.py): loop
-controls, {% generation %}, tojson, raise_exception, strftime_now.
+Templates have what transformers 5 offers (utils/chat_template_utils.py): loop controls,
+{% generation %}, tojson, raise_exception, strftime_now.
 """
 
 import json
@@ -26,12 +26,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 CPU_S = 1.0
 _MEMORY = 1 << 29
-_LONGEST = 1 << 24
+_MAX_CHARS = 1 << 24
 """Characters of a rendered conversation: some 4 million tokens."""
 
 
 class GenerationBlock(Extension):
-    """{% generation %} marks what an assistant says, for training; here its body is rendered."""
+    """{% generation %} marks assistant text for training; here its body is just rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own spelling
 
@@ -73,7 +73,7 @@ def _to_json(
 
 
 def answer(line: str) -> dict[str, str]:
-    """The rendered text, or why there is none: it cannot be read, or it fails."""
+    """The rendered text, or why there is none: it does not compile, or it fails."""
     try:
         request = json.loads(line)
         text = _compiled(request["source"]).render(**request["variables"])
@@ -87,7 +87,7 @@ def answer(line: str) -> dict[str, str]:
         }
     return (
         {"text": text}
-        if len(text) <= _LONGEST
+        if len(text) <= _MAX_CHARS
         else {"fault": f"it makes {len(text)} characters of them"}
     )
 

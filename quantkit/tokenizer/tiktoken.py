@@ -1,9 +1,7 @@
-"""tiktoken's files: a line for each token, its bytes in base64 and its rank, which is its id.
+"""tiktoken files: one line per token, its bytes in base64 and its rank, which is its id.
 
-The library merges the pair of neighbours whose bytes together have the lowest rank. As merges of
-`tokenizers` that is, for every token, each of its splits into two tokens, in the order of ranks. A
-text is split by a pattern first, which stands in the code that comes with a
-model: it is read there as a constant, and nothing of that code is run.
+transformers converts the ranks to merges of `tokenizers`. The split pattern comes from the code
+that is published with a model: it is parsed for a constant there, and the code is never run.
 """
 
 import ast
@@ -11,19 +9,19 @@ import base64
 import re
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import read_file, read_text
 
-_AGAIN = "copy it from the original model"
+_COPY_AGAIN = "copy it from the original model"
 _LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 _NAMES = ("pat_str", "PAT_STR", "_pat_str", "pattern")
 LLAMA = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Llama 3's, which is cl100k's."""
+"""Llama 3's pattern, the same as cl100k's."""
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _UPPER, _LOWER = (
     rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}")
@@ -43,49 +41,42 @@ KIMI = "|".join(
 
 
 def is_ranks(file: Path) -> bool:
-    """Whether a file is of this kind, whatever its name: Llama 3's is called tokenizer.model."""
+    """Whether a file has this format, whatever its name: Llama 3's is called tokenizer.model."""
     return _LINE.match(read_file(file)[:1000]) is not None
 
 
 def convert(file: Path) -> Tokenizer:
-    """The tokenizer of a file of ranks. Raises QuantkitError for anything else, and where its
-    pattern cannot be found."""
+    """The tokenizer of a file of ranks. Raises QuantkitError for any other file, where the pattern
+    cannot be found, and where transformers is not installed."""
     ranks = _ranks(file)
-    letters = byte_letters()
-    named = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    merges = []
-    for token, rank in ranks.items():
-        splits = [(token[:at], token[at:]) for at in range(1, len(token))]
-        pairs = [
-            (ranks[left], ranks[right], left, right)
-            for left, right in splits
-            if left in ranks and right in ranks
-        ]
-        merges += [(rank, *pair) for pair in pairs]
-    merges.sort(key=lambda one: one[:3])
-    pairs_of_names = [(named[left], named[right]) for _, _, _, left, right in merges]
-    tokenizer = Tokenizer(
-        models.BPE(
-            {named[token]: rank for token, rank in ranks.items()},
-            pairs_of_names,
-            ignore_merges=True,
-        )
-    )
     try:
-        split = pre_tokenizers.Split(Regex(pattern(file)), behavior="isolated", invert=False)
-    except Exception as error:  # the library raises nothing more special
+        from transformers.convert_slow_tokenizer import TikTokenConverter
+    except ImportError as error:
         raise QuantkitError(
-            f"the split pattern beside {file} is no regular expression: {error}", _AGAIN
+            f"{file} needs transformers, which is not installed",
+            "pip install 'quantkit[transformers]', or save tokenizer.json with transformers",
         ) from error
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+
+    class Converter(TikTokenConverter):  # type: ignore[misc]
+        """Converts the ranks that were validated here, without the tiktoken library."""
+
+        @staticmethod
+        def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
+            return ranks
+
+    try:
+        tokenizer: Tokenizer = Converter(vocab_file=str(file), pattern=pattern(file)).converted()
+    except QuantkitError:
+        raise
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise QuantkitError(
+            f"the split pattern next to {file} is not a regular expression: {error}", _COPY_AGAIN
+        ) from error
     return tokenizer
 
 
 def pattern(file: Path) -> str:
-    """The split pattern: a constant of the code beside the file; without such code Llama's for
+    """The split pattern: a constant in the code next to the file; without such code Llama's for
     tokenizer.model, and Kimi's otherwise."""
     codes = sorted(file.parent.glob("tokenization_*.py"))
     for code in codes:
@@ -102,8 +93,8 @@ def pattern(file: Path) -> str:
 
 
 def _constant(code: str) -> str | None:
-    """The value of `pat_str = "..."` or `pat_str = "|".join([...])`, where all parts are written
-    out."""
+    """The value of `pat_str = "..."` or `pat_str = "|".join([...])`, where all parts are string
+    literals."""
     try:
         nodes = list(ast.walk(ast.parse(code)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -149,7 +140,7 @@ def _text(node: ast.AST | None) -> str | None:
 
 
 def _ranks(file: Path) -> dict[bytes, int]:
-    """Bytes of every token, in the order of ranks."""
+    """Bytes of every token -> rank, in order of rank."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(read_file(file).splitlines(), start=1):
         if not line.strip():
@@ -159,7 +150,7 @@ def _ranks(file: Path) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
             raise QuantkitError(
-                f"{file} line {number} is no token in base64 with its rank", _AGAIN
+                f"{file} line {number} is not a token in base64 with its rank", _COPY_AGAIN
             ) from error
     if sorted(ranks.values()) != list(range(len(ranks))) or not all(
         bytes([byte]) in ranks for byte in range(256)
@@ -167,14 +158,14 @@ def _ranks(file: Path) -> dict[bytes, int]:
         raise QuantkitError(
             f"{file} has {len(ranks)} tokens whose ranks are not 0, 1, 2 and so on, or not all "
             "bytes",
-            _AGAIN,
+            _COPY_AGAIN,
         )
     return dict(sorted(ranks.items(), key=lambda one: one[1]))
 
 
 def byte_letters() -> dict[int, str]:
-    """What `tokenizers` writes for each byte: itself where it is a visible character of Latin-1,
-    else the next one from U+0100 on."""
+    """The letter that `tokenizers` writes for each byte: itself if it is a visible Latin-1
+    character, else the next one from U+0100 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {byte: chr(byte) for byte in visible} | {

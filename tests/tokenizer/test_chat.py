@@ -129,7 +129,7 @@ def test_a_template_that_is_none_is_told_as_that(tiny_checkpoint: Path, tmp_path
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ bos_token }}\n{% for x in %}")
     with pytest.raises(
         QuantkitError,
-        match=r"chat_template\.jinja is no template: Expected an expression.*, line 2; copy it",
+        match=r"chat_template\.jinja is not a template: Expected an expression.*, line 2; copy it",
     ):
         ChatTokenizer(tmp_path / "model").render(MESSAGES)
 

@@ -7,8 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from quantkit.checkpoint.hub import find_model
-from quantkit.tokenizer.chat import ChatTokenizer, TextStream
-from quantkit.tokenizer.stops import StopTokens, stop_tokens
+from quantkit.tokenizer.chat import ChatTokenizer, StopTokens, TextStream, stop_tokens
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 PIECES = [

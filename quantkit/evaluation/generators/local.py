@@ -12,7 +12,7 @@ from quantkit.executor.hf_engine import open_engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.tokenizer.chat import ChatTokenizer
-from quantkit.tokenizer.tags import THINK
+from quantkit.tokenizer.reasoning_tags import THINK
 
 
 class Local:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quantkit.evaluation.generators.generator import ModelReply
-from quantkit.tokenizer.tags import REASONING_TAGS
+from quantkit.tokenizer.reasoning_tags import REASONING_TAGS
 
 _OPENS, _CLOSES = (
     "|".join(re.escape(tag) for tag in dict.fromkeys(tags)) for tags in zip(*REASONING_TAGS)

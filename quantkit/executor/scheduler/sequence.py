@@ -8,8 +8,7 @@ from typing import Literal
 
 from quantkit.executor.sampling.grammar import Guide
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.tokenizer.chat import ChatTokenizer, TextStream
-from quantkit.tokenizer.stops import stop_tokens
+from quantkit.tokenizer.chat import ChatTokenizer, TextStream, stop_tokens
 
 DRAFTER, PROMPT_LOOKUP = "computed", "lookup"
 """Who guessed."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from quantkit.executor.scheduler.sequence import Completion, TokenLogprob
 from quantkit.executor.server.tools.stream_parser import CallDelta
 from quantkit.tokenizer.chat import ChatTokenizer
-from quantkit.tokenizer.tags import THINK
+from quantkit.tokenizer.reasoning_tags import THINK
 
 
 class Envelope:

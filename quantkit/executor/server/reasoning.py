@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quantkit.executor.server.tools.stream_parser import CallDelta, ToolCallSplitter
-from quantkit.tokenizer.tags import END_THINK, THINK
+from quantkit.tokenizer.reasoning_tags import END_THINK, THINK
 
 
 class Parts(NamedTuple):

@@ -32,8 +32,8 @@ from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.models.context import Context
 from quantkit.models.decoder import Model
 from quantkit.models.eagle3 import is_head
-from quantkit.tokenizer.agreement import check_same_ids
 from quantkit.tokenizer.chat import ChatTokenizer
+from quantkit.tokenizer.loader import check_same_ids
 
 _MOST_READ = 1024
 """Tokens that are read at once: of answers those of which the least is missing. A graph reads as

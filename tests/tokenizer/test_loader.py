@@ -245,9 +245,9 @@ def test_ranks_under_the_name_of_a_sentencepiece_model(ranks: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("tokenizer.model", b"no model at all", "is no sentencepiece model"),
+        ("tokenizer.model", b"no model at all", "is not a sentencepiece model"),
         ("tokenizer.model", b"", "it has no pieces"),
-        ("tiktoken.model", b"IQ== 0\n??? 1\n", "line 2 is no token in base64"),
+        ("tiktoken.model", b"IQ== 0\n??? 1\n", "line 2 is not a token in base64"),
         ("tiktoken.model", b"IQ== 0\nIg== 2\n", "whose ranks are not 0, 1, 2"),
         ("vocab.txt", b"a\nb\n", r"has no tokenizer\.json, tiktoken\.model or tokenizer\.model"),
         ("vocab.json", b"{}", r"transformers write tokenizer\.json from vocab\.json"),
@@ -263,3 +263,9 @@ def test_a_missing_library_is_told(trained: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(__import__("sys").modules, "sentencepiece", None)
     with pytest.raises(QuantkitError, match=r"quantkit\[sentencepiece\]"):
         ChatTokenizer(trained / "llama")
+
+
+def test_tiktoken_without_transformers(ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers.convert_slow_tokenizer", None)
+    with pytest.raises(QuantkitError, match=r"needs transformers.*quantkit\[transformers\]"):
+        ChatTokenizer(ranks)

@@ -1,9 +1,9 @@
-"""The tokenizer that a checkpoint's directory holds, whatever the file, as a
+"""Loads the tokenizer of a checkpoint's directory, from any file format, as a
 `tokenizers.Tokenizer`.
 
-tokenizer.json is read as it is. tokenizer.model (sentencepiece) and tiktoken.model are converted,
-to the ids of the libraries that made them (sentencepiece.py, tiktoken.py). Code that came with a
-model is never run.
+tokenizer.json is read directly. tokenizer.model (SentencePiece) and tiktoken.model are converted to
+the same ids as the libraries that wrote them (sentencepiece.py, tiktoken.py). Code that comes with
+a model is never run.
 """
 
 import json
@@ -19,21 +19,24 @@ from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST, is_there, read_json, read_text
 from quantkit.tokenizer import sentencepiece, tiktoken
 
-_AGAIN = "copy it from the original model"
-_MOST_GROWTH = 64.0
-"""Times that a tokenizer may lengthen a text. Published ones put one mark in the place of one, or
-of several."""
+_COPY_AGAIN = "copy it from the original model"
+_MAX_GROWTH = 64.0
+"""How many times a tokenizer may lengthen a text. Published ones replace one or several characters
+by one."""
+_MAX_MISSING = 0.01
+"""Share of a draft model's tokens that the target may lack, or the reverse: later releases of a
+family add some for tools and reasoning."""
 FILES = ("tokenizer.json", "tiktoken.model", "tokenizer.model")
-"""In the order in which they are looked for."""
+"""In order of preference."""
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The file that the directory's tokenizer is in. Raises QuantkitError where it has none."""
+    """The file of the directory's tokenizer. Raises QuantkitError where there is none."""
     for name in FILES:
         if is_there(path / name):
             return path / name
     problem = f"{path} has no {', '.join(FILES[:-1])} or {FILES[-1]}"
-    if is_there(path / "vocab.json"):  # how such a tokenizer splits a text is in its class's code
+    if is_there(path / "vocab.json"):  # the split pattern of such a tokenizer is in its class
         remedy = (
             "have transformers write tokenizer.json from vocab.json: "
             "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
@@ -43,11 +46,10 @@ def tokenizer_file(path: Path) -> Path:
 
 
 def read_tokenizer(path: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer of a checkpoint's directory, and `settings` (tokenizer_config.json) with what
-    the file itself says where they do not.
+    """The tokenizer of a checkpoint's directory, and `settings` (tokenizer_config.json) completed
+    by what the file itself declares.
 
-    Raises QuantkitError for a file that is damaged, and where a library that reads it is not
-    installed.
+    Raises QuantkitError for a damaged file, and where a library that reads it is not installed.
     """
     file = tokenizer_file(path)
     if file.suffix == ".json":
@@ -60,8 +62,8 @@ def read_tokenizer(path: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dic
         settings = {**own, **{name: value for name, value in settings.items() if value is not None}}
         _add_special(file, tokenizer, path, settings)
     if file.suffix != ".json":
-        _put_around(tokenizer, settings)
-    # What a training run left there. As in transformers, whoever calls decides on lengths.
+        _set_bos_eos(tokenizer, settings)
+    # As in transformers, truncation and padding left by training are removed: callers decide.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer, settings
@@ -69,49 +71,73 @@ def read_tokenizer(path: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dic
 
 def _from_json(file: Path) -> Tokenizer:
     text = read_text(file, LARGEST)
-    with naming(f"{file} is not a tokenizer"):
+    with tokenizer_errors(f"{file} is not a tokenizer"):
         tokenizer = Tokenizer.from_str(text)
     for part in (tokenizer.normalizer, tokenizer.decoder):
-        if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > _MOST_GROWTH:
+        if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > _MAX_GROWTH:
             raise QuantkitError(
                 f"{file} replaces parts of a text so that it may be {growth:.0g} times as long",
-                _AGAIN,
+                _COPY_AGAIN,
             )
     return tokenizer
 
 
 @contextmanager
-def naming(problem: str) -> Iterator[None]:
-    """Whatever `tokenizers` raises becomes a QuantkitError: it has no more special exceptions, and
-    its panics are no Exception."""
+def tokenizer_errors(problem: str) -> Iterator[None]:
+    """Turn any exception of `tokenizers` into a QuantkitError. It raises bare Exceptions, and its
+    panics are BaseExceptions."""
     try:
         yield
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             raise
-        raise QuantkitError(f"{problem}: {error}", _AGAIN) from error
+        raise QuantkitError(f"{problem}: {error}", _COPY_AGAIN) from error
+
+
+def check_same_ids(target: Tokenizer, draft: Tokenizer, path: Path, draft_path: Path) -> None:
+    """Raises QuantkitError where an id is another token in the tokenizer of the draft model at
+    `draft_path`, or one of the two lacks many tokens of the other."""
+    tokens, draft_tokens = (
+        {token_id: token for token, token_id in one.get_vocab(with_added_tokens=True).items()}
+        for one in (target, draft)
+    )
+    remedy = "bring a draft model of the same family, with the same tokenizer"
+    both = tokens.keys() & draft_tokens.keys()
+    differing = [token_id for token_id in both if tokens[token_id] != draft_tokens[token_id]]
+    if differing:
+        first = min(differing)
+        raise QuantkitError(
+            f"{draft_path} has other tokens than {path}: {len(differing)} of {len(both)} ids "
+            f"differ, {first} is {draft_tokens[first]!r:.60} there and {tokens[first]!r:.60} here",
+            remedy,
+        )
+    most = max(len(tokens), len(draft_tokens))
+    if most - len(both) > _MAX_MISSING * most:
+        raise QuantkitError(
+            f"{draft_path} has {len(draft_tokens)} tokens, {path} has {len(tokens)}, and "
+            f"{len(both)} are in both",
+            remedy,
+        )
 
 
 def _growth(part: dict[str, Any]) -> float:
-    """How many times as long a normalizer or decoder may make a text, by what it puts in the place
-    of what it finds."""
+    """How many times a normalizer or decoder may lengthen a text, by the lengths of pattern and
+    replacement."""
     steps = part.get("normalizers") or part.get("decoders") or []
     if part.get("type") == "Sequence":
         return math.prod(_growth(step) for step in steps)
     if part.get("type") != "Replace":
         return 1.0
-    found = len(
-        part["pattern"].get("String", "")
-    )  # an expression may match nothing, before every character
+    # A regular expression may match the empty string before every character.
+    found = len(part["pattern"].get("String", ""))
     return max(len(part["content"]) / found if found else len(part["content"]) + 1.0, 1.0)
 
 
 def _add_special(file: Path, tokenizer: Tokenizer, path: Path, settings: dict[str, Any]) -> None:
-    """Tokens that tokenizer_config.json and added_tokens.json add to the file's own, each under the
-    id that they give it."""
+    """Add the tokens of tokenizer_config.json and added_tokens.json under the ids given there."""
     for token_id, token in sorted(_added(path, settings), key=lambda one: one[0]):
         known = tokenizer.get_vocab_size(with_added_tokens=True)
-        if known < token_id < known + 10_000:  # ids that nothing has a name for
+        if known < token_id < known + 10_000:  # ids without a name
             tokenizer.add_tokens(
                 [
                     AddedToken(f"<|reserved_token_{number}|>", normalized=False)
@@ -124,12 +150,12 @@ def _add_special(file: Path, tokenizer: Tokenizer, path: Path, settings: dict[st
             raise QuantkitError(
                 f"{path} gives {token.content!r:.40} the id {token_id}, and by {file.name} it has "
                 f"{found}",
-                _AGAIN,
+                _COPY_AGAIN,
             )
 
 
-def _put_around(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
-    """The tokens that the settings put before and behind every text."""
+def _set_bos_eos(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
+    """Set the post-processor that adds bos and eos as the settings ask."""
     named = {
         name: token.get("content") if isinstance(token, dict) else token
         for name, token in settings.items()
@@ -156,7 +182,8 @@ def _added(path: Path, settings: dict[str, Any]) -> Iterator[tuple[int, AddedTok
             yield int(token_id), AddedToken(str(token["content"]), **flags)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise QuantkitError(
-            f"{path / 'tokenizer_config.json'} has an added_tokens_decoder that is not one", _AGAIN
+            f"{path / 'tokenizer_config.json'} has an added_tokens_decoder that is not one",
+            _COPY_AGAIN,
         ) from error
     if is_there(path / "added_tokens.json"):
         already = {token["content"] for token in listed.values()}

@@ -1,5 +1,5 @@
-"""What reasoning models put around their thoughts. Without imports: graders read replies where no
-tokenizer is installed."""
+"""Tags around the reasoning of models. Imports nothing: graders run where no tokenizer is
+installed."""
 
 THINK, END_THINK = "<think>", "</think>"
 
@@ -16,10 +16,8 @@ REASONING_TAGS = (
     ("<|begin_of_thought|>", "<|end_of_thought|>"),  # OpenThinker
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
     ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
-    (
-        "<|channel|>analysis",
-        "<|channel|>final",
-    ),  # gpt-oss; what follows up to <|message|> belongs to the tag
+    # gpt-oss; what follows up to <|message|> belongs to the tag
+    ("<|channel|>analysis", "<|channel|>final"),
     ("<|channel|>commentary", "<|channel|>final"),
     ("<|channel>thought", "<channel|>"),  # Gemma
 )
