@@ -22,8 +22,8 @@ from quantkit.calibrate.recipe import load_recipe
 from quantkit.checkpoint.hub import find_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.weights.weights import ExecutorWeights
-from quantkit.grids.schemes import find_scheme, grid_label
-from quantkit.grids.weights import Weight, dequantize
+from quantkit.grids.base import Weight, dequantize, grid_label
+from quantkit.grids.schemes import find_scheme
 from quantkit.models.context import CausalContext
 from quantkit.models.stored_parameters import Model, read_model
 from quantkit.quantization.bit_allocation import GridOptions, read_sensitivities

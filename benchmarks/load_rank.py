@@ -29,14 +29,16 @@ from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.header import TensorSpec, encode_header
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.weights.load import load_model
-from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid
+from quantkit.grids.base import Grid
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.models import deepseek_v3
 
 FORMATS: dict[str, tuple[Format, Grid]] = {
     "awq": (awq.FORMAT, IntGrid(4, 128, False)),
     "compressed-tensors": (compressed_int4.FORMAT, IntGrid(4, 128, True)),
     "int8": (compressed_int8.FORMAT, IntGrid(8, None, True)),
-    "modelopt": (modelopt.FORMAT, Fp4Grid()),
+    "modelopt": (modelopt.FORMAT, Nvfp4Grid()),
 }
 
 

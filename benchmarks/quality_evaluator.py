@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import dequantize
 from quantkit.models import find_architecture
 from quantkit.models.activation_quant import ActivationQuant
 from quantkit.models.context import CausalContext

@@ -70,7 +70,7 @@ def scores() -> Callable[[Job], Job]:
     from quality_evaluator import run_model, score
     from safetensors.torch import load_file, save_file
 
-    from quantkit.grids.e2m1 import INPUT_HEADROOM
+    from quantkit.grids.nvfp4 import INPUT_HEADROOM
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     judges: dict[str, Any] = {}

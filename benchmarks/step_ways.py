@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from r1_headers import r1_config
 
-from quantkit.grids.schemes import IntGrid, Scheme, find_scheme
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.schemes import Scheme, find_scheme
 from quantkit.models import find_architecture
 from quantkit.models.architecture import ModelConfig
 from quantkit.models.table import MLA_PROLOG_PROJECTIONS, Parameter
@@ -25,7 +26,6 @@ from quantkit.planning.cost_model import (
     WeightTraffic,
     WholeStep,
     device_loads,
-    weight_kind,
 )
 from quantkit.planning.hardware import Hardware, Level, Way, load_hardware
 
@@ -60,9 +60,7 @@ def ways(
     step = WholeStep(config, scheme, hardware, devices, batch, context)
     found = []
     for way in hardware.ways:
-        if weight_kind(scheme.weight) in way.kinds and way.min_batch <= batch <= (
-            way.max_batch or batch
-        ):
+        if scheme.weight.kind in way.kinds and way.min_batch <= batch <= (way.max_batch or batch):
             level = levels[way.level].model_copy(update={"launches": way.launches})
             found.append(step.predict(level, _loads(way, parameters, step, levels), way.name))
     return found

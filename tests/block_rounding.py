@@ -4,26 +4,28 @@ operations."""
 import torch
 from torch import Tensor
 
-from quantkit.grids.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounder, RoundingStep
-from quantkit.grids.schemes import IntGrid
+from quantkit.grids.base import Quantizer, Scales
+from quantkit.grids.int_groups import IntGrid, IntQuantizer
+from quantkit.grids.mxfp4 import Mxfp4Quantizer
+from quantkit.grids.nvfp4 import Nvfp4Quantizer
 from quantkit.quant import block_rounding
 from quantkit.quant.block_rounding import BlockParts, ColumnScales, RoundBlock
 
-GRIDS: dict[str, Rounder] = {
-    "int4 with zero points": IntRounder(IntGrid(4, 128, False), torch.bfloat16),
-    "int8": IntRounder(IntGrid(8, None, True), torch.float32),
-    "fp4": Fp4Rounder(torch.tensor(0.01)),
-    "mxfp4": Mxfp4Rounder(),
+GRIDS: dict[str, Quantizer] = {
+    "int4 with zero points": IntQuantizer(IntGrid(4, 128, False), torch.bfloat16),
+    "int8": IntQuantizer(IntGrid(8, None, True), torch.float32),
+    "fp4": Nvfp4Quantizer(torch.tensor(0.01)),
+    "mxfp4": Mxfp4Quantizer(),
 }
 SHAPES = [(128, 20), (128, 1), (3, 40, 9), (2, 48, 20), (2, 2100)]
 
 
-def random_step(rounder: Rounder, shape: tuple[int, ...], device: str) -> RoundingStep:
+def random_scales(quantizer: Quantizer, shape: tuple[int, ...], device: str) -> Scales:
     zero = None
-    if isinstance(rounder, IntRounder) and not rounder.grid.symmetric:
+    if isinstance(quantizer, IntQuantizer) and not quantizer.grid.symmetric:
         zero = torch.randint(-8, 8, shape, device=device).float()
-    width = 0.01 if isinstance(rounder, IntRounder) and rounder.grid.bits == 8 else 0.2
-    return RoundingStep((torch.rand(shape, device=device) + 0.25) * width, zero)
+    width = 0.01 if isinstance(quantizer, IntQuantizer) and quantizer.grid.bits == 8 else 0.2
+    return Scales((torch.rand(shape, device=device) + 0.25) * width, zero)
 
 
 def random_reaction(lead: tuple[int, ...], columns: int, device: str) -> Tensor:
@@ -35,13 +37,13 @@ def random_reaction(lead: tuple[int, ...], columns: int, device: str) -> Tensor:
 
 
 def assert_as_column_by_column(
-    round_block: RoundBlock, rounder: Rounder, shape: tuple[int, ...], device: str
+    round_block: RoundBlock, quantizer: Quantizer, shape: tuple[int, ...], device: str
 ) -> None:
     """Steps of groups that come in any order; a batch of them, or one for all."""
     torch.manual_seed(1)
     *lead, columns, rows = shape
     groups = torch.randint(5, (*lead, columns), device=device)
-    steps = ColumnScales(random_step(rounder, (*lead, 5, rows), device), groups)
+    steps = ColumnScales(random_scales(quantizer, (*lead, 5, rows), device), groups)
     target, reaction = (
         torch.randn(shape, device=device),
         random_reaction(tuple(lead), columns, device),
@@ -53,12 +55,12 @@ def assert_as_column_by_column(
     before = torch.randn((*lead, 3 * columns, rows), device=device)
     own = slice(columns, 2 * columns)
     missed = block_rounding.round_block_torch(
-        target.clone(), reaction, rounder, steps.spread, expected[..., own, :]
+        target.clone(), reaction, quantizer, steps.spread, expected[..., own, :]
     )
     parts = BlockParts(
         found[..., own, :], before[..., own, :], apart[..., own, :], seen[..., own, :], pivot
     )
-    round_block(target.clone(), reaction, rounder, steps, parts)
+    round_block(target.clone(), reaction, quantizer, steps, parts)
     for written in (found, apart, seen):
         outside = torch.cat((written[..., :columns, :], written[..., 2 * columns :, :]), dim=-2)
         assert outside.isnan().all(), "written outside of its block"
@@ -74,7 +76,7 @@ def assert_as_column_by_column(
     round_block(
         target.clone(),
         reaction,
-        rounder,
+        quantizer,
         steps,
         BlockParts(again[..., own, :], again[..., own, :], change),
     )
@@ -85,19 +87,19 @@ def assert_as_column_by_column(
 
 
 def assert_ties_fall_to_even_and_ends_are_kept(
-    round_block: RoundBlock, rounder: Rounder, device: str
+    round_block: RoundBlock, quantizer: Quantizer, device: str
 ) -> None:
     w = (
         torch.tensor([0.5, 1.5, 2.5, -0.5, 100.0, -100.0, 5.0, 0.25], device=device)
         .expand(1, -1)
         .contiguous()
     )
-    zero = isinstance(rounder, IntRounder) and not rounder.grid.symmetric
-    step = RoundingStep(torch.ones_like(w), torch.zeros_like(w) if zero else None)
+    zero = isinstance(quantizer, IntQuantizer) and not quantizer.grid.symmetric
+    scales = Scales(torch.ones_like(w), torch.zeros_like(w) if zero else None)
     values, apart = torch.empty_like(w), torch.empty_like(w)
-    steps = ColumnScales(step, torch.zeros(1, dtype=torch.int64, device=device))
+    steps = ColumnScales(scales, torch.zeros(1, dtype=torch.int64, device=device))
     round_block(
-        w.clone(), torch.zeros(1, 1, device=device), rounder, steps, BlockParts(values, w, apart)
+        w.clone(), torch.zeros(1, 1, device=device), quantizer, steps, BlockParts(values, w, apart)
     )
-    assert torch.equal(values, rounder.snap(w, step))
+    assert torch.equal(values, quantizer.quantize(w, scales))
     assert torch.equal(apart, w - values)

@@ -25,8 +25,9 @@ from quantkit.checkpoint.formats import (
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.assets import builtin_model
-from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import Grid, dequantize
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.models import find_architecture
 
 FORMATS: dict[str, tuple[Format, Grid]] = {
@@ -39,8 +40,8 @@ FORMATS: dict[str, tuple[Format, Grid]] = {
     "ct-int4-asym": (compressed_int4.FORMAT, IntGrid(4, 128, False)),
     "ct-int4-channel": (compressed_int4.FORMAT, IntGrid(4, None, True)),
     "ct-int8": (compressed_int8.FORMAT, IntGrid(8, None, True)),
-    "ct-nvfp4": (compressed_fp4.FORMAT, Fp4Grid()),
-    "modelopt": (modelopt.FORMAT, Fp4Grid()),
+    "ct-nvfp4": (compressed_fp4.FORMAT, Nvfp4Grid()),
+    "modelopt": (modelopt.FORMAT, Nvfp4Grid()),
     "modelslim": (modelslim.FORMAT, IntGrid(8, None, True)),
     "modelslim-int4": (modelslim.FORMAT, IntGrid(4, None, True)),
 }

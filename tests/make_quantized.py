@@ -20,9 +20,9 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats.base import Format, output_config
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.grids.e2m1 import input_divisor
-from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid
-from quantkit.grids.weights import Weight
+from quantkit.grids.base import Grid, Weight
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.nvfp4 import Nvfp4Grid, input_divisor
 
 LAYER, MTP = "model.layers.3", "model.layers.4"
 QUANTIZED = {
@@ -51,7 +51,7 @@ def quantize(format: Format, grid: Grid | None, w: Tensor) -> Weight:
     match grid:
         case IntGrid():
             return quantize_int(w, grid, scale_dtype=format.scale_dtype)
-        case Fp4Grid(activation_bits=bits):
+        case Nvfp4Grid(activation_bits=bits):
             weight = quantize_fp4(w)
             return (
                 weight

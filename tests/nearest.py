@@ -6,11 +6,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantkit.common.errors import QuantkitError
-from quantkit.grids import e2m1
-from quantkit.grids.e2m1 import E2M1_MAX, E4M3_MAX, E4M3_MIN, encode_e2m1
-from quantkit.grids.integer import int_params, round_int
-from quantkit.grids.schemes import IntGrid
-from quantkit.grids.weights import FP4_GROUP, FP8_BLOCK, Fp4Weight, Fp8BlockWeight, IntWeight
+from quantkit.grids.e2m1 import E2M1_MAX, encode_e2m1
+from quantkit.grids.fp8_block import FP8_BLOCK, Fp8BlockWeight
+from quantkit.grids.int_groups import IntGrid, IntWeight, int_params, round_int
+from quantkit.grids.nvfp4 import E4M3_MAX, E4M3_MIN, FP4_GROUP, Nvfp4Weight
+from quantkit.grids.nvfp4 import global_scale as fused_scale
 
 
 def quantize_int(w: Tensor, grid: IntGrid, *, scale_dtype: torch.dtype) -> IntWeight:
@@ -41,7 +41,7 @@ def round_fp4(w: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     return encode_e2m1(w.unflatten(1, (scale.shape[1], -1)) / step.unsqueeze(-1)).flatten(-2)
 
 
-def quantize_fp4(w: Tensor, *, global_scale: Tensor | None = None) -> Fp4Weight:
+def quantize_fp4(w: Tensor, *, global_scale: Tensor | None = None) -> Nvfp4Weight:
     """Round W float32 [N, K] to the nearest NVFP4 values. `global_scale` is the one shared with
     fused siblings, if any."""
     columns = w.shape[1]
@@ -51,9 +51,9 @@ def quantize_fp4(w: Tensor, *, global_scale: Tensor | None = None) -> Fp4Weight:
             "leave this weight unquantized",
         )
     w = w.float()
-    multiplier = e2m1.global_scale(w.abs().amax()) if global_scale is None else global_scale
+    multiplier = fused_scale(w.abs().amax()) if global_scale is None else global_scale
     scale = fp4_scale(w.unflatten(1, (-1, FP4_GROUP)), multiplier)
-    return Fp4Weight(round_fp4(w, scale, multiplier), scale, multiplier)
+    return Nvfp4Weight(round_fp4(w, scale, multiplier), scale, multiplier)
 
 
 def quantize_fp8_block(w: Tensor) -> Fp8BlockWeight:

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.grids.e2m1 import global_scale, input_divisor
-from quantkit.grids.rounding import Mxfp4Rounder, round_to_nearest
-from quantkit.grids.schemes import Fp4Grid, Grid, Mxfp4Grid
-from quantkit.grids.weights import Weight
+from quantkit.grids.base import Grid, Weight, round_to_nearest
+from quantkit.grids.mxfp4 import Mxfp4Grid, Mxfp4Quantizer
+from quantkit.grids.nvfp4 import Nvfp4Grid, global_scale, input_divisor
 from quantkit.models import find_architecture
 from quantkit.models.table import Parameter
 
@@ -32,7 +31,7 @@ LARGEST_INPUT = 16.0
 
 def rounded(weight: Tensor, format: Format, grid: Grid, amax: Tensor) -> Weight:
     """`weight` [N, K] on the grid; `amax` is the largest magnitude of it and its fused siblings."""
-    if isinstance(grid, Fp4Grid):
+    if isinstance(grid, Nvfp4Grid):
         packed = quantize_fp4(weight.float(), global_scale=global_scale(amax))
         return (
             packed
@@ -40,8 +39,8 @@ def rounded(weight: Tensor, format: Format, grid: Grid, amax: Tensor) -> Weight:
             else replace(packed, input_divisor=input_divisor(torch.tensor(LARGEST_INPUT)))
         )
     if isinstance(grid, Mxfp4Grid):
-        rounder = Mxfp4Rounder()
-        return rounder.weight(*round_to_nearest(weight.float(), rounder))
+        quantizer = Mxfp4Quantizer()
+        return quantizer.encode(*round_to_nearest(weight.float(), quantizer))
     return quantize_int(weight.float(), grid, scale_dtype=format.scale_dtype)
 
 

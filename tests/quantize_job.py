@@ -28,7 +28,8 @@ from quantkit.calibrate import expert_layer, input_statistics
 from quantkit.calibrate.recipe import Recipe
 from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Event, Note, Progress
-from quantkit.grids.schemes import Method, find_scheme
+from quantkit.grids.names import Method
+from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import QuantizationReport, quantize
 
 SCHEME = "awq-w4a16"

@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from quantkit.grids.e2m1 import global_scale
-from quantkit.grids.rounding import Fp4Rounder, IntRounder, Rounder
-from quantkit.grids.schemes import IntGrid
+from quantkit.grids.base import Quantizer
+from quantkit.grids.int_groups import IntGrid, IntQuantizer
+from quantkit.grids.nvfp4 import Nvfp4Quantizer, global_scale
 
 K, N = 256, 40
-ROUNDERS: dict[str, Rounder] = {
-    "int4": IntRounder(IntGrid(4, 128, symmetric=False), torch.float16),
-    "int4-fitted": IntRounder(IntGrid(4, 64, symmetric=False), torch.float16, (1.0, 0.9, 0.8)),
-    "int8": IntRounder(IntGrid(8, None, symmetric=True), torch.float32),
-    "fp4": Fp4Rounder(global_scale(torch.tensor(4.0)), (0, -1, 1)),
+QUANTIZERS: dict[str, Quantizer] = {
+    "int4": IntQuantizer(IntGrid(4, 128, symmetric=False), torch.float16),
+    "int4-fitted": IntQuantizer(IntGrid(4, 64, symmetric=False), torch.float16, (1.0, 0.9, 0.8)),
+    "int8": IntQuantizer(IntGrid(8, None, symmetric=True), torch.float32),
+    "fp4": Nvfp4Quantizer(global_scale(torch.tensor(4.0)), (0, -1, 1)),
 }
 
 

@@ -15,7 +15,8 @@ import pytest
 
 import quantkit
 import quantkit.quantization.run
-from quantkit.grids.schemes import SCHEMES, IntGrid, Scheme
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.schemes import SCHEMES, Scheme
 from quantkit.quantization.mixed_precision import Mixture
 
 ROOT = Path(__file__).parent.parent

@@ -17,7 +17,7 @@ from small_recipe import SMALL
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import dequantize
 
 
 def answer(*arguments: str | Path) -> dict[str, Any]:

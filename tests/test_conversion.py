@@ -28,8 +28,10 @@ from quantkit.checkpoint.formats import (
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Event, Progress
-from quantkit.grids.schemes import Fp4Grid, IntGrid, Mxfp4Grid
-from quantkit.grids.weights import Fp4Weight, IntWeight, dequantize
+from quantkit.grids.base import dequantize
+from quantkit.grids.int_groups import IntGrid, IntWeight
+from quantkit.grids.mxfp4 import Mxfp4Grid
+from quantkit.grids.nvfp4 import Nvfp4Grid, Nvfp4Weight
 from quantkit.quantization import conversion_plan as module
 from quantkit.quantization.conversion_plan import fit_scales
 from quantkit.quantization.convert import convert
@@ -66,7 +68,7 @@ def dense_weights(path: Path) -> dict[str, Tensor]:
     [
         (compressed_int8.FORMAT, INT8, "modelslim", "ascendV1"),
         (modelslim.FORMAT, INT8, "compressed-tensors", "int-quantized"),
-        (modelopt.FORMAT, Fp4Grid(), "compressed-tensors", "nvfp4-pack-quantized"),
+        (modelopt.FORMAT, Nvfp4Grid(), "compressed-tensors", "nvfp4-pack-quantized"),
         (compressed_int4.FORMAT, INT4, "awq", "gemm"),
         (compressed_int4.FORMAT, INT4_SYMMETRIC, "awq", "gemm"),
         (awq.FORMAT, INT4, "compressed-tensors", "pack-quantized"),
@@ -162,7 +164,8 @@ def test_fp8_to_bf16(tiny_checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "format_and_grid", [(awq.FORMAT, INT4), (modelopt.FORMAT, Fp4Grid()), (modelslim.FORMAT, INT8)]
+    "format_and_grid",
+    [(awq.FORMAT, INT4), (modelopt.FORMAT, Nvfp4Grid()), (modelslim.FORMAT, INT8)],
 )
 def test_packed_to_plain(packed: Any, tmp_path: Path, format_and_grid: Any) -> None:
     path = packed(*format_and_grid)
@@ -212,7 +215,7 @@ def test_public_modelopt_layout(tmp_path: Path) -> None:
         return row.role == "linear" and not row.mtp and ".self_attn." not in row.name
 
     path = write_packed(
-        tmp_path / "fp4", config, random_tensors(config), modelopt.FORMAT, Fp4Grid(), quantizes
+        tmp_path / "fp4", config, random_tensors(config), modelopt.FORMAT, Nvfp4Grid(), quantizes
     )
     tensors = load_file(path / "model.safetensors")
     for name in [name for name in tensors if name.endswith("weight_scale_2")]:
@@ -229,8 +232,8 @@ def test_public_modelopt_layout(tmp_path: Path) -> None:
     report = convert(path, tmp_path / "ct", format="compressed-tensors")
     assert max(change.max_relative_error for change in report.changes.values()) <= 2**-23
     made = Checkpoint.open(tmp_path / "ct")
-    assert made.grid == Fp4Grid()
-    assert isinstance(made.weight("model.layers.1.mlp.experts.0.up_proj"), Fp4Weight)
+    assert made.grid == Nvfp4Grid()
+    assert isinstance(made.weight("model.layers.1.mlp.experts.0.up_proj"), Nvfp4Weight)
     manifest = json.loads((tmp_path / "ct/manifest.json").read_text())["tensors"]
     assert "model.layers.1.mlp.experts.0.up_proj.input_scale" in manifest
 
@@ -305,7 +308,7 @@ def test_a_stopped_conversion_goes_on_to_the_same_bytes(
         (awq.FORMAT, INT4, {}, "either a format or a dtype"),
         (
             compressed_fp4.FORMAT,
-            Fp4Grid(),
+            Nvfp4Grid(),
             {"format": "awq"},
             "formats that can: compressed-tensors, modelopt",
         ),

@@ -21,7 +21,6 @@ from quantkit.models.rope import Rope
 from quantkit.planning.cost_model import (
     PARTS,
     Prediction,
-    bytes_per_weight,
     compare_published,
     device_loads,
     predict,
@@ -183,7 +182,7 @@ def test_weights_read_are_those_counted_by_hand(batch: int, weights_gb: float) -
     """Every rank's weights, summed over the ranks, against a table made from the published config
     at 4.156 bits and a bf16 router."""
     loads = device_loads(R1_TABLE, R1, find_scheme("awq-w4a16").weight, 1, batch)
-    assert bytes_per_weight(find_scheme("awq-w4a16").weight) == 4.25 / 8
+    assert find_scheme("awq-w4a16").weight.bytes_per_weight == 4.25 / 8
     total = loads[0].weights * 4.156 / 8 + loads[2].bytes + loads[3].bytes / 2
     assert total / 1e9 == pytest.approx(weights_gb, rel=3e-3)
 

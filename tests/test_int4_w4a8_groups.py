@@ -19,8 +19,9 @@ from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.inspect import describe
 from quantkit.engines.check import check_checkpoint
 from quantkit.executor.weights.weights import operand
-from quantkit.grids.schemes import IntGrid, find_scheme
-from quantkit.grids.weights import IntWeight, dequantize
+from quantkit.grids.base import dequantize
+from quantkit.grids.int_groups import IntGrid, IntWeight
+from quantkit.grids.schemes import find_scheme
 from quantkit.planning.cost_model import predict
 from quantkit.planning.hardware import load_hardware
 from quantkit.planning.plan import plan

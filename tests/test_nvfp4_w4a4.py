@@ -20,10 +20,11 @@ from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.inspect import describe
 from quantkit.engines.check import check_checkpoint
 from quantkit.executor.weights.load import load_model
-from quantkit.executor.weights.split import cut_columns
 from quantkit.executor.weights.weights import operand
-from quantkit.grids.schemes import Fp4Grid, Fp8BlockGrid, find_scheme
-from quantkit.grids.weights import Fp4Weight, dequantize
+from quantkit.grids.base import cut_columns, dequantize
+from quantkit.grids.fp8_block import Fp8BlockGrid
+from quantkit.grids.nvfp4 import Nvfp4Grid, Nvfp4Weight
+from quantkit.grids.schemes import find_scheme
 from quantkit.planning.cost_model import predict
 from quantkit.planning.hardware import load_hardware
 from quantkit.planning.plan import plan
@@ -83,7 +84,7 @@ def test_every_linear_brings_a_scale_for_its_input(written: Path) -> None:
     divisors = {}
     for module in checkpoint.linears:
         weight = checkpoint.weight(module)
-        assert isinstance(weight, Fp4Weight)
+        assert isinstance(weight, Nvfp4Weight)
         assert weight.input_divisor is not None
         assert checkpoint.read(f"{module}.input_global_scale").shape == (1,)
         divisors[module] = float(weight.input_divisor)
@@ -233,7 +234,7 @@ def test_linears_that_read_under_different_scales_are_not_fused(tmp_path: Path) 
         config,
         random_tensors(config),
         compressed_fp4.W4A4,
-        Fp4Grid(activation_bits=4),
+        Nvfp4Grid(activation_bits=4),
     )
     checkpoint = Checkpoint.open(path)
     assert checkpoint.scheme == SCHEME

@@ -20,8 +20,8 @@ from quantkit.engines.memory import ParallelSizes, check_split, find_split_probl
 from quantkit.engines.profiles import part_of
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
+from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import find_scheme
-from quantkit.grids.weights import dequantize
 from quantkit.models.context import CausalContext
 from quantkit.models.mlp import MoeMlp
 from quantkit.models.stored_parameters import read_model

@@ -24,8 +24,11 @@ from quantkit.engines.check import check_checkpoint
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.grids.schemes import Fp4Grid, find_scheme
-from quantkit.grids.weights import Fp8BlockWeight, IntWeight, dequantize
+from quantkit.grids.base import dequantize
+from quantkit.grids.fp8_block import Fp8BlockWeight
+from quantkit.grids.int_groups import IntWeight
+from quantkit.grids.nvfp4 import Nvfp4Grid
+from quantkit.grids.schemes import find_scheme
 from quantkit.models import find_architecture
 from quantkit.models.pangu_ultra_moe import FIRST_RELEASE_NAMES
 from quantkit.quantization import quantize
@@ -65,7 +68,7 @@ def fp4_with_fp8_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config,
         tensors,
         modelopt.FORMAT,
-        Fp4Grid(),
+        Nvfp4Grid(),
         lambda row: row.role == "linear" and not row.mtp and ".mlp." in row.name,
     )
     stored = load_file(path / "model.safetensors")

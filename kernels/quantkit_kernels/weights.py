@@ -186,6 +186,19 @@ def rows(weight: Weight, start: int, stop: int) -> Weight:
     )
 
 
+def can_stack(first: Weight, second: Weight) -> bool:
+    """Whether both can be rows of one weight: the same grid, group size and zero points."""
+    if type(first) is not type(second) or first[0].shape[1] != second[0].shape[1]:
+        return False
+    if isinstance(first, Int4) and isinstance(second, Int4):
+        return first.scale.shape[1] == second.scale.shape[1] and (first.zero_point is None) == (
+            second.zero_point is None
+        )
+    if isinstance(first, Fp4) and isinstance(second, Fp4):
+        return same_inputs(first, second)
+    return True
+
+
 def stack(first: Weight, second: Weight) -> Weight:
     """[first; second] along the output features, as gate and up are run by one operator. Both must
     be on one grid."""

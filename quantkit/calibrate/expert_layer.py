@@ -19,7 +19,7 @@ from quantkit.calibrate.reference_runs import ReferenceRun, RtnRun
 from quantkit.calibrate.scales import Consumer, LinearInput, sample_rows
 from quantkit.calibrate.source_model import SourceModel, expert_unit
 from quantkit.calibrate.sublayer import Sublayer
-from quantkit.grids.weights import Weight, dequantize
+from quantkit.grids.base import Weight, dequantize
 from quantkit.models.table import GatedMlp
 
 SCALE_EXPERTS = 8

@@ -20,9 +20,7 @@ from quantkit.calibrate.input_statistics import InputStatistics, expert_drift, t
 from quantkit.calibrate.layer_weights import RoutedTokens
 from quantkit.calibrate.linear_solver import LinearSolution, LinearSolver
 from quantkit.calibrate.scales import Consumer, LinearInput, choose_scale, sample_rows
-from quantkit.grids.e2m1 import input_divisor
-from quantkit.grids.schemes import Fp4Grid, Mxfp4Grid
-from quantkit.grids.weights import dequantize, divide_rows, dividing_powers
+from quantkit.grids.nvfp4 import input_divisor
 from quantkit.models.activation_quant import NO_ACTIVATION_QUANT, ActivationQuant
 from quantkit.models.table import GatedMlp
 from quantkit.quant.gptq import Curvature
@@ -102,9 +100,7 @@ class ExpertSolver:
             importance,
             outputs,
         )
-        self.exact = isinstance(
-            solver.grid, Fp4Grid | Mxfp4Grid
-        )  # steps too coarse for any divisor but a power of two
+        self.exact = solver.grid.coarse_scales
         fitted = routed.x[: routed.fitted]
         self.reading = ActivationQuant(solver.activation_bits, input_divisor(read.largest))
         self.layer_rows = self.reading(_of_layer(fitted) / read.scale)
@@ -145,8 +141,8 @@ class ExpertSolver:
         hidden, downs, samples, largest = {}, {}, [], dict[str, Tensor]()
         for (number, weights), s in zip(experts.items(), inner):
             up = rows[number].up.module
-            weight = divide_rows(solved[up].weight, s, self.solver.scale_dtype)
-            solved[up] = replace(solved[up], weight=weight, values=dequantize(weight))
+            weight = solved[up].weight.divide_rows(s, self.solver.scale_dtype)
+            solved[up] = replace(solved[up], weight=weight, values=weight.dequantize())
             one = asked.pop(0)
             of_layer, count = one.of_layer, one.fitted
             hidden[number] = (
@@ -270,7 +266,7 @@ class ExpertSolver:
     def _within_reach(self, scale: Tensor, up: LinearSolution) -> Tensor:
         """The scale [I], times one power of two where that is needed, and then limited to what up's
         stored steps can take."""
-        least, largest = dividing_powers(up.weight, self.solver.scale_dtype)
+        least, largest = up.weight.divisor_range(self.solver.scale_dtype)
         raised = scale * (least / scale).amax().clamp(min=1).log2().ceil().exp2()
         return torch.minimum(torch.maximum(raised, least), largest)
 

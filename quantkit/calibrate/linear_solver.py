@@ -17,18 +17,17 @@ from quantkit.calibrate.hidden_states import PIECE_VALUES
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.formats.base import Format
-from quantkit.grids.e2m1 import global_scale, input_divisor
-from quantkit.grids.rounding import (
-    Fp4Rounder,
-    IntRounder,
-    Mxfp4Rounder,
-    Rounder,
-    RoundingStep,
-    fit_steps,
+from quantkit.grids.base import (
+    Grid,
+    QuantizedWeight,
+    Quantizer,
+    Scales,
+    Weight,
+    fit_scales,
     round_to_nearest,
 )
-from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid, Method, Mxfp4Grid
-from quantkit.grids.weights import Fp4Weight, RoundedWeight, Weight
+from quantkit.grids.names import Method
+from quantkit.grids.nvfp4 import Nvfp4Weight, input_divisor
 from quantkit.models.activation_quant import ActivationQuant
 from quantkit.quant.compensation import compensate, compensate_both, sample_output_directions
 from quantkit.quant.descent import Descent
@@ -36,13 +35,9 @@ from quantkit.quant.gptq import Curvature, scaled_losses
 from quantkit.quant.tensor_cores import tensor_core_products
 
 NO_COSTS: Mapping[str, Curvature] = {}
-NO_SOLUTIONS: Mapping[str, tuple[Tensor, RoundingStep]] = {}
+NO_SOLUTIONS: Mapping[str, tuple[Tensor, Scales]] = {}
 JUDGED_OUTPUTS = 512
 """Directions of a linear's outputs that its error is judged in, where their cost is known."""
-FP4_NEIGHBOURS = (0, -1, 1, -2, 2, 3, 4)
-"""e4m3 codes around amax / 6: from a quarter below to a half above, which is amax / 4."""
-MXFP4_RAISED = (0, 1)
-"""Powers of two above the one under which the largest value of a group is from 4 to 8."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class LinearResult:
     inputs (NaN where there were none).
     method: what made it."""
 
-    weight: RoundedWeight
+    weight: QuantizedWeight
     error: float
     method: str
 
@@ -61,7 +56,7 @@ class LinearSolution:
     """One linear, rounded. values float32 [N, K]: what `weight` decodes to. error, method: see
     `LinearResult`."""
 
-    weight: RoundedWeight
+    weight: QuantizedWeight
     values: Tensor
     error: float
     method: str
@@ -110,19 +105,11 @@ class LinearSolver:
             else None
         )
 
-    def rounder(self, amax: Tensor, fit: bool = True) -> Rounder:
+    def quantizer(self, amax: Tensor, fit: bool = True) -> Quantizer:
         """amax float32 [] or [..., N]: the largest weight of the tensor, fused siblings included.
-        `fit` off: plain extremes."""
-        if isinstance(self.grid, Fp4Grid):
-            return Fp4Rounder(
-                global_scale(amax), FP4_NEIGHBOURS[: self.recipe.fit_points] if fit else (0,)
-            )
-        if isinstance(self.grid, Mxfp4Grid):
-            return Mxfp4Rounder(MXFP4_RAISED if fit else (0,))
-        assert isinstance(self.grid, IntGrid), f"nothing is rounded to {self.grid}"
-        finer = 0.02 if self.grid.bits == 8 else 0.05
-        shrink = tuple(1 - finer * i for i in range(self.recipe.fit_points)) if fit else (1.0,)
-        return IntRounder(self.grid, self.scale_dtype, shrink)
+        `fit` off: scales from the groups' extremes alone."""
+        points = self.recipe.fit_points if fit else 0
+        return self.grid.quantizer(amax, self.scale_dtype, points)
 
     def readings(
         self, inside: Weight | None = None, after: Weight | None = None
@@ -138,8 +125,8 @@ class LinearSolver:
         magnitude, float32 []."""
         if self.activation_bits != 4:
             return solved
-        assert isinstance(solved.weight, Fp4Weight), type(solved.weight)
-        return replace(solved, weight=replace(solved.weight, input_divisor=input_divisor(largest)))
+        weight = replace(Nvfp4Weight.of(solved.weight), input_divisor=input_divisor(largest))
+        return replace(solved, weight=weight)
 
     def curvature(self, mean_hessian: Tensor) -> Curvature:
         """As `input_curvature`, of this recipe."""
@@ -149,11 +136,11 @@ class LinearSolver:
         """Loss of every row [C, ..., N] if W s were rounded by this recipe, with plain steps, for
         inputs divided by s: what a scale search compares. W [..., N, K], scale [C, ..., K], amax
         [C, ..., N] as for `rounder`."""
-        rounder = self.rounder(amax, fit=False)
+        quantizer = self.quantizer(amax, fit=False)
         if self.compensates:
-            return scaled_losses(w, scale, curvature, rounder)
+            return scaled_losses(w, scale, curvature, quantizer)
         scale = scale.unsqueeze(-2)
-        values, _ = round_to_nearest(w * scale, rounder)
+        values, _ = round_to_nearest(w * scale, quantizer)
         error = w - values / scale
         return (
             (error.gather(-1, curvature.order.unsqueeze(-2).expand_as(error)) @ curvature.factor)
@@ -194,24 +181,27 @@ class LinearSolver:
         curvature: Curvature,
         outputs: Mapping[str, Curvature],
         ranks: Ranks,
-    ) -> dict[str, tuple[Tensor, RoundingStep]]:
+    ) -> dict[str, tuple[Tensor, Scales]]:
         """Values and steps of linears whose errors are weighed on both sides, each solved by one
         rank."""
-        found: dict[str, tuple[Tensor, RoundingStep]] = {}
+        found: dict[str, tuple[Tensor, Scales]] = {}
         for number, (module, w) in enumerate(told.items()):
-            rounder = self.rounder(amax[module])
+            quantizer = self.quantizer(amax[module])
             if ranks.mine(number):
                 most = _most_rows(w, self.piece_values)
                 found[module] = compensate_both(
-                    w, curvature, outputs[module], rounder, most, self.descent
+                    w, curvature, outputs[module], quantizer, most, self.descent
                 )
             else:  # room for what comes
-                found[module] = w.new_empty(w.shape), fit_steps(w, rounder, curvature.conditional)
-        for number, (module, (values, step)) in enumerate(found.items()):
+                found[module] = (
+                    w.new_empty(w.shape),
+                    fit_scales(w, quantizer, curvature.conditional),
+                )
+        for number, (module, (values, scales)) in enumerate(found.items()):
             send = partial(ranks.send, source=ranks.of(number))
             found[module] = (
                 send(values),
-                RoundingStep(send(step.step), None if step.zero is None else send(step.zero)),
+                scales.map(send),
             )
         return found
 
@@ -222,7 +212,7 @@ class LinearSolver:
         curvature: Curvature,
         sample: Tensor,
         outputs: Curvature | None = None,
-        both: Mapping[str, tuple[Tensor, RoundingStep]] = NO_SOLUTIONS,
+        both: Mapping[str, tuple[Tensor, Scales]] = NO_SOLUTIONS,
     ) -> dict[str, LinearSolution]:
         """Some linears of a stack, whose largest weights are known. both: values and steps where
         `outputs` is given."""
@@ -236,10 +226,10 @@ class LinearSolver:
             every = torch.cat(stacked)
             if both:
                 values = _cat([both[module][0][rows] for module, rows in piece])
-                step = _cat_steps([_rows(both[module][1], rows) for module, rows in piece])
+                scales = _cat_scales([_rows(both[module][1], rows) for module, rows in piece])
             else:
-                values, step = self._round(every, per_row, curvature)
-            nearest, _ = round_to_nearest(every, self.rounder(per_row, fit=False))
+                values, scales = self._round(every, per_row, curvature)
+            nearest, _ = round_to_nearest(every, self.quantizer(per_row, fit=False))
             start = 0
             for (module, rows), w in zip(piece, stacked):
                 own = slice(start, start + len(w))
@@ -247,7 +237,7 @@ class LinearSolver:
                 told = _told(
                     w, (values[own], nearest[own]), sample, None if judge is None else judge[rows]
                 )
-                parts[module].append(_Part(values[own], _rows(step, own), *told))
+                parts[module].append(_Part(values[own], _rows(scales, own), *told))
         return {
             module: self._finish(w, parts.pop(module), amax[module])
             for module, w in weights.items()
@@ -267,20 +257,20 @@ class LinearSolver:
         amax = batch.abs().amax((-1, -2))
         per_row, judge = amax[:, None].expand(batch.shape[:2]), None
         if outputs is None:
-            values, step = self._round(batch, per_row, curvature)
+            values, scales = self._round(batch, per_row, curvature)
         else:
             judge = sample_output_directions(outputs, JUDGED_OUTPUTS)
-            values, step = compensate_both(
-                batch, curvature, outputs, self.rounder(amax[:, None]), descent=self.descent
+            values, scales = compensate_both(
+                batch, curvature, outputs, self.quantizer(amax[:, None]), descent=self.descent
             )
-        nearest, _ = round_to_nearest(batch, self.rounder(per_row, fit=False))
+        nearest, _ = round_to_nearest(batch, self.quantizer(per_row, fit=False))
         return {
             module: self._finish(
                 w,
                 [
                     _Part(
                         values[i],
-                        _rows(step, i),
+                        _rows(scales, i),
                         *_told(w, (values[i], nearest[i]), samples[i], judge),
                     )
                 ],
@@ -297,17 +287,19 @@ class LinearSolver:
         amax = self._amax(weights, fused)
         solved = {}
         for module, w in weights.items():
-            rounder = self.rounder(amax[module])
-            values, step = round_to_nearest(w, rounder)
+            quantizer = self.quantizer(amax[module])
+            values, scales = round_to_nearest(w, quantizer)
             error = float((w - values).square().sum() / w.square().sum().clamp(min=1e-30))
-            solved[module] = LinearSolution(rounder.weight(values, step), values, error, "nearest")
+            solved[module] = LinearSolution(
+                quantizer.encode(values, scales), values, error, "nearest"
+            )
         return solved
 
     def rtn_values(self, weights: dict[str, Tensor], fused: dict[str, str]) -> dict[str, Tensor]:
         """Linears rounded to steps from their plain extremes, as values alone."""
         amax = self._amax(weights, fused)
         return {
-            module: round_to_nearest(w, self.rounder(amax[module], fit=False))[0]
+            module: round_to_nearest(w, self.quantizer(amax[module], fit=False))[0]
             for module, w in weights.items()
         }
 
@@ -319,12 +311,12 @@ class LinearSolver:
             shared[key] = torch.maximum(shared[key], value) if key in shared else value
         return {module: shared[fused.get(module, module)] for module in weights}
 
-    def _round(self, w: Tensor, amax: Tensor, curvature: Curvature) -> tuple[Tensor, RoundingStep]:
+    def _round(self, w: Tensor, amax: Tensor, curvature: Curvature) -> tuple[Tensor, Scales]:
         """Values and steps by this recipe."""
         if self.compensates:
-            result = compensate(w, curvature, self.rounder(amax), self.descent)
-            return result.values, result.step
-        return round_to_nearest(w, self.rounder(amax), curvature.diagonal)
+            result = compensate(w, curvature, self.quantizer(amax), self.descent)
+            return result.values, result.scales
+        return round_to_nearest(w, self.quantizer(amax), curvature.diagonal)
 
     def _finish(self, w: Tensor, parts: "list[_Part]", amax: Tensor) -> LinearSolution:
         """One linear from its rows. Plain rounding is kept where the method clearly loses to it on
@@ -334,15 +326,15 @@ class LinearSolver:
         costs = [part.judged for part in parts if part.judged is not None]
         kept = own
         if _exceeds(*(torch.stack(costs).sum(0).square_().sum(1) if costs else (own, plain))):
-            values, step = round_to_nearest(w, self.rounder(amax, fit=False))
+            values, scales = round_to_nearest(w, self.quantizer(amax, fit=False))
             kept, method = plain, "nearest"
         else:
-            values, step = (
+            values, scales = (
                 _cat([part.values for part in parts]),
-                _cat_steps([part.step for part in parts]),
+                _cat_scales([part.scales for part in parts]),
             )
         error = float(kept.sum() / whole.sum().clamp(min=1e-30)) if len(whole) else float("nan")
-        return LinearSolution(self.rounder(amax).weight(values, step), values, error, method)
+        return LinearSolution(self.quantizer(amax).encode(values, scales), values, error, method)
 
 
 def input_curvature(mean_hessian: Tensor, recipe: Recipe) -> Curvature:
@@ -358,7 +350,7 @@ class _Part:
     """Some rows of a linear, rounded. squares, judged: see `_told`."""
 
     values: Tensor
-    step: RoundingStep
+    scales: Scales
     squares: Tensor
     judged: Tensor | None
 
@@ -403,13 +395,13 @@ def _cat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _cat_steps(steps: list[RoundingStep]) -> RoundingStep:
-    zero = [step.zero for step in steps if step.zero is not None]
-    return RoundingStep(_cat([step.step for step in steps]), _cat(zero) if zero else None)
+def _cat_scales(parts: list[Scales]) -> Scales:
+    zero_points = [part.zero_point for part in parts if part.zero_point is not None]
+    return Scales(_cat([part.scale for part in parts]), _cat(zero_points) if zero_points else None)
 
 
-def _rows(step: RoundingStep, rows: slice | int) -> RoundingStep:
-    return RoundingStep(step.step[rows], None if step.zero is None else step.zero[rows])
+def _rows(scales: Scales, rows: slice | int) -> Scales:
+    return scales.map(lambda t: t[rows])
 
 
 class SolverTable:

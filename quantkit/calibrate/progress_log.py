@@ -13,7 +13,7 @@ from quantkit.calibrate.hidden_states import trim_heap
 from quantkit.calibrate.linear_solver import LinearResult
 from quantkit.calibrate.source_model import ParameterReader, UnitStore
 from quantkit.common.progress import Note, OnEvent, Progress
-from quantkit.grids.weights import Weight
+from quantkit.grids.base import Weight
 from quantkit.models.table import Parameter
 
 

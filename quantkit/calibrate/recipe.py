@@ -6,7 +6,7 @@ from pydantic import Field, ValidationError
 
 from quantkit.common.errors import QuantkitError
 from quantkit.common.settings import Strict, find_yaml, read_yaml
-from quantkit.grids.schemes import Method
+from quantkit.grids.names import Method
 
 
 class Recipe(Strict):

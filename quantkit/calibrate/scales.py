@@ -23,7 +23,7 @@ from quantkit.calibrate.linear_solver import LinearSolver, SolverTable, input_cu
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.calibrate.sublayer import Sublayer
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.e2m1 import input_divisor
+from quantkit.grids.nvfp4 import input_divisor
 from quantkit.models.activation_quant import fake_quantize_nvfp4
 from quantkit.models.table import ScaleGroup, ValueHeads
 from quantkit.quant.awq import candidate_scales, effective_scale, power_of_two, relative_weight

@@ -39,7 +39,7 @@ from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.output_cost import BLOCK_ROWS, ResidualStream, compare_paths
 from quantkit.calibrate.source_model import SourceModel, attend_unit, feed_forward_unit
 from quantkit.calibrate.sublayer import Sublayer, run_attention, run_feed_forward, sublayer_of
-from quantkit.grids.schemes import Grid, grid_label
+from quantkit.grids.base import Grid, grid_label
 from quantkit.models.activation_quant import ActivationQuant
 from quantkit.models.table import GatedMlp, Parameter
 from quantkit.models.weights import ExpertsOp

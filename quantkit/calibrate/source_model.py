@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint, check_finite
-from quantkit.grids.weights import Weight, dequantize
+from quantkit.grids.base import Weight, dequantize
 from quantkit.models.architecture import Architecture, ModelConfig
 from quantkit.models.table import GatedMlp, Parameter, ScaleGroup, routed_experts
 

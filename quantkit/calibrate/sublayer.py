@@ -17,7 +17,7 @@ from quantkit.calibrate.layer_weights import LayerWeights, no_experts
 from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.ranks import BatchParallel, Ranks
 from quantkit.calibrate.source_model import ParameterReader, SourceModel, feed_forward_unit
-from quantkit.grids.weights import Weight, dequantize
+from quantkit.grids.base import Weight, dequantize
 from quantkit.models.activation_quant import ActivationQuant
 from quantkit.models.context import CausalContext
 from quantkit.models.decoder import DecoderLayer

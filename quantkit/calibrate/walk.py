@@ -52,7 +52,7 @@ from quantkit.calibrate.sublayer import (
     sublayer_of,
 )
 from quantkit.calibrate.sublayer_solver import solve_sublayer
-from quantkit.grids.weights import Weight
+from quantkit.grids.base import Weight
 from quantkit.quant.gptq import Curvature
 
 

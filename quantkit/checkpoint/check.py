@@ -20,7 +20,7 @@ from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format
 from quantkit.checkpoint.header import TensorInfo, TensorSpec
 from quantkit.common.devices import dtype_name
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.schemes import Grid
+from quantkit.grids.base import Grid
 
 CACHE_SCALES = re.compile(
     r".*\.(?:[qkv]_(?:scale|zero_point)|kv_cache_(?:scale|offset)|fa_[qkv]\.(?:scale|offset))"

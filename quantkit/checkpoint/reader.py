@@ -31,8 +31,8 @@ from quantkit.checkpoint.stacked_experts import Stack, split_stacked_experts
 from quantkit.checkpoint.tensor_aliases import apply_aliases
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST, is_inside, is_there, read_json
-from quantkit.grids.schemes import SCHEMES, Grid, Scheme
-from quantkit.grids.weights import Weight
+from quantkit.grids.base import Grid, Weight
+from quantkit.grids.schemes import SCHEMES, Scheme
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"

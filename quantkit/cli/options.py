@@ -1,17 +1,17 @@
 """Arguments and options that several commands take."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
 from quantkit.common.assets import asset
 from quantkit.executor.options import MAX_GUESSES
-from quantkit.grids.schemes import SCHEMES
+from quantkit.grids.names import SchemeName, WritableFormat
 
 
 def scheme_names() -> list[str]:
-    return list(SCHEMES)
+    return list(get_args(SchemeName))
 
 
 def names_of_engines() -> list[str]:
@@ -21,7 +21,7 @@ def names_of_engines() -> list[str]:
 
 
 def format_names() -> list[str]:
-    return ["auto", *dict.fromkeys(name for scheme in SCHEMES.values() for name in scheme.formats)]
+    return ["auto", *get_args(WritableFormat)]
 
 
 def device_names() -> list[str]:

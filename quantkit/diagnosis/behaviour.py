@@ -28,7 +28,7 @@ from quantkit.common.assets import calibration_text
 from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.findings import Findings
 from quantkit.evaluation.distance.documents import read_documents
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import dequantize
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.mlp import MoeMlp
 from quantkit.models.stored_parameters import Model, read_model

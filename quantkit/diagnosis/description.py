@@ -4,7 +4,7 @@ alone."""
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from quantkit.checkpoint.check import (
@@ -20,7 +20,10 @@ from quantkit.common.devices import dtype_name
 from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.survey import Survey
-from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid, Mxfp4Grid, grid_label
+from quantkit.grids.base import Grid, grid_label
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.mxfp4 import Mxfp4Grid
+from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.models.tensor_names import has_linear_suffix
 
 _PACKED = (
@@ -242,7 +245,7 @@ def _grids(survey: Survey, format: Format, modules: list[str]) -> list[Grid | No
     is a source format's own grid."""
     if not modules:
         return []
-    grids: list[Grid] = [Fp4Grid(), Mxfp4Grid()]
+    grids: list[Grid] = [Nvfp4Grid(), Mxfp4Grid()]
     for bits in (4, 8):
         size = _group_size(survey, format, IntGrid(bits, None, symmetric=True), modules[0])
         grids += [
@@ -325,7 +328,7 @@ def _has_other_bits(is_described: object, grid: Grid | None) -> bool:
     """Whether ModelSlim's type of a linear, such as W4A8_DYNAMIC, has another number of bits than
     stored."""
     found = re.match(r"W(\d+)A", str(is_described))
-    return found is not None and isinstance(grid, IntGrid) and grid.bits != int(found[1])
+    return found is not None and grid is not None and grid.is_integer and grid.bits != int(found[1])
 
 
 def _compare_opt_files(
@@ -404,7 +407,7 @@ def _corrected_grid(
     """The description grid; if no linear has its group size, the grid with the group size of most
     linears' scales."""
     grid, format = description.grid, description.format
-    if not isinstance(grid, IntGrid) or format is None:
+    if grid is None or format is None or not grid.is_integer:
         return grid
     sizes = Counter(
         size
@@ -415,8 +418,8 @@ def _corrected_grid(
         return grid
     size, count = sizes.most_common(1)[0]
     fits = _is_complete_on(survey, format, modules, grid)
-    corrected = replace(grid, group_size=size)
-    if fits or not _is_complete_on(survey, format, modules, corrected):
+    corrected = grid.with_group_size(size)
+    if fits or corrected is None or not _is_complete_on(survey, format, modules, corrected):
         return grid
     description.corrections["group_size"] = size
     findings.add(

@@ -14,7 +14,7 @@ from quantkit.checkpoint.formats.base import HEAD
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import find_load
 from quantkit.engines.profiles import LoadRule, MixtureRule, find_engine
-from quantkit.grids.schemes import Grid, IntGrid
+from quantkit.grids.base import Grid
 from quantkit.models.pangu_ultra_moe import FIRST_RELEASE_NAMES
 from quantkit.models.stored_parameters import read_model
 from quantkit.models.table import Parameter
@@ -76,7 +76,7 @@ def _int4_grid(checkpoint: Checkpoint) -> Grid | None:
     grids = {
         linear.grid
         for linear in checkpoint.linears.values()
-        if isinstance(linear.grid, IntGrid) and linear.grid.bits == 4
+        if linear.grid is not None and linear.grid.kind == "int4"
     }
     return next(iter(grids)) if len(grids) == 1 else None
 

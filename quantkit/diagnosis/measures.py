@@ -10,7 +10,6 @@ from torch import Tensor
 
 from quantkit.checkpoint.check import QuantizedLinear
 from quantkit.diagnosis.sampled_rows import SampledRows
-from quantkit.grids.schemes import IntGrid
 
 ORDERS: dict[str, tuple[int, ...]] = {
     "neighbours exchanged": (1, 0, 3, 2, 5, 4, 7, 6),
@@ -359,7 +358,8 @@ def code_faults(
     if rows.codes is None or rows.bits < 4:
         return
     points = rows.zero_point
-    is_symmetric = isinstance(linear.grid, IntGrid) and (symmetric or linear.grid.symmetric)
+    grid = linear.grid
+    is_symmetric = grid is not None and grid.is_integer and (symmetric or grid.symmetric)
     if is_symmetric and points is not None and points.unique().numel() > 2:
         yield (
             "description-wrong",
@@ -390,7 +390,7 @@ def _spread_faults(linear: QuantizedLinear, rows: SampledRows, found: Measures) 
         if rows.scale is not None
         else rows.codes.shape[1]
     )
-    wide = isinstance(linear.grid, IntGrid) and found.spread > _SPREAD
+    wide = linear.grid is not None and linear.grid.is_integer and found.spread > _SPREAD
     if not _ONE_SIDE < found.positive < 1 - _ONE_SIDE:
         yield (
             "codes-shifted",

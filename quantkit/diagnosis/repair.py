@@ -28,7 +28,7 @@ from quantkit.diagnosis.diagnose import Diagnosis, ExaminedCheckpoint
 from quantkit.diagnosis.engine_keys import missing_keys
 from quantkit.diagnosis.repaired_copy import AddedTensors, Repair, write_copy
 from quantkit.diagnosis.survey import Survey
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import dequantize
 from quantkit.models.table import Parameter
 
 

@@ -14,16 +14,7 @@ from quantkit.checkpoint.check import QuantizedLinear
 from quantkit.checkpoint.formats.base import Axis, StoredPart
 from quantkit.checkpoint.formats.gptq import Gptq
 from quantkit.diagnosis.survey import Survey
-from quantkit.grids.weights import (
-    FP4_GROUP,
-    MX_GROUP,
-    Fp4Weight,
-    IntWeight,
-    Mxfp4Weight,
-    Weight,
-    decode_e2m1,
-    dequantize,
-)
+from quantkit.grids.base import Weight, dequantize
 
 _SCALES = (".scales", ".weight_scale", ".weight_scale_inv")
 _RANGES, _ROWS = 4, 64
@@ -167,48 +158,10 @@ def _decode(module: str, linear: QuantizedLinear, tensors: dict[str, Tensor]) ->
 
 def _from_weight(weight: Weight, of_group: Tensor | None) -> SampledRows:
     """of_group: int64 [K], if groups are not contiguous."""
-    if isinstance(weight, IntWeight):
-        zero = None if weight.zero_point is None else weight.zero_point.float()
-        return _from_codes(
-            weight.codes.float(),
-            zero,
-            weight.scale,
-            weight.group_size,
-            weight.bits,
-            of_group=of_group,
-        )
-    if isinstance(weight, Fp4Weight):
-        return _from_codes(
-            decode_e2m1(weight.codes),
-            None,
-            weight.scale.float() * weight.global_scale,
-            FP4_GROUP,
-            4,
-            is_e2m1=True,
-        )
-    if isinstance(weight, Mxfp4Weight):
-        return _from_codes(
-            decode_e2m1(weight.codes),
-            None,
-            torch.exp2(weight.exponent.float() - 127),
-            MX_GROUP,
-            4,
-            is_e2m1=True,
-        )
-    return SampledRows(dequantize(weight), (), bits=8)
-
-
-def _from_codes(
-    codes: Tensor,
-    zero: Tensor | None,
-    scale: Tensor,
-    group: int,
-    bits: int,
-    *,
-    of_group: Tensor | None = None,
-    is_e2m1: bool = False,
-) -> SampledRows:
-    """group: inputs per scale; of_group: scale of each input, if groups are not contiguous."""
+    levels = None if isinstance(weight, Tensor) else weight.levels()
+    if levels is None:
+        return SampledRows(dequantize(weight), (), bits=8)
+    codes, zero, scale, group, bits, is_e2m1 = levels
     count = codes.shape[1]
     in_order = of_group is None and group * scale.shape[1] == count
     groups = torch.arange(count) // group if of_group is None else of_group

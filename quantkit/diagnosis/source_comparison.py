@@ -38,7 +38,7 @@ from quantkit.diagnosis.source_fit import (
 )
 from quantkit.diagnosis.structure import Structure
 from quantkit.diagnosis.survey import Survey
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import dequantize
 from quantkit.models import find_architecture
 from quantkit.models.table import Parameter, ScaleGroup
 

@@ -32,7 +32,6 @@ from quantkit.diagnosis.unquantized import (
     ActivationScaleCheck,
     UnquantizedCheck,
 )
-from quantkit.grids.schemes import Fp4Grid, IntGrid
 
 _ABSURD = 1e3
 """Factor by which the size of a linear, or of a row, differs from its kind."""
@@ -235,8 +234,8 @@ class TensorCheck:
             self.record("scales-absurd", module, evidence)
         if rows.scale is None or rows.codes is None or rows.of_group is None:
             return
-        dead = rows.scale == 0
-        if bool(dead.any()) and isinstance(linear.grid, IntGrid):
+        dead, integer = rows.scale == 0, linear.grid is not None and linear.grid.is_integer
+        if bool(dead.any()) and integer:
             share = float(dead.float().mean())
             if share > 1e-4 and bool((rows.codes * rows.by_input(dead.float())).any()):
                 self.record(
@@ -249,7 +248,7 @@ class TensorCheck:
                 "scales-zero", module, f"{float(dead.float().mean()):.2%} of its scales are zero"
             )
         negative = float((rows.scale < 0).float().mean())
-        if negative and not isinstance(linear.grid, IntGrid):
+        if negative and not integer:
             self.record(
                 "scales-absurd",
                 module,
@@ -343,9 +342,7 @@ class TensorCheck:
             usual = median(self.measures[module].common_scale for module in modules)
             for module in modules:
                 grid = self.description.linears[module].grid
-                grouped = isinstance(grid, Fp4Grid) or (
-                    isinstance(grid, IntGrid) and grid.group_size is not None
-                )
+                grouped = grid is not None and grid.group_size is not None and not grid.power_scales
                 common_scale = self.measures[module].common_scale
                 if (
                     common_scale > _COMMON_SCALE
@@ -362,8 +359,10 @@ class TensorCheck:
         off: dict[int, list[str]] = {1: [], -1: []}
         for module, found in self.measures.items():
             sign = 1 if found.offset > 0 else -1
+            grid = self.description.linears[module].grid
             if (
-                isinstance(self.description.linears[module].grid, IntGrid)
+                grid is not None
+                and grid.is_integer
                 and found.bits in (4, 8)
                 and 0.75 < abs(found.offset) < 1.25
             ):

@@ -10,15 +10,14 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.profiles import (
     Device,
     EngineProfile,
-    GridName,
     LoadRule,
     MixtureRule,
     Part,
     find_engine,
-    grid_name,
     part_of,
 )
-from quantkit.grids.schemes import CacheCodes, Grid, IntGrid
+from quantkit.grids.base import Grid
+from quantkit.grids.names import CacheCodes
 from quantkit.models import is_known
 from quantkit.models.stored_parameters import read_model
 from quantkit.models.table import Parameter
@@ -126,9 +125,9 @@ def _mixtures(
     ]
 
 
-def _stored_grid(checkpoint: Checkpoint) -> GridName:
+def _stored_grid(checkpoint: Checkpoint) -> str:
     if checkpoint.grid is not None:
-        return grid_name(checkpoint.grid)
+        return checkpoint.grid.engine_name
     return "fp8" if checkpoint.linears else "dense"
 
 
@@ -266,8 +265,8 @@ def _check_left(
 def _four_bits(checkpoint: Checkpoint, row: Parameter) -> bool:
     return (
         _quantized(checkpoint, row)
-        and isinstance(grid := checkpoint.linears[row.module].grid, IntGrid)
-        and grid.bits == 4
+        and (grid := checkpoint.linears[row.module].grid) is not None
+        and grid.kind == "int4"
     )
 
 
@@ -296,13 +295,13 @@ def _check_grids(
         if grid is None or (part_of(row), grid) in told:
             continue
         told.add((part_of(row), grid))
-        if part_of(row) not in load.grids.get(grid_name(grid), ()):
+        if part_of(row) not in load.parts_on(grid):
             yield LoadProblem(
                 "error",
-                f"{engine} does not take {part_of(row)} in {grid_name(grid)}, as {row.module} is",
+                f"{engine} does not take {part_of(row)} in {grid.engine_name}, as {row.module} is",
                 remedy,
             )
-        for key in load.quantization_keys if grid_name(grid).startswith("int4") else ():
+        for key in load.quantization_keys if grid.kind == "int4" else ():
             if block.get(key) != getattr(grid, key):
                 problem = (
                     f"{engine} reads {key} at the top of quantization_config, where it is "

@@ -1,19 +1,19 @@
 """What to write so that an engine loads a scheme: the first load of its profile that holds it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.profiles import (
     Device,
-    GridName,
     LoadRule,
     Part,
     find_engine,
-    grid_name,
     part_of,
 )
-from quantkit.grids.schemes import Grid, IntGrid, Scheme
+from quantkit.grids.base import Grid
+from quantkit.grids.names import GridName
+from quantkit.grids.schemes import Scheme
 from quantkit.models.table import Parameter
 
 
@@ -52,8 +52,8 @@ def choose(
     """
     profile = find_engine(engine)
     keeps = scheme.cache is None or scheme.cache in profile.caches
-    wanted = grid_name(scheme.weight)
-    grids = {grid_name(grid): grid for grid in _variants(scheme.weight)}
+    wanted = scheme.weight.engine_name
+    grids = {grid.engine_name: grid for grid in scheme.weight.substitutes}
     for load in profile.loads:
         asked = (
             keeps
@@ -101,10 +101,13 @@ class MixtureChoice:
         keys_agree = all(
             getattr(grid, key) == value
             for key, value in self.quantization_config.items()
-            if grid_name(grid).startswith("int4")
+            if grid.kind == "int4"
         )
         return (
-            part_of(row) in self.grids.get(grid_name(grid), ())
+            any(
+                grid.engine_name == name and part_of(row) in parts
+                for name, parts in self.grids.items()
+            )
             and (self.mtp or not row.mtp)
             and keys_agree
         )
@@ -131,8 +134,8 @@ def choose_mixture(
         if (device is None or device in rule.devices) and (format is None or rule.format == format)
     ]
     for rule in rules:
-        for base in _variants(scheme.weight):
-            if grid_name(base) in rule.grids:
+        for base in scheme.weight.substitutes:
+            if base.engine_name in rule.grids:
                 keys: dict[str, Any] = {key: getattr(base, key) for key in rule.quantization_keys}
                 return MixtureChoice(
                     engine,
@@ -155,13 +158,6 @@ def choose_mixture(
         f"{engine} loads no mixture with the weights of {scheme.name}{where}",
         f"it loads {'; '.join(there)}",
     )
-
-
-def _variants(grid: Grid) -> tuple[Grid, ...]:
-    """A grid, and the symmetric one that may stand in for it."""
-    if isinstance(grid, IntGrid) and not grid.symmetric:
-        return grid, replace(grid, symmetric=True)
-    return (grid,)
 
 
 def _choice(engine: str, load: LoadRule, grid: Grid) -> FormatChoice:

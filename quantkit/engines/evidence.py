@@ -14,8 +14,8 @@ from functools import cache
 
 from quantkit.common.assets import asset
 from quantkit.common.settings import Strict, read_yaml
-from quantkit.engines.profiles import Device, EngineProfile, GridName, LoadRule, MixtureRule
-from quantkit.grids.schemes import CacheCodes
+from quantkit.engines.profiles import Device, EngineProfile, LoadRule, MixtureRule
+from quantkit.grids.names import CacheCodes, GridName
 
 
 class Loaded(Strict):

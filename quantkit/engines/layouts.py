@@ -15,7 +15,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.common.settings import Strict, read_yaml
 from quantkit.engines.memory import ParallelSizes
 from quantkit.engines.profiles import Device, find_engine
-from quantkit.grids.schemes import CacheCodes
+from quantkit.grids.names import CacheCodes
 from quantkit.models.architecture import CacheBits, CompressedCache, KeyValueCache, LatentCache
 
 Command = tuple[str, ...]

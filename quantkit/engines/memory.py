@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import LoadProblem
-from quantkit.grids.schemes import Grid, IntGrid
+from quantkit.grids.base import Grid
 from quantkit.models.architecture import CacheBits, KeyValueCache, ModelConfig
 from quantkit.models.eagle3 import HeadConfig, is_head
 from quantkit.models.stored_parameters import read_model
@@ -215,9 +215,8 @@ def find_split_problem(
             row.split == "row" and len(row.shape) == 1
         ):  # a bias behind the sum of all ranks: nobody cuts it
             continue
-        stored, step = grid(row.module), 1
-        if isinstance(stored, IntGrid) and stored.bits == 4:
-            step = 8 if row.split == "column" else (stored.group_size or 1)
+        stored = grid(row.module)
+        step = 1 if stored is None else stored.rank_multiple(inputs=row.split == "row")
         size = row.shape[0] if row.split == "column" else row.shape[1]
         if size % (ranks * step):
             what = "outputs" if row.split == "column" else "input channels"

@@ -12,26 +12,14 @@ from pydantic import Field
 from quantkit.common.assets import asset
 from quantkit.common.errors import UsageError
 from quantkit.common.settings import Strict, read_yaml
-from quantkit.grids.schemes import CacheCodes, Fp4Grid, Fp8BlockGrid, Grid, IntGrid, Mxfp4Grid
+from quantkit.grids.base import Grid
+from quantkit.grids.names import CacheCodes, GridName
 from quantkit.models.table import Parameter
 
 Device = Literal["cuda", "npu", "cpu"]
 Part = Literal["qkv_a", "attention", "kv_b", "mlp", "shared_experts", "experts"]
 """Parts of a model an engine treats as one. qkv_a: q_a_proj and kv_a_proj_with_mqa, which every
 engine fuses."""
-
-GridName = Literal[
-    "int4-asymmetric",
-    "int4-symmetric",
-    "int4-channel",
-    "int4-w4a8",
-    "int8",
-    "nvfp4",
-    "nvfp4-w4a4",
-    "mxfp4",
-    "fp8",
-    "dense",
-]
 
 
 class LoadRule(Strict):
@@ -103,6 +91,10 @@ class MixtureRule(Strict):
         """Those that may be on some grid."""
         return tuple(dict.fromkeys(part for parts in self.grids.values() for part in parts))
 
+    def parts_on(self, grid: Grid) -> tuple[Part, ...]:
+        """Those that may be on this one."""
+        return next((parts for name, parts in self.grids.items() if name == grid.engine_name), ())
+
 
 class Refusal(Strict):
     """Why an engine does not load something; a list that is empty stands for all."""
@@ -148,8 +140,7 @@ class EngineProfile(Strict):
         """What its kernels do not read of a grid; empty for none."""
         if (
             not self.int4_groups
-            or not isinstance(grid, IntGrid)
-            or grid.bits != 4
+            or grid.kind != "int4"
             or grid.group_size in (None, *self.int4_groups)
         ):
             return ""
@@ -160,7 +151,7 @@ class EngineProfile(Strict):
         )
 
     def reason(
-        self, format: str | None, variant: str | None, grid: GridName, device: Device | None
+        self, format: str | None, variant: str | None, grid: str, device: Device | None
     ) -> str:
         """Why it does not load that: what a refusal says, or that nothing is known of it. None
         stands for any."""
@@ -191,25 +182,6 @@ def find_engine(name: str) -> EngineProfile:
 
 def engine_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in asset("recipes", "engines").glob("*.yaml")))
-
-
-def grid_name(grid: Grid) -> GridName:
-    """What profiles call a grid, whatever its group size."""
-    match grid:
-        case Fp4Grid(activation_bits=bits):
-            return "nvfp4" if bits == 16 else "nvfp4-w4a4"
-        case Mxfp4Grid():
-            return "mxfp4"
-        case Fp8BlockGrid():
-            return "fp8"
-        case IntGrid(bits=8):
-            return "int8"
-        case IntGrid(activation_bits=8):
-            return "int4-w4a8"
-        case IntGrid(group_size=None):
-            return "int4-channel"
-        case IntGrid(symmetric=symmetric):
-            return "int4-symmetric" if symmetric else "int4-asymmetric"
 
 
 def part_of(row: Parameter) -> Part | None:

@@ -1,111 +1,30 @@
-"""A quantization scheme is a value: the weight grid, the activation grid, the method that fits one
+"""A quantization scheme is a value: the weight grid, the activation bits, the methods that fit one
 to the other.
 
-A new scheme on known grids is one entry in SCHEMES and, if its defaults differ, one recipe.
+A new scheme on known grids is one entry in SCHEMES, its name in names.py and, if its defaults
+differ, one recipe.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from quantkit.common.errors import QuantkitError, UsageError
-
-
-@dataclass(frozen=True)
-class IntGrid:
-    """Integers of `bits` bits. One scale per `group_size` input channels of a row, or per row where
-    it is None.
-
-    activation_bits: 8 of int4 in groups whose linears round what they read to int8, a step a token.
-    Of every other grid of integers the format says that.
-    """
-
-    bits: int
-    group_size: int | None
-    symmetric: bool
-    activation_bits: int = 16
-
-    @property
-    def storage_bits(self) -> int:
-        return self.bits
-
-
-@dataclass(frozen=True)
-class Fp4Grid:
-    """E2M1 values, an e4m3 scale per 16 input channels, one FP32 scale per tensor (NVFP4).
-
-    activation_bits: 4 where what the linears read is rounded to NVFP4 too, under a scale per tensor
-    that is stored with the weight.
-    """
-
-    group_size: int = 16
-    activation_bits: int = 16
-
-    @property
-    def storage_bits(self) -> int:
-        return 4
-
-
-@dataclass(frozen=True)
-class Mxfp4Grid:
-    """E2M1 values, a power of two per 32 input channels (OCP MX)."""
-
-    group_size: int = 32
-
-    @property
-    def storage_bits(self) -> int:
-        return 4
-
-
-@dataclass(frozen=True)
-class Fp8BlockGrid:
-    """e4m3 values, an FP32 scale per 128 x 128 (DeepSeek's). Nothing is rounded to it: such linears
-    stay as the source has them."""
-
-    group_size: None = None
-
-    @property
-    def storage_bits(self) -> int:
-        return 8
-
-
-Grid = IntGrid | Fp4Grid | Mxfp4Grid | Fp8BlockGrid
-
-
-def grid_label(grid: Grid | None) -> str:
-    """A word for a grid, None standing for a linear that is not rounded."""
-    match grid:
-        case None:
-            return "16-bit"
-        case IntGrid(bits, size, symmetric, read):
-            parts = (
-                f"int{bits}",
-                *([f"g{size}"] if size else []),
-                *([] if symmetric else ["zero-points"]),
-                *(["a8"] if read == 8 else []),
-            )
-            return "-".join(parts)
-        case Fp4Grid(activation_bits=bits):
-            return "nvfp4" if bits == 16 else f"nvfp4-w4a{bits}"
-        case Mxfp4Grid():
-            return "mxfp4"
-        case Fp8BlockGrid():
-            return "fp8"
-
-
-CacheCodes = Literal["int8"]
-Method = Literal["awq", "gptq", "smooth", "drift", "descent", "steps"]
+from quantkit.grids.base import Grid
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.mxfp4 import Mxfp4Grid
+from quantkit.grids.names import CacheCodes, Method
+from quantkit.grids.nvfp4 import Nvfp4Grid
 
 
 @dataclass(frozen=True)
 class Scheme:
     """One way to quantize a model.
 
-    `weight` is the grid of the weights; where `outside` is another, `weight` is that of routed
-    experts only, and those of MTP layers, like every other linear, are on `outside`.
+    `weight` is the grid of the weights; where `outside` is set, `weight` is that of routed experts
+    only, and those of MTP layers, like every other linear, are on `outside`.
     `methods` are applied in order before or while rounding; none means round to nearest, which
     needs no calibration.
     `formats` are the on-disk formats some engine loads it from, the default first.
-    `cache`: codes that engines keep tokens in, by steps that calibration finds and the checkpoint
+    `cache`: the dtype of the KV cache, under scales that calibration finds and the checkpoint
     holds; None: 16 bits.
     """
 
@@ -148,7 +67,7 @@ SCHEMES: dict[str, Scheme] = {
         ),
         Scheme(
             "fp4-w4a16",
-            Fp4Grid(),
+            Nvfp4Grid(),
             16,
             ("awq", "gptq", "drift", "descent"),
             ("modelopt", "compressed-tensors"),
@@ -156,7 +75,7 @@ SCHEMES: dict[str, Scheme] = {
         ),
         Scheme(
             "nvfp4-w4a4",
-            Fp4Grid(activation_bits=4),
+            Nvfp4Grid(activation_bits=4),
             4,
             ("awq", "gptq", "drift", "descent"),
             ("compressed-tensors", "modelopt"),

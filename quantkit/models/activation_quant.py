@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from quantkit_kernels import quantize_rows, round_to_nvfp4
 from torch import Tensor
 
-from quantkit.grids.e2m1 import input_divisor
-from quantkit.grids.weights import Fp4Weight, Weight
+from quantkit.grids.base import QuantizedWeight, Weight
+from quantkit.grids.nvfp4 import input_divisor
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,8 @@ class ActivationQuant:
     @staticmethod
     def of(weight: Weight | None, bits: int) -> "ActivationQuant":
         """Of a rounded linear, with the divisor that is stored with it."""
-        return ActivationQuant(
-            bits, weight.input_divisor if isinstance(weight, Fp4Weight) else None
-        )
+        divisor = weight.input_divisor if isinstance(weight, QuantizedWeight) else None
+        return ActivationQuant(bits, divisor)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x float32 [..., K] itself, or its values on int8 with a step per row, or on NVFP4."""

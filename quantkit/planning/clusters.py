@@ -31,7 +31,8 @@ from quantkit.engines.memory import (
     fit_rows,
 )
 from quantkit.engines.profiles import Device
-from quantkit.grids.schemes import Grid, Scheme
+from quantkit.grids.base import Grid
+from quantkit.grids.schemes import Scheme
 from quantkit.models.architecture import CacheBits, ModelConfig
 from quantkit.models.stored_parameters import read_model
 from quantkit.models.table import Parameter
@@ -39,11 +40,9 @@ from quantkit.planning.cost_model import (
     DENSE_BYTES,
     ROUTER_BYTES,
     WeightTraffic,
-    bytes_per_weight,
     count_launches,
     product_ms,
     touched_share,
-    weight_kind,
 )
 from quantkit.planning.hardware import Hardware, Level, load_hardware
 
@@ -395,11 +394,9 @@ def _loads(
             router += held
         else:
             dense += held
-    kind, size = weight_kind(scheme.weight), bytes_per_weight(scheme.weight)
+    kind, size = scheme.weight.kind, scheme.weight.bytes_per_weight
     kind_outside, size_outside = (
-        (weight_kind(scheme.outside), bytes_per_weight(scheme.outside))
-        if scheme.outside
-        else (kind, size)
+        (scheme.outside.kind, scheme.outside.bytes_per_weight) if scheme.outside else (kind, size)
     )
     routed = WeightTraffic(
         kind,

@@ -22,7 +22,8 @@ from itertools import pairwise
 from typing import Any
 
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid, Mxfp4Grid, Scheme
+from quantkit.grids.base import Grid
+from quantkit.grids.schemes import Scheme
 from quantkit.models import find_architecture
 from quantkit.models.architecture import ModelConfig
 from quantkit.models.table import Parameter
@@ -142,11 +143,7 @@ def predict(
     context: int,
 ) -> dict[str, Any]:
     """Predictions for a model from its config.json alone, for several batch sizes; JSON-ready."""
-    if (
-        scheme.outside
-        or scheme.activation_bits == 4
-        or (isinstance(scheme.weight, IntGrid) and scheme.weight.activation_bits == 8)
-    ):
+    if scheme.outside or scheme.activation_bits == 4 or scheme.weight.activation_bits == 8:
         raise QuantkitError(
             f"decoding times of {scheme.name} are not predicted: no rate of its products is known",
             "give --devices 8x64GiB",
@@ -244,7 +241,7 @@ def device_loads(
     experts = len({row.expert for row in parameters if row.expert is not None})
     chosen = config.routing.num_experts_per_tok if config.routing else 0
     share = touched_share(experts, chosen, batch) if experts else 0.0
-    group = getattr(grid, "group_size", 0) or 0
+    group = grid.group_size or 0
     decoded = undecoded = dense = router = products = 0.0
     for row in parameters:
         if row.mtp or row.role == "embedding":
@@ -257,7 +254,7 @@ def device_loads(
             products += count * batch * chosen / experts
         elif row.role == "linear":
             # The executor computes a shared expert as one more routed expert of the grouped product.
-            separate = weight_kind(grid) == "int4" and row.block != "shared_expert"
+            separate = grid.kind == "int4" and row.block != "shared_expert"
             if (
                 split is not None
                 and separate
@@ -271,7 +268,7 @@ def device_loads(
             router += count
         else:
             dense += count
-    kind, size = weight_kind(grid), bytes_per_weight(grid)
+    kind, size = grid.kind, grid.bytes_per_weight
     return [
         WeightTraffic(kind, decoded, decoded * size, products),
         WeightTraffic(kind, undecoded, undecoded * size, undecoded * batch, group, True),
@@ -292,18 +289,6 @@ def touched_share(experts: int, top_k: int, batch: int) -> float:
     """Expected share of a layer's experts that `batch` tokens are routed to, for uniform
     routing."""
     return float(1 - (1 - top_k / experts) ** batch)
-
-
-def bytes_per_weight(grid: Grid) -> float:
-    """In the Ascend layouts: int4 with a 16-bit scale and offset per group, FP4 with one byte per
-    group, int8 with a scale and offset per row."""
-    if isinstance(grid, Fp4Grid | Mxfp4Grid):
-        return 0.5 + 1 / grid.group_size
-    return grid.storage_bits / 8 + (2 * _SCALE_BYTES / grid.group_size if grid.group_size else 0.0)
-
-
-def weight_kind(grid: Grid) -> str:
-    return "fp4" if isinstance(grid, Fp4Grid | Mxfp4Grid) else f"int{grid.storage_bits}"
 
 
 def product_ms(

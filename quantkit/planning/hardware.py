@@ -72,7 +72,7 @@ class Level(Strict):
 
 
 class Way(Strict):
-    """A captured step with other operators, for weights of these kinds (`weight_kind`) and
+    """A captured step with other operators, for weights of these kinds (`Grid.kind`) and
     min_batch to max_batch sequences, based on the named level and launches.
 
     vector_experts: experts are multiplied on the vector cores; streamed_experts: another level, by

@@ -6,7 +6,7 @@ workspaces and activations, from a model's parameter table.
 Used by plans; on a real card the executor measures instead (executor/memory_budget.py).
 """
 
-from quantkit.grids.schemes import Grid, IntGrid
+from quantkit.grids.base import Grid
 from quantkit.models.architecture import ModelConfig
 from quantkit.models.table import Parameter
 
@@ -55,7 +55,7 @@ def workspace_bytes(
     )
     number = len({row.expert for row in experts}) + bool(shared)
     chosen = config.routing.num_experts_per_tok + bool(shared) if config.routing else 0
-    four_bits = isinstance(grid, IntGrid) and grid.bits == 4 and grid.group_size is not None
+    four_bits = grid.kind == "int4" and grid.group_size is not None
     rows = tokens * chosen
     return {
         "decoded experts": number * inside * config.hidden_size * HALF

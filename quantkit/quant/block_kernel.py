@@ -4,7 +4,7 @@ each column.
 
 A program holds all columns of ROWS rows and goes from column to column: find its steps, round it,
 tell what it missed, and let the columns after it make up for that. The operations are those of
-`IntRounder.snap` and `Fp4Rounder.snap`; clamping comes before rounding, which is the same where the
+`IntQuantizer.quantize` and `Nvfp4Quantizer.quantize`; clamping comes before rounding, which is the same where the
 ends are whole levels and keeps every number where adding and taking away 1.5 * 2^23 rounds to even.
 
 A linear of many columns waits for the host: launches count, so what is done with each number before
@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantkit.grids.base import Quantizer
 from quantkit.grids.e2m1 import E2M1_MAX
-from quantkit.grids.integer import int_range
-from quantkit.grids.rounding import IntRounder, Rounder
 from quantkit.quant.block_rounding import BlockParts, ColumnScales
 
 ROWS, FEW_ROWS = 16, 8
@@ -37,7 +36,7 @@ def _whole(x):
 
 @triton.jit
 def _round_block(
-    target, reaction, step, zero, groups, pivot, values, before, apart, seen,
+    target, reaction, scales, zero, groups, pivot, values, before, apart, seen,
     rows_all, steps_batch, groups_batch, values_batch, before_batch, apart_batch, seen_batch, low,
     high,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, FP4: tl.constexpr,
@@ -55,7 +54,7 @@ def _round_block(
     )
     answers = reaction + batch * COLUMNS * COLUMNS + column
     sizes, noughts, groups = (
-        step + batch * steps_batch + row,
+        scales + batch * steps_batch + row,
         zero + batch * steps_batch + row,
         groups + batch * groups_batch,
     )
@@ -105,12 +104,12 @@ def _round_block(
 
 
 def round_block(
-    target: Tensor, reaction: Tensor, rounder: Rounder, steps: ColumnScales, parts: BlockParts
+    target: Tensor, reaction: Tensor, quantizer: Quantizer, steps: ColumnScales, parts: BlockParts
 ) -> None:
     """A `RoundBlock`. At most one leading dimension."""
     columns, rows = target.shape[-2:]
     target, told = target.contiguous(), reaction.mT.contiguous()
-    size, zero, groups = steps.step.step.contiguous(), steps.step.zero, steps.groups
+    size, zero, groups = steps.scales.scale.contiguous(), steps.scales.zero_point, steps.groups
     nought = size if zero is None else zero.contiguous()
     factor = size if parts.pivot is None else parts.pivot.contiguous()
     assert size.shape[-1] == rows, size.shape
@@ -126,14 +125,14 @@ def round_block(
         f"not whole columns: {[one.stride() for one in in_all]}"
     )
     batch = len(target) if target.dim() == 3 else 1
-    low, high = int_range(rounder.grid.bits) if isinstance(rounder, IntRounder) else (0, 0)
+    low, high = quantizer.code_range or (0, 0)
     own = ROWS if rows * batch > FEW else FEW_ROWS
     _round_block[(triton.cdiv(rows, own), batch)](
         target, told, size, nought, groups, factor, *in_all,
         rows, _apart(size), groups.stride(0) if groups.dim() == 2 else 0, *map(_apart, in_all),
         float(low), float(high),
         COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), ROWS=own,
-        FP4=not isinstance(rounder, IntRounder), ZERO=zero is not None,
+        FP4=quantizer.code_range is None, ZERO=zero is not None,
         SEEN=parts.seen is not None, num_warps=1,
     )  # fmt: skip
 

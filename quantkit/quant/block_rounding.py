@@ -8,62 +8,51 @@ import torch
 from quantkit_kernels.cpu.build import once
 from torch import Tensor
 
-from quantkit.grids.integer import int_range
-from quantkit.grids.rounding import IntRounder, Rounder, RoundingStep
+from quantkit.grids.base import Quantizer, Scales
 
 
 @dataclass(frozen=True)
 class ColumnScales:
-    """Of C columns. step: [..., G, N] of all groups; groups int64 [..., C], or [C] for all: whose
-    step each column takes."""
+    """Of C columns. scales: [..., G, N] of all groups; groups int64 [..., C], or [C] for all: the
+    group of each column."""
 
-    step: RoundingStep
+    scales: Scales
     groups: Tensor
 
     @property
-    def spread(self) -> RoundingStep:
+    def spread(self) -> Scales:
         """Of every column, [..., C, N]."""
-        step, zero = self.step.step, self.step.zero
-        return RoundingStep(
-            take(step, self.groups), None if zero is None else take(zero, self.groups)
-        )
+        return self.scales.map(lambda t: take(t, self.groups))
 
 
 class GroupScales:
-    """Steps [..., N, G] as the columns meet them. groups int64 [..., K]: whose step each takes, in
-    the order of the columns; scale [..., K, C] divides the steps of C candidates, whose rows lie
-    one after the other in N."""
+    """Scales [..., N, G] in column order. groups int64 [..., K]: the group of each column; divisor
+    [..., K, C] divides the scales for C candidates, whose rows follow one another in N."""
 
-    def __init__(self, step: RoundingStep, groups: Tensor, scale: Tensor | None = None) -> None:
-        self.step = RoundingStep(
-            step.step.mT.contiguous(), None if step.zero is None else step.zero.mT.contiguous()
-        )
-        self.groups, self.scale = groups, scale
+    def __init__(self, scales: Scales, groups: Tensor, divisor: Tensor | None = None) -> None:
+        self.scales = scales.map(lambda t: t.mT.contiguous())
+        self.groups, self.divisor = groups, divisor
 
     def of(self, start: int, stop: int) -> ColumnScales:
         """Of columns start..stop."""
-        own = ColumnScales(self.step, self.groups[..., start:stop])
-        if self.scale is None:
+        own = ColumnScales(self.scales, self.groups[..., start:stop])
+        if self.divisor is None:
             return own
-        scale, spread = self.scale[..., start:stop, :], own.spread
-        step = (
-            spread.step.unflatten(-1, (scale.shape[-1], -1)).div_(scale.unsqueeze(-1)).flatten(-2)
-        )
+        divisor, spread = self.divisor[..., start:stop, :], own.spread
+        candidates = spread.scale.unflatten(-1, (divisor.shape[-1], -1))
+        scale = candidates.div_(divisor.unsqueeze(-1)).flatten(-2)
         return ColumnScales(
-            RoundingStep(step, spread.zero), torch.arange(stop - start, device=step.device)
+            Scales(scale, spread.zero_point), torch.arange(stop - start, device=scale.device)
         )
 
     @property
-    def of_rows(self) -> RoundingStep:
-        """As they were given, [..., N, G], with what has become of them."""
-        return RoundingStep(
-            self.step.step.mT.contiguous(),
-            None if self.step.zero is None else self.step.zero.mT.contiguous(),
-        )
+    def of_rows(self) -> Scales:
+        """As they were given, [..., N, G], with the changes made since."""
+        return self.scales.map(lambda t: t.mT.contiguous())
 
 
-def group_of_columns(order: Tensor, w: Tensor, rounder: Rounder) -> Tensor:
-    return order.div(rounder.group_size or w.shape[-1], rounding_mode="floor")
+def group_of_columns(order: Tensor, w: Tensor, quantizer: Quantizer) -> Tensor:
+    return order.div(quantizer.group_size or w.shape[-1], rounding_mode="floor")
 
 
 def take(t: Tensor, index: Tensor) -> Tensor:
@@ -104,7 +93,7 @@ class RoundBlock(Protocol):
         self,
         target: Tensor,
         reaction: Tensor,
-        rounder: Rounder,
+        quantizer: Quantizer,
         steps: ColumnScales,
         parts: BlockParts,
     ) -> None: ...
@@ -122,26 +111,22 @@ def has_cpp() -> bool:
 
 
 def round_block_cpp(
-    target: Tensor, reaction: Tensor, rounder: Rounder, step: RoundingStep, values: Tensor
+    target: Tensor, reaction: Tensor, quantizer: Quantizer, scales: Scales, values: Tensor
 ) -> Tensor:
     """As `gptq`'s own: rounds target [..., C, N], C at most 128, into `values`, a part of [..., K,
     N], and returns the rounding errors [..., C, N]; target is not changed. reaction [..., C, C]: by
     how much column i changes for an error of 1 in column j. At most one leading dimension."""
     columns, rows = target.shape[-2:]
     assert columns <= _MOST_COLUMNS, columns
-    zero = step.step if step.zero is None else step.zero
-    told = [one.contiguous() for one in (target, reaction, step.step, zero)]
+    zero = scales.scale if scales.zero_point is None else scales.zero_point
+    told = [one.contiguous() for one in (target, reaction, scales.scale, zero)]
     missed = torch.empty_like(told[0])
-    assert step.step.shape == zero.shape == target.shape
+    assert scales.scale.shape == zero.shape == target.shape
     assert values.stride()[-2:] == (rows, 1), f"not whole columns of one memory: {values.stride()}"
     batch, apart = (len(target), values.stride(0)) if target.dim() == 3 else (1, 0)
-    if isinstance(rounder, IntRounder):
-        grid, (low, high) = (
-            _INTEGER if step.zero is None else _INTEGER_WITH_ZERO,
-            int_range(rounder.grid.bits),
-        )
-    else:
-        grid, low, high = _E2M1, 0, 0
+    integer = _INTEGER if scales.zero_point is None else _INTEGER_WITH_ZERO
+    grid = _E2M1 if quantizer.code_range is None else integer
+    low, high = quantizer.code_range or (0, 0)
     loaded = once("round_block")
     assert loaded is not None, "has_cpp() was called before"
     pointers = (one.data_ptr() for one in (*told, values, missed))
@@ -152,7 +137,7 @@ def round_block_cpp(
 
 
 def round_block_torch(
-    target: Tensor, reaction: Tensor, rounder: Rounder, step: RoundingStep, values: Tensor
+    target: Tensor, reaction: Tensor, quantizer: Quantizer, scales: Scales, values: Tensor
 ) -> Tensor:
     """Round the C columns of `target` [..., C, N] one after the other into `values`. Columns not
     yet rounded are changed in place: they make up for the errors of those before. reaction [..., C,
@@ -161,8 +146,8 @@ def round_block_torch(
     errors = torch.empty_like(target)
     width = target.shape[-2]
     sizes, zeros = (
-        step.step.unbind(-2),
-        [None] * width if step.zero is None else step.zero.unbind(-2),
+        scales.scale.unbind(-2),
+        [None] * width if scales.zero_point is None else scales.zero_point.unbind(-2),
     )
     for strip in range(0, width, STRIP):
         after = min(strip + STRIP, width)
@@ -170,7 +155,7 @@ def round_block_torch(
         for i in range(strip, after):
             _react(target, reaction, errors, i, i + 1, strip, i)
             column = target[..., i, :]
-            value = rounder.snap(column, RoundingStep(sizes[i], zeros[i]))
+            value = quantizer.quantize(column, Scales(sizes[i], zeros[i]))
             values[..., i, :] = value
             torch.sub(column, value, out=errors[..., i, :])
     return errors

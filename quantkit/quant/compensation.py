@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.grids.rounding import Rounder, RoundingStep, fit_steps
+from quantkit.grids.base import Quantizer, Scales, fit_scales
 from quantkit.quant.block_rounding import GroupScales, group_of_columns, take
 from quantkit.quant.descent import Descent, descend
 from quantkit.quant.gptq import Curvature, gptq, put_back
@@ -29,33 +29,33 @@ class CompensatedRows:
     diag(E H E^T), damping included."""
 
     values: Tensor
-    step: RoundingStep
+    scales: Scales
     loss: Tensor
 
 
 def compensate(
-    w: Tensor, curvature: Curvature, rounder: Rounder, descent: Descent | None = None
+    w: Tensor, curvature: Curvature, quantizer: Quantizer, descent: Descent | None = None
 ) -> CompensatedRows:
     """Values of the grid for W float32 [..., N, K], channels as they lie in memory; the curvature
     has W's leading dimensions, or none."""
     return compensate_with_scales(
-        w, fit_steps(w, rounder, curvature.conditional), curvature, rounder, descent
+        w, fit_scales(w, quantizer, curvature.conditional), curvature, quantizer, descent
     )
 
 
 def compensate_with_scales(
-    w: Tensor, step: RoundingStep, curvature: Curvature, rounder: Rounder, descent: Descent | None
+    w: Tensor, scales: Scales, curvature: Curvature, quantizer: Quantizer, descent: Descent | None
 ) -> CompensatedRows:
     """The same from steps [..., N, G] that were fitted before, which are kept where descent does
     not fit them."""
     order = curvature.order
-    columns, steps = take(w.mT, order), GroupScales(step, group_of_columns(order, w, rounder))
+    columns, steps = take(w.mT, order), GroupScales(scales, group_of_columns(order, w, quantizer))
     seen = None if descent is None else torch.empty_like(columns)
-    values, loss = gptq(columns, curvature, rounder, steps, seen)
+    values, loss = gptq(columns, curvature, quantizer, steps, seen)
     if descent is not None and seen is not None:
-        loss = descend(values, seen, curvature, rounder, steps, descent)
-        step = steps.of_rows
-    return CompensatedRows(put_back(values, order).mT.contiguous(), step, loss)
+        loss = descend(values, seen, curvature, quantizer, steps, descent)
+        scales = steps.of_rows
+    return CompensatedRows(put_back(values, order).mT.contiguous(), scales, loss)
 
 
 ROW_BLOCKS = 8
@@ -66,16 +66,16 @@ def compensate_both(
     w: Tensor,
     curvature: Curvature,
     outputs: Curvature,
-    rounder: Rounder,
+    quantizer: Quantizer,
     most_rows: int | None = None,
     descent: Descent | None = None,
-) -> tuple[Tensor, RoundingStep]:
+) -> tuple[Tensor, Scales]:
     """Values of the grid for W float32 [..., N, K], and the steps [..., N, G]. curvature: of the
     inputs, as for `compensate`;
     outputs: of the outputs, one [N, N] for all, or [P, n, n] of P parts of n rows that cost nothing
     together; most_rows: of a block, where memory is short; descent: of every block, before the next
     makes up for it."""
-    step = fit_steps(w, rounder, curvature.conditional)
+    scales = fit_scales(w, quantizer, curvature.conditional)
     values = torch.empty_like(w)
     factor = outputs.factor if outputs.factor.dim() == 3 else outputs.factor[None]
     parts, count = factor.shape[:2]
@@ -106,16 +106,17 @@ def compensate_both(
                 factor[:, start:stop, start:stop], made_up.mT, upper=True, left=False
             ).mT
             target += made_up.flatten(-3, -2)
-        fitted = RoundingStep(
-            step.step.index_select(-2, rows),
-            None if step.zero is None else step.zero.index_select(-2, rows),
-        )
-        rounded = compensate_with_scales(target, fitted, curvature, rounder, descent)
+        fitted = _select_rows(scales, rows)
+        rounded = compensate_with_scales(target, fitted, curvature, quantizer, descent)
         values.index_copy_(-2, rows, rounded.values)
         if descent is not None:
-            step.step.index_copy_(-2, rows, rounded.step.step)
+            scales.scale.index_copy_(-2, rows, rounded.scales.scale)
         start = stop
-    return values, step
+    return values, scales
+
+
+def _select_rows(scales: Scales, rows: Tensor) -> Scales:
+    return scales.map(lambda t: t.index_select(-2, rows))
 
 
 def sample_output_directions(outputs: Curvature, count: int) -> Tensor:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.grids.rounding import Rounder, RoundingStep
+from quantkit.grids.base import Quantizer, Scales
 from quantkit.quant.block_rounding import BlockParts, GroupScales, take
 from quantkit.quant.gptq import BLOCK, Curvature, block_rounder
 from quantkit.quant.tensor_cores import add_error_product_, add_product, error_product
@@ -32,7 +32,7 @@ class Descent:
     """sweeps: over all columns. fits_steps: of the groups, between two sweeps."""
 
     sweeps: int
-    fits_steps: bool = False
+    fits_scales: bool = False
 
 
 WIDEST = 0.3
@@ -43,21 +43,21 @@ def descend(
     values: Tensor,
     seen: Tensor,
     curvature: Curvature,
-    rounder: Rounder,
+    quantizer: Quantizer,
     steps: GroupScales,
     descent: Descent,
 ) -> Tensor:
     """Lower the loss of `values`, whose errors E are known by seen = V^T E: values, steps and seen
     change in place. Returns the loss [..., N]."""
     for number in range(descent.sweeps):
-        if number and descent.fits_steps:
-            _refit(values, seen, curvature, rounder, steps)
-        _sweep(values, seen, curvature, rounder, steps)
+        if number and descent.fits_scales:
+            _refit(values, seen, curvature, quantizer, steps)
+        _sweep(values, seen, curvature, quantizer, steps)
     return seen.square().sum(-2)
 
 
 def _sweep(
-    values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: GroupScales
+    values: Tensor, seen: Tensor, curvature: Curvature, quantizer: Quantizer, steps: GroupScales
 ) -> None:
     """Every column once. seen: V^T E, kept true."""
     columns, factor, round_block = values.shape[-2], curvature.factor, block_rounder(values.device)
@@ -67,24 +67,24 @@ def _sweep(
         target = add_product(own, reaction.change, error_product(rows, seen[..., start:, :]))
         less = torch.empty_like(target)
         round_block(
-            target, reaction.own, rounder, steps.of(start, stop), BlockParts(own, own, less)
+            target, reaction.own, quantizer, steps.of(start, stop), BlockParts(own, own, less)
         )
         add_error_product_(seen[..., start:, :], rows.mT, less)
 
 
 def _refit(
-    values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: GroupScales
+    values: Tensor, seen: Tensor, curvature: Curvature, quantizer: Quantizer, steps: GroupScales
 ) -> None:
     """Every group's step once: a group whose values are all multiplied by 1 + d loses 2 d P.S - d^2
     P.P, P what V^T makes of them."""
-    sizes, zeros = steps.step.step, steps.step.zero
+    sizes, zeros = steps.scales.scale, steps.scales.zero_point
     places = steps.groups.argsort(dim=-1, stable=True).unflatten(-1, (sizes.shape[-2], -1))
     for group in range(sizes.shape[-2]):
         place, size = places[..., group, :], sizes[..., group, :]
         own = take(values, place)
         part = take(curvature.factor, place).mT @ own
         gain, weight = (part * seen).sum(-2), part.square().sum(-2)
-        wanted = rounder.stored(
+        wanted = quantizer.nearest_scale(
             size * (1 + (gain / weight.clamp(min=1e-30)).clamp(-WIDEST, WIDEST))
         )
         change = wanted / size - 1
@@ -93,8 +93,8 @@ def _refit(
         size = torch.where(better, wanted, size)
         codes = own / sizes[..., group, :].unsqueeze(-2)
         zero = None if zeros is None else zeros[..., group, :].unsqueeze(-2)
-        scaled = rounder.snap(
-            codes * size.unsqueeze(-2), RoundingStep(size.unsqueeze(-2), zero)
+        scaled = quantizer.quantize(
+            codes * size.unsqueeze(-2), Scales(size.unsqueeze(-2), zero)
         )  # the same codes
         seen -= part * change.unsqueeze(-2)
         sizes[..., group, :] = size

@@ -25,7 +25,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from quantkit.grids.rounding import Rounder, RoundingStep, fit_steps
+from quantkit.grids.base import Quantizer, Scales, fit_scales
 from quantkit.quant.block_rounding import (
     BlockParts,
     ColumnScales,
@@ -210,30 +210,32 @@ def reverse_(square: Tensor) -> Tensor:
     return square
 
 
-def scaled_losses(w: Tensor, scale: Tensor, curvature: Curvature, rounder: Rounder) -> Tensor:
+def scaled_losses(w: Tensor, scale: Tensor, curvature: Curvature, quantizer: Quantizer) -> Tensor:
     """Loss [C, ..., N] of compensated W s, for inputs divided by s. W float32 [..., N, K], scale
     [C, ..., K]: candidates.
 
-    Rounding W s to steps t and dividing by s is rounding W to t / s: all candidates share one
+    Rounding W s to scales t and dividing by s is rounding W to t / s: all candidates share one
     factor, and are so many more rows.
     """
-    step = fit_steps(w * scale.unsqueeze(-2), rounder, curvature.conditional / scale.square())
+    scales = fit_scales(w * scale.unsqueeze(-2), quantizer, curvature.conditional / scale.square())
     order = curvature.order
     columns = take(w.mT, order)
     steps = GroupScales(
-        _side_by_side(step), group_of_columns(order, w, rounder), take(scale.movedim(0, -1), order)
+        _side_by_side(scales),
+        group_of_columns(order, w, quantizer),
+        take(scale.movedim(0, -1), order),
     )
     columns = (
         columns.unsqueeze(-2).expand(*columns.shape[:-1], len(scale), columns.shape[-1]).flatten(-2)
     )
-    _, loss = gptq(columns, curvature, rounder, steps)
+    _, loss = gptq(columns, curvature, quantizer, steps)
     return loss.unflatten(-1, (len(scale), -1)).movedim(-2, 0)
 
 
 def gptq(
     w: Tensor,
     curvature: Curvature,
-    rounder: Rounder,
+    quantizer: Quantizer,
     steps: GroupScales,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -263,7 +265,7 @@ def gptq(
                 seen_here,
                 triangle.pivot,
             )
-            round_block(target, triangle.reaction, rounder, steps.of(start, stop), parts)
+            round_block(target, triangle.reaction, quantizer, steps.of(start, stop), parts)
             if seen is None:
                 loss += seen_here.square_().sum(-2)
     return values, loss if seen is None else seen.square().sum(-2)
@@ -284,10 +286,10 @@ def block_rounder(device: torch.device) -> RoundBlock:
 
 
 def _with_errors(
-    round_block: Callable[[Tensor, Tensor, Rounder, RoundingStep, Tensor], Tensor],
+    round_block: Callable[[Tensor, Tensor, Quantizer, Scales, Tensor], Tensor],
     target: Tensor,
     reaction: Tensor,
-    rounder: Rounder,
+    quantizer: Quantizer,
     steps: ColumnScales,
     parts: BlockParts,
 ) -> None:
@@ -295,19 +297,19 @@ def _with_errors(
     before = (
         parts.before.clone() if parts.before.data_ptr() == parts.values.data_ptr() else parts.before
     )
-    errors = round_block(target, reaction, rounder, steps.spread, parts.values)
+    errors = round_block(target, reaction, quantizer, steps.spread, parts.values)
     if parts.seen is not None and parts.pivot is not None:
         torch.mul(errors, parts.pivot, out=parts.seen)
     torch.sub(before, parts.values, out=parts.apart)
 
 
-def _side_by_side(step: RoundingStep) -> RoundingStep:
-    """Steps of candidates [C, ..., N, G] as those of so many more rows, [..., C * N, G]."""
+def _side_by_side(scales: Scales) -> Scales:
+    """Scales of candidates [C, ..., N, G] as those of so many more rows, [..., C * N, G]."""
 
     def fold(t: Tensor) -> Tensor:
         return t.movedim(0, -3).flatten(-3, -2)
 
-    return RoundingStep(fold(step.step), None if step.zero is None else fold(step.zero))
+    return scales.map(fold)
 
 
 def put_back(t: Tensor, index: Tensor) -> Tensor:

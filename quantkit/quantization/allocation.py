@@ -12,7 +12,7 @@ budget is of bytes stored.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quantkit.grids.schemes import Grid, grid_label
+from quantkit.grids.base import Grid, grid_label
 
 CURVE_POINTS = 40
 """Allocations that a curve is drawn through, at most."""

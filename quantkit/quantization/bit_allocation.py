@@ -14,7 +14,8 @@ from quantkit.calibrate.sensitivity import LinearGroup, Sensitivities, linear_gr
 from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import format_bytes
 from quantkit.engines.choice import MixtureChoice
-from quantkit.grids.schemes import Fp4Grid, Fp8BlockGrid, Grid, IntGrid, grid_label
+from quantkit.grids.base import Grid, grid_label
+from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.models.table import Parameter
 from quantkit.quantization.allocation import Allocation, Allocator, CurvePoint, Option
 from quantkit.quantization.job import Job
@@ -198,13 +199,9 @@ class GridOptions:
         are."""
         several, checkpoint = self.job.request.several, self.job.checkpoint
         base = self.job.request.scheme.grid(expert=choice.of_experts, mtp=choice.rows[0].mtp)
-        fine = (
-            replace(base, group_size=FINE_GROUP)
-            if isinstance(base, IntGrid) and base.group_size
-            else None
-        )
+        fine = base.with_group_size(FINE_GROUP) if base.group_size else None
         fp8 = all(is_fp8(checkpoint, row) for row in choice.rows)
-        asked = dict.fromkeys((base, fine, Fp4Grid(), INT8, *([FP8] if fp8 else [])))
+        asked = dict.fromkeys((base, fine, Nvfp4Grid(), INT8, *([FP8] if fp8 else [])))
         held = (
             grid
             for grid in asked
@@ -248,7 +245,7 @@ class GridOptions:
 
 def _exact(grid: Grid | None) -> bool:
     """Whether a linear on it is the source's."""
-    return grid is None or isinstance(grid, Fp8BlockGrid)
+    return grid is None or not grid.needs_rounding
 
 
 def _lacks(what: str) -> QuantkitError:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST, is_there, read_json
-from quantkit.grids.schemes import Grid, IntGrid, Scheme
+from quantkit.grids.base import Grid
+from quantkit.grids.schemes import Scheme
 from quantkit.models import check_missing, is_known
 from quantkit.models import tensor_names as by_name_models
 from quantkit.models.hf_traced.architecture import TracedArchitecture
@@ -200,14 +201,19 @@ def finer_group(rows: list[Parameter], scheme: Scheme) -> int | None:
     grid = scheme.weight
     linears = [row for row in rows if row.role in ("linear", "kv_b")]
     if (
-        not isinstance(grid, IntGrid)
-        or grid.group_size is None
+        grid.group_size is None
+        or grid.with_group_size(grid.group_size) is None
         or all(_divides(grid, row) for row in linears)
     ):
         return None
-    finer = (replace(grid, group_size=size) for size in GROUP_SIZES if size < grid.group_size)
+    finer = (grid.with_group_size(size) for size in GROUP_SIZES if size < grid.group_size)
     return next(
-        (one.group_size for one in finer if all(_divides(one, row) for row in linears)), None
+        (
+            one.group_size
+            for one in finer
+            if one is not None and all(_divides(one, row) for row in linears)
+        ),
+        None,
     )
 
 

@@ -1,7 +1,7 @@
 """What every tensor of a source becomes."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import reduce
 from typing import Any
 
@@ -13,23 +13,15 @@ from quantkit.checkpoint.aux_files import read_aux_files
 from quantkit.checkpoint.formats import FORMATS, compressed_int4, dense
 from quantkit.checkpoint.formats.base import Format, output_config
 from quantkit.checkpoint.formats.gptq import Gptq
-from quantkit.checkpoint.formats.nvfp4 import Nvfp4
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint, check_finite
 from quantkit.checkpoint.stacked_experts import Stack, expected_stacks, is_expert_tensor
 from quantkit.common.devices import dtype_name
 from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.engines.profiles import part_of
-from quantkit.grids.mxfp4_to_nvfp4 import largest_exponent, to_nvfp4
-from quantkit.grids.schemes import Fp4Grid, Grid, Mxfp4Grid, grid_label
-from quantkit.grids.weights import (
-    Fp4Weight,
-    Fp8BlockWeight,
-    IntWeight,
-    Mxfp4Weight,
-    Weight,
-    dequantize,
-)
+from quantkit.grids.base import Grid, Weight, dequantize, grid_label, relative_error
+from quantkit.grids.mxfp4 import Mxfp4Grid, Mxfp4Weight
+from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.models import is_known, tensor_names
 from quantkit.models.module_tree import read_tree
 from quantkit.models.stored_parameters import check_listed, read_model
@@ -39,43 +31,15 @@ from quantkit.models.table import Parameter
 def fit_scales(module: str, weight: Weight, target: Format) -> Weight:
     """The weight with scales rounded to what `target` stores; the same object where they already
     are."""
-    if not isinstance(weight, IntWeight):
+    if isinstance(weight, Tensor):
         return weight
-    scale = weight.scale.to(target.scale_dtype).float()
-    if not bool(torch.isfinite(scale).all()) or bool(((scale == 0) & (weight.scale != 0)).any()):
+    fitted = weight.with_scale_dtype(target.scale_dtype)
+    if fitted is None:
         raise QuantkitError(
             f"{module} has scales that {dtype_name(target.scale_dtype)} cannot hold",
             f"{target.name} is not for this model",
         )
-    return replace(weight, scale=scale)
-
-
-def stored_error(module: str, weight: Weight, stored: Weight) -> float:
-    match weight, stored:
-        case IntWeight(), IntWeight():
-            assert torch.equal(weight.codes, stored.codes), module
-            zero = torch.zeros_like(weight.scale, dtype=torch.int8)
-            before, after = (
-                zero if w.zero_point is None else w.zero_point for w in (weight, stored)
-            )
-            assert torch.equal(before, after), module
-            return _relative(weight.scale, stored.scale)
-        case Fp4Weight(), Fp4Weight():
-            assert torch.equal(weight.codes, stored.codes), module
-            assert torch.equal(weight.scale.view(torch.uint8), stored.scale.view(torch.uint8)), (
-                module
-            )
-            if not bool(torch.isfinite(stored.global_scale)):
-                raise QuantkitError(
-                    f"the global scale of {module} has no reciprocal in FP32",
-                    "the checkpoint is damaged: download it again",
-                )
-            return _relative(weight.global_scale, stored.global_scale)
-        case Mxfp4Weight(), _:
-            return _relative(dequantize(weight), dequantize(stored))
-        case Fp8BlockWeight(), _:
-            raise AssertionError("FP8 blocks convert to plain weights only")
-    raise AssertionError(f"{type(weight)} became {type(stored)}")
+    return fitted
 
 
 def cast_values(name: str, values: Tensor, dtype: torch.dtype) -> tuple[dict[str, Tensor], float]:
@@ -89,15 +53,7 @@ def cast_values(name: str, values: Tensor, dtype: torch.dtype) -> tuple[dict[str
             f"{name} holds values that {dtype_name(dtype)} cannot", "use --dtype bf16"
         )
     cast = values.to(dtype)
-    return {name: cast}, _relative(values, cast)
-
-
-def _relative(before: Tensor, after: Tensor) -> float:
-    """Largest |after / before - 1|, in few passes; where before is 0 after must be too, as casts keep it."""
-    if not before.numel():
-        return 0.0
-    smallest, largest = torch.div(after.to(before.dtype), before).nan_to_num_(nan=1.0).aminmax()
-    return max(float(largest) - 1, 1 - float(smallest))
+    return {name: cast}, relative_error(values, cast)
 
 
 def target_name(format: str | None, dtype: str | None) -> str:
@@ -153,7 +109,7 @@ def find_target(checkpoint: Checkpoint, name: str, grid: Grid | None) -> Format:
 def _takes(format: Format, grid: Grid) -> bool:
     """Whether it has a place for such weights: what holds them, and NVFP4 for the values of
     MXFP4."""
-    return format.holds(grid) or (isinstance(grid, Mxfp4Grid) and isinstance(format, Nvfp4))
+    return any(format.holds(one) for one in (grid, *grid.equivalents))
 
 
 def common_grid(checkpoint: Checkpoint) -> Grid | None:
@@ -226,9 +182,9 @@ class ConversionPlan:
         self.rows, self.described, self.told = _read(checkpoint)
         self.grid = None if target == dense.FORMAT.name else common_grid(checkpoint)
         self.target = find_target(checkpoint, target, self.grid)
-        self.as_nvfp4 = isinstance(self.grid, Mxfp4Grid) and isinstance(self.target, Nvfp4)
+        self.as_nvfp4 = self.grid == Mxfp4Grid() and not self.target.holds(Mxfp4Grid())
         if self.as_nvfp4:
-            self.grid = Fp4Grid()
+            self.grid = Nvfp4Grid()
         self._largest: dict[str, int] = {}
         """Largest exponent of MXFP4, by the fused module that shares a global scale."""
         self.cast_to = dtype
@@ -348,7 +304,9 @@ class ConversionPlan:
         if not item.quantized:
             return cast_values(name, dequantize(weight), dtype)
         packed = self.target.pack(item.name, self._fitted(item.name, weight))
-        return packed, stored_error(item.name, weight, self.target.unpack(item.name, packed))
+        stored = self.target.unpack(item.name, packed)
+        assert not isinstance(weight, Tensor), f"{item.name} is not quantized"
+        return packed, weight.difference(item.name, stored)
 
     def _stacked(self, item: Item, stack: Stack) -> tuple[dict[str, Tensor], float]:
         """All experts of a layer in one tensor, decoded one after the other."""
@@ -362,8 +320,8 @@ class ConversionPlan:
 
     def _fitted(self, module: str, weight: Weight) -> Weight:
         """As the target stores it."""
-        if self.as_nvfp4 and isinstance(weight, Mxfp4Weight):
-            return to_nvfp4(weight, self._shared_exponent(module))
+        if self.as_nvfp4:
+            return Mxfp4Weight.of(weight).to_nvfp4(self._shared_exponent(module))
         return fit_scales(module, weight, self.target)
 
     def _shared_exponent(self, module: str) -> int:
@@ -376,11 +334,11 @@ class ConversionPlan:
                 if fused != module
                 else [module]
             )
-            weights = [
-                self.checkpoint.weight(one) for one in siblings if one in self.checkpoint.linears
-            ]
             self._largest[fused] = max(
-                largest_exponent(one) for one in weights if isinstance(one, Mxfp4Weight)
+                Mxfp4Weight.of(self.checkpoint.weight(one)).largest_exponent
+                for one in siblings
+                if one in self.checkpoint.linears
+                and self.checkpoint.linears[one].grid == Mxfp4Grid()
             )
         return self._largest[fused]
 

@@ -25,7 +25,9 @@ from quantkit.common.errors import QuantkitError
 from quantkit.engines.check import check_cache, check_model
 from quantkit.engines.choice import FormatChoice, MixtureChoice, choose, choose_mixture
 from quantkit.engines.profiles import find_engine
-from quantkit.grids.schemes import Fp8BlockGrid, Grid, IntGrid, Method, Scheme, check_pair
+from quantkit.grids.base import Grid
+from quantkit.grids.names import Method
+from quantkit.grids.schemes import Scheme, check_pair
 from quantkit.models.cache_scales import cache_scale_specs, supports_cache_scales
 from quantkit.models.stored_parameters import check_stored_head
 from quantkit.models.table import Parameter
@@ -137,7 +139,7 @@ class Job:
         return [
             row
             for row in self.rows
-            if row.module in self.grids and not isinstance(self.grids[row.module], Fp8BlockGrid)
+            if row.module in self.grids and self.grids[row.module].needs_rounding
         ]
 
     def stored_bytes(self, row: Parameter, grid: Grid | None) -> int:
@@ -423,12 +425,12 @@ def _with_group_size(scheme: Scheme, recipe: Recipe, engine: str | None) -> Sche
     is none to set."""
     if recipe.group_size is None:
         return scheme
-    if not isinstance(scheme.weight, IntGrid) or scheme.weight.group_size is None:
+    weight = scheme.weight.with_group_size(recipe.group_size)
+    if weight is None or scheme.weight.group_size is None:
         raise QuantkitError(
             f"a group size of {recipe.group_size} is given, and {scheme.name} has none to choose",
             "leave it out",
         )
-    weight = replace(scheme.weight, group_size=recipe.group_size)
     if engine and (unread := find_engine(engine).unread(weight)):
         raise QuantkitError(unread, "give another --group-size")
     return replace(scheme, weight=weight)

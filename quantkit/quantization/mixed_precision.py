@@ -12,7 +12,9 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.common.sizes import parse_bytes
 from quantkit.engines.choice import FormatChoice, MixtureChoice
-from quantkit.grids.schemes import Fp8BlockGrid, Grid, IntGrid
+from quantkit.grids.base import Grid
+from quantkit.grids.fp8_block import Fp8BlockGrid
+from quantkit.grids.int_groups import IntGrid
 from quantkit.models.table import MLA_PROLOG_PROJECTIONS, Parameter
 
 INT8 = IntGrid(bits=8, group_size=None, symmetric=True)

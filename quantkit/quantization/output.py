@@ -20,8 +20,7 @@ from quantkit.checkpoint.header import TensorSpec, save_tensors
 from quantkit.checkpoint.shards import host_memory
 from quantkit.checkpoint.source_guard import SourceGuard
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.grids.schemes import Fp8BlockGrid, Grid
-from quantkit.grids.weights import Weight
+from quantkit.grids.base import Grid, Weight
 from quantkit.models.table import Parameter
 
 
@@ -147,7 +146,7 @@ class Output:
 
     def rounds(self, row: Parameter) -> bool:
         """Whether the parameter is rounded, and not packed as the source has it."""
-        return row.module in self.grids and not isinstance(self.grids[row.module], Fp8BlockGrid)
+        return row.module in self.grids and self.grids[row.module].needs_rounding
 
     def done(self, unit: str) -> bool:
         return self.writer.is_done(unit)

@@ -32,7 +32,8 @@ from quantkit.common.plots import layer_plot
 from quantkit.common.progress import Note, OnEvent, Progress, ignore_event, peak_memory
 from quantkit.common.result import Result
 from quantkit.common.sizes import format_bytes, format_duration
-from quantkit.grids.schemes import Scheme, grid_label
+from quantkit.grids.base import grid_label
+from quantkit.grids.schemes import Scheme
 from quantkit.models.expert_counts import FILE_NAME, ExpertCounts
 from quantkit.quantization.bit_allocation import (
     GridAssignment,

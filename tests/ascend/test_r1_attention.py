@@ -25,7 +25,7 @@ from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Completion, TokenLogprob
 from quantkit.executor.weights.load import load_model
-from quantkit.grids.weights import Weight
+from quantkit.grids.base import Weight
 
 PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(3)]
 CHAIN = {"npu_kv_rmsnorm_rope_cache", "npu_interleave_rope"}

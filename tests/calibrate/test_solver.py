@@ -9,7 +9,8 @@ from quantkit.calibrate.input_statistics import InputStatistics, token_weights
 from quantkit.calibrate.linear_solver import LinearSolver
 from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.scales import Consumer, choose_scale
-from quantkit.grids.schemes import IntGrid, Method
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.names import Method
 from quantkit.quant.gptq import Curvature
 
 K, N = 128, 48

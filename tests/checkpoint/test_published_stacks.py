@@ -24,8 +24,8 @@ from quantkit.engines.check import check_checkpoint
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
+from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
-from quantkit.grids.weights import dequantize
 from quantkit.models.stored_parameters import check_stored, read_model
 from quantkit.quantization.convert import convert
 from quantkit.quantization.run import quantize

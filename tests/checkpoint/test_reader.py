@@ -33,8 +33,9 @@ from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint, check_finite
 from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import Grid, dequantize
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.nvfp4 import Nvfp4Grid
 
 _INDEX = "model.safetensors.index.json"
 
@@ -393,13 +394,13 @@ _UP = "model.layers.3.mlp.experts.0.up_proj"
         ),
         (
             compressed_fp4.FORMAT,
-            Fp4Grid(),
+            Nvfp4Grid(),
             _drop(f"{_UP}.weight_global_scale"),
             r"up_proj\.weight_global_scale is missing",
         ),
         (
             compressed_fp4.FORMAT,
-            Fp4Grid(),
+            Nvfp4Grid(),
             _change(f"{_UP}.weight_scale", lambda scale: scale.float()),
             r"up_proj\.weight_scale in .* is float32, expected float8_e4m3fn",
         ),
@@ -411,7 +412,7 @@ _UP = "model.layers.3.mlp.experts.0.up_proj"
         ),
         (
             modelopt.FORMAT,
-            Fp4Grid(),
+            Nvfp4Grid(),
             _drop(f"{_UP}.weight_scale_2"),
             r"up_proj\.weight_scale_2 is missing",
         ),

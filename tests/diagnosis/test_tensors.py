@@ -15,8 +15,8 @@ from quantkit.checkpoint.formats import gptq
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.findings import CATALOGUE
-from quantkit.grids.schemes import IntGrid
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import dequantize
+from quantkit.grids.int_groups import IntGrid
 
 TENSORS = [fault for fault in faulty.FAULTS if fault.depth == "tensors"]
 SMALL_MOE = good_checkpoints.QWEN3_MOE | {"num_hidden_layers": 2, "num_experts": 4}

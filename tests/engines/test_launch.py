@@ -20,7 +20,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.deploy.launch import deploy
 from quantkit.engines.layouts import find_recipe, find_topology
 from quantkit.engines.memory import ParallelSizes, check_split, find_split_problem, fit
-from quantkit.grids.schemes import IntGrid
+from quantkit.grids.int_groups import IntGrid
 from quantkit.models.stored_parameters import read_model
 
 GIB = 2**30

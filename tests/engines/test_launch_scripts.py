@@ -19,7 +19,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.deploy.launch import deploy
 from quantkit.engines.layouts import find_recipe
 from quantkit.engines.profiles import Device
-from quantkit.grids.schemes import IntGrid
+from quantkit.grids.int_groups import IntGrid
 
 RECIPES: list[tuple[str, Device]] = [
     ("vllm", "cuda"),

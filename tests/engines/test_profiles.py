@@ -26,8 +26,10 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.check import check_checkpoint
 from quantkit.engines.choice import FormatChoice, choose
-from quantkit.engines.profiles import engine_names, find_engine, grid_name, part_of
-from quantkit.grids.schemes import SCHEMES, Fp4Grid, IntGrid, Scheme, find_scheme
+from quantkit.engines.profiles import engine_names, find_engine, part_of
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.nvfp4 import Nvfp4Grid
+from quantkit.grids.schemes import SCHEMES, Scheme, find_scheme
 from quantkit.models.deepseek_v3 import Config, parameters
 from quantkit.models.table import Parameter
 
@@ -36,7 +38,7 @@ INT4_G64 = IntGrid(4, 64, symmetric=False)
 INT4_G16 = IntGrid(4, 16, symmetric=False)
 INT4_SYMMETRIC = IntGrid(4, 128, symmetric=True)
 INT8 = IntGrid(8, None, symmetric=True)
-W4A4 = Fp4Grid(activation_bits=4)
+W4A4 = Nvfp4Grid(activation_bits=4)
 
 
 def linear(row: Parameter) -> bool:
@@ -184,17 +186,17 @@ def test_unknown_engine_lists_the_known() -> None:
     [
         ("vllm", awq.FORMAT, INT4_G64, linear),
         ("vllm", compressed_int4.FORMAT, INT4_G64, linear),
-        ("vllm", modelopt.FORMAT, Fp4Grid(), linear),
+        ("vllm", modelopt.FORMAT, Nvfp4Grid(), linear),
         ("vllm", compressed_fp4.W4A4, W4A4, linear),
         ("vllm", modelopt.W4A4, W4A4, linear),
         ("sglang", awq.FORMAT, INT4_G64, linear),
         ("sglang", compressed_int4.FORMAT, INT4_SYMMETRIC, no_qkv_a),
         ("sglang", compressed_int8.FORMAT, INT8, linear),
-        ("sglang", modelopt.FORMAT, Fp4Grid(), no_mtp),
+        ("sglang", modelopt.FORMAT, Nvfp4Grid(), no_mtp),
         ("sglang", modelopt.W4A4, W4A4, no_mtp),
         ("vllm-ascend", compressed_int8.FORMAT, INT8, linear),
         ("omni-infer", compressed_int8.FORMAT, INT8, linear),
-        ("chitu", modelopt.FORMAT, Fp4Grid(), no_mtp),
+        ("chitu", modelopt.FORMAT, Nvfp4Grid(), no_mtp),
         ("chitu", compressed_int8.FORMAT, INT8, linear),
     ],
 )
@@ -225,10 +227,17 @@ def test_nothing_to_say_of_what_an_engine_loads(
             None,
             "group_size at the top",
         ),
-        ("vllm-ascend", modelopt.FORMAT, Fp4Grid(), linear, None, "not NVFP4"),
+        ("vllm-ascend", modelopt.FORMAT, Nvfp4Grid(), linear, None, "not NVFP4"),
         ("sglang", compressed_int4.FORMAT, INT4, linear, None, "does not take qkv_a quantized"),
         ("sglang", compressed_int4.FORMAT, INT4, expert, None, "does not take experts quantized"),
-        ("sglang", compressed_fp4.FORMAT, Fp4Grid(), linear, None, "does not take qkv_a quantized"),
+        (
+            "sglang",
+            compressed_fp4.FORMAT,
+            Nvfp4Grid(),
+            linear,
+            None,
+            "does not take qkv_a quantized",
+        ),
         ("omni-infer", compressed_int8.FORMAT, INT8, expert, None, "expects every"),
         (
             "vllm-ascend",
@@ -240,7 +249,7 @@ def test_nothing_to_say_of_what_an_engine_loads(
         ),
         ("vllm", modelslim.FORMAT, IntGrid(4, None, True), expert, None, "for Arm processors"),
         ("vllm", awq.FORMAT, INT4, linear, "cpu", "does not take shared_experts quantized"),
-        ("vllm", modelopt.FORMAT, Fp4Grid(), linear, "cpu", "no FP4 kernel"),
+        ("vllm", modelopt.FORMAT, Nvfp4Grid(), linear, "cpu", "no FP4 kernel"),
         ("vllm", compressed_fp4.W4A4, W4A4, linear, "cpu", "no FP4 kernel"),
         ("chitu", modelopt.W4A4, W4A4, no_mtp, None, "16-bit activations"),
         ("sglang", compressed_fp4.W4A4, W4A4, linear, None, "does not take qkv_a quantized"),
@@ -252,7 +261,7 @@ def test_nothing_to_say_of_what_an_engine_loads(
             "cuda",
             "does not take kv_b quantized",
         ),
-        ("sglang", modelopt.FORMAT, Fp4Grid(), kv_b, "cuda", "does not take kv_b quantized"),
+        ("sglang", modelopt.FORMAT, Nvfp4Grid(), kv_b, "cuda", "does not take kv_b quantized"),
         (
             "vllm",
             awq.FORMAT,
@@ -273,7 +282,7 @@ def test_nothing_to_say_of_what_an_engine_loads(
         (
             "sglang",
             modelopt.FORMAT,
-            Fp4Grid(),
+            Nvfp4Grid(),
             expert,
             "cuda",
             "sglang looks for model.layers.1.mlp.shared_experts.gate_up_proj in",
@@ -313,14 +322,14 @@ def test_half_of_a_fused_pair_is_refused(packed: Any) -> None:
 
 
 def test_fp4_siblings_must_share_their_scale(packed: Any) -> None:
-    path = packed(modelopt.FORMAT, Fp4Grid(), no_mtp, share_scales=False)
+    path = packed(modelopt.FORMAT, Nvfp4Grid(), no_mtp, share_scales=False)
     assert any("different FP4 global scales" in problem for problem in errors("sglang", path))
     assert errors("vllm", path) == []
     assert any("costs accuracy" in problem for problem in warnings("vllm", path))
 
 
 def test_fp4_scales_that_cannot_be_read_are_told(packed: Any) -> None:
-    checkpoint = Checkpoint.open(packed(modelopt.FORMAT, Fp4Grid(), no_mtp, share_scales=False))
+    checkpoint = Checkpoint.open(packed(modelopt.FORMAT, Nvfp4Grid(), no_mtp, share_scales=False))
     checkpoint.has_weights = False
     for engine in ("vllm", "sglang"):
         found = check_checkpoint(engine, checkpoint)
@@ -332,7 +341,7 @@ def test_fp4_scales_that_cannot_be_read_are_told(packed: Any) -> None:
 def test_vllm_takes_weight_only_nvfp4_from_config_json_alone(packed: Any, tmp_path: Path) -> None:
     """As seen with 0.22.1; its 0.32.0 reads the same
     (transformers_utils/model_arch_config_convertor.py)."""
-    path = shutil.copytree(packed(modelopt.FORMAT, Fp4Grid(), no_mtp), tmp_path / "model")
+    path = shutil.copytree(packed(modelopt.FORMAT, Nvfp4Grid(), no_mtp), tmp_path / "model")
     assert errors("vllm", path) == []
     config = json.loads((path / "config.json").read_text())
     del config["quantization_config"]
@@ -368,7 +377,7 @@ def test_vllm_mixes_up_the_scales_of_narrow_experts(
 
 def test_mtp_rules_are_warnings(packed: Any) -> None:
     """A main model still loads, so these do not keep it from running."""
-    path = packed(modelopt.FORMAT, Fp4Grid(), linear)
+    path = packed(modelopt.FORMAT, Nvfp4Grid(), linear)
     assert errors("sglang", path) == []
     assert any("runs the MTP layer unquantized" in problem for problem in warnings("sglang", path))
     # SGLang calls the layer model.decoder, so an entry with its number does not cover it.
@@ -424,11 +433,11 @@ def test_published_layouts(tiny_checkpoint: Path, tiny_dense_checkpoint: Path) -
         (
             "transformers",
             compressed_fp4.FORMAT,
-            Fp4Grid(),
+            Nvfp4Grid(),
             "config.json",
             ("quantization_config", "ignore"),
         ),
-        ("vllm", modelopt.FORMAT, Fp4Grid(), "config.json", ("quantization_config", "ignore")),
+        ("vllm", modelopt.FORMAT, Nvfp4Grid(), "config.json", ("quantization_config", "ignore")),
         (
             "vllm-ascend",
             modelslim.FORMAT,
@@ -473,8 +482,8 @@ def test_engines_that_leave_a_tied_head_alone_do_not_ask_for_it(tmp_path: Path) 
         (INT4, "int4-asymmetric"),
         (INT4_SYMMETRIC, "int4-symmetric"),
         (IntGrid(4, None, True), "int4-channel"),
-        (Fp4Grid(), "nvfp4"),
+        (Nvfp4Grid(), "nvfp4"),
     ],
 )
 def test_grid_names(grid: Any, name: str) -> None:
-    assert grid_name(grid) == name
+    assert grid.engine_name == name

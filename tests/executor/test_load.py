@@ -30,7 +30,9 @@ from quantkit.executor.options import EngineOptions
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.weights.load import LoadedModel, load_model
-from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid
+from quantkit.grids.base import Grid
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.models.context import CausalContext
 
 CASES: dict[str, tuple[Format, Grid]] = {
@@ -38,8 +40,8 @@ CASES: dict[str, tuple[Format, Grid]] = {
     "compressed-tensors int4": (compressed_int4.FORMAT, IntGrid(4, 32, True)),
     "compressed-tensors int8": (compressed_int8.FORMAT, IntGrid(8, None, True)),
     "modelslim int8": (modelslim.FORMAT, IntGrid(8, None, True)),
-    "modelopt NVFP4": (modelopt.FORMAT, Fp4Grid()),
-    "compressed-tensors NVFP4": (compressed_fp4.FORMAT, Fp4Grid()),
+    "modelopt NVFP4": (modelopt.FORMAT, Nvfp4Grid()),
+    "compressed-tensors NVFP4": (compressed_fp4.FORMAT, Nvfp4Grid()),
 }
 
 

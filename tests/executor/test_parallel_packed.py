@@ -19,13 +19,14 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Completion
 from quantkit.executor.weights import weights
-from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import Grid, dequantize
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.nvfp4 import Nvfp4Grid
 
 CASES: dict[str, tuple[Format, Grid]] = {
     "awq": (awq.FORMAT, IntGrid(4, 128, False)),
     "compressed-tensors int4": (compressed_int4.FORMAT, IntGrid(4, 128, True)),
-    "modelopt FP4": (modelopt.FORMAT, Fp4Grid()),
+    "modelopt FP4": (modelopt.FORMAT, Nvfp4Grid()),
 }
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True, logprobs=0)
 

@@ -5,9 +5,9 @@ import torch
 from nearest import quantize_fp4, quantize_fp8_block, quantize_int
 
 from quantkit.common.errors import QuantkitError
-from quantkit.executor.weights.split import cut_columns, cut_rows, share_range
-from quantkit.grids.schemes import IntGrid
-from quantkit.grids.weights import IntWeight, Weight, dequantize
+from quantkit.executor.weights.split import share_range
+from quantkit.grids.base import Weight, cut_columns, cut_rows, dequantize
+from quantkit.grids.int_groups import IntGrid, IntWeight
 
 W = torch.randn(192, 256, generator=torch.Generator().manual_seed(0))
 WEIGHTS = {

@@ -11,8 +11,8 @@ from nearest import quantize_fp4, quantize_fp8_block, quantize_int
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.weights.load import load_model
 from quantkit.executor.weights.weights import ExecutorWeights, operand
-from quantkit.grids.schemes import IntGrid
-from quantkit.grids.weights import Weight, dequantize
+from quantkit.grids.base import Weight, dequantize
+from quantkit.grids.int_groups import IntGrid
 from quantkit.models.mlp import Mlp
 
 W = torch.randn(96, 256, generator=torch.Generator().manual_seed(0))

@@ -16,7 +16,7 @@ from faulty.fault import (
     scale_of,
     tensor_fault,
 )
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import dequantize
 
 
 @tensor_fault(

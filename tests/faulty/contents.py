@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import dequantize
 
 SHARD = "model-{:05d}-of-00002.safetensors"
 

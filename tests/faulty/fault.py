@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from faulty.contents import Contents
-from quantkit.grids.schemes import IntGrid
+from quantkit.grids.int_groups import IntGrid
 
 
 @dataclass(frozen=True)

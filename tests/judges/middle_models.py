@@ -23,7 +23,8 @@ from make_model import write_dense
 from torch import Tensor
 
 from quantkit.calibrate.recipe import Recipe
-from quantkit.grids.schemes import IntGrid, find_scheme
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.schemes import find_scheme
 from quantkit.models import find_architecture
 from quantkit.quantization import quantize
 

@@ -22,8 +22,9 @@ from nearest import quantize_fp4, quantize_int
 from torch import Tensor, nn
 
 from quantkit.checkpoint.formats import awq, modelopt
-from quantkit.grids.schemes import Fp4Grid, IntGrid
-from quantkit.grids.weights import Fp4Weight, IntWeight, dequantize
+from quantkit.grids.base import dequantize
+from quantkit.grids.int_groups import IntGrid, IntWeight
+from quantkit.grids.nvfp4 import Nvfp4Grid, Nvfp4Weight
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden"
 BITS = {
@@ -142,7 +143,7 @@ def judge_modelopt(rows: int, columns: int) -> tuple[str, dict[str, Any]]:
             f"{float((decoded - dequantize(weight)).abs().max()):.1e}"
         )
     again = modelopt.FORMAT.unpack("m", theirs)
-    assert isinstance(again, Fp4Weight)
+    assert isinstance(again, Nvfp4Weight)
     if not told and not torch.equal(dequantize(again), dequantize(weight)):
         told = "we decode other values from ModelOpt's bytes"
     vectors = {"nvidia-modelopt": version("nvidia-modelopt"), "input_weight": stored(w)}
@@ -156,10 +157,14 @@ def judge_description() -> str:
     read as the same."""
     from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
 
-    files = modelopt.FORMAT.extra_files(Fp4Grid(), {"model.layers.0.mlp.up_proj": Fp4Grid()}, [])
+    files = modelopt.FORMAT.extra_files(
+        Nvfp4Grid(), {"model.layers.0.mlp.up_proj": Nvfp4Grid()}, []
+    )
     side = json.loads(files["hf_quant_config.json"])
     flat = {"quantization_config": convert_hf_quant_config_format(side)}
-    ours = modelopt.FORMAT.config_block(Fp4Grid(), {"model.layers.0.mlp.up_proj": Fp4Grid()}, [])
+    ours = modelopt.FORMAT.config_block(
+        Nvfp4Grid(), {"model.layers.0.mlp.up_proj": Nvfp4Grid()}, []
+    )
     different = [
         key for key, value in flat["quantization_config"].items() if ours.get(key) != value
     ]
@@ -173,7 +178,7 @@ def judge_description() -> str:
     )
     assert before is not None
     assert after is not None
-    if modelopt.FORMAT.grid(flat, {}) != Fp4Grid():
+    if modelopt.FORMAT.grid(flat, {}) != Nvfp4Grid():
         return "another grid"
     return "" if before("lm_head") == after("lm_head") else "another list of unquantized modules"
 

@@ -33,14 +33,16 @@ from quantkit.checkpoint.formats import (
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import check_checkpoint
 from quantkit.executor.weights.load import load_model
-from quantkit.grids.schemes import Fp4Grid, IntGrid, Mxfp4Grid
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.mxfp4 import Mxfp4Grid
+from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.models.context import CausalContext
 
 FORMATS: dict[str, tuple[Any, Any]] = {
     "ct-w4a16": (compressed_int4.FORMAT, IntGrid(4, 128, symmetric=False)),
     "ct-w4a16-symmetric": (compressed_int4.FORMAT, IntGrid(4, 128, symmetric=True)),
     "ct-w8a8": (compressed_int8.FORMAT, IntGrid(8, None, symmetric=True)),
-    "ct-nvfp4": (compressed_fp4.FORMAT, Fp4Grid()),
+    "ct-nvfp4": (compressed_fp4.FORMAT, Nvfp4Grid()),
     "ct-mxfp4": (compressed_mxfp4.FORMAT, Mxfp4Grid()),
 }
 MODELS = {**CONFIGS, "mistral": MISTRAL, "deepseek_v3-moe": tiny_config()}

@@ -42,7 +42,8 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import check_checkpoint
 from quantkit.evaluation.distance.traced import Watched
 from quantkit.executor.weights.load import load_model
-from quantkit.grids.schemes import IntGrid, find_scheme
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.schemes import find_scheme
 from quantkit.models.mlp import MoeMlp
 from quantkit.quantization import quantize
 from quantkit.quantization.convert import convert

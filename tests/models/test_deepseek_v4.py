@@ -23,8 +23,8 @@ from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.weights.load import load_model, open_model
+from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
-from quantkit.grids.weights import dequantize
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.hyper_connections import expand_streams, pack_streams

@@ -17,7 +17,8 @@ from quantkit.checkpoint.formats import compressed_int4
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.weights.load import load_model
-from quantkit.grids.schemes import SCHEMES, IntGrid
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.quantization.run import quantize

@@ -17,7 +17,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.deploy.launch import deploy
 from quantkit.diagnosis.inspect import describe
 from quantkit.executor.weights.load import load_model
-from quantkit.grids.schemes import IntGrid
+from quantkit.grids.int_groups import IntGrid
 from quantkit.models.stored_parameters import read_model
 from quantkit.quantization.convert import convert
 

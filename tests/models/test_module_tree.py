@@ -12,8 +12,8 @@ from transformers_peers import CASES, SHARED, checkpoint_tensors, random_peer
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
+from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
-from quantkit.grids.weights import dequantize
 from quantkit.models import find_architecture
 from quantkit.models.module_tree import read_tree
 from quantkit.quantization.run import quantize

@@ -9,14 +9,14 @@ from block_rounding import (
     assert_as_column_by_column,
     assert_ties_fall_to_even_and_ends_are_kept,
     random_reaction,
-    random_step,
+    random_scales,
 )
 
-from quantkit.grids.rounding import IntRounder, Rounder
-from quantkit.grids.schemes import IntGrid
+from quantkit.grids.base import Quantizer
+from quantkit.grids.int_groups import IntGrid, IntQuantizer
 from quantkit.quant import block_rounding, gptq
 
-MORE: dict[str, Rounder] = {"int4": IntRounder(IntGrid(4, 128, True), torch.bfloat16)}
+MORE: dict[str, Quantizer] = {"int4": IntQuantizer(IntGrid(4, 128, True), torch.bfloat16)}
 EVERY = GRIDS | MORE
 
 pytestmark = pytest.mark.skipif(not block_rounding.has_cpp(), reason="no C++ compiler here")
@@ -39,10 +39,10 @@ def test_ties_fall_to_even_and_ends_are_kept(grid: str) -> None:
 
 def test_bits_are_those_of_any_number_of_threads() -> None:
     torch.manual_seed(2)
-    rounder, shape = EVERY["int4 with zero points"], (2, 128, 300)
-    target, step, reaction = (
+    quantizer, shape = EVERY["int4 with zero points"], (2, 128, 300)
+    target, scales, reaction = (
         torch.randn(shape),
-        random_step(rounder, shape, "cpu"),
+        random_scales(quantizer, shape, "cpu"),
         random_reaction((2,), 128, "cpu"),
     )
     before, found = torch.get_num_threads(), []
@@ -51,7 +51,10 @@ def test_bits_are_those_of_any_number_of_threads() -> None:
             torch.set_num_threads(threads)
             values = torch.empty(shape)
             found.append(
-                (values, block_rounding.round_block_cpp(target, reaction, rounder, step, values))
+                (
+                    values,
+                    block_rounding.round_block_cpp(target, reaction, quantizer, scales, values),
+                )
             )
     finally:
         torch.set_num_threads(before)
@@ -61,9 +64,9 @@ def test_bits_are_those_of_any_number_of_threads() -> None:
 def test_a_value_that_is_no_number_stays_one_and_no_other_row_has_it() -> None:
     target = torch.ones(2, 3)
     target[0, 1] = torch.nan
-    for rounder in EVERY.values():
-        step, values = random_step(rounder, (2, 3), "cpu"), torch.empty(2, 3)
-        block_rounding.round_block_cpp(target, torch.zeros(2, 2), rounder, step, values)
+    for quantizer in EVERY.values():
+        scales, values = random_scales(quantizer, (2, 3), "cpu"), torch.empty(2, 3)
+        block_rounding.round_block_cpp(target, torch.zeros(2, 2), quantizer, scales, values)
         assert values.isnan().tolist() == [[False, True, False]] * 2
 
 

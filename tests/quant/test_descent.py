@@ -3,11 +3,10 @@ tells the loss that is left."""
 
 import pytest
 import torch
-from rounding_problem import ROUNDERS, K, problem
+from rounding_problem import QUANTIZERS, K, problem
 from torch import Tensor
 
-from quantkit.grids.rounding import RoundingStep
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import Scales, dequantize
 from quantkit.quant.compensation import CompensatedRows, compensate, compensate_both
 from quantkit.quant.descent import Descent
 from quantkit.quant.gptq import Curvature, damp_
@@ -18,12 +17,12 @@ def loss(w: Tensor, values: Tensor, hessian: Tensor) -> Tensor:
     return ((error @ hessian.double()) * error).sum(-1)
 
 
-def spread(step: RoundingStep) -> RoundingStep:
+def spread(scales: Scales) -> Scales:
     """Steps [N, G] as [N, K]."""
-    times = K // step.step.shape[-1]
-    return RoundingStep(
-        step.step.repeat_interleave(times, -1),
-        None if step.zero is None else step.zero.repeat_interleave(times, -1),
+    times = K // scales.scale.shape[-1]
+    return Scales(
+        scales.scale.repeat_interleave(times, -1),
+        None if scales.zero_point is None else scales.zero_point.repeat_interleave(times, -1),
     )
 
 
@@ -35,12 +34,12 @@ def settled(name: str) -> tuple[Tensor, Tensor, CompensatedRows, CompensatedRows
     return (
         w,
         hessian,
-        compensate(w, curvature, ROUNDERS[name]),
-        compensate(w, curvature, ROUNDERS[name], Descent(30, fits_steps=True)),
+        compensate(w, curvature, QUANTIZERS[name]),
+        compensate(w, curvature, QUANTIZERS[name], Descent(30, fits_scales=True)),
     )
 
 
-@pytest.mark.parametrize("name", ROUNDERS)
+@pytest.mark.parametrize("name", QUANTIZERS)
 def test_no_column_could_be_better(name: str) -> None:
     w, hessian, compensated, descended = settled(name)
     torch.testing.assert_close(
@@ -52,25 +51,25 @@ def test_no_column_could_be_better(name: str) -> None:
         descended.values
         + ((w - descended.values).double() @ hessian.double() / hessian.diagonal().double()).float()
     )
-    again = ROUNDERS[name].snap(wanted, spread(descended.step))
+    again = QUANTIZERS[name].quantize(wanted, spread(descended.scales))
     assert (again != descended.values).float().mean() < 0.002, "but for ties within float32"
 
 
-@pytest.mark.parametrize("name", ROUNDERS)
+@pytest.mark.parametrize("name", QUANTIZERS)
 def test_no_step_that_is_stored_could_be_better(name: str) -> None:
     """Ten times a row, one group's values are multiplied by what its next stored step would be to
     the step it has."""
     w, hessian, _, descended = settled(name)
-    rounder, groups = ROUNDERS[name], descended.step.step.shape[-1]
+    quantizer, groups = QUANTIZERS[name], descended.scales.scale.shape[-1]
     assert torch.equal(
-        dequantize(rounder.weight(descended.values, descended.step)), descended.values
+        dequantize(quantizer.encode(descended.values, descended.scales)), descended.values
     ), "values lie on the stored grid"
     before = loss(w, descended.values, hessian)
     for group in range(0, groups, max(1, groups // 5)):
         columns = slice(group * (K // groups), (group + 1) * (K // groups))
         for factor in (1.07, 0.93) if name == "fp4" else (1.004, 0.996):
-            size = descended.step.step[:, group]
-            other = rounder.stored(size * factor)
+            size = descended.scales.scale[:, group]
+            other = quantizer.nearest_scale(size * factor)
             values = descended.values.clone()
             values[:, columns] *= (other / size)[:, None]
             assert (loss(w, values, hessian) >= before * (1 - 1e-6)).float().mean() > 0.97
@@ -78,9 +77,9 @@ def test_no_step_that_is_stored_could_be_better(name: str) -> None:
 
 def test_a_batch_is_each_of_its_parts() -> None:
     w, hessian = (torch.stack(parts) for parts in zip(*(problem(seed) for seed in range(3))))
-    together = compensate(w, Curvature.of(hessian, 0.01), ROUNDERS["int4"], Descent(2))
+    together = compensate(w, Curvature.of(hessian, 0.01), QUANTIZERS["int4"], Descent(2))
     for i in range(3):
-        alone = compensate(w[i], Curvature.of(hessian[i], 0.01), ROUNDERS["int4"], Descent(2))
+        alone = compensate(w[i], Curvature.of(hessian[i], 0.01), QUANTIZERS["int4"], Descent(2))
         assert (alone.values - together.values[i]).abs().gt(1e-3).float().mean() < 0.01
         torch.testing.assert_close(alone.loss, together.loss[i], rtol=0.02, atol=0)
 
@@ -92,9 +91,9 @@ def test_rows_that_make_up_for_rows_gain_too(name: str) -> None:
     cost = strong @ strong.t() + 0.05 * torch.eye(len(w))
     inputs, outputs = Curvature.of(hessian, 0.01), Curvature.of(cost, 0.01)
     found = []
-    for descent in (None, Descent(4, fits_steps=True)):
-        values, step = compensate_both(w, inputs, outputs, ROUNDERS[name], descent=descent)
-        torch.testing.assert_close(ROUNDERS[name].snap(values, spread(step)), values)
+    for descent in (None, Descent(4, fits_scales=True)):
+        values, scales = compensate_both(w, inputs, outputs, QUANTIZERS[name], descent=descent)
+        torch.testing.assert_close(QUANTIZERS[name].quantize(values, spread(scales)), values)
         error = (w - values).double()
         found.append(float(((cost.double() @ error) * (error @ hessian.double())).sum()))
     assert found[1] < 0.99 * found[0]
@@ -104,9 +103,9 @@ def test_steps_stay_where_they_are_not_to_be_fitted() -> None:
     w, hessian = problem()
     curvature = Curvature.of(hessian, 0.01)
     first, plain, fitted = (
-        compensate(w, curvature, ROUNDERS["int4-fitted"], one)
-        for one in (None, Descent(4), Descent(4, fits_steps=True))
+        compensate(w, curvature, QUANTIZERS["int4-fitted"], one)
+        for one in (None, Descent(4), Descent(4, fits_scales=True))
     )
-    assert torch.equal(plain.step.step, first.step.step)
-    assert not torch.equal(fitted.step.step, first.step.step)
+    assert torch.equal(plain.scales.scale, first.scales.scale)
+    assert not torch.equal(fitted.scales.scale, first.scales.scale)
     assert fitted.loss.sum() < plain.loss.sum() < first.loss.sum()

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from nearest import quantize_fp4
 
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.e2m1 import E2M1_MAX, decode_e2m1, encode_e2m1, global_scale
-from quantkit.grids.weights import E2M1_VALUES, dequantize
+from quantkit.grids.base import dequantize
+from quantkit.grids.e2m1 import E2M1_MAX, E2M1_VALUES, decode_e2m1, encode_e2m1
+from quantkit.grids.nvfp4 import global_scale
 from quantkit.quant.packing import pack_pairs
 
 

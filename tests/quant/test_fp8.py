@@ -5,7 +5,7 @@ import pytest
 import torch
 from nearest import quantize_fp8_block
 
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import dequantize
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (576, 384), (130, 200), (3, 5)])

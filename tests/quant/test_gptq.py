@@ -3,12 +3,11 @@ rounding on its own loss."""
 
 import pytest
 import torch
-from rounding_problem import ROUNDERS, K, N, problem
+from rounding_problem import QUANTIZERS, K, N, problem
 from torch import Tensor
 
-from quantkit.grids.rounding import IntRounder, RoundingStep, fit_steps, round_to_nearest
-from quantkit.grids.schemes import IntGrid
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import Scales, dequantize, fit_scales, round_to_nearest
+from quantkit.grids.int_groups import IntGrid, IntQuantizer
 from quantkit.quant.block_rounding import GroupScales
 from quantkit.quant.compensation import compensate
 from quantkit.quant.gptq import Curvature, damp_, gptq, reverse_, scaled_losses
@@ -36,12 +35,12 @@ def test_factor_is_upper_and_multiplies_back() -> None:
     torch.testing.assert_close(upper @ upper.t(), hessian, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ROUNDERS)
+@pytest.mark.parametrize("name", QUANTIZERS)
 def test_loss_is_the_trace_and_below_plain_rounding(name: str) -> None:
-    rounder = ROUNDERS[name]
+    quantizer = QUANTIZERS[name]
     w, hessian = problem()
-    result = compensate(w, Curvature.of(hessian, 0.01), rounder)
-    nearest, _ = round_to_nearest(w, rounder)
+    result = compensate(w, Curvature.of(hessian, 0.01), quantizer)
+    nearest, _ = round_to_nearest(w, quantizer)
     torch.testing.assert_close(
         result.loss.double(),
         trace_loss(w, result.values, damped(hessian, 0.01)),
@@ -49,7 +48,7 @@ def test_loss_is_the_trace_and_below_plain_rounding(name: str) -> None:
         atol=1e-6,
     )
     assert result.loss.sum() < 0.8 * trace_loss(w, nearest, damped(hessian, 0.01)).sum()
-    assert torch.equal(dequantize(rounder.weight(result.values, result.step)), result.values), (
+    assert torch.equal(dequantize(quantizer.encode(result.values, result.scales)), result.values), (
         "values lie on the stored grid"
     )
 
@@ -60,25 +59,25 @@ def test_it_is_gptq() -> None:
     w, hessian = problem()
     hessian = damped(hessian, 0.01).double()
     upper = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
-    rounder = IntRounder(IntGrid(8, None, symmetric=True), torch.float32)
-    step = rounder.fit(w)
+    quantizer = IntQuantizer(IntGrid(8, None, symmetric=True), torch.float32)
+    scales = quantizer.fit(w)
     left, values = w.double().clone(), torch.empty(N, K)
     for i in range(K):
-        values[:, i] = rounder.snap(left[:, i].float(), step)
+        values[:, i] = quantizer.quantize(left[:, i].float(), scales)
         left[:, i:] -= ((left[:, i] - values[:, i]) / upper[i, i])[:, None] * upper[i, i:]
-    steps = GroupScales(fit_steps(w, rounder), torch.zeros(K, dtype=torch.int64))
+    steps = GroupScales(fit_scales(w, quantizer), torch.zeros(K, dtype=torch.int64))
     curvature = Curvature(factor(hessian.float()), hessian.diagonal().float(), torch.arange(K))
-    ours, _ = gptq(w.t().contiguous(), curvature, rounder, steps)
+    ours, _ = gptq(w.t().contiguous(), curvature, quantizer, steps)
     different = (ours.t() != values).float().mean()
     assert different < 0.002, "float32 against float64 may tip a few ties"
 
 
 def test_a_batch_is_its_members() -> None:
     w, hessian = problem(batch=(3,))
-    rounder = ROUNDERS["int4"]
-    together = compensate(w, Curvature.of(hessian, 0.01), rounder)
+    quantizer = QUANTIZERS["int4"]
+    together = compensate(w, Curvature.of(hessian, 0.01), quantizer)
     for i in range(3):
-        alone = compensate(w[i], Curvature.of(hessian[i], 0.01), rounder)
+        alone = compensate(w[i], Curvature.of(hessian[i], 0.01), quantizer)
         assert (together.values[i] != alone.values).float().mean() < 0.01
         torch.testing.assert_close(together.loss[i].sum(), alone.loss.sum(), rtol=1e-2, atol=0)
 
@@ -94,12 +93,12 @@ def test_scaled_curvature_is_the_curvature_of_scaled_inputs() -> None:
     torch.testing.assert_close(ours.factor @ ours.factor.t(), expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ROUNDERS)
+@pytest.mark.parametrize("name", QUANTIZERS)
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_losses_of_candidates_are_those_of_compensated_scaled_weights(
     name: str, batch: tuple[int, ...]
 ) -> None:
-    rounder = ROUNDERS[name]
+    quantizer = QUANTIZERS[name]
     w, hessian = problem(batch=batch)
     scale = (
         torch.stack([torch.ones(K), torch.linspace(0.5, 2, K)])
@@ -107,11 +106,11 @@ def test_losses_of_candidates_are_those_of_compensated_scaled_weights(
         .expand(2, *batch, K)
     )
     curvature = Curvature.of(hessian, 0.01)
-    losses = scaled_losses(w, scale, curvature, rounder)
+    losses = scaled_losses(w, scale, curvature, quantizer)
     for s, loss in zip(scale, losses):
         torch.testing.assert_close(
             loss.sum(),
-            compensate(w * s.unsqueeze(-2), curvature.scaled(s), rounder).loss.sum(),
+            compensate(w * s.unsqueeze(-2), curvature.scaled(s), quantizer).loss.sum(),
             rtol=0.01,
             atol=0,
         )
@@ -128,18 +127,19 @@ def test_reversed_in_panels(size: int) -> None:
 def test_channels_go_by_energy_and_keep_the_step_of_their_group(name: str) -> None:
     """Whatever the order, and for every member of a batch its own: codes times the group's step are
     the values."""
-    rounder = ROUNDERS[name]
+    quantizer = QUANTIZERS[name]
     w, hessian = problem(batch=(2,))
     curvature = Curvature.of(hessian, 0.01)
     energy = hessian.diagonal(dim1=-2, dim2=-1).gather(-1, curvature.order)
     assert torch.equal(energy, energy.sort(dim=-1, descending=True).values)
     assert not torch.equal(curvature.order[0], curvature.order[1])
-    result = compensate(w, curvature, rounder)
+    result = compensate(w, curvature, quantizer)
     for i in range(2):
-        stored = rounder.weight(
+        stored = quantizer.encode(
             result.values[i],
-            RoundingStep(
-                result.step.step[i], None if result.step.zero is None else result.step.zero[i]
+            Scales(
+                result.scales.scale[i],
+                None if result.scales.zero_point is None else result.scales.zero_point[i],
             ),
         )
         assert torch.equal(dequantize(stored), result.values[i])
@@ -148,6 +148,6 @@ def test_channels_go_by_energy_and_keep_the_step_of_their_group(name: str) -> No
 def test_a_channel_that_never_fires_is_rounded() -> None:
     w, hessian = problem()
     hessian[5], hessian[:, 5] = 0, 0
-    result = compensate(w, Curvature.of(hessian, 0.01), ROUNDERS["int4"])
+    result = compensate(w, Curvature.of(hessian, 0.01), QUANTIZERS["int4"])
     assert torch.isfinite(result.values).all()
-    assert ((w - result.values)[:, 5].abs() < result.step.step[:, 0]).all()
+    assert ((w - result.values)[:, 5].abs() < result.scales.scale[:, 0]).all()

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from nearest import quantize_int
 
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.integer import int_params, round_int
-from quantkit.grids.schemes import IntGrid
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import dequantize
+from quantkit.grids.int_groups import IntGrid, int_params, round_int
 
 _GRIDS = [
     IntGrid(4, 32, False),

@@ -5,8 +5,7 @@ by it."""
 import pytest
 import torch
 
-from quantkit.grids.rounding import IntRounder
-from quantkit.grids.schemes import IntGrid
+from quantkit.grids.int_groups import IntGrid, IntQuantizer
 from quantkit.quant import tensor_cores
 from quantkit.quant.compensation import compensate, compensate_both
 from quantkit.quant.descent import Descent
@@ -78,12 +77,12 @@ def test_gptq_and_descent_lose_nothing_by_bf16(monkeypatch: pytest.MonkeyPatch) 
     x, y = (one + 4 * torch.randn(one.shape, generator=generator) for one in (x, y))
     inputs, outputs = (Curvature.of(one.t() @ one / len(one), 0.01) for one in (x, y))
     w = torch.randn(384, 384, generator=generator)
-    rounder = IntRounder(IntGrid(4, 128, False), torch.bfloat16, (1.0, 0.95, 0.9))
+    quantizer = IntQuantizer(IntGrid(4, 128, False), torch.bfloat16, (1.0, 0.95, 0.9))
     losses = []
     for has in (False, True):
         monkeypatch.setattr(tensor_cores, "_has_bf16", lambda has=has: has)
-        one = w - compensate(w, inputs, rounder, Descent(2)).values
-        both = w - compensate_both(w, inputs, outputs, rounder, None, Descent(2))[0]
+        one = w - compensate(w, inputs, quantizer, Descent(2)).values
+        both = w - compensate_both(w, inputs, outputs, quantizer, None, Descent(2))[0]
         seen = [(one[:, inputs.order].double() @ inputs.factor.double()).square().sum()]
         error = both[outputs.order][:, inputs.order].double()
         seen.append((outputs.factor.double().t() @ error @ inputs.factor.double()).square().sum())

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from rounding_problem import ROUNDERS, K, N, problem
+from rounding_problem import QUANTIZERS, K, N, problem
 from torch import Tensor
 
-from quantkit.grids.rounding import RoundingStep
+from quantkit.grids.base import Scales
 from quantkit.quant import compensation
 from quantkit.quant.compensation import compensate, compensate_both, sample_output_directions
 from quantkit.quant.gptq import Curvature
@@ -23,26 +23,26 @@ def loss(w: Tensor, values: Tensor, hessian: Tensor, cost: Tensor) -> float:
     return float(((cost.double() @ error) * (error @ hessian.double())).sum())
 
 
-@pytest.mark.parametrize("name", ROUNDERS)
+@pytest.mark.parametrize("name", QUANTIZERS)
 def test_the_two_sided_loss_falls(name: str) -> None:
     w, hessian = problem()
     cost = cost_of_outputs()
     inputs, outputs = Curvature.of(hessian, 0.01), Curvature.of(cost, 0.01)
-    values, step = compensate_both(w, inputs, outputs, ROUNDERS[name])
-    plain = compensate(w, inputs, ROUNDERS[name])
-    assert torch.equal(step.step, plain.step.step)
+    values, scales = compensate_both(w, inputs, outputs, QUANTIZERS[name])
+    plain = compensate(w, inputs, QUANTIZERS[name])
+    assert torch.equal(scales.scale, plain.scales.scale)
     assert loss(w, values, hessian, cost) < 0.6 * loss(w, plain.values, hessian, cost)
     torch.testing.assert_close(
-        ROUNDERS[name].snap(values, spread(step)), values
+        QUANTIZERS[name].quantize(values, spread(scales)), values
     )  # they are on the grid
 
 
-def spread(step: RoundingStep) -> RoundingStep:
+def spread(scales: Scales) -> Scales:
     """Steps [N, G] as [N, K]."""
-    times = K // step.step.shape[-1]
-    return RoundingStep(
-        step.step.repeat_interleave(times, -1),
-        None if step.zero is None else step.zero.repeat_interleave(times, -1),
+    times = K // scales.scale.shape[-1]
+    return Scales(
+        scales.scale.repeat_interleave(times, -1),
+        None if scales.zero_point is None else scales.zero_point.repeat_interleave(times, -1),
     )
 
 
@@ -51,12 +51,12 @@ def test_rows_one_by_one_follow_the_formula(monkeypatch: pytest.MonkeyPatch) -> 
     and P those before."""
     monkeypatch.setattr(compensation, "ROW_BLOCKS", N)
     w, hessian = problem(2)
-    rounder = ROUNDERS["int4"]
+    quantizer = QUANTIZERS["int4"]
     inputs, outputs = Curvature.of(hessian, 0.01), Curvature.of(cost_of_outputs(2), 0.01)
     cost = torch.empty(N, N).double()
     upper = outputs.factor.double()
     cost[outputs.order[:, None], outputs.order] = upper @ upper.t()
-    values, step = compensate_both(w, inputs, outputs, rounder)
+    values, scales = compensate_both(w, inputs, outputs, quantizer)
     for place in (1, N // 2, N - 1):
         before, later = outputs.order[:place], outputs.order[place:]
         error = (w[before] - values[before]).double()
@@ -65,11 +65,13 @@ def test_rows_one_by_one_follow_the_formula(monkeypatch: pytest.MonkeyPatch) -> 
             + torch.linalg.solve(cost[later][:, later], cost[later][:, before]) @ error
         )
         row = outputs.order[place]
-        own = RoundingStep(step.step[row], None if step.zero is None else step.zero[row])
+        own = Scales(
+            scales.scale[row], None if scales.zero_point is None else scales.zero_point[row]
+        )
         assert torch.equal(round_row(best[0].float(), inputs, own), values[row])
 
 
-def round_row(target: Tensor, inputs: Curvature, step: RoundingStep) -> Tensor:
+def round_row(target: Tensor, inputs: Curvature, scales: Scales) -> Tensor:
     """GPTQ of one row [K], column by column, in float64."""
     upper, values = inputs.factor.double(), torch.empty(K)
     missed = torch.zeros(K, dtype=torch.float64)
@@ -78,8 +80,10 @@ def round_row(target: Tensor, inputs: Curvature, step: RoundingStep) -> Tensor:
             target[channel].double() + missed[:place] @ upper[:place, place] / upper[place, place]
         )
         group = channel // 128
-        own = RoundingStep(step.step[group], None if step.zero is None else step.zero[group])
-        values[channel] = ROUNDERS["int4"].snap(best.float(), own)
+        own = Scales(
+            scales.scale[group], None if scales.zero_point is None else scales.zero_point[group]
+        )
+        values[channel] = QUANTIZERS["int4"].quantize(best.float(), own)
         missed[place] = target[channel].double() - values[channel].double()
     return values
 
@@ -88,17 +92,19 @@ def test_outputs_that_do_not_meet_are_rounded_as_without() -> None:
     w, hessian = problem(3)
     inputs = Curvature.of(hessian, 0.01)
     outputs = Curvature.of(torch.diag(torch.rand(N) + 0.1), 0.01)
-    values, _ = compensate_both(w, inputs, outputs, ROUNDERS["int4"])
-    same = (values == compensate(w, inputs, ROUNDERS["int4"]).values).float().mean()
+    values, _ = compensate_both(w, inputs, outputs, QUANTIZERS["int4"])
+    same = (values == compensate(w, inputs, QUANTIZERS["int4"]).values).float().mean()
     assert same == 1
 
 
 def test_a_batch_is_its_members() -> None:
     w, hessian = problem(4, (3,))
     outputs = Curvature.of(cost_of_outputs(4), 0.01)
-    values, _ = compensate_both(w, Curvature.of(hessian, 0.01), outputs, ROUNDERS["int4"])
+    values, _ = compensate_both(w, Curvature.of(hessian, 0.01), outputs, QUANTIZERS["int4"])
     for i in range(3):
-        alone, _ = compensate_both(w[i], Curvature.of(hessian[i], 0.01), outputs, ROUNDERS["int4"])
+        alone, _ = compensate_both(
+            w[i], Curvature.of(hessian[i], 0.01), outputs, QUANTIZERS["int4"]
+        )
         assert (
             values[i] == alone
         ).float().mean() > 0.99  # sums in another order may round a tie the other way
@@ -117,20 +123,20 @@ def test_parts_that_cost_nothing_together_are_rounded_as_if_alone() -> None:
     inputs, half = Curvature.of(hessian, 0.01), N // 2
     costs = torch.stack([cost_of_outputs(seed)[:half, :half] for seed in (6, 7)])
     outputs = Curvature.of(costs, 0.01)
-    values, step = compensate_both(w, inputs, outputs, ROUNDERS["int4"])
+    values, scales = compensate_both(w, inputs, outputs, QUANTIZERS["int4"])
     judge = sample_output_directions(outputs, N)
     torch.testing.assert_close(judge @ judge.t(), torch.block_diag(*costs), rtol=0.1, atol=0.02)
     for part, cost in enumerate(costs):
         own = slice(part * half, (part + 1) * half)
-        alone, alone_step = compensate_both(
-            w[own], inputs, Curvature.of(cost, 0.01), ROUNDERS["int4"]
+        alone, alone_scales = compensate_both(
+            w[own], inputs, Curvature.of(cost, 0.01), QUANTIZERS["int4"]
         )
-        assert torch.equal(step.step[own], alone_step.step)
+        assert torch.equal(scales.scale[own], alone_scales.scale)
         assert (
             values[own] == alone
         ).float().mean() > 0.99  # sums in another order may round a tie the other way
         assert loss(w[own], values[own], hessian, cost) < 0.7 * loss(
-            w[own], compensate(w[own], inputs, ROUNDERS["int4"]).values, hessian, cost
+            w[own], compensate(w[own], inputs, QUANTIZERS["int4"]).values, hessian, cost
         )
 
 
@@ -140,7 +146,7 @@ def test_few_rows_at_a_time_are_rows_of_every_part() -> None:
         torch.stack([cost_of_outputs(seed)[: N // 2, : N // 2] for seed in (8, 9)]), 0.01
     )
     inputs = Curvature.of(hessian, 0.01)
-    few, _ = compensate_both(w, inputs, outputs, ROUNDERS["int4"], most_rows=3)
+    few, _ = compensate_both(w, inputs, outputs, QUANTIZERS["int4"], most_rows=3)
     cost = torch.block_diag(*(cost_of_outputs(seed)[: N // 2, : N // 2] for seed in (8, 9)))
-    plain = compensate(w, inputs, ROUNDERS["int4"]).values
+    plain = compensate(w, inputs, QUANTIZERS["int4"]).values
     assert loss(w, few, hessian, cost) < 0.7 * loss(w, plain, hessian, cost)

@@ -4,16 +4,11 @@ import golden
 import pytest
 import torch
 
-from quantkit.grids.weights import (
-    E2M1_VALUES,
-    Fp4Weight,
-    Fp8BlockWeight,
-    IntWeight,
-    decode_e2m1,
-    dequantize,
-    divide_rows,
-    dividing_powers,
-)
+from quantkit.grids.base import dequantize
+from quantkit.grids.e2m1 import E2M1_VALUES, decode_e2m1
+from quantkit.grids.fp8_block import Fp8BlockWeight
+from quantkit.grids.int_groups import IntWeight
+from quantkit.grids.nvfp4 import Nvfp4Weight
 
 
 def test_int_weight_is_codes_less_zero_point_times_scale() -> None:
@@ -40,7 +35,7 @@ def test_fp4_weight_has_two_levels_of_scale() -> None:
     expected = [value * 2.0 * 0.25 for value in E2M1_VALUES] + [
         value * 0.5 * 0.25 for value in E2M1_VALUES
     ]
-    assert dequantize(Fp4Weight(codes, scale, torch.tensor(0.25))).flatten().tolist() == expected
+    assert dequantize(Nvfp4Weight(codes, scale, torch.tensor(0.25))).flatten().tolist() == expected
 
 
 def test_e2m1_table() -> None:
@@ -78,7 +73,7 @@ def test_dequantize_rounds_once_and_leaves_the_weight_alone() -> None:
         lambda: IntWeight(
             torch.zeros(2, 4, dtype=torch.int8), torch.ones(2, 1).half(), None, bits=4
         ),
-        lambda: Fp4Weight(
+        lambda: Nvfp4Weight(
             torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 1), torch.tensor(1.0)
         ),
         lambda: Fp8BlockWeight(torch.zeros(200, 4).to(torch.float8_e4m3fn), torch.ones(1, 1)),
@@ -100,7 +95,7 @@ def test_rows_are_divided_by_powers_of_two_without_touching_a_code(dtype: torch.
 
 def test_fp4_rows_are_divided_within_the_range_of_their_scales() -> None:
     scale = torch.tensor([[448.0, 2.0], [1.5, 0.01], [4.0, 8.0]]).to(torch.float8_e4m3fn)
-    weight = Fp4Weight(
+    weight = Nvfp4Weight(
         torch.arange(96, dtype=torch.uint8).remainder(16).reshape(3, 32), scale, torch.tensor(0.25)
     )
     least, largest = _check_division(weight, torch.float8_e4m3fn)
@@ -108,11 +103,11 @@ def test_fp4_rows_are_divided_within_the_range_of_their_scales() -> None:
 
 
 def _check_division(
-    weight: IntWeight | Fp4Weight, dtype: torch.dtype
+    weight: IntWeight | Nvfp4Weight, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    least, largest = dividing_powers(weight, dtype)
+    least, largest = weight.divisor_range(dtype)
     for divisor in (least, largest):
-        divided = divide_rows(weight, divisor, dtype)
+        divided = weight.divide_rows(divisor, dtype)
         assert torch.equal(divided.codes, weight.codes)
         assert torch.equal(dequantize(divided), dequantize(weight) / divisor[:, None])
         assert torch.equal(divided.scale.to(dtype).float(), divided.scale.float())

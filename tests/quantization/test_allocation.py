@@ -5,10 +5,11 @@ import random
 
 import pytest
 
-from quantkit.grids.schemes import Fp4Grid, IntGrid
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.quantization.allocation import Allocator, Option
 
-GRIDS = (IntGrid(4, 128, symmetric=False), Fp4Grid(), IntGrid(8, None, symmetric=True), None)
+GRIDS = (IntGrid(4, 128, symmetric=False), Nvfp4Grid(), IntGrid(8, None, symmetric=True), None)
 
 
 def instance(seed: int, count: int = 5) -> dict[str, list[Option]]:

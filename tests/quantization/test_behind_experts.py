@@ -13,8 +13,8 @@ from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
+from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
-from quantkit.grids.weights import dequantize
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.quantization import quantize

@@ -21,7 +21,10 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Event, Note, Progress
 from quantkit.engines.check import check_checkpoint
-from quantkit.grids.schemes import Fp4Grid, Fp8BlockGrid, IntGrid, find_scheme
+from quantkit.grids.fp8_block import Fp8BlockGrid
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.nvfp4 import Nvfp4Grid
+from quantkit.grids.schemes import find_scheme
 from quantkit.models.stored_parameters import read_model
 from quantkit.planning.plan import plan
 from quantkit.quantization import QuantizationReport, quantize
@@ -94,7 +97,7 @@ def test_the_output_is_what_was_chosen(
     assert grids <= {
         W4,
         IntGrid(4, 32, symmetric=False),
-        Fp4Grid(),
+        Nvfp4Grid(),
         IntGrid(8, None, symmetric=True),
         Fp8BlockGrid(),
     }
@@ -175,7 +178,7 @@ def measure_alone(checkpoint: Checkpoint, options: GridOptions) -> dict[str, flo
     """KL of the whole model with one choice rounded to nearest, by choice."""
     from quantkit.calibrate.linear_solver import SolverTable
     from quantkit.executor.weights.weights import ExecutorWeights
-    from quantkit.grids.weights import dequantize
+    from quantkit.grids.base import dequantize
     from quantkit.models.context import CausalContext
 
     read = read_model(checkpoint)

@@ -21,8 +21,11 @@ from quantkit.common.progress import Event, Progress
 from quantkit.engines.check import check_checkpoint
 from quantkit.engines.profiles import engine_names, find_engine
 from quantkit.executor.weights.load import load_model
-from quantkit.grids.schemes import Fp4Grid, Fp8BlockGrid, IntGrid, find_scheme
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import dequantize
+from quantkit.grids.fp8_block import Fp8BlockGrid
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.nvfp4 import Nvfp4Grid
+from quantkit.grids.schemes import find_scheme
 from quantkit.models.context import CausalContext
 from quantkit.models.stored_parameters import read_model
 from quantkit.planning.plan import plan
@@ -236,10 +239,10 @@ def test_kept_experts_of_a_plain_model_are_the_sources_but_for_the_scale(
     ("scheme", "engine", "grids"),
     [
         ("awq-w4a16", "vllm", {IntGrid(4, 128, symmetric=False), Fp8BlockGrid()}),
-        ("fp4-w4a16", "vllm", {Fp4Grid(), Fp8BlockGrid()}),
+        ("fp4-w4a16", "vllm", {Nvfp4Grid(), Fp8BlockGrid()}),
         ("awq-w4a16", "vllm-ascend", {IntGrid(4, 128, symmetric=True), INT8}),
         ("int4-w4a8", "vllm-ascend", {IntGrid(4, None, symmetric=True), INT8}),
-        ("fp4-w4a16", "chitu", {Fp4Grid()}),
+        ("fp4-w4a16", "chitu", {Nvfp4Grid()}),
     ],
 )
 def test_the_rest_of_experts_only_is_what_the_engine_takes(

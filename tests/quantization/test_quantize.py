@@ -22,8 +22,9 @@ from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Event, Note, Progress
 from quantkit.evaluation.distance.traced import Watched
 from quantkit.executor.weights.load import load_model
-from quantkit.grids.schemes import SCHEMES, IntGrid, find_scheme
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import dequantize
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.schemes import SCHEMES, find_scheme
 from quantkit.models import deepseek_v3
 from quantkit.models.table import ScaleGroup
 from quantkit.quantization import QuantizationReport, quantize

@@ -26,8 +26,8 @@ from quantkit.evaluation.distance.perplexity import measure
 from quantkit.executor.hf_engine import open_engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.sampling.params import SamplingParams
+from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
-from quantkit.grids.weights import dequantize
 from quantkit.models.hf_traced.architecture import TracedArchitecture
 from quantkit.quantization.convert import convert
 from quantkit.quantization.run import QuantizationReport, quantize

@@ -24,8 +24,9 @@ from quantkit.checkpoint.formats import (
 from quantkit.checkpoint.formats.base import HEAD, Format
 from quantkit.checkpoint.formats.declared import DeclaredFormat, Description, Placed
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.schemes import Fp4Grid, IntGrid, Mxfp4Grid
-from quantkit.grids.weights import FP4_GROUP, MX_GROUP
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.mxfp4 import MX_GROUP, Mxfp4Grid
+from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Grid
 
 _PACKED: dict[str, Format] = {
     "auto_gptq": gptq.FORMATS[0],
@@ -36,7 +37,7 @@ _FP8_CHANNEL, _FP8_TENSOR = fp8.ModelOptFp8(fp8.CHANNEL), fp8.ModelOptFp8(fp8.TE
 _MXFP8 = fp8.CompressedMxfp8(fp8.MX)
 _FLOATS: dict[tuple[Any, ...], DeclaredFormat] = {
     ("mx_fp", 4, MX_GROUP): DeclaredFormat(compressed_mxfp4.FORMAT, Mxfp4Grid()),
-    ("nv_fp", 4, FP4_GROUP): DeclaredFormat(compressed_fp4.FORMAT, Fp4Grid()),
+    ("nv_fp", 4, FP4_GROUP): DeclaredFormat(compressed_fp4.FORMAT, Nvfp4Grid()),
     ("mx_fp", 8, MX_GROUP): DeclaredFormat(_MXFP8, None),
     ("int", 8, -1): DeclaredFormat(compressed_int8.FORMAT, compressed_int8.GRID),
     ("fp", 8, -1): DeclaredFormat(_FP8_CHANNEL, None),

@@ -28,8 +28,8 @@ from quantkit.checkpoint.formats.base import (
 )
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.schemes import Grid, IntGrid
-from quantkit.grids.weights import IntWeight, Weight
+from quantkit.grids.base import Grid, Weight
+from quantkit.grids.int_groups import IntGrid, IntWeight
 from quantkit.quant.packing import from_offset, pack_awq, to_offset, unpack_awq
 
 # Engines take an entry as a substring of the module name, so "mlp.gate" would also skip
@@ -79,12 +79,12 @@ class Awq(Format):
     own_suffixes = (".qweight", ".qzeros", ".scales")
 
     def holds(self, grid: Grid) -> bool:
-        return isinstance(grid, IntGrid) and (grid.bits, grid.activation_bits) == (4, 16)
+        return (grid.kind, grid.activation_bits) == ("int4", 16)
 
     def parts(
         self, module: str, shape: tuple[int, int], grid: Grid | None
     ) -> tuple[StoredPart, ...]:
-        assert isinstance(grid, IntGrid), grid
+        assert grid is not None, module
         rows, columns = shape
         require_multiple(module, "outputs", rows, 8)
         count = groups(module, columns, grid)
@@ -104,7 +104,7 @@ class Awq(Format):
         return (words * 8, columns), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        assert isinstance(weight, IntWeight), type(weight)
+        weight = IntWeight.of(weight)
         zero_point = (
             torch.zeros_like(weight.scale, dtype=torch.int8)
             if weight.zero_point is None
@@ -159,7 +159,7 @@ class Awq(Format):
     def config_block(
         self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
     ) -> dict[str, Any]:
-        assert isinstance(grid, IntGrid), grid
+        assert grid is not None
         return {
             "quant_method": "awq",
             "bits": 4,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.schemes import CacheCodes, Grid, IntGrid
-from quantkit.grids.weights import Weight
+from quantkit.grids.base import Grid, Weight
+from quantkit.grids.names import CacheCodes
 
 # JSON files beside config.json that say how a checkpoint is quantized.
 SLIM_FILES = (
@@ -250,7 +250,7 @@ def stored_scale(module: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return stored
 
 
-def groups(module: str, columns: int, grid: IntGrid) -> int:
+def groups(module: str, columns: int, grid: Grid) -> int:
     """Number of scale groups along K."""
     size = grid.group_size or columns
     require_multiple(module, "input channels", columns, size)

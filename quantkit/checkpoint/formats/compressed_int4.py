@@ -26,8 +26,8 @@ from quantkit.checkpoint.formats.base import (
     stored_scale,
 )
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.grids.schemes import Grid, IntGrid
-from quantkit.grids.weights import IntWeight, Weight
+from quantkit.grids.base import Grid, Weight
+from quantkit.grids.int_groups import IntGrid, IntWeight
 from quantkit.quant.packing import (
     from_offset,
     pack_bytes,
@@ -52,12 +52,12 @@ class CompressedInt4(Format):
         return 32 // self.bits
 
     def holds(self, grid: Grid) -> bool:
-        return isinstance(grid, IntGrid) and grid.bits == self.bits and grid.activation_bits == 16
+        return grid.kind == f"int{self.bits}" and grid.activation_bits == 16
 
     def parts(
         self, module: str, shape: tuple[int, int], grid: Grid | None
     ) -> tuple[StoredPart, ...]:
-        assert isinstance(grid, IntGrid), grid
+        assert grid is not None
         rows, columns = shape
         require_multiple(module, "input channels", columns, self.per_word)
         count = groups(module, columns, grid)
@@ -95,7 +95,7 @@ class CompressedInt4(Format):
         return (rows, words * self.per_word), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        assert isinstance(weight, IntWeight), type(weight)
+        weight = IntWeight.of(weight)
         tensors = {
             f"{module}.weight_packed": self.words(weight.codes),
             f"{module}.weight_scale": stored_scale(module, weight.scale, self.scale_dtype),
@@ -155,7 +155,7 @@ class CompressedInt4(Format):
     def config_block(
         self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
     ) -> dict[str, Any]:
-        assert isinstance(grid, IntGrid), grid
+        assert grid is not None
         strategy: dict[str, Any] = (
             {"strategy": "group", "group_size": grid.group_size}
             if grid.group_size
@@ -176,11 +176,7 @@ class _Int8Inputs(CompressedInt4):
     activation_bits = 8
 
     def holds(self, grid: Grid) -> bool:
-        return isinstance(grid, IntGrid) and (grid.bits, grid.symmetric, grid.activation_bits) == (
-            4,
-            True,
-            8,
-        )
+        return (grid.kind, grid.symmetric, grid.activation_bits) == ("int4", True, 8)
 
 
 class _Fp16Scales(CompressedInt4):

@@ -28,8 +28,8 @@ from quantkit.checkpoint.formats.base import (
     stored_scale,
 )
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.grids.schemes import Grid, IntGrid
-from quantkit.grids.weights import IntWeight, Weight
+from quantkit.grids.base import Grid, Weight
+from quantkit.grids.int_groups import IntGrid, IntWeight
 
 GRID = IntGrid(bits=8, group_size=None, symmetric=True)
 
@@ -66,7 +66,7 @@ class CompressedInt8(Format):
         return (rows, columns), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        assert isinstance(weight, IntWeight), type(weight)
+        weight = IntWeight.of(weight)
         return {
             f"{module}.weight": weight.codes,
             f"{module}.weight_scale": stored_scale(module, weight.scale, self.scale_dtype),
@@ -134,7 +134,7 @@ class CompressedInts(CompressedInt8):
     def parts(
         self, module: str, shape: tuple[int, int], grid: Grid | None
     ) -> tuple[StoredPart, ...]:
-        assert isinstance(grid, IntGrid), grid
+        assert grid is not None
         codes = StoredPart(".weight", (torch.int8,), shape, axes=CODES)
         if self.per_tensor:
             return codes, StoredPart(".weight_scale", FLOAT_DTYPES, (1,))

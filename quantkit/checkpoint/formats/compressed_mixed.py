@@ -33,15 +33,15 @@ from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Format, Stored
 from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat, Placed
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.schemes import Fp8BlockGrid, Grid
-from quantkit.grids.weights import FP8_BLOCK, Fp4Weight, Fp8BlockWeight, IntWeight, Weight
+from quantkit.grids.base import Grid, QuantizedWeight, Weight
+from quantkit.grids.fp8_block import FP8_BLOCK, Fp8BlockGrid
 
 
 class _Fp8Blocks(fp8.CompressedFp8):
     """float-quantized with blocks of 128 x 128, written too."""
 
     def holds(self, grid: Grid) -> bool:
-        return isinstance(grid, Fp8BlockGrid)
+        return grid == Fp8BlockGrid()
 
     def parts(
         self, module: str, shape: tuple[int, int], grid: Grid | None
@@ -140,7 +140,7 @@ class CompressedMixed(Format):
         raise AssertionError(f"{self.name} {self.variant} is read by its description")
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        return _member_of(weight).pack(module, weight)
+        return _member(QuantizedWeight.of(weight).grid).pack(module, weight)
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
         specs = [
@@ -189,18 +189,6 @@ class CompressedMixed(Format):
 
 def _member(grid: Grid) -> Format:
     return next(member for member in _MEMBERS if member.holds(grid))
-
-
-def _member_of(weight: Weight) -> Format:
-    match weight:
-        case Fp8BlockWeight():
-            return _FP8
-        case Fp4Weight(input_divisor=divisor):
-            return compressed_fp4.FORMAT if divisor is None else compressed_fp4.W4A4
-        case IntWeight(bits=8):
-            return compressed_int8.FORMAT
-    assert isinstance(weight, IntWeight), type(weight)
-    return compressed_int4.FORMAT
 
 
 def _placed(config: Mapping[str, Any]) -> Placed:

@@ -14,8 +14,8 @@ from quantkit.checkpoint.formats import compressed
 from quantkit.checkpoint.formats.base import Along, Format, StoredPart, require_multiple
 from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.grids.schemes import Grid, Mxfp4Grid
-from quantkit.grids.weights import MX_GROUP, Mxfp4Weight, Weight
+from quantkit.grids.base import Grid, Weight
+from quantkit.grids.mxfp4 import MX_GROUP, Mxfp4Grid, Mxfp4Weight
 from quantkit.quant.packing import pack_pairs, unpack_pairs
 
 GROUP_EXPONENTS: tuple[Along, ...] = (("N", 1), ("K", MX_GROUP))
@@ -30,7 +30,7 @@ class CompressedMxfp4(Format):
     own_suffixes = (".weight_packed", ".weight_scale")
 
     def holds(self, grid: Grid) -> bool:
-        return isinstance(grid, Mxfp4Grid)
+        return grid == Mxfp4Grid()
 
     def parts(
         self, module: str, shape: tuple[int, int], grid: Grid | None
@@ -54,7 +54,7 @@ class CompressedMxfp4(Format):
         return (rows, pairs * 2), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        assert isinstance(weight, Mxfp4Weight), type(weight)
+        weight = Mxfp4Weight.of(weight)
         return {
             f"{module}.weight_packed": pack_pairs(weight.codes),
             f"{module}.weight_scale": weight.exponent,

@@ -17,8 +17,8 @@ from torch import Tensor
 from quantkit.checkpoint.formats.base import Format, StoredPart
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.schemes import CacheCodes, Grid, grid_label
-from quantkit.grids.weights import Weight
+from quantkit.grids.base import Grid, Weight, grid_label
+from quantkit.grids.names import CacheCodes
 
 
 @dataclass(frozen=True)

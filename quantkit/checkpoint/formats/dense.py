@@ -16,8 +16,7 @@ from quantkit.checkpoint.formats.base import (
     is_cache_alone,
 )
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.grids.schemes import Grid
-from quantkit.grids.weights import Weight
+from quantkit.grids.base import Grid, Weight
 
 
 class DenseFormat(Format):

@@ -18,8 +18,9 @@ from torch import Tensor
 from quantkit.checkpoint.formats import compressed, modelopt
 from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Along, Format, StoredPart
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.grids.schemes import Grid
-from quantkit.grids.weights import FP8_BLOCK, MX_GROUP, Fp8BlockWeight, Weight, decode_e8m0
+from quantkit.grids.base import Grid, Weight
+from quantkit.grids.fp8_block import FP8_BLOCK, Fp8BlockWeight
+from quantkit.grids.mxfp4 import MX_GROUP, decode_e8m0
 
 
 class Fp8Layout(NamedTuple):
@@ -81,7 +82,7 @@ class Fp8(Format):
         return (rows, columns), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        assert isinstance(weight, Fp8BlockWeight), type(weight)
+        weight = Fp8BlockWeight.of(weight)
         scale = (
             weight.scale[:, 0] if self.layout == CHANNEL and self.flat_channels else weight.scale
         )

@@ -15,8 +15,8 @@ from torch import Tensor
 from quantkit.checkpoint.formats.base import CODES, Format, StoredPart
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.schemes import Grid
-from quantkit.grids.weights import FP8_BLOCK, Fp8BlockWeight, Weight
+from quantkit.grids.base import Grid, Weight
+from quantkit.grids.fp8_block import FP8_BLOCK, Fp8BlockWeight
 
 _BLOCK_SIZE = [FP8_BLOCK, FP8_BLOCK]
 _SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
@@ -53,7 +53,7 @@ class Fp8Block(Format):
         return (rows, columns), None
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        assert isinstance(weight, Fp8BlockWeight), type(weight)
+        weight = Fp8BlockWeight.of(weight)
         return {f"{module}.weight": weight.codes, f"{module}.weight_scale_inv": weight.scale}
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:

@@ -18,8 +18,8 @@ from quantkit.checkpoint.formats.compressed_mxfp4 import GROUP_EXPONENTS
 from quantkit.checkpoint.formats.fp8_block import Fp8Block
 from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.grids.schemes import Grid, Mxfp4Grid
-from quantkit.grids.weights import MX_GROUP, Mxfp4Weight, Weight
+from quantkit.grids.base import Grid, QuantizedWeight, Weight
+from quantkit.grids.mxfp4 import MX_GROUP, Mxfp4Grid, Mxfp4Weight
 from quantkit.quant.packing import pack_pairs, unpack_pairs
 
 
@@ -31,7 +31,7 @@ class Fp8BlockFp4(Fp8Block):
     def parts(
         self, module: str, shape: tuple[int, int], grid: Grid | None
     ) -> tuple[StoredPart, ...]:
-        if not isinstance(grid, Mxfp4Grid):
+        if grid != Mxfp4Grid():
             return super().parts(module, shape, grid)
         rows, columns = shape
         require_multiple(module, "input channels", columns, MX_GROUP)
@@ -60,8 +60,9 @@ class Fp8BlockFp4(Fp8Block):
         )
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        if not isinstance(weight, Mxfp4Weight):
+        if QuantizedWeight.of(weight).grid != Mxfp4Grid():
             return super().pack(module, weight)
+        weight = Mxfp4Weight.of(weight)
         scale = weight.exponent.view(torch.float8_e8m0fnu)
         return {
             f"{module}.weight": pack_pairs(weight.codes).view(torch.int8),

@@ -30,8 +30,8 @@ from quantkit.checkpoint.formats.base import (
 from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.schemes import Grid, IntGrid
-from quantkit.grids.weights import IntWeight, Weight
+from quantkit.grids.base import Grid, Weight
+from quantkit.grids.int_groups import IntGrid, IntWeight
 from quantkit.quant.packing import pack_words, unpack_words
 
 _METHOD, _FIRST, _SECOND = "gptq", "gptq", "gptq_v2"
@@ -54,17 +54,12 @@ class Gptq(Format):
         self.first = checkpoint_format == _FIRST
 
     def holds(self, grid: Grid) -> bool:
-        return (
-            isinstance(grid, IntGrid)
-            and grid.bits in _BITS
-            and grid.activation_bits == 16
-            and not self.desc_act
-        )
+        return grid.is_integer and grid.activation_bits == 16 and not self.desc_act
 
     def parts(
         self, module: str, shape: tuple[int, int], grid: Grid | None
     ) -> tuple[StoredPart, ...]:
-        assert isinstance(grid, IntGrid), grid
+        assert grid is not None
         (rows, columns), per_word = shape, 32 // grid.bits
         require_multiple(module, "outputs", rows, per_word)
         require_multiple(module, "input channels", columns, per_word)
@@ -94,11 +89,11 @@ class Gptq(Format):
         self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
     ) -> tuple[tuple[int, int], Grid | None]:
         words, rows = tensors[f"{module}.qweight"].shape
-        bits = grid.bits if isinstance(grid, IntGrid) else 4
+        bits = 4 if grid is None else grid.bits
         return (rows, words * (32 // bits)), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        assert isinstance(weight, IntWeight), type(weight)
+        weight = IntWeight.of(weight)
         zero_point = (
             torch.zeros_like(weight.scale, dtype=torch.int8)
             if weight.zero_point is None
@@ -209,7 +204,7 @@ class Gptq(Format):
     def config_block(
         self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
     ) -> dict[str, Any]:
-        assert isinstance(grid, IntGrid), grid
+        assert grid is not None
         linears = [module for module in plain_linears(plain, quantized) if module != HEAD]
         return {
             "quant_method": _METHOD,

@@ -25,8 +25,8 @@ from quantkit.checkpoint.formats.base import IgnoreSpelling, StoredPart, ignore_
 from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, GROUP_SCALES, Nvfp4, code_shapes, is_nvfp4
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.schemes import Grid
-from quantkit.grids.weights import FP4_GROUP, Fp4Weight, Weight
+from quantkit.grids.base import Grid, Weight
+from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Weight
 from quantkit.quant.packing import pack_pairs, unpack_pairs
 
 _MTP_HEAD = "shared_head.head"
@@ -67,7 +67,7 @@ class ModelOpt(Nvfp4):
         )
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        assert isinstance(weight, Fp4Weight), type(weight)
+        weight = Nvfp4Weight.of(weight)
         tensors = {
             f"{module}.weight": pack_pairs(weight.codes),
             f"{module}.weight_scale": weight.scale,
@@ -79,7 +79,7 @@ class ModelOpt(Nvfp4):
         return tensors
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
-        return Fp4Weight(
+        return Nvfp4Weight(
             codes=unpack_pairs(tensors[f"{module}.weight"]),
             scale=tensors[f"{module}.weight_scale"].view(torch.float8_e4m3fn),
             global_scale=tensors[f"{module}.weight_scale_2"].reshape(()),

@@ -12,10 +12,10 @@ from quantkit.checkpoint.formats import fp8, modelopt
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.formats.declared import DeclaredFormat, Description, Placed
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.schemes import Fp4Grid
-from quantkit.grids.weights import FP4_GROUP, MX_GROUP
+from quantkit.grids.mxfp4 import MX_GROUP
+from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Grid
 
-_NVFP4 = DeclaredFormat(modelopt.FORMAT, Fp4Grid())
+_NVFP4 = DeclaredFormat(modelopt.FORMAT, Nvfp4Grid())
 _ALGORITHMS: dict[str, DeclaredFormat] = {
     "NVFP4": _NVFP4,
     "W4A16_NVFP4": _NVFP4,

@@ -33,8 +33,9 @@ from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat, Place
 from quantkit.checkpoint.formats.modelslim_kinds import SLICES, SlimLinear, bias_slices
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.schemes import CacheCodes, Grid, IntGrid
-from quantkit.grids.weights import IntWeight, Weight
+from quantkit.grids.base import Grid, Weight
+from quantkit.grids.int_groups import IntGrid, IntWeight
+from quantkit.grids.names import CacheCodes
 from quantkit.quant.packing import (
     from_twos_complement,
     pack_pairs,
@@ -132,7 +133,7 @@ class ModelSlim(Format):
         )
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        assert isinstance(weight, IntWeight), type(weight)
+        weight = IntWeight.of(weight)
         assert weight.zero_point is None, f"{module} is asymmetric"
         tensors = {
             f"{module}.weight": weight.codes,

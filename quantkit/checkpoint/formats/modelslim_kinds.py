@@ -29,8 +29,8 @@ from quantkit.checkpoint.formats.base import (
 from quantkit.checkpoint.formats.declared import ReadOnly
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.schemes import Grid, IntGrid
-from quantkit.grids.weights import IntWeight, Weight
+from quantkit.grids.base import Grid, Weight
+from quantkit.grids.int_groups import IntGrid, IntWeight
 from quantkit.quant.packing import from_twos_complement, unpack_pairs
 
 Packed = Literal["", "N", "K"]
@@ -95,7 +95,7 @@ class SlimLinear(ReadOnly):
     def parts(
         self, module: str, shape: tuple[int, int], grid: Grid | None
     ) -> tuple[StoredPart, ...]:
-        assert isinstance(grid, IntGrid), grid
+        assert grid is not None
         rows, columns = shape
         stored = (
             rows // (2 if self.packed == "N" else 1),

@@ -18,8 +18,8 @@ from quantkit.checkpoint.formats.base import Format, StoredPart, require_multipl
 from quantkit.checkpoint.formats.compressed_mxfp4 import GROUP_EXPONENTS
 from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.grids.schemes import Grid, Mxfp4Grid
-from quantkit.grids.weights import MX_GROUP, Mxfp4Weight, Weight
+from quantkit.grids.base import Grid, Weight
+from quantkit.grids.mxfp4 import MX_GROUP, Mxfp4Grid, Mxfp4Weight
 from quantkit.quant.packing import pack_pairs, unpack_pairs
 
 
@@ -57,7 +57,7 @@ class Mxfp4(Format):
         return (rows, pairs * 2), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        assert isinstance(weight, Mxfp4Weight), type(weight)
+        weight = Mxfp4Weight.of(weight)
         return {f"{module}.blocks": pack_pairs(weight.codes), f"{module}.scales": weight.exponent}
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:

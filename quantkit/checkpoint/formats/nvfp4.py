@@ -8,8 +8,8 @@ import torch
 
 from quantkit.checkpoint.formats.base import Along, Format, require_multiple
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.grids.schemes import Fp4Grid, Grid
-from quantkit.grids.weights import FP4_GROUP
+from quantkit.grids.base import Grid
+from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Grid
 
 CODE_PAIRS: tuple[Along, ...] = (("N", 1), ("K", 2))
 GROUP_SCALES: tuple[Along, ...] = (("N", 1), ("K", FP4_GROUP))
@@ -31,8 +31,8 @@ class Nvfp4(Format):
         return self.activation_bits == 4
 
     @property
-    def own_grid(self) -> Fp4Grid:
-        return Fp4Grid(activation_bits=self.activation_bits)
+    def own_grid(self) -> Nvfp4Grid:
+        return Nvfp4Grid(activation_bits=self.activation_bits)
 
     def holds(self, grid: Grid) -> bool:
         return grid == self.own_grid

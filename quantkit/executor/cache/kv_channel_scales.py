@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import dequantize
 from quantkit.models import deepseek_v3, gqa
 from quantkit.models.cache_scales import divide_gains, power_of_two_ratios
 from quantkit.models.decoder import DecoderLayer

@@ -35,7 +35,6 @@ from quantkit.executor.ranks.parallel import SINGLE, Parallel, check_ranks
 from quantkit.executor.weights.split import share_range
 from quantkit.executor.weights.tp_checks import check_shares
 from quantkit.executor.weights.weights import ExecutorWeights
-from quantkit.grids.schemes import IntGrid
 from quantkit.models.architecture import (
     CompressedCache,
     KeyValueCache,
@@ -225,7 +224,7 @@ def open_model(
     with asked(backend):
         codes = check_cache_dtype(cache, target)
     compute = find_dtype(
-        dtype, target, isinstance(checkpoint.grid, IntGrid) and checkpoint.grid.bits == 4
+        dtype, target, checkpoint.grid is not None and checkpoint.grid.kind == "int4"
     )
     check_shares(checkpoint, read.config, read.rows, tp, dp)
     _check_sparse(read.config, target)

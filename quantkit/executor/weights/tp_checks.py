@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import UsageError
 from quantkit.executor.ranks.expert_parallel import check_experts
-from quantkit.executor.weights.split import check_inputs, share_range
+from quantkit.executor.weights.split import share_range
 from quantkit.models.architecture import CompressedCache, KeyValueCache, ModelConfig
 from quantkit.models.table import Parameter
 
@@ -30,7 +30,8 @@ def check_shares(
         elif row.split == "row" and len(row.shape) > 1:
             width = share_range(row.shape[1], "input features", row.module, 0, tp)[1]
             linear = checkpoint.linears.get(row.module)
-            check_inputs(row.module, None if linear is None else linear.grid, width)
+            if linear is not None and linear.grid is not None:
+                linear.grid.check_inputs(row.module, width)
 
 
 def _check_counts(config: ModelConfig, tp: int) -> None:

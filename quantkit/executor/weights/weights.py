@@ -21,7 +21,7 @@ import quantkit_kernels as kernels
 import torch
 from quantkit_kernels import backends
 from quantkit_kernels.linear import rounds_inputs
-from quantkit_kernels.weights import kind, same_inputs, shape, stack
+from quantkit_kernels.weights import can_stack, kind, shape, stack
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
@@ -32,10 +32,8 @@ from quantkit.executor.ranks.expert_parallel import NO_RANKS, ExpertRanks, Exper
 from quantkit.executor.ranks.parallel import SINGLE, Parallel
 from quantkit.executor.weights.fallback_warning import tell_slow
 from quantkit.executor.weights.prefetch import find_prefetcher
-from quantkit.executor.weights.split import cut_columns, cut_rows, share_range
-from quantkit.grids.mxfp4_to_nvfp4 import is_nvfp4, to_nvfp4
-from quantkit.grids.schemes import IntGrid
-from quantkit.grids.weights import Fp4Weight, IntWeight, Mxfp4Weight, Weight, dequantize
+from quantkit.executor.weights.split import share_range
+from quantkit.grids.base import Weight, cut_columns, cut_rows, dequantize
 from quantkit.models.rope import Rope
 from quantkit.models.table import GatedMlp, Parameter
 from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
@@ -43,8 +41,6 @@ from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
 _EXPANDED_SHARE = 0.25
 """Share of the free memory that a model may take expanded."""
 
-_INT4_GROUP = 128
-"""The longest group of the int4 operators."""
 _SMALL_FP4 = 1 << 19
 """Elements of an FP4 weight up to which a CPU is faster over it expanded: the kernels' own call
 takes 10 us to begin (1024 x 256, AVX2, one
@@ -127,7 +123,7 @@ class ExecutorWeights:
         operands = [self._operand(module) for module in modules]
         fused = operands[0]
         for operand in operands[1:]:
-            if not _alike(fused, operand):
+            if not can_stack(fused, operand):
                 return SideBySide([self._prepare(one) for one in operands])
             fused = stack(fused, operand)
         return self._prepare(fused)
@@ -197,10 +193,10 @@ class ExecutorWeights:
         shared expert in int8 is then none of them."""
         stored = self.checkpoint.linears.get(module)
         if (
-            not isinstance(weight, kernels.Int8)
+            kind(weight) != "int8"
             or stored is None
-            or not isinstance(stored.grid, IntGrid)
-            or stored.grid.bits != 4
+            or stored.grid is None
+            or stored.grid.kind != "int4"
         ):
             return weight
         serving = backends.module(
@@ -420,44 +416,10 @@ class SideBySide:
 def operand(
     weight: Weight, dtype: torch.dtype, activation_bits: int = 16, *, in_groups: bool = False
 ) -> kernels.Weight:
-    """The kernel operand of a weight: the one place where a grid is matched to an operator.
-
-    int8 and symmetric int4 run with int8 activations where the format's `activation_bits` are 8,
-    int4 per channel a byte a code; NVFP4 that brings a divisor for its inputs rounds them; other
-    int4 and FP4 are weight-only, MXFP4 by NVFP4's operators where that holds the same values;
-    everything else, FP8 and weight-only int8 included, is expanded to `dtype`. Int4 whose groups
-    are longer than the operators' has its scales repeated. in_groups: the grid has groups, and a
-    row with one scale is one of them.
-    """
-    match weight:
-        case IntWeight(bits=4, zero_point=None) if (
-            activation_bits == 8 and weight.scale.shape[1] == 1 and not in_groups
-        ):
-            return kernels.Int8(weight.codes, weight.scale)
-        case IntWeight(bits=4) if (
-            weight.group_size in (32, 64, 128) or weight.group_size % _INT4_GROUP == 0
-        ):
-            copies = max(1, weight.group_size // _INT4_GROUP)
-            points = (
-                None
-                if weight.zero_point is None
-                else weight.zero_point.repeat_interleave(copies, 1)
-            )
-            own = kernels.Int4Int8 if activation_bits == 8 and points is None else kernels.Int4
-            return own(weight.codes, weight.scale.repeat_interleave(copies, 1), points)
-        case IntWeight(bits=8, zero_point=None) if (
-            activation_bits == 8 and weight.scale.shape[1] == 1
-        ):
-            return kernels.Int8(weight.codes, weight.scale)
-        case Fp4Weight():
-            return kernels.Fp4(
-                weight.codes, weight.scale, weight.global_scale, weight.input_divisor
-            )
-        case Mxfp4Weight() if is_nvfp4(weight):
-            same = to_nvfp4(weight)
-            return kernels.Fp4(same.codes, same.scale, same.global_scale)
-        case _:
-            return kernels.Dense(dequantize(weight, dtype))
+    """The kernel operand of a weight; see `QuantizedWeight.kernel_weight`."""
+    if isinstance(weight, Tensor):
+        return kernels.Dense(weight.to(dtype))
+    return weight.kernel_weight(dtype, activation_bits, in_groups=in_groups)
 
 
 def _gated_mlps(parameters: list[Parameter]) -> dict[str, GatedMlp]:
@@ -469,19 +431,6 @@ def _gated_mlps(parameters: list[Parameter]) -> dict[str, GatedMlp]:
                 parameter.module.removesuffix(".bias").rpartition(".")[0], []
             ).append(parameter)
     return {module: GatedMlp.of(rows) for module, rows in linears.items()}
-
-
-def _alike(first: kernels.Weight, second: kernels.Weight) -> bool:
-    """Whether two operands can be rows of one: the same grid, groups and zero points."""
-    if type(first) is not type(second) or first[0].shape[1] != second[0].shape[1]:
-        return False
-    if isinstance(first, kernels.Int4) and isinstance(second, kernels.Int4):
-        return first.scale.shape[1] == second.scale.shape[1] and (first.zero_point is None) == (
-            second.zero_point is None
-        )
-    if isinstance(first, kernels.Fp4) and isinstance(second, kernels.Fp4):
-        return same_inputs(first, second)
-    return True
 
 
 def _form(weight: kernels.Weight) -> tuple[object, ...]:

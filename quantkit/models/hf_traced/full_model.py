@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.weights import dequantize
+from quantkit.grids.base import dequantize
 from quantkit.models.activation_quant import NO_ACTIVATION_QUANT, ActivationQuant
 from quantkit.models.hf_traced.embed_and_head import logits_of
 from quantkit.models.hf_traced.experts import (

@@ -7,8 +7,8 @@ import torch
 from quantkit.checkpoint.formats.awq import FORMAT
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.schemes import IntGrid
-from quantkit.grids.weights import IntWeight, dequantize
+from quantkit.grids.base import dequantize
+from quantkit.grids.int_groups import IntGrid, IntWeight
 
 _VECTORS = golden.load("autoawq_gemm_g32")
 _TENSORS = {f"m.{name}": golden.tensor(_VECTORS[name]) for name in ("qweight", "qzeros", "scales")}

@@ -25,9 +25,10 @@ from quantkit.checkpoint.formats import (
     detect_format,
 )
 from quantkit.checkpoint.formats.base import Format
-from quantkit.grids.e2m1 import INPUT_HEADROOM, input_divisor
-from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid
-from quantkit.grids.weights import E2M1_VALUES, Fp4Weight, IntWeight, dequantize
+from quantkit.grids.base import Grid, dequantize
+from quantkit.grids.e2m1 import E2M1_VALUES
+from quantkit.grids.int_groups import IntGrid, IntWeight
+from quantkit.grids.nvfp4 import INPUT_HEADROOM, Nvfp4Grid, Nvfp4Weight, input_divisor
 from quantkit.models.activation_quant import fake_quantize_nvfp4
 from quantkit.quant.packing import unpack_pairs
 
@@ -35,8 +36,8 @@ _CASES: list[tuple[Format, Grid, str]] = [
     (compressed_int4.FORMAT, IntGrid(4, 32, True), "W4A16"),
     (compressed_int4.FORMAT, IntGrid(4, 32, False), "W4A16_ASYM"),
     (compressed_int4.FORMAT, IntGrid(4, None, True), "W4A16"),
-    (compressed_fp4.FORMAT, Fp4Grid(), "NVFP4A16"),
-    (compressed_fp4.W4A4, Fp4Grid(activation_bits=4), "NVFP4"),
+    (compressed_fp4.FORMAT, Nvfp4Grid(), "NVFP4A16"),
+    (compressed_fp4.W4A4, Nvfp4Grid(activation_bits=4), "NVFP4"),
     (compressed_int8.FORMAT, IntGrid(8, None, True), "W8A8"),
 ]
 every_case = pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_their_code_unpacks_ours(format: Format, grid: Grid, example: str) -> No
     theirs = BaseCompressor.get_value_from_registry(format.variant).decompress(
         local, _scheme(format, grid)
     )["weight"]
-    if isinstance(weight, Fp4Weight):
+    if isinstance(weight, Nvfp4Weight):
         # Their decompression divides by the stored divisor in bfloat16; the codes and scales below
         # it are ours.
         assert torch.equal(theirs, _their_fp4_arithmetic(local))
@@ -103,8 +104,8 @@ def _their_fp4_arithmetic(local: dict[str, Tensor]) -> Tensor:
     weight = compressed_fp4.FORMAT.unpack(
         "m", {f"m.{name}": tensor for name, tensor in local.items()}
     )
-    assert isinstance(weight, Fp4Weight)
-    unit = Fp4Weight(
+    assert isinstance(weight, Nvfp4Weight)
+    unit = Nvfp4Weight(
         weight.codes,
         torch.ones_like(weight.scale.float()).to(torch.float8_e4m3fn),
         torch.tensor(1.0),
@@ -197,7 +198,7 @@ def test_fp4_golden_bytes() -> None:
         for name, stored in vectors["ct_nvfp4_pack_quantized"].items()
     }
     weight = compressed_fp4.FORMAT.unpack("m", tensors)
-    assert isinstance(weight, Fp4Weight)
+    assert isinstance(weight, Nvfp4Weight)
     torch.testing.assert_close(
         dequantize(weight), golden.tensor(vectors["ct_decompressed"]).float(), rtol=2**-7, atol=0
     )

@@ -19,10 +19,10 @@ from quantkit.checkpoint.formats.compressed_mixed import FORMAT, module_patterns
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.e2m1 import global_scale
-from quantkit.grids.rounding import Fp4Rounder, round_to_nearest
-from quantkit.grids.schemes import Fp4Grid, Fp8BlockGrid, Grid, IntGrid
-from quantkit.grids.weights import Fp8BlockWeight, Weight, dequantize
+from quantkit.grids.base import Grid, Weight, dequantize, round_to_nearest
+from quantkit.grids.fp8_block import Fp8BlockGrid, Fp8BlockWeight
+from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.nvfp4 import Nvfp4Grid, Nvfp4Quantizer, global_scale
 
 N, K = 64, 256
 W4, W4_FINE, W8 = (
@@ -36,18 +36,18 @@ def weight(grid: Grid) -> Weight:
     w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
     if isinstance(grid, IntGrid):
         return quantize_int(w, grid, scale_dtype=FORMAT.scale_dtype_of(grid))
-    if isinstance(grid, Fp4Grid):
-        rounder = Fp4Rounder(global_scale(w.abs().amax()))
-        return rounder.weight(*round_to_nearest(w, rounder))
+    if isinstance(grid, Nvfp4Grid):
+        quantizer = Nvfp4Quantizer(global_scale(w.abs().amax()))
+        return quantizer.encode(*round_to_nearest(w, quantizer))
     return Fp8BlockWeight(w.to(torch.float8_e4m3fn), torch.tensor([[0.5, 1.25]]))
 
 
-GRIDS: tuple[Grid, ...] = (W4, W4_FINE, W8, Fp4Grid(), Fp8BlockGrid())
+GRIDS: tuple[Grid, ...] = (W4, W4_FINE, W8, Nvfp4Grid(), Fp8BlockGrid())
 LAYOUT = {
     "model.layers.0.self_attn.q_proj": W8,
     "model.layers.1.self_attn.q_proj": W4,
-    "model.layers.1.mlp.experts.0.down_proj": Fp4Grid(),
-    "model.layers.1.mlp.experts.1.down_proj": Fp4Grid(),
+    "model.layers.1.mlp.experts.0.down_proj": Nvfp4Grid(),
+    "model.layers.1.mlp.experts.1.down_proj": Nvfp4Grid(),
     "model.layers.2.mlp.experts.0.down_proj": W4_FINE,
     "model.layers.2.mlp.experts.1.down_proj": W4_FINE,
     "model.layers.11.self_attn.q_proj": Fp8BlockGrid(),
@@ -87,7 +87,7 @@ def test_the_library_finds_every_module_in_the_group_of_its_grid() -> None:
         W8: "int-quantized",
         W4: "pack-quantized",
         W4_FINE: "pack-quantized",
-        Fp4Grid(): "nvfp4-pack-quantized",
+        Nvfp4Grid(): "nvfp4-pack-quantized",
     }
     for module, grid in LAYOUT.items():
         found = [
@@ -150,7 +150,7 @@ def test_a_checkpoint_is_read_by_what_its_tensors_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [Fp4Grid(), W8, IntGrid(4, 64, symmetric=False), IntGrid(4, 128, symmetric=True)],
+    [Nvfp4Grid(), W8, IntGrid(4, 64, symmetric=False), IntGrid(4, 128, symmetric=True)],
     ids=str,
 )
 def test_a_description_that_says_another_grid_is_refused(tmp_path: Path, wrong: Grid) -> None:
@@ -172,7 +172,7 @@ def test_members_keep_their_own_layout() -> None:
     for member, grid in (
         (compressed_int4.FORMAT, W4),
         (compressed_int8.FORMAT, W8),
-        (compressed_fp4.FORMAT, Fp4Grid()),
+        (compressed_fp4.FORMAT, Nvfp4Grid()),
     ):
         own, mixed = member.pack("m", weight(grid)), FORMAT.pack("m", weight(grid))
         assert own.keys() == mixed.keys()

@@ -19,8 +19,8 @@ from quantkit.checkpoint.formats import awq, compressed_int4, compressed_int8, g
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.schemes import Grid, IntGrid
-from quantkit.grids.weights import IntWeight, Weight, dequantize
+from quantkit.grids.base import Grid, Weight, dequantize
+from quantkit.grids.int_groups import IntGrid, IntWeight
 
 N, K = 64, 128
 A, B, C, PLAIN = (

@@ -16,8 +16,11 @@ from quantkit.checkpoint.formats import FORMATS, detect_format, find_format
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.schemes import SCHEMES, Fp4Grid, Grid, IntGrid
-from quantkit.grids.weights import Fp4Weight, Fp8BlockWeight, IntWeight, Weight, dequantize
+from quantkit.grids.base import Grid, Weight, dequantize
+from quantkit.grids.fp8_block import Fp8BlockWeight
+from quantkit.grids.int_groups import IntGrid, IntWeight
+from quantkit.grids.nvfp4 import Nvfp4Grid, Nvfp4Weight
+from quantkit.grids.schemes import SCHEMES
 
 _GRIDS: tuple[Grid, ...] = (
     IntGrid(4, 32, False),
@@ -25,7 +28,7 @@ _GRIDS: tuple[Grid, ...] = (
     IntGrid(4, None, True),
     IntGrid(4, None, False),
     IntGrid(8, None, True),
-    Fp4Grid(),
+    Nvfp4Grid(),
 )
 CASES: list[tuple[Format, Grid | None]] = [
     (format, grid) for format in FORMATS for grid in _GRIDS if format.holds(grid)
@@ -44,7 +47,7 @@ def _fields(weight: Weight) -> list[Tensor]:
                 else weight.zero_point
             )
             return [weight.codes, weight.scale, zero_point]
-        case Fp4Weight(input_divisor=divisor):
+        case Nvfp4Weight(input_divisor=divisor):
             return [
                 weight.codes,
                 weight.scale.float(),

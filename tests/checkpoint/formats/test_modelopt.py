@@ -11,8 +11,8 @@ from nearest import quantize_fp4
 
 from quantkit.checkpoint.formats.modelopt import FORMAT, W4A4
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.grids.schemes import SCHEMES, Fp4Grid
-from quantkit.grids.weights import Fp4Weight
+from quantkit.grids.nvfp4 import Nvfp4Grid, Nvfp4Weight
+from quantkit.grids.schemes import SCHEMES
 
 
 def test_golden_bytes() -> None:
@@ -35,7 +35,7 @@ def test_both_ways_with_vectors_made_by_the_judge() -> None:
     vectors = golden.load("modelopt_packer")
     tensors = {f"m.{name}": golden.tensor(stored) for name, stored in vectors["tensors"].items()}
     weight = FORMAT.unpack("m", tensors)
-    assert isinstance(weight, Fp4Weight)
+    assert isinstance(weight, Nvfp4Weight)
     packed = FORMAT.pack("m", weight)
     assert all(
         torch.equal(packed[name].view(-1).view(torch.uint8), t.view(-1).view(torch.uint8))
@@ -52,12 +52,12 @@ def test_scales_declared_as_uint8_are_read() -> None:
     tensors["m.weight_scale"] = tensors["m.weight_scale"].view(torch.uint8)
     tensors["m.weight_scale_2"] = tensors["m.weight_scale_2"].reshape(1, 1)
     again = FORMAT.unpack("m", tensors)
-    assert isinstance(again, Fp4Weight)
+    assert isinstance(again, Nvfp4Weight)
     assert torch.equal(again.scale.float(), weight.scale.float())
 
 
 def test_description_has_every_key_engines_demand() -> None:
-    config, files = make_quantized.description(FORMAT, Fp4Grid())
+    config, files = make_quantized.description(FORMAT, Nvfp4Grid())
     block = json.loads(files["hf_quant_config.json"])["quantization"]
     assert block.keys() == {"quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules"}
     assert "model.layers.4.*" in block["exclude_modules"]
@@ -73,7 +73,7 @@ def test_description_has_every_key_engines_demand() -> None:
 
 
 def test_description_in_config_json_is_read(tmp_path: Path) -> None:
-    path = make_quantized.write(tmp_path / "model", FORMAT, Fp4Grid())
+    path = make_quantized.write(tmp_path / "model", FORMAT, Nvfp4Grid())
     block = json.loads((path / "hf_quant_config.json").read_text())["quantization"]
     (path / "hf_quant_config.json").unlink()
     flat = {
@@ -92,7 +92,7 @@ def test_description_in_config_json_is_read(tmp_path: Path) -> None:
 
 def test_rounded_inputs_are_described_in_words(tmp_path: Path) -> None:
     """By quant_algo alone, as in DeepSeek-R1-FP4, an input_scale is read and not used."""
-    grid = Fp4Grid(activation_bits=4)
+    grid = Nvfp4Grid(activation_bits=4)
     path = make_quantized.write(tmp_path / "model", W4A4, grid)
     assert (Checkpoint.open(path).format, Checkpoint.open(path).grid) == (W4A4, grid)
     assert Checkpoint.open(path).scheme is SCHEMES["nvfp4-w4a4"]
@@ -104,11 +104,11 @@ def test_rounded_inputs_are_described_in_words(tmp_path: Path) -> None:
     )
     (path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
     checkpoint = Checkpoint.open(path)
-    assert (checkpoint.format, checkpoint.grid) == (FORMAT, Fp4Grid())
+    assert (checkpoint.format, checkpoint.grid) == (FORMAT, Nvfp4Grid())
     module = f"{make_quantized.LAYER}.self_attn.o_proj"
     weight = checkpoint.weight(module)
     assert f"{module}.input_scale" in checkpoint.parts(module)
-    assert isinstance(weight, Fp4Weight)
+    assert isinstance(weight, Nvfp4Weight)
     assert weight.input_divisor is None
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats.modelslim import FORMAT
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.schemes import Grid, IntGrid
-from quantkit.grids.weights import IntWeight
+from quantkit.grids.base import Grid
+from quantkit.grids.int_groups import IntGrid, IntWeight
 
 _INT8, _INT4 = IntGrid(8, None, True), IntGrid(4, None, True)
 _VECTORS = golden.load("modelslim_w4a8_pack")

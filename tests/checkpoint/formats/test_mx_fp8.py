@@ -21,10 +21,9 @@ from quantkit.checkpoint.formats import compressed_mxfp4
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.weights.load import load_model
-from quantkit.grids.mxfp4_to_nvfp4 import is_nvfp4, to_nvfp4
-from quantkit.grids.rounding import Mxfp4Rounder, round_to_nearest
-from quantkit.grids.schemes import SCHEMES, Mxfp4Grid
-from quantkit.grids.weights import Mxfp4Weight, dequantize
+from quantkit.grids.base import dequantize, round_to_nearest
+from quantkit.grids.mxfp4 import Mxfp4Grid, Mxfp4Quantizer, Mxfp4Weight
+from quantkit.grids.schemes import SCHEMES
 from quantkit.models.context import CausalContext
 from quantkit.quantization.convert import convert
 from quantkit.quantization.run import quantize
@@ -105,15 +104,15 @@ def test_what_compressed_tensors_writes_is_read_as_it_reads_it(tmp_path: Path, c
 
 
 def test_what_is_rounded_to_mxfp4_is_what_compressed_tensors_reads() -> None:
-    rounder, w = Mxfp4Rounder((0, 1)), random_weight()
-    values, step = round_to_nearest(w, rounder)
-    packed = compressed_mxfp4.FORMAT.pack(MODULE, rounder.weight(values, step))
+    quantizer, w = Mxfp4Quantizer((0, 1)), random_weight()
+    values, scales = round_to_nearest(w, quantizer)
+    packed = compressed_mxfp4.FORMAT.pack(MODULE, quantizer.encode(values, scales))
     named = {name.removeprefix(f"{MODULE}."): tensor for name, tensor in packed.items()}
     read = MXFP4PackedCompressor.decompress(named, preset_name_to_scheme("MXFP4A16", ["Linear"]))[
         "weight"
     ]
     assert torch.equal(read.float(), values)
-    nearest, _ = round_to_nearest(w, Mxfp4Rounder())
+    nearest, _ = round_to_nearest(w, Mxfp4Quantizer())
     assert (values - w).norm() < (nearest - w).norm() < 0.2 * w.norm()
 
 
@@ -236,15 +235,15 @@ def test_mxfp4_is_nvfp4_where_e4m3_holds_its_powers_of_two() -> None:
     codes[1, :32] = 8  # zeros, whose exponent does not matter
     exponent[1, 0] = 3
     weight = Mxfp4Weight(codes, exponent)
-    assert is_nvfp4(weight)
+    assert weight.is_nvfp4()
     assert torch.equal(
-        dequantize(to_nvfp4(weight)).view(torch.int32), dequantize(weight).view(torch.int32)
+        dequantize(weight.to_nvfp4()).view(torch.int32), dequantize(weight).view(torch.int32)
     )
-    assert torch.equal(dequantize(to_nvfp4(weight, 127)), dequantize(weight))
+    assert torch.equal(dequantize(weight.to_nvfp4(127)), dequantize(weight))
     exponent[2, 0] = 109
     further = Mxfp4Weight(codes, exponent)
-    assert not is_nvfp4(further)
-    error = (dequantize(to_nvfp4(further)) - dequantize(further)).abs()
+    assert not further.is_nvfp4()
+    error = (dequantize(further.to_nvfp4()) - dequantize(further)).abs()
     assert 0 < error.max() <= 2.0 ** (110 - 127) / 4
     assert error[2, :32].sum() == error.sum()
 

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.grids.weights import E2M1_VALUES, Fp4Weight, IntWeight
+from quantkit.grids.e2m1 import E2M1_VALUES
+from quantkit.grids.int_groups import IntWeight
+from quantkit.grids.nvfp4 import Nvfp4Weight
 from quantkit.models import find_architecture
 from quantkit.models.cache_scales import cache_scale_specs, supports_cache_scales
 from quantkit.models.table import Parameter
@@ -110,7 +112,7 @@ def _different(checkpoint: Checkpoint, row: Parameter, held: Pieces, rank: Rank)
             if weight.zero_point is not None:
                 ours["zero"] = weight.zero_point
         else:
-            assert isinstance(weight, Fp4Weight), type(weight)
+            assert isinstance(weight, Nvfp4Weight), type(weight)
             decoded = torch.tensor(E2M1_VALUES)[weight.codes.long()]
             ours = {"codes": decoded, "scale": weight.scale.float(), "global": weight.global_scale}
     if set(ours) != set(held) - {"scale_bias"}:

@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.engines.choice import FormatChoice, choose
-from quantkit.engines.profiles import Device, LoadRule, find_engine, grid_name
+from quantkit.engines.profiles import Device, LoadRule, find_engine
 from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import quantize
 
@@ -123,7 +123,7 @@ def cases(engine: str) -> Iterator[Case]:
 
 
 def _holds(load: LoadRule, scheme: str) -> bool:
-    wanted = grid_name(find_scheme(scheme).weight)
+    wanted = find_scheme(scheme).weight.engine_name
     return wanted in load.grids or (wanted == "int4-asymmetric" and "int4-symmetric" in load.grids)
 
 
@@ -310,7 +310,7 @@ def summed(
                 "device": key[1],
                 "format": chosen.format,
                 "variant": chosen.variant,
-                "grid": grid_name(chosen.grid),
+                "grid": chosen.grid.engine_name,
                 "models": list(dict.fromkeys(case.model for case, _ in held)),
                 "ranks": f"{' and '.join(str(rank.number) for rank in RANKS)} of {RANKS[0].of}",
                 "loads": len(held),

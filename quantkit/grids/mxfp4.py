@@ -1,0 +1,232 @@
+"""MXFP4 (OCP MX): E2M1 values and a power of two per 32 input channels; and the same values as
+NVFP4, where the powers of two lie close enough together for e4m3."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quantkit.grids.base import (
+    Grid,
+    Levels,
+    QuantizedWeight,
+    Quantizer,
+    Scales,
+    Weight,
+    check_group,
+    dequantize,
+    relative_error,
+)
+from quantkit.grids.e2m1 import decode_e2m1, encode_e2m1, round_e2m1
+from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Grid, Nvfp4Weight
+
+if TYPE_CHECKING:
+    from quantkit_kernels import Weight as KernelWeight
+
+MX_GROUP = 32
+_E2M1_EXPONENT = 2
+"""Of E2M1's largest value, 6."""
+_BIAS = 127
+_E8M0_RANGE = (-126, 127)
+"""Of exponents that are stored: powers of two that float32 holds as normal numbers."""
+_RAISED = (0, 1)
+"""Powers of two that a fit tries, above the one under which the largest value of a group is from 4
+to 8."""
+_E4M3_RANGE = (-9, 8)
+"""Exponents of the powers of two that e4m3 holds."""
+_GLOBAL_RANGE = (-100, 100)
+"""Exponents that a global scale may have: its reciprocal, too, is a normal number."""
+
+
+@dataclass(frozen=True)
+class Mxfp4Grid(Grid):
+    group_size: int = MX_GROUP
+
+    bits = 4
+    symmetric = True
+    activation_bits = 16
+    coarse_scales = True
+    power_scales = True
+
+    @property
+    def kind(self) -> str:
+        return "fp4"
+
+    @property
+    def label(self) -> str:
+        return "mxfp4"
+
+    @property
+    def engine_name(self) -> str:
+        return "mxfp4"
+
+    @property
+    def bytes_per_weight(self) -> float:
+        return 0.5 + 1 / self.group_size
+
+    @property
+    def equivalents(self) -> tuple[Grid, ...]:
+        return (Nvfp4Grid(),)
+
+    def check_inputs(self, name: str, width: int) -> None:
+        check_group(name, math.gcd(self.group_size, width), self.group_size, self.group_size, width)
+
+    def quantizer(
+        self, amax: Tensor, scale_dtype: torch.dtype, fit_points: int
+    ) -> "Mxfp4Quantizer":
+        return Mxfp4Quantizer(_RAISED if fit_points else (0,))
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp4Weight(QuantizedWeight):
+    """w = e2m1[codes] * 2 ** (exponent - 127), an exponent per row and group of 32 input channels.
+
+    codes uint8 [N, K] in 0..15, bit 3 the sign; exponent uint8 [N, K / 32], the bits of
+    float8_e8m0fnu, where 255 is NaN.
+    """
+
+    codes: Tensor
+    exponent: Tensor
+
+    def __post_init__(self) -> None:
+        rows, columns = self.codes.shape
+        assert self.codes.dtype == torch.uint8, f"codes are {self.codes.dtype}"
+        assert self.exponent.dtype == torch.uint8, f"exponent is {self.exponent.dtype}"
+        assert columns % MX_GROUP == 0, f"groups of {MX_GROUP} do not divide {columns} columns"
+        assert self.exponent.shape == (rows, columns // MX_GROUP), (
+            f"exponent {tuple(self.exponent.shape)} for {tuple(self.codes.shape)}"
+        )
+
+    @property
+    def grid(self) -> Mxfp4Grid:
+        return Mxfp4Grid()
+
+    @property
+    def group_size(self) -> int:
+        return MX_GROUP
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        values = decode_e2m1(self.codes).unflatten(1, (-1, MX_GROUP))
+        return values.mul_(decode_e8m0(self.exponent).unsqueeze(-1)).flatten(1).to(dtype)
+
+    def rows(self, start: int, stop: int) -> "Mxfp4Weight":
+        return Mxfp4Weight(self.codes[start:stop], self.exponent[start:stop])
+
+    def columns(self, name: str, start: int, stop: int) -> "Mxfp4Weight":
+        self.grid.check_inputs(name, stop - start)
+        exponent = self.exponent[:, start // MX_GROUP : stop // MX_GROUP].contiguous()
+        return Mxfp4Weight(self.codes[:, start:stop].contiguous(), exponent)
+
+    def kernel_weight(
+        self, dtype: torch.dtype, activation_bits: int = 16, *, in_groups: bool = False
+    ) -> "KernelWeight":
+        """NVFP4's operators, where NVFP4 holds the same values; else dense."""
+        if self.is_nvfp4():
+            return self.to_nvfp4().kernel_weight(dtype)
+        return super().kernel_weight(dtype)
+
+    def levels(self) -> Levels:
+        scale = torch.exp2(self.exponent.float() - _BIAS)
+        return Levels(decode_e2m1(self.codes), None, scale, MX_GROUP, 4, is_e2m1=True)
+
+    def difference(self, name: str, stored: Weight) -> float:
+        return relative_error(self.dequantize(), dequantize(stored))
+
+    def divisor_range(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Exponents stay within 1 to 254."""
+        exponent = self.exponent.float()
+        least = (exponent.amax(1) - 254).clamp(max=0).exp2()
+        return least, (exponent.amin(1) - 1).clamp(0, 126).exp2()
+
+    def divide_rows(self, divisor: Tensor, dtype: torch.dtype) -> "Mxfp4Weight":
+        exponent = self.exponent.float() - divisor.log2().round()[:, None]
+        return replace(self, exponent=exponent.clamp(1, 254).to(torch.uint8))
+
+    def is_nvfp4(self, largest: int | None = None) -> bool:
+        """Whether `to_nvfp4` gives the same values, bit for bit."""
+        power, multiplier = self._powers(largest)
+        return bool((power >= _E4M3_RANGE[0]).all()) and multiplier == self._unclamped(largest)
+
+    def to_nvfp4(self, largest: int | None = None) -> Nvfp4Weight:
+        """With a scale for each half of a group and a global scale that is a power of two: the same
+        codes, but for groups whose power lies more than 17 below the largest, which are rounded to
+        the smallest scale there is.
+
+        largest: the largest exponent of the tensor and its fused siblings (`largest_exponent`),
+        which share a global scale; None: its own.
+        """
+        power, multiplier = self._powers(largest)
+        smallest = _E4M3_RANGE[0]
+        codes, low = self.codes, power < smallest
+        if bool(low.any()):
+            values = decode_e2m1(codes).unflatten(1, (-1, MX_GROUP))
+            shift = (power - smallest).clamp(max=0).unsqueeze(-1)
+            rounded = encode_e2m1(torch.ldexp(values, shift)).flatten(1)
+            codes = torch.where(low.repeat_interleave(MX_GROUP, 1), rounded, codes)
+        ones = torch.ones_like(power, dtype=torch.float32)
+        scale = torch.ldexp(ones, power.clamp(min=smallest)).to(torch.float8_e4m3fn)
+        halves = scale.view(torch.uint8).repeat_interleave(MX_GROUP // FP4_GROUP, 1)
+        return Nvfp4Weight(
+            codes, halves.view(scale.dtype), torch.tensor(2.0**multiplier, device=scale.device)
+        )
+
+    @property
+    def largest_exponent(self) -> int:
+        """Of the groups that are not all zeros; 127, which is a scale of 1, where all are."""
+        zero = self._zero_groups()
+        return _BIAS if bool(zero.all()) else int(self.exponent.masked_fill(zero, 0).max())
+
+    def _powers(self, largest: int | None) -> tuple[Tensor, int]:
+        """Exponents of the scales under the global one, int32 [N, K / 32], and that of the global
+        scale. Groups of zeros may have any scale."""
+        multiplier = min(max(self._unclamped(largest), _GLOBAL_RANGE[0]), _GLOBAL_RANGE[1])
+        power = self.exponent.int() - _BIAS - multiplier
+        return power.clamp(max=_E4M3_RANGE[1]).masked_fill(self._zero_groups(), 0), multiplier
+
+    def _unclamped(self, largest: int | None) -> int:
+        return (self.largest_exponent if largest is None else largest) - _BIAS - _E4M3_RANGE[1]
+
+    def _zero_groups(self) -> Tensor:
+        return (self.codes & 7).unflatten(1, (-1, MX_GROUP)).amax(-1) == 0
+
+
+@dataclass(frozen=True)
+class Mxfp4Quantizer(Quantizer):
+    """E2M1 with a power of two per 32 channels: the largest under which the group's largest value
+    stays above 4, and those `raised` by.
+
+    The first lets values beyond 6 saturate, as compressed-tensors and OCP's MX have it; the next
+    keeps all, with a scale twice as large.
+    """
+
+    raised: tuple[int, ...] = (0,)
+
+    group_size = MX_GROUP
+
+    def fit(self, groups: Tensor, importance: Tensor | None = None) -> Scales:
+        amax = groups.abs().amax(dim=-1)
+        power = torch.where(amax > 0, amax.frexp().exponent - 1 - _E2M1_EXPONENT, 0)
+        ones = torch.ones_like(amax)
+        candidates = [
+            Scales(torch.ldexp(ones, (power + up).clamp(*_E8M0_RANGE)), None) for up in self.raised
+        ]
+        return self.best(candidates, groups, importance)
+
+    def quantize(self, w: Tensor, scales: Scales) -> Tensor:
+        return round_e2m1(w, scales.scale)
+
+    def nearest_scale(self, scale: Tensor) -> Tensor:
+        return scale.log2().round().clamp(*_E8M0_RANGE).exp2()
+
+    def encode(self, values: Tensor, scales: Scales) -> Mxfp4Weight:
+        levels = values.unflatten(-1, (-1, MX_GROUP)) / scales.scale.unsqueeze(-1)
+        exponent = (scales.scale.frexp().exponent - 1 + _BIAS).to(torch.uint8)
+        return Mxfp4Weight(encode_e2m1(levels).flatten(-2), exponent)
+
+
+def decode_e8m0(exponent: Tensor) -> Tensor:
+    """Powers of two float32 of the bits of float8_e8m0fnu, uint8 or of that dtype: 2 ** (bits -
+    127), NaN for 255."""
+    return exponent.view(torch.float8_e8m0fnu).float()
