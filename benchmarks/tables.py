@@ -141,14 +141,16 @@ def loader_matrix() -> str:
     def spoken(parts: Sequence[str]) -> str:
         return ", ".join(part.replace("_", " ") for part in parts)
 
-    from quantkit.engines.evidence import cache_evidence, evidence, loads_of
+    from quantkit.engines.layouts import cache_evidence, evidence, loader_results_of
 
     rows = []
     for profile in profiles():
         for load in profile.loads:
             known = evidence(profile, load)
             if known.startswith("loaded"):
-                models = sorted({model for one in loads_of(profile, load) for model in one.models})
+                models = sorted(
+                    {model for one in loader_results_of(profile, load) for model in one.models}
+                )
                 known += f": `make test-loaders` ({', '.join(models)})"
             else:
                 known += (
@@ -228,8 +230,7 @@ def refusals() -> str:
 def layouts() -> str:
     """A row for each model that a layout's commands were run with, on as many ranks, and one for a
     layout that was run with none."""
-    from quantkit.engines.evidence import layout_runs
-    from quantkit.engines.layouts import recipes
+    from quantkit.engines.layouts import layout_runs, recipes
 
     rows = []
     for recipe in recipes():

@@ -364,7 +364,7 @@ def test_who_cannot_have_it_is_told_so(
             Recipe(scheme=scheme.name, methods=()),
             device="cpu",
         )
-    with pytest.raises(QuantkitError, match="sglang does not load int8-a8w8c8: it reads no steps"):
+    with pytest.raises(QuantkitError, match="sglang does not load int8-a8w8c8: it reads no scales"):
         quantize(
             sources["keys"],
             tmp_path / "b",
@@ -378,7 +378,9 @@ def test_who_cannot_have_it_is_told_so(
         tmp_path / "llama",
         {**GROUPED, "model_type": "llama", "architectures": ["LlamaForCausalLM"]},
     )
-    with pytest.raises(QuantkitError, match="vllm-ascend reads no steps of an int8 cache of llama"):
+    with pytest.raises(
+        QuantkitError, match="vllm-ascend reads no scales of an int8 cache of llama"
+    ):
         quantize(
             llama,
             tmp_path / "c",

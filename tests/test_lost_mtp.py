@@ -123,7 +123,7 @@ def test_convert_and_place_and_inspect_go_on_too(saved: Path, tmp_path: Path) ->
         "mtp-missing"
     )  # whose verdict is a warning: the source may have had one
     launched = command("deploy", str(saved), "--engine", "vllm", "--mtp", "1")
-    assert "has no MTP layer to guess tokens with" in launched.error
+    assert "has no MTP layer for speculative decoding" in launched.error
 
 
 def test_the_server_says_so_too(saved: Path) -> None:

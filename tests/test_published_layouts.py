@@ -100,7 +100,7 @@ def test_an_fp8_mtp_layer_beside_fp4_is_read(fp4_with_fp8_mtp: Path) -> None:
         [],
     )
     assert problems("vllm", fp4_with_fp8_mtp) == [
-        ("warning", f"vllm takes {MTP}.self_attn.q_a_proj for unquantized, and it is fp8-block")
+        ("warning", f"vllm reads {MTP}.self_attn.q_a_proj as unquantized, and it is fp8-block")
     ]
 
 

@@ -25,8 +25,8 @@ def playground(
     """Ask in the browser: answers side by side, tokens coloured by the divergence, experts that
     changed."""
     from quantkit.common.bind import bind
+    from quantkit.playground.app import HOST, serve
     from quantkit.playground.play import Playground
-    from quantkit.playground.serve import HOST, serve
 
     models = [(name, find_model(name)) for name in (model, other) if name is not None]
     with bind(HOST, port) as sockets:

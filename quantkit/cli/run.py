@@ -380,7 +380,7 @@ def deploy(
         engine,
         layout=layout,
         context=context,
-        guesses=mtp,
+        draft_length=mtp,
         name=model_basename(model),
         **machine_of,
     )

@@ -1,4 +1,4 @@
-"""The exact launch of a model on one box or many, and whether it fits: a layout of
+"""Launch commands of a model on one or more machines, and whether it fits: a layout of
 recipes/deploy/*.yaml filled in."""
 
 import re
@@ -16,14 +16,15 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.bind import host_in_url
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.check import LoadProblem, check_checkpoint, find_load
-from quantkit.engines.evidence import evidence, layout_evidence
 from quantkit.engines.layouts import (
     Command,
     LaunchRecipe,
     Role,
     Topology,
+    evidence,
     find_recipe,
     find_topology,
+    layout_evidence,
 )
 from quantkit.engines.memory import Fit, check_split, fit
 from quantkit.engines.profiles import Device, find_engine
@@ -31,22 +32,21 @@ from quantkit.models.architecture import longest_text
 from quantkit.models.stored_parameters import read_model
 
 CONTEXT = 16384
-"""Tokens of the longest request where nothing is said."""
+"""Default tokens of the longest request."""
 API_KEY = "QUANTKIT_API_KEY"
-"""The variable that a script takes the servers' key from: a secret is not printed."""
+"""Variable that scripts take the servers' API key from: a secret is not printed."""
 _NIC = re.compile(r"[=^]?[^/\s,\x00-\x1f\x7f]+(,[^/\s,\x00-\x1f\x7f]+)*")
-"""One interface, by a name that Linux takes, or what NCCL takes for several: prefixes, names behind
-"=", all but those behind "^"."""
+"""A network interface, or NCCL's syntax for several: prefixes, exact names after "=", exclusions
+after "^"."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What to run on one box: `commands` in order, each with the environment it needs; the last
-    ones run together, and end together.
+    """Commands for one machine, each with its environment, in order; the last ones run, and end,
+    together.
 
-    key: the option or variable that gives a command its API key, where one of them serves; see
-    `LaunchRecipe`.
+    key: option or variable for the API key, if a command serves; see `LaunchRecipe`.
     """
 
     role: str
@@ -55,16 +55,16 @@ class Launch:
     key: str | None
     listens: str
 
-    def without(self, options: dict[str, int]) -> "Launch":
-        """Without these options, and the values that each has, in words that are options of another
-        program too."""
+    def without_options(self, options: dict[str, int]) -> "Launch":
+        """Without these options and their values, also inside words that hold another program's
+        options."""
         commands = tuple(
-            (environment, _without(command, options)) for environment, command in self.commands
+            (environment, _drop_options(command, options)) for environment, command in self.commands
         )
         return replace(self, commands=commands)
 
     def script(self) -> str:
-        """As a shell script, which refuses to start servers without a key in QUANTKIT_API_KEY."""
+        """A shell script that refuses to start servers without a key in QUANTKIT_API_KEY."""
         lines = ["#!/bin/bash", f"# {self.role} on {self.box}", "set -e"]
         if self.key is not None:
             lines.append(f': "${{{API_KEY}:?set it to the key that clients must send}}"')
@@ -75,26 +75,26 @@ class Launch:
         )
         lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(shared.items())]
         for environment, command in self.commands:
-            own = " ".join(
+            variables = " ".join(
                 f"{key}={shlex.quote(value)}"
                 for key, value in sorted(environment.items())
                 if key not in shared
             )
             ray_head = command[:2] == ("ray", "start") and "--block" not in command
-            asks = (
+            key_option = (
                 f' {self.key} "${API_KEY}"'
                 if self.key and self.key.startswith("-") and self.listens in command
                 else ""
             )
             lines.append(
-                f"{own} {shlex.join(command)}{asks}".strip()
+                f"{variables} {shlex.join(command)}{key_option}".strip()
                 + ("" if ray_head or len(self.commands) == 1 else " &")
             )
         if any(line.endswith(" &") for line in lines):
             lines += [
                 "trap 'kill $(jobs -p) 2>/dev/null' EXIT",
                 "wait -n",
-            ]  # what is left waits for the one that ended, for ever
+            ]  # the others would wait forever for the one that ended
         return "\n".join(lines) + "\n"
 
 
@@ -102,7 +102,7 @@ class Launch:
 class Deployment:
     """A layout filled in for one checkpoint. `ready`: no error, and every role fits.
 
-    evidence: how the commands, and that the engine loads this format, are known.
+    evidence: how the commands, and that the engine loads this format, were verified.
     """
 
     model: str
@@ -122,14 +122,16 @@ class Deployment:
 
     @property
     def refusal(self) -> QuantkitError | None:
-        """Why the engine cannot load the checkpoint as the layout splits it, in one error; None
-        where it can."""
+        """Why the engine cannot load the checkpoint in this layout, as one error; None if it
+        can."""
         errors = [found for found in self.problems if found.severity == "error"]
         if not errors:
             return None
         *others, last = errors
-        told = "; ".join([*(f"{found.problem} ({found.remedy})" for found in others), last.problem])
-        return QuantkitError(f"{self.engine} cannot serve {self.model}: {told}", last.remedy)
+        reasons = "; ".join(
+            [*(f"{found.problem} ({found.remedy})" for found in others), last.problem]
+        )
+        return QuantkitError(f"{self.engine} cannot serve {self.model}: {reasons}", last.remedy)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "ready": self.ready}
@@ -147,25 +149,22 @@ def deploy(
     hosts: Sequence[str] | None = None,
     nic: str = "eth0",
     memory_gib: float | None = None,
-    guesses: int = 0,
+    draft_length: int = 0,
     name: str | None = None,
 ) -> Deployment:
-    """Commands for every box, and the memory of every role.
+    """Commands for every machine, and the memory of every role.
 
-    model: a directory, or a checkpoint; of a hub model its headers (`open_headers`) are enough, for
-    the engine downloads it.
-    boxes, devices: machines, and devices of each, where they are not those of the layout.
-    layout: by name, such as "disaggregated-a2"; else the one of `boxes` boxes that runs prefill and
-    decode together.
-    context: tokens of the longest request; without, CONTEXT, or what the model takes where that is
-    less.
-    hosts: addresses of the boxes, in order of the roles, where their servers listen; one box whose
-    address is not given listens on loopback, and its engine finds its own interface. nic: the
-    boxes' network interface.
-    memory_gib: of one device, where it is not the recipe's. guesses: tokens that the MTP layer
-    guesses a step.
-    name: what clients call the model, where it is not the directory's name.
-    Raises QuantkitError for an engine, layout or number of hosts there is not.
+    model: a directory, or a checkpoint; of a Hub model, which the engine downloads, headers
+    (`open_headers`) suffice. boxes, devices: machines and devices of each, overriding the layout's.
+    layout: by name, such as "disaggregated-a2"; by default the one of `boxes` machines that runs
+    prefill and decode together. context: tokens of the longest request, by default CONTEXT or the
+    model's maximum. hosts: addresses of the machines in order of the roles, on which their servers
+    listen; by default a single machine listens on loopback, and its engine finds its own interface.
+    nic: network interface of the machines. memory_gib: of one device, overriding the recipe's.
+    draft_length: draft tokens per step of the MTP layer. name: that clients use for the model, by default the
+    directory's.
+
+    Raises QuantkitError for an unknown engine or layout, or a wrong number of hosts.
     """
     recipe = find_recipe(engine, device)
     chosen = find_topology(engine, boxes, layout, device, devices)
@@ -176,7 +175,7 @@ def deploy(
     _check_hosts(hosts, chosen)
     if not _NIC.fullmatch(nic):
         raise QuantkitError(
-            f"{nic!r} is no network interface", "give one that ip link lists, such as eth0"
+            f"{nic!r} is not a network interface", "give one that ip link lists, such as eth0"
         )
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
     path = checkpoint.path
@@ -189,17 +188,17 @@ def deploy(
                 "copy it from the model's source",
             )
         )
-    longest = longest_text(read_model(checkpoint).config)
-    context = context or min(CONTEXT, longest or CONTEXT)
-    if longest and context > longest:
+    max_length = longest_text(read_model(checkpoint).config)
+    context = context or min(CONTEXT, max_length or CONTEXT)
+    if max_length and context > max_length:
         problems.append(
             LoadProblem(
                 "error",
-                f"the model takes texts of {longest} tokens, fewer than {context}",
-                f"give --context {longest}",
+                f"the model accepts texts of {max_length} tokens, fewer than {context}",
+                f"give --context {max_length}",
             )
         )
-    load = find_load(engine, checkpoint, recipe.device)
+    rule = find_load(engine, checkpoint, recipe.device)
     common = {
         "model": str(path),
         "name": name or model_basename(str(path)),
@@ -207,30 +206,30 @@ def deploy(
         "nic": nic,
         "first_host_in_url": host_in_url(hosts[0]),
         "listen": listen,
-        "guesses": str(guesses),
-        "drafted": str(guesses + 1),
+        "guesses": str(draft_length),
+        "drafted": str(draft_length + 1),
         "per_box": str(chosen.devices_per_box),
         **{f"{role.name}_dp": str(role.data_parallel) for role in chosen.roles},
         **{f"{role.name}_tp": str(role.tensor_parallel) for role in chosen.roles},
     }
     options = (
         *recipe.options,
-        *(load.launch if load else ()),
-        *_speculation(recipe, checkpoint, guesses),
+        *(rule.launch if rule else ()),
+        *_speculation(recipe, checkpoint, draft_length),
     )
-    left_out = (
+    moe_options = (
         {}
         if any(row.expert is not None for row in read_model(checkpoint).rows)
         else recipe.of_experts
     )
     launches: list[Launch] = []
     memory: dict[str, Fit] = {}
-    started = 0
+    next_host = 0
     for role in chosen.roles:
-        used = hosts[started : started + role.boxes]
+        role_hosts = hosts[next_host : next_host + role.boxes]
         launches += [
-            launch.without(left_out)
-            for launch in _launches(recipe, chosen, role, used, options, common)
+            launch.without_options(moe_options)
+            for launch in _launches(recipe, chosen, role, role_hosts, options, common)
         ]
         bits = chosen.cache_bits(
             role,
@@ -245,23 +244,23 @@ def deploy(
             recipe.memory_fraction,
             recipe.reserve_gib,
             bits,
-            mtp=guesses > 0,
+            mtp=draft_length > 0,
         )
         problems += check_split(checkpoint, role.parallel)
-        started += role.boxes
+        next_host += role.boxes
     notes = tuple(
         note
         for note in (
             recipe.notes,
             _fill(chosen.notes, common),
-            load.notes if load else "",
-            _ABOUT_KEYS,
+            rule.notes if rule else "",
+            _API_KEY_NOTE,
         )
         if note
     )
-    known = {
-        "commands": layout_evidence(engine, recipe.device, chosen.name, guesses),
-        "format": evidence(find_engine(engine), load) if load else "not loaded",
+    verified = {
+        "commands": layout_evidence(engine, recipe.device, chosen.name, draft_length),
+        "format": evidence(find_engine(engine), rule) if rule else "not loaded",
     }
     return Deployment(
         str(path),
@@ -273,25 +272,25 @@ def deploy(
         tuple(launches),
         memory,
         tuple(dict.fromkeys(problems)),
-        known,
+        verified,
     )
 
 
 def _check_hosts(hosts: Sequence[str], chosen: Topology) -> None:
     if len(hosts) != chosen.boxes:
         raise QuantkitError(
-            f"{chosen.name} takes {chosen.boxes} boxes and {len(hosts)} hosts were given",
-            "give one address a box",
+            f"{chosen.name} needs {chosen.boxes} boxes and {len(hosts)} hosts were given",
+            "give one address per box",
         )
     for number, host in enumerate(hosts):
         if not _is_host(host):
             raise QuantkitError(
-                f"{host!r} is no address of a box",
+                f"{host!r} is not an address of a box",
                 "give a name or an IP address, without http:// and without a port",
             )
         if chosen.boxes > 1 and host in ("0.0.0.0", "::"):
             raise QuantkitError(
-                f"{host} is no address at which other boxes find one",
+                f"{host} is not an address that other boxes can reach",
                 "give the address that the box has in their network",
             )
         if host in hosts[:number]:
@@ -301,7 +300,7 @@ def _check_hosts(hosts: Sequence[str], chosen: Topology) -> None:
 
 
 def _is_host(text: str) -> bool:
-    """An IP address, or a name: nothing that a command would take for an option."""
+    """Whether it is an IP address or a host name, which no command can mistake for an option."""
     if ":" not in text and text.strip("0123456789."):
         return _NAME.fullmatch(text) is not None
     try:
@@ -311,31 +310,35 @@ def _is_host(text: str) -> bool:
     return True
 
 
-_ABOUT_KEYS = (
-    f"The scripts take the key that clients, and a proxy in front, must send from {API_KEY}. It "
-    "guards the API alone: the ports on which "
-    "boxes and ranks meet have none, so keep those in a network of their own."
+_API_KEY_NOTE = (
+    f"The scripts take the key that clients, or a proxy, must send from {API_KEY}. It protects only the API: the ports "
+    "between boxes and ranks have no key, so keep those in a private network."
 )
 
 
-def _speculation(recipe: LaunchRecipe, checkpoint: Checkpoint, guesses: int) -> Command:
-    if not guesses:
+def _speculation(recipe: LaunchRecipe, checkpoint: Checkpoint, draft_length: int) -> Command:
+    if not draft_length:
         return ()
     if not recipe.speculation:
         raise QuantkitError(
-            f"the recipe of {recipe.engine} has no options for guesses of an MTP layer",
+            (
+                f"the recipe of {recipe.engine} has no options for speculative decoding with an "
+                "MTP layer"
+            ),
             "leave out --mtp",
         )
     if not any(row.mtp for row in read_model(checkpoint).rows):
         raise QuantkitError(
-            f"{checkpoint.path} has no MTP layer to guess tokens with", "leave out --mtp"
+            f"{checkpoint.path} has no MTP layer for speculative decoding", "leave out --mtp"
         )
     return recipe.speculation
 
 
 def _without_network(recipe: LaunchRecipe) -> LaunchRecipe:
-    kept = {key: value for key, value in recipe.environment.items() if value not in ("$ip", "$nic")}
-    return recipe.model_copy(update={"environment": kept})
+    environment = {
+        key: value for key, value in recipe.environment.items() if value not in ("$ip", "$nic")
+    }
+    return recipe.model_copy(update={"environment": environment})
 
 
 def _launches(
@@ -395,7 +398,7 @@ def _command(template: Command, options: Command, values: dict[str, str]) -> Com
     return tuple(_fill(word, values) for word in words)
 
 
-def _without(command: Command, options: dict[str, int]) -> Command:
+def _drop_options(command: Command, options: dict[str, int]) -> Command:
     words: list[str] = []
     left = 0
     for word in command:

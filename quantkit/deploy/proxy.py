@@ -1,16 +1,16 @@
-"""In front of servers for prefill and servers for decode: a request goes to one of the first, then
-to one of the second.
+"""Proxy for disaggregated prefill and decode servers: a request goes to a prefill server, then to a
+decode server.
 
-The protocol is that of vLLM's connectors NIXL and Mooncake. The first server computes one token
-with `do_remote_decode` and answers `kv_transfer_params`; the second gets the whole request with
-these, fetches the cache from the first, and answers the client. Source: vllm-project/vllm,
-tests/v1/kv_connector/nixl_integration/toy_proxy_server.py. Servers of a role take turns. One that
-cannot be reached is passed over, and one that stops while it answers ends the answer with an error
-that names it. What a client that goes had asked is dropped.
+The protocol is that of vLLM's connectors NIXL and Mooncake. The prefill server computes one token
+with `do_remote_decode` and answers `kv_transfer_params`; the decode server gets the whole request
+with these, fetches the cache from the first, and answers the client. Source: vllm-project/vllm,
+tests/v1/kv_connector/nixl_integration/toy_proxy_server.py. Servers of a role are used in turn. An
+unreachable one is skipped, and one that stops while it answers ends the answer with an error that
+names it. Requests of clients that disconnect are cancelled.
 
-A cache that is handed over is of one prompt, is given up once it was read, and holds no
-log-probabilities of the prompt. So a request with several prompts, or answers, or that asks for
-those goes to a server for decode alone, which computes the prompt itself.
+A transferred cache belongs to one prompt, is freed after it was read, and has no log-probabilities
+of the prompt. So a request with several prompts or completions, or for prompt log-probabilities,
+goes to a decode server only, which computes the prompt itself.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from quantkit.deploy.relay import Answer, ask
 REMOTE = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
-NOT_OF_PREFILL = (
+DECODE_FIELDS = (
     "stream_options",
     "min_tokens",
     "max_completion_tokens",
@@ -46,22 +46,22 @@ NOT_OF_PREFILL = (
     "best_of",
 )
 LARGEST_BODY = 64 << 20
-"""Bytes of a request: images come in it, a million tokens as numbers are 8 MB."""
+"""Limit of a request in bytes: it may contain images, and a million token ids are 8 MB."""
 BODY_SECONDS = 120.0
-"""Within which a request must be whole."""
-SECONDS_TO_LOOK = 5.0
-"""That a server may take to answer /health or /v1/models."""
-LOST_SECONDS = 10.0
-"""For which a server that could not be reached is asked after the others: where packets get lost,
-reaching takes that long each time."""
+"""Seconds within which the request body must be complete."""
+STATUS_SECONDS = 5.0
+"""Seconds that a server may take to answer /health or /v1/models."""
+RETRY_SECONDS = 10.0
+"""Seconds for which an unreachable server is tried after the others: if packets are dropped, every
+attempt takes until the timeout."""
 
 
 class NoServer(Exception):
-    """No server of a role could be reached, or the last one stopped: its text is for the client."""
+    """No server of a role could be reached, or the last one stopped: the text is for the client."""
 
 
 class RoleServers:
-    """Servers of one role, which take turns."""
+    """Servers of one role, used in turn."""
 
     def __init__(self, name: str, urls: Sequence[str]) -> None:
         self.name, self.urls = name, [url.rstrip("/") for url in urls]
@@ -71,15 +71,15 @@ class RoleServers:
     def in_turn(self) -> list[str]:
         start, now = next(self._starts), time.monotonic()
         turn = self.urls[start:] + self.urls[:start]
-        return sorted(turn, key=lambda url: now - self._lost.get(url, -inf) < LOST_SECONDS)
+        return sorted(turn, key=lambda url: now - self._lost.get(url, -inf) < RETRY_SECONDS)
 
     async def ask(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Answer:
-        """The answer, its body not read yet, of the first server that takes the request.
+        """The answer, its body not read yet, of the first server that accepts the request.
 
-        Raises NoServer where none does: a server that has begun is not asked again, for its cache
-        and answer are lost.
+        Raises NoServer if none does. A server that has begun is not retried, because its cache and
+        answer are lost.
         """
-        said, content = [], json.dumps(body).encode()
+        problems, content = [], json.dumps(body).encode()
         for url in self.in_turn():
             try:
                 answer = await ask(
@@ -87,34 +87,35 @@ class RoleServers:
                 )
             except OSError as problem:
                 self._lost[url] = time.monotonic()
-                said.append(f"{url}: {problem or type(problem).__name__}")
+                problems.append(f"{url}: {problem or type(problem).__name__}")
             else:
                 self._lost.pop(url, None)
                 return answer
-        raise NoServer(f"no {self.name} server answers ({'; '.join(said)})")
+        raise NoServer(f"no {self.name} server answers ({'; '.join(problems)})")
 
     async def look(self, path: str, headers: dict[str, str]) -> dict[str, Response | str]:
-        """What each server has at `path`, or why it says nothing. Takes nobody's turn."""
+        """The response of each server at `path`, or why there is none. Does not advance the
+        turn."""
 
         async def one(url: str) -> Response | str:
             try:
-                async with asyncio.timeout(SECONDS_TO_LOOK):
+                async with asyncio.timeout(STATUS_SECONDS):
                     answer = await ask("GET", url + path, headers)
                     return Response(
                         await _whole(answer), answer.status, media_type=answer.content_type
                     )
             except TimeoutError:
-                return f"no answer within {SECONDS_TO_LOOK:g} s"
+                return f"no answer within {STATUS_SECONDS:g} s"
             except OSError as problem:
                 return str(problem) or type(problem).__name__
 
         return dict(zip(self.urls, await asyncio.gather(*map(one, self.urls))))
 
 
-class PassedOn(Response):
-    """A server's answer, whose body goes on as it comes. Where the server stops meanwhile, an event
-    of a stream says so, and the connection is broken off; where the client goes, the server's
-    is."""
+class ForwardedResponse(Response):
+    """A server's answer, whose body is streamed on as it arrives. If the server stops, an event of
+    a stream says so and the connection is closed; if the client disconnects, the server's
+    connection is closed."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(status_code=answer.status, media_type=answer.content_type)
@@ -123,7 +124,7 @@ class PassedOn(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(ClientDisconnect):  # nobody is there to be told
+            with suppress(ClientDisconnect):  # the client is gone
                 await until_disconnect(self._send(send), receive)
         finally:
             self._answer.close()
@@ -143,29 +144,29 @@ class PassedOn(Response):
                     + b"\n\n"
                 )
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-            return  # without the end of the body: the connection is closed
+            return  # without the end of the body the connection is closed
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def prefill_request(body: dict[str, Any]) -> dict[str, Any]:
-    """What the first server is asked: one token, and to keep the cache for another."""
-    kept = {key: value for key, value in body.items() if key not in NOT_OF_PREFILL}
-    return kept | {"max_tokens": 1, "stream": False, "kv_transfer_params": REMOTE}
+    """The request for the prefill server: one token, and to keep the cache for a decode server."""
+    fields = {key: value for key, value in body.items() if key not in DECODE_FIELDS}
+    return fields | {"max_tokens": 1, "stream": False, "kv_transfer_params": REMOTE}
 
 
-def is_for_decode_alone(body: dict[str, Any]) -> bool:
-    """Whether one cache that is read once is not enough for the answer.
+def is_decode_only(body: dict[str, Any]) -> bool:
+    """Whether a single transferred cache is not enough for the answer.
 
-    Of vLLM 0.22.1: it tells where the cache of the first prompt lies
-    (entrypoints/openai/completion/serving.py); it reads a cache for every answer, and frees it
-    after the first (kv_connector/v1/nixl/worker.py); log-probabilities are of prompt tokens that it
-    computes itself.
+    In vLLM 0.22.1: only the location of the first prompt's cache is returned
+    (entrypoints/openai/completion/serving.py); a cache is read for every completion, and freed
+    after the first (kv_connector/v1/nixl/worker.py); log-probabilities are returned only for prompt
+    tokens that the server computes itself.
     """
     prompt = body.get("prompt")
-    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-    answers = any(body.get(name) not in (None, 1) for name in ("n", "best_of"))
-    of_the_prompt = body.get("prompt_logprobs") is not None or bool(body.get("echo"))
-    return several or answers or of_the_prompt or bool(body.get("use_beam_search"))
+    many_prompts = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    many_completions = any(body.get(name) not in (None, 1) for name in ("n", "best_of"))
+    prompt_logprobs = body.get("prompt_logprobs") is not None or bool(body.get("echo"))
+    return many_prompts or many_completions or prompt_logprobs or bool(body.get("use_beam_search"))
 
 
 def proxy(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
@@ -173,24 +174,26 @@ def proxy(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
     first, second = RoleServers("prefill", prefill), RoleServers("decode", decode)
 
     async def answer(path: str, body: dict[str, Any], headers: dict[str, str]) -> Response:
-        if is_for_decode_alone(body):
-            asked = {
+        if is_decode_only(body):
+            request_body = {
                 key: value for key, value in body.items() if key != "kv_transfer_params"
-            }  # a cache is never the client's to name
-            return PassedOn(await second.ask(path, asked, headers))
-        begun = await first.ask(path, prefill_request(body), headers)
+            }  # clients must not name a cache
+            return ForwardedResponse(await second.ask(path, request_body, headers))
+        prefilled = await first.ask(path, prefill_request(body), headers)
         try:
-            told = await _whole(begun)
+            content = await _whole(prefilled)
         except OSError as problem:
-            raise NoServer(_stopped(begun, problem)) from problem
-        if begun.status != 200:
-            return Response(told, begun.status, media_type=begun.content_type)
-        said = _read_object(told)
-        if said is None:
-            return _error(502, f"{begun.url} answers with no JSON object, as servers of vLLM do")
-        return PassedOn(
+            raise NoServer(_stopped(prefilled, problem)) from problem
+        if prefilled.status != 200:
+            return Response(content, prefilled.status, media_type=prefilled.content_type)
+        problems = _read_object(content)
+        if problems is None:
+            return _error(
+                502, (f"{prefilled.url} does not answer with a JSON object, as servers of vLLM do")
+            )
+        return ForwardedResponse(
             await second.ask(
-                path, body | {"kv_transfer_params": said.get("kv_transfer_params")}, headers
+                path, body | {"kv_transfer_params": problems.get("kv_transfer_params")}, headers
             )
         )
 
@@ -199,12 +202,12 @@ def proxy(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
             async with asyncio.timeout(BODY_SECONDS):
                 raw = await _body(request)
         except TimeoutError:
-            return _error(408, f"the request was not whole after {BODY_SECONDS:g} s")
+            return _error(408, f"the request was not complete after {BODY_SECONDS:g} s")
         if raw is None:
             return _error(413, f"the request is larger than {LARGEST_BODY} bytes")
         body = _read_object(raw)
         if body is None:
-            return _error(400, "the body of the request is no JSON object")
+            return _error(400, "the body of the request is not a JSON object")
         try:
             found: Response = await until_disconnect(
                 answer(request.url.path, body, _headers(request)), request.receive
@@ -213,29 +216,29 @@ def proxy(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
         except NoServer as problem:
             return _error(503, str(problem))
         except ValueError as problem:
-            return _error(400, f"a header of the request cannot be passed on: {problem}")
+            return _error(400, f"a header of the request cannot be forwarded: {problem}")
 
     async def models(request: Request) -> Response:
-        seen = await second.look("/v1/models", _headers(request))
-        answers = [found for found in seen.values() if isinstance(found, Response)]
+        responses = await second.look("/v1/models", _headers(request))
+        many_completions = [found for found in responses.values() if isinstance(found, Response)]
         return (
-            min(answers, key=lambda found: found.status_code)
-            if answers
-            else _error(503, f"no decode server answers ({_told(seen)})")
+            min(many_completions, key=lambda found: found.status_code)
+            if many_completions
+            else _error(503, f"no decode server answers ({_format_problems(responses)})")
         )
 
     async def health(request: Request) -> Response:
-        """200 where of each role a server says so; the body tells every server's status, or why it
-        has none."""
+        """200 if a server of each role is healthy; the body has every server's status, or the
+        reason for none."""
         roles = await asyncio.gather(*(role.look("/health", {}) for role in (first, second)))
         statuses = [
             {
                 url: found.status_code if isinstance(found, Response) else found
-                for url, found in seen.items()
+                for url, found in responses.items()
             }
-            for seen in roles
+            for responses in roles
         ]
-        serves = all(200 in seen.values() for seen in statuses)
+        serves = all(200 in responses.values() for responses in statuses)
         return JSONResponse(
             {first.name: statuses[0], second.name: statuses[1]}, 200 if serves else 503
         )
@@ -248,7 +251,7 @@ def proxy(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
             fault.headers,
         )
 
-    async def gone(request: Request, fault: Exception) -> Response:
+    async def client_closed(request: Request, fault: Exception) -> Response:
         return _error(499, "the client closed the request")
 
     paths = ("/v1/completions", "/v1/chat/completions")
@@ -258,14 +261,14 @@ def proxy(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
         Route("/health", health),
     ]
     made = Starlette(
-        routes=routes, exception_handlers={HTTPException: refuse, ClientDisconnect: gone}
+        routes=routes, exception_handlers={HTTPException: refuse, ClientDisconnect: client_closed}
     )
     made.router.redirect_slashes = False
     return made
 
 
 async def _body(request: Request) -> bytes | None:
-    """None for one larger than LARGEST_BODY."""
+    """None if it is larger than LARGEST_BODY."""
     raw = bytearray()
     async for part in request.stream():
         raw += part
@@ -290,9 +293,9 @@ async def _whole(answer: Answer) -> bytes:
 
 
 def _headers(request: Request) -> dict[str, str]:
-    """The client's key goes on, and both servers know the request by one name."""
-    kept = {"X-Request-Id": request.headers.get("x-request-id", uuid4().hex)}
-    return kept | (
+    """The client's API key, and one request id for both servers."""
+    fields = {"X-Request-Id": request.headers.get("x-request-id", uuid4().hex)}
+    return fields | (
         {"Authorization": request.headers["authorization"]}
         if "authorization" in request.headers
         else {}
@@ -303,8 +306,8 @@ def _stopped(answer: Answer, problem: OSError) -> str:
     return f"{answer.url} stopped while it answered ({problem or type(problem).__name__})"
 
 
-def _told(seen: dict[str, Response | str]) -> str:
-    return "; ".join(f"{url}: {why}" for url, why in seen.items())
+def _format_problems(responses: dict[str, Response | str]) -> str:
+    return "; ".join(f"{url}: {why}" for url, why in responses.items())
 
 
 def _error_body(status: int, message: str) -> dict[str, Any]:

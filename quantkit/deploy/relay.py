@@ -1,8 +1,8 @@
-"""One request to a server of HTTP/1.1, and its answer as it comes: h11 on asyncio's streams.
+"""One HTTP/1.1 request to a server and its streamed answer: h11 on asyncio streams.
 
-A proxy passes every token on by itself, so that an answer of 64 tokens is 64 pieces. A client with
-a pool of connections costs several times as much processor time for each piece as this does; here
-every request has a connection of its own, which ends with it.
+A proxy forwards every token by itself, so an answer of 64 tokens has 64 pieces. A client with a
+connection pool needs several times the CPU time per piece; here every request has its own
+connection.
 """
 
 import asyncio
@@ -13,21 +13,21 @@ from urllib.parse import urlsplit
 
 import h11
 
-SECONDS_TO_REACH = 10.0
-_PIECE = 2**16
+CONNECT_SECONDS = 10.0
+_CHUNK_BYTES = 2**16
 
 
 def is_address(url: str) -> bool:
-    """Whether `ask` can ask there: http or https, a host that can be looked up, and a port that
-    there is or none; nothing behind a path."""
+    """Whether it is a valid URL for `ask`: http or https, a resolvable host, a valid port or none;
+    nothing after a path."""
     try:
-        place = urlsplit(url)
-        host = place.hostname or ""
+        parts = urlsplit(url)
+        host = parts.hostname or ""
         host.encode("idna")
-        whole = place.scheme in ("http", "https") and bool(host) and place.port != 0
+        whole = parts.scheme in ("http", "https") and bool(host) and parts.port != 0
         return (
             whole
-            and not (place.query or place.fragment or place.username)
+            and not (parts.query or parts.fragment or parts.username)
             and not any(letter.isspace() for letter in url)
         )
     except ValueError:
@@ -35,8 +35,8 @@ def is_address(url: str) -> bool:
 
 
 class Answer:
-    """Status, kind of content, and a body that is read once, by `whole` or by `pieces`. Both raise
-    ConnectionError where the server stops before its end."""
+    """Status, content type, and a body that is read once, by `whole` or by `pieces`. Both raise
+    ConnectionError if the server stops before its end."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Answer:
         self.content_type: str | None = None
 
     async def begin(self) -> None:
-        """Reads the head."""
+        """Read the response head."""
         while not isinstance(event := self._next(), h11.Response):
             if event is h11.NEED_DATA:
                 await self._read()
@@ -64,21 +64,21 @@ class Answer:
         return b"".join([piece async for piece in self.pieces()])
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """What came at once goes on at once."""
-        held = list[bytes]()
+        """The body in pieces as they arrive."""
+        buffered = list[bytes]()
         while not isinstance(event := self._next(), h11.EndOfMessage):
             if isinstance(event, h11.Data):
-                held.append(bytes(event.data))
+                buffered.append(bytes(event.data))
                 continue
-            if held:
-                yield b"".join(held)
-                held = []
+            if buffered:
+                yield b"".join(buffered)
+                buffered = []
             await self._read()
-        if held:
-            yield b"".join(held)
+        if buffered:
+            yield b"".join(buffered)
 
     def close(self) -> None:
-        """At once: what the server was not sent yet, it need not read."""
+        """Close at once, discarding unsent data."""
         self._writer.transport.abort()
 
     def _next(self) -> object:
@@ -88,45 +88,43 @@ class Answer:
             raise ConnectionError(str(problem)) from problem
 
     async def _read(self) -> None:
-        self._parser.receive_data(await self._reader.read(_PIECE))
+        self._parser.receive_data(await self._reader.read(_CHUNK_BYTES))
 
 
 async def ask(method: str, url: str, headers: Mapping[str, str], body: bytes = b"") -> Answer:
-    """The answer, its body not read yet; whoever gets it closes it.
+    """The answer, its body not read yet; the caller closes it.
 
-    Raises OSError where the server cannot be reached or ends without one, and ValueError for a
-    header that HTTP does not have.
+    Raises OSError if the server cannot be reached or closes without an answer, and ValueError for
+    an invalid header.
     """
-    place = urlsplit(url)
-    assert place.hostname is not None, url
-    secure = place.scheme == "https"
+    parts = urlsplit(url)
+    assert parts.hostname is not None, url
+    secure = parts.scheme == "https"
     opening = asyncio.open_connection(
-        place.hostname,
-        place.port or (443 if secure else 80),
-        ssl=_trusted() if secure else None,
-        limit=_PIECE,
+        parts.hostname,
+        parts.port or (443 if secure else 80),
+        ssl=_ssl_context() if secure else None,
+        limit=_CHUNK_BYTES,
     )
-    reader, writer = await asyncio.wait_for(opening, SECONDS_TO_REACH)
+    reader, writer = await asyncio.wait_for(opening, CONNECT_SECONDS)
     parser = h11.Connection(h11.CLIENT)
-    told = {
-        "Host": place.netloc.rpartition("@")[2],
+    fields = {
+        "Host": parts.netloc.rpartition("@")[2],
         "Connection": "close",
         "Content-Length": str(len(body)),
         **headers,
     }
-    target = (place.path or "/") + (f"?{place.query}" if place.query else "")
-    answer = Answer(f"{place.scheme}://{place.netloc}", reader, writer, parser)
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    answer = Answer(f"{parts.scheme}://{parts.netloc}", reader, writer, parser)
     try:
         try:
-            lines = [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
+            lines = [(name.encode(), value.encode("latin-1")) for name, value in fields.items()]
             head = parser.send(h11.Request(method=method, target=target, headers=lines))
         except h11.LocalProtocolError as problem:
             raise ValueError(str(problem)) from problem
         rest = parser.send(h11.Data(body)), parser.send(h11.EndOfMessage())
         writer.write(b"".join(part for part in (head, *rest) if part))
-        await (
-            answer.begin()
-        )  # a server may answer, and why it refuses, before it has read everything
+        await answer.begin()  # a server may reject a request before it has read all of it
     except BaseException:
         answer.close()
         raise
@@ -134,5 +132,5 @@ async def ask(method: str, url: str, headers: Mapping[str, str], body: bytes = b
 
 
 @cache
-def _trusted() -> ssl.SSLContext:
+def _ssl_context() -> ssl.SSLContext:
     return ssl.create_default_context()

@@ -48,7 +48,7 @@ _NUM_TRIED = 16
 class Description:
     """The quantization of a checkpoint.
 
-    format, grid: as description, or as stored if the description is missing or wrong; None if
+    format, grid: as described, or as stored if the description is missing or wrong; None if
     quantkit has no reader. ignored: whether a module is described as unquantized; None without a
     description. linears: the complete quantized linears; broken: quantized modules with a missing
     or malformed part. corrections: keys of quantization_config and their right values.
@@ -72,7 +72,7 @@ class Description:
 def describe(
     survey: Survey, shapes: Mapping[str, tuple[int, ...]], findings: Findings
 ) -> Description:
-    """The quantization as description and as stored, with a finding for every difference. shapes: of
+    """The quantization as described and as stored, with a finding for every difference. shapes: of
     weights by module, if known."""
     detected = _detect_formats(survey.tensors)
     description = Description()
@@ -404,7 +404,7 @@ def _linear(survey: Survey, format: Format, grid: Grid | None, module: str) -> Q
 def _corrected_grid(
     survey: Survey, description: Description, modules: Mapping[str, Format], findings: Findings
 ) -> Grid | None:
-    """The description grid; if no linear has its group size, the grid with the group size of most
+    """The described grid; if no linear has its group size, the grid with the group size of most
     linears' scales."""
     grid, format = description.grid, description.format
     if grid is None or format is None or not grid.is_integer:

@@ -82,7 +82,7 @@ def diagnose(
     notify: Notify = lambda _: None,
     on_bytes: OnBytes = lambda done, total: None,
 ) -> Diagnosis:
-    """All faults of the checkpoint `model`, comparison with `source` if given.
+    """All faults of the checkpoint `model`, compared with `source` if given.
 
     engine: also report what keeps that engine from loading it. depth: how deep to check; each depth
     includes the previous ones. text: that both models compute for the behaviour, by default
@@ -142,7 +142,7 @@ def _refuse_pruned(model: str, examined: ExaminedCheckpoint, source: ExaminedChe
         return
     problem = (
         f"{model} has fewer experts than {source.survey.path} (see {pruning.FILE_NAME}), "
-        "and experts are comparison by their number"
+        "and experts are compared by their number"
     )
     raise QuantkitError(
         problem, "check it without --source; its report.html has the KL from the source"
@@ -154,7 +154,7 @@ def _documents(source: str | None, text: Path | None) -> list[Tensor]:
     folder = None if source is None else find_local(source)
     if folder is None:
         raise QuantkitError(
-            "behaviour is comparison with the source", "give --source, a model on this machine"
+            "behaviour is compared with the source", "give --source, a model on this machine"
         )
     return read_compared(folder, text)
 
@@ -306,7 +306,7 @@ def _check_loading(examined: ExaminedCheckpoint, engine: str | None, findings: F
 
 def _check_engine(engine: str, checkpoint: Checkpoint, findings: Findings) -> None:
     profile, format = find_engine(engine), checkpoint.format.name
-    known = profile.tells_of(format)
+    known = profile.covers_format(format)
     if not known:
         findings.add(
             "engine-unknown",

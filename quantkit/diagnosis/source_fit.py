@@ -204,7 +204,7 @@ def mean_log(factors: Tensor) -> float:
 def size_faults(
     groups: Sequence[ScaleGroup], gains: Mapping[str, Gain], norm_divisors: Mapping[str, float]
 ) -> Iterator[tuple[str, str]]:
-    """(module, reported) of linears whose size changed: what a norm or a linear norm_divisors by folded
+    """(module, evidence) of linears whose size changed: what a norm or a linear lost by folded
     scales, its consumers must have gained. norm_divisors: by norm, the mean logarithm of its divisor. Mean
     logarithms of factors add up along a chain."""
     divided: dict[str, float] = {}  # by module, what its inputs were divided by

@@ -92,7 +92,7 @@ class Survey:
 
 
 def survey_model(model: str, findings: Findings) -> Survey:
-    """Survey of a directory, a built-in name or a Hub id. Raises QuantkitError if present is no such
+    """Survey of a directory, a built-in name or a Hub id. Raises QuantkitError if there is no such
     model."""
     local = find_local(model)
     return _survey_hub(model, findings) if local is None else survey_folder(local, findings)
@@ -154,7 +154,7 @@ def _survey(
 
 
 def _with_newer_key(config: dict[str, Any], findings: Findings) -> dict[str, Any]:
-    """compressed-tensors before 0.5 wrote `compression_config`, which vLLM reads if present is no
+    """compressed-tensors before 0.5 wrote `compression_config`, which vLLM reads if there is no
     quantization_config."""
     older = config.get(_OLDER_KEY)
     if not isinstance(older, dict):

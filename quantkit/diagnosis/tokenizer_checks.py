@@ -1,4 +1,4 @@
-"""Checks of the tokenizer and the chat template by running them: they load_tokenizer, texts get the source's
+"""Checks of the tokenizer and the chat template by running them: they load, texts get the source's
 token ids and decode to the same text, and conversations are rendered completely."""
 
 import json
@@ -50,7 +50,7 @@ def token_count(survey: Survey) -> int:
 
 
 def load_tokenizer(survey: Survey, findings: Findings) -> Tokenizer | None:
-    """tokenizer.json as every engine loads it; None if it is missing or does not load_tokenizer."""
+    """tokenizer.json as every engine loads it; None if it is missing or does not load."""
     tokenizer = survey.settings.get("tokenizer.json")
     if not tokenizer or findings.has("tokenizer-broken"):
         return None
@@ -63,9 +63,7 @@ def load_tokenizer(survey: Survey, findings: Findings) -> Tokenizer | None:
     except BaseException as error:  # a panic of the library is not an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        findings.add(
-            "tokenizer-broken", "tokenizer.json", f"it does not load_tokenizer: {str(error)[:120]}"
-        )
+        findings.add("tokenizer-broken", "tokenizer.json", f"it does not load: {str(error)[:120]}")
         return None
 
 

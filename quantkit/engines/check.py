@@ -1,5 +1,5 @@
-"""What keeps an engine from loading a checkpoint, or loses something: its headers and config.json
-against the engine's profile."""
+"""What keeps an engine from loading a checkpoint, or loses something: headers and config.json
+compared with the engine's profile."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,11 +36,10 @@ class LoadProblem:
 def check_checkpoint(
     engine: str, checkpoint: Checkpoint, *, device: Device | None = None
 ) -> list[LoadProblem]:
-    """What keeps the engine from loading the checkpoint, or loses something; empty where nothing
-    was found.
+    """Problems of the engine with the checkpoint; empty if none were found.
 
     Reads headers only, and for FP4 the global scales. Without `device`, the device with the fewest
-    faults counts.
+    errors counts.
     """
     profile = find_engine(engine)
     loads: Sequence[LoadRule | MixtureRule] = _loads(profile, checkpoint, device)
@@ -55,8 +54,10 @@ def check_checkpoint(
             return [
                 LoadProblem(
                     "error",
-                    f"{engine} does not load {what}{where}: it loads one grid a checkpoint in that "
-                    "format",
+                    (
+                        f"{engine} does not load {what}{where}: it loads one grid per checkpoint in "
+                        "that format"
+                    ),
                     remedy,
                 )
             ]
@@ -64,7 +65,7 @@ def check_checkpoint(
         reason = profile.reason(
             checkpoint.format.name, checkpoint.format.variant, _stored_grid(checkpoint), device
         )
-        said = (
+        opt_quantization = (
             f"{engine} does not load {checkpoint.format.name} {checkpoint.format.variant} of "
             f"{_stored_grid(checkpoint)}"
         )
@@ -72,7 +73,7 @@ def check_checkpoint(
         return [
             LoadProblem(
                 "error",
-                f"{said}{where}: {reason}",
+                f"{opt_quantization}{where}: {reason}",
                 f"quantkit convert, or quantize --engine {engine}",
             )
         ]
@@ -110,7 +111,7 @@ def _loads(profile: EngineProfile, checkpoint: Checkpoint, device: Device | None
 
 
 def is_mixture(checkpoint: Checkpoint) -> bool:
-    """Whether config.json declares a grid module by module."""
+    """Whether config.json declares a grid for each module."""
     return checkpoint.format.declared_grids(checkpoint.config) is not None
 
 
@@ -132,8 +133,8 @@ def _stored_grid(checkpoint: Checkpoint) -> str:
 
 
 def check_model(profile: EngineProfile, checkpoint: Checkpoint, format: str) -> list[LoadProblem]:
-    """What keeps the engine from running the model, whose weights are in `format`: the
-    architecture, and keys of config.json."""
+    """What keeps the engine from running the model with weights in `format`: the architecture, and
+    keys of config.json."""
     model_type = checkpoint.config.get("model_type")
     if model_type not in profile.architectures or not is_known(checkpoint.config):
         known = ", ".join(profile.architectures)
@@ -157,7 +158,7 @@ def check_model(profile: EngineProfile, checkpoint: Checkpoint, format: str) -> 
         LoadProblem(
             "error",
             f"config.json has {key} = {checkpoint.config.get(key)!r}",
-            f"set it to {value!r}: {profile.engine} goes by it",
+            f"set it to {value!r}: {profile.engine} reads it",
         )
         for key, value in profile.config.get(model_type, {}).items()
         if checkpoint.config.get(key) != value
@@ -166,25 +167,25 @@ def check_model(profile: EngineProfile, checkpoint: Checkpoint, format: str) -> 
     if missing:
         names = ", ".join(missing)
         remedy = (
-            "add them: two releases of this architecture name the same numbers differently, "
-            "and both names may stand there"
+            "add them: two releases of this architecture name the same numbers "
+            "differently, and config.json may have both names"
         )
         faults.append(
             LoadProblem(
                 "error", f"{profile.engine} reads {names} in config.json, which it lacks", remedy
             )
         )
-    unread = {
-        profile.unread(linear.grid): None
+    group_faults = {
+        profile.unsupported_group_size(linear.grid): None
         for linear in checkpoint.linears.values()
         if linear.grid is not None
     }
     return [
         *faults,
         *(
-            LoadProblem("error", told, "quantize with another --group-size")
-            for told in unread
-            if told
+            LoadProblem("error", problem, "quantize with another --group-size")
+            for problem in group_faults
+            if problem
         ),
     ]
 
@@ -192,20 +193,20 @@ def check_model(profile: EngineProfile, checkpoint: Checkpoint, format: str) -> 
 def check_cache(
     profile: EngineProfile, checkpoint: Checkpoint, codes: CacheCodes | None
 ) -> list[LoadProblem]:
-    """What keeps the engine from a cache in 8 bits of this model, by steps of a checkpoint."""
-    able = () if codes is None else profile.caches.get(codes, ())
-    if codes is None or checkpoint.config.get("model_type") in able:
+    """What keeps the engine from an 8-bit cache of this model with scales from the checkpoint."""
+    supported = () if codes is None else profile.caches.get(codes, ())
+    if codes is None or checkpoint.config.get("model_type") in supported:
         return []
-    told = (
-        f"{profile.engine} reads no steps of an {codes} cache of "
+    problem = (
+        f"{profile.engine} reads no scales of an {codes} cache of "
         f"{checkpoint.config.get('model_type')}"
     )
     return [
         LoadProblem(
             "error",
-            told,
-            f"quantize to int8-a8w8c16; it reads them of {', '.join(able)}"
-            if able
+            problem,
+            f"quantize to int8-a8w8c16; it reads them for {', '.join(supported)}"
+            if supported
             else "use another engine",
         )
     ]
@@ -227,51 +228,51 @@ def _check_load(
             *_check_tied_head(engine, load, checkpoint, rows),
         ]
     return [
-        *_check_left(engine, checkpoint, linears),
+        *_check_other_formats(engine, checkpoint, linears),
         *_check_parts(engine, load, checkpoint, linears),
         *_check_siblings(engine, load, checkpoint, linears),
-        *_check_plain_siblings(engine, load, checkpoint, linears),
+        *_check_unquantized_siblings(engine, load, checkpoint, linears),
         *_check_mtp(engine, load, checkpoint, linears),
         *_check_tied_head(engine, load, checkpoint, rows),
         *_check_keys(engine, load, checkpoint, linears),
     ]
 
 
-def _check_left(
+def _check_other_formats(
     engine: str, checkpoint: Checkpoint, linears: list[Parameter]
 ) -> Iterable[LoadProblem]:
-    """Linears declared unquantized that are in a format of their own: the engine takes them for
-    plain ones."""
-    left = [
+    """Linears declared unquantized that are stored in another format, which the engine would read
+    as unquantized."""
+    other_format = [
         row
         for row in linears
-        if row.module in checkpoint.linears and not _quantized(checkpoint, row)
+        if row.module in checkpoint.linears and not _is_quantized(checkpoint, row)
     ]
     for mtp in (False, True):
-        first = next((row.module for row in left if row.mtp == mtp), None)
+        first = next((row.module for row in other_format if row.mtp == mtp), None)
         if first is not None:
-            told = (
-                f"{engine} takes {first} for unquantized, and it is "
+            problem = (
+                f"{engine} reads {first} as unquantized, and it is "
                 f"{checkpoint.linears[first].format.name}"
             )
             remedy = "quantkit convert to another format, which decodes it to BF16"
             yield (
-                LoadProblem("warning", told, f"run it without speculative decoding, or {remedy}")
+                LoadProblem("warning", problem, f"run it without speculative decoding, or {remedy}")
                 if mtp
-                else LoadProblem("error", told, remedy)
+                else LoadProblem("error", problem, remedy)
             )
 
 
-def _four_bits(checkpoint: Checkpoint, row: Parameter) -> bool:
+def _is_int4(checkpoint: Checkpoint, row: Parameter) -> bool:
     return (
-        _quantized(checkpoint, row)
+        _is_quantized(checkpoint, row)
         and (grid := checkpoint.linears[row.module].grid) is not None
         and grid.kind == "int4"
     )
 
 
-def _quantized(checkpoint: Checkpoint, row: Parameter) -> bool:
-    """In the checkpoint's own format, which is all that an engine knows of."""
+def _is_quantized(checkpoint: Checkpoint, row: Parameter) -> bool:
+    """Whether it is in the checkpoint's own format, the only one that an engine knows."""
     linear = checkpoint.linears.get(row.module)
     return linear is not None and linear.format is checkpoint.format
 
@@ -279,22 +280,20 @@ def _quantized(checkpoint: Checkpoint, row: Parameter) -> bool:
 def _check_grids(
     engine: str, load: MixtureRule, checkpoint: Checkpoint, linears: list[Parameter]
 ) -> Iterable[LoadProblem]:
-    """Every linear on a grid that the engine takes there, and all routed experts of a layer on
-    one."""
-    remedy, told, experts = (
-        f"quantize with --engine {engine}",
-        set[tuple[Part | None, Grid]](),
-        dict[int | None, set[Grid | None]](),
-    )
+    """Every linear must be on a grid that the engine accepts for it, and all routed experts of a
+    layer on one grid."""
+    remedy = f"quantize with --engine {engine}"
+    checked: set[tuple[Part | None, Grid]] = set()
+    experts: dict[int | None, set[Grid | None]] = {}
     block: Mapping[str, Any] = checkpoint.config.get("quantization_config") or {}
     for row in linears:
         linear = checkpoint.linears.get(row.module)
         grid = None if linear is None else linear.grid
         if row.block == "expert":
             experts.setdefault(row.layer, set()).add(grid)
-        if grid is None or (part_of(row), grid) in told:
+        if grid is None or (part_of(row), grid) in checked:
             continue
-        told.add((part_of(row), grid))
+        checked.add((part_of(row), grid))
         if part_of(row) not in load.parts_on(grid):
             yield LoadProblem(
                 "error",
@@ -305,9 +304,9 @@ def _check_grids(
             if block.get(key) != getattr(grid, key):
                 problem = (
                     f"{engine} reads {key} at the top of quantization_config, where it is "
-                    f"{block.get(key)}, and {row.module} has "
+                    f"{block.get(key)}, and {row.module} has {getattr(grid, key)}"
                 )
-                yield LoadProblem("error", f"{problem}{getattr(grid, key)}", remedy)
+                yield LoadProblem("error", problem, remedy)
     for layer, grids in experts.items():
         if len(grids) > 1:
             yield LoadProblem(
@@ -322,50 +321,50 @@ def _check_parts(
     engine: str, load: LoadRule, checkpoint: Checkpoint, linears: list[Parameter]
 ) -> list[LoadProblem]:
     quantized: dict[Part, str] = {}
-    plain: dict[Part, str] = {}
+    unquantized: dict[Part, str] = {}
     for row in linears:
         part = part_of(row)
         assert part is not None, row.name
-        (quantized if _quantized(checkpoint, row) else plain).setdefault(part, row.module)
-    refused = f"does not take {{}} quantized in {load.format} {load.variant}, as {{}} is"
-    leaves = f"quantize with --engine {engine}, which leaves it in BF16"
-    told = [
-        LoadProblem("error", f"{engine} {refused.format(part, name)}", leaves)
+        (quantized if _is_quantized(checkpoint, row) else unquantized).setdefault(part, row.module)
+    is_error = f"does not take {{}} quantized in {load.format} {load.variant}, as {{}} is"
+    remedy = f"quantize with --engine {engine}, which keeps it in BF16"
+    problem = [
+        LoadProblem("error", f"{engine} {is_error.format(part, name)}", remedy)
         for part, name in quantized.items()
         if part not in load.may
     ]
-    beside = [
+    int4_elsewhere = [
         row.module
         for row in linears
-        if _four_bits(checkpoint, row) and part_of(row) not in load.four_bits
+        if _is_int4(checkpoint, row) and part_of(row) not in load.four_bits
     ]
-    if load.four_bits and beside:
-        only = f"{engine} takes int4 in {' and '.join(load.four_bits)} only, and {beside[0]} is"
-        told.append(LoadProblem("error", only, f"quantize with --engine {engine}"))
-    told += [
+    if load.four_bits and int4_elsewhere:
+        evidence = f"{engine} takes int4 in {' and '.join(load.four_bits)} only, and {int4_elsewhere[0]} is"
+        problem.append(LoadProblem("error", evidence, f"quantize with --engine {engine}"))
+    problem += [
         LoadProblem(
             "error",
             f"{engine} expects every {part} linear quantized, and {module} is not",
             f"quantize with --engine {engine}",
         )
-        for part, module in plain.items()
+        for part, module in unquantized.items()
         if part in load.must
     ]
-    return told
+    return problem
 
 
 def _check_siblings(
     engine: str, load: LoadRule | MixtureRule, checkpoint: Checkpoint, linears: list[Parameter]
 ) -> list[LoadProblem]:
-    """Linears an engine fuses must all be quantized or all plain, and in FP4 share their global
-    scale."""
+    """Linears that an engine fuses must be all quantized or all unquantized, and in FP4 share their
+    global scale."""
     fused: dict[str, list[Parameter]] = {}
     for row in linears:
         if row.fused is not None:
             fused.setdefault(row.fused, []).append(row)
     for rows in fused.values():
         names = " and ".join(row.module for row in rows)
-        if len({_quantized(checkpoint, row) for row in rows}) > 1:
+        if len({_is_quantized(checkpoint, row) for row in rows}) > 1:
             return [
                 LoadProblem(
                     "error",
@@ -387,7 +386,7 @@ def _check_siblings(
                 LoadProblem(
                     "error",
                     f"{names} are fused by {engine}, and on several grids",
-                    "quantize them alike",
+                    "quantize them on the same grid",
                 )
             ]
     if load.fp4_siblings is None:
@@ -407,25 +406,25 @@ def _check_siblings(
     if not different:
         return []
     names = " and ".join(row.module for row in different[0])
-    refused = load.fp4_siblings == "error"
-    told = (
+    is_error = load.fp4_siblings == "error"
+    problem = (
         f"{len(different)} groups of fused linears have different FP4 global scales, such as "
         f"{names}; {engine} "
     )
-    told += "refuses that" if refused else "uses one of them for all, which costs accuracy"
+    problem += "refuses that" if is_error else "uses one of them for all, which costs accuracy"
     return [
         LoadProblem(
-            "error" if refused else "warning",
-            told,
+            "error" if is_error else "warning",
+            problem,
             "quantize the source with quantkit, which shares them",
         )
     ]
 
 
-def _check_plain_siblings(
+def _check_unquantized_siblings(
     engine: str, load: LoadRule, checkpoint: Checkpoint, linears: list[Parameter]
 ) -> Iterable[LoadProblem]:
-    """Plain linears that the engine fuses and looks for by the fused module's name."""
+    """Unquantized fused linears that the engine looks up by the name of the fused module."""
     ignored = checkpoint.format.ignored(checkpoint.config, checkpoint.side)
     if (
         load.finds_plain is None
@@ -433,29 +432,30 @@ def _check_plain_siblings(
         or checkpoint.config.get("model_type") in load.finds_plain
     ):
         return
-    plain = [
+    unquantized = [
         row
         for row in linears
-        if row.fused and row.expert is None and not row.mtp and not _quantized(checkpoint, row)
+        if row.fused and row.expert is None and not row.mtp and not _is_quantized(checkpoint, row)
     ]
-    lost = next(
-        (row for row in plain if part_of(row) != "qkv_a" and not ignored(str(row.fused))), None
+    unlisted = next(
+        (row for row in unquantized if part_of(row) != "qkv_a" and not ignored(str(row.fused))),
+        None,
     )
-    if lost is not None:
-        told = (
-            f"{engine} looks for {lost.fused} in the list of unquantized modules, which has "
-            f"{lost.module}"
+    if unlisted is not None:
+        problem = (
+            f"{engine} looks for {unlisted.fused} in the list of unquantized modules, which has "
+            f"{unlisted.module}"
         )
         yield LoadProblem(
             "error",
-            told,
+            problem,
             f"add the former to that list in config.json, or quantize with --engine {engine}",
         )
 
 
 def _global_scale(checkpoint: Checkpoint, module: str) -> float | None:
-    """The FP4 global scale as stored, by whatever name the format has for it; None where the linear
-    is plain."""
+    """The FP4 global scale as stored, under any format's name; None if the linear is
+    unquantized."""
     for suffix in (".weight_scale_2", ".weight_global_scale"):
         if checkpoint.has(module + suffix):
             return float(checkpoint.read(module + suffix))
@@ -466,51 +466,57 @@ def _check_mtp(
     engine: str, load: LoadRule, checkpoint: Checkpoint, linears: list[Parameter]
 ) -> list[LoadProblem]:
     mtp = [row for row in linears if row.mtp]
-    quantized = [row for row in mtp if _quantized(checkpoint, row) and row.role == "linear"]
-    plain = [row for row in mtp if not _quantized(checkpoint, row) and part_of(row) in load.may]
-    off = "run it without speculative decoding, or quantize with --engine"
+    quantized = [row for row in mtp if _is_quantized(checkpoint, row) and row.role == "linear"]
+    unquantized = [
+        row for row in mtp if not _is_quantized(checkpoint, row) and part_of(row) in load.may
+    ]
+    workaround = "run it without speculative decoding, or quantize with --engine"
     if load.mtp == "plain" and quantized:
         return [
             LoadProblem(
                 "warning",
                 f"{engine} runs the MTP layer unquantized, and {quantized[0].module} is quantized",
-                f"{off} {engine}",
+                f"{workaround} {engine}",
             )
         ]
-    if load.mtp == "quantized" and any(row.role == "linear" for row in plain):
+    if load.mtp == "quantized" and any(row.role == "linear" for row in unquantized):
         return [
             LoadProblem(
                 "warning",
-                f"{engine} expects the MTP layer quantized, and {plain[0].module} is not",
-                f"{off} {engine}",
+                f"{engine} expects the MTP layer quantized, and {unquantized[0].module} is not",
+                f"{workaround} {engine}",
             )
         ]
     ignored = checkpoint.format.ignored(checkpoint.config, checkpoint.side)
     if load.mtp_prefix is None or ignored is None:
         return []
     for row in mtp:
-        called = f"{load.mtp_prefix}.{row.within_layer}"
-        if ignored(row.module) != ignored(called):
-            told = (
-                f"{engine} calls {row.module} {called}, which the list of unquantized modules "
+        engine_name = f"{load.mtp_prefix}.{row.within_layer}"
+        if ignored(row.module) != ignored(engine_name):
+            problem = (
+                f"{engine} calls {row.module} {engine_name}, which the list of unquantized modules "
                 "does not cover"
             )
-            return [LoadProblem("warning", told, f"list it by its ending, {off} {engine}")]
+            return [
+                LoadProblem("warning", problem, f"list it by its ending, {workaround} {engine}")
+            ]
     return []
 
 
 def _check_tied_head(
     engine: str, load: LoadRule | MixtureRule, checkpoint: Checkpoint, rows: list[Parameter]
 ) -> Iterable[LoadProblem]:
-    """A head without a tensor of its own: the engine makes a linear of it, which it must be told
-    not to quantize."""
+    """A head without a tensor of its own: the engine builds a linear for it, which must be listed
+    as unquantized."""
     tied = not any(row.role == "head" and not row.mtp for row in rows)
     ignored = checkpoint.format.ignored(checkpoint.config, checkpoint.side)
     if load.tied_head is not None and tied and not (ignored is not None and ignored(HEAD)):
         yield LoadProblem(
             "error",
-            f"{engine} quantizes {HEAD}, which is tied to the embedding and not listed as "
-            "unquantized",
+            (
+                f"{engine} quantizes {HEAD}, which is tied to the embedding and not listed as "
+                "unquantized"
+            ),
             load.tied_head,
         )
 
@@ -522,21 +528,27 @@ def _check_keys(
     for key in load.quantization_keys:
         value = getattr(checkpoint.grid, key)
         if block.get(key) != value:
-            told = (
+            problem = (
                 f"{engine} reads {key} at the top of quantization_config, where it is "
                 f"{block.get(key)}"
             )
-            yield LoadProblem("error", told, f'add "{key}": {value} to that block of config.json')
-    said: Mapping[str, Any] = checkpoint.side.get("hf_quant_config.json", {}).get(
+            yield LoadProblem(
+                "error", problem, f'add "{key}": {value} to that block of config.json'
+            )
+    opt_quantization: Mapping[str, Any] = checkpoint.side.get("hf_quant_config.json", {}).get(
         "quantization", {}
     )
-    if load.side_algorithms and not block and said.get("quant_algo") not in load.side_algorithms:
-        told = (
-            f"{engine} takes quant_algo {said.get('quant_algo')} from quantization_config in "
+    if (
+        load.side_algorithms
+        and not block
+        and opt_quantization.get("quant_algo") not in load.side_algorithms
+    ):
+        problem = (
+            f"{engine} takes quant_algo {opt_quantization.get('quant_algo')} from quantization_config in "
             "config.json only, which is not there"
         )
         yield LoadProblem(
-            "error", told, "quantkit convert --format compressed-tensors, which loses nothing"
+            "error", problem, "quantkit convert --format compressed-tensors, which loses nothing"
         )
     width = next(
         (row.shape[0] for row in linears if row.expert is not None and row.projection == "gate"),
@@ -544,12 +556,12 @@ def _check_keys(
     )
     group = getattr(checkpoint.grid, "group_size", None)
     if load.narrow_experts_wrong and width and group and width <= group:
-        told = (
-            f"{engine} mixes up scales of gate_proj and up_proj: a GPU's {width} columns of an "
-            f"expert are not more than group_size {group}"
+        problem = (
+            f"{engine} mixes up scales of gate_proj and up_proj: {width} columns of an "
+            f"expert per GPU are not more than group_size {group}"
         )
         yield LoadProblem(
             "warning",
-            told,
-            "quantize with a smaller group_size (recipe), and share the experts out whole",
+            problem,
+            "quantize with a smaller group_size (recipe), or use expert parallelism",
         )

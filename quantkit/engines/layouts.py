@@ -1,9 +1,9 @@
-"""Layouts of an engine on machines: recipes/deploy/*.yaml, and the same on another number of
-machines or devices.
+"""Layouts of an engine on machines (recipes/deploy/*.yaml), resized to other numbers of machines or
+devices, and the evidence that engines load a format or serve a layout.
 
-A recipe has layouts (one box, two boxes, prefill apart from decode); a layout has roles; a role is
-the same commands on each of its boxes, with addresses and ranks that differ. World of a role:
-data_parallel groups of tensor_parallel x pipeline_parallel devices.
+A recipe has layouts (one machine, two machines, disaggregated prefill and decode); a layout has
+roles; a role runs the same commands on each of its machines, with other addresses and ranks. World
+of a role: data_parallel groups of tensor_parallel x pipeline_parallel devices.
 """
 
 from functools import cache
@@ -14,18 +14,19 @@ from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError
 from quantkit.common.settings import Strict, read_yaml
 from quantkit.engines.memory import ParallelSizes
-from quantkit.engines.profiles import Device, find_engine
-from quantkit.grids.names import CacheCodes
+from quantkit.engines.profiles import Device, EngineProfile, LoadRule, MixtureRule, find_engine
+from quantkit.grids.names import CacheCodes, GridName
 from quantkit.models.architecture import CacheBits, CompressedCache, KeyValueCache, LatentCache
 
 Command = tuple[str, ...]
 
 
 class Role(Strict):
-    """Boxes that run the same commands. `rest`: those of boxes after the first, where they differ.
+    """Machines that run the same commands. `rest`: commands of machines after the first, if they
+    differ.
 
-    `per_rank`: once for each data-parallel group of the box, each with its own port, rank and
-    devices. takes_cache: the caches of prompts come to it from another role.
+    `per_rank`: once for each data-parallel group of the machine, each with its own port, rank and
+    devices. takes_cache: another role sends it the KV caches of prompts.
     """
 
     name: str
@@ -53,11 +54,11 @@ class Role(Strict):
 
 
 class PublishedRate(Strict):
-    """Tokens a second that somebody published of one device of a role: of a batch over all its
-    devices, or within limit_ms a token.
+    """A published number of tokens per second of one device of a role: for a batch over all its
+    devices, or within limit_ms per token.
 
-    context: tokens that each sequence attends to, as the publication has them or as is assumed; of:
-    what was run, and whose figure it is.
+    context: tokens that each sequence attends to, as published or assumed; of: what was run, and
+    the source of the figure.
     """
 
     role: str
@@ -69,7 +70,7 @@ class PublishedRate(Strict):
 
 
 class Topology(Strict):
-    """hardware: of recipes/hardware, by which decoding is predicted."""
+    """A layout. hardware: in recipes/hardware, for predicted decode times."""
 
     name: str
     summary: str
@@ -89,11 +90,11 @@ class Topology(Strict):
         cache: LatentCache | KeyValueCache | CompressedCache,
         codes: CacheCodes | None,
     ) -> CacheBits:
-        """What a role keeps tokens in, of a checkpoint with steps of a cache in these codes: as
-        vllm-ascend 0.23.0 has it, 16 bits where caches are sent to another role, and for latents 8
-        bits only where they came from one."""
-        alone = len(self.roles) == 1 and isinstance(cache, KeyValueCache)
-        return 8 if codes is not None and (role.takes_cache or alone) else 16
+        """Cache bits of a role for a checkpoint with scales of a cache in these codes. As in
+        vllm-ascend 0.23.0: 16 bits where caches are sent to another role, and for latents 8 bits
+        only if they were received from one."""
+        single_role = len(self.roles) == 1 and isinstance(cache, KeyValueCache)
+        return 8 if codes is not None and (role.takes_cache or single_role) else 16
 
     @model_validator(mode="after")
     def _uses_every_device(self) -> "Topology":
@@ -107,14 +108,15 @@ class Topology(Strict):
 
 
 class LaunchRecipe(Strict):
-    """Of one engine on one kind of device. memory_gib: of one device; memory_fraction: what the
-    engine may use of it;
-    reserve_gib: activations, graphs and communication buffers, an estimate. key: how the engine is
-    given the key that its clients must send, an option of its command or a variable of its
-    environment. listens: the option by which a command is known to serve.
-    speculation: options that make the checkpoint's MTP layer guess $guesses tokens a step; none
-    where the recipe has none. of_experts: options that the engine refuses, or has no use for, where
-    a model has no experts, with how many values each has."""
+    """Launch of one engine on one kind of device.
+
+    memory_gib: of one device; memory_fraction: share that the engine may use; reserve_gib: estimate
+    for activations, graphs and communication buffers. key: option or environment variable for the
+    API key that clients must send. listens: option that identifies a serving command. speculation:
+    options for speculative decoding with the checkpoint's MTP layer and $guesses draft tokens,
+    empty if unsupported. of_experts: options, with their number of values, to leave out for a model
+    without experts.
+    """
 
     engine: str
     device: Device
@@ -135,7 +137,7 @@ class LaunchRecipe(Strict):
 
 @cache
 def recipes() -> tuple[LaunchRecipe, ...]:
-    """Of every engine and device."""
+    """Recipes of all engines and devices."""
     paths = sorted(asset("recipes", "deploy").glob("*.yaml"))
     return tuple(read_yaml(path, LaunchRecipe, "restore that file") for path in paths)
 
@@ -148,13 +150,12 @@ def find_recipe(engine: str, device: Device | None) -> LaunchRecipe:
         if recipe.engine == engine and device in (None, recipe.device)
     ]
     if not found:
-        there = ", ".join(f"{recipe.engine} on {recipe.device}" for recipe in recipes())
+        known = ", ".join(f"{recipe.engine} on {recipe.device}" for recipe in recipes())
         raise QuantkitError(
             f"there is no deployment recipe for {engine}{f' on {device}' if device else ''}",
-            f"there are {there}",
+            f"there are {known}",
         )
-    # Where an engine runs on both, the box is Ascend unless asked otherwise: that is who this is
-    # for.
+    # If an engine runs on both, Ascend is the default.
     return min(found, key=lambda recipe: recipe.device != "npu")
 
 
@@ -165,33 +166,32 @@ def find_topology(
     device: Device | None = None,
     devices: int | None = None,
 ) -> Topology:
-    """By name, or else the one of `boxes` boxes (one) that runs prefill and decode together.
-    `boxes` and `devices` change its size.
+    """The layout `name`, or the one of `boxes` machines (default one) that runs prefill and decode
+    together. `boxes` and `devices` change its size.
 
-    Raises QuantkitError listing the layouts there are, or where ranks of a layout do not come out
-    even on such machines.
+    Raises QuantkitError listing the known layouts, or if the ranks of a layout do not divide evenly
+    over such machines.
     """
     recipe = find_recipe(engine, device)
     for layout in recipe.layouts:
         if layout.name == name or (
             name is None and layout.boxes == (boxes or 1) and len(layout.roles) == 1
         ):
-            return _on_devices(
-                _on_boxes(layout, boxes or layout.boxes), devices or layout.devices_per_box
+            return _resize_devices(
+                _resize_boxes(layout, boxes or layout.boxes), devices or layout.devices_per_box
             )
-    there = ", ".join(f"{layout.name} ({layout.boxes})" for layout in recipe.layouts)
+    known = ", ".join(f"{layout.name} ({layout.boxes})" for layout in recipe.layouts)
     raise QuantkitError(
         f"{recipe.engine} has no layout {name or f'of {boxes or 1} boxes'}",
-        f"its layouts (and boxes) are {there}",
+        f"its layouts (and boxes) are {known}",
     )
 
 
-def _on_boxes(layout: Topology, boxes: int) -> Topology:
-    """A layout of one role on another number of boxes: more or fewer data-parallel groups where it
-    has those, else pipeline stages.
+def _resize_boxes(layout: Topology, boxes: int) -> Topology:
+    """A layout of one role on another number of machines: other numbers of data-parallel groups if
+    it has several, else of pipeline stages.
 
-    Raises QuantkitError for one box of a layout of several, and for several of a layout of one or
-    with several roles.
+    Raises QuantkitError between one machine and several, and for a layout of several roles.
     """
     if boxes == layout.boxes:
         return layout
@@ -206,10 +206,10 @@ def _on_boxes(layout: Topology, boxes: int) -> Topology:
         if role.data_parallel > 1
         else ("pipeline_parallel", "pipeline stages")
     )
-    whole, left = divmod(getattr(role, per_box) * boxes, role.boxes)
-    if left:
+    whole, remainder = divmod(getattr(role, per_box) * boxes, role.boxes)
+    if remainder:
         raise QuantkitError(
-            f"the {what} of {layout.name} do not come out even on {boxes} boxes",
+            f"the {what} of {layout.name} cannot be divided evenly over {boxes} boxes",
             "give another --boxes, or another --layout",
         )
     summary = f"{boxes} boxes of {layout.devices_per_box} in the layout {layout.name}."
@@ -217,15 +217,15 @@ def _on_boxes(layout: Topology, boxes: int) -> Topology:
     return layout.model_copy(update={"roles": roles, "summary": summary, "published": ()})
 
 
-def _on_devices(layout: Topology, devices: int) -> Topology:
-    """A layout on machines of another number of devices. Tensor parallel in a machine stays so;
-    data-parallel groups become more or fewer. A published rate is of its own size alone.
+def _resize_devices(layout: Topology, devices: int) -> Topology:
+    """A layout on machines with another number of devices. Tensor parallelism within a machine is
+    kept; the number of data-parallel groups changes. Published rates are dropped.
 
-    Raises QuantkitError where the ranks of a role do not come out even.
+    Raises QuantkitError if the ranks of a role do not divide evenly.
     """
     if devices == layout.devices_per_box:
         return layout
-    roles = tuple(_role_on(role, layout, devices) for role in layout.roles)
+    roles = tuple(_resize_role(role, layout, devices) for role in layout.roles)
     if layout.boxes == 1 and roles[0].data_parallel == 1:
         summary = f"One box, tensor parallel over {devices}." if devices > 1 else "One device."
     else:
@@ -238,15 +238,139 @@ def _on_devices(layout: Topology, devices: int) -> Topology:
     )
 
 
-def _role_on(role: Role, layout: Topology, devices: int) -> Role:
+def _resize_role(role: Role, layout: Topology, devices: int) -> Role:
     boxes_of_group, part = divmod(role.tensor_parallel, layout.devices_per_box)
     tensor = role.tensor_parallel if part else boxes_of_group * devices
     group = tensor * role.pipeline_parallel
-    groups, left = divmod(role.boxes * devices, group)
-    if left or groups == 0 or (part and devices % tensor):
+    groups, remainder = divmod(role.boxes * devices, group)
+    if remainder or groups == 0 or (part and devices % tensor):
         raise QuantkitError(
-            f"{layout.name} is laid out for machines of {layout.devices_per_box} devices, and "
-            f"{role.name} takes groups of {group}",
+            (
+                f"{layout.name} is for machines of {layout.devices_per_box} devices, and "
+                f"{role.name} needs groups of {group}"
+            ),
             f"give --devices {layout.devices_per_box}, or another --layout",
         )
     return role.model_copy(update={"tensor_parallel": tensor, "data_parallel": groups})
+
+
+class LoaderResult(Strict):
+    """A result of tests/judges/loaders/judge.py in recipes/engines/loaded.json: one format on one
+    grid, read by the loader of an engine's released package on a CPU.
+
+    ranks: as "0 and 3 of 4". loads, right: number of loads (a model on a rank) and of correct ones;
+    faults, found: number of faults made in such checkpoints, and of detected ones. cache: codes
+    whose scales were read, too.
+    """
+
+    engine: str
+    release: str
+    device: Device
+    format: str
+    variant: str
+    grid: GridName
+    models: tuple[str, ...]
+    ranks: str
+    loads: int
+    right: int
+    faults: int
+    found: int
+    cache: CacheCodes | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether every load was correct and every fault detected."""
+        return self.loads == self.right > 0 and self.faults == self.found > 0
+
+
+class LayoutRun(Strict):
+    """A result of tests/judges/vllm_topologies.py in recipes/deploy/run.json: a layout's commands,
+    run with one checkpoint on `ranks` cards or processes of `machine`, and tokens compared with
+    quantkit's.
+
+    device: of the recipe. guesses: draft length of the MTP layer. options: added options that
+    change what is run, or "2-of-each" for two servers of each kind. `equal` of `compared` tokens
+    were quantkit's; `passed`: whether that is enough. said: why there are none.
+    """
+
+    engine: str
+    release: str
+    device: Device = "cuda"
+    machine: str
+    layout: str
+    ranks: int
+    guesses: int = 0
+    options: str = ""
+    model: str
+    format: str
+    compared: int = 0
+    equal: int = 0
+    passed: bool
+    said: str = ""
+
+
+@cache
+def layout_runs() -> tuple[LayoutRun, ...]:
+    """All results."""
+    return read_yaml(
+        asset("recipes", "deploy", "run.json"),
+        tuple[LayoutRun, ...],
+        "run make test-vllm-topologies, or restore that file",
+    )
+
+
+def layout_evidence(engine: str, device: Device, layout: str, guesses: int = 0) -> str:
+    """Such as "run on CPU, vllm 0.32.0 (awq, ct-w8a8)": where and with which formats the tokens
+    equalled quantkit's; else "by source"."""
+    found: dict[str, set[str]] = {}
+    for run in layout_runs():
+        if (run.engine, run.device, run.layout, bool(run.guesses)) == (
+            engine,
+            device,
+            layout,
+            bool(guesses),
+        ) and run.passed:
+            found.setdefault(f"{run.machine}, {run.engine} {run.release}", set()).add(run.format)
+    runs = [f"{where} ({', '.join(sorted(formats))})" for where, formats in found.items()]
+    return f"run on {'; '.join(runs)}" if runs else "by source"
+
+
+@cache
+def loader_results() -> tuple[LoaderResult, ...]:
+    """All results."""
+    return read_yaml(
+        asset("recipes", "engines", "loaded.json"),
+        tuple[LoaderResult, ...],
+        "run make test-loaders, or restore that file",
+    )
+
+
+def loader_results_of(profile: EngineProfile, load: LoadRule) -> tuple[LoaderResult, ...]:
+    """Results for a rule: one for each of its grids and devices that was tested."""
+    results = [
+        one
+        for one in loader_results()
+        if (one.engine, one.format, one.variant) == (profile.engine, load.format, load.variant)
+    ]
+    return tuple(one for one in results if one.grid in load.grids and one.device in load.devices)
+
+
+def cache_evidence(profile: EngineProfile, codes: CacheCodes) -> str:
+    """For a quantized cache with scales from the checkpoint, such as "loaded by vllm-ascend 0.23.0
+    on a CPU (deepseek_v3, qwen3)"; else "by source"."""
+    found = [one for one in loader_results() if (one.engine, one.cache) == (profile.engine, codes)]
+    if not found or not all(one.holds for one in found):
+        return "by source"
+    models = sorted({model for one in found for model in one.models})
+    return f"loaded by {profile.engine} {found[0].release} on a CPU ({', '.join(models)})"
+
+
+def evidence(profile: EngineProfile, load: LoadRule | MixtureRule) -> str:
+    """Such as "run on H200, vLLM 0.22.1", "loaded by vllm-ascend 0.23.0, ranks 0 and 3 of 4", or
+    "by source"."""
+    if load.run:
+        return f"run on {load.run_on}" if load.run_on else "run"
+    found = loader_results_of(profile, load) if isinstance(load, LoadRule) else []
+    if found and all(one.holds for one in found):
+        return f"loaded by {profile.engine} {found[0].release} on a CPU, ranks {found[0].ranks}"
+    return "by source"

@@ -1,5 +1,5 @@
-"""What one device of a tensor, pipeline, data and expert parallel world holds of a checkpoint, and
-how many tokens fit beside it.
+"""What one device holds of a checkpoint under tensor, pipeline, data and expert parallelism, and
+how many tokens fit next to it.
 
 Counted from headers: every stored byte, split as the model's table says. The latent cache of MLA is
 not split by tensor parallelism; every rank holds it whole.
@@ -22,8 +22,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """A world of devices. Experts are spread over all of it where `expert`, `redundant` copies of a
-    layer's among them, and cut like other linears over all of it where not."""
+    """Parallelism over a world of devices. `expert`: routed experts, including `redundant` copies
+    per layer, are spread whole over the devices of a stage; else they are split like other linears.
+    """
 
     tensor: int
     pipeline: int = 1
@@ -37,20 +38,19 @@ class ParallelSizes:
 
     @property
     def expert_ranks(self) -> int:
-        """Devices of one pipeline stage: those that share its experts."""
+        """Devices of one pipeline stage, which share its experts."""
         return self.tensor * self.data
 
     def local_experts(self, experts: int) -> int:
-        """Of each layer's, on the fullest device, copies counted; whole ones where `expert`."""
+        """Experts of a layer on the fullest device, including copies."""
         return math.ceil((experts + self.redundant) / self.expert_ranks)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes of the fullest device. state_bytes_per_request: of linear attention, whatever the
-    request's length, as quantkit's executor
-    holds it. tokens: how many fit beside the weights, of all requests together, each of `context`
-    tokens; fits: at least one such request does."""
+    """Bytes on the fullest device. state_bytes_per_request: linear attention state, independent of
+    the length, as in quantkit's executor. tokens: that fit next to the weights, for requests of
+    `context` tokens; fits: whether at least one such request does."""
 
     weight_bytes: int
     reserve_bytes: int
@@ -67,8 +67,8 @@ class Fit:
 
 @dataclass(frozen=True)
 class DraftSizes:
-    """What a draft model, or a head of EAGLE-3, takes of each device, which has it whole: bytes of
-    weights, and of a token in its cache."""
+    """Bytes that a draft model or an EAGLE-3 head takes of each device, which holds it whole:
+    weights, and cache per token."""
 
     weight_bytes: int = 0
     token_bytes: int = 0
@@ -78,8 +78,8 @@ NO_DRAFT = DraftSizes()
 
 
 def draft_sizes(checkpoint: Checkpoint, cache_bits: CacheBits = 16) -> DraftSizes:
-    """As it is stored. MTP layers of a draft model are not loaded; a head's cache has 16 bits
-    always."""
+    """Sizes as stored. MTP layers of a draft model are not loaded; an EAGLE-3 head's cache always
+    has 16 bits."""
     if is_head(checkpoint.config):
         weights = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
         return DraftSizes(
@@ -103,8 +103,7 @@ def fit(
     mtp: bool = False,
 ) -> Fit:
     """Whether weights, reserve and one request of `context` tokens fit in the `fraction` of
-    `memory_gib` that an engine may use.
-    mtp: whether the MTP layers are loaded, too."""
+    `memory_gib` that an engine may use. mtp: whether the MTP layers are loaded."""
     model = read_model(checkpoint)
     stored = [(row, _stored_bytes(checkpoint, row)) for row in model.rows]
     return fit_rows(
@@ -132,24 +131,24 @@ def fit_rows(
     draft: DraftSizes = NO_DRAFT,
     mtp: bool = False,
 ) -> Fit:
-    """The same for parameters with the bytes that each is, or will be, stored in, and a draft model
-    beside them. MTP layers are of the last stage, and counted where `mtp`."""
+    """`fit` for parameters given with their (future) stored bytes, and an additional draft model.
+    MTP layers belong to the last stage, and count if `mtp`."""
     experts = len({row.expert for row, _ in rows if row.expert is not None})
     stages = [0.0] * parallel.pipeline
     per_stage = math.ceil(config.num_hidden_layers / parallel.pipeline)
     for row, stored in rows:
         if not row.mtp or mtp:
             last = parallel.pipeline - 1
-            outside = 0 if row.role == "embedding" and not row.mtp else last
-            stages[outside if row.layer is None else min(row.layer // per_stage, last)] += (
+            stage = 0 if row.role == "embedding" and not row.mtp else last
+            stages[stage if row.layer is None else min(row.layer // per_stage, last)] += (
                 stored * _share(row, parallel, experts)
             )
     weights = math.ceil(max(stages)) + draft.weight_bytes
     reserve, usable = int(reserve_gib * GIB), int(memory_gib * fraction * GIB)
-    guessing = (
+    mtp_layers = (
         len({row.layer for row, _ in rows if row.mtp and row.layer is not None}) if mtp else 0
     )
-    cached = math.ceil(config.num_cached_layers / parallel.pipeline) + guessing
+    cached = math.ceil(config.num_cached_layers / parallel.pipeline) + mtp_layers
     per_token = cached * config.cache.token_bytes(cache_bits, parallel.tensor) + draft.token_bytes
     state = (
         0
@@ -161,8 +160,8 @@ def fit_rows(
 
 
 def check_split(checkpoint: Checkpoint, parallel: ParallelSizes) -> list[LoadProblem]:
-    """Heads, layers and linears that do not divide over the ranks: of linears rows by 8 where int4
-    is packed along them, columns by the group size."""
+    """Heads, layers and linears that do not divide over the ranks. Linears are split in units of 8
+    rows where int4 is packed along them, or of the group size along columns."""
 
     def grid(module: str) -> Grid | None:
         linear = checkpoint.linears.get(module)
@@ -176,32 +175,32 @@ def check_split(checkpoint: Checkpoint, parallel: ParallelSizes) -> list[LoadPro
 
 
 def find_part_problem(config: ModelConfig, parallel: ParallelSizes) -> LoadProblem | None:
-    """Attention heads that do not come out even over tensor-parallel ranks, or fewer layers than
-    stages. Key-value heads fewer than ranks are held by several (vLLM, config/model.py)."""
+    """Attention heads that do not divide over the tensor-parallel ranks, or fewer layers than
+    stages. Fewer key-value heads than ranks are replicated (vLLM, config/model.py)."""
     heads, ranks = config.num_attention_heads, parallel.tensor
     kv = config.cache.kv_heads if isinstance(config.cache, KeyValueCache) else ranks
-    for count, what, even in (
+    for count, what, divides in (
         (heads, "attention", heads % ranks == 0),
         (kv, "key-value", max(kv, ranks) % min(kv, ranks) == 0),
     ):
-        if not even:
-            told = f"the model has {count} {what} heads, which {ranks} ranks cannot share evenly"
+        if not divides:
+            problem = f"the model has {count} {what} heads, which {ranks} ranks cannot share evenly"
             return LoadProblem(
-                "error", told, "use another number of tensor-parallel ranks (--devices, --boxes)"
+                "error", problem, "use another number of tensor-parallel ranks (--devices, --boxes)"
             )
     if config.num_hidden_layers < parallel.pipeline:
-        told = (
+        problem = (
             f"the model has {config.num_hidden_layers} layers, fewer than {parallel.pipeline} "
             "pipeline stages"
         )
-        return LoadProblem("error", told, "use fewer boxes, or another layout")
+        return LoadProblem("error", problem, "use fewer boxes, or another layout")
     return None
 
 
 def find_split_problem(
     rows: Iterable[Parameter], grid: Callable[[str], Grid | None], parallel: ParallelSizes
 ) -> LoadProblem | None:
-    """The first linear that does not divide. grid: of a module's weight, None where it is not
+    """The first linear that does not divide. grid: of a module's weight, None if it is not
     quantized."""
     for row in rows:
         ranks = row.tp_shards(parallel.expert_ranks if row.expert is not None else parallel.tensor)
@@ -213,14 +212,14 @@ def find_split_problem(
             continue
         if (
             row.split == "row" and len(row.shape) == 1
-        ):  # a bias behind the sum of all ranks: nobody cuts it
+        ):  # a bias added after the sum over ranks is not split
             continue
         stored = grid(row.module)
         step = 1 if stored is None else stored.rank_multiple(inputs=row.split == "row")
         size = row.shape[0] if row.split == "column" else row.shape[1]
         if size % (ranks * step):
             what = "outputs" if row.split == "column" else "input channels"
-            told = (
+            problem = (
                 f"{row.module} has {size} {what}, which {ranks} ranks cannot share in steps of "
                 f"{step}"
             )
@@ -229,9 +228,9 @@ def find_split_problem(
             )
             return LoadProblem(
                 "error",
-                told,
+                problem,
                 remedy
-                + (", or a layout that shares out whole experts" if row.expert is not None else ""),
+                + (", or a layout with expert parallelism" if row.expert is not None else ""),
             )
     return None
 
@@ -243,7 +242,7 @@ def _stored_bytes(checkpoint: Checkpoint, row: Parameter) -> int:
 
 
 def _share(row: Parameter, parallel: ParallelSizes, experts: int) -> float:
-    """The part of a tensor that the fullest device holds."""
+    """The fraction of a tensor on the fullest device."""
     if row.expert is not None:
         return (
             parallel.local_experts(experts) / experts

@@ -1,30 +1,34 @@
-"""Which engine loads what, as data read from the engines' own sources: recipes/engines/*.yaml.
+"""Which engine loads what, read from the engines' own sources: recipes/engines/*.yaml, and the
+format to write for an engine.
 
-An engine has a list of loads: a format on one weight grid, the devices it runs on there, and the
-parts of a model that may or must be quantized in it.
+An engine has a list of loads: a format on one weight grid, the devices it runs on, and the parts of
+a model that may or must be quantized.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 from pydantic import Field
 
 from quantkit.common.assets import asset
-from quantkit.common.errors import UsageError
+from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.common.settings import Strict, read_yaml
 from quantkit.grids.base import Grid
 from quantkit.grids.names import CacheCodes, GridName
+from quantkit.grids.schemes import Scheme
 from quantkit.models.table import Parameter
 
 Device = Literal["cuda", "npu", "cpu"]
 Part = Literal["qkv_a", "attention", "kv_b", "mlp", "shared_experts", "experts"]
-"""Parts of a model an engine treats as one. qkv_a: q_a_proj and kv_a_proj_with_mqa, which every
-engine fuses."""
+"""Parts of a model that an engine treats as one. qkv_a: q_a_proj and kv_a_proj_with_mqa, which
+every engine fuses."""
 
 
 class LoadRule(Strict):
-    """One thing an engine loads. `notes` is for people; `run` is the command of the repository that
-    shows it, if one does, and `run_on` says where it was run if not on a CPU by `release`."""
+    """One format that an engine loads. `notes` are shown to users; `run` is the command of this
+    repository that demonstrates it, if any, and `run_on` where it was run if not on a CPU by
+    `release`."""
 
     format: str
     variant: str
@@ -32,31 +36,31 @@ class LoadRule(Strict):
     devices: tuple[Device, ...]
     may: tuple[Part, ...]
     must: tuple[Part, ...] = ()
-    # Of `may`, those that may be int4 where the rest is int8; empty where a checkpoint is on one
+    # The parts of `may` that may be int4 where the rest is int8; empty if a checkpoint is on one
     # grid.
     four_bits: tuple[Part, ...] = ()
-    # Linears of a multi-token-prediction layer: quantized like the rest, left plain, or either.
+    # Linears of an MTP layer: quantized like the rest, unquantized ("plain"), or either.
     mtp: Literal["any", "quantized", "plain"] = "any"
-    # What the engine calls the MTP layer when it looks a module up in the list of unquantized ones.
+    # The engine's name for the MTP layer when it looks up a module in the list of unquantized ones.
     mtp_prefix: str | None = None
     # Fused siblings whose FP4 global scales differ.
     fp4_siblings: Literal["error", "warn"] | None = None
-    # The quant_algo that may stand in hf_quant_config.json alone; empty where the engine takes any
-    # there.
+    # Values of quant_algo that hf_quant_config.json may have by itself; empty if the engine accepts
+    # any there.
     side_algorithms: tuple[str, ...] = ()
-    # What to add to a checkpoint so that the engine leaves a head in 16 bits that is tied to the
-    # embedding; None where it always does.
+    # What to add to a checkpoint so that the engine keeps a head that is tied to the embedding in
+    # 16 bits; None if it always does.
     tied_head: str | None = None
     # Keys at the top of quantization_config that must repeat the grid's own value.
     quantization_keys: tuple[Literal["group_size"], ...] = ()
-    # Model types of which plain linears that the engine fuses are found in the list of unquantized
-    # modules by their own names; those of other models by the fused module's name alone, but for
-    # q_a and kv_a. None: they are always found.
+    # Model types whose unquantized fused linears are found in the list of unquantized modules by
+    # their own names; those of other models only by the fused module's name, except q_a and kv_a.
+    # None: they are always found.
     finds_plain: tuple[str, ...] | None = None
     launch: tuple[str, ...] = ()
     notes: str = ""
-    # Whether int4 experts whose intermediate size on one GPU is not above group_size come out
-    # wrong.
+    # Whether int4 experts whose intermediate size per GPU is at most group_size are computed
+    # incorrectly.
     narrow_experts_wrong: bool = False
     sources: tuple[str, ...]
     run: str | None = None
@@ -64,11 +68,11 @@ class LoadRule(Strict):
 
 
 class MixtureRule(Strict):
-    """Linears on several grids in one checkpoint that an engine loads. grids: the parts that may be
-    on each; what is on none is plain.
+    """A combination of grids in one checkpoint that an engine loads. grids: the parts that may be
+    on each; everything else is unquantized.
 
-    Linears that the engine fuses, and all routed experts of a layer, are on one. Other fields: as
-    of `LoadRule`.
+    Linears that the engine fuses, and all routed experts of a layer, are on one grid. Other fields
+    are as in `LoadRule`.
     """
 
     format: str
@@ -88,16 +92,16 @@ class MixtureRule(Strict):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Those that may be on some grid."""
+        """Parts that may be on some grid."""
         return tuple(dict.fromkeys(part for parts in self.grids.values() for part in parts))
 
     def parts_on(self, grid: Grid) -> tuple[Part, ...]:
-        """Those that may be on this one."""
+        """Parts that may be on this grid."""
         return next((parts for name, parts in self.grids.items() if name == grid.engine_name), ())
 
 
 class Refusal(Strict):
-    """Why an engine does not load something; a list that is empty stands for all."""
+    """Why an engine does not load something; an empty list matches everything."""
 
     formats: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
@@ -107,10 +111,10 @@ class Refusal(Strict):
 
 
 class EngineProfile(Strict):
-    """A profile. `release` is the version or commit whose sources were read.
+    """An engine's profile. `release` is the version or commit whose sources were read.
 
-    By model_type, of config.json: `config`, keys that must have this value; `reads`, keys that must
-    be there by this name; `formats`, those in which it is loaded, where that is not all of `loads`.
+    By model_type in config.json: `config`, keys that must have this value; `reads`, keys that must
+    exist under this name; `formats`, the formats in which it is loaded, if not all of `loads`.
     """
 
     engine: str
@@ -120,24 +124,24 @@ class EngineProfile(Strict):
     config: dict[str, dict[str, Any]] = Field({})
     reads: dict[str, tuple[str, ...]] = Field({})
     formats: dict[str, tuple[str, ...]] = Field({})
-    # Model types whose cache it keeps in these codes, by steps that a checkpoint holds.
+    # Model types with a quantized cache of these codes, with scales from the checkpoint.
     caches: dict[CacheCodes, tuple[str, ...]] = Field({})
-    # Sizes of int4 groups that its kernels read; none: nothing is known of them.
+    # Group sizes of int4 that its kernels support; empty: unknown.
     int4_groups: tuple[int, ...] = ()
     loads: tuple[LoadRule, ...]
     mixtures: tuple[MixtureRule, ...] = ()
     refuses: tuple[Refusal, ...] = ()
 
-    def tells_of(self, format: str) -> bool:
-        """Whether a rule or a refusal names the format; of others nobody looked whether the engine
-        loads them."""
-        named = {name for refusal in self.refuses for name in refusal.formats}
-        return format in named | {rule.format for rule in self.loads} | {
+    def covers_format(self, format: str) -> bool:
+        """Whether a rule or a refusal covers the format; for other formats it is unknown whether
+        the engine loads them."""
+        refused = {name for refusal in self.refuses for name in refusal.formats}
+        return format in refused | {rule.format for rule in self.loads} | {
             rule.format for rule in self.mixtures
         }
 
-    def unread(self, grid: Grid) -> str:
-        """What its kernels do not read of a grid; empty for none."""
+    def unsupported_group_size(self, grid: Grid) -> str:
+        """What its kernels do not support of a grid; empty if they do."""
         if (
             not self.int4_groups
             or grid.kind != "int4"
@@ -153,15 +157,15 @@ class EngineProfile(Strict):
     def reason(
         self, format: str | None, variant: str | None, grid: str, device: Device | None
     ) -> str:
-        """Why it does not load that: what a refusal says, or that nothing is known of it. None
-        stands for any."""
+        """Why it does not load that: the reason of a refusal, or that it has no reader. None
+        matches anything."""
 
         def covers(listed: tuple[str, ...], value: str | None) -> bool:
             return not listed or value in listed
 
         for refusal in self.refuses:
-            asked = covers(refusal.formats, format) and covers(refusal.variants, variant)
-            if asked and covers(refusal.grids, grid) and covers(refusal.devices, device):
+            matches = covers(refusal.formats, format) and covers(refusal.variants, variant)
+            if matches and covers(refusal.grids, grid) and covers(refusal.devices, device):
                 return refusal.reason
         devices = sorted({device for load in self.loads for device in load.devices})
         if device is not None and device not in devices:
@@ -171,7 +175,7 @@ class EngineProfile(Strict):
 
 @cache
 def find_engine(name: str) -> EngineProfile:
-    """The profile of that name. Raises QuantkitError listing those there are."""
+    """The profile of that name. Raises UsageError listing the known ones."""
     names = engine_names()
     if name not in names:
         raise UsageError(f"engine {name!r} is not known", f"choose one of {', '.join(names)}")
@@ -185,7 +189,7 @@ def engine_names() -> tuple[str, ...]:
 
 
 def part_of(row: Parameter) -> Part | None:
-    """The part of the model a tensor belongs to; None for what no engine takes quantized."""
+    """The part of the model that a tensor belongs to; None if no engine takes it quantized."""
     if row.role == "kv_b":
         return "kv_b"
     if row.role != "linear":
@@ -199,3 +203,162 @@ def part_of(row: Parameter) -> Part | None:
             return "qkv_a" if row.projection in ("q_a", "kv_a") else "attention"
         case _:
             return "mlp"
+
+
+@dataclass(frozen=True)
+class FormatChoice:
+    """What to write so that an engine loads a scheme: the format, the grid, and the parts to
+    quantize.
+
+    `quantization_config` holds keys to add to that block of config.json. `launch` are options of
+    the engine's command line.
+    """
+
+    engine: str
+    format: str
+    variant: str
+    grid: Grid
+    parts: tuple[Part, ...]
+    mtp: bool
+    quantization_config: dict[str, Any]
+    launch: tuple[str, ...]
+    notes: str
+
+    def quantizes(self, row: Parameter) -> bool:
+        """Whether the tensor is to be quantized for this engine."""
+        return part_of(row) in self.parts and (self.mtp or not row.mtp)
+
+
+def choose(
+    engine: str, scheme: Scheme, *, device: Device | None = None, format: str | None = None
+) -> FormatChoice:
+    """The engine's first load that holds the scheme, on `device` and in `format` if given.
+
+    An asymmetric int4 grid becomes symmetric if the engine supports only that. Raises QuantkitError
+    with the engine's reason.
+    """
+    profile = find_engine(engine)
+    has_cache = scheme.cache is None or scheme.cache in profile.caches
+    wanted = scheme.weight.engine_name
+    grids = {grid.engine_name: grid for grid in scheme.weight.substitutes}
+    for load in profile.loads:
+        matches = (
+            has_cache
+            and (format is None or load.format == format)
+            and (device is None or device in load.devices)
+        )
+        supported = [grid for name, grid in grids.items() if name in load.grids]
+        if matches and supported and load.format in scheme.formats:
+            return _format_choice(profile.engine, load, supported[0])
+    where = (f" in format {format}" if format else "") + (f" on {device}" if device else "")
+    reason = (
+        profile.reason(format, None, wanted, device)
+        if has_cache
+        else f"it reads no scales of an {scheme.cache} cache"
+    )
+    loads = sorted(
+        {
+            f"{load.format} ({grid})"
+            for load in profile.loads
+            for grid in load.grids
+            if device is None or device in load.devices
+        }
+    )
+    raise QuantkitError(
+        f"{engine} does not load {scheme.name}{where}: {reason}", f"it loads {', '.join(loads)}"
+    )
+
+
+@dataclass(frozen=True)
+class MixtureChoice:
+    """Mixed precision that an engine loads. grids: by grid name, the parts that may be on it; base:
+    the grid of everything else. Other fields are as in `FormatChoice`."""
+
+    engine: str
+    format: str
+    base: Grid
+    grids: dict[GridName, tuple[Part, ...]]
+    mtp: bool
+    quantization_config: dict[str, Any]
+    launch: tuple[str, ...]
+    notes: str
+
+    def allows(self, row: Parameter, grid: Grid) -> bool:
+        """Whether the engine accepts the tensor on this grid."""
+        keys_agree = all(
+            getattr(grid, key) == value
+            for key, value in self.quantization_config.items()
+            if grid.kind == "int4"
+        )
+        return (
+            any(
+                grid.engine_name == name and part_of(row) in parts
+                for name, parts in self.grids.items()
+            )
+            and (self.mtp or not row.mtp)
+            and keys_agree
+        )
+
+    def quantizes(self, row: Parameter) -> bool:
+        """Whether the tensor may be on any grid."""
+        return any(part_of(row) in parts for parts in self.grids.values()) and (
+            self.mtp or not row.mtp
+        )
+
+
+def choose_mixture(
+    engine: str, scheme: Scheme, *, device: Device | None = None, format: str | None = None
+) -> MixtureChoice:
+    """The engine's first mixture that includes the scheme's grid, or its symmetric variant.
+
+    Raises QuantkitError if it loads one grid per checkpoint, or no mixture with this one.
+    """
+    profile = find_engine(engine)
+    rules = [
+        rule
+        for rule in profile.mixtures
+        if (device is None or device in rule.devices) and (format is None or rule.format == format)
+    ]
+    for rule in rules:
+        for base in scheme.weight.substitutes:
+            if base.engine_name in rule.grids:
+                keys: dict[str, Any] = {key: getattr(base, key) for key in rule.quantization_keys}
+                return MixtureChoice(
+                    engine,
+                    rule.format,
+                    base,
+                    dict(rule.grids),
+                    rule.mtp != "plain",
+                    keys,
+                    rule.launch,
+                    rule.notes,
+                )
+    where = (f" in format {format}" if format else "") + (f" on {device}" if device else "")
+    mixtures = sorted({f"{rule.format} ({', '.join(rule.grids)})" for rule in profile.mixtures})
+    if not mixtures:
+        raise QuantkitError(
+            f"{engine} loads one grid per checkpoint{where}, no mixture",
+            "use --scheme alone, or another --engine",
+        )
+    raise QuantkitError(
+        f"{engine} loads no mixture with the weights of {scheme.name}{where}",
+        f"it loads {'; '.join(mixtures)}",
+    )
+
+
+def _format_choice(engine: str, load: LoadRule, grid: Grid) -> FormatChoice:
+    keys: dict[str, Any] = {key: getattr(grid, key) for key in load.quantization_keys}
+    # Formats never quantize kv_b_proj: it is absorbed at decoding, and Ascend engines and vLLM on CPU
+    # need it unquantized.
+    parts = tuple(part for part in load.may if part != "kv_b")
+    return FormatChoice(
+        engine,
+        load.format,
+        load.variant,
+        grid,
+        parts,
+        load.mtp != "plain",
+        keys,
+        load.launch,
+        load.notes,
+    )

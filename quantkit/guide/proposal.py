@@ -19,9 +19,8 @@ from quantkit.common.result import Result
 from quantkit.common.settings import Strict, read_yaml
 from quantkit.common.sizes import format_bytes, format_duration
 from quantkit.engines.check import check_model, find_load
-from quantkit.engines.choice import choose
 from quantkit.engines.memory import ParallelSizes, find_split_problem
-from quantkit.engines.profiles import Device, find_engine
+from quantkit.engines.profiles import Device, choose, find_engine
 from quantkit.grids.schemes import SCHEMES, Scheme, find_scheme
 from quantkit.models import find_architecture
 from quantkit.planning.boxes import DeviceBox

@@ -257,7 +257,7 @@ def plan_layout(
     bytes; `deploy` does the same for an existing checkpoint.
 
     context: tokens of the longest request. redundant: copies of busy experts per layer, in addition
-    to the layout's group_batch. devices, memory_gib, device: number per machine, memory and kind,
+    to the layout's own. devices, memory_gib, device: number per machine, memory and kind,
     overriding the layout's. grid: of a module's weight. Raises QuantkitError for an unknown engine
     or layout, or one that does not divide evenly over such machines.
     """

@@ -71,7 +71,7 @@ def balance(placed: Slots, loads: Loads) -> float:
 
 def _pack(loads: Loads, copies: np.ndarray, devices: int, slots: int) -> Slots:
     """Copies in order of load, each to the least loaded device that has a free slot and lacks the
-    expert, or can be own one."""
+    expert, or can be given one."""
     each = loads / copies
     busiest_first = np.argsort(-each, kind="stable")
     placed = np.full((devices, slots), -1, dtype=np.int64)

@@ -1,25 +1,30 @@
-"""The playground's page and its one request, for a browser on this machine.
+"""The playground's page, its API and server, for a browser on this machine.
 
-    GET /, /page.css, /page.js, /models        POST /play: a question -> JSON lines, as they come
+    GET /, /page.css, /page.js, /models        POST /play: a question -> JSON lines, streamed
 
-The page loads nothing from elsewhere and runs no script but its own (its Content-Security-Policy
-says so); what models write reaches it as text. Requests for another host's name, or from another
-site's page, are refused: a site must not talk to what listens on loopback.
+The page loads nothing from other hosts and runs only its own script (see its
+Content-Security-Policy); text of models is inserted as text. Requests with another Host name or
+Origin are rejected, so that websites cannot reach the loopback port.
 """
 
 import asyncio
 import json
+import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
+from socket import socket
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from quantkit.common.bind import bind_error
 from quantkit.common.errors import QuantkitError
+from quantkit.executor.server.serve import HttpServer
 from quantkit.playground.play import MAX_NEW_TOKENS, Playground
 
 _POLICY = (
@@ -38,7 +43,7 @@ _FILES = {
     "/page.js": ("page.js", "text/javascript"),
 }
 _MAX_BODY = 1 << 20
-_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
 class Question(BaseModel):
@@ -50,18 +55,18 @@ class Question(BaseModel):
 
 
 def create_app(playground: Playground) -> FastAPI:
-    """One question at a time is answered; who comes meanwhile waits."""
+    """The application; it answers one question at a time, and later ones wait."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     worker = ThreadPoolExecutor(1, "quantkit-playground")
 
     @app.middleware("http")
-    async def guarded(
+    async def check_request(
         request: Request, call_next: Callable[[Request], Awaitable[Response]]
     ) -> Response:
         response = (
             await call_next(request)
-            if _is_ours(request)
-            else _refused(403, "this address is for the playground's own page")
+            if _is_same_origin(request)
+            else _error(403, "this address is for the playground's own page")
         )
         response.headers.update(_HEADERS)
         return response
@@ -87,9 +92,9 @@ def create_app(playground: Playground) -> FastAPI:
             question = Question.model_validate_json(await _body(request))
         except ValidationError as fault:
             first = fault.errors(include_url=False, include_context=False, include_input=False)[0]
-            return _refused(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+            return _error(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
         except ValueError as fault:
-            return _refused(400, str(fault))
+            return _error(400, str(fault))
         return StreamingResponse(
             _lines(playground, worker, question), media_type="application/x-ndjson"
         )
@@ -99,11 +104,11 @@ def create_app(playground: Playground) -> FastAPI:
     return app
 
 
-def _is_ours(request: Request) -> bool:
-    """Whether a request is for this machine's own name, and from no other site's page."""
+def _is_same_origin(request: Request) -> bool:
+    """Whether a request has this machine's name as Host, and no other site's Origin."""
     host = request.headers.get("host", "")
     origin = request.headers.get("origin")
-    return host.rpartition(":")[0] in _NAMES and origin in (None, f"http://{host}")
+    return host.rpartition(":")[0] in _HOSTS and origin in (None, f"http://{host}")
 
 
 async def _body(request: Request) -> bytes:
@@ -120,42 +125,60 @@ async def _body(request: Request) -> bytes:
 async def _lines(
     playground: Playground, worker: ThreadPoolExecutor, question: Question
 ) -> AsyncIterator[bytes]:
-    """What the playground tells, as it comes; where the reader goes, it stops."""
-    loop, told, gone = (
+    """The playground's events as JSON lines; it stops if the client disconnects."""
+    loop, events, disconnected = (
         asyncio.get_running_loop(),
         asyncio.Queue[dict[str, Any] | None](),
         threading.Event(),
     )
 
-    def tell(event: dict[str, Any] | None) -> None:
-        loop.call_soon_threadsafe(told.put_nowait, event)
+    def send(event: dict[str, Any] | None) -> None:
+        loop.call_soon_threadsafe(events.put_nowait, event)
 
     def work() -> None:
         try:
-            if not gone.is_set():
-                most = question.max_new_tokens
+            if not disconnected.is_set():
+                max_new_tokens = question.max_new_tokens
                 playground.play(
                     question.prompt,
                     raw=question.raw,
-                    max_new_tokens=most,
-                    tell=tell,
-                    stopped=gone.is_set,
+                    max_new_tokens=max_new_tokens,
+                    send=send,
+                    stopped=disconnected.is_set,
                 )
         except QuantkitError as fault:
-            tell({"kind": "error", "message": str(fault)})
-        except Exception as fault:  # whoever waits must hear of it
-            tell({"kind": "error", "message": f"{type(fault).__name__}: {str(fault)[:300]}"})
+            send({"kind": "error", "message": str(fault)})
+        except Exception as fault:  # the client must be notified
+            send({"kind": "error", "message": f"{type(fault).__name__}: {str(fault)[:300]}"})
             raise
         finally:
-            tell(None)
+            send(None)
 
     worker.submit(work)
     try:
-        while (event := await told.get()) is not None:
+        while (event := await events.get()) is not None:
             yield json.dumps(event, ensure_ascii=False).encode(errors="replace") + b"\n"
     finally:
-        gone.set()
+        disconnected.set()
 
 
-def _refused(status: int, message: str) -> Response:
+def _error(status: int, message: str) -> Response:
     return JSONResponse({"error": message}, status_code=status)
+
+
+HOST = "127.0.0.1"
+
+
+def serve(playground: Playground, port: int, sockets: Sequence[socket]) -> None:
+    """Serve until interrupted. sockets: from `bind`, at HOST and `port`. Raises QuantkitError if
+    the address is in use."""
+    config = uvicorn.Config(create_app(playground), log_level="warning", access_log=False)
+    config.timeout_graceful_shutdown = 2
+    server = HttpServer(config)
+    # uvicorn raises the signal again after its shutdown; being stopped is not a failure.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    try:
+        server.run(list(sockets))
+    except OSError as fault:
+        raise bind_error(HOST, port, fault) from fault

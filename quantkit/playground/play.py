@@ -1,5 +1,5 @@
-"""A question to one model or two: their greedy answers as they are written, and then what each
-makes of both."""
+"""One question to one or two models: their greedy answers as they are generated, then the scores of
+both answers under each model."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,16 +11,15 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Delta
-from quantkit.playground.compare import parting, scored
-from quantkit.playground.model import PlayModel
+from quantkit.playground.model import PlayModel, first_difference, score_answer
 
 MAX_NEW_TOKENS = 2048
 
-Tell = Callable[[dict[str, Any]], None]
+Send = Callable[[dict[str, Any]], None]
 
 
 class Playground:
-    """One model, or two that read the same tokens. Not for several threads at once."""
+    """One model, or two with the same tokenizer. Not thread-safe."""
 
     def __init__(self, models: list[PlayModel]) -> None:
         self.models = models
@@ -36,7 +35,7 @@ class Playground:
         backend: str = "auto",
         context: int = 4096,
     ) -> "Playground":
-        """models: names and folders. context: tokens of a prompt and its answer, at most. Raises
+        """models: names and folders. context: maximum tokens of a prompt and its answer. Raises
         QuantkitError."""
         opened = []
         for name, path in models:
@@ -52,66 +51,62 @@ class Playground:
         *,
         raw: bool,
         max_new_tokens: int,
-        tell: Tell,
+        send: Send,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Tell the answers piece by piece, side by side, then their tokens. raw: continue the text
-        itself, without the chat template.
+        """Send the answers piece by piece, then their token scores, to `send`. raw: continue the
+        text itself, without the chat template.
 
-        Ends between two tokens once `stopped` says so. Raises QuantkitError for a question that
-        cannot be answered.
+        Stops between two tokens once `stopped` returns true. Raises QuantkitError for a question
+        that cannot be answered.
         """
         prompt = self._prompt(question, raw)
         params = SamplingParams(max_new_tokens=max_new_tokens)
         answers: list[list[int]] = [[] for _ in self.models]
-        began, open_streams = time.perf_counter(), dict(enumerate(self._streams(prompt, params)))
+        start, open_streams = time.perf_counter(), dict(enumerate(self._streams(prompt, params)))
         try:
             while open_streams and not stopped():
                 for side, stream in list(open_streams.items()):
                     delta = next(stream)
                     if delta.text:
-                        tell({"kind": "text", "side": side, "text": delta.text})
+                        send({"kind": "text", "side": side, "text": delta.text})
                     if delta.completion is not None:
                         del open_streams[side]
                         answers[side] = delta.completion.token_ids
-                        seconds, reason = (
-                            time.perf_counter() - began,
-                            delta.completion.finish_reason,
-                        )
-                        tell(
+                        send(
                             {
                                 "kind": "done",
                                 "side": side,
                                 "count": len(answers[side]),
-                                "seconds": seconds,
-                                "reason": reason,
+                                "seconds": time.perf_counter() - start,
+                                "reason": delta.completion.finish_reason,
                             }
                         )
         finally:
             for stream in open_streams.values():
                 stream.close()
         if not stopped():
-            self._tell_scores(prompt, answers, tell, stopped)
+            self._send_scores(prompt, answers, send, stopped)
 
     def _streams(self, prompt: list[int], params: SamplingParams) -> Iterator[Any]:
         for model in self.models:
             found: Iterator[Delta] = model.engine.stream(prompt, params)
             yield found
 
-    def _tell_scores(
-        self, prompt: list[int], answers: list[list[int]], tell: Tell, stopped: Callable[[], bool]
+    def _send_scores(
+        self, prompt: list[int], answers: list[list[int]], send: Send, stopped: Callable[[], bool]
     ) -> None:
         if len(answers) == 2:
-            tell({"kind": "parted", "at": parting(answers)})
+            send({"kind": "parted", "at": first_difference(answers)})
         for side, answer in enumerate(answers):
             if stopped():
                 return
-            again = side == 1 and answer == answers[0]
-            tell(
+            is_repeated = side == 1 and answer == answers[0]
+            send(
                 {
                     "kind": "scored",
                     "side": side,
-                    **({"as": 0} if again else scored(self.models, prompt, answer)),
+                    **({"as": 0} if is_repeated else score_answer(self.models, prompt, answer)),
                 }
             )
 
@@ -141,6 +136,6 @@ def _check_same_tokens(first: PlayModel, second: PlayModel) -> None:
     sizes = [model.engine.loaded.config.vocab_size for model in (first, second)]
     if vocabularies[0] != vocabularies[1] or sizes[0] != sizes[1]:
         raise QuantkitError(
-            f"{first.name} and {second.name} read different tokens",
-            "compare models of one tokenizer",
+            f"{first.name} and {second.name} have different tokenizers",
+            "compare models with the same tokenizer",
         )

@@ -13,7 +13,7 @@ from typing import Any
 from quantkit.calibrate.sensitivity import LinearGroup, Sensitivities, linear_groups
 from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import format_bytes
-from quantkit.engines.choice import MixtureChoice
+from quantkit.engines.profiles import MixtureChoice
 from quantkit.grids.base import Grid, grid_label
 from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.models.table import Parameter

@@ -23,8 +23,13 @@ from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.check import check_cache, check_model
-from quantkit.engines.choice import FormatChoice, MixtureChoice, choose, choose_mixture
-from quantkit.engines.profiles import find_engine
+from quantkit.engines.profiles import (
+    FormatChoice,
+    MixtureChoice,
+    choose,
+    choose_mixture,
+    find_engine,
+)
 from quantkit.grids.base import Grid
 from quantkit.grids.names import Method
 from quantkit.grids.schemes import Scheme, check_pair
@@ -431,6 +436,6 @@ def _with_group_size(scheme: Scheme, recipe: Recipe, engine: str | None) -> Sche
             f"a group size of {recipe.group_size} is given, and {scheme.name} has none to choose",
             "leave it out",
         )
-    if engine and (unread := find_engine(engine).unread(weight)):
+    if engine and (unread := find_engine(engine).unsupported_group_size(weight)):
         raise QuantkitError(unread, "give another --group-size")
     return replace(scheme, weight=weight)

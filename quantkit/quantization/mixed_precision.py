@@ -11,7 +11,7 @@ from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.common.sizes import parse_bytes
-from quantkit.engines.choice import FormatChoice, MixtureChoice
+from quantkit.engines.profiles import FormatChoice, MixtureChoice
 from quantkit.grids.base import Grid
 from quantkit.grids.fp8_block import Fp8BlockGrid
 from quantkit.grids.int_groups import IntGrid

@@ -226,7 +226,7 @@ def test_behaviour_of_an_architecture_without_a_file_is_refused_before_weights_a
 ) -> None:
     answer = command("check", str(gemma), "--source", str(gemma), "--depth", "behaviour")
     assert (answer.code, answer.out) == (1, "")
-    assert "no file of the architecture 'gemma2'" in answer.error
+    assert "no implementation of the architecture 'gemma2'" in answer.error
     assert "quantkit ppl --baseline" in answer.error
 
 

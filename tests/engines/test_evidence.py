@@ -4,17 +4,17 @@ from dataclasses import dataclass
 
 import pytest
 
-from quantkit.engines import evidence as module
-from quantkit.engines.evidence import (
+from quantkit.engines import layouts as module
+from quantkit.engines.layouts import (
     LayoutRun,
-    Loaded,
+    LoaderResult,
     cache_evidence,
     evidence,
+    find_topology,
     layout_evidence,
     layout_runs,
-    loaded,
+    loader_results,
 )
-from quantkit.engines.layouts import find_topology
 from quantkit.engines.profiles import EngineProfile, LoadRule, find_engine
 
 
@@ -34,7 +34,7 @@ def int8() -> Rule:
 
 
 def test_every_result_is_of_a_rule() -> None:
-    for one in loaded():
+    for one in loader_results():
         rules = [
             load
             for load in find_engine(one.engine).loads
@@ -48,16 +48,16 @@ def test_loaded_is_said_where_all_was_right_and_every_fault_found(
 ) -> None:
     found = next(
         one
-        for one in loaded()
+        for one in loader_results()
         if (one.engine, one.format, one.grid) == ("vllm-ascend", "modelslim", "int8")
     )
 
     def said(**changes: int) -> str:
         monkeypatch.setattr(
             module,
-            "loaded",
+            "loader_results",
             lambda: (
-                Loaded(
+                LoaderResult(
                     **{
                         **found.model_dump(),
                         "loads": 4,
@@ -86,7 +86,9 @@ def test_who_reads_steps_of_a_cache_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert cache_evidence(find_engine("sglang"), "int8") == "by source"
     monkeypatch.setattr(
-        module, "loaded", lambda: tuple(one.model_copy(update={"found": 0}) for one in loaded())
+        module,
+        "loader_results",
+        lambda: tuple(one.model_copy(update={"found": 0}) for one in loader_results()),
     )
     assert cache_evidence(ascend, "int8") == "by source"
 

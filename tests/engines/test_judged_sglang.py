@@ -64,7 +64,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_printed_command_is_run_with_what_is_said(model: Path) -> None:
     _, words = command_of(model, "PYTHON", 2, 21064, 1)
     ((_, printed),) = (
-        deploy(model, "sglang", layout="one-box", device="cuda", devices=2, context=1024, guesses=1)
+        deploy(
+            model,
+            "sglang",
+            layout="one-box",
+            device="cuda",
+            devices=2,
+            context=1024,
+            draft_length=1,
+        )
         .launches[0]
         .commands
     )

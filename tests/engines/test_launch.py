@@ -186,10 +186,10 @@ def test_an_engine_that_does_not_load_the_checkpoint_is_told(int8: Path, tmp_pat
 def test_questions_without_an_answer(int8: Path) -> None:
     with pytest.raises(QuantkitError, match="no layout of 3 boxes"):
         deploy(int8, "vllm", boxes=3)
-    with pytest.raises(QuantkitError, match="takes 2 boxes and 1 hosts"):
+    with pytest.raises(QuantkitError, match="needs 2 boxes and 1 hosts"):
         deploy(int8, "vllm", boxes=2, hosts=["a"])
     with pytest.raises(
-        QuantkitError, match=r"'http://10\.0\.0\.1:80' is no address of a box; give a name or"
+        QuantkitError, match=r"'http://10\.0\.0\.1:80' is not an address of a box; give a name or"
     ):
         deploy(int8, "vllm", hosts=["http://10.0.0.1:80"])
     with pytest.raises(QuantkitError, match=r"10\.0\.0\.1 is given for two boxes"):
@@ -197,7 +197,7 @@ def test_questions_without_an_answer(int8: Path) -> None:
     assert deploy(int8, "vllm", boxes=2, hosts=["fe80::1", "node-2.local"]).launches
     for nic in ("eth0; reboot", "", "a/b"):
         with pytest.raises(
-            QuantkitError, match=f"{nic!r} is no network interface; give one that ip link lists"
+            QuantkitError, match=f"{nic!r} is not a network interface; give one that ip link lists"
         ):
             deploy(int8, "vllm", nic=nic)
     assert deploy(int8, "vllm", nic="^docker,lo").launches
@@ -229,11 +229,11 @@ def test_a_longer_request_than_the_model_takes_is_told(tmp_path: Path) -> None:
     assert made("yarn", None) == ([], "16384")
     assert made("yarn", 4096 * 40) == ([], "163840")
     assert made("yarn", 4096 * 40 + 1)[0] == [
-        "the model takes texts of 163840 tokens, fewer than 163841"
+        "the model accepts texts of 163840 tokens, fewer than 163841"
     ]
     assert made("plain", None, rope_scaling=None) == ([], "2048")
     assert made("plain", 2049, rope_scaling=None)[0] == [
-        "the model takes texts of 2048 tokens, fewer than 2049"
+        "the model accepts texts of 2048 tokens, fewer than 2049"
     ]
 
 
@@ -304,7 +304,7 @@ def test_heads_and_layers_come_out_even(int8: Path, tmp_path: Path) -> None:
 
 def test_an_mtp_layer_that_guesses_is_held(int8: Path) -> None:
     without, guessing = (
-        deploy(int8, "vllm", devices=1, guesses=guesses).memory["server"] for guesses in (0, 1)
+        deploy(int8, "vllm", devices=1, draft_length=guesses).memory["server"] for guesses in (0, 1)
     )
     checkpoint = Checkpoint.open(int8)
     mtp = sum(
@@ -330,9 +330,7 @@ def test_a_split_that_does_not_divide_is_named(tmp_path: Path) -> None:
     whole = [row for row in read_model(checkpoint).rows if row.expert is not None]
     found = find_split_problem(whole, lambda _: None, ParallelSizes(7))
     assert found is not None
-    assert (
-        found.remedy == "use fewer tensor-parallel ranks, or a layout that shares out whole experts"
-    )
+    assert found.remedy == "use fewer tensor-parallel ranks, or a layout with expert parallelism"
 
 
 def test_a_bias_behind_a_sum_over_ranks_is_not_cut(tmp_path: Path) -> None:
@@ -361,10 +359,8 @@ def test_every_fault_has_its_own_remedy(tmp_path: Path) -> None:
         tmp_path / "int8", config, random_tensors(config), compressed_int8.FORMAT, grid
     )
     told = str(deploy(path, "vllm", devices=1).refusal)
-    assert "config.json has topk_method = None (set it to 'noaux_tc': vllm goes by it)" in told
-    assert told.endswith(
-        "config.json has scoring_func = None; set it to 'sigmoid': vllm goes by it"
-    )
+    assert "config.json has topk_method = None (set it to 'noaux_tc': vllm reads it)" in told
+    assert told.endswith("config.json has scoring_func = None; set it to 'sigmoid': vllm reads it")
 
 
 def test_one_box_of_fewer_devices(int8: Path) -> None:
@@ -516,13 +512,13 @@ def test_a_model_without_experts_is_asked_for_none(
 
 
 def test_guesses_of_the_mtp_layer(int8: Path, tmp_path: Path) -> None:
-    ((_, command),) = deploy(int8, "vllm", guesses=2).launches[0].commands
+    ((_, command),) = deploy(int8, "vllm", draft_length=2).launches[0].commands
     assert json.loads(command[command.index("--speculative-config") + 1]) == {
         "method": "mtp",
         "num_speculative_tokens": 2,
     }
     for device in ("cuda", "npu"):
-        ((_, command),) = deploy(int8, "sglang", device=device, guesses=2).launches[0].commands  # type: ignore[arg-type]
+        ((_, command),) = deploy(int8, "sglang", device=device, draft_length=2).launches[0].commands  # type: ignore[arg-type]
         said = {
             word: command[at + 1]
             for at, word in enumerate(command)
@@ -535,13 +531,13 @@ def test_guesses_of_the_mtp_layer(int8: Path, tmp_path: Path) -> None:
             "--speculative-num-draft-tokens": "3",
         }
         assert set(said) <= OPTIONS["sglang"]
-    ((_, command),) = deploy(int8, "vllm-ascend", guesses=1).launches[0].commands
+    ((_, command),) = deploy(int8, "vllm-ascend", draft_length=1).launches[0].commands
     assert json.loads(command[command.index("--speculative-config") + 1]) == {
         "method": "mtp",
         "num_speculative_tokens": 1,
     }
-    with pytest.raises(QuantkitError, match="omni-infer has no options for guesses"):
-        deploy(int8, "omni-infer", guesses=1)
+    with pytest.raises(QuantkitError, match="omni-infer has no options for speculative decoding"):
+        deploy(int8, "omni-infer", draft_length=1)
     config = tiny_config(num_nextn_predict_layers=0)
     without = write_packed(
         tmp_path / "int8",
@@ -551,7 +547,7 @@ def test_guesses_of_the_mtp_layer(int8: Path, tmp_path: Path) -> None:
         IntGrid(8, None, symmetric=True),
     )
     with pytest.raises(QuantkitError, match="has no MTP layer"):
-        deploy(without, "vllm", guesses=1)
+        deploy(without, "vllm", draft_length=1)
 
 
 def test_experts_shared_by_the_devices_of_one_box(int8: Path) -> None:

@@ -64,8 +64,9 @@ with open(file + ".new", "w") as new:
     json.dump([[name, *sys.argv[1:]], dict(os.environ)], new)
 os.rename(file + ".new", file + ".json")
 until = time.monotonic() + 30
-while name != "ray" and len(list(pathlib.Path({str(called)!r}).glob("*.json"))) <
-int(os.environ["COMMANDS"]) and time.monotonic() < until:
+def missing():
+    return len(list(pathlib.Path({str(called)!r}).glob("*.json"))) < int(os.environ["COMMANDS"])
+while name != "ray" and missing() and time.monotonic() < until:
     time.sleep(0.02)
 """
     for name in ("vllm", "python", "ray", "bash"):
@@ -123,11 +124,11 @@ def test_ipv6_addresses_have_brackets_before_a_port(
 
 def test_what_is_no_address_of_a_box(odd: Path) -> None:
     for host in ("-x", "", ".", "fd00::1::2", "10.0.0.256", "[fd00::1]", "a b"):
-        with pytest.raises(QuantkitError, match="is no address of a box"):
+        with pytest.raises(QuantkitError, match="is not an address of a box"):
             deploy(odd, "vllm", hosts=[host])
     with pytest.raises(
         QuantkitError,
-        match=r"0\.0\.0\.0 is no address at which other boxes find one; give the address that the "
+        match=r"0\.0\.0\.0 is not an address that other boxes can reach; give the address that the "
         r"box has",
     ):
         deploy(odd, "vllm", boxes=2, hosts=["0.0.0.0", "10.0.0.2"])

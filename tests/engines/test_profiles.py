@@ -25,8 +25,7 @@ from quantkit.checkpoint.formats import (
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.check import check_checkpoint
-from quantkit.engines.choice import FormatChoice, choose
-from quantkit.engines.profiles import engine_names, find_engine, part_of
+from quantkit.engines.profiles import FormatChoice, choose, engine_names, find_engine, part_of
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.grids.schemes import SCHEMES, Scheme, find_scheme
@@ -368,7 +367,7 @@ def test_vllm_mixes_up_the_scales_of_narrow_experts(
     assert errors("vllm", path, device="cuda") == []
     assert (
         any(
-            "128 columns of an expert are not more than group_size 128" in problem
+            "128 columns of an expert per GPU are not more than group_size 128" in problem
             for problem in warnings("vllm", path)
         )
         == warned

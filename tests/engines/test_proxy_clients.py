@@ -85,7 +85,7 @@ def test_a_body_that_is_no_object_is_the_clients_fault(
     )
     assert (answer.status_code, answer.json()["error"]["message"]) == (
         400,
-        "the body of the request is no JSON object",
+        "the body of the request is not a JSON object",
     )
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert len(first.asked) == before
@@ -227,7 +227,7 @@ def test_a_request_that_never_gets_whole_is_refused(
         client.sendall(POST % (1000, CLOSE, b'{"prompt": '))
         told = b"".join(iter(lambda: client.recv(65536), b""))
     assert told.startswith(b"HTTP/1.1 408")
-    assert b"the request was not whole after 0.3 s" in told
+    assert b"the request was not complete after 0.3 s" in told
 
 
 def test_looking_takes_nobodys_turn_and_says_who_is_there(dead: str) -> None:
@@ -252,7 +252,7 @@ def test_looking_takes_nobodys_turn_and_says_who_is_there(dead: str) -> None:
 
 
 def test_a_server_that_says_nothing_holds_up_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy, "SECONDS_TO_LOOK", 0.3)
+    monkeypatch.setattr(proxy, "STATUS_SECONDS", 0.3)
     with answering() as first, socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -269,7 +269,7 @@ def test_one_that_could_not_be_reached_is_asked_last_for_a_while(dead: str) -> N
     servers = proxy.RoleServers("decode", [dead, "http://a", "http://b"])
     servers._lost[dead] = time.monotonic()
     assert [servers.in_turn()[-1] for _ in range(3)] == [dead] * 3
-    servers._lost[dead] -= proxy.LOST_SECONDS + 1
+    servers._lost[dead] -= proxy.RETRY_SECONDS + 1
     assert [servers.in_turn()[0] for _ in range(3)] == [dead, "http://a", "http://b"]
 
 

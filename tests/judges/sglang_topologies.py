@@ -128,7 +128,7 @@ def command_of(
         device="cuda",
         devices=cards,
         context=CONTEXT,
-        guesses=guesses,
+        draft_length=guesses,
     )
     ((environment, printed),) = made.launches[0].commands
     words = [python, *printed[1:]]

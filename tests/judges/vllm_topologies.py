@@ -43,7 +43,7 @@ from vllm_tokens import INT8_TIE, MAX_TOKENS, TIE, judge
 from quantkit.calibrate.recipe import Recipe
 from quantkit.common.errors import QuantkitError
 from quantkit.deploy.launch import Deployment, deploy
-from quantkit.engines.evidence import LayoutRun, layout_runs
+from quantkit.engines.layouts import LayoutRun, layout_runs
 from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import quantize
 from quantkit.quantization.convert import convert
@@ -226,7 +226,7 @@ def deployments(path: Path, name: str, cards: int) -> list[Deployment]:
             "devices": devices,
             "hosts": hosts,
             "nic": "lo",
-            "guesses": topology.guesses,
+            "draft_length": topology.guesses,
         }
         made.append(
             deploy(path, "vllm", layout=topology.layout, device="cuda", context=CONTEXT, **asked)

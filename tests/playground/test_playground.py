@@ -21,8 +21,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.playground.app import create_app
-from quantkit.playground.compare import divergence, parting
-from quantkit.playground.model import PlayModel
+from quantkit.playground.model import PlayModel, divergence, first_difference
 from quantkit.playground.play import Playground
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
@@ -80,7 +79,7 @@ def url(scripted: Playground) -> Iterator[str]:
 
 def told(playground: Playground, question: str, **options: Any) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
-    playground.play(question, **{"raw": True, "max_new_tokens": 12, **options}, tell=events.append)
+    playground.play(question, **{"raw": True, "max_new_tokens": 12, **options}, send=events.append)
     return events
 
 
@@ -147,12 +146,12 @@ def test_divergence_by_its_formula() -> None:
     [([[1, 2], [1, 2]], None), ([[1, 2], [1, 3]], 1), ([[1], [1, 2]], 1), ([[], [4]], 0)],
 )
 def test_where_paths_part(answers: list[list[int]], place: int | None) -> None:
-    assert parting(answers) == place
+    assert first_difference(answers) == place
 
 
 def test_models_of_other_tokens_are_refused(tiny_checkpoint: Path, scripted: Playground) -> None:
     engine = Engine.load(tiny_checkpoint, device="cpu", max_batch=1, max_model_len=128)
-    with pytest.raises(QuantkitError, match="read different tokens"):
+    with pytest.raises(QuantkitError, match="have different tokenizers"):
         Playground([scripted.models[0], PlayModel("other", engine)])
 
 

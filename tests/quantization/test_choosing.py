@@ -237,8 +237,11 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
             ["--bits", "4.5", "--scheme", "rtn-w4a16"],
             "has no calibration, by which grids are chosen",
         ),
-        (["--bits", "4.5", "--engine", "chitu"], "chitu loads one grid a checkpoint, no mixture"),
-        (["--bits", "4.5", "--engine", "sglang"], "sglang loads one grid a checkpoint, no mixture"),
+        (["--bits", "4.5", "--engine", "chitu"], "chitu loads one grid per checkpoint, no mixture"),
+        (
+            ["--bits", "4.5", "--engine", "sglang"],
+            "sglang loads one grid per checkpoint, no mixture",
+        ),
         (["--bits", "4.5", "--read-weight", "2"], "--read-weight 2 is not between 0 and 1"),
         (
             ["--scheme", "awq-w4a16", "--read-weight", "0.5"],

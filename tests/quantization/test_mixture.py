@@ -397,7 +397,7 @@ def test_int8_before_latent_attention(dense: Path, tmp_path: Path) -> None:
 def test_int8_before_latent_attention_is_refused(fp8: Path) -> None:
     """Where an engine takes one grid a checkpoint, and where attention is not latent."""
     mixture = Mixture(preset="int8-attention")
-    with pytest.raises(QuantkitError, match="one grid a checkpoint"):
+    with pytest.raises(QuantkitError, match="one grid per checkpoint"):
         plan(fp8, find_scheme("fp4-w4a16"), engine="sglang", mixture=mixture)
     checkpoint = Checkpoint.open(fp8)
     grouped = [row for row in read_model(checkpoint).rows if row.projection not in ("q_a", "kv_a")]

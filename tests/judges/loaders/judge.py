@@ -35,8 +35,7 @@ from make_model import write_dense
 from safetensors.torch import load_file, save_file
 
 from quantkit.calibrate.recipe import Recipe
-from quantkit.engines.choice import FormatChoice, choose
-from quantkit.engines.profiles import Device, LoadRule, find_engine
+from quantkit.engines.profiles import Device, FormatChoice, LoadRule, choose, find_engine
 from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import quantize
 
