@@ -93,7 +93,7 @@ def main() -> None:
     for choice in options.sensed():
         grid = options.cheapest().grids[choice.modules[0]]
         plain = {row.module: dequantize(source.weight(row.module)) for row in choice.rows}
-        solved = solvers.on(grid).nearest(
+        solved = solvers.on(grid).solve_rtn(
             plain, {row.module: row.fused for row in choice.rows if row.fused}
         )
         source.values = {module: one.values for module, one in solved.items()}

@@ -44,24 +44,28 @@ def assert_as_column_by_column(
     *lead, columns, rows = shape
     groups = torch.randint(5, (*lead, columns), device=device)
     steps = ColumnScales(random_scales(quantizer, (*lead, 5, rows), device), groups)
-    target, reaction = (
+    target, update = (
         torch.randn(shape, device=device),
         random_reaction(tuple(lead), columns, device),
     )
     pivot = torch.rand(*lead, columns, 1, device=device) + 0.5
-    expected, found, apart, seen = (
+    expected, found, difference, factored_error = (
         torch.full((*lead, 3 * columns, rows), torch.nan, device=device) for _ in range(4)
     )
     before = torch.randn((*lead, 3 * columns, rows), device=device)
     own = slice(columns, 2 * columns)
-    missed = block_rounding.round_block_torch(
-        target.clone(), reaction, quantizer, steps.spread, expected[..., own, :]
+    errors = block_rounding.round_block_torch(
+        target.clone(), update, quantizer, steps.spread, expected[..., own, :]
     )
     parts = BlockParts(
-        found[..., own, :], before[..., own, :], apart[..., own, :], seen[..., own, :], pivot
+        found[..., own, :],
+        before[..., own, :],
+        difference[..., own, :],
+        factored_error[..., own, :],
+        pivot,
     )
-    round_block(target.clone(), reaction, quantizer, steps, parts)
-    for written in (found, apart, seen):
+    round_block(target.clone(), update, quantizer, steps, parts)
+    for written in (found, difference, factored_error):
         outside = torch.cat((written[..., :columns, :], written[..., 2 * columns :, :]), dim=-2)
         assert outside.isnan().all(), "written outside of its block"
     # Sums in another order: a value between two levels may fall on the other, and the columns after
@@ -69,19 +73,23 @@ def assert_as_column_by_column(
     changed = (found[..., own, :] != expected[..., own, :]).any(-2)
     assert changed.float().mean() <= 0.02
     same = ~changed.unsqueeze(-2).expand(shape)
-    torch.testing.assert_close(seen[..., own, :][same], (missed * pivot)[same], rtol=0, atol=1.5e-4)
-    torch.testing.assert_close(apart[..., own, :], (before - found)[..., own, :], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        factored_error[..., own, :][same], (errors * pivot)[same], rtol=0, atol=1.5e-4
+    )
+    torch.testing.assert_close(
+        difference[..., own, :], (before - found)[..., own, :], rtol=0, atol=1e-6
+    )
     # As descent asks: in place of what was there, whose change is told.
     again, change = before.clone(), torch.empty_like(target)
     round_block(
         target.clone(),
-        reaction,
+        update,
         quantizer,
         steps,
         BlockParts(again[..., own, :], again[..., own, :], change),
     )
     assert torch.equal(again[..., own, :], found[..., own, :])
-    assert torch.equal(change, apart[..., own, :])
+    assert torch.equal(change, difference[..., own, :])
     assert torch.equal(again[..., :columns, :], before[..., :columns, :])
     assert torch.equal(again[..., 2 * columns :, :], before[..., 2 * columns :, :])
 
@@ -96,10 +104,14 @@ def assert_ties_fall_to_even_and_ends_are_kept(
     )
     zero = isinstance(quantizer, IntQuantizer) and not quantizer.grid.symmetric
     scales = Scales(torch.ones_like(w), torch.zeros_like(w) if zero else None)
-    values, apart = torch.empty_like(w), torch.empty_like(w)
+    values, difference = torch.empty_like(w), torch.empty_like(w)
     steps = ColumnScales(scales, torch.zeros(1, dtype=torch.int64, device=device))
     round_block(
-        w.clone(), torch.zeros(1, 1, device=device), quantizer, steps, BlockParts(values, w, apart)
+        w.clone(),
+        torch.zeros(1, 1, device=device),
+        quantizer,
+        steps,
+        BlockParts(values, w, difference),
     )
     assert torch.equal(values, quantizer.quantize(w, scales))
-    assert torch.equal(apart, w - values)
+    assert torch.equal(difference, w - values)

@@ -54,11 +54,13 @@ class Int8Cache:
         sublayer: Sublayer,
         tensors: Mapping[str, Tensor],
         states: HiddenStates,
-        readings: Mapping[str, ActivationQuant],
+        activation_quants: Mapping[str, ActivationQuant],
     ) -> dict[str, Tensor]:
         """Tensors to be stored, by name: the steps, and what changes so that latents have channels
         of one size. tensors: of the sublayer rounded, float32; states: before it."""
-        block = sublayer.build(LayerWeights(tensors, no_experts, readings=readings))
+        block = sublayer.build(
+            LayerWeights(tensors, no_experts, activation_quants=activation_quants)
+        )
         seen = self._seen(
             block, states, (batch for batch in states.batches() if not batch.held_out)
         )

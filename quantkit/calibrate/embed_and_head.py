@@ -31,11 +31,11 @@ class EmbedAndHead(Protocol):
     def centred(self) -> bool:
         """Whether the last norm takes the mean off, as LayerNorm does."""
 
-    def embedded(self, sequences: Sequence[Tensor]) -> Tensor:
+    def embed(self, sequences: Sequence[Tensor]) -> Tensor:
         """Token ids of sequences -> what the first layer reads, float32 [T, H], one sequence after
         the other; of several streams `hyper.packed`."""
 
-    def normed(self, hidden: Tensor) -> Tensor:
+    def final_norm(self, hidden: Tensor) -> Tensor:
         """hidden [T, H] after the last layer -> what the head multiplies, [T, H]."""
 
     def logits(self, products: Tensor, first: int) -> Tensor:
@@ -57,17 +57,17 @@ class TableEmbedAndHead:
         self.embedding = next(row for row in rows if row.role == "embedding" and row.layer is None)
         self.norm = next(row for row in rows if row.layer is None and row.role == "norm")
 
-    def embedded(self, sequences: Sequence[Tensor]) -> Tensor:
+    def embed(self, sequences: Sequence[Tensor]) -> Tensor:
         table, ids = self.source.checkpoint.read(self.embedding.name), torch.cat([*sequences])
         check_vocabulary(ids, len(table))
-        embedded = table[ids].float()
+        embed = table[ids].float()
         return (
-            embedded
+            embed
             if self.streams is None
-            else pack_streams(expand_streams(embedded, self.streams.count), ids)
+            else pack_streams(expand_streams(embed, self.streams.count), ids)
         )
 
-    def normed(self, hidden: Tensor) -> Tensor:
+    def final_norm(self, hidden: Tensor) -> Tensor:
         return rms_norm(self.merged(hidden), self.source.gain(self.norm), self.eps)
 
     def merged(self, hidden: Tensor) -> Tensor:
@@ -96,13 +96,13 @@ def mtp_states(
     """The inputs of MTP layer `layer` from the outputs of the last layer; of several streams
     `hyper.packed`, as those are."""
     weights, config, rows = model.weights, model.config, model.layer_rows(layer)
-    ends = TableEmbedAndHead(weights, model.rows, config)
+    embed_and_head = TableEmbedAndHead(weights, model.rows, config)
     tensors = weights.dequantized_all(
         row
         for row in rows
         if row.expert is None and row.role not in ("embedding", "head", "linear")
     )
-    table = next((row for row in rows if row.role == "embedding"), ends.embedding)
+    table = next((row for row in rows if row.role == "embedding"), embed_and_head.embedding)
     following = [s[1:] for s in (*sequences.calibration, *sequences.held_out)]
     unique, compact = torch.cat(following).unique(return_inverse=True)
     tensors[table.name] = weights.checkpoint.read(table.name)[unique].float().to(weights.device)
@@ -117,7 +117,7 @@ def mtp_states(
     def inputs(of: HiddenStates, compact: Tensor) -> HiddenStates:
         keep = torch.ones(len(of.hidden), dtype=torch.bool)
         keep[torch.tensor(of.lengths, dtype=torch.int64).cumsum(0) - 1] = False
-        hidden = _read(block, ends, of.hidden[keep.to(of.hidden.device)])
+        hidden = _read(block, embed_and_head, of.hidden[keep.to(of.hidden.device)])
         lengths = [length - 1 for length in of.lengths]
         fitted = sum(lengths[: len(sequences.calibration)]) if of.fitted else 0
         out = HiddenStates(hidden, fitted, lengths, of.batch_tokens)
@@ -134,11 +134,15 @@ def mtp_states(
     )
 
 
-def _read(block: MtpModel, ends: TableEmbedAndHead, hidden: Tensor) -> Tensor:
+def _read(block: MtpModel, embed_and_head: TableEmbedAndHead, hidden: Tensor) -> Tensor:
     """Of hidden states [T, W] behind the last layer."""
     if block.reads == "streams":
         return hidden
-    return ends.merged(hidden) if block.reads == "merged" else ends.normed(hidden)
+    return (
+        embed_and_head.merged(hidden)
+        if block.reads == "merged"
+        else embed_and_head.final_norm(hidden)
+    )
 
 
 def _block_inputs(block: MtpModel, next_rows: Tensor, hidden: Tensor) -> Tensor:

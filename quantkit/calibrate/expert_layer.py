@@ -88,7 +88,7 @@ class ExpertLayer:
         self.solver = None if model.quantized.isdisjoint(first) else solvers.of(first[0])
         values = expert_batch_values(model.weights.device.type, batches)
         self.batches = list(expert_batches(self.experts, values))
-        self.own = [batch for number, batch in enumerate(self.batches) if ranks.mine(number)]
+        self.own = [batch for number, batch in enumerate(self.batches) if ranks.owns(number)]
         """Those that this rank reads and solves."""
 
     def will_run(self) -> None:
@@ -136,12 +136,12 @@ class ExpertLayer:
                 self.solver, routed, read, sublayer.importance, sublayer.outputs, original, counts
             )
         rank, size = self.ranks.rank, self.ranks.size
-        reading = self._read()
+        activation_quant = self._read()
         for start in range(0, len(self.batches), size):
             together = self.batches[start : start + size]  # one for every rank
             own: dict[int, _Expert] = {}
             if rank < len(together):
-                originals = next(reading)
+                originals = next(activation_quant)
                 rounded, hidden = self._written(solver, originals, read.scale)
                 own = {
                     expert: _Expert(weights, rounded[expert], hidden.get(expert))
@@ -160,7 +160,7 @@ class ExpertLayer:
                     for expert in list(own)
                 }
             for source, batch in enumerate(together):
-                self.log.tell("propagating", self._unit(batch[0]))
+                self.log.report("propagating", self._unit(batch[0]))
                 for expert in batch:
                     outputs = (
                         held.pop(expert)
@@ -168,17 +168,19 @@ class ExpertLayer:
                         else self._outputs(expert, own.get(expert), paths[expert])
                     )
                     for one, added in zip(paths[expert], outputs):
-                        add_weighted(one.states, one.tokens, self.ranks.send(added, source), one.w)
-                    self.log.finished(self._unit(expert))
+                        add_weighted(
+                            one.states, one.tokens, self.ranks.broadcast(added, source), one.w
+                        )
+                    self.log.finish(self._unit(expert))
         if size > 1:
-            self.ranks.share(self.log.store)
+            self.ranks.sync(self.log.store)
             for expert in (
                 expert
                 for number, batch in enumerate(self.batches)
-                if not self.ranks.mine(number)
+                if not self.ranks.owns(number)
                 for expert in batch
             ):
-                self.log.take(self._unit(expert))
+                self.log.merge_facts(self._unit(expert))
 
     def _paths(
         self,
@@ -192,7 +194,7 @@ class ExpertLayer:
         """Of those that run through an expert: the rounded one, the original, plain rounding's, and
         the original of calibration tokens."""
         tokens, w = routed.of(expert)
-        count = len(routed.quantized_of(expert)[0])
+        count = len(routed.quantized_tokens_of(expert)[0])
         yield _Path(
             states.quantized,
             tokens[:count],
@@ -250,7 +252,7 @@ class ExpertLayer:
         """The original weights of each batch of this rank; those of the next are on their way from
         the disk meanwhile."""
         for batch, following in zip(self.own, [*self.own[1:], []]):
-            self.log.tell("reading", self._unit(batch[0]))
+            self.log.report("reading", self._unit(batch[0]))
             originals = {expert: self._weights(expert) for expert in batch}
             self._will_read(following)
             yield originals
@@ -287,7 +289,7 @@ class ExpertLayer:
             )
             kept[expert] = replace(own, gate=gate, up=up)
             if not self.log.store.done(self._unit(expert)):
-                self.log.write(self._unit(expert), {}, plain, {}, mine=True)
+                self.log.write(self._unit(expert), {}, plain, {}, owned=True)
         return kept
 
     def _rounded(
@@ -312,13 +314,13 @@ class ExpertLayer:
         self, solver: ExpertSolver, originals: Mapping[int, ExpertWeights]
     ) -> tuple[dict[int, ExpertWeights], dict[int, Tensor]]:
         first = self._unit(next(iter(originals)))
-        self.log.tell("solving", first)
+        self.log.report("solving", first)
         solved, hidden = solver.solve(self.experts, originals)
-        self.log.tell("writing", first)
+        self.log.report("writing", first)
         for expert in originals:
-            own = {module: solved[module].rounded for module in self.experts[expert].modules}
+            own = {module: solved[module].result for module in self.experts[expert].modules}
             self.log.write(
-                self._unit(expert), own, {}, {}, mine=not self.log.store.done(self._unit(expert))
+                self._unit(expert), own, {}, {}, owned=not self.log.store.done(self._unit(expert))
             )
         weights, values = (
             {module: getattr(one, part) for module, one in solved.items()}
@@ -332,8 +334,10 @@ class ExpertLayer:
         """A rounded expert, as it reads its inputs. values: what the weights decode to."""
         assert self.solver is not None, "experts that are rounded"
         rows = self.experts[expert]
-        readings = self.solver.readings(weights[rows.gate.module], weights[rows.down.module])
-        return replace(self._of(values, expert), readings=readings)
+        activation_quants = self.solver.activation_quants(
+            weights[rows.gate.module], weights[rows.down.module]
+        )
+        return replace(self._of(values, expert), activation_quants=activation_quants)
 
     def _of(self, values: Mapping[str, Tensor], expert: int) -> ExpertWeights:
         return expert_weights(self.model, self.experts[expert], values)

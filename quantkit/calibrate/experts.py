@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.calibrate.hidden_states import HiddenStates
-from quantkit.calibrate.input_statistics import InputStatistics, expert_drift, taken
+from quantkit.calibrate.input_statistics import InputStatistics, best_fraction, expert_drift
 from quantkit.calibrate.layer_weights import RoutedTokens
 from quantkit.calibrate.linear_solver import LinearSolution, LinearSolver
 from quantkit.calibrate.scales import Consumer, LinearInput, choose_scale, sample_rows
@@ -40,7 +40,10 @@ class ExpertWeights:
     down: Tensor
     gating: Gating = SILU
     biases: ExpertBiases | None = None
-    readings: tuple[ActivationQuant, ActivationQuant] = (NO_ACTIVATION_QUANT, NO_ACTIVATION_QUANT)
+    activation_quants: tuple[ActivationQuant, ActivationQuant] = (
+        NO_ACTIVATION_QUANT,
+        NO_ACTIVATION_QUANT,
+    )
 
     def hidden(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, I], the input of down."""
@@ -66,7 +69,7 @@ class ExpertWeights:
         return out if self.biases is None else out.add_(self.biases.down)
 
     def __call__(self, x: Tensor) -> Tensor:
-        before, between = self.readings
+        before, between = self.activation_quants
         return self.output(between(self.hidden(before(x))))
 
     @property
@@ -102,8 +105,8 @@ class ExpertSolver:
         )
         self.exact = solver.grid.coarse_scales
         fitted = routed.x[: routed.fitted]
-        self.reading = ActivationQuant(solver.activation_bits, input_divisor(read.largest))
-        self.layer_rows = self.reading(_of_layer(fitted) / read.scale)
+        self.activation_quant = ActivationQuant(solver.activation_bits, input_divisor(read.largest))
+        self.layer_rows = self.activation_quant(_of_layer(fitted) / read.scale)
 
     @tensor_core_products()
     def solve(
@@ -111,7 +114,7 @@ class ExpertSolver:
     ) -> tuple[dict[str, LinearSolution], dict[int, Tensor]]:
         """rows, experts: by number of the expert. Returns module -> solved, of three linears each,
         and expert -> what its down projection then reads [n, I], for the tokens of
-        `RoutedTokens.quantized_of`.
+        `RoutedTokens.quantized_tokens_of`.
 
         The scale between up and down is chosen when both readers of the layer's input are rounded:
         dividing up's rows by it changes their steps and not one code.
@@ -168,7 +171,7 @@ class ExpertSolver:
         fused: dict[str, str] = {}
         for number, weights in experts.items():
             for row, w in ((rows[number].gate, weights.gate), (rows[number].up, weights.up)):
-                stack[row.module] = self.read.aimed(w * self.read.scale)
+                stack[row.module] = self.read.drift_corrected(w * self.read.scale)
                 fused[row.module] = row.fused or row.module
         solved = self.solver.solve_stack(stack, fused, self.read.curvature, self.read.sample)
         return {
@@ -178,8 +181,8 @@ class ExpertSolver:
 
     def _ask(self, expert: int, weights: ExpertWeights) -> "_Asked":
         """Run gate and up, rounded, for the expert's tokens."""
-        tokens, w, fitted = self.routed.quantized_of(expert)
-        x = self.reading(self.routed.x[tokens].div_(self.read.scale))
+        tokens, w, fitted = self.routed.quantized_tokens_of(expert)
+        x = self.activation_quant(self.routed.x[tokens].div_(self.read.scale))
         of_layer = weights.hidden(self.layer_rows)
         if weights.scales_inside:
             gated = weights.gated(x)
@@ -208,7 +211,7 @@ class ExpertSolver:
             return {number: weights.down for number, weights in experts.items()}
         changes, lost, gained = [], [], []
         for (number, weights), one in zip(experts.items(), asked):
-            tokens, w, fitted = self.routed.quantized_of(number)
+            tokens, w, fitted = self.routed.quantized_tokens_of(number)
             own = weights.hidden(self.original.x[tokens[:fitted]]), one.hidden[:fitted], w[:fitted]
             layer = weights.hidden(_of_layer(self.original.x)), one.of_layer
             changes.append(
@@ -216,13 +219,13 @@ class ExpertSolver:
             )
         change = curvature.solved(torch.stack(changes))
         for (number, weights), one, own_change in zip(experts.items(), asked, change):
-            tokens, w, fitted = self.routed.quantized_of(number)
+            tokens, w, fitted = self.routed.quantized_tokens_of(number)
             o = weights.hidden(
                 self.routed.x[tokens[fitted:] - self.routed.fitted + self.routed.quantized]
             )
             lost.append((o - one.hidden[fitted:]) * w[fitted:, None] @ weights.down.t())
             gained.append(one.hidden[fitted:] * w[fitted:, None] @ own_change.t())
-        share = taken(torch.cat(lost), torch.cat(gained))
+        share = best_fraction(torch.cat(lost), torch.cat(gained))
         return {
             number: torch.addcmul(weights.down, own, share)
             for (number, weights), own in zip(experts.items(), change)
@@ -332,13 +335,13 @@ class _Asked:
 def quantized_outputs(
     routed: RoutedTokens, expert: int, rounded: ExpertWeights, scale: Tensor, hidden: Tensor | None
 ) -> Tensor:
-    """One rounded expert's outputs [n, H], unweighted, for the tokens of `RoutedTokens.quantized_of`.
+    """One rounded expert's outputs [n, H], unweighted, for the tokens of `RoutedTokens.quantized_tokens_of`.
 
     hidden: what `ExpertSolver.solve` returned, for an expert that was solved in this run.
     """
-    before, between = rounded.readings
+    before, between = rounded.activation_quants
     if hidden is None:
-        tokens, _, _ = routed.quantized_of(expert)
+        tokens, _, _ = routed.quantized_tokens_of(expert)
         hidden = rounded.hidden(before(routed.x[tokens].div_(scale)))
     return rounded.output(between(hidden))
 

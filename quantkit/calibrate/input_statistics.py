@@ -52,13 +52,13 @@ def panels(channels: int) -> Iterator[slice]:
 
 def own_panels(channels: int, ranks: Ranks) -> Iterator[slice]:
     """Those that this rank sums."""
-    return (rows for number, rows in enumerate(panels(channels)) if ranks.mine(number))
+    return (rows for number, rows in enumerate(panels(channels)) if ranks.owns(number))
 
 
 def send_panels(square: Tensor, ranks: Ranks) -> None:
     """Every rank gets, in the place of its own, the panels that others summed."""
     for number, rows in enumerate(panels(len(square))):
-        ranks.send(square[rows], ranks.of(number))
+        ranks.broadcast(square[rows], ranks.owner(number))
 
 
 class RowSample:
@@ -146,7 +146,7 @@ class Observer:
         else:
             self._sums[module].add(x)
 
-    def means(self) -> dict[str, InputStatistics]:
+    def finish(self) -> dict[str, InputStatistics]:
         """The statistics of every input; nothing more is to be shown."""
         sums, self._sums = self._sums, {}
         return {module: one.mean() for module, one in sums.items()}
@@ -180,12 +180,12 @@ class DriftAccumulator:
     def __contains__(self, module: str) -> bool:
         return module in self._sums
 
-    def hear(self, module: str, x: Tensor) -> None:
+    def add_quantized(self, module: str, x: Tensor) -> None:
         """x float32 [..., K]: what `module` reads on the quantized path, of calibration tokens."""
         self._heard.setdefault(module, deque()).append(x.reshape(-1, x.shape[-1]))
 
     @tensor_core_products()
-    def compare(self, module: str, o: Tensor) -> None:
+    def add_original(self, module: str, o: Tensor) -> None:
         """o: what it reads for the same tokens on the original one."""
         x = self._heard[module].popleft()
         if module not in self._sums:
@@ -195,11 +195,11 @@ class DriftAccumulator:
             self._sums[module][rows].addmm_(lost[:, rows].t(), x)
         self._tokens[module] += len(x)
 
-    def keep(self, module: str, o: Tensor) -> None:
+    def add_held_out(self, module: str, o: Tensor) -> None:
         """o: what it reads on the original path, of held-out tokens."""
         self._kept.setdefault(module, RowSample(self._sample_rows)).keep(o.reshape(-1, o.shape[-1]))
 
-    def means(self) -> dict[str, Drift]:
+    def finish(self) -> dict[str, Drift]:
         """Nothing more is to be heard."""
         sums, self._sums = self._sums, {}
         for own in sums.values():
@@ -213,7 +213,7 @@ class DriftAccumulator:
         }
 
 
-def taken(lost: Tensor, change: Tensor) -> Tensor:
+def best_fraction(lost: Tensor, change: Tensor) -> Tensor:
     """How much of a change [..., S, N] of outputs is best on held-out rows, where `lost` is what
     the outputs lack: [] or the leading dimensions, from nothing to all of it. Nothing where there
     are no rows: nobody can tell what holds for calibration tokens alone."""
@@ -291,12 +291,17 @@ def collect_statistics(
     def see(module: str, x: Tensor) -> None:
         observer(module, x)
         if original is not None and not observer.held_out:
-            total.hear(module, x)
+            total.add_quantized(module, x)
 
-    weights = LayerWeights(tensors, ask, runs.shared_hook(see), unread=sublayer.ends)
+    weights = LayerWeights(
+        tensors, ask, runs.shared_hook(see), skipped_linears=sublayer.output_linears
+    )
     block = sublayer.build(weights)
     beside = LayerWeights(
-        tensors, runs.shared_experts(asked), runs.shared_hook(total.compare), unread=sublayer.ends
+        tensors,
+        runs.shared_experts(asked),
+        runs.shared_hook(total.add_original),
+        skipped_linears=sublayer.output_linears,
     )
     source = None if original is None else sublayer.build(beside)
 
@@ -312,8 +317,10 @@ def collect_statistics(
     if (
         recorder.asked or original is not None
     ):  # which experts the original path chooses, and what its linears read
-        keep = None if original is None else runs.shared_hook(total.keep)
-        last = sublayer.build(LayerWeights(tensors, ask, keep, unread=sublayer.ends))
+        keep = None if original is None else runs.shared_hook(total.add_held_out)
+        last = sublayer.build(
+            LayerWeights(tensors, ask, keep, skipped_linears=sublayer.output_linears)
+        )
         runs.over(
             states.original.batches(),
             lambda batch: sublayer.run(last, states.original.hidden[batch.part], batch.lengths),
@@ -335,10 +342,10 @@ def collect_statistics(
     return SublayerStatistics(
         sublayer,
         sites,
-        observer.means(),
+        observer.finish(),
         routed,
         run_probe(sublayer, tensors, states),
-        total.means(),
+        total.finish(),
         stream,
     )
 
@@ -364,10 +371,10 @@ def _observe_experts_input(
     total, asked = drift
     original = asked.routed(routed.fitted, routed.fitted)
     assert original is not None, "a path that asks the experts"
-    total.hear(site, routed.x[: routed.fitted])
-    total.compare(site, original.x)
+    total.add_quantized(site, routed.x[: routed.fitted])
+    total.add_original(site, original.x)
     for batch in states.original.batches():
-        total.keep(site, routed.x[routed.quantized :][batch.part])
+        total.add_held_out(site, routed.x[routed.quantized :][batch.part])
 
 
 def run_probe(

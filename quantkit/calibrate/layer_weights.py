@@ -72,7 +72,7 @@ class RoutedTokens:
         tokens, slots = (self.topk_ids == expert).nonzero(as_tuple=True)
         return tokens, self.topk_weights[tokens, slots]
 
-    def quantized_of(self, expert: int) -> tuple[Tensor, Tensor, int]:
+    def quantized_tokens_of(self, expert: int) -> tuple[Tensor, Tensor, int]:
         """As `of`, without the original path; and how many of the tokens are calibration, which
         come first."""
         tokens, w = self.of(expert)
@@ -120,7 +120,7 @@ Observer = Callable[[str, Tensor], None]
 name."""
 
 
-NO_INPUT_QUANT: Mapping[str, ActivationQuant] = {}
+NO_ACTIVATION_QUANTS: Mapping[str, ActivationQuant] = {}
 
 
 class LayerWeights:
@@ -136,13 +136,13 @@ class LayerWeights:
         tensors: Mapping[str, Tensor],
         experts: ExpertsOp | None = None,
         observer: Observer | None = None,
-        unread: frozenset[str] = frozenset(),
-        readings: Mapping[str, ActivationQuant] = NO_INPUT_QUANT,
+        skipped_linears: frozenset[str] = frozenset(),
+        activation_quants: Mapping[str, ActivationQuant] = NO_ACTIVATION_QUANTS,
     ) -> None:
         self.tensors = tensors
         self.routed = experts
         self.observer = observer
-        self.unread, self.readings = unread, readings
+        self.skipped_linears, self.activation_quants = skipped_linears, activation_quants
         self.sites: dict[str, tuple[str, ...]] = {}
         """Linears that read one input, by the name it is observed under."""
 
@@ -166,7 +166,7 @@ class LayerWeights:
         def apply(x: Tensor) -> Tensor:
             if self.observer is not None and module == site[0]:
                 self.observer(module, x)
-            return self._apply(self.readings.get(module, NO_ACTIVATION_QUANT)(x), module)
+            return self._apply(self.activation_quants.get(module, NO_ACTIVATION_QUANT)(x), module)
 
         return apply
 
@@ -177,10 +177,16 @@ class LayerWeights:
             if self.observer is not None:
                 self.observer(modules[0], x)
             rounded = next(
-                (self.readings[module](x) for module in modules if module in self.readings), x
+                (
+                    self.activation_quants[module](x)
+                    for module in modules
+                    if module in self.activation_quants
+                ),
+                x,
             )  # siblings read alike
             outputs = [
-                self._apply(rounded if module in self.readings else x, module) for module in modules
+                self._apply(rounded if module in self.activation_quants else x, module)
+                for module in modules
             ]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
@@ -190,7 +196,7 @@ class LayerWeights:
         weight = self.tensors[f"{module}.weight"]
         return (
             x.new_zeros(*x.shape[:-1], len(weight))
-            if module in self.unread
+            if module in self.skipped_linears
             else F.linear(x, weight)
         )
 

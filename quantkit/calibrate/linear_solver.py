@@ -62,7 +62,7 @@ class LinearSolution:
     method: str
 
     @property
-    def rounded(self) -> LinearResult:
+    def result(self) -> LinearResult:
         """The same without the values."""
         return LinearResult(self.weight, self.error, self.method)
 
@@ -111,7 +111,7 @@ class LinearSolver:
         points = self.recipe.fit_points if fit else 0
         return self.grid.quantizer(amax, self.scale_dtype, points)
 
-    def readings(
+    def activation_quants(
         self, inside: Weight | None = None, after: Weight | None = None
     ) -> "tuple[ActivationQuant, ActivationQuant]":
         """How an expert reads the layer's input, and its down projection what is between. The
@@ -187,7 +187,7 @@ class LinearSolver:
         found: dict[str, tuple[Tensor, Scales]] = {}
         for number, (module, w) in enumerate(told.items()):
             quantizer = self.quantizer(amax[module])
-            if ranks.mine(number):
+            if ranks.owns(number):
                 most = _most_rows(w, self.piece_values)
                 found[module] = compensate_both(
                     w, curvature, outputs[module], quantizer, most, self.descent
@@ -198,7 +198,7 @@ class LinearSolver:
                     fit_scales(w, quantizer, curvature.conditional),
                 )
         for number, (module, (values, scales)) in enumerate(found.items()):
-            send = partial(ranks.send, source=ranks.of(number))
+            send = partial(ranks.broadcast, source=ranks.owner(number))
             found[module] = (
                 send(values),
                 scales.map(send),
@@ -279,7 +279,7 @@ class LinearSolver:
             for i, (module, w) in enumerate(weights.items())
         }
 
-    def nearest(
+    def solve_rtn(
         self, weights: dict[str, Tensor], fused: dict[str, str]
     ) -> dict[str, LinearSolution]:
         """Linears rounded one by one without any statistics; their errors are those of the weights
@@ -445,14 +445,14 @@ class SolverTable:
             )
         return self._by_grid[grid]
 
-    def alike(self, modules: Collection[str]) -> dict[LinearSolver, list[str]]:
+    def by_solver(self, modules: Collection[str]) -> dict[LinearSolver, list[str]]:
         """The modules by what rounds them, in their order."""
         found: dict[LinearSolver, list[str]] = {}
         for module in modules:
             found.setdefault(self.of(module), []).append(module)
         return found
 
-    def readings(
+    def activation_quants(
         self, modules: Collection[str], weights: Mapping[str, Weight] | None = None
     ) -> dict[str, ActivationQuant]:
         """Of these, those that round what they read, and how. weights: rounded ones, by module."""

@@ -38,7 +38,7 @@ def products(of_rows: Tensor, first: int) -> Tensor:
 
 @dataclass(frozen=True)
 class NextTokenKl:
-    """tokens: how many were looked at. kl: mean over them of KL(original || quantized), nats. top1_agree: share with the same likeliest
+    """tokens: how many were looked at. kl: mean over them of KL(original || quantized), nats. top1_agree: share with the same argmax
     next token."""
 
     tokens: int
@@ -66,13 +66,13 @@ def compare_paths(
         torch.zeros_like(p.total) for _ in others
     ]  # sums of exp(logit of p - p.largest) * (logit of p - logit of q)
     for rows in head:
-        first = p.seen
+        first = p.offset
         p_logits = logits(original @ rows.t(), first)
-        factor = p.take(p_logits)
+        factor = p.update(p_logits)
         weight = (p_logits - p.largest[:, None]).exp_()
         for other, q, difference in zip(others, paths, differences):
             q_logits = logits(other @ rows.t(), first)
-            q.take(q_logits)
+            q.update(q_logits)
             difference *= factor
             difference += (weight * (p_logits - q_logits)).sum(-1, dtype=torch.float64)
     found = []
@@ -80,7 +80,7 @@ def compare_paths(
         kl = difference / p.total - p.log_sum() + q.log_sum()
         found.append(
             NextTokenKl(
-                len(original), float(kl.mean()), float((p.likeliest == q.likeliest).double().mean())
+                len(original), float(kl.mean()), float((p.argmax == q.argmax).double().mean())
             )
         )
     return found
@@ -92,21 +92,21 @@ class Softmax:
 
     def __init__(self, tokens: int, device: torch.device) -> None:
         self.largest = torch.full((tokens,), -torch.inf, device=device)
-        self.likeliest = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self.argmax = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.total = torch.zeros(tokens, dtype=torch.float64, device=device)
-        self.seen = 0
+        self.offset = 0
 
-    def take(self, logits: Tensor) -> Tensor:
+    def update(self, logits: Tensor) -> Tensor:
         """The next logits [T, R]. Returns what sums under the old largest are to be multiplied by,
         float64 [T]."""
         largest, place = logits.max(-1)
-        self.likeliest = torch.where(largest > self.largest, place + self.seen, self.likeliest)
+        self.argmax = torch.where(largest > self.largest, place + self.offset, self.argmax)
         largest = torch.maximum(largest, self.largest)
         factor = (self.largest.double() - largest.double()).exp_()
         self.total = self.total * factor + (logits - largest[:, None]).exp_().sum(
             -1, dtype=torch.float64
         )
-        self.largest, self.seen = largest, self.seen + logits.shape[1]
+        self.largest, self.offset = largest, self.offset + logits.shape[1]
         return factor
 
     def log_sum(self) -> Tensor:
@@ -136,7 +136,7 @@ def cost_to_next_token(
     gain: Tensor,
     eps: float,
     head: Iterable[Tensor],
-    ends: EmbedAndHead | None = None,
+    embed_and_head: EmbedAndHead | None = None,
 ) -> Tensor:
     """Fisher information [H, H] of the next token at the residual stream `hidden` float32 [T, H],
     scaled to trace 1.
@@ -147,16 +147,20 @@ def cost_to_next_token(
     last norm is no RMSNorm, or whose logits are not the products themselves; that these are bent,
     as by a cap, is left out of the gradient.
     """
-    x = rms_norm(hidden, gain, eps) if ends is None else ends.normed(hidden)
-    centred = ends is not None and ends.centred
+    x = rms_norm(hidden, gain, eps) if embed_and_head is None else embed_and_head.final_norm(hidden)
+    centred = embed_and_head is not None and embed_and_head.centred
     generator = torch.Generator(hidden.device).manual_seed(0)
     softmax = Softmax(len(x), x.device)
     mean = torch.zeros_like(x)
     best = torch.full((DRAWS, len(x)), -torch.inf, device=x.device)
     drawn = torch.zeros(DRAWS, *x.shape, device=x.device)
     for rows in head:
-        logits = x @ rows.t() if ends is None else ends.logits(x @ rows.t(), softmax.seen)
-        mean *= softmax.take(logits).float()[:, None]
+        logits = (
+            x @ rows.t()
+            if embed_and_head is None
+            else embed_and_head.logits(x @ rows.t(), softmax.offset)
+        )
+        mean *= softmax.update(logits).float()[:, None]
         mean.addmm_((logits - softmax.largest[:, None]).exp_(), rows)
         for draw in range(DRAWS):
             noise = torch.empty_like(logits).exponential_(generator=generator).log_()
@@ -187,9 +191,9 @@ class ResidualStream:
         source: ParameterReader,
         rows: Sequence[Parameter],
         groups: Sequence[ScaleGroup],
-        ends: EmbedAndHead | None = None,
+        embed_and_head: EmbedAndHead | None = None,
     ) -> None:
-        self.source, self.ends = source, ends
+        self.source, self.embed_and_head = source, embed_and_head
         self.by_module = {row.module: row for row in rows}
         self.norm = next((row for row in rows if row.layer is None and row.role == "norm"), None)
         own = (row for row in rows if row.layer is None)
@@ -198,7 +202,7 @@ class ResidualStream:
             key=lambda row: row.role != "head",
         )  # or tied
         shape = None if self.norm is None else self.norm.shape
-        self.reading = [
+        self.activation_quant = [
             g for g in groups if g.producer_is_norm and self.by_module[g.producer].shape == shape
         ]
 
@@ -228,21 +232,21 @@ class ResidualStream:
             self.source.gain(self.norm),
             eps,
             self.source.blocks(self.head, BLOCK_ROWS),
-            self.ends,
+            self.embed_and_head,
         )
         own = {row.module for row in sublayer}
         here = max(
-            (place for place, group in enumerate(self.reading) if group.producer in own),
+            (place for place, group in enumerate(self.activation_quant) if group.producer in own),
             default=None,
         )
         read = (
             None
             if here is None
-            else cost_to_readers(self._weights(self.reading[here + 1 :][:READ_NORMS]))
+            else cost_to_readers(self._weights(self.activation_quant[here + 1 :][:READ_NORMS]))
         )
         if read is not None:
             cost += read
-        producers = {group.producer for group in self.reading}
+        producers = {group.producer for group in self.activation_quant}
         for row in sublayer:
             if row.role == "norm" and row.shape == self.norm.shape and row.module not in producers:
                 gain = self.source.gain(

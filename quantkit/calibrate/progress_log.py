@@ -56,10 +56,10 @@ class Findings:
                 for name, s in scales.items()
             },
         }
-        self.take(facts)
+        self.merge(facts)
         return facts
 
-    def take(self, facts: dict[str, Any]) -> None:
+    def merge(self, facts: dict[str, Any]) -> None:
         self.errors |= {
             module: math.nan if error is None else error
             for module, error in facts["errors"].items()
@@ -104,7 +104,7 @@ class ProgressLog:
         plain: dict[str, Tensor],
         scales: Mapping[str, Tensor],
         *,
-        mine: bool,
+        owned: bool,
     ) -> None:
         """Take up what was found out, and write the unit where that is for this rank to do. scales:
         by group."""
@@ -114,7 +114,7 @@ class ProgressLog:
         facts = self.findings.facts(
             linears, scales
         )  # also of what is written already: a report tells of all units
-        if mine:
+        if owned:
             self.store.write(
                 unit, {module: one.weight for module, one in linears.items()}, plain, facts
             )
@@ -122,21 +122,21 @@ class ProgressLog:
     def load(self, unit: str) -> tuple[dict[str, Weight], dict[str, Tensor]]:
         """A finished unit's weights by module, and its unquantized tensors by name."""
         weights, plain, facts = self.store.load(unit)
-        self.findings.take(facts)
+        self.findings.merge(facts)
         self._found.add(unit)
         return weights, plain
 
-    def take(self, unit: str) -> None:
+    def merge_facts(self, unit: str) -> None:
         """What another rank found out of a unit that it has written."""
-        self.findings.take(self.store.facts(unit))
+        self.findings.merge(self.store.facts(unit))
 
-    def enter(self, phase: str, unit: str) -> None:
+    def begin_phase(self, phase: str, unit: str) -> None:
         """A phase of a sublayer begins, with other sizes than the last. An expert's phases find the
         blocks of the expert before."""
         trim_heap()
-        self.tell(phase, unit)
+        self.report(phase, unit)
 
-    def tell(self, phase: str, unit: str, *, found: bool = False) -> None:
+    def report(self, phase: str, unit: str, *, found: bool = False) -> None:
         memory = self._process.memory_info().rss
         self.on_event(
             Progress(
@@ -151,16 +151,16 @@ class ProgressLog:
             )
         )
 
-    def finished(self, unit: str) -> None:
+    def finish(self, unit: str) -> None:
         """Nothing more is to be done with the unit."""
         self._done += self._bytes[unit]
         self._share += self._shares.get(unit, 0.0)
-        self.tell("done", unit, found=unit in self._found)
+        self.report("done", unit, found=unit in self._found)
 
     def skip(self, unit: str) -> None:
         """An earlier run finished the unit, and nothing is asked of it."""
         self._found.add(unit)
-        self.finished(unit)
+        self.finish(unit)
 
     def note(self, text: str) -> None:
         self.on_event(Note(text))

@@ -37,7 +37,7 @@ class Ranks:
         used."""
 
     @classmethod
-    def meet(cls) -> "Ranks":
+    def join(cls) -> "Ranks":
         """From the environment that torchrun sets; the only rank without it."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
@@ -52,23 +52,23 @@ class Ranks:
         return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
-    def of(self, number: int) -> int:
+    def owner(self, number: int) -> int:
         """The rank that the piece of work with this number is for."""
         return number % self.size
 
-    def mine(self, number: int) -> bool:
-        return self.of(number) == self.rank
+    def owns(self, number: int) -> bool:
+        return self.owner(number) == self.rank
 
-    def share(self, store: UnitStore) -> None:
+    def sync(self, store: UnitStore) -> None:
         """Returns when every rank has written what it was to, and `store` knows of it."""
         store.settle()
-        self.wait()
+        self.barrier()
         store.reread()
 
-    def send(self, values: Tensor, source: int) -> Tensor:
+    def broadcast(self, values: Tensor, source: int) -> Tensor:
         """Those of rank `source`, on every rank; the others' are written over."""
         if self.size > 1 and values.numel():
             # NCCL sends nothing else, and what lies transposed is not a copy of itself on every
@@ -92,7 +92,7 @@ class Ranks:
             )
         return self._group
 
-    def tell(self, text: str, source: int) -> str:
+    def broadcast_text(self, text: str, source: int) -> str:
         """What rank `source` says, on every rank."""
         if self.size == 1:
             return text
@@ -103,7 +103,7 @@ class Ranks:
         dist.broadcast(values, source)
         return bytes(values.tolist()).decode()
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """For all ranks to come here."""
         if self.size > 1:
             dist.barrier()
@@ -192,13 +192,13 @@ class BatchParallel:
             [number, module, [places[_memory(x)] for x in shown]] for number, module, shown in own
         ]
         kinds = [[list(x.shape), str(x.dtype).removeprefix("torch.")] for x in held.values()]
-        told, kinds = json.loads(self._ranks.tell(json.dumps([calls, kinds]), source))
+        told, kinds = json.loads(self._ranks.broadcast_text(json.dumps([calls, kinds]), source))
         mine = [x.contiguous() for x in held.values()] if self._ranks.rank == source else None
         room = mine or [
             torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
             for shape, dtype in kinds
         ]
-        sent = [self._ranks.send(x, source) for x in room]
+        sent = [self._ranks.broadcast(x, source) for x in room]
         for number, module, shown in told:
             yield number, module, tuple(sent[place] for place in shown)
 

@@ -15,7 +15,7 @@ from quantkit.calibrate.cache_scales import Int8Cache
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import HiddenStates
 from quantkit.calibrate.layer_weights import (
-    NO_INPUT_QUANT,
+    NO_ACTIVATION_QUANTS,
     LayerWeights,
     RoutedTokens,
     RoutingRecorder,
@@ -46,7 +46,7 @@ class ReferenceRun:
             sublayer,
             tensors,
             self.states,
-            NO_INPUT_QUANT,
+            NO_ACTIVATION_QUANTS,
             ranks,
             no_experts if sublayer.experts is None else recorder,
         )
@@ -81,11 +81,13 @@ class RtnRun:
         """Through this sublayer. Routed experts add their outputs afterwards."""
         recorder = RoutingRecorder(len(self.states.hidden))
         tensors = self._rounded(sublayer)
-        readings = self.solvers.readings(
+        activation_quants = self.solvers.activation_quants(
             [row.module for row in sublayer.rows if row.module in sublayer.quantized]
         )
         if self.cache is not None and self.cache.covers(sublayer):
-            block = sublayer.build(LayerWeights(tensors, no_experts, readings=readings))
+            block = sublayer.build(
+                LayerWeights(tensors, no_experts, activation_quants=activation_quants)
+            )
             sublayer = replace(
                 sublayer, run=self.cache.run_uncalibrated(sublayer, block, self.states)
             )
@@ -93,7 +95,7 @@ class RtnRun:
             sublayer,
             tensors,
             self.states,
-            readings,
+            activation_quants,
             ranks,
             no_experts if sublayer.experts is None else recorder,
         )
@@ -114,7 +116,9 @@ class RtnRun:
         if solver is not None:
             weights = dict(zip(rows.modules, (original.gate, original.up, original.down)))
             gate, up, down = _nearest(weights, rows.rows, solver).values()
-            rounded = replace(original, gate=gate, up=up, down=down, readings=solver.readings())
+            rounded = replace(
+                original, gate=gate, up=up, down=down, activation_quants=solver.activation_quants()
+            )
         return rounded(self.routed.x[tokens])
 
     def _rounded(self, sublayer: Sublayer) -> dict[str, Tensor]:

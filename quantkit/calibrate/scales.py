@@ -15,8 +15,8 @@ from quantkit.calibrate.input_statistics import (
     InputStatistics,
     SublayerProbe,
     SublayerStatistics,
+    best_fraction,
     run_probe,
-    taken,
     token_weights,
 )
 from quantkit.calibrate.linear_solver import LinearSolver, SolverTable, input_curvature
@@ -201,7 +201,7 @@ class Folding:
     def changes(self, name: str) -> bool:
         return name in self.columns or name in self.rows or name in self.gains
 
-    def into(self, name: str, tensor: Tensor) -> Tensor:
+    def apply(self, name: str, tensor: Tensor) -> Tensor:
         """The float32 tensor `name` folded, in its own memory where it is a matrix."""
         if name in self.gains:
             return self.gains[name].float()
@@ -211,7 +211,7 @@ class Folding:
             tensor.div_(self.rows[name].view(-1, *[1] * (tensor.dim() - 1)))
         return tensor
 
-    def and_group(
+    def with_group(
         self, group: ScaleGroup, inside: Sequence[str], scale: Tensor, gain: Tensor | None
     ) -> "Folding":
         """With one more group's scale; inside: its consumers in this sublayer; gain: a norm's new
@@ -237,7 +237,7 @@ class FoldedTensors(Mapping[str, Tensor]):
         self.source, self.folding = source, folding
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.folding.into(name, self.source.dequantized(self.rows[name]))
+        return self.folding.apply(name, self.source.dequantized(self.rows[name]))
 
     def __contains__(self, name: object) -> bool:
         return name in self.rows
@@ -269,12 +269,12 @@ class LinearInput:
         return self.curvature.solved(self.drift.inputs)
 
     @tensor_core_products()
-    def aimed(self, w: Tensor) -> Tensor:
+    def drift_corrected(self, w: Tensor) -> Tensor:
         """What is rounded in place of a reader's weight w [N, K], in its memory."""
         if self.drift is None:
             return w
         change = w @ self._answer
-        share = taken((self.drift.sample - self.sample) @ w.t(), self.sample @ change.t())
+        share = best_fraction((self.drift.sample - self.sample) @ w.t(), self.sample @ change.t())
         return w.addcmul_(change, share)
 
 
@@ -384,7 +384,7 @@ def _counted_rows(
     times what an error there counts: by the stream with what that reader adds, as the largest
     streams are made so."""
     rows = observed.inputs[group.observe].rows
-    writers = sorted(observed.sublayer.ends.intersection(group.consumers))
+    writers = sorted(observed.sublayer.output_linears.intersection(group.consumers))
     if not writers:
         return rows
     assert len(rows) == len(observed.stream), (
@@ -418,7 +418,7 @@ def _consumers(
     count = sublayer.solvers.recipe.search_rows
     for module in _inside(sublayer, group):
         if module in sublayer.quantized:
-            importance = sublayer.importance if module in sublayer.ends else None
+            importance = sublayer.importance if module in sublayer.output_linears else None
             counted = None if importance is None else sample_rows(importance[:, None], count)[:, 0]
             yield Consumer(
                 sample_rows(tensors[f"{module}.weight"], count),
@@ -439,7 +439,7 @@ def _fold(
         gain, scale = effective_scale(
             source.dequantized(row).to(sublayer.stored[name]), scale, row.gain_offset
         )
-    return folding.and_group(group, inside, scale, gain), scale
+    return folding.with_group(group, inside, scale, gain), scale
 
 
 def _to_round(observed: SublayerStatistics) -> Iterator[str]:

@@ -29,7 +29,7 @@ from quantkit.calibrate.expert_layer import expert_weights
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import BATCH_TOKENS, HiddenStates
 from quantkit.calibrate.layer_weights import (
-    NO_INPUT_QUANT,
+    NO_ACTIVATION_QUANTS,
     LayerWeights,
     RoutedTokens,
     RoutingRecorder,
@@ -143,15 +143,17 @@ class SensitivityPass:
         solvers: SolverTable,
         choices: Mapping[LinearGroup, Sequence[Grid]],
         store: SensitivityStore,
-        ends: EmbedAndHead | None = None,
+        embed_and_head: EmbedAndHead | None = None,
     ) -> None:
-        self.ends = ends or TableEmbedAndHead(model.weights, model.rows, model.config)
+        self.embed_and_head = embed_and_head or TableEmbedAndHead(
+            model.weights, model.rows, model.config
+        )
         self.model, self.solvers, self.store = model, solvers, store
         self.by_module = {
             choice.rows[0].module: (choice, tuple(grids)) for choice, grids in choices.items()
         }
         groups = [group for layer in model.layers for group in model.groups[layer]]
-        self.residual = ResidualStream(model.weights, model.rows, groups, ends)
+        self.residual = ResidualStream(model.weights, model.rows, groups, embed_and_head)
 
     @torch.inference_mode()
     def run(self, sequences: Sequence[Tensor]) -> Sensitivities:
@@ -161,7 +163,7 @@ class SensitivityPass:
         if saved is None:
             first, hidden, found = (
                 layers[0],
-                self.ends.embedded(sequences).to(self.model.weights.device)[None],
+                self.embed_and_head.embed(sequences).to(self.model.weights.device)[None],
                 _Found({}, {}, {}, {}),
             )
         else:
@@ -231,7 +233,7 @@ class SensitivityPass:
             for grid in grids:
                 solver, modules = self.solvers.on(grid), frozenset(choice.modules)
                 fused = {one.module: one.fused for one in choice.rows if one.fused}
-                solved = solver.nearest(
+                solved = solver.solve_rtn(
                     {one.module: tensors[one.name] for one in choice.rows}, fused
                 )
                 values = {f"{module}.weight": one.values for module, one in solved.items()}
@@ -289,22 +291,29 @@ class SensitivityPass:
         """What an expert that is rounded to nearest makes of x [n, H]."""
         solver = self.solvers.on(grid)
         fused = {row.module: row.fused for row in rows.rows if row.fused}
-        solved = solver.nearest(dict(zip(rows.modules, (own.gate, own.up, own.down))), fused)
+        solved = solver.solve_rtn(dict(zip(rows.modules, (own.gate, own.up, own.down))), fused)
         gate, up, down = (solved[module].values for module in rows.modules)
-        return replace(own, gate=gate, up=up, down=down, readings=solver.readings())(x)
+        return replace(
+            own, gate=gate, up=up, down=down, activation_quants=solver.activation_quants()
+        )(x)
 
     def _judged(self, hidden: Tensor, found: _Found) -> Sensitivities:
         """KL of every path at the head, shared out among the choices of the sublayer that it
         left."""
         head = self.residual.head
         self.store.tell(head.module, 1.0)
-        original, kls = self.ends.normed(hidden[0]), list[float]()
+        original, kls = self.embed_and_head.final_norm(hidden[0]), list[float]()
         for start in range(1, len(hidden), JUDGED_PATHS):
-            paths = [self.ends.normed(one) for one in hidden[start : start + JUDGED_PATHS]]
+            paths = [
+                self.embed_and_head.final_norm(one) for one in hidden[start : start + JUDGED_PATHS]
+            ]
             kls += [
                 one.kl
                 for one in compare_paths(
-                    original, paths, self.model.weights.blocks(head, BLOCK_ROWS), self.ends.logits
+                    original,
+                    paths,
+                    self.model.weights.blocks(head, BLOCK_ROWS),
+                    self.embed_and_head.logits,
                 )
             ]
         worth = {
@@ -324,11 +333,11 @@ def _run(
     hidden: Tensor,
     lengths: list[int],
     experts: ExpertsOp = no_experts,
-    readings: Mapping[str, ActivationQuant] = NO_INPUT_QUANT,
+    activation_quants: Mapping[str, ActivationQuant] = NO_ACTIVATION_QUANTS,
 ) -> Tensor:
     """hidden [T, H] after a sublayer with these tensors."""
     block, after = (
-        sublayer.build(LayerWeights(tensors, experts, readings=readings)),
+        sublayer.build(LayerWeights(tensors, experts, activation_quants=activation_quants)),
         torch.empty_like(hidden),
     )
     for batch in HiddenStates(hidden, 0, lengths, BATCH_TOKENS).batches():

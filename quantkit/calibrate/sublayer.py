@@ -76,7 +76,7 @@ class Sublayer:
     width: int
 
     @property
-    def ends(self) -> frozenset[str]:
+    def output_linears(self) -> frozenset[str]:
         """Modules that write to the residual stream: nobody in this sublayer looks at their
         outputs."""
         return frozenset(row.module for row in self.rows if row.split == "row")
@@ -86,7 +86,7 @@ class Sublayer:
         return not self.frozen.isdisjoint((group.producer, *group.consumers))
 
     @property
-    def reaching_experts(self) -> ScaleGroup | None:
+    def experts_group(self) -> ScaleGroup | None:
         """The group whose scale the routed experts read; None without experts, and where none was
         proven."""
         return next((group for group in self.groups if group.reaches_experts), None)
@@ -94,7 +94,7 @@ class Sublayer:
     @property
     def experts_site(self) -> str | None:
         """What the routed experts' input is observed under; None without experts."""
-        group = self.reaching_experts
+        group = self.experts_group
         return self.experts if group is None else group.observe
 
 
@@ -146,7 +146,7 @@ def advance(
     sublayer: Sublayer,
     tensors: Mapping[str, Tensor],
     states: HiddenStates,
-    readings: Mapping[str, ActivationQuant],
+    activation_quants: Mapping[str, ActivationQuant],
     ranks: Ranks,
     experts: ExpertsOp = no_experts,
 ) -> None:
@@ -161,7 +161,7 @@ def advance(
         LayerWeights(
             tensors,
             experts if experts is no_experts else runs.shared_experts(experts),
-            readings=readings,
+            activation_quants=activation_quants,
         )
     )
 

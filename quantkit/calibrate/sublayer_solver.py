@@ -33,7 +33,11 @@ def observe_output_linears(
     states, original: before this sublayer, the latter of the calibration tokens on the original
     path."""
     sublayer = scaled.sublayer
-    sites = {first for first, modules in scaled.sites.items() if sublayer.ends.issuperset(modules)}
+    sites = {
+        first
+        for first, modules in scaled.sites.items()
+        if sublayer.output_linears.issuperset(modules)
+    }
     observer, total = Observer(HELD_OUT_ROWS, ranks), DriftAccumulator(HELD_OUT_ROWS, ranks)
 
     runs = BatchParallel(ranks, states.quantized.hidden.device)
@@ -41,10 +45,10 @@ def observe_output_linears(
     def hear(module: str, x: Tensor) -> None:
         observer(module, x)
         if not observer.held_out:
-            total.hear(module, x)
+            total.add_quantized(module, x)
 
     def compare(module: str, o: Tensor) -> None:
-        (total.keep if observer.held_out else total.compare)(module, o)
+        (total.add_held_out if observer.held_out else total.add_original)(module, o)
 
     def at_ends(listen: Listener) -> Listener:
         """Nothing else is sent to other ranks."""
@@ -53,18 +57,18 @@ def observe_output_linears(
 
     tensors = {row.name: folded[row.name] for row in sublayer.needed}
     written = {f"{module}.weight": dequantize(weight) for module, weight in rounded.items()}
-    readings = sublayer.solvers.readings(rounded, rounded)
+    activation_quants = sublayer.solvers.activation_quants(rounded, rounded)
     block = sublayer.build(
         LayerWeights(
             {**tensors, **written},
             no_experts,
             at_ends(hear),
-            unread=sublayer.ends,
-            readings=readings,
+            skipped_linears=sublayer.output_linears,
+            activation_quants=activation_quants,
         )
     )
     source = sublayer.build(
-        LayerWeights(tensors, no_experts, at_ends(compare), unread=sublayer.ends)
+        LayerWeights(tensors, no_experts, at_ends(compare), skipped_linears=sublayer.output_linears)
     )
 
     def begin(batch: TokenBatch) -> None:
@@ -82,10 +86,10 @@ def observe_output_linears(
         lambda batch: sublayer.run(source, states.original.hidden[batch.part], batch.lengths),
         begin,
     )
-    drifts = total.means()
+    drifts = total.finish()
     return {
         site: linear_input(own, sublayer.solvers, None, drift=drifts[site])
-        for site, own in observer.means().items()
+        for site, own in observer.finish().items()
     }
 
 
@@ -98,7 +102,7 @@ def attention_costs(scaled: SublayerScales, folded: FoldedTensors) -> dict[str, 
     rows = _by_projection(sublayer.needed)
     if (
         "o" not in rows
-        or rows["o"].module not in sublayer.ends
+        or rows["o"].module not in sublayer.output_linears
         or rows["o"].shape[1] % sublayer.heads
     ):
         return {}
@@ -294,13 +298,13 @@ def solve_sublayer(
     linears: dict[str, LinearResult] = {}
     sites = sorted(scaled.sites.items(), key=lambda site: -rows[site[0]].shape[1])
     if original is not None:
-        sites.sort(key=lambda site: sublayer.ends.issuperset(site[1]))
+        sites.sort(key=lambda site: sublayer.output_linears.issuperset(site[1]))
     costs = attention_costs(scaled, folded) | (
-        {} if sublayer.outputs is None else dict.fromkeys(sublayer.ends, sublayer.outputs)
+        {} if sublayer.outputs is None else dict.fromkeys(sublayer.output_linears, sublayer.outputs)
     )
     seen = original is None
     for first, modules in sites:
-        if not seen and sublayer.ends.issuperset(modules):
+        if not seen and sublayer.output_linears.issuperset(modules):
             assert original is not None
             weights = {module: one.weight for module, one in linears.items()}
             scaled, seen = (
@@ -312,7 +316,7 @@ def solve_sublayer(
                 True,
             )
         own = [rows[module] for module in modules if module in sublayer.quantized]
-        for solver, alike in sublayer.solvers.alike([row.module for row in own]).items():
+        for solver, alike in sublayer.solvers.by_solver([row.module for row in own]).items():
             linears |= _solve_site(
                 scaled, first, [rows[module] for module in alike], folded, solver, costs, ranks
             )
@@ -337,10 +341,10 @@ def _solve_site(
 ) -> dict[str, LinearResult]:
     """The linears of one input that are on one grid."""
     read = scaled.inputs[first]
-    weights = {row.module: read.aimed(folded[row.name]) for row in rows}
+    weights = {row.module: read.drift_corrected(folded[row.name]) for row in rows}
     fused = {row.module: row.fused for row in rows if row.fused}
     solved = solver.solve_stack(weights, fused, read.curvature, read.sample, costs, ranks)
     return {
-        module: solver.with_input_divisor(one, read.largest).rounded
+        module: solver.with_input_divisor(one, read.largest).result
         for module, one in solved.items()
     }

@@ -29,7 +29,7 @@ from quantkit.calibrate.hidden_states import (
     relative_distance,
 )
 from quantkit.calibrate.input_statistics import SublayerStatistics, collect_statistics
-from quantkit.calibrate.layer_weights import NO_INPUT_QUANT, RoutedTokens, RoutingUpdater
+from quantkit.calibrate.layer_weights import NO_ACTIVATION_QUANTS, RoutedTokens, RoutingUpdater
 from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.output_cost import (
     BLOCK_ROWS,
@@ -79,10 +79,12 @@ class Walk:
         log: ProgressLog,
         ranks: Ranks,
         batches: Batches,
-        ends: EmbedAndHead | None = None,
+        embed_and_head: EmbedAndHead | None = None,
         cache: Int8Cache | None = None,
     ) -> None:
-        self.ends = ends or TableEmbedAndHead(model.weights, model.rows, model.config)
+        self.embed_and_head = embed_and_head or TableEmbedAndHead(
+            model.weights, model.rows, model.config
+        )
         self.model, self.solvers, self.log, self.ranks, self.batches = (
             model,
             solvers,
@@ -92,7 +94,7 @@ class Walk:
         )
         self.cache = cache
         groups = [group for layer in model.layers for group in model.groups[layer]]
-        self.residual = ResidualStream(model.weights, model.rows, groups, ends)
+        self.residual = ResidualStream(model.weights, model.rows, groups, embed_and_head)
         self.plain: RtnRun | None = None
         self.path: ReferenceRun | None = None
         """Of the calibration tokens, where the recipe has drift."""
@@ -106,7 +108,7 @@ class Walk:
         the caller."""
         keep_freed_blocks()
         saved = self.log.store.load_state()
-        self.ranks.wait()  # all begin from the same state
+        self.ranks.barrier()  # all begin from the same state
         first = self.model.layers[0]
         if saved is None:
             states = self._embedded(sequences)
@@ -141,7 +143,7 @@ class Walk:
                 self._decoder_layer(layer, states)
             else:
                 self._skip(layer)
-        if len(states.original.hidden) and self.ranks.leads:
+        if len(states.original.hidden) and self.ranks.is_main:
             self._judge(states)
         self.plain = self.path = None
         for layer in self.model.mtp_layers:
@@ -154,7 +156,7 @@ class Walk:
 
     def _embedded(self, sequences: Sequences) -> HiddenStatePair:
         """Both paths at the input of the first layer."""
-        hidden = self.ends.embedded([*sequences.calibration, *sequences.held_out])
+        hidden = self.embed_and_head.embed([*sequences.calibration, *sequences.held_out])
         fitted = sum(len(s) for s in sequences.calibration)
         return self._states(hidden, hidden[fitted:].clone(), sequences)
 
@@ -174,7 +176,7 @@ class Walk:
     def _decoder_layer(self, layer: int, states: HiddenStatePair) -> None:
         """One layer, and the hidden states after it saved for a restart."""
         self._layer(layer, states)
-        if layer + 1 in self.model.layers and self.ranks.leads:
+        if layer + 1 in self.model.layers and self.ranks.is_main:
             hidden = {"quantized": states.quantized.hidden, "original": states.original.hidden}
             if self.plain is not None:
                 hidden["plain"] = self.plain.states.hidden
@@ -266,20 +268,20 @@ class Walk:
             self._advance_original(sublayer, source, states)
             self.path.advance(sublayer, source, self.ranks)
             del source
-        self.log.enter("propagating", unit)
+        self.log.begin_phase("propagating", unit)
         tensors = output_tensors(sublayer, self.model.weights, written.weights, written.plain)
-        readings = self.solvers.readings(written.weights, written.weights)
+        activation_quants = self.solvers.activation_quants(written.weights, written.weights)
         if self.cache is not None and self.cache.covers(sublayer):
             sublayer = replace(sublayer, run=self.cache.run(sublayer, written.plain))
         if experts is not None and written.routed is not None and written.read is not None:
             # Attention may stand before them in this sublayer, and a router that took a scale is
             # stored rounded: both count now.
             again = RoutingUpdater(written.routed, written.read.scale)
-            advance(sublayer, tensors, states.quantized, readings, self.ranks, again)
+            advance(sublayer, tensors, states.quantized, activation_quants, self.ranks, again)
             experts.run(sublayer, written.routed, written.read, states, self.plain, self.path)
         else:
-            advance(sublayer, tensors, states.quantized, readings, self.ranks)
-        self.log.finished(unit)
+            advance(sublayer, tensors, states.quantized, activation_quants, self.ranks)
+        self.log.finish(unit)
 
     def _solved(
         self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None
@@ -288,20 +290,20 @@ class Walk:
         unit, weights = sublayer.name, self.model.weights
         observed = self._observed(sublayer, states)
         routed = observed.routed
-        self.log.enter("scaling", unit)
+        self.log.begin_phase("scaling", unit)
         consumers = experts.consumers(routed) if experts is not None and routed is not None else []
         scaled = scale_sublayer(observed, weights, states, consumers)
         del observed, consumers
-        self.log.enter("solving", unit)
+        self.log.begin_phase("solving", unit)
         solved = solve_sublayer(
             scaled, weights, states, self.ranks, None if self.path is None else self.path.states
         )
         plain = solved.plain
         if self.cache is not None and self.cache.covers(sublayer):
             tensors = output_tensors(sublayer, weights, solved.weights, plain)
-            readings = self.solvers.readings(solved.weights, solved.weights)
-            plain = plain | self.cache.find(sublayer, tensors, states.quantized, readings)
-        self.log.write(unit, solved.linears, plain, scaled.scales, mine=self.ranks.leads)
+            activation_quants = self.solvers.activation_quants(solved.weights, solved.weights)
+            plain = plain | self.cache.find(sublayer, tensors, states.quantized, activation_quants)
+        self.log.write(unit, solved.linears, plain, scaled.scales, owned=self.ranks.is_main)
         return SublayerResult(solved.weights, plain, routed, scaled.experts_input)
 
     def _found(
@@ -316,7 +318,7 @@ class Walk:
             return SublayerResult(*self._loaded(sublayer.name))
         observed = self._observed(sublayer, states)
         weights, plain = self._loaded(sublayer.name)
-        group, site = sublayer.reaching_experts, sublayer.experts_site
+        group, site = sublayer.experts_group, sublayer.experts_site
         assert site is not None, f"{sublayer.name} has experts"
         scale = (
             None if group is None else scale_in_effect(sublayer, group, self.model.weights, plain)
@@ -338,7 +340,7 @@ class Walk:
     def _observed(self, sublayer: Sublayer, states: HiddenStatePair) -> SublayerStatistics:
         """Observed on the quantized path. Where nobody compares the paths once more, the original
         one goes on, and nobody asks for the original matrices again."""
-        self.log.enter("observing", sublayer.name)
+        self.log.begin_phase("observing", sublayer.name)
         tensors = self.model.weights.dequantized_all(sublayer.needed)
         observed = collect_statistics(
             sublayer, tensors, states, self.ranks, None if self.path is None else self.path.states
@@ -351,7 +353,7 @@ class Walk:
         self, sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair
     ) -> None:
         """The held-out tokens on the original path. Routed experts add their outputs afterwards."""
-        advance(sublayer, tensors, states.original, NO_INPUT_QUANT, self.ranks)
+        advance(sublayer, tensors, states.original, NO_ACTIVATION_QUANTS, self.ranks)
 
     # --- the end of the stack
     # ----------------------------------------------------------------------------------------------
@@ -359,11 +361,11 @@ class Walk:
     def _judge(self, states: HiddenStatePair) -> None:
         """What the paths say comes next, on held-out tokens. Nothing of it is kept for a restart:
         it follows from the last layer."""
-        head, logits = self.residual.head, self.ends.logits
-        self.log.tell("judging", head.module)
+        head, logits = self.residual.head, self.embed_and_head.logits
+        self.log.report("judging", head.module)
         step = max(1, len(states.original.hidden) // JUDGED_TOKENS)
         original, quantized, *plain = (
-            self.ends.normed(hidden[::step][:JUDGED_TOKENS])
+            self.embed_and_head.final_norm(hidden[::step][:JUDGED_TOKENS])
             for hidden in (
                 states.original.hidden
                 if self.unpruned is None

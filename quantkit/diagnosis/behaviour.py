@@ -70,7 +70,7 @@ class _ModelSide:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint, self.model = checkpoint, read_model(checkpoint)
-        self.ends = TableEmbedAndHead(
+        self.embed_and_head = TableEmbedAndHead(
             ParameterReader(checkpoint, CPU), self.model.rows, self.model.config
         )
         self.inputs: dict[str, Tensor] = {}
@@ -151,7 +151,7 @@ def compare_behaviour(
     ours, theirs = _ModelSide(checkpoint), _ModelSide(source)
     _check_sizes(ours, theirs)
     lengths = [len(one) for one in documents]
-    hidden, source_hidden = (side.ends.embedded(documents) for side in (ours, theirs))
+    hidden, source_hidden = (side.embed_and_head.embed(documents) for side in (ours, theirs))
     errors: list[SublayerError] = []
     layers = theirs.model.config.num_hidden_layers
     for number in range(layers):
@@ -251,7 +251,9 @@ def _next_token_kl(
     for side, states in ((ours, hidden), (theirs, source_hidden)):
         head = side.by_role("head") or side.by_role("embedding")
         assert head is not None, f"{side.checkpoint.path} has no head"
-        logs.append(F.linear(side.ends.normed(states), side.value(head)).log_softmax(-1))
+        logs.append(
+            F.linear(side.embed_and_head.final_norm(states), side.value(head)).log_softmax(-1)
+        )
     one, other = logs
     kl = float((other.exp() * (other - one)).sum(-1).mean())
     return kl if math.isfinite(kl) else math.inf

@@ -437,7 +437,7 @@ def _round_to_nearest(
 
     def make() -> dict[str, Tensor]:
         weights = {row.module: dequantize(origin.weight(row.module)) for row in rows}
-        solved = solver.nearest(weights, {row.module: row.fused for row in rows if row.fused})
+        solved = solver.solve_rtn(weights, {row.module: row.fused for row in rows if row.fused})
         return {
             name: tensor
             for module, one in solved.items()

@@ -36,7 +36,7 @@ def _whole(x):
 
 @triton.jit
 def _round_block(
-    target, reaction, scales, zero, groups, pivot, values, before, apart, seen,
+    target, update, scales, zero, groups, pivot, values, before, difference, factored_error,
     rows_all, steps_batch, groups_batch, values_batch, before_batch, apart_batch, seen_batch, low,
     high,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, FP4: tl.constexpr,
@@ -52,16 +52,16 @@ def _round_block(
         mask=(column[:, None] < COLUMNS) & inside[None, :],
         other=0.0,
     )
-    answers = reaction + batch * COLUMNS * COLUMNS + column
+    answers = update + batch * COLUMNS * COLUMNS + column
     sizes, noughts, groups = (
         scales + batch * steps_batch + row,
         zero + batch * steps_batch + row,
         groups + batch * groups_batch,
     )
     values, before = values + batch * values_batch + row, before + batch * before_batch + row
-    apart, seen, pivot = (
-        apart + batch * apart_batch + row,
-        seen + batch * seen_batch + row,
+    difference, factored_error, pivot = (
+        difference + batch * apart_batch + row,
+        factored_error + batch * seen_batch + row,
         pivot + batch * COLUMNS,
     )
     group = tl.load(groups)
@@ -69,7 +69,7 @@ def _round_block(
     nought = tl.load(noughts + group * rows_all, mask=inside, other=0.0)
     group = tl.load(groups + 1 % COLUMNS)
     was = tl.load(before, mask=inside, other=0.0)
-    answer = tl.load(answers, mask=(column > 0) & (column < COLUMNS), other=0.0)
+    inverse_t = tl.load(answers, mask=(column > 0) & (column < COLUMNS), other=0.0)
     for i in range(COLUMNS):
         # What the next column needs is on its way while this one is rounded: the columns wait for
         # each other as it is.
@@ -96,19 +96,19 @@ def _round_block(
         value = level * size
         left = here - value
         tl.store(values + i * rows_all, value, mask=inside)
-        tl.store(apart + i * rows_all, was - value, mask=inside)
+        tl.store(difference + i * rows_all, was - value, mask=inside)
         if SEEN:
-            tl.store(seen + i * rows_all, left * tl.load(pivot + i), mask=inside)
-        become += answer[:, None] * left[None, :]
-        size, nought, was, answer = next_size, next_nought, next_was, next_answer
+            tl.store(factored_error + i * rows_all, left * tl.load(pivot + i), mask=inside)
+        become += inverse_t[:, None] * left[None, :]
+        size, nought, was, inverse_t = next_size, next_nought, next_was, next_answer
 
 
 def round_block(
-    target: Tensor, reaction: Tensor, quantizer: Quantizer, steps: ColumnScales, parts: BlockParts
+    target: Tensor, update: Tensor, quantizer: Quantizer, steps: ColumnScales, parts: BlockParts
 ) -> None:
     """A `RoundBlock`. At most one leading dimension."""
     columns, rows = target.shape[-2:]
-    target, told = target.contiguous(), reaction.mT.contiguous()
+    target, update_t = target.contiguous(), update.mT.contiguous()
     size, zero, groups = steps.scales.scale.contiguous(), steps.scales.zero_point, steps.groups
     nought = size if zero is None else zero.contiguous()
     factor = size if parts.pivot is None else parts.pivot.contiguous()
@@ -118,8 +118,8 @@ def round_block(
     in_all = (
         parts.values,
         parts.before,
-        parts.apart,
-        parts.apart if parts.seen is None else parts.seen,
+        parts.difference,
+        parts.difference if parts.factored_error is None else parts.factored_error,
     )
     assert all(one.stride()[-2:] == (rows, 1) for one in in_all), (
         f"not whole columns: {[one.stride() for one in in_all]}"
@@ -128,12 +128,12 @@ def round_block(
     low, high = quantizer.code_range or (0, 0)
     own = ROWS if rows * batch > FEW else FEW_ROWS
     _round_block[(triton.cdiv(rows, own), batch)](
-        target, told, size, nought, groups, factor, *in_all,
+        target, update_t, size, nought, groups, factor, *in_all,
         rows, _apart(size), groups.stride(0) if groups.dim() == 2 else 0, *map(_apart, in_all),
         float(low), float(high),
         COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), ROWS=own,
         FP4=quantizer.code_range is None, ZERO=zero is not None,
-        SEEN=parts.seen is not None, num_warps=1,
+        SEEN=parts.factored_error is not None, num_warps=1,
     )  # fmt: skip
 
 

@@ -76,12 +76,12 @@ class BlockParts:
 
     values: Tensor
     before: Tensor
-    apart: Tensor
-    seen: Tensor | None = None
+    difference: Tensor
+    factored_error: Tensor | None = None
     pivot: Tensor | None = None
 
     def __post_init__(self) -> None:
-        assert (self.seen is None) == (self.pivot is None), "seen is errors times pivot"
+        assert (self.factored_error is None) == (self.pivot is None), "seen is errors times pivot"
 
 
 class RoundBlock(Protocol):
@@ -92,7 +92,7 @@ class RoundBlock(Protocol):
     def __call__(
         self,
         target: Tensor,
-        reaction: Tensor,
+        update: Tensor,
         quantizer: Quantizer,
         steps: ColumnScales,
         parts: BlockParts,
@@ -111,7 +111,7 @@ def has_cpp() -> bool:
 
 
 def round_block_cpp(
-    target: Tensor, reaction: Tensor, quantizer: Quantizer, scales: Scales, values: Tensor
+    target: Tensor, update: Tensor, quantizer: Quantizer, scales: Scales, values: Tensor
 ) -> Tensor:
     """As `gptq`'s own: rounds target [..., C, N], C at most 128, into `values`, a part of [..., K,
     N], and returns the rounding errors [..., C, N]; target is not changed. reaction [..., C, C]: by
@@ -119,25 +119,25 @@ def round_block_cpp(
     columns, rows = target.shape[-2:]
     assert columns <= _MOST_COLUMNS, columns
     zero = scales.scale if scales.zero_point is None else scales.zero_point
-    told = [one.contiguous() for one in (target, reaction, scales.scale, zero)]
-    missed = torch.empty_like(told[0])
+    update_t = [one.contiguous() for one in (target, update, scales.scale, zero)]
+    errors = torch.empty_like(update_t[0])
     assert scales.scale.shape == zero.shape == target.shape
     assert values.stride()[-2:] == (rows, 1), f"not whole columns of one memory: {values.stride()}"
-    batch, apart = (len(target), values.stride(0)) if target.dim() == 3 else (1, 0)
+    batch, difference = (len(target), values.stride(0)) if target.dim() == 3 else (1, 0)
     integer = _INTEGER if scales.zero_point is None else _INTEGER_WITH_ZERO
     grid = _E2M1 if quantizer.code_range is None else integer
     low, high = quantizer.code_range or (0, 0)
     loaded = once("round_block")
     assert loaded is not None, "has_cpp() was called before"
-    pointers = (one.data_ptr() for one in (*told, values, missed))
+    pointers = (one.data_ptr() for one in (*update_t, values, errors))
     loaded.qk_round_block(
-        *pointers, grid, batch, columns, rows, apart, low, high, torch.get_num_threads()
+        *pointers, grid, batch, columns, rows, difference, low, high, torch.get_num_threads()
     )
-    return missed
+    return errors
 
 
 def round_block_torch(
-    target: Tensor, reaction: Tensor, quantizer: Quantizer, scales: Scales, values: Tensor
+    target: Tensor, update: Tensor, quantizer: Quantizer, scales: Scales, values: Tensor
 ) -> Tensor:
     """Round the C columns of `target` [..., C, N] one after the other into `values`. Columns not
     yet rounded are changed in place: they make up for the errors of those before. reaction [..., C,
@@ -151,9 +151,9 @@ def round_block_torch(
     )
     for strip in range(0, width, STRIP):
         after = min(strip + STRIP, width)
-        _react(target, reaction, errors, strip, after, 0, strip)
+        _react(target, update, errors, strip, after, 0, strip)
         for i in range(strip, after):
-            _react(target, reaction, errors, i, i + 1, strip, i)
+            _react(target, update, errors, i, i + 1, strip, i)
             column = target[..., i, :]
             value = quantizer.quantize(column, Scales(sizes[i], zeros[i]))
             values[..., i, :] = value
@@ -162,14 +162,14 @@ def round_block_torch(
 
 
 def _react(
-    target: Tensor, reaction: Tensor, errors: Tensor, start: int, stop: int, first: int, last: int
+    target: Tensor, update: Tensor, errors: Tensor, start: int, stop: int, first: int, last: int
 ) -> None:
     """Columns start..stop change for the errors of columns first..last."""
     if first == last:
         return
     rows, coefficients, known = (
         target[..., start:stop, :],
-        reaction[..., start:stop, first:last],
+        update[..., start:stop, first:last],
         errors[..., first:last, :],
     )
     if target.dim() == 2:

@@ -50,10 +50,10 @@ def compensate_with_scales(
     not fit them."""
     order = curvature.order
     columns, steps = take(w.mT, order), GroupScales(scales, group_of_columns(order, w, quantizer))
-    seen = None if descent is None else torch.empty_like(columns)
-    values, loss = gptq(columns, curvature, quantizer, steps, seen)
-    if descent is not None and seen is not None:
-        loss = descend(values, seen, curvature, quantizer, steps, descent)
+    factored_error = None if descent is None else torch.empty_like(columns)
+    values, loss = gptq(columns, curvature, quantizer, steps, factored_error)
+    if descent is not None and factored_error is not None:
+        loss = descend(values, factored_error, curvature, quantizer, steps, descent)
         scales = steps.of_rows
     return CompensatedRows(put_back(values, order).mT.contiguous(), scales, loss)
 

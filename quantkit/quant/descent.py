@@ -41,7 +41,7 @@ WIDEST = 0.3
 
 def descend(
     values: Tensor,
-    seen: Tensor,
+    factored_error: Tensor,
     curvature: Curvature,
     quantizer: Quantizer,
     steps: GroupScales,
@@ -51,29 +51,39 @@ def descend(
     change in place. Returns the loss [..., N]."""
     for number in range(descent.sweeps):
         if number and descent.fits_scales:
-            _refit(values, seen, curvature, quantizer, steps)
-        _sweep(values, seen, curvature, quantizer, steps)
-    return seen.square().sum(-2)
+            _refit(values, factored_error, curvature, quantizer, steps)
+        _sweep(values, factored_error, curvature, quantizer, steps)
+    return factored_error.square().sum(-2)
 
 
 def _sweep(
-    values: Tensor, seen: Tensor, curvature: Curvature, quantizer: Quantizer, steps: GroupScales
+    values: Tensor,
+    factored_error: Tensor,
+    curvature: Curvature,
+    quantizer: Quantizer,
+    steps: GroupScales,
 ) -> None:
     """Every column once. seen: V^T E, kept true."""
     columns, factor, round_block = values.shape[-2], curvature.factor, block_rounder(values.device)
-    for start, reaction in zip(range(0, columns, BLOCK), curvature.descent_blocks):
+    for start, update in zip(range(0, columns, BLOCK), curvature.descent_blocks):
         stop = min(start + BLOCK, columns)
         rows, own = factor[..., start:stop, start:], values[..., start:stop, :]
-        target = add_product(own, reaction.change, error_product(rows, seen[..., start:, :]))
+        target = add_product(
+            own, update.change, error_product(rows, factored_error[..., start:, :])
+        )
         less = torch.empty_like(target)
         round_block(
-            target, reaction.own, quantizer, steps.of(start, stop), BlockParts(own, own, less)
+            target, update.own, quantizer, steps.of(start, stop), BlockParts(own, own, less)
         )
-        add_error_product_(seen[..., start:, :], rows.mT, less)
+        add_error_product_(factored_error[..., start:, :], rows.mT, less)
 
 
 def _refit(
-    values: Tensor, seen: Tensor, curvature: Curvature, quantizer: Quantizer, steps: GroupScales
+    values: Tensor,
+    factored_error: Tensor,
+    curvature: Curvature,
+    quantizer: Quantizer,
+    steps: GroupScales,
 ) -> None:
     """Every group's step once: a group whose values are all multiplied by 1 + d loses 2 d P.S - d^2
     P.P, P what V^T makes of them."""
@@ -83,7 +93,7 @@ def _refit(
         place, size = places[..., group, :], sizes[..., group, :]
         own = take(values, place)
         part = take(curvature.factor, place).mT @ own
-        gain, weight = (part * seen).sum(-2), part.square().sum(-2)
+        gain, weight = (part * factored_error).sum(-2), part.square().sum(-2)
         wanted = quantizer.nearest_scale(
             size * (1 + (gain / weight.clamp(min=1e-30)).clamp(-WIDEST, WIDEST))
         )
@@ -96,7 +106,7 @@ def _refit(
         scaled = quantizer.quantize(
             codes * size.unsqueeze(-2), Scales(size.unsqueeze(-2), zero)
         )  # the same codes
-        seen -= part * change.unsqueeze(-2)
+        factored_error -= part * change.unsqueeze(-2)
         sizes[..., group, :] = size
         _put(values, place, scaled)
 

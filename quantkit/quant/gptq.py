@@ -83,7 +83,7 @@ class Curvature:
             for start in range(0, columns, BLOCK)
         ]
         whole = columns // BLOCK
-        together = TriangularBlock.of(torch.stack(blocks[:whole])).apart if whole else ()
+        together = TriangularBlock.of(torch.stack(blocks[:whole])).unbind if whole else ()
         return (*together, *(TriangularBlock.of(block) for block in blocks[whole:]))
 
     @cached_property
@@ -137,8 +137,8 @@ class TriangularBlock:
     -(pivot inv(T))^T, by which they do for each other."""
 
     pivot: Tensor
-    answer: Tensor
-    reaction: Tensor
+    inverse_t: Tensor
+    update: Tensor
 
     @classmethod
     def of(cls, block: Tensor) -> "TriangularBlock":
@@ -148,9 +148,9 @@ class TriangularBlock:
         return cls(pivot, inverse.mT, column_major(-(pivot * inverse).mT))
 
     @property
-    def apart(self) -> tuple["TriangularBlock", ...]:
+    def unbind(self) -> tuple["TriangularBlock", ...]:
         """Those of its first dimension."""
-        return tuple(map(TriangularBlock, self.pivot, self.answer, self.reaction))
+        return tuple(map(TriangularBlock, self.pivot, self.inverse_t, self.update))
 
 
 @dataclass(frozen=True)
@@ -166,10 +166,10 @@ class DescentBlock:
     own: Tensor
 
 
-def column_major(reaction: Tensor) -> Tensor:
+def column_major(update: Tensor) -> Tensor:
     """[..., C, C] with the changes for one column's error side by side in memory, where a GPU's
     kernel asks for them block by block."""
-    return reaction.mT.contiguous().mT if reaction.is_cuda else reaction
+    return update.mT.contiguous().mT if update.is_cuda else update
 
 
 def _permuted(square: Tensor, order: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def gptq(
     curvature: Curvature,
     quantizer: Quantizer,
     steps: GroupScales,
-    seen: Tensor | None = None,
+    factored_error: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Values of the grid [..., K, N], and loss [..., N], of W transposed, [..., K, N]: a channel is
     one run of memory. All in the order of the curvature. seen [..., K, N], if given, becomes V^T E,
@@ -256,8 +256,12 @@ def gptq(
                     before, factor[..., outer:start, start:stop].mT, error[..., outer:start, :]
                 )
             block = w[..., start:stop, :]
-            target = add_product(block, triangle.answer, before)
-            seen_here = torch.empty_like(target) if seen is None else seen[..., start:stop, :]
+            target = add_product(block, triangle.inverse_t, before)
+            seen_here = (
+                torch.empty_like(target)
+                if factored_error is None
+                else factored_error[..., start:stop, :]
+            )
             parts = BlockParts(
                 values[..., start:stop, :],
                 block,
@@ -265,10 +269,10 @@ def gptq(
                 seen_here,
                 triangle.pivot,
             )
-            round_block(target, triangle.reaction, quantizer, steps.of(start, stop), parts)
-            if seen is None:
+            round_block(target, triangle.update, quantizer, steps.of(start, stop), parts)
+            if factored_error is None:
                 loss += seen_here.square_().sum(-2)
-    return values, loss if seen is None else seen.square().sum(-2)
+    return values, loss if factored_error is None else factored_error.square().sum(-2)
 
 
 def block_rounder(device: torch.device) -> RoundBlock:
@@ -288,7 +292,7 @@ def block_rounder(device: torch.device) -> RoundBlock:
 def _with_errors(
     round_block: Callable[[Tensor, Tensor, Quantizer, Scales, Tensor], Tensor],
     target: Tensor,
-    reaction: Tensor,
+    update: Tensor,
     quantizer: Quantizer,
     steps: ColumnScales,
     parts: BlockParts,
@@ -297,10 +301,10 @@ def _with_errors(
     before = (
         parts.before.clone() if parts.before.data_ptr() == parts.values.data_ptr() else parts.before
     )
-    errors = round_block(target, reaction, quantizer, steps.spread, parts.values)
-    if parts.seen is not None and parts.pivot is not None:
-        torch.mul(errors, parts.pivot, out=parts.seen)
-    torch.sub(before, parts.values, out=parts.apart)
+    errors = round_block(target, update, quantizer, steps.spread, parts.values)
+    if parts.factored_error is not None and parts.pivot is not None:
+        torch.mul(errors, parts.pivot, out=parts.factored_error)
+    torch.sub(before, parts.values, out=parts.difference)
 
 
 def _side_by_side(scales: Scales) -> Scales:

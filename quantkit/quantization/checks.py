@@ -58,11 +58,11 @@ class Inventory:
             self.architecture, TracedArchitecture
         )
 
-    def ends(self, source: ParameterReader) -> EmbedAndHead | None:
+    def embed_and_head(self, source: ParameterReader) -> EmbedAndHead | None:
         """What is around the layers, where the table does not say it."""
         if not isinstance(self.architecture, TracedArchitecture):
             return None
-        return self.architecture.ends(source.checkpoint.read, source.device)
+        return self.architecture.embed_and_head(source.checkpoint.read, source.device)
 
 
 def take_inventory(checkpoint: Checkpoint, *, calibrated: bool = True) -> Inventory:

@@ -150,19 +150,19 @@ class Job:
     def stored_bytes(self, row: Parameter, grid: Grid | None) -> int:
         """Of the tensors that a parameter becomes on a grid, and of those beside it; on none it
         keeps its type, and is BF16 where the source packs it."""
-        beside = sum(spec.nbytes for spec in self.beside.get(row.name, ()))
+        extra_specs = sum(spec.nbytes for spec in self.extra_specs.get(row.name, ()))
         if grid is not None:
-            return beside + sum(
+            return extra_specs + sum(
                 spec.nbytes
                 for spec in self.target.specs(row.module, (row.shape[0], row.shape[1]), grid)
             )
         packed = row.module in self.checkpoint.linears
-        return beside + (
+        return extra_specs + (
             2 * math.prod(row.shape) if packed else self.checkpoint.tensors[row.name].nbytes
         )
 
     @cached_property
-    def beside(self) -> Mapping[str, tuple[TensorSpec, ...]]:
+    def extra_specs(self) -> Mapping[str, tuple[TensorSpec, ...]]:
         """Tensors that the output holds beside a parameter, by its name: the steps of an int8
         cache, of layers that are calibrated. An MTP layer of which nothing is rounded is not."""
         calibrated = {row.layer for row in self.linears}

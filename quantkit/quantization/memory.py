@@ -75,7 +75,7 @@ class RunSizes:
     drift: bool = False
 
     @property
-    def beside(self) -> int:
+    def original_tokens(self) -> int:
         """Tokens that run through the original path besides the held-out ones."""
         return self.tokens - self.judged if self.drift else 0
 
@@ -146,12 +146,12 @@ def calibrated_peak(work: RunSizes) -> Peak:
         width += (
             work.hidden_size
         )  # what they were before the experts, until all of these have added
-        beside = Counter[int | None]()
+        original_tokens = Counter[int | None]()
         for row in (row for rows in work.units.values() for row in rows if row.parallel_to_experts):
-            beside[row.layer] += row.shape[0]
-        width += max(beside.values(), default=0)
+            original_tokens[row.layer] += row.shape[0]
+        width += max(original_tokens.values(), default=0)
     hidden = (
-        (work.tokens + 2 * work.judged + work.beside) * width * _FLOAT
+        (work.tokens + 2 * work.judged + work.original_tokens) * width * _FLOAT
     )  # the held-out ones of the source and of plain rounding, too
     moments = [
         (bytes_, unit) for unit, rows in work.units.items() for bytes_ in _moments(work, rows)
@@ -260,7 +260,7 @@ def _moments(work: RunSizes, rows: list[Parameter]) -> list[int]:
         return []
     weights = _FLOAT * sum(_values(row) for row in rows)
     asked = (
-        (work.tokens + 2 * work.judged + work.beside) * work.hidden_size * _FLOAT
+        (work.tokens + 2 * work.judged + work.original_tokens) * work.hidden_size * _FLOAT
         if any(row.role == "router" for row in rows)
         else 0
     )
@@ -315,7 +315,7 @@ def _experts_bytes(work: RunSizes, layer: int) -> int:
     batch = min(count, max(1, work.batches.expert_values // values))
     shared = sum(_values(row) for row in rows if row.block in ("mlp", "router", "shared_expert"))
     width = min(row.shape[0] for row in expert)
-    asked = (work.tokens + 2 * work.judged + work.beside) * work.hidden_size * _FLOAT
+    asked = (work.tokens + 2 * work.judged + work.original_tokens) * work.hidden_size * _FLOAT
     busiest = min(work.tokens, 4 * work.tokens * work.experts_per_token // count)
     tokens = _FLOAT * busiest * (2 * work.hidden_size + 3 * width)
     squares = _FLOAT * (5 * work.hidden_size**2 + 4 * batch * width**2)

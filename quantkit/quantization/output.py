@@ -47,7 +47,7 @@ class HostCopies:
         return host_memory(like.shape, like.dtype, like.device)
 
 
-NOTHING_BESIDE: Mapping[str, tuple[TensorSpec, ...]] = {}
+NO_EXTRA_SPECS: Mapping[str, tuple[TensorSpec, ...]] = {}
 
 
 class Output:
@@ -65,7 +65,7 @@ class Output:
         units: dict[str, list[Parameter]],
         dropped: dict[str, str],
         described: Mapping[str, Any],
-        beside: Mapping[str, tuple[TensorSpec, ...]] = NOTHING_BESIDE,
+        extra_specs: Mapping[str, tuple[TensorSpec, ...]] = NO_EXTRA_SPECS,
     ) -> None:
         self.source, self.format, self.grids, self.units, self.dropped = (
             source,
@@ -74,7 +74,7 @@ class Output:
             units,
             dropped,
         )
-        self.described, self.beside = described, beside
+        self.described, self.extra_specs = described, extra_specs
         self.rows = {row.name: row for rows in units.values() for row in rows}
         self._writer: CheckpointWriter | None = None
         self._run = ""
@@ -82,7 +82,7 @@ class Output:
 
     def specs(self, row: Parameter) -> list[TensorSpec]:
         """The tensors that one parameter becomes, and those beside it."""
-        return [*self._own_specs(row), *self.beside.get(row.name, ())]
+        return [*self._own_specs(row), *self.extra_specs.get(row.name, ())]
 
     def _own_specs(self, row: Parameter) -> list[TensorSpec]:
         if row.module in self.grids:
@@ -166,7 +166,7 @@ class Output:
                 tensors |= self.format.pack(row.module, self.source.checkpoint.weight(row.module))
             else:
                 tensors[row.name] = plain[row.name] if row.name in plain else self.source.plain(row)
-            tensors |= {spec.name: plain[spec.name] for spec in self.beside.get(row.name, ())}
+            tensors |= {spec.name: plain[spec.name] for spec in self.extra_specs.get(row.name, ())}
         self.writer.write(unit, tensors, {**facts, "changed": sorted(plain)})
 
     def settle(self) -> None:
@@ -192,7 +192,7 @@ class Output:
                 weights[row.module] = self.format.unpack(row.module, parts)
             elif row.module not in self.grids:
                 plain[row.name] = tensors[row.name]
-            plain |= {spec.name: tensors[spec.name] for spec in self.beside.get(row.name, ())}
+            plain |= {spec.name: tensors[spec.name] for spec in self.extra_specs.get(row.name, ())}
         return weights, plain, facts
 
     def save_state(self, layer: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -247,7 +247,7 @@ class Output:
             if row.module not in self.grids
             for spec in self._own_specs(row)
         ]
-        plain += [spec for row in self.rows.values() for spec in self.beside.get(row.name, ())]
+        plain += [spec for row in self.rows.values() for spec in self.extra_specs.get(row.name, ())]
         files = read_aux_files(self.source.checkpoint.path)
         files |= self.format.extra_files(grid, quantized, plain)
         files |= more

@@ -103,8 +103,8 @@ class SaliencyWalk:
         return found
 
     def _embedded(self, sequences: Sequences) -> Tensor:
-        ends = TableEmbedAndHead(self.model.weights, self.model.rows, self.model.config)
-        return ends.embedded([*sequences.calibration, *sequences.held_out])
+        embed_and_head = TableEmbedAndHead(self.model.weights, self.model.rows, self.model.config)
+        return embed_and_head.embed([*sequences.calibration, *sequences.held_out])
 
     def _states(self, hidden: Tensor, sequences: Sequences) -> HiddenStates:
         lengths = [len(s) for s in (*sequences.calibration, *sequences.held_out)]

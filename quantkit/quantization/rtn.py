@@ -28,13 +28,13 @@ def round_units(
     begun: share of the run's time that is behind it. Errors are of the weights themselves: there
     are no inputs to weigh them by.
     """
-    ranks.share(output)
+    ranks.sync(output)
     findings = Findings()
     total = sum(source.stored_bytes(row) for row in output.rows.values())
     done, process = 0, psutil.Process()
     for number, (unit, rows) in enumerate(output.units.items()):
         found = output.done(unit)
-        if ranks.mine(number) and not found:
+        if ranks.owns(number) and not found:
             _round_unit(unit, rows, source, output, solvers, findings)
         done += sum(source.stored_bytes(row) for row in rows)
         on_event(
@@ -49,7 +49,7 @@ def round_units(
                 found,
             )
         )
-    ranks.share(output)
+    ranks.sync(output)
     return _collected(output)
 
 
@@ -57,7 +57,7 @@ def _collected(output: Output) -> Findings:
     """What was noted with all units, in their order."""
     findings = Findings()
     for unit in output.units:
-        findings.take(output.facts(unit))
+        findings.merge(output.facts(unit))
     return findings
 
 
@@ -72,8 +72,8 @@ def _round_unit(
     weights = {row.module: source.dequantized(row) for row in rows if output.rounds(row)}
     fused = {row.module: row.fused for row in rows if row.fused}
     solved: dict[str, LinearSolution] = {}
-    for solver, modules in solvers.alike(weights).items():
-        solved |= solver.nearest({module: weights[module] for module in modules}, fused)
-    facts = findings.facts({module: one.rounded for module, one in solved.items()}, {})
+    for solver, modules in solvers.by_solver(weights).items():
+        solved |= solver.solve_rtn({module: weights[module] for module in modules}, fused)
+    facts = findings.facts({module: one.result for module, one in solved.items()}, {})
     assert all(not math.isnan(one.error) for one in solved.values()), unit
     output.write(unit, {module: one.weight for module, one in solved.items()}, {}, facts)

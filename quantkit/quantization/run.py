@@ -57,7 +57,7 @@ from quantkit.quantization.report import (
     report_files,
 )
 from quantkit.quantization.rtn import round_units
-from quantkit.quantization.sensitivity_run import NAME, beside, find_sensitivities
+from quantkit.quantization.sensitivity_run import NAME, find_sensitivities, sensitivities_path
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
@@ -174,7 +174,7 @@ def quantize(
     that was stopped goes on when it is called again with the same arguments, and of one that is
     complete the report is told again.
     """
-    start, ranks = time.perf_counter(), Ranks.meet()
+    start, ranks = time.perf_counter(), Ranks.join()
     inputs = [source, *(Path(one) for one in (recipe.calibration, sensitivities) if one)]
     prepare(out, inputs, ranks.rank)
     check_sensitivities_option(sensitivities, mixture)
@@ -188,7 +188,7 @@ def quantize(
             sensitivities,
             ranks,
             where,
-            on_event if ranks.leads else ignore_event,
+            on_event if ranks.is_main else ignore_event,
         )
     job = run.job
     if (
@@ -197,19 +197,25 @@ def quantize(
         torch.set_num_threads(ranks.cores)
     source_reader, about = ParameterReader(job.checkpoint, where), job.inventory
     output = Output(
-        source_reader, job.target, job.grids, job.units, about.dropped, about.described, job.beside
+        source_reader,
+        job.target,
+        job.grids,
+        job.units,
+        about.dropped,
+        about.described,
+        job.extra_specs,
     )
     if not overwrite and (manifest := complete_manifest(out, run.fingerprint)):
         if isinstance(job.checkpoint, PrunedCheckpoint):
             prune_as(job.checkpoint, out)
         output.source_guard().verify_output(out, manifest)
         return _report(run, output, out, start, read_findings(out), done_already=True)
-    if ranks.leads and run.sequences.taken:
+    if ranks.is_main and run.sequences.taken:
         for line in run.sequences.taken.lines():
             on_event(Note(line))
-    if ranks.leads and about.told:
+    if ranks.is_main and about.told:
         on_event(Note(about.told))
-    if ranks.leads and not has_tokenizer(source):
+    if ranks.is_main and not has_tokenizer(source):
         on_event(
             Note(
                 f"warning: {source} has no tokenizer, and so the output has none: engines read it "
@@ -218,17 +224,17 @@ def quantize(
         )
     writer = output.open(out, run.fingerprint, overwrite=overwrite, rank=ranks.rank, inputs=inputs)
     with writer, writer.report_interrupt(output.units):
-        resumed = writer.progress(output.units) if ranks.leads else ""
-        if ranks.leads and resumed:
+        resumed = writer.progress(output.units) if ranks.is_main else ""
+        if ranks.is_main and resumed:
             on_event(Note(f"resuming {out}: {resumed}"))
-        pruned = _pruned(run, output, ranks, on_event if ranks.leads else ignore_event)
-        if ranks.leads:
+        pruned = _pruned(run, output, ranks, on_event if ranks.is_main else ignore_event)
+        if ranks.is_main:
             writer.check_source()
-        found = _round(run, output, ranks, on_event if ranks.leads else ignore_event, pruned)
-        if not ranks.leads:
+        found = _round(run, output, ranks, on_event if ranks.is_main else ignore_event, pruned)
+        if not ranks.is_main:
             writer.close()
-        ranks.wait()
-        if ranks.leads:
+        ranks.barrier()
+        if ranks.is_main:
             seconds = time.perf_counter() - start
             facts = RunFacts(
                 datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -242,7 +248,7 @@ def quantize(
             output.finish(
                 job.request.scheme.weight, files | ({NAME: run.measured} if run.chosen else {})
             )
-            beside(out).unlink(missing_ok=True)
+            sensitivities_path(out).unlink(missing_ok=True)
     return _report(run, output, out, start, found)
 
 
@@ -305,11 +311,13 @@ def _with_grids(
 ) -> _Run:
     """The run with grids chosen by what they cost, which the first rank measures where no file says
     it."""
-    if ranks.leads:
+    if ranks.is_main:
         find_sensitivities(options, run.sequences, out, given, device, on_event)
-    ranks.wait()
+    ranks.barrier()
     path = next(
-        path for path in (given, beside(out), out / NAME) if path is not None and path.is_file()
+        path
+        for path in (given, sensitivities_path(out), out / NAME)
+        if path is not None and path.is_file()
     )
     chosen = options.choose(read_sensitivities(path, options.job.checkpoint.fingerprint))
     told = run.fingerprint | {"grids": _told_grids(chosen.job)}
@@ -356,11 +364,11 @@ def _pruned(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent) -> Prune
 
     found = None
     for turn in (True, False):
-        if ranks.leads == turn:
+        if ranks.is_main == turn:
             found = prune(
                 checkpoint, run.sequences, device, run.batches, output.writer.state_dir, tell
             )
-        ranks.wait()
+        ranks.barrier()
     output.source_chosen()
     return found
 
@@ -388,7 +396,9 @@ def _round(
         if job.request.scheme.cache
         else None
     )
-    walk = Walk(model, solvers, log, ranks, run.batches, job.inventory.ends(output.source), cache)
+    walk = Walk(
+        model, solvers, log, ranks, run.batches, job.inventory.embed_and_head(output.source), cache
+    )
     walk.unpruned = None if pruned is None else pruned.held_out
     findings = walk.run(run.sequences)
     round_units(output.source, output, plain, on_event, ranks, begun=_WALKED)

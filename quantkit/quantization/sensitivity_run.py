@@ -30,7 +30,7 @@ from quantkit.quantization.bit_allocation import (
 NAME = "sensitivities.json"
 
 
-def beside(out: Path) -> Path:
+def sensitivities_path(out: Path) -> Path:
     """Where they are until the output is complete."""
     return out.with_name(f"{out.name}.{NAME}")
 
@@ -50,7 +50,7 @@ def find_sensitivities(
     taken = _taken(options, sequences)
     text = hashlib.sha256(b"|".join(one.numpy().tobytes() for one in taken)).hexdigest()
     key = {"source": source, "text": text, "grids": rounded_labels(options.sensed())}
-    for path in (beside(out), out / NAME):
+    for path in (sensitivities_path(out), out / NAME):
         if path.is_file() and _is_of(path, key):
             on_event(Note(f"sensitivities as measured before, from {path}"))
             return read_sensitivities(path, source)
@@ -77,11 +77,11 @@ def find_sensitivities(
         Note(f"measuring what each grid costs, on {sum(map(len, taken)):,} tokens of each path")
     )
     found = SensitivityPass(
-        model, solvers, options.sensed(), state, job.inventory.ends(reader)
+        model, solvers, options.sensed(), state, job.inventory.embed_and_head(reader)
     ).run(taken)
-    fresh = beside(out).with_name(f"{beside(out).name}.new")
+    fresh = sensitivities_path(out).with_name(f"{sensitivities_path(out).name}.new")
     fresh.write_bytes(sensitivities_file(found, key))
-    fresh.replace(beside(out))
+    fresh.replace(sensitivities_path(out))
     state.path.unlink(missing_ok=True)
     return found
 

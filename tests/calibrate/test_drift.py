@@ -14,7 +14,7 @@ from letters import write_letters
 from output_files import files
 from torch import Tensor
 
-from quantkit.calibrate.input_statistics import DriftAccumulator, expert_drift, taken
+from quantkit.calibrate.input_statistics import DriftAccumulator, best_fraction, expert_drift
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.calibrate.scales import LinearInput
@@ -45,10 +45,10 @@ def heard(x: Tensor, o: Tensor, scale: Tensor, held_out: tuple[Tensor, Tensor]) 
     """In two batches, the input divided by scale."""
     total = DriftAccumulator(128, Ranks())
     for part in (slice(0, T // 4), slice(T // 4, T)):
-        total.hear("a", x[part])
-        total.compare("a", o[part])
-    total.keep("a", held_out[1])
-    drift = total.means()["a"].scaled(scale)
+        total.add_quantized("a", x[part])
+        total.add_original("a", o[part])
+    total.add_held_out("a", held_out[1])
+    drift = total.finish()["a"].scaled(scale)
     curvature = Curvature.of(x.t() @ x / len(x), 1e-6).scaled(scale)
     return LinearInput(curvature, held_out[0] / scale, scale, x.abs().amax(), drift)
 
@@ -68,7 +68,7 @@ def test_the_answer_is_that_of_the_original_path() -> None:
     (x, o), (other_x, other_o) = paths(1), paths(2, 128)
     w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
     scale = torch.linspace(0.5, 2, K)
-    aimed = heard(x, o, scale, (other_x, other_o)).aimed(w * scale) / scale
+    aimed = heard(x, o, scale, (other_x, other_o)).drift_corrected(w * scale) / scale
     lost = (other_o - other_x) @ w.t()
     left = other_o @ w.t() - other_x @ aimed.t()
     assert left.square().sum() < 1e-3 * lost.square().sum()
@@ -80,14 +80,14 @@ def test_held_out_rows_decide_how_much_is_taken() -> None:
     w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
     other_x, other_o = paths(2, 128)
     one = torch.ones(K)
-    full = heard(x, o, one, (other_x, other_o)).aimed(w.clone()) - w
+    full = heard(x, o, one, (other_x, other_o)).drift_corrected(w.clone()) - w
     for held_out in ((other_x, 2 * other_x - other_o), (other_x[:0], other_o[:0])):
         torch.testing.assert_close(
-            heard(x, o, one, held_out).aimed(w.clone()), w, rtol=0, atol=1e-6
+            heard(x, o, one, held_out).drift_corrected(w.clone()), w, rtol=0, atol=1e-6
         )
-    half = heard(x, o, one, (other_x, (other_x + other_o) / 2)).aimed(w.clone()) - w
+    half = heard(x, o, one, (other_x, (other_x + other_o) / 2)).drift_corrected(w.clone()) - w
     assert float((half - full / 2).norm() / full.norm()) < 0.02
-    assert taken(torch.ones(4, 2), 0.5 * torch.ones(4, 2)) == 1, "never more than all"
+    assert best_fraction(torch.ones(4, 2), 0.5 * torch.ones(4, 2)) == 1, "never more than all"
 
 
 def test_rows_of_the_layer_count_as_in_the_hessian() -> None:
@@ -108,12 +108,12 @@ def test_rows_of_the_layer_count_as_in_the_hessian() -> None:
 def test_a_linear_may_be_asked_for_each_sequence_of_a_batch() -> None:
     """As transformers' layers are."""
     (x, o), whole, parts = paths(1), DriftAccumulator(8, Ranks()), DriftAccumulator(8, Ranks())
-    whole.hear("a", x)
-    whole.compare("a", o)
-    for step in (parts.hear, parts.compare):
+    whole.add_quantized("a", x)
+    whole.add_original("a", o)
+    for step in (parts.add_quantized, parts.add_original):
         for part in (slice(0, T // 4), slice(T // 4, T)):
-            step("a", (x if step == parts.hear else o)[part])
-    torch.testing.assert_close(parts.means()["a"].inputs, whole.means()["a"].inputs)
+            step("a", (x if step == parts.add_quantized else o)[part])
+    torch.testing.assert_close(parts.finish()["a"].inputs, whole.finish()["a"].inputs)
 
 
 @pytest.fixture(scope="module")

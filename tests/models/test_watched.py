@@ -371,12 +371,12 @@ def walked_logits(
 ) -> Tensor:
     """As a calibrated run goes: embedding, the halves of every layer over all sequences, last norm,
     head."""
-    ends, context = (
-        architecture.ends(tensors.__getitem__, torch.device("cpu")),
+    embed_and_head, context = (
+        architecture.embed_and_head(tensors.__getitem__, torch.device("cpu")),
         CausalContext([len(ids) for ids in sequences]),
     )
     rows = architecture.parameters({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    hidden = ends.embedded(sequences)
+    hidden = embed_and_head.embed(sequences)
     for layer, kind in enumerate(architecture.kinds):
         experts = partial(experts_of, architecture, layer, tensors)
         block = architecture.DecoderLayer(
@@ -393,7 +393,7 @@ def walked_logits(
         (row for row in rows if row.role in ("head", "embedding")),
         key=lambda row: row.role != "head",
     )
-    return ends.logits(ends.normed(hidden) @ tensors[head.name].t(), 0)
+    return embed_and_head.logits(embed_and_head.final_norm(hidden) @ tensors[head.name].t(), 0)
 
 
 @pytest.mark.parametrize("model_type", WALKED)

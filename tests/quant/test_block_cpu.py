@@ -40,7 +40,7 @@ def test_ties_fall_to_even_and_ends_are_kept(grid: str) -> None:
 def test_bits_are_those_of_any_number_of_threads() -> None:
     torch.manual_seed(2)
     quantizer, shape = EVERY["int4 with zero points"], (2, 128, 300)
-    target, scales, reaction = (
+    target, scales, update = (
         torch.randn(shape),
         random_scales(quantizer, shape, "cpu"),
         random_reaction((2,), 128, "cpu"),
@@ -53,7 +53,7 @@ def test_bits_are_those_of_any_number_of_threads() -> None:
             found.append(
                 (
                     values,
-                    block_rounding.round_block_cpp(target, reaction, quantizer, scales, values),
+                    block_rounding.round_block_cpp(target, update, quantizer, scales, values),
                 )
             )
     finally:

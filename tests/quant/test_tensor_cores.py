@@ -83,10 +83,12 @@ def test_gptq_and_descent_lose_nothing_by_bf16(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(tensor_cores, "_has_bf16", lambda has=has: has)
         one = w - compensate(w, inputs, quantizer, Descent(2)).values
         both = w - compensate_both(w, inputs, outputs, quantizer, None, Descent(2))[0]
-        seen = [(one[:, inputs.order].double() @ inputs.factor.double()).square().sum()]
+        factored_error = [(one[:, inputs.order].double() @ inputs.factor.double()).square().sum()]
         error = both[outputs.order][:, inputs.order].double()
-        seen.append((outputs.factor.double().t() @ error @ inputs.factor.double()).square().sum())
-        losses.append(torch.stack(seen))
+        factored_error.append(
+            (outputs.factor.double().t() @ error @ inputs.factor.double()).square().sum()
+        )
+        losses.append(torch.stack(factored_error))
     assert not torch.equal(losses[0], losses[1])
     assert (losses[1] < 1.02 * losses[0]).all(), losses
 

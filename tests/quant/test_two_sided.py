@@ -74,17 +74,17 @@ def test_rows_one_by_one_follow_the_formula(monkeypatch: pytest.MonkeyPatch) -> 
 def round_row(target: Tensor, inputs: Curvature, scales: Scales) -> Tensor:
     """GPTQ of one row [K], column by column, in float64."""
     upper, values = inputs.factor.double(), torch.empty(K)
-    missed = torch.zeros(K, dtype=torch.float64)
+    errors = torch.zeros(K, dtype=torch.float64)
     for place, channel in enumerate(inputs.order.tolist()):
         best = (
-            target[channel].double() + missed[:place] @ upper[:place, place] / upper[place, place]
+            target[channel].double() + errors[:place] @ upper[:place, place] / upper[place, place]
         )
         group = channel // 128
         own = Scales(
             scales.scale[group], None if scales.zero_point is None else scales.zero_point[group]
         )
         values[channel] = QUANTIZERS["int4"].quantize(best.float(), own)
-        missed[place] = target[channel].double() - values[channel].double()
+        errors[place] = target[channel].double() - values[channel].double()
     return values
 
 

@@ -31,7 +31,7 @@ from quantkit.quantization import QuantizationReport, quantize
 from quantkit.quantization.bit_allocation import GridOptions
 from quantkit.quantization.job import open_job, read_request
 from quantkit.quantization.mixed_precision import Mixture
-from quantkit.quantization.sensitivity_run import beside
+from quantkit.quantization.sensitivity_run import sensitivities_path
 
 SMALL = small_recipe.SMALL | {"held_out": 1, "seq_len": 64, "scale_points": 2}
 CONFIG = make_model.tiny_config(num_hidden_layers=2, **make_model.NARROW)
@@ -208,7 +208,7 @@ def measure_alone(checkpoint: Checkpoint, options: GridOptions) -> dict[str, flo
     head = dequantize(checkpoint.weight("lm_head"))
     for choice in options.sensed():
         plain = {row.module: dequantize(checkpoint.weight(row.module)) for row in choice.rows}
-        solved = solvers.on(W4).nearest(
+        solved = solvers.on(W4).solve_rtn(
             plain, {row.module: row.fused for row in choice.rows if row.fused}
         )
         twin.values = {module: one.values for module, one in solved.items()}
@@ -317,7 +317,7 @@ def test_sensitivities_of_another_model_are_refused(
             Mixture(),
             sensitivities=chosen[0].out / "sensitivities.json",
         )
-    assert not beside(tmp_path / "o").exists()
+    assert not sensitivities_path(tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,10 @@ def test_a_rank_reads_its_own_experts_alone(
     weights. Both write the bytes of one."""
     read: list[int] = []
     ahead: list[int] = []
-    reading, load = ExpertLayer._read, Output.load
+    activation_quant, load = ExpertLayer._read, Output.load
 
     def seen(self: ExpertLayer) -> Iterator[dict[int, ExpertWeights]]:
-        for originals in reading(self):
+        for originals in activation_quant(self):
             read.extend(originals)
             yield originals
 
@@ -199,7 +199,7 @@ def test_what_lies_transposed_is_sent_in_place(
             if parallel.rank == 2
             else torch.zeros(2, 3)
         )
-        assert ranks.send(own, 1) is own
+        assert ranks.broadcast(own, 1) is own
         return own.contiguous() if parallel.rank != 2 else held.t().contiguous()
 
     for found in run_ranks(3, tmp_path, compute):
@@ -226,9 +226,9 @@ def test_any_dtype_and_shape_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def compute(parallel: Parallel) -> list[bool]:
         ranks, mine = Ranks(parallel.rank, parallel.size), parallel.rank == 1
-        sent = [ranks.send((told if mine else 0 * told).to(dtype), 1) for dtype in DTYPES]
-        single = ranks.send(torch.tensor(7.0 if mine else 0.0), 1)
-        empty = ranks.send(torch.empty(0, 4), 1)
+        sent = [ranks.broadcast((told if mine else 0 * told).to(dtype), 1) for dtype in DTYPES]
+        single = ranks.broadcast(torch.tensor(7.0 if mine else 0.0), 1)
+        empty = ranks.broadcast(torch.empty(0, 4), 1)
         kept = [
             torch.equal(one.long(), told) and one.dtype == dtype for one, dtype in zip(sent, DTYPES)
         ]
@@ -372,8 +372,8 @@ def test_ranks_sum_panels_of_one_square(tmp_path: Path, monkeypatch: pytest.Monk
         )
         for part, original in zip(x, o):
             total.add(part)
-            drift.hear("a", part)
-            drift.compare("a", original)
+            drift.add_quantized("a", part)
+            drift.add_original("a", original)
         means = total.mean()
         assert torch.equal(means.rows, x[:, ::7].flatten(0, 1)), "every seventh of each part"
         return torch.stack([means.mean_hessian, drift.means()["a"].inputs])

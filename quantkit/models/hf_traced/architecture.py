@@ -92,7 +92,7 @@ class TracedArchitecture:
     def DecoderLayer(self, config: TracedConfig, layer: int, weights: SiteWeights) -> DecoderLayer:
         return DecoderLayer(self.skeleton, layer, self.kinds[layer].plan, weights)
 
-    def ends(self, read: Read, device: torch.device) -> EmbedAndHead:
+    def embed_and_head(self, read: Read, device: torch.device) -> EmbedAndHead:
         return EmbedAndHead(self.skeleton, read, self._embedding, device)
 
     def parameters(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:
@@ -254,7 +254,9 @@ class TracedArchitecture:
         if len(row.shape) == 2 and module in kind.plan.linears:
             fits = row.name in linears and tensor_names.fits(row.shape)
             role: Role = tensor_names.role(row.module) if fits else "router"
-            return replace(row, role=role, split="row" if module in kind.ends else "replicate")
+            return replace(
+                row, role=role, split="row" if module in kind.output_linears else "replicate"
+            )
         if len(row.shape) == 2:
             return replace(row, role="router")
         is_gain = module in kind.gain_offsets and name == f"{module}.weight"

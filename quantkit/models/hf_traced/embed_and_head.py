@@ -86,7 +86,7 @@ class EmbedAndHead:
         norm = last_norm(skeleton)
         self.centred = norm is not None and norm.centred
 
-    def embedded(self, sequences: Sequence[Tensor]) -> Tensor:
+    def embed(self, sequences: Sequence[Tensor]) -> Tensor:
         """Of the table only the rows that are asked for are held in float32: the model sees their
         numbers among these."""
         table = self.read(self.embedding)
@@ -105,7 +105,7 @@ class EmbedAndHead:
         lengths = [len(one) for one in sequences]
         return torch.cat([self.skeleton.first_states(ids) for ids in compact.split(lengths)])
 
-    def normed(self, hidden: Tensor) -> Tensor:
+    def final_norm(self, hidden: Tensor) -> Tensor:
         count = min(_BATCH, self.skeleton.positions or _BATCH)
         parts = [self.skeleton.after_layers(part).float() for part in hidden.cpu().split(count)]
         return torch.cat(parts).to(hidden.device)
@@ -144,7 +144,7 @@ def logits_of(skeleton: Skeleton, products: Tensor) -> Tensor:
     def text_forward(*args: Any, **kwargs: Any) -> Any:
         return _Answer(products[None])
 
-    def embedded(ids: Tensor) -> Tensor:
+    def embed(ids: Tensor) -> Tensor:
         return torch.zeros(*ids.shape, skeleton.hidden_size)
 
     ids = torch.zeros(
@@ -156,7 +156,7 @@ def logits_of(skeleton: Skeleton, products: Tensor) -> Tensor:
             {
                 head: head_forward,
                 skeleton.text: text_forward,
-                skeleton.text.get_input_embeddings(): embedded,
+                skeleton.text.get_input_embeddings(): embed,
             }
         ),
     ):

@@ -37,7 +37,7 @@ class LayerTrace:
     plan: LayerPlan
     groups: tuple[TracedGroup, ...]
     first: frozenset[str]
-    ends: frozenset[str]
+    output_linears: frozenset[str]
     order: tuple[str, ...]
     gain_offsets: Mapping[str, float]
     chosen: int = 0
@@ -122,14 +122,14 @@ def _look_at(skeleton: Skeleton, layer: int) -> LayerTrace:
     for name in (name for name, factor in factors.items() if factor is None):
         behind = _behind(name, watcher, order)
         plan = replace(plan, beside=_beside(name, watcher, halves, linears))
-    ends = frozenset(name for name in linears if _is_end(name, watcher, first))
+    output_linears = frozenset(name for name in linears if _is_end(name, watcher, first))
     groups = tuple(
         group
         for group in watcher.groups()
         if len({one in first for one in (group.producer, *group.consumers)}) == 1
     )
     offsets = {name: watcher.gain_offset(name) for name in order if watcher.is_norm(name)}
-    return LayerTrace(plan, groups, first, ends, order, offsets, weights.chosen, behind)
+    return LayerTrace(plan, groups, first, output_linears, order, offsets, weights.chosen, behind)
 
 
 def _watched(
