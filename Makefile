@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo wheel test test-long test-families lint test-ascend test-triton test-engines test-vllm-cuda test-vllm-topologies test-faults test-loaders test-placement test-placement-loaders test-packers test-evalscope test-styles test-lm-eval test-clients mutants-ascend acceptance-npu ascendc test-datasets clean
+.PHONY: demo wheel test test-numbers test-long test-families lint test-ascend test-triton test-engines test-vllm-cuda test-vllm-topologies test-faults test-loaders test-placement test-placement-loaders test-packers test-evalscope test-styles test-lm-eval test-clients mutants-ascend acceptance-npu ascendc test-datasets clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -12,6 +12,14 @@ demo: $(VENV)/run.stamp
 # Two processes, and a module's tests in one of them, which shares its fixtures; in the order of tests/conftest.py, not by numbers of tests.
 test: $(VENV)/test.stamp lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG:%=--ignore=%) --numprocesses 2 --dist loadscope --no-loadscope-reorder
+
+# Tests that compare numbers, by the instructions of another processor, then by 16 threads: what they hold numbers to is no processor's own.
+NUMBERS := tests/models/test_gqa.py tests/models/test_qwen3_5.py tests/models/test_sparse.py tests/kernels/test_cpu_few_rows.py \
+	tests/executor/test_guessing.py::test_tokens_are_those_without_guesses \
+	$(patsubst %,'tests/test_architectures.py::test_a_quantized_model_computes_its_dequantized_weights[%]',gpt_oss qwen2_moe qwen3_5)
+test-numbers: $(VENV)/test.stamp
+	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 $(BIN)/pytest $(NUMBERS)
+	MKL_DYNAMIC=FALSE OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=16 $(BIN)/pytest $(NUMBERS)
 
 # In CI, minutes long: the wheel and the sdist, each installed in an environment of its own; a stranger's day on an NPU, and whole models, on the
 # double; 2,000 requests made at random; files damaged at random; hostile programs; answers read as evaluators read them; runs that are killed,

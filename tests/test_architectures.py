@@ -12,6 +12,7 @@ import make_model
 import pytest
 import torch
 from torch import Tensor
+from ulp_bound import assert_near, write_nudged
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
@@ -22,7 +23,7 @@ from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.speculation.mtp_drafter import MtpDrafter, MultiMtpDrafter, make_mtp_drafter
 from quantkit.executor.speculation.speculation import Speculation
-from quantkit.executor.weights.load import load_model
+from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
@@ -434,10 +435,13 @@ def test_captured_decode_steps_give_the_eager_tokens(
         }
 
 
-def test_a_quantized_model_computes_its_dequantized_weights(source: Path, tmp_path: Path) -> None:
+def test_a_quantized_model_computes_its_dequantized_weights(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever operators take int4 as it is: prompts and decode steps give the log-probabilities of
-    the weights that it stands for."""
+    the weights that it stands for. A cache of 16 bits would make 1e-3 of a last place."""
     _skip_unasked(source, source.name in SHARED)
+    monkeypatch.setattr(LoadedModel, "cache_dtype", torch.float32)
     quantize(
         source,
         tmp_path / "int4",
@@ -449,10 +453,16 @@ def test_a_quantized_model_computes_its_dequantized_weights(source: Path, tmp_pa
     convert(tmp_path / "int4", tmp_path / "plain", dtype="float32")
     (tokens, found), (same, expected) = logprobs(tmp_path / "int4"), logprobs(tmp_path / "plain")
     assert tokens == same
-    apart = (torch.tensor(found) - torch.tensor(expected)).abs()
-    # Where tokens or experts that are chosen nearly tie, the last place of a sum may choose others.
-    assert (apart > 1e-3).sum() <= 1, apart
-    assert apart.max() < 1e-2, apart
+    moved = 0.0
+    for draw in range(2):
+        again, by_itself = logprobs(
+            write_nudged(tmp_path / "plain", tmp_path / f"nudged-{draw}", draw)
+        )
+        assert again == same, "tokens nearly tie: draw other weights"
+        moved = max(moved, (torch.tensor(by_itself) - torch.tensor(expected)).abs().max().item())
+    # An operator of int4 sums q * scale and the offset apart, each up to 16 times the weight, and
+    # so is what it rounds.
+    assert_near(torch.tensor(found), torch.tensor(expected), moved, factor=32, most=1e-2)
 
 
 def test_a_cache_in_8_bits_changes_little(source: Path) -> None:

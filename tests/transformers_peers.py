@@ -266,9 +266,13 @@ def random_peer(kind: str, extra: dict[str, Any], model_class: str | None = None
     config = getattr(transformers, f"{kind}Config")(**{**shared, **extra})
     torch.manual_seed(7)
     model = getattr(transformers, model_class or f"{kind}ForCausalLM")(config).eval()
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         matrix, noise = parameter.ndim > 1, torch.randn_like(parameter)
         parameter.data = noise * 1.6 / parameter.shape[-1] ** 0.5 if matrix else 1 + noise * 0.3
+        if name.endswith("A_log"):
+            # States last. What forgets at once gives v (k q), whose norm divides by k q, which may
+            # be nearly 0.
+            parameter.data -= 5
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn_like(buffer) * 0.2)

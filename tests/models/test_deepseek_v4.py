@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers_peers import COMPRESSED, checkpoint_tensors, random_peer
+from ulp_bound import assert_near, movement
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
@@ -107,10 +108,14 @@ def test_logits_equal_transformers(case: str) -> None:
     are selected; layer by layer as well."""
     one, lengths = Case(CASES[case]), [40, 7, 1, 31]
     token_ids = torch.randint(0, 211, (sum(lengths),), generator=torch.Generator().manual_seed(3))
+
+    def stated() -> Tensor:
+        return torch.cat([one.peer(own[None]).logits[0] for own in token_ids.split(lengths)])
+
     with torch.no_grad():
-        expected = torch.cat([one.peer(own[None]).logits[0] for own in token_ids.split(lengths)])
+        expected, moved = stated(), movement(stated, one.peer.parameters())
     assert expected.abs().max() > 1
-    assert (one.logits(lengths, token_ids) - expected).abs().max() < 1e-4
+    assert_near(one.logits(lengths, token_ids), expected, moved)
     rows = {
         row.name: row.shape for row in one.architecture.parameters(one.config) if not row.mtp
     }  # which transformers has not
@@ -184,7 +189,11 @@ def test_the_mtp_layer_is_the_published_one(case: str) -> None:
     with torch.no_grad():
         expected = one.peer(token_ids[None]).logits[0]
         made = mtp(next_ids, model(token_ids, CausalContext([40])), CausalContext([40]))
-        assert (mtp.logits(made) - expected).abs().max() < 1e-4
+        assert_near(
+            mtp.logits(made),
+            expected,
+            movement(lambda: one.peer(token_ids[None]).logits[0], one.peer.parameters()),
+        )
     assert expected.abs().max() > 1
     assert made.shape == (40, model.width)
 
