@@ -225,10 +225,8 @@ class Checkpoint:
                 if along and along[0] == axis
             )
         )
-        begin, end = (
-            start // unit * unit,
-            min(-(-stop // unit) * unit, self.shape(module)["NK".index(axis)]),
-        )
+        begin = start // unit * unit
+        end = min(-(-stop // unit) * unit, self.shape(module)["NK".index(axis)])
         names = [f"{module}.weight"] if linear is None else linear.tensors
         tensors = {
             name: self._shards.read(self._info(name), parts[name].block(axis, begin, end), device)

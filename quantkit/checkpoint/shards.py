@@ -88,10 +88,8 @@ class Shards:
 
     def _columns(self, info: TensorInfo, block: Block) -> Tensor:
         """Bytes uint8 [rows, width] of a block of a matrix."""
-        (first, last), (left, right) = (
-            block[0],
-            tuple(column * info.dtype.itemsize for column in block[1]),
-        )
+        first, last = block[0]
+        left, right = tuple(column * info.dtype.itemsize for column in block[1])
         pitch = info.nbytes // info.shape[0]
         found = torch.empty(last - first, right - left, dtype=torch.uint8)
         if right - left >= SMALLEST_PIECE:

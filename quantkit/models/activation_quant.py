@@ -1,4 +1,4 @@
-"""What an operator of the quantized model reads in the place of an input."""
+"""Activation quantization, simulated in calibration."""
 
 from dataclasses import dataclass
 
@@ -11,20 +11,20 @@ from quantkit.grids.nvfp4 import input_divisor
 
 @dataclass(frozen=True)
 class ActivationQuant:
-    """How linears read: rounded to `bits`, as operators do it; 16 for not at all. divisor float32
-    []: NVFP4's, as it was calibrated; None, where nothing was, for that of the input itself."""
+    """Dynamic quantization of a linear's input to `bits`, as the operators do it; 16 for none.
+    divisor float32 []: NVFP4's calibrated global divisor; None to derive it from the input."""
 
     bits: int = 16
     divisor: Tensor | None = None
 
     @staticmethod
     def of(weight: Weight | None, bits: int) -> "ActivationQuant":
-        """Of a rounded linear, with the divisor that is stored with it."""
+        """For a quantized linear, with the divisor that is stored with it."""
         divisor = weight.input_divisor if isinstance(weight, QuantizedWeight) else None
         return ActivationQuant(bits, divisor)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x float32 [..., K] itself, or its values on int8 with a step per row, or on NVFP4."""
+        """x float32 [..., K], or its values rounded to int8 with a scale per row, or to NVFP4."""
         if self.bits == 16:
             return x
         if self.bits == 8:
@@ -38,6 +38,6 @@ NO_ACTIVATION_QUANT = ActivationQuant()
 
 
 def fake_quantize_nvfp4(x: Tensor, divisor: Tensor) -> Tensor:
-    """The values float32 [..., K] that `round_to_nvfp4` makes of x."""
+    """x float32 [..., K] rounded to NVFP4 by `round_to_nvfp4`, and decoded."""
     levels, scales = round_to_nvfp4(x, divisor)
     return levels.mul_((scales / divisor).unsqueeze(-1)).flatten(-2)

@@ -1,4 +1,5 @@
-"""What every architecture file offers, and what every config can be asked."""
+"""The interface that every architecture file implements, and the configuration that each
+provides."""
 
 import math
 from collections.abc import Callable
@@ -25,9 +26,8 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class LatentCache:
-    """Multi-head latent attention: a token and layer keep the latent and the rotated key that all
-    heads share; index_dim: width of the key that an indexer reads beside them, 0 for a model
-    without."""
+    """Multi-head latent attention: a token and layer cache the latent KV and the rotated key shared
+    by all heads. index_dim: width of an indexer's key, cached as well; 0 without an indexer."""
 
     kv_lora_rank: int
     rope_dim: int
@@ -35,63 +35,64 @@ class LatentCache:
 
     @property
     def width(self) -> int:
-        """Values of a token and layer that attention reads."""
+        """Values per token and layer that attention reads."""
         return self.kv_lora_rank + self.rope_dim
 
     def tp_shards(self, ranks: int) -> int:
-        """Parts that `ranks` tensor-parallel ranks hold it in: each holds the whole latent."""
+        """Number of different parts held by `ranks` tensor-parallel ranks: each rank holds the
+        whole latent."""
         return 1
 
     def token_bytes(self, bits: CacheBits, ranks: int = 1) -> int:
-        """Of a token and layer on one rank: in 8 bits the latent's codes and a float32 scale,
-        rotary and index keys have 16 always."""
+        """Bytes per token and layer on one rank. In 8 bits: the latent's codes and a float32 scale;
+        rotary and indexer keys stay in 16 bits."""
         return 2 * self.index_dim + (
             2 * self.width if bits == 16 else self.kv_lora_rank + 2 * self.rope_dim + SCALE_BYTES
         )
 
     @property
     def read_by_head(self) -> int:
-        """Values of a cached token that a query head is multiplied by: scores with all, then the
-        latent, while absorbed."""
+        """Multiplications per query head and cached token in the absorbed form: scores over latent
+        and rotary key, then the weighted sum of latents."""
         return self.width + self.kv_lora_rank
 
 
 @dataclass(frozen=True)
 class KeyValueCache:
-    """Grouped-query attention: a token and layer keep a key and a value of every KV head."""
+    """Grouped-query attention: a token and layer cache a key and a value for every KV head."""
 
     kv_heads: int
     head_dim: int
 
     @property
     def width(self) -> int:
-        """Values of a token and layer."""
+        """Values per token and layer."""
         return 2 * self.kv_heads * self.head_dim
 
     def tp_shards(self, ranks: int) -> int:
-        """Parts that `ranks` tensor-parallel ranks hold it in: heads are shared out, a single one
-        is held by several."""
+        """Number of different parts held by `ranks` tensor-parallel ranks: KV heads are
+        distributed, and replicated where there are fewer than ranks."""
         return min(ranks, self.kv_heads)
 
     def token_bytes(self, bits: CacheBits, ranks: int = 1) -> int:
-        """Of a token and layer on one rank: in 8 bits codes, and a float32 scale for each head's
-        key and value."""
+        """Bytes per token and layer on one rank. In 8 bits: codes, and a float32 scale per head for
+        keys and values."""
         values = self.width // self.tp_shards(ranks)
         return 2 * values if bits == 16 else values + values // self.head_dim * SCALE_BYTES
 
     @property
     def read_by_head(self) -> int:
-        """Values of a cached token that a query head is multiplied by: its key and its value."""
+        """Multiplications per query head and cached token: its key and its value."""
         return 2 * self.head_dim
 
 
 @dataclass(frozen=True)
 class CompressedCache:
-    """DeepSeek-V4's: a sequence keeps the last `window` tokens' vectors of head_dim, and a layer an
-    entry for every so many tokens.
+    """DeepSeek-V4: a sequence caches the vectors (head_dim) of its last `window` tokens, and each
+    layer one compressed KV entry for every `rate` tokens.
 
-    rates: of each layer, tokens of an entry, 0 for none, and whether an indexer reads a vector of
-    index_dim for each entry.
+    rates: for each layer the rate, 0 for a layer without compressed KV, and whether an indexer key
+    of index_dim is cached per entry.
     """
 
     head_dim: int
@@ -101,7 +102,7 @@ class CompressedCache:
 
     @property
     def width(self) -> int:
-        """Values of a token and layer in entries, on average, rounded up."""
+        """Values of compressed KV per token and layer, on average, rounded up."""
         values = sum(
             (self.head_dim + selects * self.index_dim) / rate
             for rate, selects in self.rates
@@ -110,20 +111,20 @@ class CompressedCache:
         return math.ceil(values / len(self.rates))
 
     def tp_shards(self, ranks: int) -> int:
-        """Each rank holds the whole: all heads read one vector."""
+        """Each rank holds everything: all heads share one vector."""
         return 1
 
     def token_bytes(self, bits: CacheBits, ranks: int = 1) -> int:
-        """Of a token and layer, on average. It is not kept in 8 bits."""
+        """Bytes per token and layer, on average. There is no 8-bit form."""
         return 2 * self.width
 
     def with_mtp_layers(self, drafts: int) -> "CompressedCache":
-        """With MTP layers, which have a window alone."""
+        """The cache including MTP layers, which only have a window."""
         return replace(self, rates=(*self.rates, *((0, False) for _ in range(drafts))))
 
     def window_shapes(self) -> dict[int, tuple[int, int]]:
-        """Of the last tokens of a running sequence, by `compressed_attention.buffer_index`: how many,
-        and the values of each."""
+        """Buffers of the last tokens of a running sequence, by `compressed_attention.buffer_index`:
+        number of tokens and values per token."""
         kept = {
             compressed_attention.buffer_index(layer, 0): (self.window, self.head_dim)
             for layer in range(len(self.rates))
@@ -137,164 +138,116 @@ class CompressedCache:
         return kept
 
     def raw_width(self, selects: bool) -> int:
-        """What a token brings to entries, the indexer's included: values and their weights, twice
-        where groups overlap."""
+        """Values that a token contributes to compressed KV, the indexer's included: values and
+        pooling weights, doubled where groups overlap."""
         return 4 * (self.head_dim + self.index_dim) if selects else 2 * self.head_dim
 
     @property
     def read_by_head(self) -> int:
-        """Values of a cached token that a query head is multiplied by: an entry's scores, then the
-        entry."""
+        """Multiplications per query head and cached token: an entry's score, then the weighted
+        sum."""
         return 2 * self.width
 
 
-class ModelConfig(Protocol):
-    """A config.json as its architecture read it. Fields have config.json's names."""
+class ModelConfig:
+    """An architecture's configuration. Fields have config.json's names; properties default to a
+    model with one residual stream, SiLU experts, and a cache in every layer."""
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def num_hidden_layers(self) -> int: ...
-
-    @property
-    def num_attention_heads(self) -> int: ...
-
-    @property
-    def num_nextn_predict_layers(self) -> int:
-        """MTP layers, 0 without."""
-
-    @property
-    def rms_norm_eps(self) -> float: ...
-
-    @property
-    def max_position_embeddings(self) -> int: ...
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_nextn_predict_layers: int
+    """Number of MTP layers."""
+    rms_norm_eps: float
+    max_position_embeddings: int
 
     @property
     def routing(self) -> Routing | None:
-        """How experts are chosen; None for a model without."""
-
-    @property
-    def gating(self) -> Gating:
-        """What is between the linears of routed experts."""
+        """How experts are routed; None for a dense model."""
+        raise NotImplementedError
 
     @property
     def cache(self) -> LatentCache | KeyValueCache | CompressedCache:
-        """What is kept of every token in every layer."""
-
-    @property
-    def recurrent(self) -> DeltaNet | ShortConvolutions | None:
-        """The linear attention, or the convolutions, of layers that keep a state of each sequence;
-        None for a model without."""
-
-    @property
-    def has_sequence_state(self) -> bool:
-        """Whether layers keep something of each running sequence, of a fixed size."""
-
-    @property
-    def can_roll_back(self) -> bool:
-        """Whether tokens can be taken back from what these keep."""
-
-    @property
-    def max_independent_tokens(self) -> int | None:
-        """Tokens of a text up to which each layer can be computed without the one before it, given
-        its hidden states; None for any."""
-
-    @property
-    def streams(self) -> HyperConnectionSizes | None:
-        """The streams beside each other that a token's hidden states are made of, and its id with
-        them (hyper.py); None for one stream."""
-
-    @property
-    def num_cached_layers(self) -> int:
-        """Decoder layers that keep something of every token."""
-
-    @property
-    def tp_units(self) -> dict[str, int]:
-        """What tensor-parallel ranks share in whole ones, all as many: numbers by their fields'
-        names. Of key heads `cache` tells."""
-
-    @property
-    def copied_prefixes(self) -> tuple[str, ...]:
-        """How the names of tensors begin that belong to another model beside this one, such as a
-        vision tower. They are copied."""
+        """What each layer caches per token."""
+        raise NotImplementedError
 
     def is_moe(self, layer: int) -> bool:
         """Whether the layer has routed experts."""
-
-
-class ConfigDefaults:
-    """What a config answers where its architecture says nothing else: one residual stream, SiLU
-    between the linears of experts, every layer keeping something of each token and nothing of a
-    sequence, no other model beside it."""
-
-    num_hidden_layers: int
-    num_attention_heads: int
+        raise NotImplementedError
 
     @property
     def gating(self) -> Gating:
+        """Activation of the routed experts."""
         return SILU
 
     @property
     def recurrent(self) -> DeltaNet | ShortConvolutions | None:
+        """Linear attention or short convolutions, which keep a state per sequence."""
         return None
 
     @property
     def has_sequence_state(self) -> bool:
+        """Whether layers keep a state of fixed size per running sequence."""
         return self.recurrent is not None
 
     @property
     def can_roll_back(self) -> bool:
+        """Whether that state can drop its last tokens, as after rejected drafts."""
         return not isinstance(self.recurrent, DeltaNet)
 
     @property
     def max_independent_tokens(self) -> int | None:
+        """Longest text for which each layer can be computed from its hidden states alone, without
+        the layer before it; None for any length."""
         return None
 
     @property
     def streams(self) -> HyperConnectionSizes | None:
+        """Hyper-connections (hyper_connections.py); None for one residual stream."""
         return None
 
     @property
     def num_cached_layers(self) -> int:
+        """Decoder layers with a cache entry per token."""
         return self.num_hidden_layers
 
     @property
     def tp_units(self) -> dict[str, int]:
+        """Counts that the number of tensor-parallel ranks must divide, by field name. KV heads
+        follow from `cache`."""
         return {"num_attention_heads": self.num_attention_heads}
 
     @property
     def copied_prefixes(self) -> tuple[str, ...]:
+        """Prefixes of tensors of another model in the checkpoint, such as a vision tower, which are
+        copied."""
         return ()
 
 
 class MtpModel(Protocol):
-    """A layer that predicts one token further: see `mtp.MtpLayer` and `streams_mtp.MtpLayer`. W:
-    what the model hands out of a token."""
+    """A multi-token prediction layer: `mtp.MtpLayer` or `hyper_connections.MtpLayer`. W: values per
+    token that the main model outputs."""
 
     block: DecoderLayer
     embedding: Tensor
-    """Its own or the main model's, [vocab, H]; of some tokens alone while the layer is
-    calibrated."""
+    """Its own or the main model's, [vocab, H]; only some rows during calibration."""
     reads: MtpReads
     backend: str
-    """As `decoder.Model` has it."""
+    """As in `decoder.Model`."""
 
     def follow(self, model: Model) -> None:
-        """Share what it shares with the main model, which hands out from now on what it reads."""
+        """Share the main model's modules, and make it output what this layer reads."""
 
     def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """next_token_ids [T]: rows of the embedding; hidden: what it reads, one stream or several
-        side by side -> the block's, as many."""
+        """next_token_ids [T], rows of the embedding; hidden: what it reads of the main model ->
+        input of the block, with the same number of residual streams."""
 
     def __call__(
         self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None
     ) -> Tensor:
-        """hidden [T, W] of the main model, or of this layer -> [T, W]; rows int64 [R]: of these
-        tokens alone, whose cache all are in."""
+        """hidden [T, W] of the main model or of this layer -> [T, W]. rows int64 [R]: return these
+        tokens only; all tokens are cached."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, W] -> float32 [T, vocab]."""
@@ -306,39 +259,40 @@ C_co = TypeVar("C_co", covariant=True)
 
 class ConfigClass(Protocol[C_co]):
     def from_dict(self, config: dict[str, Any], /) -> C_co:
-        """From config.json. Raises QuantkitError where a field is missing, or asks for what is not
-        computed here."""
+        """From config.json. Raises QuantkitError where a field is missing, or has a value that is
+        not computed here."""
 
 
 class Architecture(Protocol[C]):
-    """A file of quantkit.models, whose configs are of class C."""
+    """A module of quantkit.models, whose configs have class C."""
 
     @property
     def Config(self) -> ConfigClass[C]: ...
 
     @property
     def Model(self) -> Callable[[C, Weights], Model]:
-        """The stack but MTP."""
+        """The decoder stack without MTP layers."""
 
     @property
     def DecoderLayer(self) -> Callable[[C, int, Weights], DecoderLayer]:
-        """One layer, by number; MTP layers' blocks, which come after the others, too."""
+        """One layer, by number; also the blocks of MTP layers, which follow the others."""
 
     @property
     def MtpLayer(self) -> Callable[[C, Weights, int], MtpModel] | None:
-        """An MTP layer, counted from 0; None where the architecture has none."""
+        """An MTP layer, numbered from 0; None for an architecture without."""
 
     def parameters(self, config: C, /) -> list[Parameter]:
-        """Every tensor of a checkpoint in the order a forward pass meets them."""
+        """Every tensor of a checkpoint, in the order of a forward pass."""
 
     def scale_groups(self, config: C, layer: int, /) -> list[ScaleGroup]:
-        """The scales of one layer that can be folded. A linear is consumer of one group before it
-        is the producer of another."""
+        """The foldable scales of one layer. A linear is a consumer of one group before it is the
+        producer of another."""
 
 
 def longest_text(config: ModelConfig) -> int:
-    """Tokens of the longest text as vLLM and SGLang count them: max_position_embeddings, or YaRN's
-    factor times what it extends where that is more; 0 where config.json does not say."""
+    """Length in tokens of the longest text, as vLLM and SGLang determine it:
+    max_position_embeddings, or YaRN's factor times the original length if that is more; 0 where
+    config.json does not say."""
     rope = getattr(config, "rope", None)
     extended = (
         round(rope.factor * rope.original_max_position)

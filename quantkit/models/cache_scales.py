@@ -1,15 +1,15 @@
-"""Steps of an int8 cache that calibration found, and the tensors that hold them: what a code of a
-latent, of a key or of a value is worth.
+"""Calibrated static scales of an int8 KV cache, and the tensors that store them.
 
 ModelSlim's names, as vllm-ascend 0.23.0 reads them (quantization/methods/kv_c8.py,
 patch/worker/patch_weight_utils.py and patch_gqa_c8.py):
 
-    latents           ATTENTION.fa_k.scale [1, 1]            ATTENTION.fa_k.offset int8 [1, 1], zero
-    keys, values      K_PROJ.kv_cache_scale [kv_heads * D]   K_PROJ.kv_cache_offset, zeros; those of values with V_PROJ
+    latent KV   ATTENTION.fa_k.scale [1, 1]            ATTENTION.fa_k.offset int8 [1, 1], zero
+    keys        K_PROJ.kv_cache_scale [kv_heads * D]   K_PROJ.kv_cache_offset, zeros
+    values      the same with V_PROJ
 
-Of keys as they are turned. Its other names for latents, fa_q and fa_v, it reads and does not use:
-queries are coded as they come, and a latent is key and value at once. Scales are stored in
-bfloat16, which its own parameters have.
+Scales of keys apply after rotation. vllm-ascend reads but does not use the other names for latent
+KV, fa_q and fa_v: queries are quantized dynamically, and a latent is key and value at once. Scales
+are stored in bfloat16, like vllm-ascend's own parameters.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,12 +27,13 @@ from quantkit.models.table import Parameter, Projection
 STORED = torch.bfloat16
 _OWNERS: tuple[Projection, ...] = ("kv_a", "k", "v")
 _FURTHEST = 8
-"""Of divisors, as power_of_two_ratios of two: what float16 has room for beside weights."""
+"""Largest exponent of the divisors, which are powers of two: what fits in float16 together with
+weights."""
 
 
 def supports_cache_scales(cache: object) -> bool:
-    """Whether steps are known for what a model keeps of a token: latents that nobody selects from,
-    or keys and values."""
+    """Whether static scales are defined for a cache: latent KV without an indexer, or keys and
+    values."""
     return isinstance(cache, KeyValueCache) or (
         isinstance(cache, LatentCache) and not cache.index_dim
     )
@@ -41,7 +42,8 @@ def supports_cache_scales(cache: object) -> bool:
 def cache_scale_specs(
     cache: LatentCache | KeyValueCache, rows: Iterable[Parameter]
 ) -> dict[str, tuple[TensorSpec, ...]]:
-    """The tensors that lie beside a parameter, by its name: beside kv_a, or beside k and v."""
+    """The tensors that store scales, by the name of the parameter that they belong to: kv_a, or k
+    and v."""
     owners = (
         row
         for row in rows
@@ -65,7 +67,7 @@ def _specs(cache: LatentCache | KeyValueCache, row: Parameter) -> tuple[TensorSp
 def cache_scale_tensors(
     specs: Mapping[str, tuple[TensorSpec, ...]], rows: Iterable[Parameter], steps: CodeSteps
 ) -> dict[str, Tensor]:
-    """The tensors of one layer, whose rows these are, by name."""
+    """The scale tensors of one layer with these rows, by name."""
     tensors = {}
     for row in rows:
         for spec in specs.get(row.name, ()):
@@ -89,7 +91,7 @@ def parse_cache_scales(
     rows: Iterable[Parameter],
     tensors: Mapping[str, Tensor],
 ) -> CodeSteps:
-    """The inverse of `cache_scale_tensors`, float32."""
+    """The inverse of `cache_scale_tensors`, in float32."""
     scales = {
         row.projection: tensors[specs[row.name][0].name].float()
         for row in rows
@@ -103,8 +105,8 @@ def parse_cache_scales(
 def read_cache_scales(
     checkpoint: Checkpoint, cache: object, rows: Iterable[Parameter]
 ) -> dict[int, CodeSteps]:
-    """By layer, of those that a checkpoint holds steps of; empty where it says nothing of an int8
-    cache. Raises QuantkitError where zero is no code of zero."""
+    """Scales by layer, for layers that have them; empty where the checkpoint declares no int8
+    cache. Raises QuantkitError for a cache with an offset."""
     if not supports_cache_scales(cache) or checkpoint.format.cache_codes(checkpoint.side) is None:
         return {}
     assert isinstance(cache, LatentCache | KeyValueCache)
@@ -144,5 +146,5 @@ def power_of_two_ratios(sizes: Tensor) -> Tensor:
 
 
 def divide_gains(gains: Tensor, divisors: Tensor) -> Tensor:
-    """In the dtype of gains."""
+    """gains / divisors, in the dtype of gains."""
     return (gains.float() / divisors).to(gains.dtype)

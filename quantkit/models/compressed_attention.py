@@ -1,10 +1,10 @@
-"""Attention of DeepSeek-V4: a window of recent tokens, and entries that stand for groups of tokens,
-all or those that an indexer selects.
+"""Attention of DeepSeek-V4: a window of recent tokens, and compressed KV entries for groups of
+earlier tokens, all of them or those that an indexer selects.
 
-Keys and values are one vector, shared by all heads. `rate` tokens make an entry: the mean of what
-each brings, weighed channel by channel by a softmax of what each says of itself and of a bias for
-its place. With overlap a token brings two halves, one for its own group and one for the next, so an
-entry is of 2 rate tokens. A token sees entries of groups that end at it or before. Plain torch,
+Keys and values are one vector, shared by all heads. `rate` tokens are pooled to one entry: the mean
+of their values, weighted per channel by a softmax over the tokens' weights plus a bias per
+position. With overlap a token contributes two halves, one to its own group and one to the next, so
+an entry pools 2 rate tokens. A token sees entries of groups that end at it or before. Plain torch,
 scores in float32.
 
 Symbols: T tokens, D head_dim, E entries, W window, r rate.
@@ -22,14 +22,14 @@ from quantkit.models.rope import Rope
 from quantkit.models.sparse import topk_columns
 
 _SCORES = 1 << 25
-"""Products of heads and keys that are held at once, float32."""
+"""Products of heads and keys held at once, float32."""
 
 
 class CompressedInputs(NamedTuple):
-    """What a layer's tokens bring. q [T, heads, D] and kv [T, D], turned; raw [T, C]: values and
-    weights of the entry that each goes into, then the same for the entries that the indexer reads;
-    index_q [T, index heads, index D], turned; index_weights float32 [T, index heads]. What a layer
-    does not have is of width 0."""
+    """Inputs of a layer's tokens. q [T, heads, D] and kv [T, D], rotated; raw [T, C]: values and
+    pooling weights of the compressed KV, then the same for the indexer's; index_q [T, index heads,
+    index D], rotated; index_weights float32 [T, index heads]. Parts that a layer lacks have width
+    0."""
 
     q: Tensor
     kv: Tensor
@@ -42,7 +42,7 @@ class CompressedInputs(NamedTuple):
 
 
 class CompressedKv(NamedTuple):
-    """kv [E, D], keys of the indexer [E, index D], or of several rows [B, E, ...]; numbers int64
+    """kv [E, D], keys of the indexer [E, index D], or [B, E, ...] of several rows; numbers int64
     [E] or [B, E]: of their groups."""
 
     kv: Tensor
@@ -52,9 +52,8 @@ class CompressedKv(NamedTuple):
 
 @dataclass(frozen=True)
 class Pooling:
-    """How entries are made of one compressor. bias [r, D], or [r, 2 D] with overlap; gain [D] of
-    the norm behind it, with its eps; rope: by which an entry is turned, as its group's first token
-    would be."""
+    """Pooling of compressed KV entries. bias [r, D], or [r, 2 D] with overlap; gain [D] and eps of
+    the norm after it; rope: an entry is rotated as its group's first token."""
 
     rate: int
     overlap: bool
@@ -65,17 +64,17 @@ class Pooling:
 
     @property
     def width(self) -> int:
-        """Of what a token brings."""
+        """Values that a token contributes."""
         return 2 * self.bias.shape[1]
 
     @property
     def reach(self) -> int:
-        """Tokens that an entry is made of."""
+        """Tokens pooled to one entry."""
         return 2 * self.rate if self.overlap else self.rate
 
     def __call__(self, raw: Tensor, numbers: Tensor) -> Tensor:
-        """raw [n, reach, width] of the tokens of n entries, numbers int64 [n] of these -> [n, D].
-        Nothing is before the first group."""
+        """raw [n, reach, width] of the tokens of n entries, numbers int64 [n] of their groups ->
+        [n, D]. The first group has no tokens before it."""
         values, weights = raw.chunk(2, dim=-1)
         if self.overlap:
             dim, r = self.gain.shape[0], self.rate
@@ -83,10 +82,8 @@ class Pooling:
             values = torch.cat((values[:, :r, :dim], values[:, r:, dim:]), dim=1)
             weights = torch.cat((weights[:, :r, :dim], weights[:, r:, dim:]), dim=1)
             before = (numbers == 0)[:, None] & (torch.arange(2 * r, device=raw.device) < r)
-            values, weights = (
-                values.masked_fill(before[..., None], 0.0),
-                weights.masked_fill(before[..., None], -torch.inf),
-            )
+            values = values.masked_fill(before[..., None], 0.0)
+            weights = weights.masked_fill(before[..., None], -torch.inf)
         else:
             weights = weights + self.bias
         pooled = (values * weights.softmax(dim=1, dtype=torch.float32).to(values.dtype)).sum(dim=1)
@@ -97,10 +94,10 @@ class Pooling:
 
 @dataclass(frozen=True)
 class CompressedAttention:
-    """One layer's. pooling, index_pooling: None for a layer that sees its window alone, or all
-    entries. topk: entries that are seen of
-    each. sinks float32 [heads]: the score of a key without a value. in_order: whether equal scores
-    of the indexer go by place (`sparse.topk_columns`)."""
+    """One layer's parameters. pooling: None for a layer with a window only; index_pooling: None for
+    one that sees all entries. topk: entries selected for each token. sinks float32 [heads]: score
+    of a virtual key without a value. in_order: break ties of indexer scores by position
+    (`sparse.topk_columns`)."""
 
     window: int
     scale: float
@@ -128,8 +125,8 @@ class CompressedAttention:
     def select(
         self, inputs: CompressedInputs, positions: Tensor, index: Tensor, numbers: Tensor
     ) -> Tensor:
-        """Places in the last dimension of `numbers` of the entries that score highest for each
-        token, int64 [T, topk]; those that a token does not see come last."""
+        """Indices into the last dimension of `numbers` of the entries with the highest scores for
+        each token, int64 [T, topk]; entries that a token does not see come last."""
         products = (inputs.index_q.float() @ index.float().mT).relu_()
         scores = (inputs.index_weights[:, None] @ products)[:, 0]
         return topk_columns(
@@ -147,9 +144,9 @@ class CompressedAttention:
         places: Tensor,
         entries: CompressedKv,
     ) -> Tensor:
-        """Tokens at positions int64 [T] over recent kv [S, D], or [T, S, D] of each, that stand at
-        places int64 [S] or [T, S], and over entries -> [T, heads, D]. A place below 0 is
-        nobody's."""
+        """Tokens at positions int64 [T] over recent kv [S, D], or [T, S, D] per token, at positions
+        `places` int64 [S] or [T, S], and over entries -> [T, heads, D]. A negative place is
+        unused."""
         own = places.dim() == 2
         count = recent.shape[-2] + entries.kv.shape[-2]
         step, out = max(1, _SCORES // (count * inputs.q.shape[1])), []
@@ -196,14 +193,13 @@ class CompressedAttention:
 
 
 def buffer_index(layer: int, part: int) -> int:
-    """Of what a layer keeps of a sequence's last tokens: part 0 are keys, part 1 is what goes into
-    entries."""
+    """Index of a layer's buffer of last tokens: part 0 are keys, part 1 the inputs of compressed
+    KV."""
     return 2 * layer + part
 
 
 def rotate_last(x: Tensor, by: Rope, positions: Tensor, back: bool = False) -> Tensor:
-    """x [T, heads, D] with its last `by.dim` channels turned by the angles of positions [T], or
-    back."""
+    """x [T, heads, D] with its last `by.dim` channels rotated by positions [T], or back."""
     cos, sin = by.cos_sin(positions)
     rows = torch.arange(len(x), device=x.device)
     last = rope(
@@ -213,7 +209,7 @@ def rotate_last(x: Tensor, by: Rope, positions: Tensor, back: bool = False) -> T
 
 
 def attend_full_sequence(inputs: CompressedInputs, attention: CompressedAttention) -> Tensor:
-    """A whole sequence: -> [T, heads, D]."""
+    """A whole sequence -> [T, heads, D]."""
     positions = torch.arange(len(inputs.kv), device=inputs.kv.device)
     entries = compress_groups(inputs.raw, 0, 0, len(positions), attention)
     return replace(attention, in_order=False).attend(
@@ -225,7 +221,7 @@ def compress_groups(
     raw: Tensor, first: int, start: int, stop: int, attention: CompressedAttention
 ) -> CompressedKv:
     """The entries whose groups end among the tokens start .. stop - 1. raw [n, C]: of the tokens
-    first .. stop - 1, all that they need."""
+    first .. stop - 1, which include all that they need."""
     rate = attention.rate
     numbers = (
         torch.arange(start // rate, stop // rate, device=raw.device)
@@ -251,6 +247,6 @@ def _dim(pooling: Pooling | None) -> int:
 
 
 def indexer_weights(x: Tensor, gate: Tensor, heads: int, dim: int) -> Tensor:
-    """What the indexer's heads count for each token, with every constant factor, float32 [T,
+    """Weights of the indexer's heads for each token, including every constant factor, float32 [T,
     heads]."""
     return F.linear(x.float(), gate) * (heads * dim) ** -0.5

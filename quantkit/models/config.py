@@ -1,7 +1,6 @@
-"""Reading a config.json into an architecture's dataclass, whose fields have config.json's names.
+"""Reads config.json into an architecture's dataclass, whose fields have config.json's names.
 
-A config.json may say anything. Every field is checked for type and range before it is used, and a
-fault is told with the field's name.
+Every field is checked for type and range before it is used; an error names the field.
 """
 
 from collections.abc import Mapping
@@ -13,19 +12,19 @@ from quantkit.common.errors import QuantkitError
 
 @dataclass(frozen=True)
 class Range:
-    """What an integer field may be."""
+    """Bounds of an integer field."""
 
     least: int
     most: int
 
 
 _LARGEST_COUNT = 2**31 - 1
-"""Of a size or a number of things: torch and the kernels count in 32 bits."""
+"""Largest size or count: torch and the kernels use 32-bit integers."""
 _LARGEST_NUMBER = 1e6
 _SOURCE = "use the config.json that came with the model"
 MOST_EXPERTS, MOST_LAYERS = 100_000, 10_000
 
-# More layers and experts than anybody has trained, and few enough to count through.
+# More than any trained model has, and few enough to iterate over.
 NumLayers = Annotated[int, Range(1, MOST_LAYERS)]
 NumLayersOrNone = Annotated[int, Range(0, MOST_LAYERS)]
 NumExperts = Annotated[int, Range(1, MOST_EXPERTS)]
@@ -36,12 +35,10 @@ DECIDED = "decided"
 
 
 def read_fields(config_class: type, config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `config_class` that config.json gives; null means the default where there is
-    one.
+    """The fields of `config_class` that config.json has; null means the default where there is one.
 
-    `rope` is not read: it is made from several keys by the architecture. Raises QuantkitError
-    naming a field that has no default and is missing, or that has a value of another type or out of
-    range.
+    `rope` is not read: the architecture builds it from several keys. Raises QuantkitError naming a
+    field that is missing and has no default, or that has a value of another type or out of range.
     """
     values, hints = {}, get_type_hints(config_class, include_extras=True)
     for field in fields(config_class):
@@ -75,8 +72,7 @@ def check_count(name: str, value: Any, *, least: int = 1, most: int = _LARGEST_C
 
 
 def check_number(name: str, value: Any) -> float:
-    """`value` as a float if it is a number above 0 that a model can have; else QuantkitError naming
-    the field."""
+    """`value` as a float if it is a number in (0, 1e6]; else QuantkitError naming the field."""
     if type(value) not in (int, float) or not 0 < value <= _LARGEST_NUMBER:
         raise refusal(name, value, f"a number above 0 and at most {_LARGEST_NUMBER:g}")
     return float(value)
@@ -102,7 +98,7 @@ def check_divides(small: str, large: str, config: Any) -> None:
 
 
 def check_at_most(small: str, one: int, large: str, other: int) -> None:
-    """Raise QuantkitError where a field is larger than what it is taken of."""
+    """Raise QuantkitError where a field exceeds its upper bound, another field."""
     if one > other:
         raise QuantkitError(
             f"config.json has {small} = {one}, more than {large} = {other}", _SOURCE
@@ -110,16 +106,16 @@ def check_at_most(small: str, one: int, large: str, other: int) -> None:
 
 
 def refusal(name: str, value: Any, wanted: str) -> QuantkitError:
-    """The fault of a field of config.json that is not what is `wanted`."""
-    said = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
-    return QuantkitError(f"config.json has {name} = {said}, expected {wanted}", _SOURCE)
+    """The error for a field of config.json whose value is not what is `wanted`."""
+    text = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
+    return QuantkitError(f"config.json has {name} = {text}, expected {wanted}", _SOURCE)
 
 
 def refuse_other_values(
     config: dict[str, Any], computed: Mapping[str, Any], architecture: str
 ) -> None:
-    """computed: by field, the only value that quantkit computes, which is also what a field that is
-    left out means."""
+    """Raise QuantkitError where a field has another value than the only one that is computed, which
+    is also the default of a missing field."""
     for name, value in computed.items():
         if config.get(name, value) != value:
             raise refusal(

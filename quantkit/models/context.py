@@ -1,7 +1,7 @@
 """How a forward pass attends: over whole sequences here, over a cache in the executor.
 
-Tokens of all sequences lie flat in [T, ...]. The model computes queries, keys and values; the
-context knows which tokens see which, and where earlier ones are kept.
+Tokens of all sequences are concatenated in [T, ...]. The model computes queries, keys and values;
+the context knows which tokens see which, and where earlier ones are cached.
 """
 
 import functools
@@ -46,86 +46,85 @@ class Context(Protocol):
     """[T] int64, the position of each token in its sequence."""
 
     def rotate(self, rope: Rope, x: Tensor) -> Tensor:
-        """x [T, heads, rope.dim] turned by the tokens' positions."""
+        """x [T, heads, rope.dim] rotated by the tokens' positions."""
 
     def store_mla(self, layer: int, qkv_a: Tensor, norms: Norms, rope: Rope) -> Tensor:
         """Multi-head latent attention, first part: norms the query part [q_lora] of qkv_a [T,
-        q_lora + kv_lora + rope.dim], which is returned, and keeps the latent, normed, and the
-        rotary key, turned, for `attend_mla` of this layer."""
+        q_lora + kv_lora + rope.dim], which is returned, and caches the normed latent and the
+        rotated key for `attend_mla` of this layer."""
 
     def query_mla(
         self, layer: int, qkv_a: Tensor, norms: Norms, q_b: LinearOp, rope: Rope
     ) -> Tensor:
-        """The first part, and `q_b` of what `store_mla` returns."""
+        """`store_mla`, followed by `q_b` on its result."""
 
     def select(self, layer: int, inputs: IndexerInputs, topk: int) -> None:
-        """Sparse attention, between the parts: keeps the index keys, and finds for each token the
-        `topk` of its sequence, up to itself, that score highest, for `attend_mla` until it is
-        called again."""
+        """Sparse attention, between the parts: caches the indexer's keys, and selects for each
+        token the `topk` tokens of its sequence, up to itself, with the highest scores; used by
+        `attend_mla` until the next call."""
 
     def attend_mla(
         self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0
     ) -> Tensor:
-        """Second part: q [T, heads, nope + rope.dim], its rotary part not yet turned; kv_b [heads,
-        nope + v, kv_lora]. -> [T, heads, v].
-        topk: only so many tokens are seen, those that `select` found last; 0 for all."""
+        """Second part: q [T, heads, nope + rope.dim] with its rotary part not yet rotated, kv_b
+        [heads, nope + v, kv_lora] -> [T, heads, v]. topk: attend only to the tokens that `select`
+        found last; 0 for all."""
 
     def attend_latent_window(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
-        """As `attend_mla`, over a part of the tokens, and learned ones: q [T, heads, nope +
-        rope.dim] -> [T, heads, v]."""
+        """As `attend_mla`, over a window or selected tokens, and learned tokens: q [T, heads, nope
+        + rope.dim] -> [T, heads, v]."""
 
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
-        """x [T, C] with what a convolution by kernel float32 [C, K] over each sequence adds
-        (short_conv.py). part: which of the layer's."""
+        """x [T, C] plus a causal convolution by kernel float32 [C, K] over each sequence
+        (short_conv.py). part: which of the layer's convolutions."""
 
     def decode_mla(
         self, layer: int, x: Tensor, prolog: PrologOp, rope: Rope, scale: float
     ) -> Tensor | None:
-        """Both parts and the projections before them, x [T, H] -> [T, heads, v], by a prolog; None
-        where this pass is not one for it."""
+        """Both parts and the projections before them, x [T, H] -> [T, heads, v], in one fused
+        operator; None where this pass does not support it."""
 
     def store_gqa(
         self, layer: int, qkv: Tensor, kv_heads: int, head_dim: int, norms: Norms | None, rope: Rope
     ) -> Tensor:
         """Grouped-query attention, first part: qkv [T, (heads + 2 * kv_heads) * head_dim] holds
-        queries, keys and values. The queries [T, heads, head_dim], normed where there are norms and
-        turned, are returned; keys, likewise, and values are kept for `attend_gqa`."""
+        queries, keys and values. Returns the queries [T, heads, head_dim], normed where there are
+        norms, and rotated; caches keys, processed likewise, and values for `attend_gqa`."""
 
     def attend_gqa(
         self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None
     ) -> Tensor:
-        """Second part: q [T, heads, head_dim] -> [T, heads, head_dim]; heads that stand side by
-        side share keys. window: tokens that each sees, itself included; 0 for all. sinks float32
-        [heads]: the score of a key without a value that all tokens see."""
+        """Second part: q [T, heads, head_dim] -> [T, heads, head_dim]; adjacent heads share keys.
+        window: tokens that each sees, itself included; 0 for all. sinks float32 [heads]: score of a
+        virtual key without a value that all tokens see."""
 
     def attend_compressed(
         self, layer: int, inputs: CompressedInputs, attention: CompressedAttention
     ) -> Tensor:
-        """Compressed attention over a window and the entries of a sequence -> [T, heads,
-        head_dim]."""
+        """Attention over a window and the compressed KV of a sequence -> [T, heads, head_dim]."""
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-        """Linear attention, over the state of each sequence before these tokens -> float32 [T,
-        value heads, value_dim]."""
+        """Linear attention, starting from the state of each sequence before these tokens -> float32
+        [T, value heads, value_dim]."""
 
 
 class Positions:
-    """Positions of the tokens of one pass, and their rotary tables, computed once for all
+    """Positions of the tokens of one forward pass, and their rotary tables, computed once for all
     layers."""
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
         self.selected: Selected | None = None
-        """What sparse attention reads; None where that is all."""
+        """The tokens selected by sparse attention; None for all."""
         self._rotations: dict[Rope, Rotation] = {}
 
     @functools.cached_property
     def rows(self) -> Tensor:
-        """The numbers of the tokens [T] int64."""
+        """Token numbers int64 [T]."""
         return torch.arange(len(self.positions), device=self.positions.device)
 
     def rotation(self, rope: Rope) -> Rotation:
-        """cos, sin [T, rope.dim / 2] float32 of the tokens."""
+        """cos, sin float32 [T, rope.dim / 2] of the tokens."""
         if rope not in self._rotations:
             self._rotations[rope] = Rotation(*rope.cos_sin(self.positions), rope.interleaved)
         return self._rotations[rope]
@@ -135,19 +134,20 @@ class Positions:
         return quantkit_kernels.rope(x, self.rows, cos, sin, interleaved=interleaved)
 
     def rotate_last(self, rope: Rope, q: Tensor) -> Tensor:
-        """q [T, heads, nope + rope.dim] with its rotary part turned."""
+        """q [T, heads, nope + rope.dim] with its rotary part rotated."""
         return torch.cat((q[..., : -rope.dim], self.rotate(rope, q[..., -rope.dim :])), dim=-1)
 
     def decode_mla(
         self, layer: int, x: Tensor, prolog: PrologOp, rope: Rope, scale: float
     ) -> Tensor | None:
-        """Not here: this pass wants keys and values, which a prolog does not compute."""
+        """Not supported: this pass needs keys and values, which the fused operator does not
+        compute."""
         return None
 
 
 def expand_latents(cached: Tensor, kv_b: Tensor, nope: int) -> tuple[Tensor, Tensor]:
-    """Latents, rotary keys [S, kv_lora + rope] -> keys [S, heads, nope + rope], values [S, heads,
-    v]. kv_b as in `Context.attend_mla`."""
+    """Latents and rotary keys [S, kv_lora + rope] -> keys [S, heads, nope + rope], values [S,
+    heads, v]. kv_b as in `Context.attend_mla`."""
     heads, rows, kv_lora = kv_b.shape
     latent, k_pe = cached.split([kv_lora, cached.shape[1] - kv_lora], dim=-1)
     k_nope, v = (
@@ -162,17 +162,17 @@ NO_CODE_SCALES: Mapping[int, CodeSteps] = {}
 
 
 def cached_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of a cache, by the compute dtype: that one where it has 16 bits, as operators over the cache
-    want it; else bfloat16."""
+    """dtype of a cache for a compute dtype: the same if it has 16 bits, as the cache operators need
+    it; else bfloat16."""
     return torch.bfloat16 if dtype == torch.float32 else dtype
 
 
 class CausalContext(Positions):
-    """Whole sequences, each seeing itself causally, nothing kept beyond a layer: for calibration,
+    """Whole sequences with causal attention and no cache beyond a layer: for calibration,
     perplexity and tests.
 
-    codes: tokens attend to what a cache of 8 bits holds of those before them and of themselves;
-    steps: by layer, what a code is worth where that is known.
+    codes: dtype of an 8-bit cache whose rounding is simulated. steps: static scales of the codes by
+    layer, where calibrated.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class CausalContext(Positions):
             (tokens, 1), kv_lora, rope.dim, self.codes, cached_dtype(qkv_a.dtype), qkv_a.device
         )
         step = self.steps.get(layer)
-        assert not isinstance(step, KeySteps), "of latents"
+        assert not isinstance(step, KeySteps), "scales of keys and values for a latent cache"
         q_a = mla_prepare(qkv_a, norms, self.rotation(rope), room, self.rows, code_step=step)
         self.stored.copy_(decoded(room))
         return q_a
@@ -221,12 +221,9 @@ class CausalContext(Positions):
     ) -> Tensor:
         if topk and max(self.seq_lens) > topk:
             if self.selected is None:
-                told = (
-                    f"layer {layer} attends to the tokens that the layer before it selects, "
-                    "and was asked for alone"
-                )
                 raise QuantkitError(
-                    f"{told} on {max(self.seq_lens)} tokens",
+                    f"layer {layer} attends to the tokens that the layer before it selects, and "
+                    f"is computed alone on {max(self.seq_lens)} tokens",
                     f"use texts of at most {topk} tokens, which it sees whole",
                 )
             return attend_selected(q, kv_b, self.rotation(rope), self.stored, self.selected, scale)
@@ -263,7 +260,7 @@ class CausalContext(Positions):
             return gqa_prepare(qkv, norms, self.rotation(rope), (self.keys, self.values), self.rows)
         room = empty_keys(shape, self.codes, qkv.device)
         steps = self.steps.get(layer)
-        assert not isinstance(steps, Tensor), "of keys and values"
+        assert not isinstance(steps, Tensor), "a latent's scale for keys and values"
         q = gqa_prepare(qkv, norms, self.rotation(rope), room, self.rows, code_steps=steps)
         keys, values = decode(room.keys, room.key_scales), decode(room.values, room.value_scales)
         self.keys.copy_(keys if steps is None else keys * steps.keys)
@@ -282,10 +279,8 @@ class CausalContext(Positions):
         return torch.cat([attend_full_sequence(CompressedInputs(*one), attention) for one in parts])
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-        empty, parts = (
-            weights.empty(inputs.mixed.device),
-            zip(*(side.split(self.seq_lens) for side in inputs)),
-        )
+        empty = weights.empty(inputs.mixed.device)
+        parts = zip(*(side.split(self.seq_lens) for side in inputs))
         return torch.cat([attend_sequence(DeltaInputs(*one), weights, empty)[0] for one in parts])
 
     def attend(
@@ -317,7 +312,7 @@ class CausalContext(Positions):
 def _attend_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, sinks: Tensor
 ) -> Tensor:
-    """As `_attend`, which torch's own attention does not compute."""
+    """As `_attend`, with sinks, which torch's attention does not support."""
     places = torch.arange(len(k), device=k.device)
     return attend_one(q, places, v.shape[-1], lambda some: (k[some], v[some]), scale, window, sinks)
 

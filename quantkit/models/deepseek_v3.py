@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantkit.common.errors import QuantkitError
 from quantkit.models import decoder, mtp
-from quantkit.models.architecture import ConfigDefaults, LatentCache
+from quantkit.models.architecture import LatentCache, ModelConfig
 from quantkit.models.config import (
     CountOrNone,
     NumExperts,
@@ -26,7 +26,7 @@ from quantkit.models.config import (
     refuse_attention_bias,
 )
 from quantkit.models.context import Context
-from quantkit.models.hf_fallback import AnyOf, GatesAndLengths, NullField, TrueFields
+from quantkit.models.hf_fallback import HfFallback
 from quantkit.models.mlp import (
     MixtureNames,
     Mlp,
@@ -41,12 +41,9 @@ from quantkit.models.rope import Rope
 from quantkit.models.table import Block, Parameter, Projection, Role, ScaleGroup, Split, ValueHeads
 from quantkit.models.weights import Weights
 
-FALLBACK = AnyOf(
-    (
-        NullField("q_lora_rank", ".q_a_proj."),
-        TrueFields(("attention_bias", "tie_word_embeddings")),
-        GatesAndLengths(),
-    )
+FALLBACK = HfFallback(
+    null_fields={"q_lora_rank": ".q_a_proj."},
+    true_fields=("attention_bias", "tie_word_embeddings"),
 )
 """Moonlight's queries have no low rank; the published models have no biases and a head of their
 own."""
@@ -55,7 +52,7 @@ MIXTURE = MixtureNames(bias="gate.e_score_correction_bias", shared="shared_exper
 
 
 @dataclass(frozen=True)
-class Config(ConfigDefaults):
+class Config(ModelConfig):
     """Fields as config.json names them."""
 
     vocab_size: int

@@ -1,5 +1,5 @@
-"""The half of a decoder layer that has linear attention with a state: its tensors, scale groups and
-forward. The rule: delta_rule.py."""
+"""The attention sublayer with a gated delta rule (delta_rule.py): its tensors, scale groups and
+forward."""
 
 import torch
 from quantkit_kernels import rms_norm
@@ -75,16 +75,16 @@ def delta_parameters(net: DeltaNet, prefix: str, hidden: int, layer: int) -> lis
 
 
 def delta_scale_groups(net: DeltaNet, prefix: str, norm: str) -> list[ScaleGroup]:
-    """The norm before it to the linears that read it. The norm behind it is shared by all heads,
-    and its output by a gate."""
+    """The norm before it to the linears that read it. The norm after it is shared by all heads, and
+    its output is gated."""
     names = ("qkvz", "ba") if net.joined else ("qkv", "z", "b", "a")
     readers = tuple(f"{prefix}.in_proj_{name}" for name in names)
     return [ScaleGroup(f"{prefix}.in_proj", norm, True, readers, readers[0])]
 
 
 class GatedDeltaNet:
-    """The attention half of a layer with a state. Of a rank: its share of the key heads, and their
-    value heads."""
+    """The linear-attention sublayer. A rank has its share of the key heads, and their value
+    heads."""
 
     def __init__(
         self, net: DeltaNet, layer: int, prefix: str, eps: float, weights: Weights

@@ -1,10 +1,10 @@
-"""Linear attention by a gated delta rule (arXiv 2412.06464), as Qwen3-Next has it: a state per
-sequence in place of keys and values.
+"""Linear attention by a gated delta rule (arXiv 2412.06464), as in Qwen3-Next: a state per sequence
+instead of keys and values.
 
-The state S [key_dim, value_dim] of a head forgets and learns with every token: S <- e^g S, then S
-<- S + k (beta (v - S^T k))^T, and the token reads S^T q. Queries, keys and values come through a
-short causal convolution, so the last inputs of that are kept as well. Symbols: T tokens, C channels
-of the convolution, K its width.
+The state S [key_dim, value_dim] of a head is updated with every token: S <- e^g S, then S <- S + k
+(beta (v - S^T k))^T, and the token reads S^T q. Queries, keys and values pass through a short
+causal convolution, whose last inputs are kept as well. Symbols: T tokens, C channels of the
+convolution, K its width.
 """
 
 import math
@@ -16,23 +16,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _CHUNK = 64
-"""Tokens whose updates are found together."""
+"""Tokens whose updates are computed together."""
 _EPS = 1e-6
 """Of the norms of queries and keys."""
 
 StateShapes = dict[int, tuple[tuple[int, ...], ...]]
-"""What one rank keeps of a sequence in float32: by number, the shapes of the tensors that are read
-and written together."""
+"""The float32 state of a sequence on one rank: shapes of the tensors that are read and written
+together, by number."""
 
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Sizes of the linear attention. Value heads that stand side by side share a key head. kernel:
-    width of the convolution. layers: those
-    that have it. joined: whether one linear gives queries, keys, values and gates, key head after
-    key head, and another the rest; or there is a linear for queries, keys and values, and one each
-    for the others.
-    """
+    """Sizes of the linear attention. Adjacent value heads share a key head. kernel: width of the
+    convolution. layers: those with linear attention. joined: one linear computes queries, keys,
+    values and gates, key head after key head, and another one the rest; otherwise there is one
+    linear for queries, keys and values, and one for each of the others."""
 
     key_heads: int
     value_heads: int
@@ -49,32 +47,32 @@ class DeltaNet:
         return keys, keys, self.value_heads * self.value_dim
 
     def attention_layer_places(self, num_layers: int) -> dict[int, int]:
-        """Layers without it, numbered."""
+        """Layers with ordinary attention -> their index among these."""
         return {
             layer: number for number, layer in enumerate(sorted({*range(num_layers)} - self.layers))
         }
 
     def state_shapes(self, ranks: int = 1) -> StateShapes:
-        """Of each layer: the inputs of the convolution, and the state."""
+        """For each layer: the inputs of the convolution, and the state."""
         recent = (self.kernel - 1, sum(self.segments) // ranks)
         return dict.fromkeys(
             sorted(self.layers), (recent, (self.value_heads // ranks, self.key_dim, self.value_dim))
         )
 
     def state_bytes(self, ranks: int = 1) -> int:
-        """Of one sequence over all layers on one rank: each state twice, with the number of tokens
-        that it is of."""
+        """Bytes of one sequence over all layers on one rank: each state twice, with the number of
+        tokens that it covers."""
         return state_bytes(self.state_shapes(ranks))
 
 
 def state_bytes(shapes: StateShapes) -> int:
-    """Of tensors of these shapes, held twice, and the number of tokens that each is of."""
+    """Bytes of tensors of these shapes, held twice, with the number of tokens that each covers."""
     return 2 * sum(8 + 4 * sum(map(math.prod, own)) for own in shapes.values())
 
 
 class DeltaInputs(NamedTuple):
-    """What a layer's tokens bring. mixed [T, C]: queries, keys and values before the convolution;
-    decay, rate float32 [T, value heads]: g, not above 0, and beta."""
+    """Inputs of a layer's tokens. mixed [T, C]: queries, keys and values before the convolution;
+    decay, rate float32 [T, value heads]: g <= 0, and beta."""
 
     mixed: Tensor
     decay: Tensor
@@ -82,21 +80,21 @@ class DeltaInputs(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """What is kept of sequences. recent float32 [..., K - 1, C]: the last inputs of the
-    convolution; memory float32 [..., value heads, key_dim, value_dim]."""
+    """State of sequences. recent float32 [..., K - 1, C]: the last inputs of the convolution;
+    memory float32 [..., value heads, key_dim, value_dim]."""
 
     recent: Tensor
     memory: Tensor
 
 
 class DeltaWeights(NamedTuple):
-    """convolution float32 [C, K]; net: the sizes, of all ranks together."""
+    """convolution float32 [C, K]; net: the sizes, over all ranks."""
 
     convolution: Tensor
     net: DeltaNet
 
     def empty(self, device: torch.device) -> DeltaState:
-        """Of a sequence that has no token yet."""
+        """State of a sequence without tokens."""
         channels, net = len(self.convolution), self.net
         heads = channels * net.value_heads // sum(net.segments)
         recent = torch.zeros(net.kernel - 1, channels, device=device)
@@ -127,7 +125,8 @@ def attend_sequence(
 def attend_step(
     inputs: DeltaInputs, weights: DeltaWeights, state: DeltaState
 ) -> tuple[Tensor, DeltaState]:
-    """One token of each of B sequences -> [B, value heads, value_dim] float32, and their states."""
+    """One token for each of B sequences -> [B, value heads, value_dim] float32, and their
+    states."""
     window = torch.cat((state.recent, inputs.mixed.float()[:, None]), dim=1)  # [B, K, C]
     q, k, v = _heads(F.silu((window * weights.convolution.t()).sum(1)), weights.net)
     memory = state.memory * inputs.decay.exp()[..., None, None]
@@ -153,11 +152,10 @@ def _heads(mixed: Tensor, net: DeltaNet) -> tuple[Tensor, Tensor, Tensor]:
 def _attend_chunk(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Some tokens at once: q, k [heads, t, key_dim], v [heads, t, value_dim], decay and rate
+    """Several tokens at once: q, k [heads, t, key_dim], v [heads, t, value_dim], decay and rate
     [heads, t], memory as in `DeltaState`.
 
-    What the tokens of a chunk learn of each other is a triangular system, whose solution stands for
-    their updates one by one.
+    The sequential updates inside a chunk are the solution of a triangular system.
     """
     past = decay.cumsum(-1)
     later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)

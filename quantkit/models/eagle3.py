@@ -69,10 +69,8 @@ class HeadConfig:
             )
         # In eagle_config a layer's output is meant, beside it a layer's input: both are written by
         # those who serve such heads.
-        outputs, inputs = (
-            about.get("eagle_aux_hidden_state_layer_ids"),
-            config.get("eagle_aux_hidden_state_layer_ids"),
-        )
+        outputs = about.get("eagle_aux_hidden_state_layer_ids")
+        inputs = config.get("eagle_aux_hidden_state_layer_ids")
         given = inputs if inputs is not None else outputs
         depths = None
         if given is not None:
@@ -151,17 +149,13 @@ class Eagle3Head:
         self, config: HeadConfig, weights: Weights, embedding: Tensor, token_ids: Tensor, vocab: int
     ) -> None:
         c = config.decoder
-        self.config, self.eps, self.embedding, self._vocab = (
-            config,
-            c.rms_norm_eps,
-            embedding,
-            vocab,
-        )
-        self._ids, self.width, self.read_width = (
-            token_ids,
-            c.hidden_size,
-            _DEPTHS * config.target_hidden,
-        )
+        self.config = config
+        self.eps = c.rms_norm_eps
+        self.embedding = embedding
+        self._vocab = vocab
+        self._ids = token_ids
+        self.width = c.hidden_size
+        self.read_width = _DEPTHS * config.target_hidden
         a = f"{_LAYER}.self_attn"
         self.fc, self.head = weights.linear("fc"), weights.linear("lm_head")
         self.qkv = weights.fused_linear((f"{a}.q_proj", f"{a}.k_proj", f"{a}.v_proj"))
@@ -170,10 +164,8 @@ class Eagle3Head:
             if c.qkv_bias
             else None
         )
-        self.o, self.o_bias = (
-            weights.linear(f"{a}.o_proj"),
-            weights.tensor(f"{a}.o_proj.bias") if c.o_bias else None,
-        )
+        self.o = weights.linear(f"{a}.o_proj")
+        self.o_bias = weights.tensor(f"{a}.o_proj.bias") if c.o_bias else None
         self.mlp = Mlp(f"{_LAYER}.mlp", weights, bias=c.mlp_bias)
         names = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
         self.input_norm, self.hidden_norm, self.mlp_norm = (

@@ -17,13 +17,13 @@ from quantkit.models.config import (
 )
 from quantkit.models.deepseek_v3 import MIXTURE
 from quantkit.models.gqa import DecoderLayer, Model, scale_groups
-from quantkit.models.hf_fallback import GatesAndLengths
+from quantkit.models.hf_fallback import HfFallback
 from quantkit.models.mlp import check_groups, read_routing
 from quantkit.models.sliding_window import refuse_windows
 from quantkit.models.table import Parameter
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-FALLBACK = GatesAndLengths()
+FALLBACK = HfFallback()
 
 _TURNED = 0.5
 """transformers' own partial_rotary_factor, where config.json leaves it out."""

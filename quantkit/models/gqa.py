@@ -1,9 +1,8 @@
-"""Decoder-only transformers with grouped-query attention: what Llama, Mistral, Mixtral, the Qwens,
-GLM-4.5 and MiniMax-M2 share.
+"""Decoder-only transformers with grouped-query attention, shared by Llama, Mistral, Mixtral, the
+Qwen models, GLM-4.5 and MiniMax-M2.
 
-An architecture file reads its config.json into `Config` and says what it has of: biases, norms on q
-and k, sliding windows, experts.
-Symbols: T tokens, H hidden_size, D head_dim.
+An architecture file reads its config.json into `Config` and sets its variants: biases, norms on q
+and k, sliding windows, experts. Symbols: T tokens, H hidden_size, D head_dim.
 """
 
 from collections.abc import Collection
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from quantkit.common.errors import QuantkitError
 from quantkit.models import decoder
-from quantkit.models.architecture import ConfigDefaults, KeyValueCache
+from quantkit.models.architecture import KeyValueCache, ModelConfig
 from quantkit.models.config import (
     DECIDED,
     CountOrNone,
@@ -46,20 +45,20 @@ from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split
 from quantkit.models.weights import Weights
 
 QkNorm = Literal["head", "all"]
-"""What a norm on queries and keys goes over: each head by itself, or all of them together."""
+"""What a norm on queries and keys covers: each head by itself, or all of them together."""
 
 
 @dataclass(frozen=True)
-class Config(ConfigDefaults):
-    """Fields as config.json names them; below `tie_word_embeddings`, what the architecture file
+class Config(ModelConfig):
+    """Fields as config.json names them; after `tie_word_embeddings`, what the architecture file
     decides.
 
-    sinks: whether each head has a score for a key without a value. windows: tokens that each
-    layer's attention sees, the token itself included, 0 for all; empty: all layers see all.
-    mixture_module: what of a layer the mixture of experts is. shared_width: of the shared
+    sinks: each head has a score for a virtual key without a value. windows: tokens that each
+    layer's attention sees, the token itself included, 0 for all; empty for full attention in all
+    layers. mixture_module: a layer's module of the mixture of experts. shared_width: of the shared
     expert. dense_layers: layers without experts. recurrent: linear attention of some layers.
-    output_gate: whether q_proj gives each head a gate, too, for what it attends to. norm_offset:
-    what norms add to their stored gains. copied: as in `ModelConfig`.
+    output_gate: q_proj also computes a gate for each head's attention output. norm_offset: added to
+    stored norm gains. copied_prefixes: as in `ModelConfig`.
     """
 
     vocab_size: int
@@ -126,7 +125,7 @@ class Config(ConfigDefaults):
         return self.mixture.gating
 
     def window(self, layer: int) -> int:
-        """Tokens that a layer's attention sees, 0 for all. MTP layers see all."""
+        """Tokens that a layer's attention sees, 0 for all. MTP layers have full attention."""
         return self.windows[layer] if layer < len(self.windows) else 0
 
     def is_moe(self, layer: int) -> bool:
@@ -152,13 +151,13 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
     "logits_scaling": (1, None),
     "logit_scale": (1, None),
 }
-"""Keys of config.json that change what decoders of this kind compute, and the values under which
+"""Keys of config.json that change the forward pass of such decoders, and the values under which
 this file computes the same."""
 
 
 def refuse_other_forwards(config: dict[str, Any], own: Collection[str] = ()) -> None:
-    """Raises QuantkitError naming the key where config.json asks for something that is not computed
-    here. own: keys that the architecture reads itself."""
+    """Raises QuantkitError naming the key where config.json has a value that is not computed here.
+    own: keys that the architecture reads itself."""
     for key, values in _COMPUTED.items():
         if key in config and key not in own and config[key] not in values:
             raise QuantkitError(
@@ -176,10 +175,10 @@ def read_config(
 ) -> dict[str, Any]:
     """The shared fields, without windows.
 
-    default_theta: rope_theta where config.json has none; None: it must. partial_rotary_factor: the
-    share of a head that is turned where it does not say; None: of an architecture that turns whole
-    heads. own: as in `refuse_other_forwards`. Raises QuantkitError where a field is missing or asks
-    for something not computed here.
+    default_theta: rope_theta where config.json has none; None if it must have one.
+    partial_rotary_factor: default fraction of a head that is rotated; None for an architecture that
+    rotates whole heads. own: as in `refuse_other_forwards`. Raises QuantkitError where a field is
+    missing or has a value that is not computed here.
     """
     refuse_other_forwards(config, own)
     values = read_fields(Config, config)
@@ -195,7 +194,7 @@ def read_config(
 
 
 def parameters(config: Config) -> list[Parameter]:
-    """Every tensor of the checkpoint in the order a forward pass meets them."""
+    """Every tensor of the checkpoint, in the order of a forward pass."""
     h, vocab = config.hidden_size, config.vocab_size
     rows = [Parameter("model.embed_tokens.weight", (vocab, h), "embedding")]
     for layer in range(config.num_hidden_layers):
@@ -233,11 +232,9 @@ def layer_parameters(config: Config, layer: int) -> list[Parameter]:
         return rows + mlp_parameters(
             f"{p}.mlp", h, config.intermediate_size, layer, bias=config.mlp_bias
         )
-    experts, width, names = (
-        config.routing.n_routed_experts,
-        config.moe_intermediate_size,
-        config.mixture,
-    )
+    experts = config.routing.n_routed_experts
+    width = config.moe_intermediate_size
+    names = config.mixture
     mixture = moe_parameters(
         f"{p}.{config.mixture_module}",
         h,
@@ -301,7 +298,7 @@ def _attention(config: Config, layer: int) -> list[Parameter]:
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
-    """The foldable scales of one layer. v to o folds where v has no bias."""
+    """The foldable scales of one layer. v to o folds if v has no bias."""
     p = f"model.layers.{layer}"
     a = f"{p}.self_attn"
     groups = [
@@ -383,8 +380,9 @@ class Attention:
         return add_bias(self.o(attended.flatten(1)), self.o_bias)
 
     def _normed(self, qkv: Tensor, norms: Norms) -> Tensor:
-        """Queries and keys [T, heads * D] normed over all heads, of which a rank has some: the
-        ranks' sums of squares are added up. A key head that several ranks hold counts as often."""
+        """Queries and keys [T, heads * D] normed over all heads; the sums of squares are added up
+        over the ranks. A key head that is replicated on several ranks counts once for each of
+        them."""
         c = self.config
         q, k, v = qkv.split(
             [len(norms.q), len(norms.k), qkv.shape[1] - len(norms.q) - len(norms.k)], dim=-1

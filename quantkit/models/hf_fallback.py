@@ -1,14 +1,14 @@
-"""Configs of an architecture that its file does not compute, and transformers does. The file says
-so, in `FALLBACK`."""
+"""Configs of an architecture that its file does not compute but transformers does; the file declares
+them in `FALLBACK`."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quantkit.common.errors import QuantkitError
 from quantkit.models.rope import length_kind
 
-_GATES = (
+_ACTIVATIONS = (
     "gelu",
     "gelu_new",
     "gelu_fast",
@@ -23,71 +23,37 @@ _GATES = (
 
 
 @dataclass(frozen=True)
-class NullField:
-    """A field that is null. part: of a tensor's name that tells that it is not."""
+class HfFallback:
+    """An activation other than SiLU, rotary frequencies that depend on the text length, and fields
+    of config.json: null_fields that are null, each with a part of the names of tensors that exist
+    where it is not; true_fields that are true."""
 
-    field: str
-    part: str
+    null_fields: Mapping[str, str] = field(default_factory=dict)
+    true_fields: tuple[str, ...] = ()
 
-    def asked(self, config: Mapping[str, Any]) -> str:
-        """What a config.json has of these; empty without."""
-        return f"{self.field} null" if config.get(self.field, 0) is None else ""
-
-    def check_stored(self, config: Mapping[str, Any], stored: Iterable[str]) -> None:
-        if self.asked(config) and (
-            name := next((name for name in stored if self.part in name), "")
-        ):
-            raise QuantkitError(
-                f"config.json has {self.asked(config)}, and {name} is stored",
-                "use the config.json of these weights",
-            )
-
-
-@dataclass(frozen=True)
-class GatesAndLengths:
-    """Other gates than SiLU's, and frequencies that depend on the length of the text."""
-
-    def asked(self, config: Mapping[str, Any]) -> str:
-        """What a config.json has of these; empty without."""
-        inner = config.get("text_config")
-        text = inner if isinstance(inner, Mapping) else config
-        if (gate := text.get("hidden_act")) in _GATES:
-            return f"hidden_act {gate!r}"
+    def reason(self, config: Mapping[str, Any]) -> str:
+        """The first of these that a config.json has; empty for none."""
+        for name in self.null_fields:
+            if config.get(name, 0) is None:
+                return f"{name} null"
+        for name in self.true_fields:
+            if config.get(name) is True:
+                return f"{name} true"
+        text = config.get("text_config")
+        text = text if isinstance(text, Mapping) else config
+        if (activation := text.get("hidden_act")) in _ACTIVATIONS:
+            return f"hidden_act {activation!r}"
         kind = length_kind(text)
         return f"rope scaling {kind!r}" if kind else ""
 
     def check_stored(self, config: Mapping[str, Any], stored: Iterable[str]) -> None:
-        """Names of tensors tell nothing of these."""
-
-
-@dataclass(frozen=True)
-class TrueFields:
-    """Fields that are true."""
-
-    fields: tuple[str, ...]
-
-    def asked(self, config: Mapping[str, Any]) -> str:
-        """What a config.json has of these; empty without."""
-        return next((f"{field} true" for field in self.fields if config.get(field) is True), "")
-
-    def check_stored(self, config: Mapping[str, Any], stored: Iterable[str]) -> None:
-        """Names of tensors tell nothing of these."""
-
-
-@dataclass(frozen=True)
-class AnyOf:
-    """Any of several."""
-
-    parts: tuple[NullField | GatesAndLengths | TrueFields, ...]
-
-    def asked(self, config: Mapping[str, Any]) -> str:
-        """What a config.json has of these, the first; empty without."""
-        return next((told for part in self.parts if (told := part.asked(config))), "")
-
-    def check_stored(self, config: Mapping[str, Any], stored: Iterable[str]) -> None:
-        names = list(stored)
-        for part in self.parts:
-            part.check_stored(config, names)
-
-
-HfFallback = NullField | GatesAndLengths | AnyOf
+        """Raise QuantkitError where a field is null, but tensors are stored that exist only where
+        it is not."""
+        stored = list(stored)
+        for name, part in self.null_fields.items():
+            tensor = next((tensor for tensor in stored if part in tensor), "")
+            if config.get(name, 0) is None and tensor:
+                raise QuantkitError(
+                    f"config.json has {name} null, and {tensor} is stored",
+                    "use the config.json of these weights",
+                )

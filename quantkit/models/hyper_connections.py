@@ -1,10 +1,11 @@
-"""Hyper-connections: several residual streams beside each other, mixed before and after each half
-of a layer (arXiv 2512.24880).
+"""Hyper-connections (arXiv 2512.24880): n residual streams, mixed before and after each sublayer;
+decoder layers, stack and MTP layer with them.
 
-From the n streams of a token, normed together, a small product makes three weights: what each
-stream counts in the half's input, what the half's output counts in each stream, and how the streams
-are mixed, a matrix that is brought near rows and columns of sum 1 by Sinkhorn's
-steps. All in float32. Symbols: T tokens, H hidden_size, n streams.
+From the n streams of a token, normed together, a small linear computes three weights: of each
+stream in the sublayer's input, of the sublayer's output in each stream, and a matrix that mixes the
+streams, normalized towards doubly stochastic by Sinkhorn iterations. All in float32. Between
+sublayers, calibration passes hidden states as packed by `pack_streams`; the stack passes token ids
+and streams [T, n, H]. Symbols: T tokens, H hidden_size, n streams.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,16 +26,15 @@ from quantkit.models.table import Block, Parameter
 from quantkit.models.weights import LinearOp, Weights
 
 _ID_SCALE = 2.0**-24
-"""What a token's id is multiplied by beside its streams: float32 holds each id below 2^24 so, and
-none counts among the streams' values."""
+"""Factor of a token's id in packed hidden states: float32 then holds every id below 2^24 exactly,
+and the id is negligible among the streams' values."""
 
 
 @dataclass(frozen=True)
 class HyperConnectionNames:
-    """What an architecture calls the three tensors of a hyper-connection, behind its own name.
-    gain: of the norm over all streams, None for
-    one without. end: the one behind the last layer, whose base and scale have `at_end` behind their
-    names."""
+    """An architecture's names of the tensors of a hyper-connection, after its prefix. gain: of the
+    norm over all streams, None without. end: the merge after the last layer; at_end: suffix of its
+    base and scale."""
 
     fn: str = "_fn"
     base: str = "_base"
@@ -46,7 +46,7 @@ class HyperConnectionNames:
 
 @dataclass(frozen=True)
 class HyperConnectionSizes:
-    """steps: of Sinkhorn; eps: added in these, and to what streams count; norm_eps: of the norm
+    """steps: Sinkhorn iterations; eps: added in these and to stream weights; norm_eps: of the norm
     over all streams."""
 
     count: int
@@ -58,8 +58,8 @@ class HyperConnectionSizes:
 
 
 class HyperConnectionWeights(NamedTuple):
-    """post [T, n]: what a half's output counts in each stream. mixing [T, n, n]: stream j
-    afterwards is the sum over i of mixing[i, j] times stream i."""
+    """post [T, n]: weight of the sublayer's output in each stream. mixing [T, n, n]: the new stream
+    j is the sum over i of mixing[i, j] times stream i."""
 
     post: Tensor
     mixing: Tensor
@@ -68,7 +68,7 @@ class HyperConnectionWeights(NamedTuple):
 def hyper_connection_parameters(
     sizes: HyperConnectionSizes, prefix: str, layer: int, block: Block
 ) -> list[Parameter]:
-    """Every tensor of one hyper-connection. block: of the layer's half; the router's stands for
+    """Every tensor of one hyper-connection. block: of the layer's sublayer; "router" for
     experts."""
     rows, names = (2 + sizes.count) * sizes.count, sizes.names
     shapes = {
@@ -84,7 +84,7 @@ def hyper_connection_parameters(
 
 
 def merge_parameters(sizes: HyperConnectionSizes) -> list[Parameter]:
-    """Every tensor of what ends the streams."""
+    """Every tensor of the merge after the last layer."""
     n, names = sizes.count, sizes.names
     shapes = {
         names.fn: (n, n * sizes.hidden),
@@ -102,7 +102,7 @@ def _gain_shape(sizes: HyperConnectionSizes) -> dict[str, tuple[int, ...]]:
 
 
 class HyperConnection:
-    """Of one half of a layer."""
+    """Of one sublayer."""
 
     def __init__(self, sizes: HyperConnectionSizes, prefix: str, weights: Weights) -> None:
         self.sizes, names = sizes, sizes.names
@@ -112,7 +112,7 @@ class HyperConnection:
         )
 
     def __call__(self, streams: Tensor) -> tuple[Tensor, HyperConnectionWeights]:
-        """streams [T, n, H] -> the half's input [T, H], and what `joined` wants."""
+        """streams [T, n, H] -> the sublayer's input [T, H], and the weights for `joined`."""
         n, eps = self.sizes.count, self.sizes.eps
         made = F.linear(_normed(streams, self.sizes.norm_eps), self.fn)
         pre, post, mixing = made.split([n, n, n * n], dim=-1)
@@ -128,7 +128,7 @@ class HyperConnection:
 
 
 class StreamMerge:
-    """Behind the last layer: the streams' sum, weighed."""
+    """Weighted sum of the streams after the last layer."""
 
     def __init__(self, sizes: HyperConnectionSizes, weights: Weights) -> None:
         self.sizes, names = sizes, sizes.names
@@ -145,7 +145,7 @@ class StreamMerge:
 
 
 def joined(streams: Tensor, output: Tensor, weights: HyperConnectionWeights) -> Tensor:
-    """streams [T, n, H] before a half and its output [T, H] -> the streams after it."""
+    """streams [T, n, H] before a sublayer and its output [T, H] -> the streams after it."""
     mixed = weights.mixing.to(streams.dtype).transpose(-1, -2) @ streams
     return weights.post.to(streams.dtype)[..., None] * output[:, None] + mixed
 
@@ -156,22 +156,23 @@ def expand_streams(embedded: Tensor, count: int) -> Tensor:
 
 
 def pack_streams(streams: Tensor, token_ids: Tensor) -> Tensor:
-    """Streams and ids of the tokens as hidden states between sublayers, float32 [T, n H + 1]."""
+    """Streams and token ids as hidden states between sublayers, float32 [T, n H + 1]."""
     return torch.cat((streams.flatten(1).float(), token_ids[:, None].float() * _ID_SCALE), dim=-1)
 
 
 def unpack_streams(hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The streams [T, n, H] and token ids int64 [T] of `packed` ones."""
+    """The streams [T, n, H] and token ids int64 [T] of packed hidden states."""
     return hidden[:, :-1].unflatten(-1, (count, -1)), (hidden[:, -1] / _ID_SCALE).round().long()
 
 
 def repack_streams(hidden: Tensor, streams: Tensor) -> Tensor:
-    """`hidden`, as `packed` made it, with other streams [T, n, H]."""
+    """Packed hidden states with other streams [T, n, H]."""
     return torch.cat((streams.flatten(1), hidden[:, -1:]), dim=-1)
 
 
 def _product(sizes: HyperConnectionSizes, prefix: str, weights: Weights) -> Tensor:
-    """What the normed streams are multiplied by, float32 [rows, n H], the norm's gain in it."""
+    """Weights of the linear over the normed streams, float32 [rows, n H], with the norm's gain
+    folded in."""
     fn = weights.tensor(f"{prefix}{sizes.names.fn}").float()
     return fn * weights.tensor(f"{prefix}{sizes.names.gain}").float() if sizes.names.gain else fn
 
@@ -192,7 +193,7 @@ class HyperConnectionStackConfig(decoder.StackConfig, Protocol):
 
 
 class LayerNames(NamedTuple):
-    """What a layer calls the hyper-connections of its halves, and the norms before these."""
+    """A layer's names of its hyper-connections, and of the norms after them."""
 
     before_attention: str
     before_mlp: str
@@ -233,8 +234,8 @@ class HyperConnectionLayer(decoder.DecoderLayer):
         next_norm: Tensor,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """normed: the token ids [T]; residual: the streams [T, n, H], which are returned so.
-        next_norm is not read: what comes next has weights of its own before its norm. rows: as in
+        """normed: the token ids [T]; residual: the streams [T, n, H]; both are returned. next_norm
+        is unused, because the next sublayer first weighs the streams. rows: as in
         `decoder.DecoderLayer`."""
         streams = self._attend(residual, context)
         if rows is not None:
@@ -253,12 +254,12 @@ class HyperConnectionLayer(decoder.DecoderLayer):
         return repack_streams(hidden, self._joined(streams, summed))
 
     def made(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        """What the MLP, or the experts together, make of normed [T, H], the tokens' ids int64 [T]
-        beside it."""
+        """Output of the MLP or of all experts together for normed [T, H], with token ids int64
+        [T]."""
         return self.mlp_reduced(normed)
 
     def ended(self, streams: Tensor) -> Tensor:
-        """The streams [T, n, H] as the layer leaves them."""
+        """The layer's output streams [T, n, H]."""
         return streams
 
     def _attend(self, streams: Tensor, context: Context) -> Tensor:
@@ -278,7 +279,7 @@ class HyperConnectionLayer(decoder.DecoderLayer):
 
 class HyperConnectionModel(decoder.Model):
     num_mtp_vectors: ClassVar[int] = 0
-    """Vectors of hidden_size that an MTP layer reads of a token; 0 for all streams."""
+    """Vectors of hidden_size per token that an MTP layer reads; 0 for all streams."""
 
     def __init__(
         self,
@@ -292,7 +293,7 @@ class HyperConnectionModel(decoder.Model):
         super().__init__(config, weights, head, embedding=embedding, norm=norm)
         self.end, self.count = StreamMerge(config.streams, weights), config.streams.count
         self.outputs_mtp_input = False
-        """Whether what an MTP layer reads is handed out behind the hidden states, side by side."""
+        """Whether the input of an MTP layer is output after the hidden states, concatenated."""
 
     @property
     def width(self) -> int:
@@ -303,8 +304,8 @@ class HyperConnectionModel(decoder.Model):
 
     @by_own_backend
     def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
-        """token_ids [T] -> hidden [T, H] after the final norm, and what is handed on, [T, width];
-        rows int64 [R]: of these tokens."""
+        """token_ids [T] -> [T, width]: hidden states [T, H] after the final norm, then the input of
+        an MTP layer. rows int64 [R]: of these tokens only."""
         streams = expand_streams(F.embedding(token_ids, self.embedding), self.count)
         for layer in self.layers:
             _, streams = layer(
@@ -319,8 +320,8 @@ class HyperConnectionModel(decoder.Model):
         )
 
     def handed(self, streams: Tensor, merged: Tensor) -> Tensor:
-        """What an MTP layer reads of the streams [T, n, H] behind the last layer and of these
-        merged, [T, H]."""
+        """What an MTP layer reads, from the streams [T, n, H] after the last layer and their merge
+        [T, H]."""
         return streams.flatten(1)
 
 
@@ -329,7 +330,7 @@ class HyperConnectionMtpConfig(MtpStackConfig, Protocol):
     def streams(self) -> HyperConnectionSizes: ...
 
     def prefix(self, layer: int) -> str:
-        """What the names of a layer's tensors begin with."""
+        """Prefix of the names of a layer's tensors."""
 
 
 def mtp_parameters(
@@ -354,21 +355,24 @@ def _ended_at(sizes: HyperConnectionSizes, prefix: str) -> HyperConnectionSizes:
 
 
 class MtpLayer:
-    """Predicts token i + 2 from the streams of token i and the embedding of token i + 1."""
+    """DeepSeek-V4's MTP layer: predicts token i + 2 from the streams of token i and the embedding
+    of token i + 1.
+
+    A linear of the normed next-token embedding is added to a linear of each normed stream of the
+    main model's last layer. The layer has its own merge; embedding and head are the main model's.
+    """
 
     layer_class: ClassVar[type[Any]]
     reads: MtpReads = "streams"
     backend: str = "auto"
-    """As `decoder.Model` has it."""
+    """As in `decoder.Model`."""
 
     def __init__(self, config: HyperConnectionMtpConfig, weights: Weights, index: int = 0) -> None:
         layer = config.num_hidden_layers + index
         p = config.prefix(layer)
-        self.eps, self.count, self.hidden_size = (
-            config.rms_norm_eps,
-            config.streams.count,
-            config.streams.hidden,
-        )
+        self.eps = config.rms_norm_eps
+        self.count = config.streams.count
+        self.hidden_size = config.streams.hidden
         self.enorm, self.hnorm, self.norm = (
             weights.tensor(f"{p}.{name}.weight") for name in ("enorm", "hnorm", "norm")
         )
@@ -379,14 +383,14 @@ class MtpLayer:
         self.end = StreamMerge(_ended_at(config.streams, p), weights)
 
     def follow(self, model: Model) -> None:
-        """Share the main model's embedding and head, and have it hand out its streams behind its
+        """Share the main model's embedding and head, and make it output its streams after its
         hidden states."""
         assert isinstance(model, HyperConnectionModel), "a layer behind streams"
         self.embedding, self.head, model.outputs_mtp_input = model.embedding, model.head, True
 
     def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """next_token_ids [T], hidden [T, n H]: the main model's streams -> the block's, [T, n
-        H]."""
+        """next_token_ids [T], hidden [T, n H]: the main model's streams -> the block's input
+        streams [T, n H]."""
         embedded = self.e_proj(
             rms_norm(F.embedding(next_token_ids, self.embedding), self.enorm, self.eps)
         )
@@ -401,8 +405,8 @@ class MtpLayer:
     def __call__(
         self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None
     ) -> Tensor:
-        """hidden [T, H + n H]: as the main model hands it out, and as it is returned, for a further
-        step. rows int64 [R]: of these tokens alone."""
+        """hidden [T, H + n H], as output by the main model -> the same shape, the input of a
+        further MTP step. rows int64 [R]: of these tokens only."""
         inputs = self.inputs(next_token_ids, hidden[:, self.hidden_size :])
         _, streams = self.block(
             next_token_ids, inputs.unflatten(-1, (self.count, -1)), context, self.norm, rows

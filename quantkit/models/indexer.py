@@ -1,5 +1,4 @@
-"""The indexer of sparse attention (sparse.py): its tensors, and what a layer's tokens bring to the
-choice."""
+"""The indexer of sparse attention (sparse.py): its tensors, and the inputs of the selection."""
 
 from dataclasses import dataclass, replace
 
@@ -19,8 +18,8 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class IndexerSizes:
-    """topk: tokens that are chosen for each. centred: whether keys are normed with their mean taken
-    off, and a bias."""
+    """topk: tokens selected for each token. centred: keys use a LayerNorm with bias instead of an
+    RMSNorm."""
 
     heads: int
     head_dim: int
@@ -31,7 +30,7 @@ class IndexerSizes:
 def indexer_parameters(
     sizes: IndexerSizes, prefix: str, hidden: int, q_lora: int, layer: int, *, mtp: bool = False
 ) -> list[Parameter]:
-    """Every tensor of one layer's indexer at `prefix`. Every rank holds it whole."""
+    """Every tensor of one layer's indexer at `prefix`, replicated on every rank."""
 
     def row(name: str, *shape: int, role: str) -> Parameter:
         return Parameter(f"{prefix}.{name}", shape, role, layer=layer, mtp=mtp, block="attention")  # type: ignore[arg-type]
@@ -46,31 +45,29 @@ def indexer_parameters(
 
 
 def with_indexer(groups: list[ScaleGroup], prefix: str) -> list[ScaleGroup]:
-    """The groups of a layer of latent attention, its norm's and the queries' latent's first, with
-    the indexer's linears as readers."""
+    """The scale groups of a layer of latent attention, its norm's and the queries' latent's first,
+    with the indexer's linears added as consumers."""
     first, queries, *others = groups
     first = replace(first, consumers=(*first.consumers, f"{prefix}.wk", f"{prefix}.weights_proj"))
     return [first, replace(queries, consumers=(*queries.consumers, f"{prefix}.wq_b")), *others]
 
 
 class Indexer:
-    """rope: how its queries and keys are turned, in their first channels."""
+    """rope: rotates the first channels of queries and keys."""
 
     def __init__(
         self, sizes: IndexerSizes, layer: int, prefix: str, rope: Rope, weights: Weights
     ) -> None:
         self.sizes, self.layer, self.rope = sizes, layer, rope
-        self.wq_b, self.wk = (
-            weights.dequantized(f"{prefix}.wq_b"),
-            weights.dequantized(f"{prefix}.wk"),
-        )
+        self.wq_b = weights.dequantized(f"{prefix}.wq_b")
+        self.wk = weights.dequantized(f"{prefix}.wk")
         self.gain = weights.tensor(f"{prefix}.k_norm.weight").float()
         self.shift = weights.tensor(f"{prefix}.k_norm.bias").float() if sizes.centred else None
         self.gate = weights.tensor(f"{prefix}.weights_proj.weight").float()
 
     def __call__(self, x: Tensor, q_a: Tensor, context: Context) -> None:
-        """Have the context choose. x [T, H]: the layer's normed input; q_a [T, q_lora]: the normed
-        low-rank queries."""
+        """Make the context select tokens. x [T, H]: the layer's normed input; q_a [T, q_lora]: the
+        normed low-rank queries."""
         heads, dim = self.sizes.heads, self.sizes.head_dim
         queries = F.linear(q_a, self.wq_b).unflatten(-1, (heads, dim))
         made = F.linear(x, self.wk).float()

@@ -1,9 +1,9 @@
-"""Latent attention that sees a part of the tokens: a window, or what an indexer selected, and
-learned tokens that all see.
+"""Latent attention over part of the tokens, a window or those selected by an indexer, and over
+learned tokens that all tokens see.
 
-Absorbed and in plain torch on every device: queries are brought to the latent's side, and cached
-latents are read as they are. Symbols: T tokens, S tokens that are read, n learned ones, L
-kv_lora_rank, R rotary channels, N and V channels of a head's keys and values.
+Absorbed form in plain torch on every device: queries are projected to the latent space, and cached
+latents are read directly. Symbols: T tokens, S tokens read, n learned tokens, L kv_lora_rank, R
+rotary channels, N and V channels of a head's keys and values.
 """
 
 from typing import NamedTuple
@@ -16,13 +16,13 @@ from torch import Tensor
 from quantkit.models.rope import Rope
 
 _SCORES = 1 << 24
-"""Scores, and gathered values, that are held at once."""
+"""Scores and gathered values held at once."""
 
 
 class LatentWindow(NamedTuple):
-    """What one layer's attention is over. kv_b [heads, N + V, L]; sinks [n, L + R]: learned latents
-    and keys that all tokens see, as they would be cached; topk: of a layer whose indexer selects so
-    many tokens, else 0; window: tokens that each sees, itself included, 0 for all."""
+    """One layer's parameters. kv_b [heads, N + V, L]; sinks [n, L + R]: learned latents and keys
+    that all tokens see, in cache layout; topk: number of tokens that the layer's indexer selects,
+    else 0; window: tokens that each sees, itself included, 0 for all."""
 
     kv_b: Tensor
     rope: Rope
@@ -33,17 +33,16 @@ class LatentWindow(NamedTuple):
 
 
 class VisibleTokens(NamedTuple):
-    """What T tokens read: slots int64 [S] of all of them or [T, S] of each, places in a cache whose
-    blocks lie one after the other;
-    mask bool [T, S]: which of these each sees."""
+    """Tokens read by T tokens: slots int64 [S] shared by all or [T, S] per token, in a cache with
+    consecutive blocks; mask bool [T, S]: which of them each token sees."""
 
     slots: Tensor
     mask: Tensor
 
 
 def window_mask(positions: Tensor, at: Tensor, window: int) -> Tensor:
-    """Which of the tokens at `at` int64 [S] or [T, S] those at positions [T] see, bool [T, S]: up
-    to themselves, and no more than `window` of them; 0 for all."""
+    """Which of the tokens at positions `at` int64 [S] or [T, S] are seen from positions [T], bool
+    [T, S]: up to themselves, and at most `window` of them; 0 for all."""
     distance = positions[:, None] - at
     seen = (distance >= 0) & (at >= 0)
     return seen & (distance < window) if window else seen
@@ -52,7 +51,7 @@ def window_mask(positions: Tensor, at: Tensor, window: int) -> Tensor:
 def attend_latent_window(
     q: Tensor, cache: Latents, seen: VisibleTokens, attention: LatentWindow
 ) -> Tensor:
-    """q [T, heads, N + R], its rotary part turned -> [T, heads, V]."""
+    """q [T, heads, N + R], its rotary part rotated -> [T, heads, V]."""
     flat, sinks, latent = by_slot(cache), attention.sinks.to(q.dtype), attention.kv_b.shape[2]
     nope = q.shape[2] - attention.rope.dim
     keys_up, values_up = attention.kv_b[:, :nope], attention.kv_b[:, nope:]

@@ -5,11 +5,11 @@ from typing import Any
 from quantkit.models import gqa
 from quantkit.models.config import refusal
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
-from quantkit.models.hf_fallback import GatesAndLengths
+from quantkit.models.hf_fallback import HfFallback
 from quantkit.models.sliding_window import read_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-FALLBACK = GatesAndLengths()
+FALLBACK = HfFallback()
 
 _DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
 """transformers' own, where config.json leaves them out; null there means as many as heads, and no

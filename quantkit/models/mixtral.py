@@ -6,12 +6,12 @@ from typing import Any
 from quantkit.models import gqa
 from quantkit.models.config import refusal
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
-from quantkit.models.hf_fallback import GatesAndLengths
+from quantkit.models.hf_fallback import HfFallback
 from quantkit.models.mlp import MixtureNames, MlpNames, read_routing
 from quantkit.models.sliding_window import read_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-FALLBACK = GatesAndLengths()
+FALLBACK = HfFallback()
 
 LINEARS = MlpNames("w1", "w3", "w2")
 MODULE = "block_sparse_moe"

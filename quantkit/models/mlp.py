@@ -1,5 +1,5 @@
-"""The feed-forward halves that the architectures share, a gated MLP and a mixture of them: table
-rows, scale groups, forward."""
+"""Gated MLPs and mixtures of experts, shared by the architectures: table rows, scale groups,
+forward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from quantkit.models.weights import Weights
 
 @dataclass(frozen=True)
 class MlpNames:
-    """What an architecture calls the three linears of a gated MLP."""
+    """An architecture's names of the three linears of a gated MLP."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -33,13 +33,13 @@ PROJ_NAMES = MlpNames()
 
 @dataclass(frozen=True)
 class MixtureNames:
-    """What an architecture calls the parts of a mixture of experts, below the mixture's own module;
-    None: it has no such part.
+    """An architecture's names of the parts of a mixture of experts, relative to the mixture's
+    module; None for a part that it lacks.
 
-    bias: of the router, which chooses and does not weigh; logit_bias: one that is part of its
-    logits. shared_gate: the linear [1, H] whose sigmoid the shared expert's output is multiplied
-    by. linears: of the experts, routed and shared. gating: what is between these;
-    expert_bias: whether the routed ones have biases.
+    bias: of the router, used for selection but not as a weight; logit_bias: added to the router's
+    logits. shared_gate: linear [1, H] whose sigmoid scales the shared expert's output. linears: of
+    the routed and shared experts. gating: their activation. expert_bias: whether routed experts
+    have biases.
     """
 
     router: str = "gate"
@@ -58,10 +58,10 @@ DEFAULT_MIXTURE = MixtureNames()
 def read_routing(
     config: dict[str, Any], count: Sequence[str], norm_topk_prob: bool, scoring_func: str
 ) -> Routing:
-    """How experts are chosen among all. count: keys of config.json for the number of experts, the
-    first that is there counts.
+    """How experts are routed. count: keys of config.json for the number of experts; the first one
+    present is used.
 
-    Raises QuantkitError where a number is missing, or more experts are chosen than there are.
+    Raises QuantkitError where a number is missing, or more experts are selected than exist.
     """
     key = next((key for key in count if key in config), count[0])
     experts = check_count(key, config.get(key), most=MOST_EXPERTS)
@@ -71,12 +71,13 @@ def read_routing(
 
 
 def check_groups(routing: Routing) -> None:
-    """Raise QuantkitError where experts cannot be chosen so: each of the groups that are kept has
-    its share of them."""
+    """Raise QuantkitError where the number of experts does not fit group-limited routing."""
     check_divides("n_group", "n_routed_experts", routing)
     check_at_most("topk_group", routing.topk_group, "n_group", routing.n_group)
     share = routing.n_routed_experts // routing.n_group
-    if routing.topk_group < routing.n_group and share < 2:  # a group is judged by its two best
+    if (
+        routing.topk_group < routing.n_group and share < 2
+    ):  # a group is scored by its two best experts
         raise refusal(
             "n_group",
             routing.n_group,
@@ -134,7 +135,8 @@ def mlp_parameters(
 
 
 def bias_of(linear: Parameter) -> Parameter:
-    """The bias of a linear: cut as its outputs are, and of a partial sum held by one rank alone."""
+    """The bias of a linear, split like its outputs; for a row-parallel linear only one rank adds
+    it."""
     return replace(
         linear, name=linear.bias, shape=linear.shape[:1], role="bias", fused=None, projection=None
     )
@@ -194,8 +196,8 @@ def moe_parameters(
 def mlp_scale_groups(
     prefix: str, norm: str, names: MlpNames = PROJ_NAMES, *, bias: bool = False
 ) -> list[ScaleGroup]:
-    """norm to gate and up, up to down: of an MLP that alone reads `norm`. A bias of up would have
-    to be scaled too: no such group then."""
+    """norm to gate and up, up to down, for an MLP that is the only reader of `norm`. A bias of up
+    would have to be scaled too: no up-down group then."""
     gate, up, _ = names.modules(prefix)
     groups = [ScaleGroup(f"{prefix}.gate_up", norm, True, (gate, up), gate)]
     return groups if bias else [*groups, up_down_group(prefix, names=names)]
@@ -204,8 +206,8 @@ def mlp_scale_groups(
 def moe_scale_groups(
     prefix: str, norm: str, experts: int, names: MixtureNames = DEFAULT_MIXTURE
 ) -> list[ScaleGroup]:
-    """norm to the router, the shared expert's and every routed expert's gate and up; up to down in
-    each expert whose gating allows it."""
+    """norm to the router and to gate and up of the shared and all routed experts; up to down in
+    each expert whose activation is linear in up."""
     shared = f"{prefix}.{names.shared}" if names.shared else None
     own = names.linears.modules(shared)[:2] if shared else ()
     gates = (f"{prefix}.{names.shared_gate}",) if names.shared_gate else ()
@@ -238,8 +240,7 @@ def up_down_group(
 
 
 class Mlp:
-    """down(SiLU(gate(x)) * up(x)), or with another gating, and a bias after each linear where
-    `bias` says so."""
+    """down(SiLU(gate(x)) * up(x)), or with another activation; with biases if `bias`."""
 
     def __init__(
         self,
@@ -270,10 +271,10 @@ def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class MoeMlp:
-    """A mixture of experts at `prefix`: routed ones, and a shared one where `names` has one.
+    """A mixture of experts at `prefix`: routed ones, and a shared one if `names` has it.
 
-    The shared expert is asked for by every token, with weight 1 where it has no gate of its own; it
-    is then run as the last of the routed ones where the weights allow it.
+    Every token uses the shared expert, with weight 1 if it has no gate; it is then run as an
+    additional routed expert where the weights support it.
     """
 
     def __init__(
@@ -311,18 +312,15 @@ class MoeMlp:
         return routed + self._shared_output(self.shared, x) if self.shared else routed
 
     def unsummed(self, x: Tensor) -> Tensor | UnsummedPairs:
-        """As the call; or what each token's experts make, where they leave the sum to whoever reads
-        it and nothing else is added."""
-        left_apart = getattr(self.experts, "unsummed", None)
-        return (
-            left_apart(x, *self.choose(x))
-            if left_apart is not None and self.shared is None
-            else self(x)
-        )
+        """As `__call__`, or each token's expert outputs unsummed, where the experts leave the sum
+        to the next operator and nothing else is added."""
+        unsummed = getattr(self.experts, "unsummed", None)
+        if unsummed is None or self.shared is not None:
+            return self(x)
+        return unsummed(x, *self.choose(x))
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token and what they weigh, [T, k] each, a joined shared expert
-        last."""
+        """Expert ids and weights of each token, [T, k] each, a joined shared expert last."""
         if self.logit_bias is not None:
             return route(F.linear(x.float(), self.router, self.logit_bias), self.bias, self.routing)
         return moe_gate(x, self.router, self.bias, self.routing)

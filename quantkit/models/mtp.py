@@ -1,5 +1,5 @@
-"""The layer that predicts one token further, as DeepSeek-V3 has it (arXiv 2412.19437, section 2.2)
-and others after it.
+"""The multi-token prediction layer of DeepSeek-V3 (arXiv 2412.19437, section 2.2) and its
+successors.
 
 Symbols: T tokens, H hidden_size.
 """
@@ -17,12 +17,12 @@ from quantkit.models.table import Parameter
 from quantkit.models.weights import LinearOp, Weights
 
 MtpReads = Literal["normed", "merged", "streams"]
-"""What an MTP layer reads of the main model: its hidden states behind the final norm or before it,
-or the streams that they are made of."""
+"""What an MTP layer reads of the main model: hidden states after the final norm or before it, or
+the residual streams."""
 
 
 FINAL_NORM = "shared_head.norm"
-"""What the norm behind an MTP layer's block is called, below the layer."""
+"""Name, within the layer, of the norm after an MTP layer's block."""
 
 
 class MtpStackConfig(decoder.StackConfig, Protocol):
@@ -31,7 +31,7 @@ class MtpStackConfig(decoder.StackConfig, Protocol):
 
 
 def mtp_layers(config: MtpStackConfig) -> range:
-    """Numbers of the MTP layers, which come after the others."""
+    """Numbers of the MTP layers, which follow the others."""
     return range(
         config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers
     )
@@ -40,8 +40,8 @@ def mtp_layers(config: MtpStackConfig) -> range:
 def mtp_parameters(
     hidden: int, vocab: int, layer: int, block: Iterable[Parameter]
 ) -> list[Parameter]:
-    """Every tensor of one MTP layer with an embedding and a head of its own. block: those of its
-    decoder layer."""
+    """Every tensor of one MTP layer with its own embedding and head. block: those of its decoder
+    layer."""
     p = f"model.layers.{layer}"
     return [
         Parameter(f"{p}.embed_tokens.weight", (vocab, hidden), "embedding", layer=layer, mtp=True),
@@ -87,7 +87,7 @@ class MtpLayer:
     """Whether embedding and head are the main model's."""
     reads: MtpReads = "normed"
     backend: str = "auto"
-    """As `decoder.Model` has it."""
+    """As in `decoder.Model`."""
 
     def __init__(self, config: MtpStackConfig, weights: Weights, index: int = 0) -> None:
         layer = config.num_hidden_layers + index
@@ -101,14 +101,12 @@ class MtpLayer:
         self.block: decoder.DecoderLayer = self.layer_class(config, layer, weights)
         self.norm = weights.tensor(f"{p}.{self.final_norm}.weight")
         if not self.shares_embedding:
-            self.embedding, self.head = (
-                weights.tensor(f"{p}.embed_tokens.weight"),
-                weights.linear(f"{p}.shared_head.head"),
-            )
+            self.embedding = weights.tensor(f"{p}.embed_tokens.weight")
+            self.head = weights.linear(f"{p}.shared_head.head")
 
     def follow(self, model: decoder.Model) -> None:
-        """Share embedding and head where they are the main model's. It reads the hidden states that
-        every model hands out."""
+        """Share the main model's embedding and head if they are shared. It reads hidden states that
+        every model outputs."""
         if self.shares_embedding:
             self.embedding, self.head = model.embedding, model.head
 
@@ -122,8 +120,8 @@ class MtpLayer:
     def __call__(
         self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None
     ) -> Tensor:
-        """-> hidden [T, H] after the final norm; also the `hidden` of a further MTP step. rows
-        int64 [R]: of these tokens alone."""
+        """-> hidden [T, H] after the final norm, also the input of a further MTP step. rows int64
+        [R]: of these tokens only."""
         inputs = self.inputs(next_token_ids, hidden)
         normed, _ = self.block(
             rms_norm(inputs, self.block.input_norm, self.eps), inputs, context, self.norm, rows

@@ -147,10 +147,8 @@ class Config(pangu_ultra_moe.Config):
 
     @property
     def recurrent(self) -> ShortConvolutions:
-        latents, values = (
-            self.q_lora_rank + self.kv_lora_rank,
-            self.num_attention_heads * self.v_head_dim,
-        )
+        latents = self.q_lora_rank + self.kv_lora_rank
+        values = self.num_attention_heads * self.v_head_dim
         return ShortConvolutions(
             self.router_sliding_window, latents, values, self.num_hidden_layers
         )
@@ -239,11 +237,9 @@ def parameters(config: Config) -> list[Parameter]:
 
 
 def _beside_attention(config: Config, layer: int) -> Iterator[Parameter]:
-    a, kernel, heads = (
-        f"model.layers.{layer}.self_attn",
-        config.router_sliding_window,
-        config.num_attention_heads * config.v_head_dim,
-    )
+    a = f"model.layers.{layer}.self_attn"
+    kernel = config.router_sliding_window
+    heads = config.num_attention_heads * config.v_head_dim
     channels = {
         "qa_conv": config.q_lora_rank,
         "compresskv_conv": config.kv_lora_rank,

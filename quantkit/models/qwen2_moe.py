@@ -6,13 +6,13 @@ from typing import Any
 from quantkit.models import gqa
 from quantkit.models.config import check_count, check_flag
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
-from quantkit.models.hf_fallback import GatesAndLengths
+from quantkit.models.hf_fallback import HfFallback
 from quantkit.models.mlp import MixtureNames, read_routing
 from quantkit.models.qwen3_moe import COUNT, dense_layers
 from quantkit.models.sliding_window import max_window_layers, read_switched_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-FALLBACK = GatesAndLengths()
+FALLBACK = HfFallback()
 
 
 class Config(gqa.Config):

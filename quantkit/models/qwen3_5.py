@@ -11,7 +11,7 @@ from typing import Any
 from quantkit.models import gqa
 from quantkit.models.config import check_flag, refusal
 from quantkit.models.gqa import MtpLayer
-from quantkit.models.hf_fallback import GatesAndLengths
+from quantkit.models.hf_fallback import HfFallback
 from quantkit.models.qwen3_next import DEFAULTS, TURNED, read_delta_net
 from quantkit.models.sliding_window import refuse_windows
 from quantkit.models.table import Parameter, ScaleGroup
@@ -19,7 +19,7 @@ from quantkit.models.text_submodel import RenamedWeights, rename_groups, rename_
 from quantkit.models.weights import Weights
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-FALLBACK = GatesAndLengths()
+FALLBACK = HfFallback()
 
 _ROPES = ("rope_scaling", "rope_parameters")
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
@@ -53,10 +53,8 @@ def read_decoder(text: dict[str, Any]) -> dict[str, Any]:
         if isinstance(text.get(key), dict):
             text[key] = {name: value for name, value in text[key].items() if name not in _OF_IMAGES}
     refuse_windows({key: value for key, value in text.items() if key != "layer_types"})
-    values, bias = (
-        gqa.read_config(text, partial_rotary_factor=TURNED),
-        check_flag(text, "attention_bias"),
-    )
+    values = gqa.read_config(text, partial_rotary_factor=TURNED)
+    bias = check_flag(text, "attention_bias")
     return {
         **values,
         "qk_norm": "head",

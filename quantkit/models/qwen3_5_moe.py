@@ -4,7 +4,7 @@ from typing import Any
 
 from quantkit.models import gqa
 from quantkit.models.config import check_count
-from quantkit.models.hf_fallback import GatesAndLengths
+from quantkit.models.hf_fallback import HfFallback
 from quantkit.models.mlp import MixtureNames, read_routing
 from quantkit.models.qwen3_5 import (
     DecoderLayer,
@@ -18,7 +18,7 @@ from quantkit.models.qwen3_5 import (
 from quantkit.models.qwen3_moe import COUNT
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-FALLBACK = GatesAndLengths()
+FALLBACK = HfFallback()
 
 
 class Config(gqa.Config):

@@ -5,12 +5,12 @@ from typing import Any
 from quantkit.models import gqa
 from quantkit.models.config import check_count, check_flag, refusal
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
-from quantkit.models.hf_fallback import GatesAndLengths
+from quantkit.models.hf_fallback import HfFallback
 from quantkit.models.mlp import read_routing
 from quantkit.models.sliding_window import read_switched_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-FALLBACK = GatesAndLengths()
+FALLBACK = HfFallback()
 
 COUNT = ("num_experts", "num_local_experts")
 """Either spelling of the number of experts."""

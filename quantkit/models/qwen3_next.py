@@ -11,13 +11,13 @@ from quantkit.models import gqa
 from quantkit.models.config import check_count, check_flag, refusal
 from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
-from quantkit.models.hf_fallback import GatesAndLengths
+from quantkit.models.hf_fallback import HfFallback
 from quantkit.models.mlp import MixtureNames, read_routing
 from quantkit.models.qwen3_moe import COUNT, dense_layers
 from quantkit.models.sliding_window import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-FALLBACK = GatesAndLengths()
+FALLBACK = HfFallback()
 
 DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2}
 _NET = {

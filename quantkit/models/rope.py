@@ -1,9 +1,9 @@
-"""Rotary position embedding: the frequencies and scales that transformers' modeling_rope_utils.py
-computes, by its names.
+"""Rotary position embedding: frequencies and scales with the names of transformers'
+modeling_rope_utils.py.
 
-default, linear, llama3 (Llama 3.1's wavelength bands) and yarn (arXiv 2309.00071, as DeepSeek uses
-it). A field of config.json that the kind does not have is refused by name, and so are kinds whose
-frequencies depend on the length of the text (dynamic, longrope): models with these are computed by
+Kinds: default, linear, llama3 (Llama 3.1's wavelength bands) and yarn (arXiv 2309.00071, as in
+DeepSeek). A field of config.json that does not belong to the kind is refused by name, and so are
+kinds whose frequencies depend on the text length (dynamic, longrope): such models are computed by
 transformers, where it has them.
 """
 
@@ -44,19 +44,17 @@ _OPTIONAL: dict[Kind, tuple[str, ...]] = {
     ),
 }
 _SMALLEST, _LARGEST = 1e-9, 1e15
-"""Of the numbers that describe an embedding, but for 0."""
+"""Range of nonzero numbers in the description of an embedding."""
 _SOURCE = "use the config.json that came with the model"
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Frequencies of a rotary embedding over `dim` channels, and what they do to the softmax scale.
+    """Frequencies of a rotary embedding over `dim` channels, and its effect on the softmax scale.
 
-    `interleaved` turns the pairs (x[2i], x[2i+1]), as DeepSeek does; else (x[i], x[i + dim/2]), as
-    Llama and its kin do.
-    attention_factor: YaRN's multiplier of cos and sin; None derives it from `factor` and the two
-    mscales.
-    truncate: YaRN's ramp starts and ends at whole channels.
+    interleaved: rotates the pairs (x[2i], x[2i+1]), as DeepSeek does; else (x[i], x[i + dim/2]), as
+    Llama does. attention_factor: YaRN's multiplier of cos and sin; None derives it from `factor`
+    and the two mscales. truncate: YaRN's ramp starts and ends at whole channels.
     """
 
     dim: int
@@ -87,9 +85,9 @@ class Rope:
         holds both.
 
         dim: channels of a head. default_theta: where config.json has none; None where the
-        architecture has no such default. partial: the share of these channels that is turned where
-        config.json has no partial_rotary_factor; None where the architecture turns all. Raises
-        QuantkitError naming a field that is missing, is no number, or is not computed.
+        architecture has no default. partial: the fraction of these channels that is rotated where
+        config.json has no partial_rotary_factor; None where the architecture rotates all. Raises
+        QuantkitError naming a field that is missing, is not a number, or is not computed.
         """
         scaling = _scaling(config)
         if partial is not None:
@@ -123,7 +121,7 @@ class Rope:
 
     @property
     def softmax_factor(self) -> float:
-        """Multiplier of head_dim ** -0.5: DeepSeek applies mscale_all_dim to q and k alike, hence
+        """Multiplier of head_dim ** -0.5: DeepSeek applies mscale_all_dim to q and k, hence
         squared."""
         return _mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
@@ -139,8 +137,8 @@ class Rope:
         return _mscale(self.factor, 1.0)
 
     def inverse_frequencies(self, device: torch.device | str = "cpu") -> Tensor:
-        """[dim / 2] float32. Scaling keeps high frequencies, divides low ones by `factor`, and goes
-        over linearly in between."""
+        """[dim / 2] float32. Scaling keeps high frequencies, divides low ones by `factor`, and
+        interpolates linearly in between."""
         exponent = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
         plain = self.theta**-exponent
         if self.kind == "default":
@@ -151,8 +149,8 @@ class Rope:
         return plain / self.factor * (1 - keep) + plain * keep
 
     def _yarn_share(self, device: torch.device | str) -> Tensor:
-        """How much of each plain frequency stays: a ramp over the channel index, between two
-        numbers of rotations."""
+        """Fraction of each original frequency that is kept: a ramp over the channel index, between
+        two numbers of rotations."""
         low, high = self._correction_dim(self.beta_fast), self._correction_dim(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -162,7 +160,7 @@ class Rope:
         return 1 - ramp.clamp(0, 1)
 
     def _llama3_share(self, plain: Tensor) -> Tensor:
-        """How much of each plain frequency stays: a ramp over the turns it makes within the
+        """Fraction of each original frequency that is kept: a ramp over its rotations within the
         original context."""
         turns = self.original_max_position * plain / (2 * math.pi)
         return (
@@ -194,8 +192,8 @@ _KEPT: dict[tuple[Rope, torch.device], Tensor] = {}
 
 
 def _kept_frequencies(rope: Rope, device: torch.device) -> Tensor:
-    """As `inverse_frequencies`, computed once: a decode step has 13 launches less. What is made
-    while a graph is captured has its values after a replay only, and is not kept."""
+    """As `inverse_frequencies`, cached: saves 13 launches per decode step. Frequencies computed
+    during graph capture only have their values after a replay, and are not cached."""
     kept = _KEPT.get((rope, device))
     if kept is None:
         with torch.inference_mode(False):  # calibration may need gradients of what is turned
@@ -210,8 +208,8 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The description of the rotary embedding; as in transformers, `rope_scaling` counts where both
-    spellings are there."""
+    """The description of the rotary embedding; as in transformers, `rope_scaling` takes
+    precedence."""
     named = next((name for name in ("rope_scaling", "rope_parameters") if config.get(name)), None)
     scaling = config[named] if named else {}
     if not isinstance(scaling, Mapping):
@@ -220,8 +218,8 @@ def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def length_kind(config: Mapping[str, Any]) -> str:
-    """The kind of a config.json's rotary embedding where its frequencies depend on the length of
-    the text; empty for any other."""
+    """The kind of a config.json's rotary embedding if its frequencies depend on the text length;
+    else empty."""
     scaling = next(
         (
             value
@@ -291,7 +289,7 @@ def _check_fields(scaling: Mapping[str, Any], kind: Kind) -> None:
 
 
 def _values(scaling: Mapping[str, Any], kind: Kind, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of Rope of a scaled kind."""
+    """Fields of Rope for a scaled kind."""
     _check_fields(scaling, kind)
     given = {
         key: scaling[key]
@@ -341,8 +339,8 @@ def _values(scaling: Mapping[str, Any], kind: Kind, config: Mapping[str, Any]) -
 
 
 def _number(key: str, value: Any, above: float | None = 0.0) -> float:
-    """A number of config.json, greater than `above`, and of a size that frequencies can be computed
-    with."""
+    """A number of config.json, greater than `above`, and in the range that frequencies can be
+    computed with."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if (
         not is_number

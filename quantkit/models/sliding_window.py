@@ -1,5 +1,5 @@
-"""Sliding windows: which layers of a decoder see only the tokens just before them, as config.json
-says it and transformers reads it."""
+"""Sliding windows: which layers of a decoder have one, as transformers reads it from
+config.json."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def refuse_windows(config: dict[str, Any]) -> None:
-    """Of an architecture without: raises QuantkitError where config.json has a window all the
-    same."""
+    """For an architecture without windows: raises QuantkitError where config.json has one."""
     if config.get("use_sliding_window"):
         raise QuantkitError(
             f"config.json has use_sliding_window = {config['use_sliding_window']!r}",
@@ -36,12 +35,12 @@ def refuse_windows(config: dict[str, Any]) -> None:
 def read_windows(
     config: dict[str, Any], num_layers: int, sliding: Callable[[int], bool]
 ) -> tuple[int, ...]:
-    """Of each layer how many tokens it sees, itself included, 0 for all; empty where all layers see
-    all.
+    """For each layer the number of tokens that a token sees, itself included, 0 for all; empty if
+    all layers have full attention.
 
-    sliding: which layers have a window where there is one and config.json has no layer_types.
-    Raises QuantkitError for kinds of attention that are neither full nor sliding, for a list of
-    another length, and for sliding layers without a window.
+    sliding: which layers have a window if one is set and config.json has no layer_types. Raises
+    QuantkitError for kinds of attention that are neither full nor sliding, for a list of another
+    length, and for sliding layers without a window.
     """
     window = config.get("sliding_window")
     if window is not None:
@@ -71,8 +70,8 @@ def read_windows(
 def read_switched_windows(
     config: dict[str, Any], num_layers: int, sliding: Callable[[int], bool]
 ) -> tuple[int, ...]:
-    """As `read_windows`, for architectures whose window counts only with use_sliding_window, as
-    Qwen's do."""
+    """As `read_windows`, for architectures whose window is only active with use_sliding_window,
+    such as Qwen."""
     on = config.get("use_sliding_window")
     if on not in (None, False, True):
         raise refusal("use_sliding_window", on, "true or false")
@@ -80,7 +79,7 @@ def read_switched_windows(
 
 
 def read_qwen_windows(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Of dense Qwens: the layers from max_window_layers on."""
+    """Windows of dense Qwen models: in the layers from max_window_layers on."""
     first = max_window_layers(config)
     return read_switched_windows(config, num_layers, lambda layer: layer >= first)
 

@@ -8,11 +8,11 @@ from quantkit.models.config import check_count, check_flag, refusal
 from quantkit.models.deepseek_v3 import MIXTURE
 from quantkit.models.glm4_moe import read_grouped_routing
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
-from quantkit.models.hf_fallback import GatesAndLengths
+from quantkit.models.hf_fallback import HfFallback
 from quantkit.models.sliding_window import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-FALLBACK = GatesAndLengths()
+FALLBACK = HfFallback()
 
 _THETA, _TURNED = 1e6, 1.0
 """transformers' own, where config.json leaves them out."""

@@ -1,9 +1,9 @@
-"""Sparse attention as DeepSeek-V3.2 has it (its paper, section 2.1): an indexer (indexer.py) scores
-the tokens before a token, and latent attention reads those that score highest.
+"""Sparse attention of DeepSeek-V3.2 (section 2.1 of its paper): an indexer (indexer.py) scores the
+tokens before a token, and latent attention reads those with the highest scores.
 
 score(t, s) = sum over the indexer's heads h of w[t, h] relu(q[t, h] . k[s]), in float32, in plain
-torch on every device. What is chosen is gathered and read by the operators of latent attention that
-read a cache. Symbols: T tokens, S tokens seen, D index_head_dim.
+torch on every device. The selected tokens are gathered and read by the operators of latent
+attention over a cache. Symbols: T tokens, S tokens seen, D index_head_dim.
 """
 
 from typing import NamedTuple
@@ -18,16 +18,16 @@ from torch.nn import functional as F
 from quantkit.models.latent_window import VisibleTokens
 
 _FIRST_OF_EQUALS = 1e-30
-"""Taken off a score of 0 for each place before it: less than any product is."""
+"""Subtracted from a score of 0 for each position before it: less than any product."""
 _SCORES = 1 << 25
-"""Products of heads and keys that are held at once, float32."""
+"""Products of heads and keys held at once, float32."""
 _GATHERED = 1 << 17
-"""Cached tokens that are gathered at once, over all rows."""
+"""Cached tokens gathered at once, over all rows."""
 
 
 class IndexerInputs(NamedTuple):
-    """What a layer's tokens bring to the choice. queries [T, heads, D] and keys [T, D], turned;
-    weights float32 [T, heads], every constant factor in them."""
+    """Inputs of the selection. queries [T, heads, D] and keys [T, D], rotated; weights float32 [T,
+    heads], including every constant factor."""
 
     queries: Tensor
     keys: Tensor
@@ -35,15 +35,15 @@ class IndexerInputs(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """What each of T tokens attends to. slots int64 [T, k]: places in a cache whose blocks lie one
-    after the other; counts int32 [T]: how many of them count, the first ones."""
+    """The tokens that each of T tokens attends to. slots int64 [T, k]: slots in a cache with
+    consecutive blocks; counts int32 [T]: how many of them are valid, from the first on."""
 
     slots: Tensor
     counts: Tensor
 
     @property
     def visible(self) -> VisibleTokens:
-        """The same, as attention beside learned tokens reads it."""
+        """The same, for attention with learned tokens."""
         return VisibleTokens(
             self.slots,
             torch.arange(self.slots.shape[1], device=self.slots.device) < self.counts[:, None],
@@ -59,12 +59,12 @@ def select_topk(
     *,
     in_order: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The positions of the tokens with the largest scores among 0 .. each token's own, int64 [T,
-    k], the largest first, and how many each has, int32 [T]; k is `topk`, or S where that is less.
+    """Positions of the tokens with the highest scores among 0 .. each token's own, int64 [T, k],
+    highest first, and the number of valid ones int32 [T]; k is `topk`, or S if that is less.
 
-    keys: of one sequence [S, D]; with a table [T, n] the blocks [num_blocks, size, D] of many, a
-    row of it for each token, S = n size.
-    in_order: as in `topk_columns`.
+    keys: of one sequence [S, D]; with a table [T, n] the blocks [num_blocks, size, D] of many
+    sequences, a row of it for each token, S = n size. in_order: break ties by position
+    (`topk_columns`).
     """
     seen = len(keys) if table is None else table.shape[1] * keys.shape[1]
     found, count = [], min(topk, seen)
@@ -84,13 +84,13 @@ def select_topk(
 
 
 def topk_columns(scores: Tensor, hidden: Tensor, count: int, order: Tensor | None) -> Tensor:
-    """Columns of the `count` largest scores of each row, the largest first: scores float32 [T, S],
-    hidden bool [T, S] where they do not count -> int64 [T, count].
+    """Columns of the `count` highest scores of each row, highest first: scores float32 [T, S],
+    hidden bool [T, S] masks columns -> int64 [T, count].
 
-    Where all of an indexer's products are below 0, as in one of 2^heads of random ones, a score is
-    exactly 0. order [S] or [T, S]: of such columns the first are taken. None leaves it to torch,
-    and with it a whole text has what transformers chooses; but torch's choice among equals depends
-    on S, and so on how a text is cut and on who is computed beside it.
+    A score is exactly 0 where all of an indexer's products are negative, as in one of 2^heads
+    random cases. order [S] or [T, S]: among equal zeros the first columns are taken. None leaves
+    ties to torch, which matches transformers on a whole text; but torch's choice depends on S, and
+    so on chunking and batching.
     """
     if order is not None:
         scores = torch.where(scores == 0, order.float() * -_FIRST_OF_EQUALS, scores)
@@ -98,8 +98,7 @@ def topk_columns(scores: Tensor, hidden: Tensor, count: int, order: Tensor | Non
 
 
 def concat_selected(parts: list[tuple[Tensor, Tensor]]) -> Selected:
-    """What was chosen for the tokens of several sequences, one after the other: slots [T, k] and
-    counts [T] of each."""
+    """Selections of several sequences concatenated: slots [T, k] and counts [T] of each."""
     width = max(slots.shape[1] for slots, _ in parts)
     slots = torch.cat([F.pad(slots, (0, width - slots.shape[1])) for slots, _ in parts])
     return Selected(slots, torch.cat([counts for _, counts in parts]))
@@ -108,8 +107,8 @@ def concat_selected(parts: list[tuple[Tensor, Tensor]]) -> Selected:
 def attend_selected(
     q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, selected: Selected, scale: float
 ) -> Tensor:
-    """As `mla_decode`, each token over the cached latents that were chosen for it: q [T, heads, N +
-    R] -> [T, heads, V]."""
+    """As `mla_decode`, each token over the cached latents selected for it: q [T, heads, N + R] ->
+    [T, heads, V]."""
     size = parts_of(cache)[0].shape[1]
     blocks = -(-selected.slots.shape[1] // size)
     slots = F.pad(selected.slots, (0, blocks * size - selected.slots.shape[1]))
@@ -127,7 +126,7 @@ def attend_selected(
 
 
 def _gathered(cache: Latents, slots: Tensor, size: int) -> Latents:
-    """The tokens at `slots` [rows, k] as a cache of blocks of `size`."""
+    """The tokens at `slots` [rows, k] as a cache with blocks of `size`."""
     flat = by_slot(cache)
     picked = [part[slots].flatten(0, 1).unflatten(0, (-1, size)) for part in parts_of(flat)]
     if isinstance(cache, Tensor):

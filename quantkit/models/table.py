@@ -1,4 +1,5 @@
-"""Which rows of what makes values the columns of o_proj read, where they are not one by one."""
+"""The table of a model's parameters: names, shapes and roles of all tensors, and the scales that
+can be folded between them."""
 
 import re
 from collections.abc import Container, Iterable
@@ -11,9 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ValueHeads:
-    """How the rows of what makes values lie over the columns of o: `heads` heads of `width` values,
-    each read by `readers` query heads in a row; of each head's rows in the producer, `before` come
-    first that make something else."""
+    """How the producer's rows map to the columns of o_proj, where not one to one: `heads` value
+    heads of `width` values, each read by `readers` adjacent query heads; in the producer, `before`
+    rows of each head come first that compute something else."""
 
     heads: int
     readers: int
@@ -22,18 +23,18 @@ class ValueHeads:
 
     @property
     def columns(self) -> int:
-        """Of o."""
+        """Columns of o_proj."""
         return self.heads * self.readers * self.width
 
     def tie(self, scale: Tensor) -> Tensor:
-        """Scales [..., K] of o's columns -> the nearest (geometric means) that are the same for all
-        that read one value, of mean 1."""
+        """Scales [..., K] of o_proj's columns -> the nearest scales (geometric means) that are
+        equal for all columns that read one value, with mean 1."""
         logs = scale.log().unflatten(-1, (self.heads, self.readers, self.width))
         logs = (logs - logs.mean((-3, -2, -1), keepdim=True)).mean(-2, keepdim=True)
         return logs.exp().expand(*logs.shape[:-2], self.readers, self.width).flatten(-3)
 
     def producer_scales(self, scale: Tensor) -> Tensor:
-        """By what the producer's rows [N] are divided, for such a scale [K]."""
+        """Divisors of the producer's rows [N] for such scales [K]."""
         values = scale.view(self.heads, self.readers, self.width)[:, 0]
         return torch.cat([values.new_ones(self.heads, self.before), values], dim=1).flatten()
 
@@ -55,50 +56,42 @@ Role = Literal[
     "mtp_proj",
     "copied",
 ]
-"""linear: may be quantized. router_table: ids of the experts of each token id. kv_b: MLA's latent
-up-projection, absorbed at decode and
-kept in 16 bits. indexer: a linear of sparse attention's, kept in 16 bits; indexer_gate: what weighs
-its heads, in float32. state: of a
-recurrence, in float32. streams: of hyper-connections, in float32. copied: of another model beside
-the one that is computed. The rest is never quantized."""
+"""linear: may be quantized. kv_b: MLA's latent up-projection, absorbed at decode and kept in 16
+bits. router_table: expert ids of each token id. indexer: a linear of sparse attention, kept in 16
+bits; indexer_gate: weights of its heads, in float32. state: of a recurrence, in float32. streams:
+of hyper-connections, in float32. copied: of another model in the checkpoint, not computed. All
+others are never quantized."""
 
 Split = Literal["replicate", "column", "row", "gathered"]
-"""Tensor parallel: column cuts N, row cuts K (outputs are partial sums), gathered cuts N where that
-divides, and every rank gets all outputs."""
+"""Tensor parallelism: column splits N, row splits K (outputs are partial sums), gathered splits N
+where the ranks divide it, and every rank gets all outputs."""
 
 
 Block = Literal["attention", "mlp", "router", "shared_expert", "expert"]
-"""What of a decoder layer a tensor is part of. The norms between blocks, and tensors outside the
-layers, are part of none."""
+"""The part of a decoder layer that a tensor belongs to. Norms between blocks, and tensors outside
+the layers, have none."""
 
 Projection = Literal["q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b", "gate", "up", "down"]
-"""What a linear computes, whatever its name: of grouped-query attention, of latent attention (q_a
-and kv_a down, q_b and kv_b up again), of a gated MLP, down(SiLU(gate(x)) * up(x))."""
+"""What a linear computes, whatever its name: in grouped-query attention, in latent attention (q_a
+and kv_a down, q_b and kv_b up), in a gated MLP, down(SiLU(gate(x)) * up(x))."""
 
 MLA_PROLOG_PROJECTIONS: tuple[Projection, ...] = ("q_a", "q_b", "kv_a")
-"""Linears of latent attention that come before it, and that an engine may compute in one operator
-with norms, rotation and cache."""
+"""Linears before latent attention, which an engine may fuse with norms, rotation and cache."""
 
 
 @dataclass(frozen=True)
 class Parameter:
     """One tensor of the unquantized model.
 
-    `fused` names the engine's fused module for siblings that must share type and FP4 global scale
-    (gate and up, q_a and kv_a).
-    `other_name` is a second spelling under which checkpoints hold the tensor (`resolve` picks);
-    `optional` ones may be absent.
-    `layer` is None outside the decoder stack; the MTP layer has layer >= num_hidden_layers and
-    `mtp` set.
-    `expert` is the number of a routed expert, whose three linears have block "expert".
-    `segments`: rows that lie one after the other, each of which is cut by itself where ranks cut
-    columns.
-    `key_heads`: of keys and values, the heads that they are of. A head is not cut: where there are
-    more ranks, several hold the same one.
-    `gain_offset` is what a norm adds to its stored gain before it multiplies by it: 1 in Gemma's.
-    `after_experts`: of what a layer's experts make together, before it joins the residual stream:
-    a norm, a hyper-connection.
-    `parallel_to_experts`: of a linear whose output is read there, too, beside what the experts make.
+    fused: the engine's fused module for siblings that must share type and FP4 global scale (gate
+    and up, q_a and kv_a). other_name: a second spelling in checkpoints (`resolve` picks). optional:
+    may be absent. layer: None outside the decoder stack; MTP layers have layer >= num_hidden_layers
+    and `mtp` set. expert: number of a routed expert, whose three linears have block "expert".
+    segments: consecutive groups of rows, each of which is split by itself in column parallelism.
+    key_heads: for keys and values, their number of heads; a head is not split, and is replicated
+    where there are more ranks. gain_offset: added to a norm's stored gain; 1 in Gemma.
+    after_experts: a norm or hyper-connection applied to the experts' sum before it joins the
+    residual stream. parallel_to_experts: a linear whose output is read there, too.
     """
 
     name: str
@@ -121,16 +114,16 @@ class Parameter:
 
     @property
     def module(self) -> str:
-        """The tensor's name without `.weight`: what formats and engines call the module."""
+        """The tensor's name without `.weight`: the module name in formats and engines."""
         return self.name.removesuffix(".weight")
 
     @property
     def bias(self) -> str:
-        """The name that the bias of this linear has, if it has one."""
+        """The name of this linear's bias, if it has one."""
         return f"{self.module}.bias"
 
     def tp_shards(self, ranks: int) -> int:
-        """Different parts that `ranks` tensor-parallel ranks hold the tensor in."""
+        """Number of different parts that `ranks` tensor-parallel ranks hold."""
         return 1 if self.split == "replicate" else min(ranks, self.key_heads or ranks)
 
     @property
@@ -142,29 +135,27 @@ class Parameter:
 
     @property
     def part(self) -> str:
-        """The part of the model that it belongs to, as reports tell sizes by."""
+        """The part of the model under which reports count its size."""
         if self.mtp:
             return "mtp layer"
         if self.block is not None:
             return {"attention": "attention", "expert": "routed experts"}.get(self.block, "mlp")
         if self.role == "copied":
-            return "beside the text model"
+            return "outside the text model"
         return "embeddings and head" if self.role in ("embedding", "head") else "norms"
 
 
 @dataclass(frozen=True)
 class ScaleGroup:
-    """Per-channel scales s that can move between a producer and everything that reads it, without
-    changing the model.
+    """Per-channel scales s that can be moved between a producer and everything that reads its
+    output, without changing the model.
 
-    The producer (a norm's gain, or the output rows of a linear) is divided by s; the columns of
+    The producer (a norm's gain, or the output rows of a linear) is divided by s, and the columns of
     every consumer are multiplied by s. Every reader of the producer's output is listed, quantized
-    or not: leaving one out changes the function.
-    `observe` is the module whose input is the scaled activation. `expert` is set where producer and
-    consumer belong to one expert;
-    `reaches_experts` where the routed experts are among the consumers. `biased`: the producer's
-    bias, `producer`.bias, is divided too.
-    `heads`: where o's columns are not the producer's rows one by one.
+    or not: leaving one out changes the function. observe: the module whose input is the scaled
+    activation. expert: set where producer and consumer belong to one expert. reaches_experts: the
+    routed experts are among the consumers. biased: the producer's bias, `producer`.bias, is divided
+    too. heads: set where o_proj's columns are not the producer's rows one by one.
     """
 
     name: str
@@ -180,8 +171,8 @@ class ScaleGroup:
 
 @dataclass(frozen=True)
 class GatedMlp:
-    """The rows of one gated MLP, routed expert or shared: gate and up [I, H], down [H, I]; the
-    names of their biases, if they have some."""
+    """The rows of one gated MLP, routed or shared expert: gate and up [I, H], down [H, I]; and the
+    names of their biases, if any."""
 
     gate: Parameter
     up: Parameter
@@ -207,8 +198,7 @@ class GatedMlp:
 
 
 def routed_experts(rows: Iterable[Parameter], layer: int) -> dict[int, GatedMlp]:
-    """The routed experts of one layer by number, in the order of the table; empty for a layer
-    without."""
+    """The routed experts of one layer by number, in table order; empty for a dense layer."""
     experts: dict[int, list[Parameter]] = {}
     for row in rows:
         if row.layer == layer and row.expert is not None:
@@ -217,8 +207,8 @@ def routed_experts(rows: Iterable[Parameter], layer: int) -> dict[int, GatedMlp]
 
 
 def resolve(rows: list[Parameter], names: Container[str]) -> list[Parameter]:
-    """The rows as a checkpoint with these tensor names spells them; optional rows it lacks are left
-    out."""
+    """The rows as a checkpoint with these tensor names spells them, without the optional ones that
+    it lacks."""
     resolved = []
     for row in rows:
         if row.other_name is not None and row.name not in names and row.other_name in names:

@@ -1,10 +1,10 @@
 """Parameters of a model whose architecture quantkit does not know: enough to round it without
 calibration.
 
-What a linear is, transformers' modules tell (module_tree.py); it can be quantized where 32 divides
-its inputs and 8 its outputs. Where there is no such tree, a weight is taken for one where 128
-divides its inputs, unless a part of its name says that it is an embedding, a head, a router or a
-norm. Everything else is copied. No scale can be folded, for nobody says what reads what.
+Linears are found by transformers' modules (module_tree.py); one can be quantized if 32 divides its
+inputs and 8 its outputs. Without a module tree, a weight counts as a linear if 128 divides its
+inputs and no part of its name suggests an embedding, a head, a router or a norm. Everything else is
+copied. No scale can be folded, because the dataflow is unknown.
 """
 
 import re
@@ -19,13 +19,13 @@ _NOT_LINEAR = re.compile(
 _LAYER = re.compile(r"\b(?:layers|h|blocks|block|layer)\.(\d+)\.")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 _ROW = re.compile(r"\b(?:down_proj|o_proj|w2)$")
-"""Linears that engines cut along their inputs."""
+"""Linears that engines split along their inputs."""
 _BLOCKS: dict[Block, re.Pattern[str]] = {
     "shared_expert": re.compile(r"\bshared_experts?\."),
     "attention": re.compile(r"\bself_attn\."),
     "mlp": re.compile(r"\bmlp\."),
 }
-"""The first that is found in a name."""
+"""The first pattern found in a name decides."""
 
 
 @dataclass(frozen=True)
@@ -36,26 +36,26 @@ class Config:
 def parameters(
     shapes: Mapping[str, tuple[int, ...]], linears: Collection[str] | None = None
 ) -> list[Parameter]:
-    """shapes: tensor name -> logical shape, of every tensor but the scales of packed ones. linears:
-    the names of those that are; None where only names tell."""
+    """shapes: tensor name -> logical shape, of every tensor except the scales of packed ones.
+    linears: names of the linears; None to decide by name."""
     return [_parameter(name, shape, linears) for name, shape in shapes.items()]
 
 
 def fits(shape: tuple[int, ...]) -> bool:
-    """Whether a linear can be quantized, by its shape: 32 is the smallest group that engines have
-    kernels for."""
+    """Whether a linear of this shape can be quantized: 32 is the smallest group size that engines
+    support."""
     return len(shape) == 2 and shape[1] % 32 == 0 and shape[0] % 8 == 0
 
 
 def role(module: str) -> Role:
-    """What a quantized linear is: all but latent attention's up-projection, which is absorbed at
-    decoding, may stay quantized."""
+    """Role of a quantized linear: all may stay quantized except latent attention's up-projection,
+    which is absorbed at decode."""
     return "kv_b" if module.endswith("kv_b_proj") else "linear"
 
 
 def has_linear_suffix(name: str) -> bool:
-    """Whether engines take an unquantized tensor for a linear: the linears of a decoder layer end
-    in _proj; eh_proj is a plain one in every engine."""
+    """Whether engines treat an unquantized tensor of this name as a linear: linears of a decoder
+    layer end in _proj; eh_proj is unquantized in every engine."""
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not name.endswith(
         "eh_proj.weight"
     )

@@ -1,5 +1,5 @@
-"""A text model that stands inside another, under names of its own: its rows, scale groups and
-weights, renamed."""
+"""A text model inside a multimodal one: its rows, scale groups and weights under the outer
+names."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -12,7 +12,7 @@ from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp, Weights
 
 Rename = Callable[[str], str]
-"""The name of a tensor or module of the text model -> the one that it has in the checkpoint."""
+"""Name of a tensor or module in the text model -> name in the checkpoint."""
 
 
 def rename_rows(rows: Iterable[Parameter], rename: Rename) -> list[Parameter]:
@@ -36,7 +36,7 @@ def rename_groups(groups: Iterable[ScaleGroup], rename: Rename) -> list[ScaleGro
 
 
 class RenamedWeights:
-    """The weights of the text model by the names that it has alone."""
+    """Weights that the text model accesses by its own names."""
 
     def __init__(self, weights: Weights, rename: Rename) -> None:
         self.weights, self.rename = weights, rename

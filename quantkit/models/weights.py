@@ -1,7 +1,7 @@
-"""What a model's forward asks of whoever holds its weights.
+"""The interface through which a model's forward accesses its weights.
 
-The executor answers with prepared kernels, calibration with observed full-precision linears and
-experts streamed one at a time. So one forward serves both, and no forward knows about files,
+The executor implements it with prepared kernels, calibration with observed full-precision linears
+and experts streamed one at a time. So one forward serves both, and no forward knows about files,
 schemes or devices.
 """
 
@@ -22,8 +22,8 @@ chosen experts [T, H] in x's dtype."""
 
 
 class PrologOp(Protocol):
-    """Latent attention of a decode step from the layer's normed input on, and its first linears for
-    passes that want keys and values."""
+    """Latent attention of a decode step from the layer's normed input on as one operator, and its
+    first linears for passes that need keys and values."""
 
     def __call__(self, x: Tensor, *where: Any, **how: Any) -> Tensor:
         """As `quantkit_kernels.MlaProlog`."""
@@ -35,19 +35,18 @@ class PrologOp(Protocol):
 
 class Weights(Protocol):
     def tensor(self, name: str) -> Tensor:
-        """A tensor used as it is (norm gain, bias, embedding, router) in the compute dtype; router
+        """A tensor used directly (norm gain, bias, embedding, router) in the compute dtype; router
         tensors in float32."""
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds the tensor: for parts a model may lack, such as a router
-        bias."""
+        """Whether the checkpoint holds the tensor, for optional parts such as a router bias."""
 
     def linear(self, module: str) -> LinearOp:
-        """The linear called `module`. Under tensor parallelism: this rank's share."""
+        """The linear called `module`; under tensor parallelism this rank's shard."""
 
     def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
-        """Linears that read the same input, as one operator; outputs are concatenated in the order
-        given."""
+        """Linears with the same input as one operator; outputs are concatenated in the given
+        order."""
 
     def mla_prolog(
         self,
@@ -58,13 +57,13 @@ class Weights(Protocol):
         rope: Rope,
     ) -> PrologOp | None:
         """The linears q_a, q_b and kv_a of one latent attention as one operator of a decode step;
-        None where there is none for them.
+        None where there is no such operator.
 
         kv_b [heads, nope + v, kv_lora]; gains of the norms after q_a and of the latent.
         """
 
     def dequantized(self, module: str) -> Tensor:
-        """The weight [N, K] of a linear in the compute dtype, decoded if it is packed."""
+        """The weight [N, K] of a linear in the compute dtype, dequantized."""
 
     def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
         """The routed experts `prefix`.0 .. `prefix`.{num_experts-1}: gated MLPs, whose linears and
@@ -72,7 +71,7 @@ class Weights(Protocol):
 
     def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
         """As `experts`, with the shared expert `shared` as number `num_experts`; None where they
-        are better run apart."""
+        are better run separately."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of the ranks' partial outputs; x itself on one device."""
@@ -80,5 +79,5 @@ class Weights(Protocol):
     def add_rms_norm(
         self, x: Tensor | UnsummedPairs, residual: Tensor, gain: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`. x: what experts of these weights may
-        leave unsummed, too."""
+        """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`; x may be unsummed outputs of these
+        experts."""

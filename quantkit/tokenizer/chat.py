@@ -72,14 +72,10 @@ class ChatTokenizer:
         self.file = tokenizer_file(path)
         self.tokenizer, self.settings = read_tokenizer(path, _read_settings(path))
         self.special_tokens = _special_tokens(path / "tokenizer_config.json", self.settings)
-        self.bos, self.eos = (
-            self.special_tokens.get("bos_token"),
-            self.special_tokens.get("eos_token"),
-        )
-        config, generation = (
-            _merge_text_config(_read_optional(path / "config.json")),
-            _read_optional(path / "generation_config.json"),
-        )
+        self.bos = self.special_tokens.get("bos_token")
+        self.eos = self.special_tokens.get("eos_token")
+        config = _merge_text_config(_read_optional(path / "config.json"))
+        generation = _read_optional(path / "generation_config.json")
         vocab_size = config.get("vocab_size")
         self.vocab_size: int | None = vocab_size if type(vocab_size) is int else None
         self.eos_ids = self._find_eos(

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from quantkit.common.errors import QuantkitError
 from quantkit.models import hyper_connections, mtp
-from quantkit.models.architecture import CompressedCache, ConfigDefaults
+from quantkit.models.architecture import CompressedCache, ModelConfig
 from quantkit.models.compressed_attention import (
     CompressedAttention,
     CompressedInputs,
@@ -60,7 +60,7 @@ _LINEARS = MlpNames("w1", "w3", "w2")
 
 
 @dataclass(frozen=True)
-class Config(ConfigDefaults):
+class Config(ModelConfig):
     """Fields as config.json names them. kinds: of attention, by layer, the MTP layers' too; rates:
     tokens of an entry, by kind; hashed: layers whose experts a token's id chooses; ropes: of layers
     with a window alone, and of the others."""
@@ -270,11 +270,9 @@ def _compressor_parameters(
 
 
 def _expert_parameters(config: Config, layer: int) -> list[Parameter]:
-    width, experts, names = (
-        config.moe_intermediate_size,
-        config.n_routed_experts,
-        config.names_of(layer),
-    )
+    width = config.moe_intermediate_size
+    experts = config.n_routed_experts
+    names = config.names_of(layer)
     prefix = f"{config.prefix(layer)}.ffn"
     router, *others = moe_parameters(
         prefix, config.hidden_size, width, layer, experts, shared_width=width, names=names
@@ -327,11 +325,9 @@ class Attention:
         rate, selects = config.entry_rates[layer]
         self.config, self.layer, self.selects = config, layer, selects
         self.rope = config.ropes[1 if rate else 0]
-        self.qkv_a, self.q_b, self.o_b = (
-            weights.fused_linear((f"{a}.wq_a", f"{a}.wkv")),
-            weights.linear(f"{a}.wq_b"),
-            weights.linear(f"{a}.wo_b"),
-        )
+        self.qkv_a = weights.fused_linear((f"{a}.wq_a", f"{a}.wkv"))
+        self.q_b = weights.linear(f"{a}.wq_b")
+        self.o_b = weights.linear(f"{a}.wo_b")
         self.gains = weights.tensor(f"{a}.q_norm.weight"), weights.tensor(f"{a}.kv_norm.weight")
         self.o_a = weights.dequantized(f"{a}.wo_a")
         sinks = weights.tensor(f"{a}.attn_sink").float()
@@ -355,10 +351,8 @@ class Attention:
         )
 
     def _pooling(self, prefix: str, rate: int, weights: Weights) -> Pooling:
-        bias, gain = (
-            weights.tensor(f"{prefix}.ape").float(),
-            weights.tensor(f"{prefix}.norm.weight"),
-        )
+        bias = weights.tensor(f"{prefix}.ape").float()
+        gain = weights.tensor(f"{prefix}.norm.weight")
         return Pooling(rate, self.selects, bias, gain, self.config.rms_norm_eps, self.rope)
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
@@ -428,11 +422,9 @@ class DecoderLayer(hyper_connections.HyperConnectionLayer):
     mlp: MixtureV4
 
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
-        p, attention, mixture = (
-            config.prefix(layer),
-            Attention(config, layer, weights),
-            MixtureV4(config, layer, weights),
-        )
+        p = config.prefix(layer)
+        attention = Attention(config, layer, weights)
+        mixture = MixtureV4(config, layer, weights)
         names = hyper_connections.LayerNames("hc_attn", "hc_ffn", "attn_norm", "ffn_norm")
         super().__init__(p, config.streams, weights, attention, mixture, names)
 

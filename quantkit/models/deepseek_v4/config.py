@@ -19,11 +19,9 @@ from quantkit.models.config import (
 )
 from quantkit.models.rope import Rope
 
-WINDOW, COMPRESSED, HEAVY = (
-    "sliding_attention",
-    "compressed_sparse_attention",
-    "heavily_compressed_attention",
-)
+WINDOW = "sliding_attention"
+COMPRESSED = "compressed_sparse_attention"
+HEAVY = "heavily_compressed_attention"
 _BY_RATIO = {0: WINDOW, 4: COMPRESSED, 128: HEAVY}
 """The release lists tokens of an entry."""
 _HASHED, _ROUTED = "hash_moe", "moe"
@@ -192,10 +190,8 @@ def read_ropes(config: dict[str, Any], head_dim: int) -> tuple[Rope, Rope]:
             _or(config.get(name), own)
             for name, own in zip(("rope_theta", "compress_rope_theta"), _THETAS)
         ]
-        sides, shares = (
-            [{"rope_theta": thetas[0]}, {**scaling, "rope_theta": thetas[1]}],
-            [share, share],
-        )
+        sides = [{"rope_theta": thetas[0]}, {**scaling, "rope_theta": thetas[1]}]
+        shares = [share, share]
     kept: dict[str, Any] = {
         key: config[key]
         for key in ("max_position_embeddings", "original_max_position_embeddings")

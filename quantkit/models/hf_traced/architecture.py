@@ -12,7 +12,7 @@ from quantkit_kernels import SILU, Gating, Routing
 from quantkit.checkpoint.stacked_experts import Stack
 from quantkit.common.errors import QuantkitError
 from quantkit.models import tensor_names
-from quantkit.models.architecture import ConfigDefaults
+from quantkit.models.architecture import ModelConfig
 from quantkit.models.hf_traced.embed_and_head import (
     EmbedAndHead,
     LastNorm,
@@ -28,7 +28,7 @@ from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split
 
 
 @dataclass(frozen=True)
-class TracedConfig(ConfigDefaults):
+class TracedConfig(ModelConfig):
     """Of the fields of `ModelConfig` those that calibration asks for. num_attention_heads: 0, as
     nobody looked for heads."""
 

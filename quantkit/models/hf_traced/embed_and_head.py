@@ -97,10 +97,8 @@ class EmbedAndHead:
                 "use the model's own tokenizer",
             )
         module = self.skeleton.text.get_input_embeddings()
-        module.weight, module.padding_idx = (
-            nn.Parameter(table[unique].float(), requires_grad=False),
-            None,
-        )
+        module.weight = nn.Parameter(table[unique].float(), requires_grad=False)
+        module.padding_idx = None
         del table
         lengths = [len(one) for one in sequences]
         return torch.cat([self.skeleton.first_states(ids) for ids in compact.split(lengths)])

@@ -207,10 +207,8 @@ def _check_computed(module: Any, held: _Held) -> float:
     `StackedExperts` has as `beyond`."""
     generator = torch.Generator().manual_seed(1)
     gate_up, down = (torch.randn(shape, generator=generator) for shape in held.shapes(2, 4, 6))
-    x, ids = (
-        torch.randn(5, 6, generator=generator),
-        torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0], [1, 0]]),
-    )
+    x = torch.randn(5, 6, generator=generator)
+    ids = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0], [1, 0]])
     weights = torch.rand(5, 2, generator=generator)
     told = "is called otherwise"
     for small in _cut_down(module, held, gate_up, down):

@@ -176,10 +176,8 @@ class TransformersModel:
 
     def _fill(self) -> None:
         """Every tensor of the text model and the head, and the buffers that go with them."""
-        head, text = (
-            self.model.get_output_embeddings(),
-            {id(one) for one in self.skeleton.text.modules()},
-        )
+        head = self.model.get_output_embeddings()
+        text = {id(one) for one in self.skeleton.text.modules()}
         names = {
             name: one for name, one in self.model.named_modules() if id(one) in text or one is head
         }

@@ -223,10 +223,8 @@ class DecoderLayer:
 
     def _experts(self, module: str, count: int) -> Callable[..., Tensor]:
         """Asked with the weights that an expert's output has in the residual stream."""
-        op, factor = (
-            self.weights.experts(self.experts_name(module), count),
-            self.plan.experts[module],
-        )
+        op = self.weights.experts(self.experts_name(module), count)
+        factor = self.plan.experts[module]
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             asked = Asked.of((*args, *kwargs.values()), count)
