@@ -35,7 +35,11 @@ ARCHITECTURES = (
     "qwen3_next",
     "solar_open",
 )
-_FILES = {"PanguEmbedded": "pangu_embedded", "deepseek_v4": "deepseek_v4.architecture"}
+_FILES = {
+    "PanguEmbedded": "pangu_embedded",
+    "deepseek_v4": "deepseek_v4.architecture",
+    "openpangu_v2": "openpangu_v2.architecture",
+}
 """Modules that are not named after the model_type."""
 if TYPE_CHECKING:  # mypy checks that every file implements the protocol
     from quantkit.models import (
@@ -51,7 +55,6 @@ if TYPE_CHECKING:  # mypy checks that every file implements the protocol
         minimax_m2,
         mistral,
         mixtral,
-        openpangu_v2,
         pangu_embedded,
         pangu_ultra_moe,
         qwen2,
@@ -64,6 +67,7 @@ if TYPE_CHECKING:  # mypy checks that every file implements the protocol
         solar_open,
     )
     from quantkit.models.deepseek_v4 import architecture as deepseek_v4
+    from quantkit.models.openpangu_v2 import architecture as openpangu_v2
 
     _CHECKED: tuple[Architecture[Any], ...] = (
         deepseek_v3,

@@ -26,7 +26,7 @@ from quantkit.models.table import Parameter, Projection
 
 STORED = torch.bfloat16
 _OWNERS: tuple[Projection, ...] = ("kv_a", "k", "v")
-_FURTHEST = 8
+_MAX_EXPONENT = 8
 """Largest exponent of the divisors, which are powers of two: what fits in float16 together with
 weights."""
 
@@ -129,11 +129,9 @@ def read_cache_scales(
         None,
     )
     if shifted is not None:
-        told = f"{shifted} of {checkpoint.path} is not zero: its int8 cache has an offset"
         raise QuantkitError(
-            told,
-            "leave --cache out, for 16 bits, or use --cache fp8, which goes by what each token "
-            "holds",
+            f"{shifted} of {checkpoint.path} is not zero: its int8 cache has an offset",
+            "leave --cache out, for 16 bits, or use --cache fp8, which scales each token by itself",
         )
     return {layer: parse_cache_scales(cache, specs, own, read) for layer, own in by_layer.items()}
 
@@ -141,7 +139,7 @@ def read_cache_scales(
 def power_of_two_ratios(sizes: Tensor) -> Tensor:
     """The power of two nearest to each of `sizes` over their median; 1 for zero."""
     middle = sizes.median().clamp_min(torch.finfo(torch.float32).tiny)
-    exponents = (sizes / middle).log2().round().clamp(-_FURTHEST, _FURTHEST)
+    exponents = (sizes / middle).log2().round().clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
     return torch.where(sizes > 0, exponents, 0.0).exp2()
 
 

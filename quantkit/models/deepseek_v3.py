@@ -1,9 +1,9 @@
 """DeepSeek-V3 and R1: multi-head latent attention, group-limited sigmoid routing, one shared
 expert, an MTP layer.
 
-Parameter table, AWQ groups and forward of arXiv 2412.19437 in the names of the published
-checkpoints.
-Symbols: T tokens, H hidden_size, k num_experts_per_tok; attention head sizes nope, rope, v.
+Parameter table, AWQ scale groups and forward of arXiv 2412.19437 with the names of the published
+checkpoints. Symbols: T tokens, H hidden_size, k num_experts_per_tok; attention head sizes nope,
+rope, v.
 """
 
 from collections.abc import Iterator
@@ -45,8 +45,8 @@ FALLBACK = HfFallback(
     null_fields={"q_lora_rank": ".q_a_proj."},
     true_fields=("attention_bias", "tie_word_embeddings"),
 )
-"""Moonlight's queries have no low rank; the published models have no biases and a head of their
-own."""
+"""Moonlight's queries have no low-rank projection; the published models have no biases and untied
+heads."""
 
 MIXTURE = MixtureNames(bias="gate.e_score_correction_bias", shared="shared_experts")
 
@@ -83,7 +83,7 @@ class Config(ModelConfig):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         """From config.json. Raises QuantkitError where a required field is missing or a value is
-        one this file does not compute."""
+        not computed by this file."""
         required = {
             "hidden_act": "silu",
             "scoring_func": "sigmoid",
@@ -146,8 +146,7 @@ class Config(ModelConfig):
 
 
 def parameters(config: Config) -> list[Parameter]:
-    """Every tensor of the checkpoint, MTP layers included, in the order a forward pass meets
-    them."""
+    """Every tensor of the checkpoint, MTP layers included, in the order of a forward pass."""
     h, vocab = config.hidden_size, config.vocab_size
     rows = [Parameter("model.embed_tokens.weight", (vocab, h), "embedding")]
     for layer in range(config.num_hidden_layers):
@@ -214,7 +213,7 @@ def _layer_parameters(config: Config, layer: int, mtp: bool) -> Iterator[Paramet
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
-    """The foldable scales of one decoder layer (the MTP layer's included), producers before their
+    """The foldable scales of one decoder layer (MTP layers included), producers before their
     consumers' own groups."""
     p = f"model.layers.{layer}"
     a = f"{p}.self_attn"

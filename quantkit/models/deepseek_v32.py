@@ -1,9 +1,8 @@
-"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention, by an indexer that stands beside each layer's
-latent attention.
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention, selected by an indexer in each layer.
 
-As transformers computes it: the published code multiplies the indexer's queries and keys by a
-Hadamard matrix, which changes no product, and rounds them to FP8, which is left out. The indexer
-itself is not quantized.
+As in transformers: the published code multiplies the indexer's queries and keys by a Hadamard
+matrix, which changes no product, and rounds them to FP8; both are omitted. The indexer is not
+quantized.
 """
 
 from dataclasses import dataclass, replace
@@ -23,18 +22,18 @@ from quantkit.models.weights import Weights
 
 _DENSE, _SPARSE = "dense", "sparse"
 _ALIASES = ("num_experts", "num_local_experts")
-"""Of n_routed_experts, in transformers' configs."""
+"""Names of n_routed_experts in transformers' configs."""
 _LATENT_EPS = 1e-6
-"""Of the norms inside latent attention, as transformers has it whatever rms_norm_eps is; vLLM takes
-rms_norm_eps there."""
+"""Of the norms inside latent attention, as in transformers whatever rms_norm_eps is; vLLM uses
+rms_norm_eps."""
 SHARING = ("index_topk_freq", "index_topk_pattern", "indexer_types")
-"""Keys of config.json by which layers share an indexer."""
+"""Keys of config.json with which layers share an indexer."""
 
 
 @dataclass(frozen=True)
 class Config(deepseek_v3.Config):
-    """mlp_layer_types: dense or sparse, of each layer before the MTP layers; empty where
-    first_k_dense_replace says it."""
+    """mlp_layer_types: dense or sparse, for each layer before the MTP layers; empty where
+    first_k_dense_replace decides."""
 
     index_topk: int = 2048
     index_n_heads: int = 64
@@ -53,8 +52,8 @@ class Config(deepseek_v3.Config):
 
     @classmethod
     def read(cls, config: dict[str, Any], *, interleaved: bool) -> "Config":
-        """interleaved: whether the indexer turns neighbouring channels; config.json may say so,
-        too, and nothing else."""
+        """interleaved: whether the indexer rotates adjacent channels; config.json must not
+        differ."""
         for name, wanted in {
             "rope_interleave": True,
             "indexer_rope_interleave": interleaved,
@@ -89,12 +88,12 @@ class Config(deepseek_v3.Config):
 
     @property
     def indexer_interleaved(self) -> bool:
-        """Whether the indexer turns neighbouring channels."""
+        """Whether the indexer rotates adjacent channels."""
         return False
 
     def has_indexer(self, layer: int) -> bool:
-        """Whether the layer selects for itself; else it attends to what the layer before attended
-        to."""
+        """Whether the layer has its own indexer; else it attends to the tokens selected by the
+        layer before."""
         return True
 
     def is_moe(self, layer: int) -> bool:
@@ -104,7 +103,7 @@ class Config(deepseek_v3.Config):
 
 
 def _with_experts(config: dict[str, Any]) -> dict[str, Any]:
-    """The number of experts under its own name."""
+    """config.json with the number of experts as n_routed_experts."""
     for name in _ALIASES:
         if config.get(name) is not None:
             if config.get("n_routed_experts", config[name]) != config[name]:
@@ -133,7 +132,7 @@ def _read_kinds(kinds: Any, num_layers: int) -> tuple[str, ...]:
 
 
 def parameters(config: Config) -> list[Parameter]:
-    """DeepSeek-V3's rows, with those of the indexers behind each layer's latent attention."""
+    """DeepSeek-V3's rows, with those of the indexers after each layer's latent attention."""
     rows = []
     for row in deepseek_v3.parameters(config):
         rows.append(row)

@@ -103,13 +103,13 @@ class GatedDeltaNet:
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
-        mixed, z, b, a = self._brought(self.qkvz(x), F.linear(x.float(), self.ba))
+        mixed, z, b, a = self._split_projections(self.qkvz(x), F.linear(x.float(), self.ba))
         inputs = DeltaInputs(mixed, -self.speed * F.softplus(a + self.dt_bias), b.sigmoid())
         attended = context.attend_delta(self.layer, inputs, self.weights).to(x.dtype)
         gate = F.silu(z.reshape(attended.shape).float())
         return self.out((rms_norm(attended, self.norm, self.eps) * gate).to(x.dtype).flatten(1))
 
-    def _brought(self, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _split_projections(self, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Outputs of the linears -> queries, keys and values [T, C]; gates [T, value heads *
         value_dim]; b and a [T, value heads]."""
         net, channels, heads = self.net, len(self.weights.convolution), ba.shape[1] // 2

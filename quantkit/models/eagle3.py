@@ -1,10 +1,10 @@
-"""EAGLE-3's head (arXiv 2503.01840): a decoder layer that guesses from hidden states of three
-depths of a model, and the next token.
+"""EAGLE-3's draft head (arXiv 2503.01840): a decoder layer that drafts from hidden states at three
+depths of a target model and the next token.
 
-Names, shapes and order are those of `LlamaForCausalLMEagle3` as SGLang trains and vLLM reads it.
-The layer reads the embedding of token i + 1 beside a hidden state of token i, and guesses token i +
-2; further guesses read its own output. Its vocabulary is a part of the model's: d2t holds what is
-added to its ids.
+Names, shapes and order are those of `LlamaForCausalLMEagle3` as trained by SGLang and read by vLLM.
+The layer reads the embedding of token i + 1 together with a hidden state of token i, and drafts
+token i + 2; further drafts read its own output. Its vocabulary is a subset of the target's: d2t
+holds the offsets of its ids.
 
 Symbols: T tokens, H hidden_size of the head.
 """
@@ -28,19 +28,18 @@ from quantkit.models.weights import Weights
 CLASSES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 EMBEDDING = "embed_tokens.weight"
 OFFSETS = "d2t"
-"""What is added to the head's ids to make the model's: int64 [draft_vocab]. Where it is missing
-they are the same."""
+"""Offsets from the head's ids to the target's: int64 [draft_vocab]. If missing, the ids are
+equal."""
 _LAYER = "midlayer"
 _DEPTHS = 3
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """decoder: what the layer has of a Llama. draft_vocab: tokens it guesses among. target_hidden:
-    width of the hidden states it reads.
-    normed_residual: whether its residual stream begins behind hidden_norm. depths: layers of the
-    model whose inputs it reads; None: the second, the middle and the third from the end, counted
-    from 0."""
+    """decoder: the layer as a Llama config. draft_vocab: size of its vocabulary. target_hidden:
+    width of the hidden states it reads. normed_residual: whether its residual stream starts after
+    hidden_norm. depths: layers of the target whose inputs it reads; None: the third, the middle and
+    the third from the end."""
 
     decoder: llama.Config
     draft_vocab: int
@@ -50,26 +49,26 @@ class HeadConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "HeadConfig":
-        """From config.json. Raises QuantkitError where it asks for what is not computed here."""
+        """From config.json. Raises QuantkitError for a value that is not computed here."""
         decoder = llama.Config.from_dict(config)
         if decoder.num_hidden_layers != 1:
             raise QuantkitError(
                 f"config.json has num_hidden_layers = {decoder.num_hidden_layers}",
-                "heads of EAGLE-3 with one layer are computed",
+                "quantkit computes EAGLE-3 heads with one layer",
             )
-        about = config.get("eagle_config") or {}
+        eagle_config = config.get("eagle_config") or {}
         if (
-            not isinstance(about, dict)
-            or about.get("use_aux_hidden_state", True) is not True
+            not isinstance(eagle_config, dict)
+            or eagle_config.get("use_aux_hidden_state", True) is not True
             or config.get("parallel_drafting")
         ):
             raise QuantkitError(
-                "config.json asks for another head than EAGLE-3's",
+                "config.json describes another head than EAGLE-3's",
                 "bring one that reads three hidden states",
             )
-        # In eagle_config a layer's output is meant, beside it a layer's input: both are written by
-        # those who serve such heads.
-        outputs = about.get("eagle_aux_hidden_state_layer_ids")
+        # In eagle_config the ids mean layer outputs, at the top level layer inputs; engines write
+        # both.
+        outputs = eagle_config.get("eagle_aux_hidden_state_layer_ids")
         inputs = config.get("eagle_aux_hidden_state_layer_ids")
         given = inputs if inputs is not None else outputs
         depths = None
@@ -96,19 +95,19 @@ class HeadConfig:
         return cls(decoder, sizes["draft_vocab_size"], sizes["target_hidden_size"], flag, depths)
 
     def aux_layers(self, layers: int) -> tuple[int, ...]:
-        """Layers of a model of so many whose inputs are read."""
+        """Layers whose inputs are read, of a target model with this number of layers."""
         return self.depths or (2, layers // 2, layers - 3)
 
 
 def is_head(config: dict[str, Any]) -> bool:
-    """Whether config.json is that of a head of EAGLE-3."""
+    """Whether config.json is that of an EAGLE-3 head."""
     names = config.get("architectures")
     return isinstance(names, list) and any(name in CLASSES for name in names)
 
 
 def parameters(config: HeadConfig) -> list[Parameter]:
-    """Every tensor but d2t and t2d, which are no weights. The embedding may be absent: it is the
-    model's then."""
+    """Every tensor except d2t and t2d, which are not weights. The embedding may be absent: the
+    target's is used then."""
     c = config.decoder
     h, own = c.hidden_size, gqa.layer_parameters(c, 0)
     rows = [Parameter(EMBEDDING, (c.vocab_size, h), "embedding", optional=True)]
@@ -137,11 +136,8 @@ def parameters(config: HeadConfig) -> list[Parameter]:
 
 
 class Eagle3Head:
-    """embedding [vocab, H]: of the model's tokens. token_ids int64 [draft_vocab]: which of the
-    model's `vocab` ids it guesses among.
-
-    backend: as `decoder.Model` has it.
-    """
+    """embedding [vocab, H]: of the target's tokens. token_ids int64 [draft_vocab]: the target ids,
+    of `vocab`, that it can draft. backend: as in `decoder.Model`."""
 
     backend: str = "auto"
 
@@ -174,15 +170,15 @@ class Eagle3Head:
         self.norm = weights.tensor("norm.weight")
 
     def combine(self, hidden: Tensor) -> Tensor:
-        """hidden [T, 3 * target_hidden], the depths side by side -> [T, H]."""
+        """hidden [T, 3 * target_hidden], the depths concatenated -> [T, H]."""
         return self.fc(hidden)
 
     @by_own_backend
     def __call__(
         self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None
     ) -> Tensor:
-        """next_token_ids [T], hidden [T, H] of `combine`, or of this -> hidden [T, H] before the
-        last norm; rows int64 [R]: of these tokens alone."""
+        """next_token_ids [T], hidden [T, H] of `combine` or of this -> hidden [T, H] before the
+        last norm. rows int64 [R]: of these tokens only."""
         c = self.config.decoder
         normed = rms_norm(hidden, self.hidden_norm, self.eps)
         residual = normed if self.config.normed_residual else hidden
@@ -199,6 +195,6 @@ class Eagle3Head:
 
     @by_own_backend
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] -> float32 [T, vocab], minus infinity for tokens that it does not guess."""
+        """hidden [T, H] -> float32 [T, vocab], minus infinity for tokens that it cannot draft."""
         own = self.head(rms_norm(hidden, self.norm, self.eps)).float()
         return own.new_full((len(own), self._vocab), float("-inf")).index_copy_(1, self._ids, own)

@@ -1,5 +1,5 @@
-"""How often the tokens of a text asked each routed expert: what calibration, ppl, eval and the
-engine count, and what placing reads.
+"""How often the tokens of a text were routed to each expert: counted by calibration, ppl, eval and
+the engine, and read by expert placement.
 
 A file is one JSON object: {"quantkit": "expert counts", "model_type", "hidden_size", "experts",
 "tokens", "layers": {"3": [count, ...]}}, layers by their number in the model.
@@ -17,13 +17,13 @@ from quantkit.common.model_files import read_json
 
 KIND = "expert counts"
 FILE_NAME = "expert_counts.json"
-"""Of the counts that quantize leaves in its output."""
+"""Name of the file in the output of quantize."""
 _REMEDY = (
     "give a file that quantize, ppl --count-experts, eval --count-experts or serve "
     "--count-experts wrote"
 )
 _MOST = 2**53
-"""A count that JSON's readers still hold exactly."""
+"""Largest count that JSON readers represent exactly."""
 
 
 class _Routing(Protocol):
@@ -32,7 +32,7 @@ class _Routing(Protocol):
 
 
 class _Config(Protocol):
-    """What is asked of an architecture's config."""
+    """The part of an architecture's config that is needed."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -43,8 +43,8 @@ class _Config(Protocol):
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """model_type, hidden_size, experts: of the model that was asked. tokens: of the text. layers:
-    counts of each expert, by layer."""
+    """model_type, hidden_size, experts: of the model. tokens: of the text. layers: counts of each
+    expert, by layer."""
 
     model_type: str
     hidden_size: int
@@ -56,7 +56,7 @@ class ExpertCounts:
     def of(
         cls, model_type: Any, config: _Config, tokens: int, layers: Mapping[int, Sequence[int]]
     ) -> "ExpertCounts":
-        """Of a model whose config.json has `model_type` and was read as `config`. Raises
+        """Counts of a model whose config.json has `model_type` and was read as `config`. Raises
         QuantkitError where it has no routed experts."""
         if config.routing is None:
             raise QuantkitError(
@@ -72,17 +72,17 @@ class ExpertCounts:
         return (json.dumps({"quantkit": KIND, **vars(self), "layers": layers}) + "\n").encode()
 
     def write(self, path: Path) -> None:
-        """The file appears whole."""
+        """Written atomically."""
         write_atomic(path, self.to_bytes())
 
     @classmethod
     def read(cls, path: Path) -> "ExpertCounts":
-        """Raises QuantkitError for anything but such a file."""
+        """Raises QuantkitError for any other file."""
         if not path.exists():
             raise QuantkitError(f"{path} does not exist", _REMEDY)
         found = read_json(path)
         if found.get("quantkit") != KIND or not isinstance(found.get("layers"), dict):
-            raise QuantkitError(f"{path} is no file of expert counts", _REMEDY)
+            raise QuantkitError(f"{path} is not a file of expert counts", _REMEDY)
         hidden_size, experts, tokens = (
             _count(path, name, found.get(name)) for name in ("hidden_size", "experts", "tokens")
         )
@@ -95,7 +95,7 @@ class ExpertCounts:
 
 def _layer(path: Path, name: str) -> int:
     if not name.isdecimal():
-        raise QuantkitError(f"{path} counts a layer {name!r}, which is no number", _REMEDY)
+        raise QuantkitError(f"{path} counts a layer {name!r}, which is not a number", _REMEDY)
     return int(name)
 
 
@@ -110,5 +110,5 @@ def _counts(path: Path, layer: str, row: Any, experts: int) -> list[int]:
 
 def _count(path: Path, name: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _MOST:
-        raise QuantkitError(f"{path} has {value!r} for {name}, which is no count", _REMEDY)
+        raise QuantkitError(f"{path} has {value!r} for {name}, which is not a count", _REMEDY)
     return value

@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7: half of each head turned, optional norms on q and k, DeepSeek-V3's mixture of
+"""GLM-4.5 to 4.7: half of each head rotated, optional norms on q and k, DeepSeek-V3's mixture of
 experts and MTP layer."""
 
 from dataclasses import dataclass, replace
@@ -25,13 +25,13 @@ from quantkit.models.table import Parameter
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 FALLBACK = HfFallback()
 
-_TURNED = 0.5
-"""transformers' own partial_rotary_factor, where config.json leaves it out."""
+_ROTARY_SHARE = 0.5
+"""transformers' default of partial_rotary_factor."""
 
 
 @dataclass(frozen=True)
 class _Fields:
-    """What config.json has beside the shared fields."""
+    """Fields of config.json in addition to the shared ones."""
 
     n_shared_experts: int
     first_k_dense_replace: CountOrNone
@@ -45,7 +45,7 @@ class Config(gqa.Config):
         refuse_windows(config)
         if "num_nextn_predict_layers" not in config and "num_mtp_layers" in config:
             config = {**config, "num_nextn_predict_layers": config["num_mtp_layers"]}
-        values = gqa.read_config(config, partial_rotary_factor=_TURNED, own=("use_qk_norm",))
+        values = gqa.read_config(config, partial_rotary_factor=_ROTARY_SHARE, own=("use_qk_norm",))
         fields = read_fields(_Fields, config)
         return cls(
             **values,
@@ -63,7 +63,7 @@ class Config(gqa.Config):
 
 
 def read_grouped_routing(config: dict[str, Any]) -> Routing:
-    """Experts in groups, chosen by sigmoid. Raises QuantkitError where they cannot be chosen so."""
+    """Group-limited sigmoid routing. Raises QuantkitError where sizes do not fit."""
     routing = replace(
         read_routing(
             config,
@@ -82,8 +82,7 @@ def read_grouped_routing(config: dict[str, Any]) -> Routing:
 
 
 def parameters(config: Config) -> list[Parameter]:
-    """Every tensor of the checkpoint, MTP layers included, in the order a forward pass meets
-    them."""
+    """Every tensor of the checkpoint, MTP layers included, in the order of a forward pass."""
     rows = gqa.parameters(config)
     for layer in mtp.mtp_layers(config):
         block = [replace(row, mtp=True) for row in gqa.layer_parameters(config, layer)]

@@ -1,7 +1,7 @@
-"""GLM-5: DeepSeek-V3.2's attention with an indexer that turns neighbouring channels, and layers
-that share one.
+"""GLM-5: DeepSeek-V3.2's attention with an indexer that rotates adjacent channels, and layers that
+share one.
 
-A layer that shares attends to the tokens that the last layer with an indexer selected (arXiv
+A sharing layer attends to the tokens that the last layer with an indexer selected (arXiv
 2603.12201). The MTP layer has its own.
 """
 
@@ -18,12 +18,12 @@ __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_g
 _FULL, _SHARED = "full", "shared"
 _LETTERS = {"F": _FULL, "S": _SHARED}
 _FIRST_SHARED = 2
-"""transformers' own index_skip_topk_offset, where config.json leaves it out."""
+"""transformers' default of index_skip_topk_offset."""
 
 
 @dataclass(frozen=True)
 class Config(deepseek_v32.Config):
-    """indexer_types: full or shared, of each layer before the MTP layers."""
+    """indexer_types: full or shared, for each layer before the MTP layers."""
 
     index_n_heads: int = 32
     indexer_types: Annotated[tuple[str, ...], DECIDED] = ()
@@ -47,8 +47,8 @@ class Config(deepseek_v32.Config):
 
 
 def _read_types(config: dict[str, Any], num_layers: int) -> tuple[str, ...]:
-    """As transformers reads them: listed, or by a pattern of letters, or from a layer on every so
-    many layers."""
+    """As in transformers: listed, or as a pattern of letters, or with a frequency from some layer
+    on."""
     key = "indexer_types" if config.get("indexer_types") is not None else "index_topk_pattern"
     listed = config.get(key)
     if listed is None:

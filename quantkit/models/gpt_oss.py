@@ -1,8 +1,8 @@
 """gpt-oss: attention sinks, a sliding window in every other layer, biases everywhere, and experts
 with a clamped gate.
 
-Published with the experts of a layer stacked, in MXFP4 or in 16 bits; they are read as experts of
-their own (checkpoint/stacked_experts.py).
+Published with the experts of a layer stacked, in MXFP4 or in 16 bits; they are split into one
+tensor per expert (checkpoint/stacked_experts.py).
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ _ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""transformers' own, where config.json leaves them out."""
+"""transformers' defaults."""
 
 
 class Config(gqa.Config):

@@ -363,14 +363,14 @@ class Attention:
         if self.joint_norms is not None:
             qkv = self._normed(qkv, self.joint_norms)
         queries_per_kv, gate = c.num_attention_heads // c.num_key_value_heads, None
-        # A rank has some key heads with all of their queries', or one that it shares with other
-        # ranks, with some of its queries'.
+        # A rank has some KV heads with all of their queries, or a replicated one with some of its
+        # queries.
         kv_heads = max(
             qkv.shape[1] // c.head_dim // (queries_per_kv * (2 if c.output_gate else 1) + 2), 1
         )
         if c.output_gate:
-            kept = 2 * kv_heads * c.head_dim
-            both, rest = qkv.split([qkv.shape[1] - kept, kept], dim=-1)
+            kv_width = 2 * kv_heads * c.head_dim
+            both, rest = qkv.split([qkv.shape[1] - kv_width, kv_width], dim=-1)
             q, gate = both.unflatten(-1, (-1, 2, c.head_dim)).unbind(-2)
             qkv = torch.cat((q.flatten(1), rest), dim=-1)
         q = context.store_gqa(self.layer, qkv, kv_heads, c.head_dim, self.norms, c.rope)

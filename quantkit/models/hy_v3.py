@@ -1,7 +1,7 @@
-"""Hy3: norms on q and k, experts chosen by sigmoid and a bias, a shared expert, an MTP layer that
-shares embedding and head.
+"""Hy3: norms on q and k, sigmoid routing with a bias, a shared expert, an MTP layer that shares
+embedding and head.
 
-The MTP layer is as vLLM 0.32 computes it (model_executor/models/hy_v3_mtp.py); transformers has no
+The MTP layer is computed as in vLLM 0.32 (model_executor/models/hy_v3_mtp.py); transformers has no
 forward of it.
 """
 
@@ -34,7 +34,7 @@ _COMPUTED = {
     "use_cla": False,
 }
 _THETA, _SCALING, _SHARED = 11_158_840.0, 2.826, 1
-"""transformers' own, where config.json leaves them out."""
+"""transformers' defaults."""
 _DENSE, _SPARSE = "dense", "sparse"
 _MTP = "num_nextn_predict_layers"
 
@@ -68,7 +68,7 @@ class Config(gqa.Config):
 
 
 def _dense_layers(config: dict[str, Any], num_layers: int) -> frozenset[int]:
-    """Layers without experts: as mlp_layer_types lists them, else the first
+    """Layers without experts: as listed in mlp_layer_types, else the first
     first_k_dense_replace."""
     kinds = config.get("mlp_layer_types")
     if kinds is None:
@@ -96,8 +96,7 @@ def _dense_layers(config: dict[str, Any], num_layers: int) -> frozenset[int]:
 
 
 def parameters(config: Config) -> list[Parameter]:
-    """Every tensor of the checkpoint, MTP layers included, in the order a forward pass meets
-    them."""
+    """Every tensor of the checkpoint, MTP layers included, in the order of a forward pass."""
     rows = gqa.parameters(config)
     for layer in mtp.mtp_layers(config):
         block = [replace(row, mtp=True) for row in gqa.layer_parameters(config, layer)]

@@ -112,10 +112,10 @@ class HyperConnection:
         )
 
     def __call__(self, streams: Tensor) -> tuple[Tensor, HyperConnectionWeights]:
-        """streams [T, n, H] -> the sublayer's input [T, H], and the weights for `joined`."""
+        """streams [T, n, H] -> the sublayer's input [T, H], and the weights for `mix_streams`."""
         n, eps = self.sizes.count, self.sizes.eps
-        made = F.linear(_normed(streams, self.sizes.norm_eps), self.fn)
-        pre, post, mixing = made.split([n, n, n * n], dim=-1)
+        projected = F.linear(_normed(streams, self.sizes.norm_eps), self.fn)
+        pre, post, mixing = projected.split([n, n, n * n], dim=-1)
         pre_base, post_base, mixing_base = self.base.split([n, n, n * n])
         pre = torch.sigmoid(pre * self.scale[0] + pre_base) + eps
         post = 2 * torch.sigmoid(post * self.scale[1] + post_base)
@@ -124,7 +124,7 @@ class HyperConnection:
         for _ in range(self.sizes.steps - 1):
             mixing = mixing / (mixing.sum(dim=-1, keepdim=True) + eps)
             mixing = mixing / (mixing.sum(dim=-2, keepdim=True) + eps)
-        return _collapsed(streams, pre), HyperConnectionWeights(post, mixing)
+        return _weighted_sum(streams, pre), HyperConnectionWeights(post, mixing)
 
 
 class StreamMerge:
@@ -140,11 +140,13 @@ class StreamMerge:
 
     def __call__(self, streams: Tensor) -> Tensor:
         """streams [T, n, H] -> [T, H]."""
-        made = F.linear(_normed(streams, self.sizes.norm_eps), self.fn)
-        return _collapsed(streams, torch.sigmoid(made * self.scale + self.base) + self.sizes.eps)
+        projected = F.linear(_normed(streams, self.sizes.norm_eps), self.fn)
+        return _weighted_sum(
+            streams, torch.sigmoid(projected * self.scale + self.base) + self.sizes.eps
+        )
 
 
-def joined(streams: Tensor, output: Tensor, weights: HyperConnectionWeights) -> Tensor:
+def mix_streams(streams: Tensor, output: Tensor, weights: HyperConnectionWeights) -> Tensor:
     """streams [T, n, H] before a sublayer and its output [T, H] -> the streams after it."""
     mixed = weights.mixing.to(streams.dtype).transpose(-1, -2) @ streams
     return weights.post.to(streams.dtype)[..., None] * output[:, None] + mixed
@@ -183,8 +185,8 @@ def _normed(streams: Tensor, eps: float) -> Tensor:
     return flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
 
 
-def _collapsed(streams: Tensor, counts: Tensor) -> Tensor:
-    return (counts[..., None] * streams).sum(dim=1).to(streams.dtype)
+def _weighted_sum(streams: Tensor, weights: Tensor) -> Tensor:
+    return (weights[..., None] * streams).sum(dim=1).to(streams.dtype)
 
 
 class HyperConnectionStackConfig(decoder.StackConfig, Protocol):
@@ -240,41 +242,43 @@ class HyperConnectionLayer(decoder.DecoderLayer):
         streams = self._attend(residual, context)
         if rows is not None:
             normed, streams = normed[rows], streams[rows]
-        return normed, self._joined(streams, self._summed(streams, normed))
+        return normed, self._add_mlp_output(streams, self._mlp_output(streams, normed))
 
     def attend(self, hidden: Tensor, context: Context) -> Tensor:
         streams, _ = unpack_streams(hidden, self.count)
         return repack_streams(hidden, self._attend(streams, context))
 
     def mlp_output(self, hidden: Tensor, context: Context) -> Tensor:
-        return self._summed(*unpack_streams(hidden, self.count))
+        return self._mlp_output(*unpack_streams(hidden, self.count))
 
     def add_mlp_output(self, hidden: Tensor, summed: Tensor, context: Context) -> Tensor:
         streams, _ = unpack_streams(hidden, self.count)
-        return repack_streams(hidden, self._joined(streams, summed))
+        return repack_streams(hidden, self._add_mlp_output(streams, summed))
 
-    def made(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+    def mlp_with_ids(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         """Output of the MLP or of all experts together for normed [T, H], with token ids int64
         [T]."""
         return self.mlp_reduced(normed)
 
-    def ended(self, streams: Tensor) -> Tensor:
+    def finish(self, streams: Tensor) -> Tensor:
         """The layer's output streams [T, n, H]."""
         return streams
 
     def _attend(self, streams: Tensor, context: Context) -> Tensor:
         collapsed, weights = self.before_attention(streams)
-        return joined(
+        return mix_streams(
             streams,
             self.attention_output(rms_norm(collapsed, self.input_norm, self.eps), context),
             weights,
         )
 
-    def _summed(self, streams: Tensor, token_ids: Tensor) -> Tensor:
-        return self.made(rms_norm(self.before_mlp(streams)[0], self.mlp_norm, self.eps), token_ids)
+    def _mlp_output(self, streams: Tensor, token_ids: Tensor) -> Tensor:
+        return self.mlp_with_ids(
+            rms_norm(self.before_mlp(streams)[0], self.mlp_norm, self.eps), token_ids
+        )
 
-    def _joined(self, streams: Tensor, summed: Tensor) -> Tensor:
-        return self.ended(joined(streams, self.post_mlp(summed), self.before_mlp(streams)[1]))
+    def _add_mlp_output(self, streams: Tensor, summed: Tensor) -> Tensor:
+        return self.finish(mix_streams(streams, self.post_mlp(summed), self.before_mlp(streams)[1]))
 
 
 class HyperConnectionModel(decoder.Model):
@@ -314,12 +318,12 @@ class HyperConnectionModel(decoder.Model):
         merged = self.end(streams)
         normed = rms_norm(merged, self.norm, self.config.rms_norm_eps)
         return (
-            torch.cat((normed, self.handed(streams, merged)), dim=-1)
+            torch.cat((normed, self.mtp_input(streams, merged)), dim=-1)
             if self.outputs_mtp_input
             else normed
         )
 
-    def handed(self, streams: Tensor, merged: Tensor) -> Tensor:
+    def mtp_input(self, streams: Tensor, merged: Tensor) -> Tensor:
         """What an MTP layer reads, from the streams [T, n, H] after the last layer and their merge
         [T, H]."""
         return streams.flatten(1)
@@ -344,13 +348,13 @@ def mtp_parameters(
         Parameter(f"{prefix}.e_proj.weight", (h, h), "mtp_proj", "gathered", layer=layer),
         Parameter(f"{prefix}.h_proj.weight", (h, h), "mtp_proj", "gathered", layer=layer),
         *block,
-        *(replace(row, layer=layer) for row in merge_parameters(_ended_at(sizes, prefix))),
+        *(replace(row, layer=layer) for row in merge_parameters(_with_prefix(sizes, prefix))),
         Parameter(f"{prefix}.norm.weight", (h,), "norm", layer=layer),
     ]
     return [replace(row, mtp=True) for row in rows]
 
 
-def _ended_at(sizes: HyperConnectionSizes, prefix: str) -> HyperConnectionSizes:
+def _with_prefix(sizes: HyperConnectionSizes, prefix: str) -> HyperConnectionSizes:
     return replace(sizes, names=replace(sizes.names, end=f"{prefix}.{sizes.names.end}"))
 
 
@@ -380,12 +384,12 @@ class MtpLayer:
         self.embedding: Tensor
         self.head: LinearOp
         self.block: DecoderLayer = self.layer_class(config, layer, weights)
-        self.end = StreamMerge(_ended_at(config.streams, p), weights)
+        self.end = StreamMerge(_with_prefix(config.streams, p), weights)
 
     def follow(self, model: Model) -> None:
         """Share the main model's embedding and head, and make it output its streams after its
         hidden states."""
-        assert isinstance(model, HyperConnectionModel), "a layer behind streams"
+        assert isinstance(model, HyperConnectionModel), "an MTP layer for hyper-connections"
         self.embedding, self.head, model.outputs_mtp_input = model.embedding, model.head, True
 
     def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:

@@ -70,21 +70,21 @@ class Indexer:
         normed low-rank queries."""
         heads, dim = self.sizes.heads, self.sizes.head_dim
         queries = F.linear(q_a, self.wq_b).unflatten(-1, (heads, dim))
-        made = F.linear(x, self.wk).float()
+        projected = F.linear(x, self.wk).float()
         normed = (
-            F.layer_norm(made, (dim,), self.gain, self.shift, _EPS)
+            F.layer_norm(projected, (dim,), self.gain, self.shift, _EPS)
             if self.sizes.centred
-            else F.rms_norm(made, (dim,), self.gain, _EPS)
+            else F.rms_norm(projected, (dim,), self.gain, _EPS)
         )
-        keys = self._turned(normed.to(x.dtype)[:, None], context)[:, 0]
+        keys = self._rotated(normed.to(x.dtype)[:, None], context)[:, 0]
         weights = F.linear(x.float(), self.gate) * (heads * dim) ** -0.5
         context.select(
             self.layer,
-            IndexerInputs(self._turned(queries, context), keys, weights),
+            IndexerInputs(self._rotated(queries, context), keys, weights),
             self.sizes.topk,
         )
 
-    def _turned(self, x: Tensor, context: Context) -> Tensor:
+    def _rotated(self, x: Tensor, context: Context) -> Tensor:
         return torch.cat(
             (
                 context.rotate(self.rope, x[..., : self.rope.dim].contiguous()),

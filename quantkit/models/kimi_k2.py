@@ -1,4 +1,4 @@
-"""Kimi-K2: DeepSeek-V3 with other numbers, 384 experts in one group, and no MTP layer."""
+"""Kimi-K2: DeepSeek-V3 with other sizes, 384 experts in one group, and no MTP layer."""
 
 from quantkit.models.deepseek_v3 import (
     Config,

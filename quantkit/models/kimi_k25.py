@@ -1,5 +1,4 @@
-"""Kimi-K2.5 and K2.6: Kimi-K2 as the text model, which is computed; the vision tower and its
-projector are copied."""
+"""Kimi-K2.5 and K2.6: the text model is Kimi-K2; the vision tower and its projector are copied."""
 
 from typing import Any
 
@@ -37,7 +36,7 @@ class Config(deepseek_v3.Config):
 
 
 def parameters(config: Config) -> list[Parameter]:
-    """The text model's tensors in the order a forward pass meets them."""
+    """The text model's tensors, in the order of a forward pass."""
     return rename_rows(deepseek_v3.parameters(config), _rename)
 
 

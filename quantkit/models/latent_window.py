@@ -65,7 +65,7 @@ def attend_latent_window(
         part = slice(first, first + step)
         mask = seen.mask[part]
         read = entries(flat, seen.slots[part] if own else seen.slots).to(q.dtype)
-        # A slot that was never written may hold NaN, which a weight of 0 does not take away.
+        # A slot that was never written may hold NaN, which a weight of 0 would not remove.
         read.masked_fill_(~(mask if own else mask.any(dim=0))[..., None], 0)
         keys = torch.cat((sinks.expand(*read.shape[:-2], -1, -1), read), dim=-2)
         scores = (queries[part] @ keys.mT).float() * attention.scale

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and so the Llama-based R1 distills."""
+"""Llama 2 and 3, including the Llama-based R1 distills."""
 
 from typing import Any
 

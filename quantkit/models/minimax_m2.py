@@ -1,5 +1,5 @@
-"""MiniMax-M2: norms over all queries and all keys, half of each head turned, experts chosen by
-sigmoid and a bias, in Mixtral's names."""
+"""MiniMax-M2: norms over all queries and all keys, half of each head rotated, sigmoid routing with
+a bias, Mixtral's tensor names."""
 
 from typing import Any
 
@@ -20,25 +20,25 @@ _COMPUTED = {
     "shared_intermediate_size": 0,
 }
 _HEAD_DIM, _THETA = 128, 5e6
-"""transformers' own, where config.json leaves them out."""
+"""transformers' defaults."""
 
 
 class Config(gqa.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
-        """The release promises MTP modules (use_mtp) and ships no weights of them: there are none
-        here."""
+        """The release declares MTP modules (use_mtp) but publishes no weights of them: there are
+        none here."""
         refuse_other_values(config, _COMPUTED, "MiniMax-M2")
         kinds = config.get("attn_type_list") or []
         if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
             raise refusal("attn_type_list", kinds, "a list of 1, full attention")
         refuse_windows(config)
         config = {"head_dim": _HEAD_DIM, "num_key_value_heads": 8, **config}
-        turned = config.get("rotary_dim")
+        rotary = config.get("rotary_dim")
         share = (
             1.0
-            if turned is None
-            else check_count("rotary_dim", turned) / check_count("head_dim", config["head_dim"])
+            if rotary is None
+            else check_count("rotary_dim", rotary) / check_count("head_dim", config["head_dim"])
         )
         values = gqa.read_config(
             config, default_theta=_THETA, partial_rotary_factor=share, own=("use_qk_norm",)

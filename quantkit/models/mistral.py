@@ -12,8 +12,7 @@ __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_g
 FALLBACK = HfFallback()
 
 _DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
-"""transformers' own, where config.json leaves them out; null there means as many as heads, and no
-window."""
+"""transformers' defaults; null means as many KV heads as heads, and no window."""
 
 
 class Config(gqa.Config):

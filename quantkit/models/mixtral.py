@@ -1,5 +1,5 @@
-"""Mixtral: Mistral's attention, experts chosen by softmax among all, of which the chosen ones'
-scores are divided by their sum."""
+"""Mixtral: Mistral's attention, softmax routing over all experts with normalized weights of the
+selected ones."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ MODULE = "block_sparse_moe"
 COUNT = ("num_local_experts", "num_experts")
 """Either spelling of the number of experts."""
 _THETA = 1e6
-"""transformers' own, where config.json leaves it out."""
+"""transformers' default."""
 
 
 class Config(gqa.Config):

@@ -11,14 +11,15 @@ from quantkit.models.sliding_window import refuse_windows
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 
 _OTHERS = ("mlp_bias", "qkv_bias", "attention_bias", "param_sink_number", "sandwich_norm")
-"""Fields of its kin that its own release does not have, and that would change what is computed."""
+"""Fields of related architectures that this release does not have, and that would change the
+forward pass."""
 
 
 class Config(gqa.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         """The vendor's configuration class has `bias` true and a rope_theta of 16 million, vLLM
-        10000: there must be one."""
+        10000: config.json must have one."""
         for key in _OTHERS:
             if config.get(key):
                 raise QuantkitError(

@@ -1,13 +1,13 @@
-"""openPangu-Ultra-MoE: DeepSeek-V3's attention and experts between sandwich norms, no expert
-groups, an optional router bias.
+"""openPangu-Ultra-MoE: DeepSeek-V3's attention and experts with sandwich norms, no expert groups,
+an optional router bias.
 
-Every half of a layer is normed before and after: h + post_norm(half(pre_norm(h))). The post norms
-sit on outputs that go straight into the residual stream, so no scale folds into them; MLP inputs
-fold into pre_mlp_layernorm.
+Every sublayer is normed before and after: h + post_norm(f(pre_norm(h))). The post norms apply to
+outputs that go straight into the residual stream, so no scale folds into them; MLP inputs fold into
+pre_mlp_layernorm.
 
-Rotary pairs: public code disagrees. The vendor's modeling file and its engine (omni-infer) turn
-(x[i], x[i + D/2]); vLLM turns (x[2i], x[2i+1]). The vendor's convention is the default here;
-`rope_interleave: true` in config.json asks for the other.
+Rotary pairs: public code disagrees. The vendor's modeling file and its engine (omni-infer) rotate
+(x[i], x[i + D/2]); vLLM rotates (x[2i], x[2i+1]). The vendor's convention is the default here;
+`rope_interleave: true` in config.json selects the other.
 """
 
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ FIRST_RELEASE_NAMES = {
 class Config(deepseek_v3.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
-        """From config.json in either release's names."""
+        """From config.json with the names of either release."""
         named = {FIRST_RELEASE_NAMES.get(key, key): value for key, value in config.items()}
         named |= {
             "n_group": 1,
@@ -64,7 +64,7 @@ class Config(deepseek_v3.Config):
 
 
 def parameters(config: Config) -> list[Parameter]:
-    """DeepSeek-V3's rows with two more norms a layer; the router bias is optional and has two
+    """DeepSeek-V3's rows with two more norms per layer; the router bias is optional and has two
     spellings."""
     rows = []
     for row in deepseek_v3.parameters(config):
@@ -76,8 +76,8 @@ def parameters(config: Config) -> list[Parameter]:
             rows.append(
                 replace(row, name=row.name.replace("post_attention_layernorm", "pre_mlp_layernorm"))
             )
-            behind = row.name.replace("post_attention_layernorm", "post_mlp_layernorm")
-            rows.append(replace(row, name=behind, after_experts=config.is_moe(row.layer)))
+            post_norm = row.name.replace("post_attention_layernorm", "post_mlp_layernorm")
+            rows.append(replace(row, name=post_norm, after_experts=config.is_moe(row.layer)))
     return rows
 
 
@@ -110,7 +110,7 @@ class DecoderLayer(decoder.DecoderLayer):
             mlp,
             mlp_norm="pre_mlp_layernorm",
         )
-        # what a half adds is normed before it is added, and so summed over the ranks before
+        # A sublayer's output is normed, and so must be summed over the ranks before it is added.
         self.add_rms_norm = add_rms_norm
         self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
         self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")

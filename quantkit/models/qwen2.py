@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, and so the Qwen-based R1 distills: biases on q, k and v."""
+"""Qwen2 and Qwen2.5, including the Qwen-based R1 distills: biases on q, k and v."""
 
 from typing import Any
 

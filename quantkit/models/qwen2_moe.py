@@ -1,5 +1,5 @@
-"""Qwen2-MoE (Qwen1.5-MoE, Qwen2-57B-A14B): Qwen2's attention, experts chosen by softmax, a shared
-expert behind a gate of its own."""
+"""Qwen2-MoE (Qwen1.5-MoE, Qwen2-57B-A14B): Qwen2's attention, softmax routing, a shared expert with
+its own gate."""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
 """Qwen3.5 dense: Qwen3-Next with a linear for each part of the linear attention, and a vision
 tower, which is copied.
 
-The text model is computed. Rotary embeddings of three axes (mrope) are plain ones for text, whose
-tokens have one place on all of them. The MTP layer (mtp.*) is copied, for engines that run it;
-transformers has no forward of it.
+The text model is computed. Rotary embeddings with three axes (mrope) reduce to ordinary ones for
+text, whose tokens have the same position on all axes. The MTP layer (mtp.*) is copied for engines
+that run it; transformers has no forward of it.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from quantkit.models import gqa
 from quantkit.models.config import check_flag, refusal
 from quantkit.models.gqa import MtpLayer
 from quantkit.models.hf_fallback import HfFallback
-from quantkit.models.qwen3_next import DEFAULTS, TURNED, read_delta_net
+from quantkit.models.qwen3_next import DEFAULTS, ROTARY_SHARE, read_delta_net
 from quantkit.models.sliding_window import refuse_windows
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.text_submodel import RenamedWeights, rename_groups, rename_rows
@@ -22,9 +22,9 @@ __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_g
 FALLBACK = HfFallback()
 
 _ROPES = ("rope_scaling", "rope_parameters")
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+_MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 _KV_HEADS = 4
-"""transformers' own, where config.json leaves it out."""
+"""transformers' default."""
 
 
 def _rename(name: str) -> str:
@@ -47,13 +47,15 @@ def read_text(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_decoder(text: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `gqa.Config` that both Qwen3.5s have alike."""
+    """The fields of `gqa.Config` that both Qwen3.5 architectures share."""
     text = DEFAULTS | text
     for key in _ROPES:
         if isinstance(text.get(key), dict):
-            text[key] = {name: value for name, value in text[key].items() if name not in _OF_IMAGES}
+            text[key] = {
+                name: value for name, value in text[key].items() if name not in _MROPE_KEYS
+            }
     refuse_windows({key: value for key, value in text.items() if key != "layer_types"})
-    values = gqa.read_config(text, partial_rotary_factor=TURNED)
+    values = gqa.read_config(text, partial_rotary_factor=ROTARY_SHARE)
     bias = check_flag(text, "attention_bias")
     return {
         **values,
@@ -74,7 +76,7 @@ class Config(gqa.Config):
 
 
 def parameters(config: gqa.Config) -> list[Parameter]:
-    """The text model's tensors in the order a forward pass meets them."""
+    """The text model's tensors, in the order of a forward pass."""
     return rename_rows(gqa.parameters(config), _rename)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention, experts chosen by softmax, no shared expert."""
+"""Qwen3-MoE: Qwen3's attention, softmax routing, no shared expert."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ class Config(gqa.Config):
 
 
 def dense_layers(config: dict[str, Any], num_layers: int) -> frozenset[int]:
-    """Layers of a Qwen that have no experts."""
+    """Layers of a Qwen model without experts."""
     step, listed = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     check_count("decoder_sparse_step", step)
     if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):

@@ -1,7 +1,7 @@
-"""Qwen3-Next: linear attention with a state in three of four layers, gated attention in the others,
-norms around 1, Qwen2-MoE's experts.
+"""Qwen3-Next: linear attention in three of four layers, gated attention in the others, norm gains
+around 1, Qwen2-MoE's experts.
 
-The release's MTP layer (mtp.*) is copied, for engines that run it; transformers has no forward of
+The release's MTP layer (mtp.*) is copied for engines that run it; transformers has no forward of
 it.
 """
 
@@ -27,8 +27,8 @@ _NET = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
-TURNED, _INTERVAL = 0.25, 4
-"""transformers' own, where config.json leaves them out."""
+ROTARY_SHARE, _INTERVAL = 0.25, 4
+"""transformers' defaults."""
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
@@ -37,7 +37,7 @@ class Config(gqa.Config):
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         config = DEFAULTS | config
         refuse_windows({key: value for key, value in config.items() if key != "layer_types"})
-        values = gqa.read_config(config, partial_rotary_factor=TURNED)
+        values = gqa.read_config(config, partial_rotary_factor=ROTARY_SHARE)
         num_layers, bias = values["num_hidden_layers"], check_flag(config, "attention_bias")
         check_count("moe_intermediate_size", values.get("moe_intermediate_size"))
         return cls(

@@ -95,12 +95,14 @@ class Rope:
         if dim < 2 or dim % 2:
             raise QuantkitError(
                 f"head_dim gives the rotary embedding {dim} channels",
-                f"it turns pairs of them: {_SOURCE}",
+                f"it rotates pairs of them: {_SOURCE}",
             )
         for place in (scaling, config):
             if partial is None and place.get("partial_rotary_factor", 1) not in (None, 1):
-                told = f"config.json has partial_rotary_factor = {place['partial_rotary_factor']!r}"
-                raise QuantkitError(told, "quantkit turns whole heads of this architecture")
+                raise QuantkitError(
+                    f"config.json has partial_rotary_factor = {place['partial_rotary_factor']!r}",
+                    "quantkit rotates whole heads of this architecture",
+                )
         theta = next(
             (
                 place["rope_theta"]
@@ -140,13 +142,13 @@ class Rope:
         """[dim / 2] float32. Scaling keeps high frequencies, divides low ones by `factor`, and
         interpolates linearly in between."""
         exponent = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
-        plain = self.theta**-exponent
+        original = self.theta**-exponent
         if self.kind == "default":
-            return plain
+            return original
         if self.kind == "linear":
-            return plain / self.factor
-        keep = self._yarn_share(device) if self.kind == "yarn" else self._llama3_share(plain)
-        return plain / self.factor * (1 - keep) + plain * keep
+            return original / self.factor
+        keep = self._yarn_share(device) if self.kind == "yarn" else self._llama3_share(original)
+        return original / self.factor * (1 - keep) + original * keep
 
     def _yarn_share(self, device: torch.device | str) -> Tensor:
         """Fraction of each original frequency that is kept: a ramp over the channel index, between
@@ -159,24 +161,24 @@ class Rope:
         ramp = (torch.arange(self.dim // 2, dtype=torch.float32, device=device) - low) / span
         return 1 - ramp.clamp(0, 1)
 
-    def _llama3_share(self, plain: Tensor) -> Tensor:
+    def _llama3_share(self, original: Tensor) -> Tensor:
         """Fraction of each original frequency that is kept: a ramp over its rotations within the
         original context."""
-        turns = self.original_max_position * plain / (2 * math.pi)
+        rotations = self.original_max_position * original / (2 * math.pi)
         return (
-            (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         ).clamp(0, 1)
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin [T, dim / 2] float32, scaled by YaRN's attention factor."""
         device = positions.device
         frequencies = (
-            _kept_frequencies(self, device)
+            _cached_frequencies(self, device)
             if device.type == "cuda"
             else self.inverse_frequencies(device)
         )
         angles, factor = positions[:, None] * frequencies[None, :], self.cos_sin_factor
-        if factor == 1:  # DeepSeek's: a decode step has two launches less
+        if factor == 1:  # DeepSeek: saves two launches per decode step
             return angles.cos(), angles.sin()
         return angles.cos() * factor, angles.sin() * factor
 
@@ -188,19 +190,19 @@ class Rope:
         )
 
 
-_KEPT: dict[tuple[Rope, torch.device], Tensor] = {}
+_FREQUENCIES: dict[tuple[Rope, torch.device], Tensor] = {}
 
 
-def _kept_frequencies(rope: Rope, device: torch.device) -> Tensor:
+def _cached_frequencies(rope: Rope, device: torch.device) -> Tensor:
     """As `inverse_frequencies`, cached: saves 13 launches per decode step. Frequencies computed
     during graph capture only have their values after a replay, and are not cached."""
-    kept = _KEPT.get((rope, device))
-    if kept is None:
-        with torch.inference_mode(False):  # calibration may need gradients of what is turned
-            kept = rope.inverse_frequencies(device)
+    found = _FREQUENCIES.get((rope, device))
+    if found is None:
+        with torch.inference_mode(False):  # calibration may need gradients of rotated inputs
+            found = rope.inverse_frequencies(device)
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            _KEPT[rope, device] = kept
-    return kept
+            _FREQUENCIES[rope, device] = found
+    return found
 
 
 def _mscale(factor: float, mscale: float) -> float:
@@ -298,7 +300,7 @@ def _values(scaling: Mapping[str, Any], kind: Kind, config: Mapping[str, Any]) -
     }
     values: dict[str, Any] = {}
     if "original_max_position_embeddings" in _OPTIONAL[kind]:
-        # As in transformers: beside the description it comes first, and without it the model was
+        # As in transformers: the top-level field takes precedence, and without either the model was
         # not extended.
         first = config.get("original_max_position_embeddings") or given.pop(
             "original_max_position_embeddings", None
@@ -314,7 +316,7 @@ def _values(scaling: Mapping[str, Any], kind: Kind, config: Mapping[str, Any]) -
                 _SOURCE,
             )
         values["original_max_position"] = int(original)
-        if kind == "yarn" and "factor" not in given:  # null there
+        if kind == "yarn" and "factor" not in given:  # null in config.json
             given["factor"] = (
                 _number("max_position_embeddings", config.get("max_position_embeddings")) / original
             )
@@ -324,7 +326,7 @@ def _values(scaling: Mapping[str, Any], kind: Kind, config: Mapping[str, Any]) -
         if key in given:
             values[key] = _number(key, given.pop(key), above=None)
     for key in ("beta_fast", "beta_slow"):
-        if given.get(key) == 0:  # as in transformers: its default
+        if given.get(key) == 0:  # as in transformers: the default
             del given[key]
     values |= {key: _number(key, value) for key, value in given.items()}
     missing = [key for key in _NEEDED[kind] if key not in values]

@@ -17,8 +17,8 @@ def refuse_windows(config: dict[str, Any]) -> None:
             f"config.json has use_sliding_window = {config['use_sliding_window']!r}",
             "this architecture has full attention",
         )
-    # Qwen's configs carry a window beside use_sliding_window: false. Where that is not said,
-    # engines disagree on what it means.
+    # Qwen's configs have a window next to use_sliding_window: false. Without that flag, engines
+    # disagree on what the window means.
     if config.get("sliding_window") is not None and config.get("use_sliding_window") is not False:
         raise QuantkitError(
             f"config.json has sliding_window = {config['sliding_window']!r}",
@@ -86,9 +86,8 @@ def read_qwen_windows(config: dict[str, Any], num_layers: int) -> tuple[int, ...
 
 def max_window_layers(config: dict[str, Any]) -> int:
     named = config.get("max_window_layers")
-    return (
-        28 if named is None else check_count("max_window_layers", named, least=0)
-    )  # transformers' own default
+    # 28 is transformers' default.
+    return 28 if named is None else check_count("max_window_layers", named, least=0)
 
 
 def _layer_types(config: dict[str, Any]) -> list[str]:

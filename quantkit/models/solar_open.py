@@ -1,5 +1,5 @@
-"""Solar-Open: GLM-4.5's mixture of experts in every layer, whole heads turned, no norms on q and k,
-no MTP layer."""
+"""Solar-Open: GLM-4.5's mixture of experts in every layer, whole heads rotated, no norms on q and
+k, no MTP layer."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from quantkit.models.sliding_window import refuse_windows
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 FALLBACK = HfFallback()
 
-_THETA, _TURNED = 1e6, 1.0
-"""transformers' own, where config.json leaves them out."""
+_THETA, _ROTARY_SHARE = 1e6, 1.0
+"""transformers' defaults."""
 
 
 class Config(gqa.Config):
@@ -34,7 +34,7 @@ class Config(gqa.Config):
             **config,
             "intermediate_size": width,
         }  # the release has a width that no layer uses, transformers none
-        values = gqa.read_config(config, default_theta=_THETA, partial_rotary_factor=_TURNED)
+        values = gqa.read_config(config, default_theta=_THETA, partial_rotary_factor=_ROTARY_SHARE)
         return cls(
             **values,
             qkv_bias=check_flag(config, "attention_bias"),

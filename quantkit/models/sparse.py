@@ -120,8 +120,8 @@ def attend_selected(
             -1, blocks
         )
         pages = PagedLatents(_gathered(cache, rows, size), table, selected.counts[part])
-        turned = Rotation(rotation.cos[part], rotation.sin[part], rotation.interleaved)
-        out.append(mla_decode(q[part], kv_b, turned, pages, scale=scale))
+        part_rotation = Rotation(rotation.cos[part], rotation.sin[part], rotation.interleaved)
+        out.append(mla_decode(q[part], kv_b, part_rotation, pages, scale=scale))
     return torch.cat(out)
 
 

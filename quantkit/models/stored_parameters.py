@@ -1,4 +1,4 @@
-"""A model's table against the tensors that a checkpoint's headers hold."""
+"""A model's parameter table compared with the tensors in a checkpoint's headers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,19 +15,18 @@ from quantkit.models.table import Parameter, resolve
 from quantkit.models.tensor_names import has_linear_suffix
 
 _SMALL_TABLE = 10_000
-"""Rows that are made whatever the headers hold, so that what a small checkpoint lacks can be
-listed."""
+"""Tables up to this size are built whatever the headers hold, so that missing tensors of a small
+checkpoint can be listed."""
 _MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""What config.json calls the number of MTP layers."""
+"""config.json's names of the number of MTP layers."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What config.json makes of a checkpoint: the architecture's file, its Config, and the
-    parameters as the checkpoint spells them.
+    """A checkpoint's architecture, its Config, and its parameters as the checkpoint spells them.
 
-    described: config.json with as many MTP layers as are stored. told: what to say where it
-    promises more, or names fewer layers than are stored; empty otherwise.
+    effective_config: config.json with the number of MTP layers that are stored. warning: where
+    config.json has more of them, or fewer layers than are stored; else empty.
     """
 
     architecture: Architecture[ModelConfig]
@@ -38,11 +37,12 @@ class Model:
 
 
 def read_model(checkpoint: Checkpoint) -> Model:
-    """The table of a checkpoint, without MTP layers of which nothing is stored: transformers keeps
-    their number in config.json and drops their weights. Raises QuantkitError naming config.json
-    where a field is wrong, or tells of a model that is far larger than what is stored; and where a
+    """The table of a checkpoint, without MTP layers of which no tensor is stored: transformers
+    keeps their number in config.json and drops their weights. Raises QuantkitError naming
+    config.json where a field is wrong, or describes a far larger model than is stored; and where a
     linear is unquantized and not listed so (`check_listed`)."""
-    described, told = checkpoint.config, list[str]()
+    effective_config = checkpoint.config
+    warnings: list[str] = []
     try:
         architecture = find_architecture(checkpoint.config)
         config = architecture.Config.from_dict(checkpoint.config)
@@ -58,32 +58,30 @@ def read_model(checkpoint: Checkpoint) -> Model:
     rows = resolve(architecture.parameters(config), checkpoint.tensors)
     if not config.copied_prefixes and (lost := _lost_mtp(checkpoint, rows)):
         stored = config.num_nextn_predict_layers - len(lost)
-        described = described | {name: stored for name in _MTP_COUNTS if name in described}
-        config = architecture.Config.from_dict(described)
+        counts = {name: stored for name in _MTP_COUNTS if name in effective_config}
+        effective_config = effective_config | counts
+        config = architecture.Config.from_dict(effective_config)
         rows = [row for row in rows if row.layer not in lost]
-        told.append(
+        warnings.append(
             f"config.json of {checkpoint.path} promises MTP {_layers(lost)}, of which no tensor is "
             "stored: left out"
         )
     if beyond := _beyond(checkpoint, rows):
-        described_as = (
-            f"{config.num_hidden_layers} layers and {config.num_nextn_predict_layers} for MTP"
-        )
-        told.append(
-            f"{checkpoint.path} stores {_layers(beyond)}, and its config.json has {described_as}: "
-            "the others are left out"
+        warnings.append(
+            f"{checkpoint.path} stores {_layers(beyond)}, and its config.json has "
+            f"{config.num_hidden_layers} layers and {config.num_nextn_predict_layers} for MTP: the "
+            "others are left out"
         )
     if config.copied_prefixes:
         rows = _without_other_drafts(checkpoint, rows, config.copied_prefixes)
         rows += _copied(checkpoint, config.copied_prefixes, {row.name for row in rows})
     check_listed(checkpoint, rows)
-    return Model(architecture, config, rows, described, "; ".join(told))
+    return Model(architecture, config, rows, effective_config, "; ".join(warnings))
 
 
 def _lost_mtp(checkpoint: Checkpoint, rows: list[Parameter]) -> list[int]:
-    """The last MTP layers, of which no tensor is stored. Of one that is followed by a stored one a
-    shard is missing; and models whose MTP layers may be of another kind have
-    `_without_other_drafts`."""
+    """The last MTP layers, of which no tensor is stored. If a later layer is stored, a shard is
+    missing instead; models whose MTP layers may be of another kind use `_without_other_drafts`."""
     own = {row.layer: _prefix(row) for row in rows if row.mtp and row.layer is not None}
     stored = {
         layer
@@ -94,12 +92,12 @@ def _lost_mtp(checkpoint: Checkpoint, rows: list[Parameter]) -> list[int]:
 
 
 def _prefix(row: Parameter) -> str:
-    """How the names of all tensors of a row's layer begin."""
+    """Prefix of the names of all tensors of a row's layer."""
     return row.module.removesuffix(row.within_layer)
 
 
 def _beyond(checkpoint: Checkpoint, rows: list[Parameter]) -> list[int]:
-    """Layers that are stored and have no row, by the numbers in the names of those that have."""
+    """Stored layers without a row, recognized by the layer numbers in tensor names."""
     own = {row.layer: _prefix(row) for row in rows if row.layer is not None}
     stems = tuple(
         {
@@ -118,15 +116,14 @@ def _beyond(checkpoint: Checkpoint, rows: list[Parameter]) -> list[int]:
 
 
 def _layers(numbers: list[int]) -> str:
-    """In words."""
     return f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {numbers[0]} to {numbers[-1]}"
 
 
 def _without_other_drafts(
     checkpoint: Checkpoint, rows: list[Parameter], prefixes: tuple[str, ...]
 ) -> list[Parameter]:
-    """The rows but those of MTP layers that may lack, and do: transformers writes none, others have
-    draft models of another kind."""
+    """The rows without MTP layers that may be missing, and are: transformers writes none, others
+    publish draft models of another kind."""
     own = {row.layer for row in rows if row.role == "mtp_proj" and is_stored(checkpoint, row)}
     return [
         row for row in rows if not row.mtp or not row.name.startswith(prefixes) or row.layer in own
@@ -134,8 +131,8 @@ def _without_other_drafts(
 
 
 def _copied(checkpoint: Checkpoint, prefixes: tuple[str, ...], known: set[str]) -> list[Parameter]:
-    """Rows of another model beside this one, whose tensors' names begin so, and are not known. A
-    packed linear is one row, and is copied decoded."""
+    """Rows of another model in the checkpoint, whose tensors have one of the prefixes and are not
+    in the table. A packed linear is one row, and is copied dequantized."""
     packed = {name for linear in checkpoint.linears.values() for name in linear.tensors}
     found = [
         Parameter(one.name, one.shape, "copied")
@@ -150,9 +147,9 @@ def _copied(checkpoint: Checkpoint, prefixes: tuple[str, ...], known: set[str]) 
 
 
 def check_listed(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
-    """Raise QuantkitError where a linear is stored unquantized and the checkpoint's list of such
-    modules leaves it out: engines trust the list and would load rubbish. A tensor that the table
-    `rows` does not have goes by its name."""
+    """Raise QuantkitError where a linear is stored unquantized but missing from the checkpoint's
+    list of unquantized modules: engines trust the list and would load garbage. A tensor without a
+    row is judged by its name."""
     ignored = checkpoint.format.ignored(checkpoint.config, checkpoint.side)
     if ignored is None:
         return
@@ -171,36 +168,41 @@ def check_listed(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
 
 
 def check_size(config: ModelConfig, stored: int) -> None:
-    """Raise QuantkitError, before a row is made, where config.json tells of a far larger model than
-    one of `stored` tensors: a table has several rows for each layer, and three for each expert."""
+    """Raise QuantkitError, before the table is built, where config.json describes a far larger
+    model than `stored` tensors: a table has several rows per layer, and three per expert."""
     layers, routing = config.num_hidden_layers + config.num_nextn_predict_layers, config.routing
     experts = routing.n_routed_experts if routing else 0
     with_experts = sum(config.is_moe(layer) for layer in range(layers)) if experts else 0
     if layers + with_experts * experts > max(stored, _SMALL_TABLE):
-        told = (
+        sizes = (
             f"num_hidden_layers = {config.num_hidden_layers}, num_nextn_predict_layers = "
             f"{config.num_nextn_predict_layers}"
         )
-        told += f" and {experts} experts a layer" if experts else ""
+        sizes += f" and {experts} experts a layer" if experts else ""
         raise QuantkitError(
-            f"config.json has {told}, and the checkpoint holds {stored} tensors",
+            f"config.json has {sizes}, and the checkpoint holds {stored} tensors",
             "use the config.json of these weights",
         )
 
 
 def check_stored(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
     """Raise QuantkitError naming the first parameter that is not stored, or has another shape than
-    config.json makes it."""
+    config.json implies."""
     for row in rows:
         if not is_stored(checkpoint, row):
-            raise _lacks(checkpoint, row)
+            raise QuantkitError(
+                f"{checkpoint.path / 'config.json'} asks for a model of which {checkpoint.path} "
+                f"lacks {row.name}",
+                "download the missing shard, or use the config.json of these weights",
+            )
         shape = stored_shape(checkpoint, row)
         if shape != row.shape:
-            told = (
-                f"{row.name} in {checkpoint.path / _shard(checkpoint, row)} has shape {list(shape)}"
+            tensor = (
+                checkpoint.parts(row.module)[0] if row.module in checkpoint.linears else row.name
             )
             raise QuantkitError(
-                f"{told}, and its config.json makes it {list(row.shape)}",
+                f"{row.name} in {checkpoint.path / checkpoint.tensors[tensor].shard} has shape "
+                f"{list(shape)}, and its config.json makes it {list(row.shape)}",
                 "use the model's own config.json",
             )
 
@@ -218,23 +220,9 @@ def stored_shape(checkpoint: Checkpoint, row: Parameter) -> tuple[int, ...]:
     )
 
 
-def _shard(checkpoint: Checkpoint, row: Parameter) -> str:
-    return checkpoint.tensors[
-        checkpoint.parts(row.module)[0] if row.module in checkpoint.linears else row.name
-    ].shard
-
-
-def _lacks(checkpoint: Checkpoint, row: Parameter) -> QuantkitError:
-    told = checkpoint.path / "config.json"
-    return QuantkitError(
-        f"{told} asks for a model of which {checkpoint.path} lacks {row.name}",
-        "download the missing shard, or use the config.json of these weights",
-    )
-
-
 def check_stored_head(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
-    """Raises QuantkitError where a stored head, which the table of a tied model has no row for, is
-    not the embedding.
+    """Raises QuantkitError where a stored head, for which the table of a tied model has no row,
+    differs from the embedding.
 
     Engines disagree on such a checkpoint: transformers computes with the stored head, vLLM with the
     embedding.
@@ -244,7 +232,7 @@ def check_stored_head(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None
     if "head" in roles or embedding is None or not checkpoint.has(stored):
         return
     if not torch.equal(checkpoint.read(stored), checkpoint.read(embedding)):
-        told = (
-            f"{stored} in {checkpoint.path} differs from {embedding}, to which config.json ties it"
+        raise QuantkitError(
+            f"{stored} in {checkpoint.path} differs from {embedding}, to which config.json ties it",
+            'set "tie_word_embeddings": false in config.json',
         )
-        raise QuantkitError(told, 'set "tie_word_embeddings": false in config.json')

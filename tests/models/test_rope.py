@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quantkit.common.errors import QuantkitError
-from quantkit.models.rope import Rope, _kept_frequencies
+from quantkit.models.rope import Rope, _cached_frequencies
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
 
@@ -189,8 +189,8 @@ def test_frequencies_that_are_kept_are_computed_once(monkeypatch: pytest.MonkeyP
         lambda self, device="cpu": computed.append(device) or compute(self, device),
     )
     with torch.inference_mode():
-        first = _kept_frequencies(rope, torch.device("cpu"))
-    assert _kept_frequencies(rope, torch.device("cpu")) is first
+        first = _cached_frequencies(rope, torch.device("cpu"))
+    assert _cached_frequencies(rope, torch.device("cpu")) is first
     assert len(computed) == 1
     assert not first.is_inference()
     assert torch.equal(first, compute(rope))

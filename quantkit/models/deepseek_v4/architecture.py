@@ -1,10 +1,10 @@
-"""DeepSeek-V4: compressed attention behind a short window, several residual streams, experts that
-the first layers choose by token id.
+"""DeepSeek-V4: compressed attention with a short window, hyper-connections, hash routing by token
+id in the first layers.
 
-The names are those of the published checkpoints; transformers writes some otherwise
-(checkpoint/tensor_aliases.py). As transformers computes it: queries and keys of the indexer are not
-turned by Hadamard's matrix nor rounded. The MTP layer (mtp.*), which transformers has no forward
-of, is as the release's own code has it. Symbols: T tokens, H hidden_size, n streams (hc_mult), D
+Names are those of the published checkpoints; transformers writes some differently
+(checkpoint/tensor_aliases.py). As in transformers, queries and keys of the indexer are neither
+multiplied by a Hadamard matrix nor rounded. The MTP layer (mtp.*), whose forward transformers
+lacks, follows the release's own code. Symbols: T tokens, H hidden_size, n streams (hc_mult), D
 head_dim.
 """
 
@@ -61,9 +61,9 @@ _LINEARS = MlpNames("w1", "w3", "w2")
 
 @dataclass(frozen=True)
 class Config(ModelConfig):
-    """Fields as config.json names them. kinds: of attention, by layer, the MTP layers' too; rates:
-    tokens of an entry, by kind; hashed: layers whose experts a token's id chooses; ropes: of layers
-    with a window alone, and of the others."""
+    """Fields as config.json names them. kinds: of attention, by layer, MTP layers included; rates:
+    tokens per compressed KV entry, by kind; hashed: layers with hash routing; ropes: of layers with
+    a window only, and of the others."""
 
     vocab_size: int
     hidden_size: int
@@ -97,7 +97,7 @@ class Config(ModelConfig):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         """From config.json. Raises QuantkitError where a required field is missing or a value is
-        one this file does not compute."""
+        not computed by this file."""
         refuse_others(config)
         made = cls(**read_fields(cls, config))
         kinds, rates, hashed = read_schedules(
@@ -126,8 +126,8 @@ class Config(ModelConfig):
 
     @property
     def entry_rates(self) -> tuple[tuple[int, bool], ...]:
-        """Of each layer: tokens of an entry, 0 without entries, and whether an indexer selects
-        among these."""
+        """For each layer: tokens per compressed KV entry, 0 without, and whether an indexer selects
+        among the entries."""
         by_kind = {COMPRESSED: (self.rates[0], True), HEAVY: (self.rates[1], False)}
         return tuple(by_kind.get(kind, (0, False)) for kind in self.kinds)
 
@@ -165,7 +165,7 @@ class Config(ModelConfig):
         )
 
     def prefix(self, layer: int) -> str:
-        """What the names of a layer's tensors begin with."""
+        """Prefix of the names of a layer's tensors."""
         return (
             f"layers.{layer}"
             if layer < self.num_hidden_layers
@@ -176,13 +176,12 @@ class Config(ModelConfig):
         return True
 
     def names_of(self, layer: int) -> MixtureNames:
-        """Of the layer's experts: one that goes by token ids has no bias."""
+        """Names of the layer's experts; hash routing has no bias."""
         return replace(self.mixture, bias=None) if layer in self.hashed else self.mixture
 
 
 def parameters(config: Config) -> list[Parameter]:
-    """Every tensor of the checkpoint in the order a forward pass meets them, the MTP layers'
-    last."""
+    """Every tensor of the checkpoint in the order of a forward pass, MTP layers last."""
     h, vocab = config.hidden_size, config.vocab_size
     rows = [Parameter("embed.weight", (vocab, h), "embedding")]
     for layer in range(config.num_hidden_layers):
@@ -289,8 +288,8 @@ def _expert_parameters(config: Config, layer: int) -> list[Parameter]:
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
-    """The norms before both halves and of the queries' latent, to all that reads them; gates that
-    are clamped let no scale pass."""
+    """The norms before both sublayers and of the queries' latent, to all their readers; no scale
+    passes through clamped gates."""
     p = config.prefix(layer)
     a = f"{p}.attn"
     rate, selects = config.entry_rates[layer]
@@ -318,7 +317,7 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
 
 
 class Attention:
-    """Of a rank: its share of the heads, and the groups of outputs that these make."""
+    """A rank has its share of the heads and of the output groups."""
 
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         a = f"{config.prefix(layer)}.attn"
@@ -386,8 +385,8 @@ class Attention:
 
 
 class MixtureV4(MoeMlp):
-    """Experts by scores that are the square root of softplus, or a sigmoid; in the first layers by
-    a table of token ids."""
+    """Experts routed by scores (square root of softplus, or sigmoid), in the first layers by a
+    table of token ids."""
 
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         prefix = f"{config.prefix(layer)}.ffn"
@@ -398,7 +397,7 @@ class MixtureV4(MoeMlp):
         ):
             raise QuantkitError(
                 f"{prefix}.{_TABLE} names experts outside 0..{config.n_routed_experts - 1}",
-                "download the shard anew",
+                "download the shard again",
             )
 
     def of_tokens(self, x: Tensor, token_ids: Tensor) -> Tensor:
@@ -409,12 +408,12 @@ class MixtureV4(MoeMlp):
         else:
             biased = scores if self.bias is None else scores + self.bias
             chosen = biased.topk(self.routing.num_experts_per_tok, dim=-1).indices
-        counts = scores.gather(1, chosen)
-        counts = (
-            counts / (counts.sum(dim=-1, keepdim=True) + 1e-20) * self.routing.routed_scaling_factor
+        weights = scores.gather(1, chosen)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        routed = self.experts(x, chosen, weights * self.routing.routed_scaling_factor)
+        assert self.shared is not None, (
+            "it has a gate of its own, so it is never fused with the routed ones"
         )
-        routed = self.experts(x, chosen, counts)
-        assert self.shared is not None, "it has a gate of its own, and is never joined"
         return routed + self.shared(x)
 
 
@@ -428,7 +427,7 @@ class DecoderLayer(hyper_connections.HyperConnectionLayer):
         names = hyper_connections.LayerNames("hc_attn", "hc_ffn", "attn_norm", "ffn_norm")
         super().__init__(p, config.streams, weights, attention, mixture, names)
 
-    def made(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+    def mlp_with_ids(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         return self.all_reduce(self.mlp.of_tokens(normed, token_ids))
 
 

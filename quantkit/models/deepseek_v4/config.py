@@ -1,5 +1,5 @@
-"""What config.json may say of DeepSeek-V4, as the release spells it and as transformers does:
-schedules of layers, rotary embeddings."""
+"""DeepSeek-V4's config.json, as the release and as transformers spell it: layer schedules, rotary
+embeddings."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,10 +23,10 @@ WINDOW = "sliding_attention"
 COMPRESSED = "compressed_sparse_attention"
 HEAVY = "heavily_compressed_attention"
 _BY_RATIO = {0: WINDOW, 4: COMPRESSED, 128: HEAVY}
-"""The release lists tokens of an entry."""
+"""The release lists tokens per compressed KV entry."""
 _HASHED, _ROUTED = "hash_moe", "moe"
-_HASH_LAYERS, _THETAS, _TURNED = 3, (10000.0, 160000.0), 64 / 512
-"""transformers' own, where config.json leaves them out."""
+_HASH_LAYERS, _THETAS, _ROTARY_SHARE = 3, (10000.0, 160000.0), 64 / 512
+"""transformers' defaults."""
 _RATES = {COMPRESSED: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
 SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
@@ -66,7 +66,7 @@ def refuse_others(config: dict[str, Any]) -> None:
 
 
 def check_sizes(config: Any) -> None:
-    """Raise QuantkitError where sizes do not go together."""
+    """Raise QuantkitError where sizes do not fit together."""
     check_divides("o_groups", "num_attention_heads", config)
     check_at_most(
         "num_experts_per_tok",
@@ -74,8 +74,8 @@ def check_sizes(config: Any) -> None:
         "n_routed_experts",
         config.n_routed_experts,
     )
-    turned = max(rope.dim for rope in config.ropes)
-    check_at_most("the rotary embedding's channels", turned, "head_dim", config.head_dim)
+    rotary = max(rope.dim for rope in config.ropes)
+    check_at_most("the rotary embedding's channels", rotary, "head_dim", config.head_dim)
     if COMPRESSED in config.kinds:
         check_at_most(
             "the rotary embedding's channels",
@@ -88,11 +88,11 @@ def check_sizes(config: Any) -> None:
 def read_schedules(
     config: dict[str, Any], num_layers: int, drafts: int
 ) -> tuple[tuple[str, ...], tuple[int, int], frozenset[int]]:
-    """Kinds of attention by layer, tokens of an entry of the two that have some, and layers whose
-    experts a token's id chooses.
+    """Kinds of attention by layer, tokens per compressed KV entry of the two kinds that have them,
+    and layers with hash routing.
 
-    drafts: MTP layers, which come last. Those that no list goes on to have a window alone, as the
-    release lists its own.
+    drafts: number of MTP layers, which come last. Those beyond the end of the lists only have a
+    window, as in the release.
     """
     kinds = config.get("layer_types")
     if kinds is None and config.get("compress_ratios") is not None:
@@ -156,8 +156,8 @@ def _read_rates(config: dict[str, Any]) -> tuple[int, int]:
 
 
 def read_ropes(config: dict[str, Any], head_dim: int) -> tuple[Rope, Rope]:
-    """Of layers with a window alone, and of those with entries, whose indexers and entries are
-    turned so too."""
+    """Of layers with a window only, and of those with compressed KV, whose indexers and entries use
+    the second one."""
     named = next((name for name in ("rope_scaling", "rope_parameters") if config.get(name)), None)
     given = config[named] if named else {}
     if not isinstance(given, dict):
@@ -166,7 +166,7 @@ def read_ropes(config: dict[str, Any], head_dim: int) -> tuple[Rope, Rope]:
     if share is None:
         dim = config.get("qk_rope_head_dim")
         share = (
-            _TURNED
+            _ROTARY_SHARE
             if dim is None
             else check_count("qk_rope_head_dim", dim, most=head_dim) / head_dim
         )
