@@ -66,7 +66,7 @@ def measure(
     adjuster = LogitsProcessor(vocab, device)
 
     def penalized() -> None:
-        adjuster.adjust(logits, counts, frozenset(), {}, None)
+        adjuster.process(logits, counts, frozenset(), {}, None)
         for sequence, _ in counts:
             sequence.token_ids.append(5)
 

@@ -73,7 +73,7 @@ class GroupedBench:
             dtype=torch.bfloat16,
             device=self.device,
             parts=(half, half),
-            coding=None
+            codes=None
             if self.codes is None
             else CacheCodes(self.codes, self.config.cache.kv_heads),
         )
@@ -109,7 +109,7 @@ class GroupedBench:
             token_ids = steps.run(rows(token_ids, context + step)).greedy.tolist()
             walls.append(time.perf_counter() - began)
         last = rows(token_ids, context + STEPS)
-        buffers, step_again = steps.filled(last)
+        buffers, step_again = steps.prepare(last)
         captured = step_again().hidden.clone()
         CountedExperts.distinct = []
         eager = compute(self.model, buffers.inputs, buffers.context(cache)).hidden

@@ -82,7 +82,7 @@ def served_engine(loaded: LoadedModel, blocks: int, length: int, batch: int) -> 
         measure_steps=True,
     )
     engine.scheduler.budget = measure(
-        engine.runner, engine.parallel, engine.scheduler.budget, batch, asked=False
+        engine.runner, engine.parallel, engine.scheduler.budget, batch, fixed_chunk=False
     )
     warm_up_graphs(engine.runner, engine.parallel, batch, length)
     return engine

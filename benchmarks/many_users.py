@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if asked:
         given = StepBudget(given.prefill_only, options.chunk_tokens)
     chosen = (
-        prefill_tuner.measure(engine.runner, SINGLE, given, max(options.users), asked=False)
+        prefill_tuner.measure(engine.runner, SINGLE, given, max(options.users), fixed_chunk=False)
         if not asked
         else given
     )

@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             )
     began = time.perf_counter()
     found = prefill_tuner.measure(
-        steps.runner, SINGLE, StepBudget(2048, 2048), options.answers, asked=False
+        steps.runner, SINGLE, StepBudget(2048, 2048), options.answers, fixed_chunk=False
     )
     report["measured"] = {
         "with_decodes": found.with_decodes,

@@ -76,9 +76,9 @@ class HeldSampler(Sampler):
         )
         self._engine, self._masks = engine, KeptMasks()
 
-    def choose(self, done: ForwardPass, draw: SamplingGraph) -> SampledTokens:
+    def sample(self, done: ForwardPass, draw: SamplingGraph) -> SampledTokens:
         """As `Chooser.choose`, but behind every token before a guess."""
-        chosen, wanted = super().choose(done, draw), list[int]()
+        chosen, wanted = super().sample(done, draw), list[int]()
         if not any(sequence.drafts for sequence, _ in done.counts):
             return chosen
         asked, bits = self._masks.last if isinstance(self._masks, KeptMasks) else ([], None)

@@ -63,9 +63,9 @@ class DrawnSampler(Sampler):
         )
         self._engine = engine
 
-    def choose(self, done: ForwardPass, draw: SamplingGraph) -> SampledTokens:
-        """As `Chooser.choose`, but behind every token before a guess."""
-        chosen, wanted = super().choose(done, draw), []
+    def sample(self, done: ForwardPass, draw: SamplingGraph) -> SampledTokens:
+        """As `Sampler.sample`, but behind every token before a guess."""
+        chosen, wanted = super().sample(done, draw), []
         if not any(sequence.drafts for sequence, _ in done.counts):
             return chosen
         for sequence, count in done.counts:
@@ -92,7 +92,7 @@ def guesses_row(
     engine.acceptance, drafter = acceptance, engine.speculation.drafter
     assert drafter is not None, "an engine with a layer that guesses"
     drafter.count = most
-    engine.speculation = Speculation(drafter, 0, measured=fixed is None)
+    engine.speculation = Speculation(drafter, 0, adaptive=fixed is None)
     if fixed is not None:
         engine.speculation.set_lengths(fixed, 0)
     steps = watched(engine.speculation)
@@ -110,7 +110,7 @@ def guesses_row(
         "tokens_a_step": tokens / (tokens - found.accepted),
         "guessed_last": controller.drafts,
         "step_ms": {
-            drafts: costs.by_rows(1e3) for drafts, costs in sorted(controller.costs.items())
+            drafts: costs.by_rows(1e3) for drafts, costs in sorted(controller.step_times.items())
         },
         "slowest": sorted(steps, reverse=True)[:8],
         "tried": sum(rows > answers or drafts > 0 for _, drafts, rows, answers, _ in steps),

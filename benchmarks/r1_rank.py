@@ -76,7 +76,7 @@ class Rank:
             parts=()
             if codes is None
             else (config.kv_lora_rank, config.cache_width - config.kv_lora_rank),
-            coding=None if codes is None else CacheCodes(codes, 0),
+            codes=None if codes is None else CacheCodes(codes, 0),
         )
         fill_cache(self.cache)
         self._capture = (
@@ -130,7 +130,7 @@ def decode_row(rank: Rank, concurrency: int, context: int, bandwidth: float) -> 
         "concurrency": concurrency,
         "context": context,
         "tpot_ms": wall * 1e3,
-        "device_ms": device_seconds(rank, rank.steps.filled(last)[1]) * 1e3,
+        "device_ms": device_seconds(rank, rank.steps.prepare(last)[1]) * 1e3,
         "slowest_ms": max(walls) * 1e3,
         "tokens_per_s": concurrency / wall,
         "gb_read": total / 1e9,
@@ -166,9 +166,9 @@ def drafted_row(
         "concurrency": concurrency,
         "context": context,
         "step_ms": wall,
-        "verify_device_ms": device_seconds(rank, rank.steps.filled(rows)[1]) * 1e3,
+        "verify_device_ms": device_seconds(rank, rank.steps.prepare(rows)[1]) * 1e3,
         "guess_device_ms": device_seconds(
-            rank, drafts.filled(rows, result.greedy, result.hidden)[1]
+            rank, drafts.prepare(rows, result.greedy, result.hidden)[1]
         )
         * 1e3,
         "distinct_experts": compare(rank, rows)[1],
@@ -181,7 +181,7 @@ def drafted_row(
 def compare(rank: Rank, rows: DecodeRows) -> tuple[float, float]:
     """How far the captured step's hidden states are from an eager one's (relative), and how many
     distinct experts a layer used."""
-    buffers, step = rank.steps.filled(rows)
+    buffers, step = rank.steps.prepare(rows)
     captured = step().hidden.clone()
     CountedExperts.distinct = []
     eager = compute(rank.model, buffers.inputs, buffers.context(rank.cache)).hidden
@@ -211,7 +211,7 @@ def part_row(rank: Rank, row: dict[str, Any]) -> dict[str, float]:
     what they leave of the step."""
     count, config = row["concurrency"], rank.config
     rows = rank.rows(rank.first_tokens(count), row["context"], row["context"] + STEPS + 1)
-    buffers, _ = rank.steps.filled(rows)
+    buffers, _ = rank.steps.prepare(rows)
     context = buffers.context(rank.cache)
 
     def random(*shape: int) -> Tensor:
@@ -255,7 +255,7 @@ def part_row(rank: Rank, row: dict[str, Any]) -> dict[str, float]:
 
 def kernel_table(rank: Rank, concurrency: int, context: int) -> list[tuple[str, int, float]]:
     """The launches of one replay: name, count, milliseconds together; the longest first."""
-    _, step = rank.steps.filled(
+    _, step = rank.steps.prepare(
         rank.rows(rank.first_tokens(concurrency), context, context + STEPS + 1)
     )
     return launches_of(step)

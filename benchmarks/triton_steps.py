@@ -97,14 +97,14 @@ class Step:
 
     def replay(self, users: int, context: int) -> Callable[[], object]:
         prefer(self.backend, self.device)  # norms, attention and routing are found at the call
-        _, step = self.steps.filled(
+        _, step = self.steps.prepare(
             self.rows(self.first_tokens(users), context, context + WALLS + 2)
         )
         return step
 
     def distinct_experts(self, users: int, context: int) -> float:
         """Of an average layer, in a step of random tokens."""
-        buffers, _ = self.steps.filled(
+        buffers, _ = self.steps.prepare(
             self.rows(self.first_tokens(users), context, context + WALLS + 2)
         )
         CountedExperts.distinct = []

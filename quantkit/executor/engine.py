@@ -1,18 +1,17 @@
-"""The engine: a loaded model, its cache and its tokenizer, and the loop that continues many prompts
-together.
+"""The engine: a loaded model, its cache and its tokenizer, and the loop that generates for many
+requests together.
 
     engine = Engine.load("path/to/model", max_batch=64)
-    for completion in engine.generate([engine.tokenizer.encode_chat(messages)],
-    SamplingParams(max_new_tokens=512)):
+    prompt = engine.tokenizer.encode_chat(messages)
+    for completion in engine.generate([prompt], SamplingParams(max_new_tokens=512)):
         print(completion.text)
 
-`step` is the whole of it: schedule, compute, choose, append. A server calls add, step and cancel
-from one thread. With several ranks this is rank 0, which leads the others (`leader.Leader`); their
-engines do what it tells them (`leader.follow`).
+`step` is the core: schedule, compute, sample, append. A server calls add, step and cancel from one
+thread. With several ranks this is rank 0, which leads the others (rank0.py).
 
-What goes wrong with one sequence (its text cannot be decoded, its row cannot be sampled) finishes
-that sequence with the reason "error" and its `fault`; the others go on. `step` raises only where
-nothing can be computed any more.
+A fault of one sequence (its text cannot be decoded, its row cannot be sampled) finishes that
+sequence with the reason "error" and its `fault`; the others go on. `step` raises only if nothing
+can be computed any more.
 """
 
 import time
@@ -27,15 +26,22 @@ from quantkit.common.devices import HostCopy, set_current_device
 from quantkit.executor.cache.cache import CachePlan
 from quantkit.executor.checks import check_amounts, check_request, check_usable
 from quantkit.executor.dp_step import DpStep
-from quantkit.executor.memory_budget import check_finite_logits, plan_kv_cache, prefill_tokens
+from quantkit.executor.memory_budget import check_finite_logits, default_chunk_tokens, plan_kv_cache
 from quantkit.executor.options import EngineOptions, lookahead_of
 from quantkit.executor.rank0 import Leader
 from quantkit.executor.ranks.parallel import SINGLE, join
 from quantkit.executor.ranks.rank_processes import environment_rank
+from quantkit.executor.runner.decode_batch import DecodeRows
 from quantkit.executor.runner.graph_warmup import warm_up_graphs
 from quantkit.executor.runner.prefill_tuner import measure
 from quantkit.executor.runner.runner import ForwardPass, Runner
-from quantkit.executor.runner.sampler import Sampler, check_not_nan, row_logprobs, score_prompts
+from quantkit.executor.runner.sampler import (
+    SampledTokens,
+    Sampler,
+    check_not_nan,
+    row_logprobs,
+    score_prompts,
+)
 from quantkit.executor.sampling.grammar import Grammars
 from quantkit.executor.sampling.params import SamplingParams, check_defaults
 from quantkit.executor.scheduler.data_parallel import DataParallelScheduler
@@ -72,24 +78,26 @@ class Engine:
             plan,
             plan.max_model_len,
         )
-        self.parallel, homes = loaded.weights.ranks, loaded.weights.expert_ranks.size
-        own_batch = -(-max_batch // homes)
-        self._guesses = (lookahead := lookahead_of(num_drafts, num_looked_up)) > 0
-        self.cache = loaded.new_cache(plan.num_blocks, own_batch, lookahead)
+        self.parallel, dp_size = loaded.weights.ranks, loaded.weights.expert_ranks.size
+        rank_batch = -(-max_batch // dp_size)
+        lookahead = lookahead_of(num_drafts, num_looked_up)
+        self._speculates = lookahead > 0
+        self.cache = loaded.new_cache(plan.num_blocks, rank_batch, lookahead)
         self.expert_counter: ExpertCounter | None = None
         eager = "experts are counted" if count_experts else ""
         self.runner = Runner(
             loaded.model, self.cache, eager=eager, experts=loaded.weights.expert_ranks
         )
-        reach = max(lookahead, int(self.runner.can_launch_async))
-        amounts = {
-            "max_batch": own_batch,
-            "prefill_tokens": -(-prefill_tokens // homes),
-            "lookahead": reach,
-        }
-        make = partial(Scheduler, plan, **amounts, prefix_cache=prefix_cache)
+        make = partial(
+            Scheduler,
+            plan,
+            max_batch=rank_batch,
+            prefill_tokens=-(-prefill_tokens // dp_size),
+            lookahead=max(lookahead, int(self.runner.can_launch_async)),
+            prefix_cache=prefix_cache,
+        )
         self.scheduler: Scheduler | DataParallelScheduler = (
-            make() if homes == 1 else DataParallelScheduler(homes, make)
+            make() if dp_size == 1 else DataParallelScheduler(dp_size, make)
         )
         drafter: Proposer | None = None
         if draft is not None:
@@ -99,23 +107,19 @@ class Engine:
         elif num_drafts:
             drafter = make_mtp_drafter(loaded.mtp_layers, self.runner, num_drafts, self.parallel)
         self.runner.prefill_runner.keep_all_hidden = drafter is not None or count_experts
-        # On a CPU without ranks to wait for a step takes what its thread computes: other work makes
-        # now this one long, now that one.
-        clock = (
-            time.thread_time
-            if loaded.device.type == "cpu" and self.parallel.size == homes == 1
-            else time.perf_counter
-        )
-        self.speculation = Speculation(drafter, num_looked_up, measured=measure_steps, clock=clock)
+        # On a CPU with one rank, thread time is not disturbed by other work on the machine.
+        one_cpu_rank = loaded.device.type == "cpu" and self.parallel.size == dp_size == 1
+        self._clock = time.thread_time if one_cpu_rank else time.perf_counter
+        self.speculation = Speculation(drafter, num_looked_up, adaptive=measure_steps)
         self.leader = Leader(self.parallel)
         self.grammars = Grammars(tokenizer.tokenizer, loaded.config.vocab_size, tokenizer.eos_ids)
         self.sampler = Sampler(
             loaded.config.vocab_size, loaded.device, lambda: self.tokenizer.eos_ids
         )
-        self.while_computing: Callable[[list[Sequence]], None] = lambda brought: None
-        """Done while the device computes a step, once or twice: handing out what the step before it
-        brought, and earlier passes of this step, whose sequences it is given: answers do not wait
-        for the prompts that are computed after them."""
+        self.while_computing: Callable[[list[Sequence]], None] = lambda advanced: None
+        """Called while the device computes, once or twice a step, with the sequences that earlier
+        passes of the step advanced. A server sends tokens here, so that they do not wait for the
+        prompts computed after them."""
 
     @classmethod
     def load(
@@ -140,33 +144,30 @@ class Engine:
         collectives: str | None = None,
         count_experts: bool = False,
     ) -> "Engine":
-        """Load a checkpoint directory.
+        """Load a checkpoint directory. Raises QuantkitError where options do not fit the model or
+        the machine.
 
-        max_batch: requests computed together. max_model_len: longest prompt plus answer (None: what
-        model and cache allow).
-        cache_tokens: tokens the cache holds, over all requests (None: what max_batch full contexts
-        need, within a share of the memory).
-        prefill_tokens: prompt tokens of a step (None: `headroom.prefill_tokens`). measure_steps:
-        whether it is measured, which takes some passes, how many of them a step computes beside
-        running answers, where prefill_tokens is None, and whether in one pass with these
-        (`budget.measure`): for servers, where each token is waited for. Then fewer are guessed
-        where that is faster (`guessing.Guessing`).
-        num_drafts: tokens that the checkpoint's MTP layer guesses a step (0: none); the answers are
-        the same, `speculation` counts.
-        draft: a checkpoint directory of a smaller model with the same tokens, or of a head of
-        EAGLE-3, which guesses instead; up to 4 where num_drafts is 0.
-        num_looked_up: tokens that are guessed from what prompt and answer said before, where the
-        last three tokens stand there.
-        prefix_cache: whether requests that begin alike share what is computed of that. cache: int8
-        or fp8 keeps keys and values, or latents, in 8 bits; the model's 16 otherwise. tp: ranks
-        that share the model; this process is rank 0 and starts the others on this machine, unless
-        torchrun started them all: then each gets its rank's engine, and those above 0 are for
-        `leader.follow` (`follower.lead_or_follow` does both). dp: ranks that answer requests of
-        their own (homes.py) and share the routed experts alone; max_batch, cache_tokens and
-        prefill_tokens are of all together. collectives: int8 or fp8 adds prompts over ranks in 8
-        bits (`coded_sums`). count_experts: `expert_counter` counts what every token asks of the
-        routed experts; decode steps are then not captured. Raises QuantkitError where something
-        does not fit.
+        max_batch: requests computed together. max_model_len: longest prompt plus output (None: what
+        model and cache allow). cache_tokens: tokens in the cache, over all requests (None: what
+        max_batch full contexts need, within a share of the memory).
+        prefill_tokens: prompt tokens of a step (None: `memory_budget.default_chunk_tokens`).
+        measure_steps: for servers, where latency counts: measure how many prompt tokens a step
+        computes while sequences decode, if prefill_tokens is None, and whether in one pass with
+        them (prefill_tuner.py), and adapt the draft length to measured step times
+        (adaptive_draft_length.py).
+        num_drafts: draft tokens a step by the checkpoint's MTP layers (0: none); the output is the
+        same, `speculation` counts. draft: a checkpoint directory of a smaller model with the same
+        tokens, or of an EAGLE-3 head, that drafts instead; up to 4 tokens if num_drafts is 0.
+        num_looked_up: draft tokens a step by prompt lookup.
+        prefix_cache: whether requests share the cache blocks of a common prefix. cache: int8 or fp8
+        keeps keys and values, or latent KV, in 8 bits instead of the model's 16.
+        tp: tensor-parallel ranks; this process is rank 0 and starts the others on this machine,
+        unless torchrun started them all: then each gets its rank's engine, and those above 0 are
+        for `rank0.follow` (`worker.lead_or_follow` does both). dp: ranks with requests of their own
+        that share only the routed experts; max_batch, cache_tokens and prefill_tokens are of all
+        together. collectives: int8 or fp8 sums prompts over ranks in 8 bits.
+        count_experts: `expert_counter` counts the tokens routed to each expert; decode steps are
+        then not captured.
         """
         return cls.open(
             EngineOptions(
@@ -193,17 +194,17 @@ class Engine:
 
     @classmethod
     def open(
-        cls, options: EngineOptions, tell: Callable[[str], None] = lambda text: None
+        cls, options: EngineOptions, log: Callable[[str], None] = lambda text: None
     ) -> "Engine":
-        """As `load`. tell: takes a line for every stage that is behind it."""
+        """As `load`. log: receives a line after every stage."""
         path, began = options.model_path, time.perf_counter()
         check_amounts(options)
         tokenizer = ChatTokenizer(path)
         check_defaults(tokenizer.sampling_defaults, path / "generation_config.json")
         if options.draft is not None:
             check_draft(options.draft, tokenizer)
-        # Before others start, which would have to end; a rank that they started tells its fault to
-        # those it has met.
+        # Open before other ranks start, so that a fault here ends nothing; a rank started by rank 0
+        # reports its fault to the ranks it has met.
         opened = (
             open_asked(options, tokenizer.eos_ids)
             if environment_rank(options.ranks) is None
@@ -212,21 +213,21 @@ class Engine:
         parallel = join(options)
         try:
             opened = opened or open_asked(options, tokenizer.eos_ids)
-            loaded = prepare(
-                opened, *((parallel, SINGLE) if options.dp == 1 else (SINGLE, parallel))
-            )
-            tell(f"weights are there after {time.perf_counter() - began:.1f} s")
+            ranks = (parallel, SINGLE) if options.dp == 1 else (SINGLE, parallel)
+            loaded = prepare(opened, *ranks)
+            log(f"weights loaded after {time.perf_counter() - began:.1f} s")
             check_finite_logits(loaded)
             draft = None if options.draft is None else load_draft(options.draft, loaded, options)
             plan = plan_kv_cache(loaded, options, draft)
+            chunk = options.prefill_tokens
             engine = cls(
                 loaded,
                 tokenizer,
                 plan,
                 max_batch=options.max_batch,
-                prefill_tokens=options.prefill_tokens
-                if options.prefill_tokens is not None
-                else prefill_tokens(loaded, plan, draft),
+                prefill_tokens=default_chunk_tokens(loaded, plan, draft)
+                if chunk is None
+                else chunk,
                 num_drafts=options.most_drafts,
                 num_looked_up=options.num_looked_up,
                 measure_steps=options.measure_steps,
@@ -235,22 +236,21 @@ class Engine:
                 draft=draft,
             )
             if options.measure_steps:
-                given, asked = engine.scheduler.budget, options.prefill_tokens is not None
                 engine.scheduler.budget = measure(
-                    engine.runner, parallel, given, options.max_batch, asked=asked
-                )
-                beside = engine.scheduler.budget.with_decodes
-                tell(
-                    f"steps are measured after {time.perf_counter() - began:.1f} s: {beside} "
-                    "tokens of prompts beside answers"
-                )
-                warm_up_graphs(
                     engine.runner,
                     parallel,
-                    options.max_batch * (1 + options.lookahead),
-                    engine.max_model_len,
+                    engine.scheduler.budget,
+                    options.max_batch,
+                    fixed_chunk=chunk is not None,
                 )
-            if options.count_experts:  # only now: measuring is nobody's text
+                log(
+                    f"steps measured after {time.perf_counter() - began:.1f} s: "
+                    f"{engine.scheduler.budget.with_decodes} prompt tokens a step while sequences "
+                    "decode"
+                )
+                rows = options.max_batch * (1 + options.lookahead)
+                warm_up_graphs(engine.runner, parallel, rows, engine.max_model_len)
+            if options.count_experts:  # only now, as the passes so far had synthetic tokens
                 engine.expert_counter = ExpertCounter(loaded)
             return engine
         except Exception:
@@ -260,12 +260,11 @@ class Engine:
     def generate(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
     ) -> Iterator[Completion]:
-        """Continue all prompts together; completions come as they finish, `index` is the prompt's
-        place in the list.
+        """Generate for all prompts together; yields completions as they finish, `index` is the
+        prompt's place in the list.
 
-        A prompt that cannot be continued for a fault of its own comes as a completion with that
-        `fault`. Every prompt is checked before anything is computed. Closing the iterator early
-        cancels what is unfinished.
+        Every prompt is checked before anything is computed. A fault of one request alone is in its
+        completion's `fault`. Closing the iterator early cancels what is unfinished.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         assert len(each) == len(prompts), (len(each), len(prompts))
@@ -290,7 +289,7 @@ class Engine:
                 self.cancel(sequence)
 
     def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[Delta]:
-        """Continue one prompt; its text comes as it is written. Raises what goes wrong with it."""
+        """Generate for one prompt; yields text as it is decoded. Raises the request's fault."""
         sequence = self.submit(prompt, params)
         try:
             while sequence.finish_reason is None:
@@ -304,7 +303,7 @@ class Engine:
             self.cancel(sequence)
 
     def submit(self, prompt: list[int], params: SamplingParams, index: int = 0) -> Sequence:
-        """Queue a request whose text is streamed. Raises QuantkitError where it can never run."""
+        """Queue a request whose text is streamed. Raises QuantkitError if it can never run."""
         sequence = self.sequence(prompt, params, index)
         self.add(sequence)
         return sequence
@@ -315,18 +314,18 @@ class Engine:
         self.scheduler.add(sequence)
 
     def cancel(self, sequence: Sequence, reason: FinishReason = "cancelled") -> None:
-        """Stop a request and free its cache; nothing happens where it has finished."""
+        """Stop a request and free its cache; does nothing if it has finished."""
         if sequence.finish_reason is None:
             self.withdraw(sequence, reason)
             self.leader.cancel(sequence)
 
     def withdraw(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Finish a request on this rank, whatever the others do."""
+        """Finish a request on this rank only."""
         self.scheduler.remove(sequence)
         sequence.finish(reason)
 
     def close(self) -> None:
-        """End the other ranks; without any, nothing needs ending."""
+        """End the other ranks, if any."""
         self.leader.dismiss()
         self.parallel.close()
 
@@ -335,13 +334,10 @@ class Engine:
         return self.scheduler.has_work
 
     def step(self) -> list[Sequence]:
-        """Compute one step for everybody who can run. Returns the sequences that got tokens or
-        failed; finished ones are already removed.
-
-        Raises where the device, or with tp > 1 the ranks' agreement, is lost.
-        """
-        if (wanted := self.speculation.choose()) is not None:
-            self.leader.guess(*wanted)
+        """Compute one step for all sequences that can run. Returns the sequences that got tokens or
+        failed; finished ones are already removed. Raises if the device, or a rank, is lost."""
+        if self._speculates and (lengths := self.speculation.choose()) is not None:
+            self.leader.guess(*lengths)
         self.leader.step()
         advanced = self.compute_step()
         for sequence, fault in [(one, one.fault) for one in advanced if one.fault is not None]:
@@ -351,143 +347,156 @@ class Engine:
 
     @torch.inference_mode()
     def compute_step(self) -> list[Sequence]:
-        """The step of this rank: as `step`, but sequences with a fault that are not finished stay
-        until rank 0 cancels them."""
-        set_current_device(self.loaded.device)  # threads begin with the first one
-        began, mixed = self.speculation.clock(), self.scheduler.budget.mixed
-        # A chunk that ends no prompt is not waited for: behind the launched pass, it and a mixed
-        # one would lie between two tokens.
+        """The step of this rank: as `step`, but sequences with a fault stay until rank 0 cancels
+        them."""
+        set_current_device(self.loaded.device)  # threads start with the first one
+        began, mixed = self._clock(), self.scheduler.budget.mixed
+        # With a decode pass in flight, a chunk would delay its tokens, also if it ends no prompt.
         step = self.scheduler.schedule(decode_only=mixed and self.runner.has_async)
-        rows = len(step.decode) + (
-            sum([len(one.drafts) for one in step.decode]) if self._guesses else 0
-        )
-        accepted = self.speculation.acceptance.accepted
+        rows, accepted = len(step.decode), self.speculation.acceptance.accepted
+        if self._speculates:
+            rows += sum([len(one.drafts) for one in step.decode])
         advanced: list[Sequence] = []
         if not step.decode:
             self.runner.drop_async()
         for one in step.passes(mixed):
-            advanced += self._pass(
+            advanced += self._run_pass(
                 one, [sequence for sequence in advanced if sequence.fault is None]
             )
-        if step.decode and not step.prefill:
-            self.speculation.record_step(
-                step.decode, rows, self.speculation.acceptance.accepted - accepted, began
-            )
+        if self._speculates and step.decode and not step.prefill:
+            accepted = self.speculation.acceptance.accepted - accepted
+            self.speculation.record_step(step.decode, rows, accepted, self._clock() - began)
         for sequence in [one for one in advanced if one.finish_reason]:
             self.scheduler.remove(sequence)
         return advanced
 
-    def _pass(self, step: ScheduledStep, brought: list[Sequence]) -> list[Sequence]:
-        """One pass over what is scheduled. brought: by the step's earlier passes. Returns the
-        sequences that got tokens or failed.
-
-        Where it fails, each sequence has a pass of its own: those that fail again are finished for
-        that.
-        """
-        began, cached = (
-            time.perf_counter(),
-            {sequence: sequence.num_cached for sequence, _ in step.prefill},
-        )
+    def _run_pass(self, step: ScheduledStep, advanced: list[Sequence]) -> list[Sequence]:
+        """One forward pass. advanced: by earlier passes of the step. Returns the sequences that got
+        tokens or failed. If the pass fails, each sequence gets a pass of its own, and those that
+        fail again are finished."""
+        began = time.perf_counter()
+        cached = {sequence: sequence.num_cached for sequence, _ in step.prefill}
         try:
             if step.prefill:
                 self.while_computing([])  # a prompt may take the host as long as the device
-            joint = (
-                DpStep(step, self.parallel)
-                if isinstance(self.scheduler, DataParallelScheduler)
-                else None
-            )
-            computed = (
-                self._compute(step) if joint is None else joint.compute(self.sampler, self.runner)
-            )
-            return self._finish_pass(computed, joint, brought)
+            if isinstance(self.scheduler, DataParallelScheduler):
+                return self._dp_pass(DpStep(step, self.parallel), advanced)
+            return self._finish_pass(self._forward(step), advanced)
         except Exception as fault:
             self.runner.drop_async()
             check_usable(self.loaded.device, fault, alone=self.leader.alone)
             done: list[Sequence] = []
-            alone = step.per_sequence()
-            for sequence, own in alone:
+            retries = step.per_sequence()
+            for sequence, own in retries:
                 if sequence.last_token >= began:  # it had its token when the pass failed
                     done.append(sequence)
                     continue
                 sequence.num_cached = cached.get(sequence, sequence.num_cached)
-                if len(alone) > 1:
-                    done += self._pass(own, brought)
+                if len(retries) > 1:
+                    done += self._run_pass(own, advanced)
                 else:
                     sequence.fail(fault)
                     done.append(sequence)
             return done
 
-    def _compute(self, step: ScheduledStep) -> ForwardPass:
+    def _forward(self, step: ScheduledStep) -> ForwardPass:
         self.sampler.prepare(step)
         if not step.prefill:
             return self.runner.decode(step.decode)
-        return (
-            self.runner.mixed(step.decode, step.prefill)
-            if step.decode
-            else self.runner.prefill(step.prefill)
-        )
+        if not step.decode:
+            return self.runner.prefill(step.prefill)
+        return self.runner.mixed(step.decode, step.prefill)
 
-    def _finish_pass(
-        self, done: ForwardPass, joint: DpStep | None, brought: list[Sequence]
-    ) -> list[Sequence]:
-        """Choose the successors, guess behind them, append what the ranks agree on, and guess on.
-        Returns the sequences that got tokens."""
+    def _finish_pass(self, done: ForwardPass, advanced: list[Sequence]) -> list[Sequence]:
+        """Sample, draft, append the tokens that all ranks agree on. Returns the sequences that got
+        tokens."""
         score_prompts(done, self.runner.model)
-        chosen = self.sampler.choose(done, self.runner.draw) if done.counts else None
-        guessed = self.speculation.begin(done, chosen)
-        coming = None
-        if chosen is not None and joint is None:
-            both = None if guessed is None else torch.cat((chosen.token_ids, guessed))
-            coming = HostCopy(chosen.token_ids if both is None else both)
-            # Before others are listened to, who may add requests on this rank alone.
-            if (
-                self.runner.can_launch_async
-                and done.is_read_once
-                and self.scheduler.decodes_again(done.counts)
-            ):
-                self.speculation.launch_async_decode(self.runner, self.parallel, done, chosen, both)
-        self.while_computing(brought)
-        advanced, guesses = [sequence for sequence, _ in done.counts], list[int]()
-        if joint is not None:
-            advanced += self._append_all(
-                done, joint, done.hidden.new_empty(0) if chosen is None else chosen.token_ids
-            )
-        elif coming is not None:  # here the host waits for the device, once for tokens and guesses
-            agreed, number = self.parallel.agree(coming), len(done.rows)
-            guesses = agreed[number:]
+        sampled = self.sampler.sample(done, self.runner.draw) if done.counts else None
+        drafts = self.speculation.launch(done, sampled) if self._speculates else None
+        fetched = None
+        if sampled is not None:
+            token_ids = sampled.token_ids
+            if drafts is not None:
+                token_ids = torch.cat((token_ids, drafts))
+            fetched = HostCopy(token_ids)
+            # Before listening to other ranks, which may add requests on this rank alone.
+            self._launch_async(done, sampled, None if drafts is None else token_ids)
+        self.while_computing(advanced)
+        agreed, number = list[int](), len(done.logit_rows)
+        if fetched is not None:  # the host waits for the device, once for tokens and drafts
+            agreed = self.parallel.agree(fetched)
             self._append(done, agreed[:number])
-        self.speculation.finish(done, advanced, guesses)
-        return advanced
+        sequences = [sequence for sequence, _ in done.counts]
+        if self._speculates:
+            self.speculation.finish(done, sequences, agreed[number:])
+        return sequences
 
-    def _append_all(self, done: ForwardPass, joint: DpStep, chosen: Tensor) -> list[Sequence]:
-        """Every rank's tokens go to its sequences, here too. Returns those of other ranks."""
-        token_ids, elsewhere = joint.share(chosen)
+    def _launch_async(
+        self, done: ForwardPass, sampled: SampledTokens, with_drafts: Tensor | None
+    ) -> None:
+        """Launch the next decode pass if it has the same sequences. with_drafts: sampled tokens and
+        what `Speculation.launch` returned."""
+        if not (
+            self.runner.can_launch_async
+            # The logits of `done` are overwritten.
+            and isinstance(done.batch, DecodeRows)
+            and all([sequence.params.logprobs is None for sequence, _ in done.counts])
+            and self.scheduler.decodes_again(done.counts)
+        ):
+            return
+        if with_drafts is not None:
+            if self.speculation.controller.lookup == 0:  # nothing replaces the drafts
+                tokens, number = self.parallel.first(with_drafts), len(done.logit_rows)
+                self.runner.launch_async_verification(done.counts, tokens[:number], tokens[number:])
+        elif not (done.has_drafts or (self._speculates and self.speculation.is_active)):
+            # Greedy tokens are the same on every rank: gathered logits have the same bits.
+            self.runner.launch_async_decode(
+                sampled.token_ids
+                if sampled.batch is None
+                else self.parallel.first(sampled.token_ids)
+            )
+
+    def _dp_pass(self, step: DpStep, advanced: list[Sequence]) -> list[Sequence]:
+        """A pass of all data-parallel ranks: every rank's tokens are appended to its sequences on
+        every rank."""
+        done = step.compute(self.sampler, self.runner)
+        score_prompts(done, self.runner.model)
+        sampled = self.sampler.sample(done, self.runner.draw) if done.counts else None
+        if self._speculates:
+            self.speculation.launch(done, sampled)
+        self.while_computing(advanced)
+        token_ids, others = step.share(
+            done.hidden.new_empty(0) if sampled is None else sampled.token_ids
+        )
         if token_ids:
             self._append(done, token_ids)
-        for sequence, tokens in elsewhere:
-            self._keep(sequence, tokens, time.perf_counter())
-        joint.report()
-        return [sequence for sequence, _ in elsewhere]
+        for sequence, tokens in others:
+            self._extend(sequence, tokens, time.perf_counter())
+        step.report_logprobs()
+        sequences = [sequence for sequence, _ in done.counts + others]
+        if self._speculates:
+            self.speculation.finish(done, sequences, [])
+        return sequences
 
     def _append(self, done: ForwardPass, token_ids: list[int]) -> None:
-        """The rows' tokens go to their sequences, which keep them as long as their drafts were
-        right."""
+        """Append the rows' tokens to their sequences, for as long as their drafts were accepted."""
         assert done.logits is not None, done.counts
         now, row = time.perf_counter(), 0
         logprobs = row_logprobs(done.counts, done.logits, token_ids)
-        if not logprobs and len(token_ids) == len(done.counts):  # nobody had a draft
+        if not logprobs and len(token_ids) == len(done.counts):  # no drafts
             for (sequence, _), token_id in zip(done.counts, token_ids):
-                sequence.follow(token_id, now)
+                sequence.append(token_id, now)
             return
         for sequence, count in done.counts:
-            kept = self._keep(sequence, token_ids[row : row + count], now)
+            kept = self._extend(sequence, token_ids[row : row + count], now)
             if logprobs and sequence.params.logprobs is not None:
                 sequence.logprobs += logprobs[row : row + kept]
                 check_not_nan(sequence, logprobs[row : row + kept])
             row += count
 
-    def _keep(self, sequence: Sequence, token_ids: list[int], now: float) -> int:
-        """Tokens of one sequence, as long as its drafts were right. Returns how many."""
+    def _extend(self, sequence: Sequence, token_ids: list[int], now: float) -> int:
+        """Append tokens to one sequence, for as long as its drafts were accepted. Returns how
+        many."""
         kept = sequence.extend(token_ids, now)
         if len(token_ids) > 1:
             self.speculation.record_acceptance(sequence, len(token_ids) - 1, kept - 1)
@@ -496,8 +505,8 @@ class Engine:
     def sequence(
         self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True
     ) -> Sequence:
-        """A request that is checked and not yet queued; touches nothing that `step` does, so any
-        thread may call it."""
+        """A checked request, not yet queued. Shares no state with `step`, so any thread may call
+        it."""
         check_request(prompt, params, self.max_model_len, self.loaded.config.vocab_size)
         guide = (
             None

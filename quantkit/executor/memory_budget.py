@@ -1,10 +1,9 @@
-"""What memory is left for the cache of a loaded model.
+"""Memory for the cache of a loaded model, and the prompt tokens of a step that fit.
 
-On an NPU the operators themselves take memory that no header tells: CANN's grouped product of
-16-bit activations by 4-bit weights keeps a 16-bit copy of all experts of a layer, attention and
-collectives have buffers of their own. So a prompt is computed once, as long as a step computes,
-before the cache is sized: what that took stays with the allocator, and what is free afterwards is
-free.
+On an NPU the operators themselves take memory that cannot be known in advance: CANN's grouped
+product of 16-bit activations by 4-bit weights keeps a 16-bit copy of all experts of a layer, and
+attention and collectives have their own buffers. So a prompt of a step's length is computed before
+the cache is sized: what it took stays with the allocator, and what is free afterwards is free.
 """
 
 from contextlib import suppress
@@ -24,34 +23,34 @@ from quantkit.executor.weights.load import LoadedModel
 from quantkit.models.architecture import KeyValueCache, LatentCache
 
 PREFILL_TOKENS = {"cuda": 4096, "npu": 2048, "cpu": 1024}
-"""Prompt tokens of a step: weights are read and decoded once for all of them, and whoever comes
-meanwhile waits for them."""
+"""Prompt tokens of a step: weights are read and decoded once for all of them, and requests that
+arrive meanwhile wait for them."""
 LONG_PREFILL_TOKENS = 8192
-"""On a CUDA device that has memory for it: of models with keys and values, whose answers then wait
-for fewer prompts of others between two tokens, and of a mixture whose every step expands all
-latents of a prompt anew. 16,384 tokens of one of four ranks of R1 take an H200 1.174 s in steps of
-4096, 1.148 of 8192."""
+"""On a CUDA device with memory for it: for models with keys and values, whose decoding sequences then
+wait for fewer prompts between two tokens, and for mixture-of-experts models with latent KV, where
+every step expands all latents of a prompt again. 16,384 tokens of one of four ranks of R1 take an
+H200 1.174 s in steps of 4096, 1.148 in steps of 8192."""
 _GRAPHS_BYTES = 3 << 29
-"""What captured steps take beside a step that is launched."""
-_ROWS, _MLP_ROWS, _PAIR_ROWS, _EXPANDED_BYTES = 8, 16, 2.6, 1 << 30
-"""Rows of the hidden size that a step holds of a token, and more while an MLP without experts
-computes (gate, up and what is between them: Qwen3-8B has 9), and while experts compute of a token
-and expert, places without a pair included; latents that are expanded at a time. Of R1 3.7 GB: one
-of four ranks took 2.4 in prompts of 8192 to 61,440 tokens."""
-_MOST_FOR_STEPS = 0.25
+"""Memory of captured steps, in addition to that of a launched step."""
+_ROWS, _MLP_ROWS, _EXPERT_ROWS, _EXPANDED_BYTES = 8, 16, 2.6, 1 << 30
+"""Activations of a step, in rows of the hidden size: per token; per token more in a dense MLP (gate,
+up and their product: Qwen3-8B has 9); per (token, expert) pair, padding included; and latent KV
+expanded at a time. 3.7 GB for R1: one of four ranks took 2.4 in prompts of 8192 to 61,440
+tokens."""
+_MAX_STEP_SHARE = 0.25
 """The largest share of free memory that a cache leaves to long steps."""
 
 
 def default_step_tokens(device: torch.device) -> int:
-    """Of a step on such a device, where nobody chose."""
+    """Default prompt tokens of a step on a device."""
     return PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cpu"])
 
 
-def prefill_tokens(
+def default_chunk_tokens(
     loaded: LoadedModel, plan: CachePlan, draft: LoadedModel | LoadedEagleHead | None = None
 ) -> int:
-    """Of a step, where nobody chose: on every rank what the one with the least memory has room for
-    beside the planned cache, and that of what guesses."""
+    """Default prompt tokens of a step: what fits on the rank with the least memory, next to the
+    planned cache and the draft's."""
     usual, needed = default_step_tokens(loaded.device), long_step_bytes(loaded)
     if needed is None:
         return usual
@@ -61,9 +60,8 @@ def prefill_tokens(
 
 
 def long_step_bytes(loaded: LoadedModel) -> int | None:
-    """What a step of LONG_PREFILL_TOKENS takes; None for models and devices that have no such
-    steps."""
-    config, held = loaded.config, loaded.config.cache
+    """Memory of a step of LONG_PREFILL_TOKENS; None for models and devices without such steps."""
+    config, cache = loaded.config, loaded.config.cache
     if (
         loaded.device.type != "cuda"
         or loaded.weights.expert_ranks.size > 1
@@ -71,20 +69,18 @@ def long_step_bytes(loaded: LoadedModel) -> int | None:
     ):
         return None
     row, at_once = config.hidden_size * loaded.dtype.itemsize, 0
-    if isinstance(held, LatentCache):
-        if held.index_dim or config.routing is None:
+    if isinstance(cache, LatentCache):
+        if cache.index_dim or config.routing is None:
             return None
         at_once = _EXPANDED_BYTES
-    elif not isinstance(held, KeyValueCache):
+    elif not isinstance(cache, KeyValueCache):
         return None
-    asked = (
-        _MLP_ROWS
-        if config.routing is None
-        else _PAIR_ROWS * (config.routing.num_experts_per_tok + 1)
-    )  # the shared one, too
+    mlp_rows: float = _MLP_ROWS
+    if config.routing is not None:  # the shared expert, too
+        mlp_rows = _EXPERT_ROWS * (config.routing.num_experts_per_tok + 1)
     return (
         LONG_PREFILL_TOKENS * _ROWS * row
-        + max(int(LONG_PREFILL_TOKENS * asked * row), at_once)
+        + max(int(LONG_PREFILL_TOKENS * mlp_rows * row), at_once)
         + _GRAPHS_BYTES
     )
 
@@ -92,9 +88,9 @@ def long_step_bytes(loaded: LoadedModel) -> int | None:
 def plan_kv_cache(
     loaded: LoadedModel, options: EngineOptions, draft: LoadedModel | LoadedEagleHead | None = None
 ) -> CachePlan:
-    """The same on every rank: what fits on the one with the least memory. draft: what guesses,
-    whose cache has as many blocks. Where nobody chose, the cache leaves room for long steps, unless
-    what was asked for would not fit then."""
+    """What fits on the rank with the least memory, the same on every rank. draft: its cache has as
+    many blocks. By default the cache leaves room for long steps, if the requested context still
+    fits."""
     device = loaded.device
     tokens = options.prefill_tokens or default_step_tokens(device)
     if isinstance(draft, LoadedModel):
@@ -102,11 +98,11 @@ def plan_kv_cache(
     free = free_cache_bytes(loaded, tokens)
     states = loaded.sequence_bytes(options.own_batch, options.lookahead)
     if states and free <= states:
-        told = (
+        raise QuantkitError(
             f"the states of {options.own_batch} sequences take {format_bytes(states)}, and "
-            f"{format_bytes(free)} are free"
+            f"{format_bytes(free)} are free",
+            "lower --max-batch, or free memory",
         )
-        raise QuantkitError(told, "lower --max-batch, or free memory")
     free = loaded.weights.ranks.minimum(
         (free - states) // (options.ranks if device.type == "cpu" else 1)
     )
@@ -128,7 +124,7 @@ def plan_kv_cache(
     if (
         options.prefill_tokens is None
         and options.cache_tokens is None
-        and 0 < for_steps <= _MOST_FOR_STEPS * free
+        and 0 < for_steps <= _MAX_STEP_SHARE * free
     ):
         with suppress(QuantkitError):
             return plan(left_bytes=for_steps)
@@ -136,7 +132,7 @@ def plan_kv_cache(
 
 
 def free_cache_bytes(loaded: LoadedModel, tokens: int) -> int:
-    """Bytes that the cache may have of this rank's device. All ranks ask at the same time."""
+    """Free bytes of this rank's device. All ranks call it at the same time."""
     if loaded.device.type == "npu":
         warm_up(loaded, min(tokens, loaded.config.max_position_embeddings))
     return free_bytes(loaded.device)
@@ -144,19 +140,18 @@ def free_cache_bytes(loaded: LoadedModel, tokens: int) -> int:
 
 @torch.inference_mode()
 def check_finite_logits(loaded: LoadedModel) -> None:
-    """Raises QuantkitError where a model computes no numbers behind its first token: answers would
-    be empty, and nobody told."""
-    if not bool(torch.isfinite(_logits_behind(loaded, 1)).all()):
-        path = loaded.checkpoint.path
-        told = (
-            f"{path} computes logits that are no numbers in "
-            f"{str(loaded.dtype).removeprefix('torch.')}"
+    """Raises QuantkitError where the logits of a first token are not finite: outputs would be empty
+    without an error."""
+    if not bool(torch.isfinite(_logits_after(loaded, 1)).all()):
+        path, dtype = loaded.checkpoint.path, str(loaded.dtype).removeprefix("torch.")
+        raise QuantkitError(
+            f"{path} computes logits that are not numbers in {dtype}",
+            f"quantkit check {path} names the tensor that is damaged",
         )
-        raise QuantkitError(told, f"quantkit check {path} names the tensor that is damaged")
 
 
-def _logits_behind(loaded: LoadedModel, tokens: int) -> Tensor:
-    """[1, vocab] of a prompt of so many tokens, over a cache that is let go of."""
+def _logits_after(loaded: LoadedModel, tokens: int) -> Tensor:
+    """[1, vocab] after a prompt of so many tokens, over a temporary cache."""
     blocks = -(-tokens // loaded.cache_layout.block_size)
     cache = loaded.new_cache(blocks + 1)
     table = torch.arange(1, blocks + 1, device=loaded.device)
@@ -169,13 +164,13 @@ def _logits_behind(loaded: LoadedModel, tokens: int) -> Tensor:
 
 @torch.inference_mode()
 def warm_up(loaded: LoadedModel, tokens: int) -> None:
-    """Compute a prompt of so many tokens over a cache that is let go of. Raises QuantkitError where
-    memory does not even hold that."""
+    """Compute a prompt of so many tokens over a temporary cache. Raises QuantkitError if it does not
+    fit in memory."""
     try:
-        _logits_behind(loaded, tokens)
+        _logits_after(loaded, tokens)
     except torch.OutOfMemoryError as fault:
-        told = str(fault).partition("\n")[0]
+        reason = str(fault).partition("\n")[0]
         raise QuantkitError(
-            f"the weights leave too little memory for a prompt of {tokens} tokens ({told})",
+            f"the weights leave too little memory for a prompt of {tokens} tokens ({reason})",
             "use more devices (--tp), or a smaller scheme",
         ) from fault

@@ -66,7 +66,7 @@ def test_a_row_is_adjusted_for_the_tokens_before_it(engine: Engine) -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1)) * 3
     before = logits.clone()
     adjuster = LogitsProcessor(50, torch.device("cpu"))
-    adjusted = adjuster.adjust(logits, [(sequence, 3), (plain, 1)], frozenset({1}), {}, None)
+    adjusted = adjuster.process(logits, [(sequence, 3), (plain, 1)], frozenset({1}), {}, None)
     assert torch.equal(logits, before), "what was computed is still needed for log-probabilities"
     assert torch.equal(adjusted[3], before[3])
     for row, drafts in enumerate([[], [9], [9, 12]]):
@@ -74,13 +74,13 @@ def test_a_row_is_adjusted_for_the_tokens_before_it(engine: Engine) -> None:
             before[row].tolist(), {3, 5, 8, 9, 11, *drafts}, [8, 9, 9, 11, *drafts], sequence.params
         )
         torch.testing.assert_close(adjusted[row], torch.tensor(expected), rtol=1e-5, atol=1e-5)
-    assert adjuster.adjust(logits, [(plain, 4)], frozenset({1}), {}, None) is logits
+    assert adjuster.process(logits, [(plain, 4)], frozenset({1}), {}, None) is logits
     sequence.token_ids += [9, 20]
     sequence.drafts = []
     others = [
         Sequence(i, [i, 7], EVERYTHING, engine.tokenizer, 256, streams=False) for i in range(9)
     ]
-    later = adjuster.adjust(
+    later = adjuster.process(
         before.repeat(3, 1)[:10],
         [(one, 1) for one in (*others, sequence)],
         frozenset({1}),
@@ -96,7 +96,7 @@ def test_a_row_is_adjusted_for_the_tokens_before_it(engine: Engine) -> None:
     fresh = Sequence(
         20, [4], replace(EVERYTHING, min_new_tokens=0), engine.tokenizer, 256, streams=False
     )
-    found = adjuster.adjust(before[:1], [(fresh, 1)], frozenset({1}), {}, None)[0]
+    found = adjuster.process(before[:1], [(fresh, 1)], frozenset({1}), {}, None)[0]
     torch.testing.assert_close(
         found,
         torch.tensor(penalized(before[0].tolist(), {4}, [], fresh.params)),

@@ -98,7 +98,7 @@ def test_ranks_of_their_own_are_one(tmp_path: Path) -> None:
     )
     assert engine.speculation.acceptance.accepted > 0
     assert isinstance(engine.scheduler, DataParallelScheduler)
-    assert [one.allocator.num_free for one in engine.scheduler.each] == [
+    assert [one.allocator.num_free for one in engine.scheduler.ranks] == [
         engine.plan.num_blocks - 1
     ] * 2
 
@@ -209,10 +209,10 @@ def test_a_request_goes_where_it_is_expected_soonest() -> None:
     assert [one.dp_rank for one in (first, second, third)] == [0, 1, 2]
     assert (homes.waiting, homes.running) == ([first, second, third], [])
     step = homes.schedule()
-    assert [step.of(rank).prefill for rank in range(3)] == [
+    assert [step.of_rank(rank).prefill for rank in range(3)] == [
         [(one, 8)] for one in (first, second, third)
     ]
-    assert DpPadding.of([step.of(rank) for rank in range(3)]) == DpPadding(0, 0, 8)
+    assert DpPadding.of([step.of_rank(rank) for rank in range(3)]) == DpPadding(0, 0, 8)
     assert (homes.cache_usage, homes.max_batch, len(homes.running), homes.waiting) == (
         3 / 8,
         6,

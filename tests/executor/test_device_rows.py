@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from quantkit.executor.runner.decode_batch import (
-    accepted_by_operators,
-    cache_places_by_operators,
-    next_rows_by_operators,
+    accepted_in_torch,
+    cache_slots_in_torch,
+    next_rows_in_torch,
 )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 def test_as_by_operators() -> None:
     """Sequences with as many guesses and with fewer, none at all, and the last row's beyond the
     chosen tokens."""
-    from quantkit.executor.runner.decode_batch_triton import accepted, cache_places, next_rows
+    from quantkit.executor.runner.decode_batch_triton import accepted, cache_slots, next_rows
 
     draw = random.Random(1)
     for _ in range(40):
@@ -41,7 +41,7 @@ def test_as_by_operators() -> None:
             chosen += [draw.randrange(2) for _ in range(len(drafts) + 1)]
         known, there = torch.tensor(told, device=DEVICE), torch.tensor(chosen, device=DEVICE)
         found = accepted(known, there)
-        assert torch.equal(found, accepted_by_operators(known, there))
+        assert torch.equal(found, accepted_in_torch(known, there))
         each, blocks = (
             draw.randrange(1, 5),
             torch.tensor([draw.sample(range(1, 50), 3) for _ in range(number)], device=DEVICE),
@@ -54,7 +54,7 @@ def test_as_by_operators() -> None:
         )
         guessed = torch.cat((found[0], guesses))
         assert torch.equal(
-            next_rows(own, there, guessed, 64), next_rows_by_operators(own, there, guessed, 64)
+            next_rows(own, there, guessed, 64), next_rows_in_torch(own, there, guessed, 64)
         )
         places, reach = (
             torch.tensor([draw.randrange(30) for _ in range(number)], device=DEVICE),
@@ -62,6 +62,6 @@ def test_as_by_operators() -> None:
         )
         tables = blocks.int()
         assert torch.equal(
-            cache_places(places, tables, 8, reach),
-            cache_places_by_operators(places, tables, 8, reach),
+            cache_slots(places, tables, 8, reach),
+            cache_slots_in_torch(places, tables, 8, reach),
         )

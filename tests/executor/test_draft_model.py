@@ -137,7 +137,7 @@ def test_after_a_pause_guesses_are_as_good(
     )
     expected = tokens(load(models["qwen3"], max_model_len=256), GREEDY)
     for most_read in (8, 1024):
-        monkeypatch.setattr("quantkit.executor.speculation.draft_model._MOST_READ", most_read)
+        monkeypatch.setattr("quantkit.executor.speculation.draft_model._MAX_CATCH_UP", most_read)
         often = iter([(0, 0), *[(0, 0), (0, 0), (0, 0), (2, 0)] * 200])
         monkeypatch.setattr(engine.speculation.controller, "choose", often.__next__)
         assert tokens(engine, GREEDY) == expected
@@ -154,7 +154,7 @@ def test_what_fell_far_behind_is_not_read_and_not_guessed_for(
 ) -> None:
     """However long nothing is guessed, it costs nothing; who came later is guessed for. Tokens are
     the same."""
-    monkeypatch.setattr("quantkit.executor.speculation.draft_model._MOST_READ", 8)
+    monkeypatch.setattr("quantkit.executor.speculation.draft_model._MAX_CATCH_UP", 8)
     engine, asked = (
         load(models["qwen3"], models["qwen3"], num_drafts=2),
         SamplingParams(max_new_tokens=60, ignore_eos=True),

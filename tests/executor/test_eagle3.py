@@ -285,9 +285,9 @@ def test_further_guesses_read_its_own_output(
     assert tokens(eager, MIXED) == tokens(static, MIXED) == plain
     assert static.runner.prefill_runner._graphs
     assert isinstance(drafter.steps, DecodeSteps)
-    right = eager.speculation.controller.rates["computed"].right
+    right = eager.speculation.controller.rates["drafter"].accepted
     assert right[2] > 3
-    assert static.speculation.controller.rates["computed"].right == right
+    assert static.speculation.controller.rates["drafter"].accepted == right
 
 
 def test_its_memory_is_planned(models: dict[str, Path]) -> None:

@@ -172,14 +172,18 @@ def test_rows_that_are_wanted_are_those_of_all(tiny_checkpoint: Path) -> None:
         np.arange(1, 4) * engine.cache.block_size,
         np.arange(1, 4, dtype=np.int32)[:, None],
     )
-    assert steps.kept(3, 1) is None
+    assert steps.num_results(3, 1) is None
     whole = steps.run(rows)
-    assert (steps.has(3, 1), steps.kept(3, 1)) == (True, 0)
+    assert (steps.has(3, 1), steps.num_results(3, 1)) == (True, 0)
     for wanted in ([2], [2, 0, 1], [1]):
         part = steps.run(rows, kept=torch.tensor(wanted))
         for found, expected in zip(part, whole):
             torch.testing.assert_close(found, expected[wanted])
-    assert (steps.kept(3, 1), steps.kept(4, 1), steps.kept(2, 1)) == (1, 1, None)
+    assert (steps.num_results(3, 1), steps.num_results(4, 1), steps.num_results(2, 1)) == (
+        1,
+        1,
+        None,
+    )
     buffers = DecodeBuffers(4, 16, torch.device("cpu"), kept=2)
     for kept in ([3, 2], [1]):
         buffers.fill(rows, kept=torch.tensor(kept))

@@ -32,7 +32,7 @@ class Simulated:
             reading,
             [0] * answers,
         )
-        self.controller = DraftLengthController(most, 0, measured=True)
+        self.controller = DraftLengthController(most, 0, adaptive=True)
         self._draw, self._slow = random.Random(seed), slow
         self._checked, self._lengths = self.controller.drafts, [0] * answers
         self.seconds, self.tokens = 0.0, 0
@@ -40,7 +40,7 @@ class Simulated:
     def step(self) -> None:
         controller, rows = self.controller, self.answers * (1 + self._checked)
         seconds, kept = self.cost(controller.drafts, rows) * self._draw.uniform(0.97, 1.03), 0
-        if controller.drafts and max(self._unread) > 1 + controller.most_drafts:  # read as a prompt
+        if controller.drafts and max(self._unread) > 1 + controller.max_drafts:  # read as a prompt
             seconds += self._reading
         if self._slow > 0:
             self._slow, seconds = self._slow - 1, 1.5 * seconds
@@ -58,7 +58,7 @@ class Simulated:
         self._checked = controller.drafts
         self.seconds += seconds
         self.tokens += self.answers + kept
-        controller.drafts, controller.looked_up = controller.choose()
+        controller.drafts, controller.lookup = controller.choose()
 
     def until(self, tokens: int) -> float:
         """Time of an answer's token, of so many, in steps without guesses."""

@@ -57,11 +57,11 @@ def tokens(engine: Engine, asked: list[SamplingParams]) -> list[list[int]]:
 def test_lookup_finds_what_followed_last() -> None:
     looked = NgramIndex()
     said = [1, 2, 3, 4, 5, 1, 2, 3]
-    assert looked.guesses(said, 4) == [4, 5, 1, 2]
-    assert looked.guesses([*said, 9], 4) == []
-    assert looked.guesses([*said, 9, 1, 2, 3], 2) == [9, 1], "the last time counts"
-    assert looked.guesses([*said, 9, 1, 2, 3], 0) == []
-    assert NgramIndex().guesses([1, 2], 3) == []
+    assert looked.draft(said, 4) == [4, 5, 1, 2]
+    assert looked.draft([*said, 9], 4) == []
+    assert looked.draft([*said, 9, 1, 2, 3], 2) == [9, 1], "the last time counts"
+    assert looked.draft([*said, 9, 1, 2, 3], 0) == []
+    assert NgramIndex().draft([1, 2], 3) == []
 
 
 def test_lookup_is_that_of_a_plain_search() -> None:
@@ -70,7 +70,7 @@ def test_lookup_is_that_of_a_plain_search() -> None:
     for _ in range(300):
         said += [draw.randrange(4) for _ in range(draw.randrange(1, 4))]
         places = [at for at in range(3, len(said)) if said[at - 3 : at] == said[-3:]]
-        assert looked.guesses(said, 5) == (said[places[-1] : places[-1] + 5] if places else [])
+        assert looked.draft(said, 5) == (said[places[-1] : places[-1] + 5] if places else [])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_tokens_are_those_without_guesses(
         for engine in (plain, guessing)
     ]
     assert found[0] == found[1]
-    assert guessing.speculation.controller.rates[PROMPT_LOOKUP].seen
+    assert guessing.speculation.controller.rates[PROMPT_LOOKUP].proposed
     assert 0 < guessing.speculation.acceptance.accepted < guessing.speculation.acceptance.drafted
 
 
@@ -174,8 +174,8 @@ def test_rows_of_what_is_behind_leave_those_of_the_pass(
         engine.speculation.set_lengths(drafts, 0)
         for _ in range(steps):
             engine.step()
-    drafter._unread.take()
-    drafter._most_rows = 3 if by_rows else 2
+    drafter._backlog.pop()
+    drafter._max_rows = 3 if by_rows else 2
     for _ in range(3):  # six rows are behind
         engine.step()
     first.drafts = [1, 2, 3, 4]
@@ -246,7 +246,7 @@ def test_what_fell_far_behind_is_not_read_and_not_guessed_for(
 ) -> None:
     """However long guesses are off, they cost nothing; who came later is guessed for, and so is who
     was computed again."""
-    monkeypatch.setattr("quantkit.executor.speculation.mtp_drafter._MOST", 8)
+    monkeypatch.setattr("quantkit.executor.speculation.mtp_drafter._BACKLOG_TOKENS", 8)
     engine = load(tiny_checkpoint, max_model_len=256, num_drafts=1)
     drafter: Any = engine.speculation.drafter
     read: list[int] = []
@@ -310,7 +310,7 @@ def test_a_measured_engine_answers_the_same(tiny_checkpoint: Path) -> None:
     plain = tokens(load(tiny_checkpoint, max_model_len=128), asked)
     for _ in range(2):
         assert tokens(engine, asked) == plain
-    assert engine.speculation.controller.costs[1].by_rows()
+    assert engine.speculation.controller.step_times[1].by_rows()
 
 
 def test_steps_on_a_processor_take_what_their_thread_computes(

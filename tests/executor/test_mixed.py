@@ -80,7 +80,7 @@ def test_a_mixed_pass_computes_what_two_do(tiny_checkpoint: Path) -> None:
         engine.add(second)
         step = engine.scheduler.schedule()
         assert (len(step.decode), len(step.prefill)) == (1, 1)
-        passes = [engine._compute(one) for one in step.passes(mixed)]
+        passes = [engine._forward(one) for one in step.passes(mixed)]
         assert len(passes) == 2 - mixed
         cached = [
             part.clone()[1:]
@@ -103,7 +103,7 @@ def test_a_pass_that_fails_for_one_fails_for_nobody_else(
     engine = load(tiny_checkpoint)
     alone = tokens(engine)
     engine.scheduler.budget = StepBudget(512, 16, mixed=True)
-    compute = Engine._compute
+    compute = Engine._forward
 
     def broken(self: Engine, step: ScheduledStep) -> Any:
         if any(sequence.index == 4 for sequence, _ in step.per_sequence()):
@@ -229,24 +229,24 @@ def test_the_chunk_is_the_longest_that_nobody_waits_too_long_for(
 ) -> None:
     """Whatever weights, launches and the answers' own step between chunks take."""
     clock = Clocked(fixed, each, launches)
-    chunk = prefill_tuner._Passes(clock, step).knee(4096, 0.25)
+    chunk = prefill_tuner._PassTimes(clock, step).best_chunk(4096, 0.25)
     assert chunk == chosen
     assert step + clock(chunk) <= max(0.25, 2 * (step + clock(32)))
-    assert prefill_tuner._Passes(clock, step).knee(48, 0.25) == 32
+    assert prefill_tuner._PassTimes(clock, step).best_chunk(48, 0.25) == 32
     assert len(clock.measured) <= 12
 
 
 def test_the_chunk_is_shorter_where_fewer_tokens_are_faster() -> None:
     assert (
-        prefill_tuner._Passes(lambda tokens: tokens * 20e-6 * (1 + tokens / 20_000), 1e-3).knee(
-            4096, 0.25
-        )
+        prefill_tuner._PassTimes(
+            lambda tokens: tokens * 20e-6 * (1 + tokens / 20_000), 1e-3
+        ).best_chunk(4096, 0.25)
         == 1024
     )
     assert (
-        prefill_tuner._Passes(lambda tokens: tokens * 20e-6 * (1 + tokens / 2_000_000), 1e-3).knee(
-            4096, 0.25
-        )
+        prefill_tuner._PassTimes(
+            lambda tokens: tokens * 20e-6 * (1 + tokens / 2_000_000), 1e-3
+        ).best_chunk(4096, 0.25)
         == 4096
     )
 
@@ -255,7 +255,7 @@ def test_few_sizes_are_measured_and_each_of_them_once() -> None:
     """As R1 on four cards: passes over 1024 tokens and fewer wait for launches, and 4096 take too
     long."""
     clock = Clocked(52e-3, 52e-6, launches=0.155)
-    assert prefill_tuner._Passes(clock, 10e-3).knee(4096, 0.2) == 2560
+    assert prefill_tuner._PassTimes(clock, 10e-3).best_chunk(4096, 0.2) == 2560
     assert sorted(clock.measured) == [512, 2048, 2560, 4096]
 
 
@@ -263,14 +263,14 @@ def test_what_tokens_of_a_prompt_see_of_each_other_makes_no_chunk_shorter() -> N
     """As Qwen3-8B on an H200: 36 layers whose attention over one prompt of 4096 tokens takes 0.42
     ms each."""
     clock = Clocked(0.0, 20.8e-6, pair=36 * 0.42e-3 * 2 / 4096**2)
-    assert prefill_tuner._Passes(clock, 2.7e-3).knee(4096, 0.2) == 4096
+    assert prefill_tuner._PassTimes(clock, 2.7e-3).best_chunk(4096, 0.2) == 4096
 
 
 def test_a_step_has_more_tokens_where_more_are_allowed_and_answers_wait_no_longer() -> None:
     """As Qwen3-8B on an H200: 104 ms for 4096 tokens, 3.4 for the answers' own step."""
     clock = Clocked(6e-3, 24e-6)
-    assert prefill_tuner._Passes(clock, 3.4e-3).knee(4096, 0.2) == 4096
-    chunk = prefill_tuner._Passes(clock, 3.4e-3).knee(8192, 0.2)
+    assert prefill_tuner._PassTimes(clock, 3.4e-3).best_chunk(4096, 0.2) == 4096
+    chunk = prefill_tuner._PassTimes(clock, 3.4e-3).best_chunk(8192, 0.2)
     assert 4096 < chunk < 8192
     assert 3.4e-3 + clock(chunk) <= 0.2
 
@@ -285,8 +285,8 @@ def test_chunks_behind_a_context_take_as_long(
     """What a pass costs beside its tokens, launches, and what it costs for each token that it is
     behind, as latents that are expanded."""
     clock = Clocked(52e-3, 48e-6, launches, pair=1.8e-9, seen=seen)
-    passes = prefill_tuner._Passes(clock, 10e-3)
-    chunk = passes.knee(most, longest)
+    passes = prefill_tuner._PassTimes(clock, 10e-3)
+    chunk = passes.best_chunk(most, longest)
     found = passes.doubles_at(chunk, 8 * chunk, clock(chunk // 2, 8 * chunk))
     assert seen or found == pytest.approx(48e-6 / 1.8e-9, rel=0.1)
     limit = StepBudget(most, chunk, doubles_at=found)
@@ -299,8 +299,8 @@ def test_chunks_behind_a_context_take_as_long(
 
 def test_tokens_that_cost_the_same_everywhere_count_once() -> None:
     clock = Clocked(1e-3, 1e-4)
-    passes = prefill_tuner._Passes(clock, 0.0)
-    chunk = passes.knee(512, 1.0)
+    passes = prefill_tuner._PassTimes(clock, 0.0)
+    chunk = passes.best_chunk(512, 1.0)
     assert passes.doubles_at(chunk, 8 * chunk, clock(chunk // 2)) == 0
 
 
@@ -332,7 +332,7 @@ def test_passes_are_captured_where_they_wait_for_launches(
     launches: float, most: int, captured: int
 ) -> None:
     trial: Any = Launched(launches)
-    assert prefill_tuner._captured(trial, most) == captured
+    assert prefill_tuner._largest_captured(trial, most) == captured
 
 
 def test_what_is_measured_is_a_budget(tiny_checkpoint: Path) -> None:
@@ -344,7 +344,7 @@ def test_what_is_measured_is_a_budget(tiny_checkpoint: Path) -> None:
         tiny_checkpoint, measure_steps=True, prefill_tokens=48, max_model_len=256
     ).scheduler.budget
     assert (asked.prefill_only, asked.with_decodes) == (48, 48)
-    alone = prefill_tuner.measure(engine.runner, SINGLE, StepBudget(512, 512), 1, asked=False)
+    alone = prefill_tuner.measure(engine.runner, SINGLE, StepBudget(512, 512), 1, fixed_chunk=False)
     assert alone == StepBudget(512, 512), "one request waits for nobody"
 
 
@@ -368,9 +368,9 @@ def test_the_longest_step_is_computed_before_the_first_request(
         model=model,
         prompts=SimpleNamespace(launch=launch),
     )
-    assert prefill_tuner.measure(runner, SINGLE, StepBudget(512, 512), 1, asked=True) == StepBudget(
-        512, 512
-    )
+    assert prefill_tuner.measure(
+        runner, SINGLE, StepBudget(512, 512), 1, fixed_chunk=True
+    ) == StepBudget(512, 512)
     assert launched == computed
 
 
@@ -394,7 +394,9 @@ def test_slow_passes_are_not_measured_for_long(
     monkeypatch.setattr(engine.runner.prefill_runner, "launch", launched)
     monkeypatch.setattr(engine.runner.steps, "run", stepped)
     monkeypatch.setattr(prefill_tuner, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    found = prefill_tuner.measure(engine.runner, SINGLE, StepBudget(4096, 4096), 4, asked=False)
+    found = prefill_tuner.measure(
+        engine.runner, SINGLE, StepBudget(4096, 4096), 4, fixed_chunk=False
+    )
     assert found.with_decodes >= least
     assert now[0] <= 20 + 4 * each * 32 + 2 * each, (
         "the shortest pass and the answers' step always are measured"

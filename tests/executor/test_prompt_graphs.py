@@ -170,7 +170,7 @@ def test_last_tokens_alone_go_through_the_last_mlp(
         torch.testing.assert_close(last, every[[39, 69]], rtol=0, atol=1e-5)
     assert computed[0] == 2
     assert max(computed) < 10
-    assert {size.whole for size in prompts._graphs} == {False}
+    assert {size.all_hidden for size in prompts._graphs} == {False}
 
 
 @pytest.mark.parametrize("asked", [{"num_drafts": 1}, {"count_experts": True}])

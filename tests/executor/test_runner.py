@@ -51,7 +51,7 @@ def test_a_token_goes_where_its_position_says(tiny_checkpoint: Path) -> None:
         one.blocks[position // size] * size + position % size for one, position in tokens
     ]
     assert rows.tables.tolist() == [[*one.blocks, 0][:3] for one, _ in tokens]
-    assert rows.lengths == [position + 1 for _, position in tokens]
+    assert (rows.positions + 1).tolist() == [position + 1 for _, position in tokens]
 
 
 def test_rows_that_are_kept_are_those_made_anew(
@@ -98,7 +98,7 @@ def test_rows_that_are_kept_are_those_made_anew(
         )
         for name in ("token_ids", "positions", "slots", "states"):
             assert getattr(found, name).tolist() == getattr(expected, name).tolist(), (step, name)
-        assert engine.runner._kept.counts == [(one, 1) for one in running], step
+        assert engine.runner._decode_batch.counts == [(one, 1) for one in running], step
         for row, one in enumerate(running):
             needed = one.num_cached // size + 1
             assert found.tables[row, :needed].tolist() == one.blocks[:needed], step

@@ -87,7 +87,7 @@ def answers(
 def generated(engine: Engine) -> Iterator[tuple[list[int], list[float]]]:
     for one in sorted(engine.generate(PROMPTS, PARAMS), key=lambda one: one.index):
         yield one.token_ids, [token.logprob for token in one.logprobs or []]
-    assert sorted(engine.scheduler._places) == [1, 2, 3, 4], "every place was given back"
+    assert sorted(engine.scheduler._free_states) == [1, 2, 3, 4], "every place was given back"
 
 
 def same(

@@ -385,7 +385,7 @@ def test_guesses_are_those_of_the_description(
         if paused:
             engine.speculation.set_lengths(0 if steps % 7 in (0, 3, 4, 5) else num_drafts, 0)
         engine.step()
-        unread += bool(heads._unread) if captured else 0
+        unread += bool(heads._backlog) if captured else 0
         for one in sequences:
             if one.finish_reason is None and one.drafts:
                 ids = torch.tensor([*one.token_ids, *one.drafts])

@@ -1,11 +1,10 @@
-"""The paged cache: what each layer keeps of every token, in blocks that sequences take and give
-back.
+"""The paged KV cache, in blocks that sequences allocate and free.
 
 For latent attention a token is its normed latent and its rotated shared key (`cache_width` values),
 in one tensor or in two as the kernel backend reads them; for grouped-query attention its keys and,
-in a tensor of their own, its values. In 8 bits it is codes with scales (quantkit_kernels/codes.py).
-Blocks are numbered once for all layers: block b of a sequence is block b in every layer. Block 0
-belongs to nobody: padding rows of a captured batch write there.
+in a separate tensor, its values. In 8 bits it is codes with scales (quantkit_kernels/codes.py).
+Blocks are numbered once for all layers: block b of a sequence is block b in every layer. Block 0 is
+never allocated: padding rows of a captured batch write there.
 """
 
 from collections.abc import Mapping
@@ -35,31 +34,31 @@ BLOCK_SIZE = 64
 little."""
 
 _CACHE_SHARE = {"cuda": 0.9, "npu": 0.9, "cpu": 0.25}
-"""Share of the memory left after loading that the cache may take; the rest is for activations (and
-on a CPU for everybody else)."""
+"""Share of the free memory after loading that the cache may take; the rest is for activations (and
+on a CPU for other processes)."""
 
 
 class CacheCodes(NamedTuple):
-    """How a cache is kept in 8 bits. dtype: of codes. kv_heads: heads whose keys and values have
-    scales of their own; 0 for latents, which have one for a token."""
+    """An 8-bit cache. dtype: of codes. kv_heads: heads with their own scales for keys and values; 0
+    for latents, which have one scale per token."""
 
     dtype: torch.dtype
     kv_heads: int
 
 
 def cache_dtype(cache: str | None) -> torch.dtype | None:
-    """The dtype of a cache in 8 bits by its name; None for the model's 16 bits. Raises
-    QuantkitError for other names."""
+    """The dtype of an 8-bit cache by its name; None for the model's 16 bits. Raises QuantkitError
+    for other names."""
     if cache not in (None, *CODES):
         raise UsageError(
-            f"a cache of {cache!r} is not known",
+            f"a cache of {cache!r} is not supported",
             f"use --cache {' or '.join(CODES)}, or leave it out for 16 bits",
         )
     return CODES.get(cache or "")
 
 
 def check_cache_dtype(cache: str | None, device: torch.device) -> torch.dtype | None:
-    """As `cache_dtype`; raises QuantkitError too where attention on `device` does not read such a
+    """As `cache_dtype`; also raises QuantkitError if attention on `device` cannot read such a
     cache."""
     codes = cache_dtype(cache)
     reason = None if codes is None else why_no_codes(device)
@@ -71,17 +70,17 @@ def check_cache_dtype(cache: str | None, device: torch.device) -> torch.dtype | 
 
 
 class PagedCache:
-    """Storage: `layers[i]` is [num_blocks, block_size, width], or a tensor for each of `parts`, the
-    widths that lie apart; where there is a coding `CodedLatents`, or `CodedKeys` whose heads lie
-    side by side. dtype: of what is neither code nor scale.
+    """Storage: `layers[i]` is [num_blocks, block_size, width], or one tensor for each width in
+    `parts`; with `codes`, `CodedLatents`, or `CodedKeys` with concatenated heads. dtype: of what is
+    neither code nor scale.
 
-    steps: of codes, by layer, where they are known.
-    index_dim: width of the index keys beside latents, [num_blocks, block_size, index_dim] of
-    `dtype` a layer; 0 for a model without.
-    entries: what a model of compressed attention keeps, whose layers keep nothing here. recent:
-    what short convolutions read.
-    places: of a model some of whose layers keep nothing here, the number that each other layer has;
-    states: what those keep.
+    code_scales: calibrated scales of codes, by layer.
+    index_dim: width of the index keys of sparse attention, [num_blocks, block_size, index_dim] of
+    `dtype` a layer; 0 without.
+    layer_index: of a model with layers that keep nothing here, the index in `layers` of each other
+    layer; recurrent_states: what linear attention keeps instead.
+    compressed_kv: cache of compressed attention, whose layers keep nothing here. rotating_cache:
+    inputs of short convolutions.
     """
 
     def __init__(
@@ -94,16 +93,16 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device | str,
         parts: tuple[int, ...] = (),
-        coding: CacheCodes | None = None,
-        steps: Mapping[int, CodeSteps] = NO_CODE_SCALES,
+        codes: CacheCodes | None = None,
+        code_scales: Mapping[int, CodeSteps] = NO_CODE_SCALES,
         index_dim: int = 0,
-        places: Mapping[int, int] | None = None,
-        states: RecurrentStates | None = None,
-        entries: CompressedKVCache | None = None,
-        recent: RotatingCache | None = None,
+        layer_index: Mapping[int, int] | None = None,
+        recurrent_states: RecurrentStates | None = None,
+        compressed_kv: CompressedKVCache | None = None,
+        rotating_cache: RotatingCache | None = None,
     ) -> None:
         assert sum(parts) in (0, width), (width, parts)
-        assert coding is None or parts, "what is coded lies apart from what is not"
+        assert codes is None or parts, "codes are in a tensor of their own"
 
         def storage(kind: torch.dtype, *sizes: int) -> tuple[Tensor, ...]:
             """A tensor for each layer."""
@@ -112,76 +111,69 @@ class PagedCache:
             ).unbind()
 
         self.layers: list[Latents | CodedKeys]
-        if coding is None:
-            plain = zip(*(storage(dtype, part) for part in parts or (width,)))
-            self.layers = [(one[0], one[1]) if parts else one[0] for one in plain]
-        elif coding.kv_heads:
-            sides = [storage(coding.dtype, part) for part in parts] + [
-                storage(torch.float32, coding.kv_heads) for _ in parts
+        if codes is None:
+            tensors = zip(*(storage(dtype, part) for part in parts or (width,)))
+            self.layers = [(one[0], one[1]) if parts else one[0] for one in tensors]
+        elif codes.kv_heads:
+            sides = [storage(codes.dtype, part) for part in parts] + [
+                storage(torch.float32, codes.kv_heads) for _ in parts
             ]
             self.layers = [CodedKeys(*one) for one in zip(*sides)]
         else:
             latents = zip(
-                storage(coding.dtype, parts[0]), storage(dtype, parts[1]), storage(torch.float32)
+                storage(codes.dtype, parts[0]), storage(dtype, parts[1]), storage(torch.float32)
             )
             self.layers = [CodedLatents(*one) for one in latents]
         self._index = storage(dtype, index_dim) if index_dim else ()
-        self.num_blocks, self.block_size, self.width, self.parts, self.coding = (
-            num_blocks,
-            block_size,
-            width,
-            parts,
-            coding,
-        )
+        self.num_blocks, self.block_size, self.width = num_blocks, block_size, width
+        self.parts, self.codes, self.code_scales = parts, codes, code_scales
         self.dtype, self.device = dtype, torch.device(device)
-        self.steps = steps
-        self._places, self._states, self._entries, self._recent = places, states, entries, recent
+        self._layer_index, self._recurrent_states = layer_index, recurrent_states
+        self._compressed_kv, self._rotating_cache = compressed_kv, rotating_cache
 
     @property
     def nbytes(self) -> int:
-        kept = [
+        tensors = [
             part
             for layer in self.layers
             for part in ((layer,) if isinstance(layer, Tensor) else layer)
         ]
-        return sum(part.nbytes for part in (*kept, *self._index)) + (
-            self._entries.nbytes if self._entries else 0
+        return sum(part.nbytes for part in (*tensors, *self._index)) + (
+            self._compressed_kv.nbytes if self._compressed_kv else 0
         )
 
     @property
     def doubles_angles(self) -> bool:
-        """Whether latents lie as those operators read them that want each angle twice
+        """Whether operators on this layout of latents read each rotation angle twice
         (quantkit_kernels/latents.py)."""
-        return bool(self.parts) and self.coding is None
+        return bool(self.parts) and self.codes is None
 
     @property
     def prefills_per_sequence(self) -> bool:
-        """Whether layers read prompts sequence after sequence, and not by tables alone: states,
-        index keys, entries."""
-        return any(one is not None for one in (self._states, self._entries, self._recent)) or bool(
-            self._index
-        )
+        """Whether layers prefill sequence by sequence, not by block tables alone: recurrent states,
+        index keys, compressed KV."""
+        caches = (self._recurrent_states, self._compressed_kv, self._rotating_cache)
+        return any(one is not None for one in caches) or bool(self._index)
 
     @property
     def read_in_place(self) -> bool:
-        """Whether prompts attend to tokens where they lie, as keys and values in 16 bits: latents
+        """Whether prompts attend to the cache in place, as to keys and values in 16 bits: latents
         are expanded first, codes decoded."""
-        return bool(self.parts) and self.coding is None
+        return bool(self.parts) and self.codes is None
 
     def latents(self, layer: int) -> Latents:
-        """Of latent attention."""
         stored = self.layers[layer]
         assert not isinstance(stored, CodedKeys), "a cache of latents"
         return stored
 
     def index_keys(self, layer: int) -> Tensor:
-        """What the indexer of a layer reads, [num_blocks, block_size, index_dim]."""
+        """Index keys of a layer, [num_blocks, block_size, index_dim]."""
         return self._index[layer]
 
     def heads(self, layer: int, head_dim: int) -> KeyValues:
         """Keys and values of grouped-query attention, each [num_blocks, block_size, kv_heads,
         head_dim]."""
-        stored = self.layers[layer if self._places is None else self._places[layer]]
+        stored = self.layers[layer if self._layer_index is None else self._layer_index[layer]]
         keys, values = (part.unflatten(-1, (-1, head_dim)) for part in stored[:2])
         return (
             CodedKeys(keys, values, *stored.scales)
@@ -190,35 +182,35 @@ class PagedCache:
         )
 
     def latent_step(self, layer: int) -> Tensor | None:
-        """What a code of a latent is worth, where it is known."""
-        step = self.steps.get(layer)
+        """Calibrated scale of latent codes, if any."""
+        step = self.code_scales.get(layer)
         assert not isinstance(step, KeySteps), "a cache of latents"
         return step
 
     def key_steps(self, layer: int) -> KeySteps | None:
-        """What a code of each channel of keys and values is worth, where it is known."""
-        steps = self.steps.get(layer)
+        """Calibrated scales per channel of keys and values, if any."""
+        steps = self.code_scales.get(layer)
         assert not isinstance(steps, Tensor), "a cache of keys and values"
         return steps
 
-    def need_states(self) -> RecurrentStates:
-        """Of a model that has layers with a state."""
-        assert self._states is not None, "made without"
-        return self._states
+    @property
+    def recurrent_states(self) -> RecurrentStates:
+        assert self._recurrent_states is not None, "a model with linear attention"
+        return self._recurrent_states
 
-    def need_recent(self) -> RotatingCache:
-        """Of a model with short convolutions."""
-        assert self._recent is not None, "made without"
-        return self._recent
+    @property
+    def rotating_cache(self) -> RotatingCache:
+        assert self._rotating_cache is not None, "a model with short convolutions"
+        return self._rotating_cache
 
-    def need_entries(self) -> CompressedKVCache:
-        """Of a model of compressed attention."""
-        assert self._entries is not None, "made without"
-        return self._entries
+    @property
+    def compressed_kv(self) -> CompressedKVCache:
+        assert self._compressed_kv is not None, "a model with compressed attention"
+        return self._compressed_kv
 
 
 class BlockAllocator:
-    """Which blocks are free. The most recently freed are taken first: they are the warmest."""
+    """Free blocks; the most recently freed are taken first, as they are still in hardware caches."""
 
     def __init__(self, num_blocks: int) -> None:
         self._free = list(range(num_blocks - 1, 0, -1))
@@ -238,7 +230,7 @@ class BlockAllocator:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """How many tokens fit: `num_blocks` counts the padding block."""
+    """Size of the cache; `num_blocks` includes the padding block."""
 
     num_blocks: int
     block_size: int
@@ -261,12 +253,12 @@ def plan_cache(
     block_size: int = BLOCK_SIZE,
     left_bytes: int = 0,
 ) -> CachePlan:
-    """Size the cache: what was asked for, else all that `max_batch` full contexts need, at most a
-    share of the free memory.
+    """Size the cache: as requested, else what `max_batch` full contexts need, at most a share of the
+    free memory.
 
-    context_len: positions the model was built for. bytes_per_token: over all layers. left_bytes: of
-    the free memory that are left, where the share leaves less. Raises QuantkitError where what was
-    asked for does not fit in memory.
+    context_len: positions the model was built for. bytes_per_token: over all layers. left_bytes:
+    free memory to leave, where the share leaves less. Raises QuantkitError if what was requested
+    does not fit in memory.
     """
     budget = (
         min(int(free_bytes * _CACHE_SHARE[device_type]), free_bytes - left_bytes) // bytes_per_token

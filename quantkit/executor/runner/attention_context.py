@@ -1,10 +1,10 @@
-"""How the executor's forward attends: over the paged cache.
+"""Attention contexts of the executor: how the layers of a forward pass attend over the paged cache.
 
-PrefillContext computes several new tokens per sequence: keys and values are expanded from the
-latents, which costs least arithmetic. DecodeContext computes one token per row: the up-projection
-is absorbed into the query, so that the cached latent is read as it is (arXiv 2405.04434, section
-2.1.2). Both write the new tokens first and then attend to what the cache holds, so that a result
-does not depend on how a prompt was cut into chunks.
+PrefillContext computes several new tokens per sequence: keys and values are expanded from latent
+KV, which needs the least arithmetic. DecodeContext computes one token per row: the up-projection is
+absorbed into the query, so that the cached latent KV is read as it is (arXiv 2405.04434, section
+2.1.2). MixedContext computes both in one pass. All write the new tokens first and then attend to
+the cache, so results do not depend on how a prompt was cut into chunks.
 """
 
 from collections.abc import Sequence
@@ -59,8 +59,8 @@ from quantkit.models.weights import LinearOp, PrologOp
 
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens start .. start + length - 1 of a sequence whose cache is in `blocks` [n] int64.
-    state: its place in the cache's states."""
+    """New tokens start .. start + length - 1 of a sequence with cache blocks [n] int64. state: its
+    place in the cache's per-sequence states."""
 
     start: int
     length: int
@@ -69,7 +69,7 @@ class Chunk:
 
 
 class CachedContext(Positions):
-    """New tokens and where they go: positions and slots [T] int64."""
+    """positions and slots [T] int64 of the new tokens."""
 
     def __init__(self, cache: PagedCache, positions: Tensor, slots: Tensor) -> None:
         super().__init__(positions)
@@ -77,7 +77,7 @@ class CachedContext(Positions):
         self._doubled: dict[Rope, Rotation] = {}
 
     def cache_rotation(self, rope: Rope) -> Rotation:
-        """cos, sin of the tokens as operators over cached latents read them, computed once for all
+        """cos, sin of the tokens in the layout of operators on latent KV, computed once for all
         layers."""
         rotation = self.rotation(rope)
         if not self.cache.doubles_angles:
@@ -108,8 +108,8 @@ class CachedContext(Positions):
         return mla_queries(qkv_a, norms, *where, q_b, code_step=self.cache.latent_step(layer))
 
     def store_index(self, layer: int, keys: Tensor) -> Tensor:
-        """The layer's index keys [num_blocks, block_size, D], with those of the new tokens [T,
-        D]."""
+        """Write index keys [T, D] of the new tokens -> the layer's index keys [num_blocks,
+        block_size, D]."""
         index = self.cache.index_keys(layer)
         index.flatten(0, 1).index_copy_(0, self.slots, keys.to(index.dtype))
         return index
@@ -120,20 +120,17 @@ class CachedContext(Positions):
         """As `models.context.Context.store_gqa`."""
         steps, stored = self.cache.key_steps(layer), self.cache.heads(layer, head_dim)
         q = gqa_prepare(qkv, norms, self.rotation(rope), stored, self.slots, code_steps=steps)
-        return q if steps is None else times_steps(q, steps.keys)
+        return q if steps is None else scale_heads(q, steps.keys)
 
     def read_values(self, layer: int, attended: Tensor) -> Tensor:
-        """What came of the values [T, heads, D], which are kept over their steps where these are
-        known."""
+        """Attention output [T, heads, D], multiplied by the scales of values cached as codes."""
         steps = self.cache.key_steps(layer)
-        return attended if steps is None else times_steps(attended, steps.values)
+        return attended if steps is None else scale_heads(attended, steps.values)
 
 
 class PromptContext(CachedContext):
-    """New tokens of several sequences lie flat; each sees its sequence's cached tokens and,
-    causally, the new ones.
-
-    chunks: what they are of, for layers with a state; others do not ask.
+    """New tokens of several sequences, concatenated; each sees its sequence's cached tokens and,
+    causally, the new ones. chunks: the sequences, for layers that prefill sequence by sequence.
     """
 
     def __init__(
@@ -149,11 +146,8 @@ class PromptContext(CachedContext):
 
     def select(self, layer: int, inputs: IndexerInputs, topk: int) -> None:
         """As `models.context.Context.select`."""
-        index, size, self.selected = (
-            self.store_index(layer, inputs.keys).flatten(0, 1),
-            self.cache.block_size,
-            None,
-        )
+        index, size = self.store_index(layer, inputs.keys).flatten(0, 1), self.cache.block_size
+        self.selected = None
         if max(chunk.start + chunk.length for chunk in self.chunks) <= topk:
             return
         parts, row = [], 0
@@ -186,8 +180,8 @@ class PromptContext(CachedContext):
         )
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-        """As `models.context.Context.attend_delta`, sequence after sequence."""
-        states, out = self.cache.need_states(), []
+        """As `models.context.Context.attend_delta`, sequence by sequence."""
+        states, out = self.cache.recurrent_states, []
         for chunk, one in zip(
             self.chunks,
             zip(*(side.split([chunk.length for chunk in self.chunks]) for side in inputs)),
@@ -205,8 +199,8 @@ class PromptContext(CachedContext):
         return torch.cat(out)
 
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
-        """As `models.context.Context.convolve`, sequence after sequence."""
-        recent, number, out = self.cache.need_recent(), buffer_index(layer, part), []
+        """As `models.context.Context.convolve`, sequence by sequence."""
+        cache, number, out = self.cache.rotating_cache, buffer_index(layer, part), []
         lengths = [chunk.length for chunk in self.chunks]
         for chunk, own, positions in zip(
             self.chunks, x.split(lengths), self.positions.split(lengths)
@@ -216,7 +210,7 @@ class PromptContext(CachedContext):
                 short_convolve(
                     own,
                     positions,
-                    recent.chunk(number, chunk.state, first, chunk.start, own.float()),
+                    cache.chunk(number, chunk.state, first, chunk.start, own.float()),
                     kernel,
                 )
             )
@@ -250,12 +244,12 @@ class PromptContext(CachedContext):
     def attend_compressed(
         self, layer: int, inputs: CompressedInputs, attention: CompressedAttention
     ) -> Tensor:
-        """As `models.context.Context.attend_compressed`, sequence after sequence."""
-        entries, out, row = self.cache.need_entries(), [], 0
+        """As `models.context.Context.attend_compressed`, sequence by sequence."""
+        cache, out, row = self.cache.compressed_kv, [], 0
         for chunk in self.chunks:
             part = inputs.part(slice(row, row + chunk.length))
             out.append(
-                entries.attend_chunk(layer, part, attention, chunk.start, chunk.blocks, chunk.state)
+                cache.attend_chunk(layer, part, attention, chunk.start, chunk.blocks, chunk.state)
             )
             row += chunk.length
         return torch.cat(out)
@@ -271,7 +265,7 @@ class PromptContext(CachedContext):
 
 
 class PrefillContext(PromptContext):
-    """Chunks of prompts, of any lengths."""
+    """Prompt chunks of any lengths."""
 
     def __init__(self, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
         spans = [
@@ -288,15 +282,14 @@ class PrefillContext(PromptContext):
 
 
 class DecodeContext(CachedContext):
-    """One token per row. Rows of one sequence (drafted tokens being verified) share its blocks and
-    have rising positions.
+    """One token per row. Rows of one sequence (drafts being verified) share its blocks and have
+    rising positions.
 
     positions [B] int64 of the new tokens; block_table [B, n] int32 or int64; slots [B] int64, where
-    the new tokens are written. A row's token sees positions 0 .. its own. A padding row writes to
-    block 0 and sees what is there; its output is not read.
-    lengths: positions + 1 on the host, for backends that want them there. states int64 [B]: the
-    sequences' places in the cache's states; a sequence of a model with a recurrence has one row
-    then.
+    the new tokens are written. A row sees positions 0 .. its own. A padding row writes to block 0
+    and sees what is there; its output is not used. lengths: positions + 1 on the host, for backends
+    that need them there. states int64 [B]: places in the cache's per-sequence states; with
+    recurrent layers each sequence has one row.
     """
 
     def __init__(
@@ -318,8 +311,8 @@ class DecodeContext(CachedContext):
         )
 
     def select(self, layer: int, inputs: IndexerInputs, topk: int) -> None:
-        """As `models.context.Context.select`. Which rows have more than `topk` tokens a captured
-        step does not know: tables as wide as that decide."""
+        """As `models.context.Context.select`. A captured step does not know which rows have more
+        than `topk` tokens, so the width of the block tables decides."""
         index, size, self.selected = (
             self.store_index(layer, inputs.keys),
             self.cache.block_size,
@@ -342,8 +335,8 @@ class DecodeContext(CachedContext):
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         """As `models.context.Context.attend_delta`."""
-        assert self.states is not None, "rows without places in the states"
-        states = self.cache.need_states()
+        assert self.states is not None, "rows without state places"
+        states = self.cache.recurrent_states
         kept, which = states.read(layer, self.states, self.positions)
         attended, state = attend_step(inputs, weights, DeltaState(*kept))
         states.write(layer, self.states, self.positions + 1, state, which)
@@ -353,16 +346,16 @@ class DecodeContext(CachedContext):
         self, layer: int, inputs: CompressedInputs, attention: CompressedAttention
     ) -> Tensor:
         """As `models.context.Context.attend_compressed`."""
-        assert self.states is not None, "rows without places in the states"
-        return self.cache.need_entries().attend_rows(
+        assert self.states is not None, "rows without state places"
+        return self.cache.compressed_kv.attend_rows(
             layer, inputs, attention, self.positions, self.block_table, self.states
         )
 
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
         """As `models.context.Context.convolve`."""
-        assert self.states is not None, "rows without places in the states"
-        recent, number = self.cache.need_recent(), buffer_index(layer, part)
-        seen = recent.rows(number, self.states, self.positions, x.float(), kernel.shape[1])
+        assert self.states is not None, "rows without state places"
+        cache, number = self.cache.rotating_cache, buffer_index(layer, part)
+        seen = cache.rows(number, self.states, self.positions, x.float(), kernel.shape[1])
         return short_convolve_step(x, self.positions, seen, kernel)
 
     def attend_latent_window(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
@@ -413,82 +406,71 @@ class DecodeContext(CachedContext):
         )
 
 
-def times_steps(x: Tensor, steps: Tensor) -> Tensor:
-    """x [T, heads, D] times the steps [kv_heads, D] of the head that each shares, in x's dtype."""
-    return (x.unflatten(1, (len(steps), -1)).float() * steps[:, None]).flatten(1, 2).to(x.dtype)
-
-
 class MixedContext(CachedContext):
-    """The rows of `answers`, then the tokens of `prompts`, both over one cache."""
+    """The rows of a decode batch, then the tokens of prompt chunks, over one cache: weights are
+    read once for both, and each part attends by its own operators."""
 
-    def __init__(self, answers: DecodeContext, prompts: PromptContext) -> None:
-        both = (answers, prompts)
+    def __init__(self, decode: DecodeContext, prompts: PromptContext) -> None:
+        both = (decode, prompts)
         super().__init__(
-            answers.cache,
+            decode.cache,
             torch.cat([one.positions for one in both]),
             torch.cat([one.slots for one in both]),
         )
-        self.answers, self.prompts, self._rows = answers, prompts, len(answers.positions)
+        self.decode, self.prompts, self._rows = decode, prompts, len(decode.positions)
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[: self._rows], x[self._rows :]
 
     def select(self, layer: int, inputs: IndexerInputs, topk: int) -> None:
         """As `models.context.Context.select`."""
-        answers, prompts = (
-            IndexerInputs(*one)
-            for one in zip(*(side.tensor_split([self._rows]) for side in inputs))
-        )
-        self.answers.select(layer, answers, topk)
-        self.prompts.select(layer, prompts, topk)
+        rows, tokens = (IndexerInputs(*part) for part in zip(*map(self._split, inputs)))
+        self.decode.select(layer, rows, topk)
+        self.prompts.select(layer, tokens, topk)
 
     def attend_mla(
         self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0
     ) -> Tensor:
-        """As `models.context.Context.attend_mla`: answers absorbed, prompts expanded."""
-        answers = self.answers.attend_mla(layer, q[: self._rows], kv_b, rope, scale, topk)
-        return torch.cat(
-            (answers, self.prompts.attend_mla(layer, q[self._rows :], kv_b, rope, scale, topk))
-        )
+        """As `models.context.Context.attend_mla`: decode rows absorbed, prompts expanded."""
+        rows, tokens = self._split(q)
+        decoded = self.decode.attend_mla(layer, rows, kv_b, rope, scale, topk)
+        return torch.cat((decoded, self.prompts.attend_mla(layer, tokens, kv_b, rope, scale, topk)))
 
     def attend_latent_window(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
         """As `models.context.Context.attend_latent_window`."""
-        answers = self.answers.attend_latent_window(layer, q[: self._rows], attention)
-        return torch.cat(
-            (answers, self.prompts.attend_latent_window(layer, q[self._rows :], attention))
-        )
+        rows, tokens = self._split(q)
+        decoded = self.decode.attend_latent_window(layer, rows, attention)
+        return torch.cat((decoded, self.prompts.attend_latent_window(layer, tokens, attention)))
 
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
         """As `models.context.Context.convolve`."""
-        answers = self.answers.convolve(layer, part, x[: self._rows], kernel)
-        return torch.cat((answers, self.prompts.convolve(layer, part, x[self._rows :], kernel)))
+        rows, tokens = self._split(x)
+        decoded = self.decode.convolve(layer, part, rows, kernel)
+        return torch.cat((decoded, self.prompts.convolve(layer, part, tokens, kernel)))
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         """As `models.context.Context.attend_delta`."""
-        answers, prompts = (
-            DeltaInputs(*one) for one in zip(*(side.tensor_split([self._rows]) for side in inputs))
-        )
-        return torch.cat(
-            (
-                self.answers.attend_delta(layer, answers, weights),
-                self.prompts.attend_delta(layer, prompts, weights),
-            )
-        )
+        rows, tokens = (DeltaInputs(*part) for part in zip(*map(self._split, inputs)))
+        decoded = self.decode.attend_delta(layer, rows, weights)
+        return torch.cat((decoded, self.prompts.attend_delta(layer, tokens, weights)))
 
     def attend_compressed(
         self, layer: int, inputs: CompressedInputs, attention: CompressedAttention
     ) -> Tensor:
         """As `models.context.Context.attend_compressed`."""
-        answers, prompts = inputs.part(slice(self._rows)), inputs.part(slice(self._rows, None))
-        return torch.cat(
-            (
-                self.answers.attend_compressed(layer, answers, attention),
-                self.prompts.attend_compressed(layer, prompts, attention),
-            )
-        )
+        rows, tokens = inputs.part(slice(self._rows)), inputs.part(slice(self._rows, None))
+        decoded = self.decode.attend_compressed(layer, rows, attention)
+        return torch.cat((decoded, self.prompts.attend_compressed(layer, tokens, attention)))
 
     def attend_gqa(
         self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None
     ) -> Tensor:
         """As `models.context.Context.attend_gqa`."""
-        answers = self.answers.attend_gqa(layer, q[: self._rows], scale, window, sinks)
-        return torch.cat(
-            (answers, self.prompts.attend_gqa(layer, q[self._rows :], scale, window, sinks))
-        )
+        rows, tokens = self._split(q)
+        decoded = self.decode.attend_gqa(layer, rows, scale, window, sinks)
+        return torch.cat((decoded, self.prompts.attend_gqa(layer, tokens, scale, window, sinks)))
+
+
+def scale_heads(x: Tensor, steps: Tensor) -> Tensor:
+    """x [T, heads, D] times the scales [kv_heads, D] of each head's KV head, in x's dtype."""
+    return (x.unflatten(1, (len(steps), -1)).float() * steps[:, None]).flatten(1, 2).to(x.dtype)

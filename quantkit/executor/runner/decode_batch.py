@@ -1,5 +1,16 @@
-"""Rows of a decode step without guesses, kept from step to step: most of what 64 users' rows say is
-what it was in the step before."""
+"""The rows of a decode step, on the host and on the device.
+
+Rows are kept from step to step, because most of what they say stays the same. On a device that
+captures steps, the next step is also launched before the host knows the sampled tokens (async
+decoding): nearly every sequence goes on, so the device starts the next forward pass over the same
+sequences while the host reads tokens, finishes sequences, schedules and informs the other ranks.
+The row of a sequence that ended is ignored. What such a pass writes to the cache is what would have
+been written anyway, before a new owner of the blocks writes there. With drafts, the device knows
+the accepted ones and the new ones, so their verification is launched, too.
+
+The small index computations for this are one Triton launch each on a GPU (decode_batch_triton.py);
+PyTorch takes about ten short ones.
+"""
 
 import functools
 from typing import NamedTuple
@@ -15,32 +26,10 @@ from quantkit.executor.runner.attention_context import DecodeContext
 from quantkit.executor.scheduler.sequence import Sequence
 
 
-class BlockTables:
-    """Block tables as arrays. What is written once is kept while the same rows come again with the
-    same blocks, or some more."""
-
-    def __init__(self) -> None:
-        self._array = np.zeros((0, 0), dtype=np.int32)
-        self._known: list[tuple[list[int], int]] = []
-
-    def of(self, blocks: list[list[int]]) -> np.ndarray:
-        """[rows, most blocks of a row], valid until the next call. A list that is the same object
-        may only have grown."""
-        shape = (len(blocks), max(map(len, blocks), default=0))
-        if self._array.shape != shape:
-            self._array, self._known = np.zeros(shape, dtype=np.int32), [([], 0)] * len(blocks)
-        for row, (own, (known, count)) in enumerate(zip(blocks, self._known)):
-            if own is not known or len(own) != count:
-                self._array[row, : len(own)] = own
-                self._array[row, len(own) :] = 0
-                self._known[row] = (own, len(own))
-        return self._array
-
-
 class DecodeRows(NamedTuple):
-    """One decode pass on the host: token_ids [B], positions [B], slots [B] int64, tables [B, n]
-    int32; states int64 [B], the sequences' places in the cache's states, for models that have
-    some."""
+    """Inputs of a decode pass on the host: token_ids [B], positions [B], slots [B] int64 (where the
+    tokens are written), tables [B, n] int32 (blocks); states int64 [B], places in the cache's
+    per-sequence states, for models that have some."""
 
     token_ids: np.ndarray
     positions: np.ndarray
@@ -49,46 +38,44 @@ class DecodeRows(NamedTuple):
     states: np.ndarray = np.zeros(0, dtype=np.int64)
 
     def padded(self, rows: int, width: int) -> "DecodeRows":
-        """With more rows, which are nobody's and belong to block 0, and tables of `width`
-        blocks."""
+        """With padding rows, which belong to block 0, and tables of `width` blocks."""
 
-        def wider(array: np.ndarray, *shape: int) -> np.ndarray:
+        def pad(array: np.ndarray, *shape: int) -> np.ndarray:
             out = np.zeros(shape, dtype=array.dtype)
             out[tuple(map(slice, array.shape))] = array
             return out
 
         token_ids, positions, slots, states = (
-            wider(one, rows) for one in (self.token_ids, self.positions, self.slots, self.states)
+            pad(one, rows) for one in (self.token_ids, self.positions, self.slots, self.states)
         )
-        return DecodeRows(token_ids, positions, slots, wider(self.tables, rows, width), states)
+        return DecodeRows(token_ids, positions, slots, pad(self.tables, rows, width), states)
 
-    def context(self, cache: PagedCache, places: "DevicePositions | None" = None) -> DecodeContext:
+    def context(
+        self, cache: PagedCache, on_device: "DevicePositions | None" = None
+    ) -> DecodeContext:
         arrays = (self.positions, self.tables, self.slots, self.states)
         positions, tables, slots, states = (
             torch.from_numpy(array).to(cache.device) for array in arrays
         )
-        if places is not None:
-            return DecodeContext(cache, places.positions, tables, places.slots, None, states)
-        return DecodeContext(cache, positions, tables, slots, self.lengths, states)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens that each row attends to."""
-        known: list[int] = (self.positions + 1).tolist()
-        return known
+        if on_device is not None:
+            return DecodeContext(cache, on_device.positions, tables, on_device.slots, None, states)
+        lengths: list[int] = (self.positions + 1).tolist()
+        return DecodeContext(cache, positions, tables, slots, lengths, states)
 
 
 class DevicePositions(NamedTuple):
-    """positions and slots int64 [B] of rows, where the device knows them before the host does:
-    instead of those of `DecodeRows`. Not for an NPU, whose operators want lengths on the host."""
+    """positions and slots int64 [B] of rows that the device knows before the host, in place of
+    those of `DecodeRows`. Not for an NPU, whose operators want lengths on the host."""
 
     positions: Tensor
     slots: Tensor
 
     @classmethod
-    def of(cls, places: Tensor, tables: Tensor, block_size: int, reach: int) -> "DevicePositions":
-        """As `device_rows.cache_places`."""
-        return cls(*cache_places(places, tables, block_size, reach))
+    def of(
+        cls, positions: Tensor, tables: Tensor, block_size: int, limit: int
+    ) -> "DevicePositions":
+        """As `cache_slots`."""
+        return cls(*cache_slots(positions, tables, block_size, limit))
 
 
 class StepResult(NamedTuple):
@@ -100,163 +87,180 @@ class StepResult(NamedTuple):
     greedy: Tensor
 
     def at(self, rows: list[int]) -> "StepResult":
-        """Of these rows."""
-        on_device = to_device(rows, self.hidden.device)
-        return StepResult(*(part[on_device] for part in self))
+        index = to_device(rows, self.hidden.device)
+        return StepResult(*(part[index] for part in self))
+
+
+class BlockTables:
+    """Block tables as one array, reused while the same rows come again with the same blocks, or
+    some more."""
+
+    def __init__(self) -> None:
+        self._array = np.zeros((0, 0), dtype=np.int32)
+        self._written: list[tuple[list[int], int]] = []
+
+    def of(self, blocks: list[list[int]]) -> np.ndarray:
+        """[rows, most blocks of a row], valid until the next call. A list that is the same object
+        as in the last call may only have grown."""
+        shape = (len(blocks), max(map(len, blocks), default=0))
+        if self._array.shape != shape:
+            self._array = np.zeros(shape, dtype=np.int32)
+            self._written = [([], 0)] * len(blocks)
+        for row, (own, (written, count)) in enumerate(zip(blocks, self._written)):
+            if own is not written or len(own) != count:
+                self._array[row, : len(own)] = own
+                self._array[row, len(own) :] = 0
+                self._written[row] = (own, len(own))
+        return self._array
 
 
 class DecodeBatch:
-    """One row a sequence. Where the same sequences come again in the same blocks, each a token
-    further, only what has changed is written anew."""
+    """Rows of a decode step without drafts, one per sequence. If the same sequences come again in
+    the same blocks, each one token longer, only what has changed is written."""
 
     def __init__(self, block_size: int) -> None:
-        self._size = block_size
-        self.answers: list[Sequence] = []
+        self._block_size = block_size
+        self.sequences: list[Sequence] = []
         self._blocks: list[list[int]] = []
-        """Of each, as the sequence itself has them: the list grows, and is another one once the
-        sequence was computed again elsewhere."""
+        """Each sequence's own list: it grows, and is another one after a preemption."""
         self._rows: DecodeRows | None = None
         self.counts: list[tuple[Sequence, int]] = []
-        """The sequences, each with its one row; the same list while they are the same."""
+        """(sequence, 1) for each; the same list while the sequences are the same."""
 
-    def keep(self, answers: list[Sequence], rows: DecodeRows) -> DecodeRows:
-        """As they are in the tables' own memory."""
-        self.answers, self._blocks = list(answers), [one.blocks for one in answers]
-        self.counts = [(one, 1) for one in answers]
+    def keep(self, sequences: list[Sequence], rows: DecodeRows) -> DecodeRows:
+        """Copies the tables, whose memory is reused."""
+        self.sequences, self._blocks = list(sequences), [one.blocks for one in sequences]
+        self.counts = [(one, 1) for one in sequences]
         self._rows = rows._replace(tables=rows.tables.copy())
         return self._rows
 
-    def next(self, answers: list[Sequence], unread: int = 0) -> DecodeRows | None:
-        """Valid until the next call; None where the rows are to be made anew, and kept. unread:
-        newest tokens of each that the device has and the sequence has not; the rows' tokens are
-        then not known."""
-        if self._rows is None or answers != self.answers:
+    def next(self, sequences: list[Sequence], in_flight: int = 0) -> DecodeRows | None:
+        """The rows, one token further; valid until the next call. None if they must be built anew
+        and kept. in_flight: newest tokens of each sequence that only the device has; the rows'
+        token ids are stale then."""
+        if self._rows is None or sequences != self.sequences:
             return None
         _, before, slots, tables, states = self._rows
         positions = before + 1
-        if [one.num_cached + unread for one in answers] != positions.tolist() or [
-            one.blocks for one in answers
+        if [one.num_cached + in_flight for one in sequences] != positions.tolist() or [
+            one.blocks for one in sequences
         ] != self._blocks:
             return None
         slots = slots + 1
-        for row in np.flatnonzero(positions % self._size == 0).tolist():
-            blocks = answers[row].blocks
-            if len(blocks) > tables.shape[1] or len(blocks) * self._size <= positions[row]:
+        for row in np.flatnonzero(positions % self._block_size == 0).tolist():
+            blocks = sequences[row].blocks
+            if len(blocks) > tables.shape[1] or len(blocks) * self._block_size <= positions[row]:
                 return None
             tables[row, : len(blocks)] = blocks
-            slots[row] = blocks[positions[row] // self._size] * self._size
-        token_ids = np.array([one.token_ids[-1] for one in answers], dtype=np.int64)
+            slots[row] = blocks[positions[row] // self._block_size] * self._block_size
+        token_ids = np.array([one.token_ids[-1] for one in sequences], dtype=np.int64)
         self._rows = DecodeRows(token_ids, positions, slots, tables, states)
         return self._rows
 
 
 class AsyncDecode(NamedTuple):
-    """answers: whose newest tokens it computes, a row each; the tokens of `rows` are the device's
-    alone."""
+    """A decode pass in flight, one row per sequence; only the device has the token ids of
+    `rows`."""
 
-    answers: list[Sequence]
+    sequences: list[Sequence]
     rows: DecodeRows
     result: StepResult
 
-    def of(self, answers: list[Sequence]) -> tuple[DecodeRows, StepResult]:
-        """Of those of its answers that went on, in their order, now that their tokens are known."""
+    def select(self, sequences: list[Sequence]) -> tuple[DecodeRows, StepResult]:
+        """Of the sequences that went on, in their order, now that their tokens are known."""
         rows, result = self.rows, self.result
-        if answers != self.answers:
-            row_of = {sequence: row for row, sequence in enumerate(self.answers)}
-            kept = [row_of[sequence] for sequence in answers]
+        if sequences != self.sequences:
+            row_of = {sequence: row for row, sequence in enumerate(self.sequences)}
+            kept = [row_of[sequence] for sequence in sequences]
             rows, result = DecodeRows(*(part[kept] for part in rows)), result.at(kept)
         return rows._replace(
-            token_ids=np.array([one.token_ids[-1] for one in answers], dtype=np.int64)
+            token_ids=np.array([one.token_ids[-1] for one in sequences], dtype=np.int64)
         ), result
 
 
 class AsyncVerification(NamedTuple):
-    """answers: whose newest tokens it computes, and the guesses behind them, `each` rows of
-    everyone; tokens and places are the device's alone."""
+    """A verification pass in flight: the newest token of each sequence and its drafts, `each` rows
+    per sequence; only the device has tokens and positions."""
 
-    answers: list[Sequence]
+    sequences: list[Sequence]
     each: int
     result: StepResult
 
-    def of(self, answers: list[Sequence]) -> StepResult:
-        """Of the newest tokens and the drafts of those of its answers that went on, in their order:
-        a sequence's drafts are guesses of this pass, or the first of them."""
-        first = {sequence: row * self.each for row, sequence in enumerate(self.answers)}
+    def select(self, sequences: list[Sequence]) -> StepResult:
+        """Of the newest tokens and the drafts of the sequences that went on, in their order. A
+        sequence's drafts are all drafts of this pass or the first of them."""
+        first = {sequence: row * self.each for row, sequence in enumerate(self.sequences)}
         kept = [
-            first[sequence] + i for sequence in answers for i in range(1 + len(sequence.drafts))
+            first[sequence] + i for sequence in sequences for i in range(1 + len(sequence.drafts))
         ]
         return self.result if kept == list(range(len(self.result.greedy))) else self.result.at(kept)
 
 
-def accepted(known: Tensor, chosen: Tensor) -> Tensor:
-    """known int64 [B, 2 + most]: of each sequence the row of its newest token, how many tokens it
-    has, and its guesses, -1 where there is none -> the three of `accepted.Accepted`, int64 [3,
-    B]."""
-    if by_kernel(chosen.device):
-        from quantkit.executor.runner.decode_batch_triton import accepted as launched
+def accepted(known: Tensor, sampled: Tensor) -> Tensor:
+    """known int64 [B, 2 + most]: of each sequence the row of its newest token, its length, and its
+    drafts, padded with -1. sampled int64 [R]: the token sampled after each row. Returns the fields
+    of `drafter.DeviceAcceptance`, int64 [3, B]."""
+    if has_triton(sampled.device):
+        from quantkit.executor.runner.decode_batch_triton import accepted as kernel
 
-        return launched(known, chosen)
-    return accepted_by_operators(known, chosen)
-
-
-def accepted_by_operators(known: Tensor, chosen: Tensor) -> Tensor:
-    first, newest, guesses = known[:, 0], known[:, 1], known[:, 2:]
-    behind = first[:, None] + torch.arange(guesses.shape[1], device=chosen.device)
-    same = chosen[behind.clamp(max=len(chosen) - 1)] == guesses
-    right = same.long().cumprod(dim=1).sum(dim=1)
-    return torch.stack((right, first + right, newest + right))
+        return kernel(known, sampled)
+    return accepted_in_torch(known, sampled)
 
 
-def next_rows(known: Tensor, chosen: Tensor, guessed: Tensor, block_size: int) -> Tensor:
-    """Token ids, places in their sequences and slots of the pass behind: int64 [3, B * each], every
-    sequence's newest token and the new guesses behind it.
+def accepted_in_torch(known: Tensor, sampled: Tensor) -> Tensor:
+    first, newest, drafts = known[:, 0], known[:, 1], known[:, 2:]
+    rows = first[:, None] + torch.arange(drafts.shape[1], device=sampled.device)
+    same = sampled[rows.clamp(max=len(sampled) - 1)] == drafts
+    count = same.long().cumprod(dim=1).sum(dim=1)
+    return torch.stack((count, first + count, newest + count))
 
-    known int32 [B, 2 + n]: of each sequence the row of its newest token in the pass that was, how
-    many tokens it had, and its blocks.
-    chosen int64 [R]: the tokens chosen in that pass. guessed int64 [each * B]: how many guesses
-    were right, then the new ones, one row of sequences after the other.
+
+def next_rows(known: Tensor, sampled: Tensor, drafted: Tensor, block_size: int) -> Tensor:
+    """Token ids, positions and slots of the next verification pass, int64 [3, B * each]: the newest
+    token of each sequence and its drafts.
+
+    known int32 [B, 2 + n]: of each sequence the row of its newest token in the last pass, its
+    length, and its blocks. sampled int64 [R]: the tokens sampled in that pass. drafted int64
+    [each * B]: accepted drafts of each sequence, then the new drafts, one row of sequences after
+    the other.
     """
-    if by_kernel(chosen.device):
-        from quantkit.executor.runner.decode_batch_triton import next_rows as launched
+    if has_triton(sampled.device):
+        from quantkit.executor.runner.decode_batch_triton import next_rows as kernel
 
-        return launched(known, chosen, guessed, block_size)
-    return next_rows_by_operators(known, chosen, guessed, block_size)
+        return kernel(known, sampled, drafted, block_size)
+    return next_rows_in_torch(known, sampled, drafted, block_size)
 
 
-def next_rows_by_operators(
-    known: Tensor, chosen: Tensor, guessed: Tensor, block_size: int
-) -> Tensor:
+def next_rows_in_torch(known: Tensor, sampled: Tensor, drafted: Tensor, block_size: int) -> Tensor:
     number = len(known)
-    each, (right, guesses) = len(guessed) // number, (guessed[:number], guessed[number:])
-    tokens = torch.cat((chosen[known[:, 0] + right], guesses)).view(each, number).t()
-    places = (known[:, 1] + right)[:, None] + torch.arange(each, device=chosen.device)
-    slots = known[:, 2:].gather(1, places // block_size).long() * block_size + places % block_size
-    return torch.stack((tokens, places, slots)).view(3, -1)
+    each, (count, drafts) = len(drafted) // number, (drafted[:number], drafted[number:])
+    tokens = torch.cat((sampled[known[:, 0] + count], drafts)).view(each, number).t()
+    positions = (known[:, 1] + count)[:, None] + torch.arange(each, device=sampled.device)
+    blocks = known[:, 2:].gather(1, positions // block_size).long()
+    slots = blocks * block_size + positions % block_size
+    return torch.stack((tokens, positions, slots)).view(3, -1)
 
 
-def cache_places(places: Tensor, tables: Tensor, block_size: int, reach: int) -> Tensor:
-    """Positions and slots, int64 [2, B], of places int64 [B] in sequences whose blocks are in
-    tables int32 [B, n]. Those from `reach` on, and those without a block, are nobody's: they lie in
-    block 0, and see what the tables have."""
-    if by_kernel(places.device):
-        from quantkit.executor.runner.decode_batch_triton import cache_places as launched
+def cache_slots(positions: Tensor, tables: Tensor, block_size: int, limit: int) -> Tensor:
+    """Positions and slots, int64 [2, B], of positions int64 [B] in sequences with block tables
+    int32 [B, n]. From `limit` on, or without a block, a row is padding: it is written to block 0
+    and sees what the tables have."""
+    if has_triton(positions.device):
+        from quantkit.executor.runner.decode_batch_triton import cache_slots as kernel
 
-        return launched(places, tables, block_size, reach)
-    return cache_places_by_operators(places, tables, block_size, reach)
+        return kernel(positions, tables, block_size, limit)
+    return cache_slots_in_torch(positions, tables, block_size, limit)
 
 
-def cache_places_by_operators(
-    places: Tensor, tables: Tensor, block_size: int, reach: int
-) -> Tensor:
-    end = min(reach, tables.shape[1] * block_size)
-    within = places.clamp(max=end - 1)
-    found = tables.gather(1, (within // block_size)[:, None])[:, 0].long()
+def cache_slots_in_torch(positions: Tensor, tables: Tensor, block_size: int, limit: int) -> Tensor:
+    end = min(limit, tables.shape[1] * block_size)
+    within = positions.clamp(max=end - 1)
+    blocks = tables.gather(1, (within // block_size)[:, None])[:, 0].long()
     return torch.stack(
-        (within, torch.where(places < end, found, 0) * block_size + places % block_size)
+        (within, torch.where(positions < end, blocks, 0) * block_size + positions % block_size)
     )
 
 
 @functools.cache
-def by_kernel(device: torch.device) -> bool:
-    """Whether Triton runs on this device."""
+def has_triton(device: torch.device) -> bool:
     return device.type == "cuda" and why_unusable("likeliest", "triton", device) is None

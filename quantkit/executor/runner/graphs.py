@@ -1,11 +1,11 @@
-"""The decode step as a graph: captured once per size, then replayed, so that a token costs one
-launch and not thousands.
+"""Captured decode steps: a CUDA (or NPU) graph per size is captured once and replayed, so that a
+token costs one launch instead of thousands.
 
-A graph reads and writes the memory it was captured with. So a step here is a function of static
-buffers: token ids, positions, slots and block tables lie in one tensor that a single small copy
-fills, and the results lie where the step left them. Rows are padded to a power of two, block tables
-likewise, so that few graphs serve every batch; each is captured when it is first needed. Without a
-capture the same step is computed eagerly, which is how it is tested where there are no graphs.
+A graph reads and writes the memory it was captured with. So a step is a function of static buffers:
+token ids, positions, slots and block tables lie in one tensor that a single small copy fills, and
+the results stay where the step left them. Rows and block tables are padded to powers of two, so
+that few graphs serve every batch; each is captured when it is first needed. Without graphs the same
+step runs eagerly, which is how it is tested on a CPU.
 """
 
 import warnings
@@ -28,18 +28,17 @@ MIN_TABLE_WIDTH = 16
 
 
 class Forward(Protocol):
-    """What a decode step computes: a model, or an MTP layer, which reads hidden states too."""
+    """What a decode step computes: a model, or an MTP layer, which also reads hidden states."""
 
     def __call__(self, *inputs: Any) -> Tensor:
-        """Inputs as `DecodeBuffers.inputs` has them, the context, and where not all rows are
-        wanted, which -> hidden [B, H]."""
+        """Inputs as `DecodeBuffers.inputs`, the context, and optionally the rows that are wanted
+        -> hidden [B, H]."""
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class TokenModel(Forward, Protocol):
-    """A model from token ids on, which is told the rows whose hidden states are wanted, too. width:
-    values of a token that it returns."""
+    """A model from token ids on. width: values of a token that it returns."""
 
     embedding: Tensor
 
@@ -52,8 +51,8 @@ Computed = TypeVar("Computed")
 
 
 class Capture(Protocol):
-    """Makes a step cheaper to repeat: what it returns has the same effect on the same memory, with
-    what the list of lengths then holds."""
+    """Captures a step: what it returns repeats the step on the same memory, with the sequence
+    lengths that the list then holds."""
 
     def __call__(
         self, step: Callable[[], Computed], lengths: list[int], /
@@ -63,20 +62,19 @@ class Capture(Protocol):
 def compute(
     model: Forward, inputs: tuple[Tensor, ...], context: DecodeContext, kept: Tensor | None = None
 ) -> StepResult:
-    """One decode step on any buffers; greedy sampling is part of it. inputs: token_ids [B], for an
-    MTP layer also hidden [B, H]. kept int64 [K]: the rows whose results are wanted, all by
-    default."""
+    """One decode step. inputs: token_ids [B], for an MTP layer also hidden [B, H]. kept int64 [K]:
+    the rows whose results are wanted, all by default."""
     hidden = model(*inputs, context) if kept is None else model(*inputs, context, kept)
     logits = model.logits(hidden)
     return StepResult(hidden, logits, likeliest(logits))
 
 
 class DecodeBuffers:
-    """Inputs of `rows` rows with tables of `width` blocks, side by side in one tensor. Rows that
-    are not filled belong to block 0.
+    """Static inputs of `rows` rows with tables of `width` blocks, in one tensor. Rows that are not
+    filled belong to block 0.
 
-    hidden [B, H]: where the model reads hidden states too, something of their width and dtype.
-    kept: rows whose results are wanted, 0 for all.
+    hidden [B, H]: for a model that also reads hidden states, any of their width and dtype. kept:
+    number of rows whose results are wanted, 0 for all.
     """
 
     def __init__(
@@ -97,27 +95,23 @@ class DecodeBuffers:
         self.kept = self._device[-kept:] if kept else None
         self._rows, self._width = rows, width
         self.lengths = [1] * rows
-        """Of the rows, on the host: the same list always, filled anew."""
-        self.inputs = (
-            (self.token_ids,)
-            if hidden is None
-            else (self.token_ids, hidden.new_zeros(rows, hidden.shape[1]))
-        )
-        """What the model reads before the context."""
+        """Tokens that each row sees, on the host: always the same list, filled anew."""
+        self.inputs: tuple[Tensor, ...] = (self.token_ids,)
+        if hidden is not None:
+            self.inputs += (hidden.new_zeros(rows, hidden.shape[1]),)
 
     def fill(
         self,
         rows: DecodeRows,
         *inputs: Tensor,
-        places: DevicePositions | None = None,
+        positions: DevicePositions | None = None,
         kept: Tensor | None = None,
     ) -> None:
-        """inputs: those of `self.inputs` that the device holds already, in place of what `rows`
-        says; places: as well. kept int64 [K]: the rows whose results are wanted; of more than that
-        the first row's are made.
+        """inputs, positions: values that are already on the device, in place of those of `rows`.
+        kept int64 [K]: the rows whose results are wanted; the buffer's further places keep row 0.
 
-        The host may write the next values as soon as this returns: CUDA copies them from pageable
-        memory before it returns, and waits for nothing that was launched before.
+        The host may write the next values as soon as this returns: CUDA copies from pageable memory
+        before it returns, and waits for nothing that was launched before.
         """
         self._host.fill(0)
         columns = self._host[: 4 * self._rows].reshape(4, self._rows)
@@ -133,10 +127,10 @@ class DecodeBuffers:
         tables[: rows.tables.shape[0], : rows.tables.shape[1]] = rows.tables
         self._device.copy_(torch.from_numpy(self._host), non_blocking=self._device.is_cuda)
         self.lengths[:] = (columns[1] + 1).tolist()
-        known = [*zip(self.inputs, inputs), *zip((self.positions, self.slots), places or ())]
+        pairs = [*zip(self.inputs, inputs), *zip((self.positions, self.slots), positions or ())]
         if self.kept is not None and kept is not None:
-            known.append((self.kept, kept))
-        _copy_all(known)
+            pairs.append((self.kept, kept))
+        _copy_all(pairs)
 
     def context(self, cache: PagedCache) -> DecodeContext:
         return DecodeContext(
@@ -151,23 +145,21 @@ class EagerSteps:
         self.model, self.cache, self.failure = model, cache, failure
 
     def has(self, rows: int, width: int) -> bool:
-        """As `DecodeSteps.has`."""
         return False
 
-    def kept(self, rows: int, width: int) -> int | None:
-        """As `DecodeSteps.kept`."""
+    def num_results(self, rows: int, width: int) -> int | None:
         return None
 
     def run(
         self,
         rows: DecodeRows,
         *inputs: Tensor,
-        places: DevicePositions | None = None,
+        positions: DevicePositions | None = None,
         kept: Tensor | None = None,
     ) -> StepResult:
         """As `DecodeSteps.run`."""
         given = inputs or (torch.from_numpy(rows.token_ids).to(self.cache.device),)
-        return compute(self.model, given, rows.context(self.cache, places), kept)
+        return compute(self.model, given, rows.context(self.cache, positions), kept)
 
 
 class DecodeSteps:
@@ -177,52 +169,50 @@ class DecodeSteps:
     def __init__(self, model: Forward, cache: PagedCache, capture: Capture) -> None:
         self.model, self.cache, self._capture = model, cache, capture
         self._steps: dict[tuple[int, int, int], tuple[DecodeBuffers, Step]] = {}
-        """By rows, blocks of their tables, and rows whose results are wanted, 0 for all."""
+        """By rows, blocks of their tables, and number of results, 0 for all."""
         self.failure = ""
-        """Why steps are computed eagerly from now on, where a capture failed."""
+        """Why steps run eagerly from now on, after a failed capture."""
 
     def run(
         self,
         rows: DecodeRows,
         *inputs: Tensor,
-        places: DevicePositions | None = None,
+        positions: DevicePositions | None = None,
         kept: Tensor | None = None,
     ) -> StepResult:
-        """The pass. inputs, places, kept: what the device holds already, as `DecodeBuffers.fill`
-        takes it. The result is of the rows kept."""
-        _, step = self.filled(rows, *inputs, places=places, kept=kept)
+        """Results of all rows, or of those `kept`. inputs, positions, kept: as of
+        `DecodeBuffers.fill`."""
+        _, step = self.prepare(rows, *inputs, positions=positions, kept=kept)
         result, count = step(), len(rows.token_ids if kept is None else kept)
         return StepResult(*(part[:count] for part in result))
 
     def has(self, rows: int, width: int) -> bool:
-        """Whether a step for so many rows, with tables of `width` blocks, was there before: on
-        every rank alike, also where one of them could not capture it. Of one whose results are all
-        wanted."""
+        """Whether a step of this size with all results was prepared before: the same on every rank,
+        even where one of them could not capture it."""
         return (*_size(rows, width), 0) in self._steps
 
-    def kept(self, rows: int, width: int) -> int | None:
-        """How many results are wanted of a step for so many rows that was there before, 0 for all;
-        of several the fewest, None where none was."""
+    def num_results(self, rows: int, width: int) -> int | None:
+        """Number of results of the step of this size that was prepared before, 0 for all; of
+        several the fewest, None without any."""
         found = [size[2] for size in self._steps if size[:2] == _size(rows, width)]
         return min(found, key=lambda kept: kept or rows, default=None)
 
-    def filled(
+    def prepare(
         self,
         rows: DecodeRows,
         *inputs: Tensor,
-        places: DevicePositions | None = None,
+        positions: DevicePositions | None = None,
         kept: Tensor | None = None,
     ) -> tuple[DecodeBuffers, Step]:
-        """The step for so many rows with tables so wide, ready to be computed."""
+        """The step of this size with its buffers filled, captured if it is new."""
         size = (*_size(*rows.tables.shape), 0 if kept is None else power_of_two(len(kept)))
         if size not in self._steps:
             buffers = DecodeBuffers(*size[:2], self.cache.device, *inputs[1:], kept=size[2])
-            # What the warm-up of a capture computes is written to the cache: it must be this pass,
-            # not a made-up one.
-            buffers.fill(rows, *inputs, places=places, kept=kept)
+            # The warm-up of a capture writes to the cache, so it must compute this pass.
+            buffers.fill(rows, *inputs, positions=positions, kept=kept)
             self._steps[size] = (buffers, self._captured(buffers))
         buffers, step = self._steps[size]
-        buffers.fill(rows, *inputs, places=places, kept=kept)
+        buffers.fill(rows, *inputs, positions=positions, kept=kept)
         return buffers, step
 
     def _captured(self, buffers: DecodeBuffers) -> Step:
@@ -234,32 +224,88 @@ class DecodeSteps:
         try:
             return self._capture(step, buffers.lengths)
         except RuntimeError as fault:
-            told = f"the decode step could not be captured: {_reason(fault)}"
+            failure = f"the decode step could not be captured: {_reason(fault)}"
         if stop_prefetching():
             try:
                 captured = self._capture(step, buffers.lengths)
             except RuntimeError as fault:
-                told += f"; without prefetching weights: {_reason(fault)}"
+                failure += f"; without prefetching weights: {_reason(fault)}"
             else:
                 warnings.warn(
-                    f"{told}; it could be without prefetching weights, which is slower",
+                    f"{failure}; it could be without prefetching weights, which is slower",
                     RuntimeWarning,
                     stacklevel=2,
                 )
                 return captured
-        self.failure = told
+        self.failure = failure
         warnings.warn(
-            f"{told}; it is launched operator by operator, which is slower",
+            f"{failure}; it is launched operator by operator, which is slower",
             RuntimeWarning,
             stacklevel=2,
         )
         return step
 
 
+class _SamplingBuffers:
+    """Static inputs of `rows` rows; rows that are not filled are sampled without effect."""
+
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+        self.logits = torch.zeros(rows, vocab, device=device)
+        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        floats = torch.ones(3, rows, device=device)
+        self.batch = Batch(*floats, *torch.ones(2, rows, dtype=torch.int64, device=device))
+        self._filled: Batch | None = None
+        """Whose values `batch` has."""
+
+    def fill(self, logits: Tensor, batch: Batch, positions: Tensor) -> None:
+        count = len(positions)
+        self.logits[:count].copy_(logits)
+        self.positions[:count].copy_(positions)
+        if batch is not self._filled:
+            for own, given in zip(self.batch, batch):
+                own[:count].copy_(given)
+            self._filled = batch
+
+    def sample(self) -> Tensor:
+        return sample(self.logits, self.batch, self.positions)
+
+
+class SamplingGraph:
+    """`sampling.params.sample` as a graph per number of rows, in place of about forty launches.
+    capture: None to launch them."""
+
+    def __init__(self, capture: Capture | None) -> None:
+        self._capture = capture
+        self._sizes: dict[tuple[int, int], tuple[_SamplingBuffers, Callable[[], Tensor]]] = {}
+
+    def __call__(self, logits: Tensor, batch: Batch, positions: Tensor) -> Tensor:
+        if self._capture is None:
+            return sample(logits, batch, positions)
+        size = (power_of_two(len(logits)), logits.shape[1])
+        if size not in self._sizes:
+            buffers = _SamplingBuffers(*size, logits.device)
+            buffers.fill(logits, batch, positions)
+            try:
+                self._sizes[size] = (buffers, self._capture(buffers.sample, []))
+            except RuntimeError as fault:
+                self._capture = None
+                warnings.warn(
+                    f"sampling could not be captured: {_reason(fault)}; it is "
+                    "launched operator by operator",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return sample(logits, batch, positions)
+        buffers, step = self._sizes[size]
+        buffers.fill(logits, batch, positions)
+        # The next call of this size writes to the same place.
+        return step()[: len(logits)].clone()
+
+
 class DeviceCapture:
-    """Captures graphs of a device (CUDA's, or an NPU's) that share one memory pool: each may write
-    over what another keeps there, but for what it returned. All are captured on one stream, for a
-    pool's memory that was freed serves its own stream alone."""
+    """Captures graphs of a CUDA device or an NPU that share one memory pool: each may overwrite
+    what another keeps there, except for what it returned. All are captured on one stream, because
+    freed memory of a pool is only reused on its own stream."""
 
     def __init__(self, device: torch.device) -> None:
         driver = accelerator.module(device)
@@ -274,8 +320,8 @@ class DeviceCapture:
         current = driver.current_stream()
         stream.wait_stream(current)
         with driver.stream(stream):
-            # compiles, sizes workspaces and sets up libraries: none of which may happen in a
-            # capture
+            # Compiles, sizes workspaces and sets up libraries, none of which may happen in a
+            # capture.
             step()
         current.wait_stream(stream)
         graph = accelerator.new_graph(driver)
@@ -301,7 +347,7 @@ def why_eager(device: torch.device) -> str:
 
 
 def _reason(fault: RuntimeError) -> str:
-    """What ended a capture; `fault` may only say that it had ended."""
+    """The first exception of a failed capture; `fault` may only say that the capture ended."""
     first: BaseException = fault
     while first.__context__ is not None:
         first = first.__context__
@@ -309,8 +355,7 @@ def _reason(fault: RuntimeError) -> str:
 
 
 def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Into the first of each pair, from its beginning on, the second: the integers in one
-    launch."""
+    """Copy the second of each pair to the start of the first; all int64 ones in one launch."""
     integers: list[tuple[Tensor, Tensor]] = []
     for buffer, given in pairs:
         part = buffer[: len(given)]
@@ -323,70 +368,10 @@ def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _size(rows: int, width: int) -> tuple[int, int]:
-    """Rows of a captured step, and how wide its tables are."""
+    """Rows and table width of the captured step that holds them."""
     return power_of_two(rows), max(power_of_two(width), MIN_TABLE_WIDTH)
 
 
 def power_of_two(count: int) -> int:
-    """The smallest power of two that is no less than count."""
+    """The smallest power of two that is not less than count."""
     return 1 << (count - 1).bit_length()
-
-
-class _Buffers:
-    """Of `rows` rows; rows that are not filled are greedy over whatever lies there."""
-
-    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
-        self.logits = torch.zeros(rows, vocab, device=device)
-        self.places = torch.zeros(rows, dtype=torch.int64, device=device)
-        floats, integers = (
-            torch.ones(3, rows, device=device),
-            torch.ones(2, rows, dtype=torch.int64, device=device),
-        )
-        self.batch = Batch(*floats, *integers)
-        self.filled: Batch | None = None
-        """Whose values `batch` has."""
-
-    def fill(self, logits: Tensor, batch: Batch, places: Tensor) -> None:
-        count = len(places)
-        self.logits[:count].copy_(logits)
-        self.places[:count].copy_(places)
-        if batch is not self.filled:
-            for own, given in zip(self.batch, batch):
-                own[:count].copy_(given)
-            self.filled = batch
-
-
-class SamplingGraph:
-    """As `sampling.sample`. capture: None where draws are launched one by one."""
-
-    def __init__(self, capture: Capture | None) -> None:
-        self._capture = capture
-        self._sizes: dict[tuple[int, int], tuple[_Buffers, Callable[[], Tensor]]] = {}
-
-    def __call__(self, logits: Tensor, batch: Batch, places: Tensor) -> Tensor:
-        if self._capture is None:
-            return sample(logits, batch, places)
-        size = (power_of_two(len(logits)), logits.shape[1])
-        if size not in self._sizes:
-            buffers = _Buffers(*size, logits.device)
-            buffers.fill(logits, batch, places)
-            try:
-                self._sizes[size] = (
-                    buffers,
-                    self._capture(
-                        lambda: sample(buffers.logits, buffers.batch, buffers.places), []
-                    ),
-                )
-            except RuntimeError as fault:
-                self._capture = None
-                told = str(fault).partition("\n")[0]
-                warnings.warn(
-                    f"drawing tokens could not be captured: {told}; it is launched one by one",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                return sample(logits, batch, places)
-        buffers, step = self._sizes[size]
-        buffers.fill(logits, batch, places)
-        # The next draw of this size writes to the same place.
-        return step()[: len(logits)].clone()

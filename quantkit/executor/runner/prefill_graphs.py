@@ -1,12 +1,11 @@
-"""Passes with prompts as graphs: up to some hundred tokens a pass is launched more slowly than it
-is computed.
+"""Prefill passes, captured as graphs up to a few hundred tokens, where launching takes longer than
+computing.
 
-A graph is captured for one size: rows of answers, tokens of prompts, sequences, and what else its
-launches depend on. What is not filled is padding, a sequence of its own that lies in block 0, which
-nobody owns. Sizes grow in steps of an eighth to a quarter, so that little of a pass is padding, and
-a size is captured when it has come some times: what comes a few times costs no capture. Long passes
-are bound by the device and are launched operator by operator, as are those of models whose layers
-read a state or index keys, sequence after sequence.
+A graph is captured for one size: decode rows, prompt tokens, sequences, and what else its launches
+depend on. Unfilled places are padding, a sequence of its own in block 0. Sizes grow in steps of an
+eighth to a quarter, so that little of a pass is padding, and a size is captured only when it has
+come several times. Long passes are bound by the device and are launched eagerly, as are those of
+models whose layers prefill sequence by sequence (recurrent states, index keys).
 """
 
 import warnings
@@ -37,25 +36,23 @@ from quantkit.executor.runner.graphs import (
 )
 
 MOST_TOKENS = 2048
-"""Tokens of prompts in a pass that is captured, at most. With more of them the device is busy all
-the time."""
+"""Prompt tokens of the largest captured pass. With more the device is always busy."""
 RUNS_BEFORE_CAPTURE = 8
-"""Times that a size is launched before it is captured. A capture takes as long as its launches cost
-ten to thirty passes, and everybody
-waits for it: where prompts of 8192 tokens meet, one of four ranks of R1 met 16 sizes of 1024
-tokens, most of them less than eight times."""
-_LEAST_TOKENS = 16
-_MOST_SEEN = 8192
-"""Cached tokens of all prompts in a pass that is captured, where they are expanded or decoded."""
-_MOST_BLOCKS = 4096
-"""Of a sequence in such a pass: all tables are as wide, for nothing depends on their width."""
-_MOST_GRAPHS = 128
-"""Each holds some megabytes, and captures take a few tenths of a second."""
+"""Times that a size is launched before it is captured. A capture takes as long as the launches of
+ten to thirty passes, and every request waits for it: with prompts of 8192 tokens, one of four ranks
+of R1 met 16 sizes of 1024 tokens, most of them less than eight times."""
+_MIN_TOKENS = 16
+_MAX_CACHED = 8192
+"""Cached tokens of all prompts in a captured pass, where these are expanded or decoded."""
+_MAX_BLOCKS = 4096
+"""Of a sequence in a captured pass: all tables are this wide, as nothing depends on their width."""
+_MAX_GRAPHS = 128
+"""Each holds some megabytes, and takes a few tenths of a second to capture."""
 
 
 class PrefillChunk(NamedTuple):
-    """New tokens of one sequence on the host, the first at position `start`. blocks: its cache;
-    state: its place in the cache's states."""
+    """New tokens of one sequence on the host, the first at position `start`. blocks: its cache
+    blocks; state: its place in the cache's per-sequence states."""
 
     token_ids: list[int]
     start: int
@@ -68,89 +65,79 @@ class PrefillChunk(NamedTuple):
 
 
 class PrefillGraphSize(NamedTuple):
-    """What a graph is captured for. answers: rows, and blocks of their tables; tokens, sequences:
-    of prompts, with padding, which is a sequence too; seen: their cached tokens, where these are
-    listed; whole: whether hidden states of all tokens are returned."""
+    """What a graph is captured for. decode: rows and table width of decoding sequences; tokens,
+    sequences: of prompts, with padding, which is a sequence too; cached: their cached tokens, where
+    these are listed; all_hidden: whether hidden states of all tokens are returned."""
 
-    answers: tuple[int, int]
+    decode: tuple[int, int]
     tokens: int
     sequences: int
-    seen: int
-    whole: bool = True
+    cached: int
+    all_hidden: bool = True
 
 
 def graph_size(
-    answers: DecodeRows | None,
+    decode: DecodeRows | None,
     prompts: list[PrefillChunk],
     cache: PagedCache,
-    most: int = MOST_TOKENS,
-    whole: bool = True,
+    max_tokens: int = MOST_TOKENS,
+    all_hidden: bool = True,
 ) -> PrefillGraphSize | None:
-    """The size that holds such a pass; None where it is too large for a graph. most: tokens of
-    prompts of a pass that is captured."""
+    """The size that holds such a pass; None if it is too large for a graph."""
     new = sum(len(one.token_ids) for one in prompts)
-    if new > most or max(len(one.blocks) for one in prompts) > _MOST_BLOCKS:
+    if new > max_tokens or max(len(one.blocks) for one in prompts) > _MAX_BLOCKS:
         return None
-    tokens, seen = _rounded(new, _LEAST_TOKENS), 0
+    tokens, cached = _rounded(new, _MIN_TOKENS), 0
     if not cache.read_in_place:
-        seen = _rounded(sum(sum(one.span) for one in prompts) + tokens - new, cache.block_size)
-        if seen > _MOST_SEEN:
+        cached = _rounded(sum(sum(one.span) for one in prompts) + tokens - new, cache.block_size)
+        if cached > _MAX_CACHED:
             return None
     rows = (0, 0)
-    if answers is not None:
+    if decode is not None:
         rows = (
-            power_of_two(len(answers.token_ids)),
-            max(power_of_two(answers.tables.shape[1]), MIN_TABLE_WIDTH),
+            power_of_two(len(decode.token_ids)),
+            max(power_of_two(decode.tables.shape[1]), MIN_TABLE_WIDTH),
         )
-    return PrefillGraphSize(rows, tokens, _sequences(len(prompts) + 1), seen, whole)
+    # 2 sequences, or a power of four: an absent one costs nearly nothing, and the number of prompts
+    # varies from pass to pass.
+    count = len(prompts) + 1
+    sequences = 2 if count <= 2 else 1 << 2 * -(-(count - 1).bit_length() // 2)
+    return PrefillGraphSize(rows, tokens, sequences, cached, all_hidden)
 
 
 def captured_sizes(most: int) -> list[int]:
-    """The numbers of tokens of prompts that graphs are captured for, up to `most`."""
-    sizes = {_rounded(count, _LEAST_TOKENS) for count in range(1, most + 1)}
+    """The numbers of prompt tokens that graphs are captured for, up to `most`."""
+    sizes = {_rounded(count, _MIN_TOKENS) for count in range(1, most + 1)}
     return sorted(size for size in sizes if size <= most)
 
 
-def _sequences(count: int) -> int:
-    """`count` or more: 2, or a power of four. One that is not there costs nearly nothing, and ever
-    other numbers come together."""
-    return 2 if count <= 2 else 1 << 2 * -(-(count - 1).bit_length() // 2)
-
-
 def _rounded(count: int, least: int) -> int:
-    """`count` or some more: in steps of an eighth of the power of two above it, and of no less than
-    `least`."""
+    """Round up to a multiple of an eighth of the next power of two, and of at least `least`."""
     step = max(least, power_of_two(count) // 8)
     return -(-count // step) * step
 
 
 class PrefillBuffers:
-    """Inputs of prompts of one size, side by side in one tensor that a single copy fills."""
+    """Static inputs of prompts of one size, in one tensor that a single copy fills. width: blocks
+    of a table."""
 
     def __init__(
         self, size: PrefillGraphSize, width: int, block_size: int, device: torch.device
     ) -> None:
-        """width: blocks of a table, at most."""
         self._size, self._width, self._block_size = size, width, block_size
-        count, wide = size.sequences, (size.tokens,) * 3 + (size.seen,)
-        # Each begins at a multiple of 16 bytes, or Triton compiles its kernel for every way they
-        # might lie.
+        count, wide = size.sequences, (size.tokens,) * 3 + (size.cached,)
+        # Each begins at a multiple of 16 bytes, or Triton compiles its kernel for every alignment.
         narrow = tuple(-(-one // 4) * 4 for one in (count + 1, count, count, count, count * width))
         host = np.zeros(sum(wide) + sum(narrow) // 2, dtype=np.int64)
-        self._host, self._device = (
-            torch.from_numpy(host),
-            torch.zeros(len(host), dtype=torch.int64, device=device),
-        )
+        self._host = torch.from_numpy(host)
+        self._device = torch.zeros(len(host), dtype=torch.int64, device=device)
         self._columns = _cut(host[: sum(wide)], wide) + _cut(
             host[sum(wide) :].view(np.int32), narrow
         )
-        longs, ints = (
-            self._device[: sum(wide)].split(wide),
-            self._device[sum(wide) :].view(torch.int32).split(narrow),
-        )
-        self.token_ids, self.positions, self.slots, seen = longs
+        self.token_ids, self.positions, self.slots, cached = self._device[: sum(wide)].split(wide)
+        ints = self._device[sum(wide) :].view(torch.int32).split(narrow)
         starts, (lengths, rows, zeros) = ints[0][: count + 1], (one[:count] for one in ints[1:4])
-        part = PromptPart(seen, zeros, lengths, rows) if size.seen else None
+        part = PromptPart(cached, zeros, lengths, rows) if size.cached else None
         self.ends = starts[1:]
         """Where the tokens of each sequence end."""
         self._spans, tables = SpansNow(), ints[4][: count * width].view(count, width)
@@ -159,20 +146,17 @@ class PrefillBuffers:
         )
 
     def fill(self, prompts: list[PrefillChunk]) -> None:
-        """Sequences that are not there are empty, the last one is padding."""
+        """Absent sequences are empty, the last one is padding."""
         size = self._size
         padding = PrefillChunk(
             [0] * (size.tokens - sum(len(one.token_ids) for one in prompts)), 0, []
         )
-        every = [
-            *prompts,
-            *[PrefillChunk([], 0, [])] * (size.sequences - len(prompts) - 1),
-            padding,
-        ]
-        token_ids, positions, slots, seen, starts, lengths, rows, _, tables = self._columns
+        empty = [PrefillChunk([], 0, [])] * (size.sequences - len(prompts) - 1)
+        every = [*prompts, *empty, padding]
+        token_ids, positions, slots, cached, starts, lengths, rows, _, tables = self._columns
         tables.fill(0)
-        seen.fill(0)
-        new = cached = 0
+        cached.fill(0)
+        num_new = num_cached = 0
         for number, one in enumerate(every):
             table = tables[number * self._width : (number + 1) * self._width]
             table[: len(one.blocks)] = one.blocks
@@ -182,13 +166,13 @@ class PrefillBuffers:
                 table[at // self._block_size].astype(np.int64) * self._block_size
                 + at % self._block_size
             )
-            own = slice(new, new + length)
+            own = slice(num_new, num_new + length)
             token_ids[own], positions[own], slots[own] = one.token_ids, at[start:], places[start:]
-            starts[number], lengths[number], rows[number] = new, start + length, cached
-            if size.seen:
-                seen[cached : cached + start + length] = places
-            new, cached = new + length, cached + start + length
-        starts[size.sequences] = new
+            starts[number], lengths[number], rows[number] = num_new, start + length, num_cached
+            if size.cached:
+                cached[num_cached : num_cached + start + length] = places
+            num_new, num_cached = num_new + length, num_cached + start + length
+        starts[size.sequences] = num_new
         self._spans[:] = [one.span for one in every]
         self._device.copy_(self._host, non_blocking=self._device.is_cuda)
 
@@ -197,176 +181,157 @@ class PrefillBuffers:
 
 
 def _cut(array: np.ndarray, sizes: tuple[int, ...]) -> list[np.ndarray]:
-    """Parts of so many elements, which share its memory."""
+    """Views of consecutive parts."""
     return np.split(array, np.cumsum(sizes))[: len(sizes)]
 
 
-class _Pass:
-    """One size: buffers, and what computes over them."""
+class _StaticPass:
+    """A pass of one size over static buffers."""
 
     def __init__(self, model: TokenModel, cache: PagedCache, size: PrefillGraphSize) -> None:
         self._model, self._cache = model, cache
-        self._answers = DecodeBuffers(*size.answers, cache.device) if size.answers[0] else None
-        self._prompts = PrefillBuffers(
-            size,
-            max(min(cache.num_blocks, _MOST_BLOCKS), MIN_TABLE_WIDTH),
-            cache.block_size,
-            cache.device,
-        )
-        self.lengths = self._answers.lengths if self._answers else []
-        self.rows = size.answers[0] + (size.tokens if size.whole else size.sequences)
+        self._decode = DecodeBuffers(*size.decode, cache.device) if size.decode[0] else None
+        width = max(min(cache.num_blocks, _MAX_BLOCKS), MIN_TABLE_WIDTH)
+        self._prompts = PrefillBuffers(size, width, cache.block_size, cache.device)
+        self.lengths = self._decode.lengths if self._decode else []
+        self.rows = size.decode[0] + (size.tokens if size.all_hidden else size.sequences)
         """Of hidden states."""
-        self._first, self._whole = size.answers[0], size.whole
+        self._first, self._all_hidden = size.decode[0], size.all_hidden
 
-    def fill(self, answers: DecodeRows | None, prompts: list[PrefillChunk]) -> None:
-        if self._answers is not None and answers is not None:
-            self._answers.fill(answers)
+    def fill(self, decode: DecodeRows | None, prompts: list[PrefillChunk]) -> None:
+        if self._decode is not None and decode is not None:
+            self._decode.fill(decode)
         self._prompts.fill(prompts)
 
     def compute(self) -> Tensor:
-        """Hidden states of the answers' rows and of the prompts' tokens, or of the last one of
-        each, padding included."""
+        """Hidden states of the decode rows, and of the prompts' tokens or the last one of each,
+        padding included."""
         prompts, token_ids, rows = self._prompts.context(self._cache), self._prompts.token_ids, None
         context: PromptContext | MixedContext = prompts
-        if self._answers is not None:
-            token_ids = torch.cat((self._answers.token_ids, token_ids))
-            context = MixedContext(self._answers.context(self._cache), prompts)
-        if not self._whole:
-            answers = torch.arange(self._first, device=token_ids.device)
-            rows = torch.cat(
-                (answers, (self._prompts.ends + (self._first - 1)).clamp_(min=self._first))
-            )  # an empty one has some row
+        if self._decode is not None:
+            token_ids = torch.cat((self._decode.token_ids, token_ids))
+            context = MixedContext(self._decode.context(self._cache), prompts)
+        if not self._all_hidden:
+            # An empty sequence gets any row.
+            ends = (self._prompts.ends + (self._first - 1)).clamp_(min=self._first)
+            rows = torch.cat((torch.arange(self._first, device=token_ids.device), ends))
         return self._model(token_ids, context, rows)
 
 
 class PrefillRunner:
-    """Passes with prompts over a cache. capture: None where none are captured."""
+    """Passes with prompts over a cache. capture: None to launch all of them eagerly."""
 
     def __init__(self, model: TokenModel, cache: PagedCache, capture: Capture | None) -> None:
         self.model, self.cache = model, cache
         self._capture = None if cache.prefills_per_sequence else capture
-        self.most_tokens = MOST_TOKENS
-        """Of prompts in a pass that is captured."""
+        self.max_tokens = MOST_TOKENS
+        """Prompt tokens of a captured pass, at most."""
         self.keep_all_hidden = True
-        """Whether hidden states of all tokens of prompts are read, not those of the last one of
-        each alone."""
-        self._met: Counter[PrefillGraphSize] = Counter()
-        self._graphs: dict[PrefillGraphSize, tuple[_Pass, Callable[[], Tensor]]] = {}
+        """Whether hidden states of all prompt tokens are needed, not only those of the last token
+        of each prompt."""
+        self._runs: Counter[PrefillGraphSize] = Counter()
+        self._graphs: dict[PrefillGraphSize, tuple[_StaticPass, Callable[[], Tensor]]] = {}
         self._hidden: Tensor | None = None
-        """Where graphs leave their results: what others keep in the pool that they share may be
-        written over by any of them."""
+        """Results of graphs: what they keep in their shared pool any other graph may overwrite."""
 
     @property
-    def captures(self) -> bool:
-        """Whether passes are captured at all."""
+    def can_capture(self) -> bool:
         return self._capture is not None
 
     @property
     def num_captured(self) -> int:
-        """Sizes of passes that are captured."""
+        """Captured sizes."""
         return len(self._graphs)
 
     def limit(self, tokens: int) -> None:
-        """Passes with more tokens of prompts are launched operator by operator; their graphs are
-        let go of."""
-        self.most_tokens = min(tokens, MOST_TOKENS)
+        """Launch passes with more prompt tokens eagerly, and discard their graphs."""
+        self.max_tokens = min(tokens, MOST_TOKENS)
         self._graphs = {
-            size: graph for size, graph in self._graphs.items() if size.tokens <= self.most_tokens
+            size: graph for size, graph in self._graphs.items() if size.tokens <= self.max_tokens
         }
 
-    def capture(self, answers: DecodeRows | None, prompts: list[PrefillChunk]) -> Tensor:
-        """As `run`, captured now where the size is captured at all."""
-        size = graph_size(answers, prompts, self.cache, self.most_tokens, self.keep_all_hidden)
+    def capture(self, decode: DecodeRows | None, prompts: list[PrefillChunk]) -> Tensor:
+        """As `run`, captured now if the size is captured at all."""
+        size = graph_size(decode, prompts, self.cache, self.max_tokens, self.keep_all_hidden)
         if size is not None:
-            self._met[size] = RUNS_BEFORE_CAPTURE
-        return self.run(answers, prompts)
+            self._runs[size] = RUNS_BEFORE_CAPTURE
+        return self.run(decode, prompts)
 
     def run(
-        self, answers: DecodeRows | None, prompts: list[PrefillChunk], *, whole: bool = False
+        self, decode: DecodeRows | None, prompts: list[PrefillChunk], *, all_hidden: bool = False
     ) -> Tensor:
-        """Hidden states [R, H] of the answers' rows, then of the prompts' tokens where `whole` or
+        """Hidden states [R, H] of the decode rows, then of the prompts' tokens if `all_hidden` or
         `keep_all_hidden`, else of the last token of each; valid until the next pass."""
-        whole = whole or self.keep_all_hidden
-        size = (
-            graph_size(answers, prompts, self.cache, self.most_tokens, whole)
-            if self._capture is not None
-            else None
-        )
-        if size is None or not self._ready(size, answers, prompts):
-            return self.launch(answers, prompts, whole=whole)
-        made, replay = self._graphs[size]
-        made.fill(answers, prompts)
-        hidden = replay()
-        count, first = (
-            sum(len(one.token_ids) for one in prompts) if whole else len(prompts),
-            size.answers[0],
-        )
-        if answers is None or len(answers.token_ids) == first:
+        all_hidden = all_hidden or self.keep_all_hidden
+        size = None
+        if self._capture is not None:
+            size = graph_size(decode, prompts, self.cache, self.max_tokens, all_hidden)
+        if size is None or not self._is_captured(size, decode, prompts):
+            return self.launch(decode, prompts, all_hidden=all_hidden)
+        static, replay = self._graphs[size]
+        static.fill(decode, prompts)
+        hidden, first = replay(), size.decode[0]
+        count = sum(len(one.token_ids) for one in prompts) if all_hidden else len(prompts)
+        if decode is None or len(decode.token_ids) == first:
             return hidden[: first + count]
-        return torch.cat((hidden[: len(answers.token_ids)], hidden[first : first + count]))
+        return torch.cat((hidden[: len(decode.token_ids)], hidden[first : first + count]))
 
     def context(
-        self, answers: DecodeRows | None, prompts: list[PrefillChunk]
+        self, decode: DecodeRows | None, prompts: list[PrefillChunk]
     ) -> PrefillContext | MixedContext:
-        """Where such tokens attend."""
+        """Attention context of such a pass."""
         chunks = [
             Chunk(*one.span, torch.tensor(one.blocks, device=self.cache.device), one.state)
             for one in prompts
         ]
         context = PrefillContext(self.cache, chunks)
-        return context if answers is None else MixedContext(answers.context(self.cache), context)
+        return context if decode is None else MixedContext(decode.context(self.cache), context)
 
     def launch(
-        self, answers: DecodeRows | None, prompts: list[PrefillChunk], *, whole: bool = False
+        self, decode: DecodeRows | None, prompts: list[PrefillChunk], *, all_hidden: bool = False
     ) -> Tensor:
         """As `run`, operator by operator."""
-        token_ids, rows = [] if answers is None else answers.token_ids.tolist(), None
-        if not (whole or self.keep_all_hidden):
+        token_ids, rows = [] if decode is None else decode.token_ids.tolist(), None
+        if not (all_hidden or self.keep_all_hidden):
             ends = accumulate((len(one.token_ids) for one in prompts), initial=len(token_ids) - 1)
             rows = torch.tensor(
                 [*range(len(token_ids)), *islice(ends, 1, None)], device=self.cache.device
             )
         token_ids += [token for one in prompts for token in one.token_ids]
         return self.model(
-            torch.tensor(token_ids, device=self.cache.device), self.context(answers, prompts), rows
+            torch.tensor(token_ids, device=self.cache.device), self.context(decode, prompts), rows
         )
 
-    def _ready(
-        self, size: PrefillGraphSize, answers: DecodeRows | None, prompts: list[PrefillChunk]
+    def _is_captured(
+        self, size: PrefillGraphSize, decode: DecodeRows | None, prompts: list[PrefillChunk]
     ) -> bool:
-        """Whether there is a graph of the size, captured now where the size has come often
-        enough."""
+        """Whether there is a graph of the size; captures it if the size has come often enough."""
         if size in self._graphs:
             return True
-        if self._met[size] < RUNS_BEFORE_CAPTURE or len(self._graphs) == _MOST_GRAPHS:
-            self._met[size] += 1
+        if self._runs[size] < RUNS_BEFORE_CAPTURE or len(self._graphs) == _MAX_GRAPHS:
+            self._runs[size] += 1
             return False
-        assert self._capture is not None, "asked before"
-        made = _Pass(self.model, self.cache, size)
-        # What the warm-up of a capture computes is written to the cache: it must be this pass, not
-        # a made-up one.
-        made.fill(answers, prompts)
-        room = self._room(made.rows)
-
-        def step() -> Tensor:
-            return room.copy_(made.compute())
-
+        assert self._capture is not None, "checked by the caller"
+        static = _StaticPass(self.model, self.cache, size)
+        # The warm-up of a capture writes to the cache, so it must compute this pass.
+        static.fill(decode, prompts)
+        if self._hidden is None or len(self._hidden) < static.rows:
+            # Graphs captured before keep the tensor that they were captured with.
+            like = self.model.embedding
+            self._hidden = torch.empty(
+                static.rows, self.model.width, dtype=like.dtype, device=like.device
+            )
+        hidden = self._hidden[: static.rows]
         try:
-            self._graphs[size] = (made, self._capture(step, made.lengths))
+            replay = self._capture(lambda: hidden.copy_(static.compute()), static.lengths)
         except RuntimeError as fault:
             self._capture = None
-            told = str(fault).partition("\n")[0]
+            reason = str(fault).partition("\n")[0]
             warnings.warn(
-                f"a pass with prompts could not be captured: {told}; prompts are launched operator "
-                "by operator",
+                f"a pass with prompts could not be captured: {reason}; prompts are launched "
+                "operator by operator",
                 stacklevel=2,
             )
             return False
+        self._graphs[size] = (static, replay)
         return True
-
-    def _room(self, rows: int) -> Tensor:
-        """For hidden states of so many rows. Graphs keep what they were captured with."""
-        if self._hidden is None or len(self._hidden) < rows:
-            like = self.model.embedding
-            self._hidden = torch.empty(rows, self.model.width, dtype=like.dtype, device=like.device)
-        return self._hidden[:rows]

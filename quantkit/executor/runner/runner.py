@@ -1,4 +1,4 @@
-"""The passes of a step: tokens of sequences in, hidden states and logits out."""
+"""The forward passes of a step: tokens of sequences in, hidden states and logits out."""
 
 import itertools
 from collections.abc import Callable
@@ -52,44 +52,34 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What a pass computed: `hidden` [T, H] of the spans' tokens, one span after the other; a span
-    as `Span` has it. Where nobody reads them all (`PrefillRunner.keep_all_hidden`, and no span's sequence
-    asks for log-probabilities of its prompt), of a prompt's its last one alone.
+    """Results of a pass; tensors are valid until the next pass.
 
-    where: the tokens' places in the cache, `DecodeRows` where each attended by itself; else what
-    makes the context of all. logits float32 [R, vocab] and greedy int64 [R] (the likeliest tokens):
-    of the R tokens whose successors are to be chosen, None where there are none; rows: which of
-    `hidden` these are; counts: which sequence they belong to, and how many each has. Tensors are
-    valid until the next pass.
+    spans: (sequence, start, length) of the computed tokens. hidden [T, H]: of these tokens, span
+    after span; of a prompt's only the last one, unless all are needed
+    (`PrefillRunner.keep_all_hidden`, or prompt log-probabilities). batch: the rows of a decode-only
+    pass, else a function that builds the attention context of all tokens. logits float32 [R,
+    vocab], greedy int64 [R] (likeliest tokens): of the R rows after which a token is sampled, None
+    without any; logit_rows: their indices in `hidden`; counts: how many of them each sequence has.
     """
 
     spans: Items[tuple[Sequence, int, int]]
     hidden: Tensor
-    where: DecodeRows | Callable[[], PrefillContext | MixedContext]
+    batch: DecodeRows | Callable[[], PrefillContext | MixedContext]
     logits: Tensor | None
     greedy: Tensor | None
-    rows: list[int]
+    logit_rows: list[int]
     counts: list[tuple[Sequence, int]]
-
-    @property
-    def is_read_once(self) -> bool:
-        """Whether nothing is read of it when its tokens are known: of answers alone, none of which
-        wants log-probabilities."""
-        return isinstance(self.where, DecodeRows) and all(
-            [sequence.params.logprobs is None for sequence, _ in self.counts]
-        )
 
     @property
     def has_drafts(self) -> bool:
         """Whether a sequence has several rows."""
-        return len(self.rows) > len(self.counts)
+        return len(self.logit_rows) > len(self.counts)
 
 
 class Runner:
-    """A model with its cache on one device. capture: how decode steps are captured; by default as
-    the device allows. eager: why they
-    must not be. experts: the ranks that share the routed experts; where there are several, passes
-    are padded to a `Room`."""
+    """A model with its cache on one device. capture: captures decode steps, by default as the
+    device allows. eager: why they must not be captured. experts: the ranks that share the routed
+    experts; with several, passes are padded to `DpPadding`."""
 
     def __init__(
         self,
@@ -104,22 +94,22 @@ class Runner:
         self._why_eager = eager or ("" if capture else why_eager(self.device))
         self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
         self.steps = self._steps(model, self._capture)
-        self._given = capture
-        self._next: AsyncDecode | AsyncVerification | None = None
-        # Eager steps keep the host busy. An NPU's graphs are told lengths; ranks with requests of
-        # their own agree on every pass first.
-        self._may_launch_next = (
+        self._given_capture = capture
+        self._in_flight: AsyncDecode | AsyncVerification | None = None
+        # Eager steps keep the host busy. An NPU's graphs need lengths from the host. Data-parallel
+        # ranks agree on every pass first.
+        self._may_launch_async = (
             self._capture is not None and self.device.type != "npu" and experts.size == 1
         )
-        self._tables, self._kept = BlockTables(), DecodeBatch(cache.block_size)
-        # Attention of prompts on an NPU wants lengths on the host. Ranks with requests of their own
-        # would capture at different times.
+        self._tables, self._decode_batch = BlockTables(), DecodeBatch(cache.block_size)
+        # Prompt attention on an NPU needs lengths on the host. Data-parallel ranks would capture at
+        # different times.
         self.prefill_runner = PrefillRunner(
             model, cache, None if self.device.type == "npu" or experts.size > 1 else self._capture
         )
-        # An NPU's graphs want to know lengths, and draws have none. Graphs of one pool write over
-        # each other's results, and draws come before all of a pass's have been read: theirs is
-        # another.
+        # An NPU's graphs are updated with lengths, which sampling has none of. Graphs of one pool
+        # overwrite each other's results, and sampling runs before all results of a pass have been
+        # read, so it has its own pool.
         self.draw = SamplingGraph(
             capture
             or (
@@ -128,75 +118,70 @@ class Runner:
         )
 
     def drafter_steps(self, layer: Forward) -> DecodeSteps | EagerSteps:
-        """Decode steps over this cache of a layer that guesses. Its graphs have a pool of their
-        own: they are replayed while the model's last results are still to be read."""
-        return self._steps(
-            layer, None if self._capture is None else self._given or DeviceCapture(self.device)
-        )
+        """Decode steps of a drafter over this cache. Its graphs have their own pool: they are
+        replayed while the model's last results are still needed."""
+        capture = None
+        if self._capture is not None:
+            capture = self._given_capture or DeviceCapture(self.device)
+        return self._steps(layer, capture)
 
     def _steps(self, model: Forward, capture: Capture | None) -> DecodeSteps | EagerSteps:
-        return (
-            EagerSteps(model, self.cache, self._why_eager)
-            if capture is None
-            else DecodeSteps(model, self.cache, capture)
-        )
+        if capture is None:
+            return EagerSteps(model, self.cache, self._why_eager)
+        return DecodeSteps(model, self.cache, capture)
 
     @property
     def why_eager(self) -> str:
-        """Why decode steps are computed launch by launch; empty where they are captured."""
+        """Why decode steps run eagerly; empty where they are captured."""
         return self.steps.failure
 
     def prefill(self, parts: list[tuple[Sequence, int]]) -> ForwardPass:
-        """The next tokens of prompts; successors are chosen where a prompt is complete."""
+        """The next tokens of prompts; complete prompts are sampled."""
         return self._with_prompts([], _prompt_spans(parts))
 
     def decode(self, sequences: list[Sequence]) -> ForwardPass:
-        """The newest token of each sequence, and the drafted ones after it: successors of all are
-        chosen. Where `launch_async_decode` or
-        `launch_async_verification` launched them, all are of that pass."""
-        launched, self._next = self._next, None
+        """The newest token of each sequence and its drafts: all are sampled. Uses the pass in
+        flight if `launch_async_decode` or `launch_async_verification` launched one."""
+        launched, self._in_flight = self._in_flight, None
         if launched is None:
-            return self._without_prompts(sequences)
+            return self._decode_only(sequences)
         if isinstance(launched, AsyncDecode):
-            return self._decoded(sequences, *launched.of(sequences))
-        return self._checked(
-            sequences, self._answer_rows(sequences, _num_rows(sequences)), launched.of(sequences)
-        )
+            return self._single_rows(sequences, *launched.select(sequences))
+        rows = self._decode_rows(sequences, _num_rows(sequences))
+        return self._decoded(sequences, rows, launched.select(sequences))
 
     @property
     def can_launch_async(self) -> bool:
         """Whether a pass may be launched before the tokens of the one before it are known."""
-        return self._may_launch_next and not self.steps.failure
+        return self._may_launch_async and not self.steps.failure
 
     @property
     def has_async(self) -> bool:
-        """Whether a pass is under way that `decode` has not returned."""
-        return self._next is not None
+        """Whether a pass is in flight that `decode` has not returned."""
+        return self._in_flight is not None
 
     def launch_async_decode(self, token_ids: Tensor) -> None:
-        """Launch the pass behind the one that `decode` just returned, without drafts: token_ids
-        int64 [B] were chosen in it. Nothing is launched where a row has no block yet, or the step
-        is not captured. Tensors of that pass are not valid any more."""
-        answers = self._kept.answers
-        rows = self._kept.next(answers, unread=1)
+        """Launch the pass after the one that `decode` just returned, without drafts: token_ids
+        int64 [B] were sampled in it. Does nothing if a row has no block yet or the step is not
+        captured. Invalidates the tensors of that pass."""
+        sequences = self._decode_batch.sequences
+        rows = self._decode_batch.next(sequences, in_flight=1)
         if rows is not None and self.steps.has(*rows.tables.shape):
-            self._next = AsyncDecode(answers, rows, self.steps.run(rows, token_ids))
+            self._in_flight = AsyncDecode(sequences, rows, self.steps.run(rows, token_ids))
 
     def launch_async_verification(
-        self, counts: list[tuple[Sequence, int]], token_ids: Tensor, guessed: Tensor
+        self, counts: list[tuple[Sequence, int]], token_ids: Tensor, drafted: Tensor
     ) -> None:
-        """As `launch_async_decode`, with guesses. counts: of the pass that `decode` just returned;
-        token_ids int64 [R] were chosen in it.
-
-        guessed: of each sequence how many of its guesses were right, and then those that are new,
-        one row of sequences after the other. Nothing is launched, either, where fewer guesses may
-        be of use, or layers keep states or index keys.
+        """As `launch_async_decode`, with drafts. counts: of the pass that `decode` just returned;
+        token_ids int64 [R] were sampled in it. drafted: accepted drafts of each sequence, then the
+        new drafts, one row of sequences after the other. Does nothing, either, if a sequence can
+        use fewer drafts, or layers prefill sequence by sequence.
         """
         if self.cache.prefills_per_sequence:
             return
         number, size = len(counts), self.cache.block_size
-        each = len(guessed) // number
-        beyond = each - 1  # places that a step may reach behind those of its rows
+        each = len(drafted) // number
+        beyond = each - 1  # positions that the pass may reach after its rows
         if any(
             [
                 one.num_useful_drafts < count + beyond
@@ -205,77 +190,78 @@ class Runner:
             ]
         ):
             return
-        answers = [one for one, _ in counts]
-        tables = self._tables.of([one.blocks for one in answers for _ in range(each)])
+        sequences = [one for one, _ in counts]
+        tables = self._tables.of([one.blocks for one in sequences for _ in range(each)])
         if not self.steps.has(*tables.shape):
             return
         firsts = [*itertools.accumulate([count for _, count in counts], initial=0)][:-1]
         own = np.column_stack(
-            (firsts, [len(one.token_ids) for one in answers], tables[::each])
+            (firsts, [len(one.token_ids) for one in sequences], tables[::each])
         ).astype(np.int32)
         known = torch.from_numpy(own).to(self.device, non_blocking=self.device.type == "cuda")
-        tokens, positions, slots = next_rows(known, token_ids, guessed, size)
-        nobodys = np.zeros(number * each, dtype=np.int64)
-        rows = DecodeRows(
-            nobodys,
-            nobodys,
-            nobodys,
-            tables,
-            np.array([one.state for one in answers], dtype=np.int64).repeat(each),
+        tokens, positions, slots = next_rows(known, token_ids, drafted, size)
+        zeros = np.zeros(number * each, dtype=np.int64)  # in place of what the device knows
+        states = np.array([one.state for one in sequences], dtype=np.int64).repeat(each)
+        result = self.steps.run(
+            DecodeRows(zeros, zeros, zeros, tables, states),
+            tokens,
+            positions=DevicePositions(positions, slots),
         )
-        self._next = AsyncVerification(
-            answers, each, self.steps.run(rows, tokens, places=DevicePositions(positions, slots))
-        )
+        self._in_flight = AsyncVerification(sequences, each, result)
 
     def drop_async(self) -> None:
-        """Nobody wants what was launched."""
-        self._next = None
+        """Ignore the pass in flight."""
+        self._in_flight = None
 
     def mixed(self, sequences: list[Sequence], parts: list[tuple[Sequence, int]]) -> ForwardPass:
-        """Both in one pass: as `decode` of `sequences` and `prefill` of `parts`."""
+        """`decode` of `sequences` and `prefill` of `parts` in one pass."""
         return self._with_prompts(sequences, _prompt_spans(parts))
 
-    def joint(self, step: ScheduledStep, room: DpPadding) -> ForwardPass:
-        """This rank's part, which may be nothing, of a pass that several ranks compute together."""
-        if room.tokens:
-            return self._with_prompts(step.decode, _prompt_spans(step.prefill), room)
-        return self._without_prompts(step.decode, room)
+    def dp_pass(self, step: ScheduledStep, padding: DpPadding) -> ForwardPass:
+        """This rank's part, which may be empty, of a pass that all data-parallel ranks compute
+        together."""
+        if padding.tokens:
+            return self._with_prompts(step.decode, _prompt_spans(step.prefill), padding)
+        return self._decode_only(step.decode, padding)
 
-    def _without_prompts(
-        self, answers: list[Sequence], room: DpPadding | None = None
+    def _decode_only(
+        self, sequences: list[Sequence], padding: DpPadding | None = None
     ) -> ForwardPass:
-        count = _num_rows(answers)
-        rows = self._answer_rows(answers, count, room)
-        self._expect(count, 0, room)
+        count = _num_rows(sequences)
+        rows = self._decode_rows(sequences, count, padding)
+        self._expect_rows(count, 0, padding)
         result = self.steps.run(rows)
-        if room is not None:
+        if padding is not None:
             result = StepResult(*(part[:count] for part in result))
-        return self._checked(answers, rows, result)
-
-    def _checked(
-        self, answers: list[Sequence], rows: DecodeRows, result: StepResult
-    ) -> ForwardPass:
-        """A row each, and one for every guess."""
-        count = len(result.greedy)
-        if count == len(answers):
-            return self._decoded(answers, rows, result)
-        spans, counts = (
-            _answer_spans(answers),
-            [(sequence, 1 + len(sequence.drafts)) for sequence in answers],
-        )
-        return ForwardPass(
-            spans, result.hidden, rows, result.logits, result.greedy, list(range(count)), counts
-        )
+        return self._decoded(sequences, rows, result)
 
     def _decoded(
-        self, answers: list[Sequence], rows: DecodeRows, result: StepResult
+        self, sequences: list[Sequence], rows: DecodeRows, result: StepResult
     ) -> ForwardPass:
-        """A row each."""
-        spans = list(zip(answers, rows.positions.tolist(), repeat(1)))
+        """A row for each sequence and each draft."""
+        count = len(result.greedy)
+        if count == len(sequences):
+            return self._single_rows(sequences, rows, result)
+        counts = [(sequence, 1 + len(sequence.drafts)) for sequence in sequences]
+        return ForwardPass(
+            _decode_spans(sequences),
+            result.hidden,
+            rows,
+            result.logits,
+            result.greedy,
+            list(range(count)),
+            counts,
+        )
+
+    def _single_rows(
+        self, sequences: list[Sequence], rows: DecodeRows, result: StepResult
+    ) -> ForwardPass:
+        """A row for each sequence."""
+        spans = list(zip(sequences, rows.positions.tolist(), repeat(1)))
         counts = (
-            self._kept.counts
-            if answers == self._kept.answers
-            else [(sequence, 1) for sequence in answers]
+            self._decode_batch.counts
+            if sequences == self._decode_batch.sequences
+            else [(sequence, 1) for sequence in sequences]
         )
         return ForwardPass(
             spans,
@@ -283,57 +269,58 @@ class Runner:
             rows,
             result.logits,
             result.greedy,
-            list(range(len(answers))),
+            list(range(len(sequences))),
             counts,
         )
 
     def _with_prompts(
-        self, answers: list[Sequence], prompts: list[Span], room: DpPadding | None = None
+        self, sequences: list[Sequence], prompts: list[Span], padding: DpPadding | None = None
     ) -> ForwardPass:
-        own = [
+        chunks = [
             PrefillChunk(one.token_ids[start : start + length], start, one.blocks, one.state)
             for one, start, length in prompts
         ]
-        rows, new = list(range(_num_rows(answers))), sum(length for _, _, length in prompts)
-        given = (
-            self._answer_rows(answers, len(rows), room)
-            if answers or (room is not None and room.rows)
-            else None
-        )
-        self._expect(len(rows), new, room)
-        whole = (
-            room is not None
+        logit_rows = list(range(_num_rows(sequences)))
+        num_decode, num_prompt = len(logit_rows), sum(length for _, _, length in prompts)
+        decode_rows = None
+        if sequences or (padding is not None and padding.rows):
+            decode_rows = self._decode_rows(sequences, num_decode, padding)
+        self._expect_rows(num_decode, num_prompt, padding)
+        all_hidden = (
+            padding is not None
             or self.prefill_runner.keep_all_hidden
             or any(one.params.prompt_logprobs is not None for one, _, _ in prompts)
         )
-        hidden = self.prefill_runner.run(
-            given, own if room is None else [*own, *self._nobodys(room.tokens - new)], whole=whole
-        )
-        if room is not None:
-            hidden = torch.cat((hidden[: len(rows)], hidden[room.rows : room.rows + new]))
-        counts, end = [(sequence, 1 + len(sequence.drafts)) for sequence in answers], len(rows)
+        padded = chunks
+        if padding is not None and (missing := padding.tokens - num_prompt):
+            # Padding tokens are a prompt of their own, which lies in block 0.
+            blocks = [0] * -(-missing // self.cache.block_size)
+            padded = [*chunks, PrefillChunk([0] * missing, 0, blocks)]
+        hidden = self.prefill_runner.run(decode_rows, padded, all_hidden=all_hidden)
+        if padding is not None:
+            own = hidden[padding.rows : padding.rows + num_prompt]
+            hidden = torch.cat((hidden[:num_decode], own))
+        counts, end = [(sequence, 1 + len(sequence.drafts)) for sequence in sequences], num_decode
         for sequence, start, length in prompts:
-            end += length if whole else 1
+            end += length if all_hidden else 1
             sequence.num_cached += length
             if start + length == len(sequence.token_ids):
-                rows.append(end - 1)
+                logit_rows.append(end - 1)
                 counts.append((sequence, 1))
-        spans, where = (
-            [*_answer_spans(answers), *prompts],
-            partial(self.prefill_runner.context, given, own),
-        )
-        if not rows:
-            return ForwardPass(spans, hidden, where, None, None, rows, counts)
-        every = len(rows) == len(hidden)  # a list that goes to the device waits for it
-        logits = self.model.logits(
-            hidden if every else hidden[torch.tensor(rows, device=self.device)]
-        )
-        return ForwardPass(spans, hidden, where, logits, logits.argmax(dim=-1), rows, counts)
+        spans = [*_decode_spans(sequences), *prompts]
+        batch = partial(self.prefill_runner.context, decode_rows, chunks)
+        if not logit_rows:
+            return ForwardPass(spans, hidden, batch, None, None, logit_rows, counts)
+        sampled = hidden
+        if len(logit_rows) < len(hidden):  # sending indices to the device waits for it
+            sampled = hidden[torch.tensor(logit_rows, device=self.device)]
+        logits = self.model.logits(sampled)
+        return ForwardPass(spans, hidden, batch, logits, logits.argmax(dim=-1), logit_rows, counts)
 
     def prompt_context(
         self, spans: Items[tuple[Sequence, int, int]]
     ) -> PrefillContext | MixedContext:
-        """Where so many tokens of sequences attend, as prompts do."""
+        """Attention context of spans, as of prompts."""
         return self.prefill_runner.context(
             None,
             [
@@ -342,44 +329,38 @@ class Runner:
             ],
         )
 
-    def _answer_rows(
-        self, answers: list[Sequence], count: int, room: DpPadding | None = None
+    def _decode_rows(
+        self, sequences: list[Sequence], count: int, padding: DpPadding | None = None
     ) -> DecodeRows:
-        """count: of them all, drafts included."""
-        if count == len(answers):
-            rows = self._kept.next(answers) or self._kept.keep(
-                answers,
+        """count: rows, drafts included."""
+        if count == len(sequences):
+            rows = self._decode_batch.next(sequences) or self._decode_batch.keep(
+                sequences,
                 self.rows(
-                    [one.token_ids[-1] for one in answers],
-                    [(one, one.num_cached) for one in answers],
+                    [one.token_ids[-1] for one in sequences],
+                    [(one, one.num_cached) for one in sequences],
                 ),
             )
         else:
-            token_ids = [token for one in answers for token in (one.token_ids[-1], *one.drafts)]
             rows = self.rows(
-                token_ids,
-                [(one, one.num_cached + i) for one in answers for i in range(1 + len(one.drafts))],
+                [token for one in sequences for token in (one.token_ids[-1], *one.drafts)],
+                [
+                    (one, one.num_cached + i)
+                    for one in sequences
+                    for i in range(1 + len(one.drafts))
+                ],
             )
-        return rows if room is None else rows.padded(room.rows, room.width)
+        return rows if padding is None else rows.padded(padding.rows, padding.width)
 
-    def _nobodys(self, tokens: int) -> list[PrefillChunk]:
-        """What fills a pass with prompts up: tokens that all lie in block 0."""
-        return (
-            [PrefillChunk([0] * tokens, 0, [0] * -(-tokens // self.cache.block_size))]
-            if tokens
-            else []
-        )
-
-    def _expect(self, answers: int, tokens: int, room: DpPadding | None) -> None:
-        """Tell the experts which rows of the next pass are somebody's."""
-        if room is not None:
-            most = (
-                power_of_two(max(room.rows, 1)) + room.tokens
-            )  # steps of answers are captured for powers of two
-            self.experts.expect(most, (0, answers), (room.rows, room.rows + tokens))
+    def _expect_rows(self, num_decode: int, num_prompt: int, padding: DpPadding | None) -> None:
+        """Announce to the experts which rows of the next padded pass are real."""
+        if padding is not None:
+            # Decode steps are captured for powers of two.
+            most = power_of_two(max(padding.rows, 1)) + padding.tokens
+            self.experts.expect(most, (0, num_decode), (padding.rows, padding.rows + num_prompt))
 
     def rows(self, token_ids: list[int], tokens: list[tuple[Sequence, int]]) -> DecodeRows:
-        """token_ids, one per (sequence, position), with where they lie in the cache."""
+        """Rows of token_ids, one per (sequence, position)."""
         size = self.cache.block_size
         positions = np.array([position for _, position in tokens], dtype=np.int64)
         tables = self._tables.of([sequence.blocks for sequence, _ in tokens])
@@ -389,15 +370,15 @@ class Runner:
         return DecodeRows(np.array(token_ids, dtype=np.int64), positions, slots, tables, states)
 
 
-def _num_rows(answers: list[Sequence]) -> int:
-    """One for each newest token, and for each draft."""
-    return len(answers) + sum([len(one.drafts) for one in answers])
+def _num_rows(sequences: list[Sequence]) -> int:
+    """One for each newest token and each draft."""
+    return len(sequences) + sum([len(one.drafts) for one in sequences])
 
 
 def _prompt_spans(parts: list[tuple[Sequence, int]]) -> list[Span]:
     return [Span(sequence, sequence.num_cached, length) for sequence, length in parts]
 
 
-def _answer_spans(sequences: list[Sequence]) -> list[tuple[Sequence, int, int]]:
-    """As spans, without their names, which take longer to give than all else here."""
+def _decode_spans(sequences: list[Sequence]) -> list[tuple[Sequence, int, int]]:
+    """Plain tuples: creating `Span`s would take longer than everything else here."""
     return [(sequence, sequence.num_cached, 1 + len(sequence.drafts)) for sequence in sequences]

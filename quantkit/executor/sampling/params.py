@@ -1,12 +1,12 @@
-"""Choosing the next token: greedy, temperature, min-p, top-k and top-p, with a seed per request.
+"""Sampling parameters, and sampling the next token: greedy, temperature, min-p, top-k and top-p, with
+a seed per request.
 
-The random number of a token depends on the request's seed and the token's position alone, so that a
-request draws the same numbers whichever others share its batch, and again after it was put back in
-the queue. One uniform number a token and the inverse of the
-cumulative distribution: no generator state to keep, nothing waits for the host. It is cumulated in
-the order of token ids: products round a row otherwise beside others (guesses, other requests), and
-in the order of probabilities two tokens that are nearly as likely would then change places, and
-every number that stands for one of them would stand for the other.
+The random number of a token depends only on the request's seed and the token's position, so a
+request draws the same numbers in any batch, and again after a preemption. Each token takes one
+uniform number and the inverse of the cumulative distribution: there is no generator state, and
+nothing waits for the host. The sum runs in the order of token ids: matrix products round a row
+differently in another batch (drafts, other requests), and in the order of probabilities two nearly
+equal tokens would then swap, and with them every random number that selects one of them.
 """
 
 from dataclasses import dataclass
@@ -27,40 +27,38 @@ MAX_PENALTY = 2.0
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 MAX_BIAS, MAX_BIASED = 100.0, 1024
 MAX_STOP_TOKENS = 64
-"""Bounds of what a request may ask for: what passes them fits the tensors it is put into."""
+"""Bounds of request parameters: what is within them fits the tensors it is put into."""
 
 _NO_LIMIT = 1 << 62
 """A top_k that keeps every token."""
 
 _COLDEST = 1e-6
-"""Below this a temperature is taken for it: logits divided by it stay finite in float32, and the
-likeliest token has all probability."""
+"""The lowest temperature above 0: logits divided by it stay finite in float32, and the likeliest
+token has all probability."""
 
 _SMALLEST = torch.finfo(torch.float32).tiny
-"""A top_p that float32 would round to zero keeps the likeliest token, as a larger one does."""
+"""The lowest top_p: one that float32 rounds to zero would not keep the likeliest token."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue one prompt.
+    """How to generate for one prompt.
 
-    temperature 0 is greedy. min_p keeps the tokens that are at least so probable as a share of the
-    likeliest, top_k so many of the likeliest (0: all), then top_p those that together reach it.
-    seed None draws one at random.
+    temperature 0 is greedy. min_p keeps tokens with at least this share of the likeliest token's
+    probability, top_k the k likeliest (0: all), then top_p the likeliest that together reach it.
+    seed: None draws one at random.
 
-    presence_penalty and frequency_penalty are taken from the logits of tokens that the answer
-    holds, once and for each time; repetition_penalty divides the positive logits of tokens that
-    prompt or answer hold, and multiplies the others (arXiv 1909.05858).
-    logit_bias: what is added to a token's logit, by id. grammar: what the answer must match, as
-    `grammar.Grammars` takes it;
-    grammar_after: the token behind which it begins (None: at once).
+    presence_penalty and frequency_penalty are subtracted from the logits of tokens in the output,
+    once and for each occurrence; repetition_penalty divides the positive logits of tokens in the
+    prompt or the output, and multiplies the others (arXiv 1909.05858). logit_bias: (token id, value
+    added to its logit). grammar: what the output must match, as of `grammar.Grammars`;
+    grammar_after: the token after which it begins (None: at once).
 
     `stop` ends the text before any of its strings, stop_token_ids before any of its tokens;
-    ignore_eos goes on to max_new_tokens (for benchmarks), and before min_new_tokens no token that
-    ends the answer is chosen, and no stop string ends it. skip_special_tokens: whether the text
-    leaves them out. logprobs: None, or how many alternatives to report with each token's own
-    log-probability (0: only its own); prompt_logprobs: the same for the prompt's tokens.
-    Log-probabilities are the model's own, before anything here is applied.
+    ignore_eos continues to max_new_tokens (for benchmarks). Before min_new_tokens no token or stop
+    string ends the output. skip_special_tokens: leave them out of the text. logprobs: None, or how
+    many alternatives to report with each token's log-probability (0: none); prompt_logprobs: the
+    same for the prompt's tokens. Log-probabilities are the model's own, before any of the above.
     """
 
     max_new_tokens: int = 512
@@ -94,7 +92,7 @@ class SamplingParams:
             )
         if self.min_new_tokens and self.grammar is not None:
             raise QuantkitError(
-                "a grammar says where the answer ends, and min_new_tokens forbids it",
+                "a grammar decides where the output ends, and min_new_tokens forbids it",
                 "leave one of them out",
             )
         if not 0 <= self.temperature <= MAX_TEMPERATURE:
@@ -123,8 +121,10 @@ class SamplingParams:
                     f"{name} is {getattr(self, name)}", f"use {-MAX_PENALTY:g} to {MAX_PENALTY:g}"
                 )
         if not MIN_REPETITION <= self.repetition_penalty <= MAX_REPETITION:
-            said = f"repetition_penalty is {self.repetition_penalty}"
-            raise QuantkitError(said, f"use {MIN_REPETITION:g} to {MAX_REPETITION:g}; 1 is none")
+            raise QuantkitError(
+                f"repetition_penalty is {self.repetition_penalty}",
+                f"use {MIN_REPETITION:g} to {MAX_REPETITION:g}; 1 is none",
+            )
         if len(self.logit_bias) > MAX_BIASED or not all(
             -MAX_BIAS <= bias <= MAX_BIAS for _, bias in self.logit_bias
         ):
@@ -150,7 +150,7 @@ class SamplingParams:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "SamplingParams":
-        """From `dataclasses.asdict` by way of JSON, which knows no tuples."""
+        """From `dataclasses.asdict` via JSON, which has no tuples."""
         bias = tuple((token, value) for token, value in values["logit_bias"])
         return cls(
             **{
@@ -163,7 +163,7 @@ class SamplingParams:
 
 
 def check_defaults(defaults: dict[str, Any], file: Path) -> None:
-    """Refuse sampling defaults that no request could ask for, naming the file they come from."""
+    """Refuse sampling defaults that are out of bounds, naming their file."""
     known = {
         "temperature": 1.0,
         "top_p": 1.0,
@@ -218,11 +218,8 @@ class Batch(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Of the model's own distribution (before temperature): of the chosen token [B], and of the
-    likeliest n: values and ids [B, n].
-
-    ranks int64 [B] of the chosen tokens: 1 for the likeliest.
-    """
+    """Of the model's own distribution (before temperature): of the chosen token [B]; values and ids
+    of the n likeliest [B, n]; ranks int64 [B] of the chosen tokens, 1 for the likeliest."""
 
     chosen: Tensor
     top_values: Tensor
@@ -231,7 +228,7 @@ class Logprobs(NamedTuple):
 
 
 def sample(logits: Tensor, batch: Batch | None, positions: Tensor) -> Tensor:
-    """logits float32 [B, V]; positions int64 [B] of the tokens to choose. Returns ids int64 [B]."""
+    """logits float32 [B, V], positions int64 [B] of the tokens to sample -> ids int64 [B]."""
     greedy = logits.argmax(dim=-1)
     if batch is None:
         return greedy
@@ -240,11 +237,8 @@ def sample(logits: Tensor, batch: Batch | None, positions: Tensor) -> Tensor:
 
 
 def distribution(logits: Tensor, batch: Batch) -> Tensor:
-    """What to draw from: the tokens' probabilities float32 [B, V], zero outside min_p, top_k and
-    top_p.
-
-    Rows of temperature 0 hold the distribution of temperature 1; their draw is not used.
-    """
+    """Probabilities float32 [B, V] to draw from, zero outside min_p, top_k and top_p. Rows of
+    temperature 0 have those of temperature 1; their draw is not used."""
     temperature = torch.where(batch.temperature == 0, 1.0, batch.temperature)
     values, ids = (logits / temperature[:, None]).sort(dim=-1, descending=True)
     ranks = torch.arange(logits.shape[1], device=logits.device)
@@ -259,7 +253,7 @@ def distribution(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
-    """probabilities [B, V], rows summing to 1; numbers [B] in [0, 1). Where the cumulative sum
+    """probabilities [B, V], rows summing to 1; numbers [B] in [0, 1) -> where the cumulative sum
     first exceeds the number [B]."""
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     target = numbers.double() * cumulative[:, -1]
@@ -270,18 +264,14 @@ def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
-    """Numbers in [0, 1) float64 [B] from seed and position int64 [B] by a mixing hash (splitmix64,
-    two rounds).
-
-    `stream` gives independent numbers for the same token.
-    """
+    """Numbers in [0, 1) float64 [B], a hash (splitmix64, two rounds) of seed and position int64 [B].
+    `stream` gives independent numbers for the same token."""
     mixed = _mix(_mix(seed + signed64(stream * 0x632BE59BD9B4E019)) ^ position)
     return ((mixed >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 
 def log_probabilities(logits: Tensor, ids: Tensor, count: int) -> Logprobs:
-    """logits float32 [B, V], chosen ids [B]; count: how many alternatives, of a small vocabulary
-    all."""
+    """logits float32 [B, V], chosen ids [B]; count: alternatives, at most the vocabulary."""
     values = logits.log_softmax(dim=-1)
     top_values, top_ids = values.topk(min(count, values.shape[1]), dim=-1)
     chosen = values.gather(1, ids[:, None])

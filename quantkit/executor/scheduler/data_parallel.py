@@ -1,9 +1,10 @@
-"""Data-parallel ranks: every request has a home, the rank that computes it and keeps its cache.
+"""Data-parallel scheduling: every request belongs to one rank, which computes it and keeps its
+cache.
 
 All ranks take a step together, because their rows meet at every layer's routed experts
-(expert_parallel.py). Each rank runs the schedulers of all homes over all requests, and gets the
-tokens that were chosen on each. So it knows without a message what the others compute: how many
-rows its pass is padded to, and whether it has a pass to join without a row of its own.
+(ranks/expert_parallel.py). Each rank runs the schedulers of all ranks over all requests, and gets
+the tokens sampled on each. So it knows without a message what the others compute: what its pass is
+padded to, and whether it must join a pass without a row of its own.
 """
 
 from collections.abc import Callable
@@ -14,63 +15,63 @@ from quantkit.executor.scheduler.sequence import Sequence
 
 
 class DataParallelScheduler:
-    """A scheduler for each rank, used as one. make: makes a rank's."""
+    """One scheduler per rank, with the interface of a single one. make: makes a rank's."""
 
     def __init__(self, size: int, make: Callable[[], Scheduler]) -> None:
-        self.each = [make() for _ in range(size)]
-        self.max_batch = sum(one.max_batch for one in self.each)
+        self.ranks = [make() for _ in range(size)]
+        self.max_batch = sum(one.max_batch for one in self.ranks)
 
     @property
     def budget(self) -> StepBudget:
-        """Of one rank."""
-        return self.each[0].budget
+        """Of one rank; setting it sets it for all."""
+        return self.ranks[0].budget
 
     @budget.setter
     def budget(self, budget: StepBudget) -> None:
-        for one in self.each:
+        for one in self.ranks:
             one.budget = budget
 
     @property
     def has_work(self) -> bool:
-        return any(one.has_work for one in self.each)
+        return any(one.has_work for one in self.ranks)
 
     @property
     def running(self) -> list[Sequence]:
-        return [sequence for one in self.each for sequence in one.running]
+        return [sequence for one in self.ranks for sequence in one.running]
 
     @property
     def waiting(self) -> list[Sequence]:
-        return [sequence for one in self.each for sequence in one.waiting]
+        return [sequence for one in self.ranks for sequence in one.waiting]
 
     @property
     def num_preempted(self) -> int:
-        return sum(one.num_preempted for one in self.each)
+        return sum(one.num_preempted for one in self.ranks)
 
     @property
     def cache_usage(self) -> float:
         """Of the fullest rank."""
-        return max(one.cache_usage for one in self.each)
+        return max(one.cache_usage for one in self.ranks)
 
     def add(self, sequence: Sequence) -> None:
-        """To the rank with the fewest requests; of several, to the one that has most of its
-        beginning in the prefix cache."""
-        fewest = min(map(_requests, self.each))
-        least = [rank for rank, one in enumerate(self.each) if _requests(one) == fewest]
-        sequence.dp_rank = max(least, key=lambda rank: self.each[rank].num_shared(sequence))
-        self.each[sequence.dp_rank].add(sequence)
+        """To the rank with the fewest requests; of several, to the one whose prefix cache has the
+        longest match."""
+        loads = [len(one.waiting) + len(one.running) for one in self.ranks]
+        least = [rank for rank, load in enumerate(loads) if load == min(loads)]
+        sequence.dp_rank = max(least, key=lambda rank: self.ranks[rank].prefix_match(sequence))
+        self.ranks[sequence.dp_rank].add(sequence)
 
-    def decodes_again(self, answers: list[tuple[Sequence, int]]) -> bool:
-        """As `Scheduler.decodes_again`; ranks say before every pass what theirs is."""
+    def decodes_again(self, counts: list[tuple[Sequence, int]]) -> bool:
+        """As `Scheduler.decodes_again`; data-parallel ranks agree on every pass first."""
         return False
 
     def remove(self, sequence: Sequence) -> None:
         """As `Scheduler.remove`."""
-        self.each[sequence.dp_rank].remove(sequence)
+        self.ranks[sequence.dp_rank].remove(sequence)
 
     def schedule(self, *, decode_only: bool = False) -> ScheduledStep:
-        """The step of all ranks, one rank's sequences after the other's; `ScheduledStep.of` is one
-        rank's."""
-        steps = [one.schedule(decode_only=decode_only) for one in self.each]
+        """The step of all ranks, one rank's sequences after the other's; `ScheduledStep.of_rank` is
+        one rank's."""
+        steps = [one.schedule(decode_only=decode_only) for one in self.ranks]
         return ScheduledStep(
             [part for step in steps for part in step.prefill],
             [one for step in steps for one in step.decode],
@@ -78,9 +79,8 @@ class DataParallelScheduler:
 
 
 class DpPadding(NamedTuple):
-    """What every rank's pass is padded to, so that their collectives have one size: `rows` of
-    answers with tables of `width` blocks, and
-    `tokens` of prompts."""
+    """What every rank's pass is padded to, so that collectives have one size: decode `rows` with
+    block tables of `width`, and prompt `tokens`."""
 
     rows: int
     width: int
@@ -92,7 +92,3 @@ class DpPadding(NamedTuple):
         rows = max(sum(1 + len(sequence.drafts) for sequence in step.decode) for step in steps)
         width = max((len(sequence.blocks) for step in steps for sequence in step.decode), default=0)
         return cls(rows, width, max(sum(count for _, count in step.prefill) for step in steps))
-
-
-def _requests(scheduler: Scheduler) -> int:
-    return len(scheduler.waiting) + len(scheduler.running)

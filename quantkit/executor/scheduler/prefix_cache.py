@@ -1,15 +1,14 @@
-"""The prefix cache: full blocks that several sequences share because they hold the same tokens
-after the same tokens.
+"""Prefix cache: full blocks are shared by sequences that begin with the same tokens.
 
-A block is known by a digest of its tokens and of everything before them. What a sequence computed
-stays findable after it ends, until its blocks are needed for something else, the longest unused
-first. Shared blocks are never written: a sequence goes on in blocks of its own, and a block is
-published only when all its tokens are computed.
+A block is identified by a digest of its tokens and of all tokens before them. Blocks stay findable
+after their sequence ends, until they are needed for something else, the least recently used first.
+Shared blocks are never written: a sequence continues in blocks of its own, and a block is published
+only when all its tokens are computed.
 
-Off by default, for published benchmarks are measured without. Tokens are those computed without it,
-up to rounding: what a decode step wrote is read where a prefill would compute it anew. With an MTP
-layer the last entry of its own cache in a shared block was computed for another's next token, which
-may cost a guess and changes no answer.
+Off by default, as published benchmarks are measured without. Output tokens are the same up to
+rounding: what a decode step wrote is read where a prefill would recompute it. With an MTP layer,
+the last entry of its own cache in a shared block was computed for another sequence's next token,
+which may cost a draft and changes no output.
 """
 
 import hashlib
@@ -22,25 +21,26 @@ from quantkit.executor.scheduler.sequence import Sequence
 
 
 class PrefixCachingAllocator(BlockAllocator):
-    """An allocator whose blocks may be shared. Free are those that nobody uses, findable or not."""
+    """An allocator of blocks that may be shared. Free blocks have no users, findable or not."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks)
         self.block_size = block_size
         self._users: dict[int, int] = {}
+        """Reference counts."""
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
-        self._unused: OrderedDict[int, None] = OrderedDict()
-        """Findable blocks without users, the longest unused first."""
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        """Findable blocks without users, the least recently used first."""
 
     @property
     def num_free(self) -> int:
-        return super().num_free + len(self._unused)
+        return super().num_free + len(self._evictable)
 
     def take(self, count: int) -> list[int]:
         assert count <= self.num_free, (count, self.num_free)
         while super().num_free < count:
-            block, _ = self._unused.popitem(last=False)
+            block, _ = self._evictable.popitem(last=False)
             del self._block_of[self._digest_of.pop(block)]
             super().give_back([block])
         taken = super().take(count)
@@ -48,21 +48,21 @@ class PrefixCachingAllocator(BlockAllocator):
         return taken
 
     def give_back(self, blocks: list[int]) -> None:
-        """One user less of each; of those without any the last are forgotten first, for a prefix is
-        found from its beginning."""
+        """Release one use of each; the last blocks are evicted first, as a prefix is found from its
+        beginning."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block]:
                 continue
             del self._users[block]
             if block in self._digest_of:
-                self._unused[block] = None
+                self._evictable[block] = None
             else:
                 super().give_back([block])
 
     def find(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold the sequence's first tokens, with one user more; at least one token is
-        left to compute."""
+        """Blocks that hold the sequence's first tokens, one use more of each; at least one token
+        remains to be computed."""
         found: list[int] = []
         for digest in self._digests(sequence, (len(sequence.token_ids) - 1) // self.block_size):
             block = self._block_of.get(digest)
@@ -70,12 +70,12 @@ class PrefixCachingAllocator(BlockAllocator):
                 break
             found.append(block)
         for block in found:
-            self._unused.pop(block, None)
+            self._evictable.pop(block, None)
             self._users[block] = self._users.get(block, 0) + 1
         return found
 
     def publish(self, sequence: Sequence) -> None:
-        """Make the sequence's computed full blocks findable. Of two blocks with the same tokens the
+        """Make the sequence's full computed blocks findable. Of two blocks with the same tokens the
         first stays."""
         full = sequence.num_cached // self.block_size
         for digest, block in zip(

@@ -1,13 +1,13 @@
-"""Who computes what in the next step: continuous batching over a limited cache.
+"""Continuous batching over a limited cache: what the next step computes.
 
-Sequences that decode go first, one token each; beside them a step prefills a limited number of
-tokens, so a long prompt is computed in chunks, and whoever has begun to answer gets tokens in every
-step. Behind a long context a token costs more, so that there are fewer of them
-in a chunk: answers wait as long for every chunk. Of every chunk it leaves half to prompts that fit
-in one step. A sequence enters when its whole prompt has blocks, and grows a block at a time. When
-the cache is full the youngest sequence gives its blocks up and waits at the head of the queue;
-later it computes its tokens again. Nothing is lost, and since its random numbers depend on
-positions alone it goes on as it would have.
+Decoding sequences go first, one token each; next to them a step prefills a limited number of
+tokens. So long prompts are computed in chunks, and decoding sequences get a token in every step.
+After a long context a token costs more, so chunks shrink and decoding sequences wait as long for
+every chunk. A chunk of a long prompt leaves half of the step to prompts that fit in one step.
+
+A sequence is admitted when its whole prompt has blocks, and grows a block at a time. When the cache
+is full, the youngest sequence is preempted: it frees its blocks, waits at the head of the queue and
+is recomputed later. Its random numbers depend on positions alone, so its output is the same.
 """
 
 import math
@@ -20,42 +20,40 @@ from quantkit.executor.cache.cache import BlockAllocator, CachePlan
 from quantkit.executor.scheduler.prefix_cache import PrefixCachingAllocator
 from quantkit.executor.scheduler.sequence import Sequence
 
-_UNIT = 128
-"""Chunks whose tokens differ in cost have whole units of so many: kernels compute tokens in
+_CHUNK_UNIT = 128
+"""Chunks of tokens that differ in cost are multiples of this, as kernels compute tokens in
 blocks."""
-_FEWEST_OF = 4
-"""A chunk has no fewer tokens than the first one divided by this, however long the context: what a
-pass costs beside its tokens would be most of it."""
+_MIN_CHUNK_SHARE = 4
+"""A chunk has at least the first chunk's tokens divided by this, however long the context: below
+that the fixed cost of a pass dominates."""
 
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """`prefill`: sequences with how many of their tokens to compute; `decode`: sequences with one
-    token each."""
+    """prefill: sequences and how many of their tokens to compute; decode: sequences with one token
+    and their drafts each."""
 
     prefill: list[tuple[Sequence, int]]
     decode: list[Sequence]
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that are computed, as `alone` has them."""
         return [*self.decode, *(sequence for sequence, _ in self.prefill)]
 
     @property
-    def guided(self) -> bool:
-        """Whether a grammar holds any of them."""
+    def has_grammar(self) -> bool:
         return any([one.guide for one in self.decode]) or any(one.guide for one, _ in self.prefill)
 
     @property
     def rows_to_sample(self) -> list[tuple[Sequence, int]]:
-        """Sequences whose successors are chosen, with how many: one behind every guess too. Asked
-        before the step is computed."""
-        answers = [(sequence, 1 + len(sequence.drafts)) for sequence in self.decode]
-        return answers + [
+        """Sequences that get tokens, and after how many rows one is sampled: the newest token and
+        its drafts, or the end of a prompt. Valid before the step is computed."""
+        decode = [(sequence, 1 + len(sequence.drafts)) for sequence in self.decode]
+        return decode + [
             (sequence, 1) for sequence, count in self.prefill if count == sequence.num_new
         ]
 
-    def of(self, rank: int) -> "ScheduledStep":
+    def of_rank(self, rank: int) -> "ScheduledStep":
         """What one data-parallel rank computes of it."""
         return ScheduledStep(
             [part for part in self.prefill if part[0].dp_rank == rank],
@@ -63,8 +61,7 @@ class ScheduledStep:
         )
 
     def passes(self, mixed: bool) -> list["ScheduledStep"]:
-        """What is computed at a time: all of it, or the decoding sequences and then the prompts;
-        none where there is nothing."""
+        """Split into forward passes: one for all, or decoding sequences and then prompts."""
         parts = (
             [self]
             if mixed or not self.prefill
@@ -80,12 +77,12 @@ class ScheduledStep:
 
 @dataclass(frozen=True)
 class StepBudget:
-    """Tokens of prompts that a step computes: `alone` where nobody decodes, `with_decodes` where
-    somebody does. mixed: whether both are computed in one pass.
+    """Prompt tokens of a step: `prefill_only` while no sequence decodes, else `with_decodes`.
+    mixed: whether prompts and decoding sequences share one pass.
 
-    doubles_at: behind so many cached tokens a new one costs twice what it costs at the beginning of
-    a prompt, so that a step computes fewer than `with_decodes`, which are those of a first chunk;
-    0 where all cost the same.
+    doubles_at: after this many cached tokens a new one costs twice what it costs at the beginning
+    of a prompt, so a step computes fewer than `with_decodes`, which are those of a first chunk; 0
+    where all cost the same.
     """
 
     prefill_only: int
@@ -94,28 +91,25 @@ class StepBudget:
     doubles_at: int = 0
 
     def cost(self, start: int, count: int) -> float:
-        """Of `count` tokens from position `start` on, in tokens that see nothing: each sees those
-        before it, on the mean half of these."""
+        """Attention cost of the chunk in units of one token without context."""
         return count * (1 + (start + count / 2) / self.doubles_at) if self.doubles_at else count
 
     def fitting(self, start: int, count: int, room: float) -> int:
-        """How many of `count` tokens from `start` on cost no more than `room`: all, or whole units
-        of `_UNIT` where costs differ."""
+        """How many of `count` tokens from `start` on cost at most `room`: all, or a multiple of
+        `_CHUNK_UNIT` where costs differ."""
         if not self.doubles_at:
             return min(count, int(room))
         if self.cost(start, count) <= room:
             return count
         first = self.doubles_at + start
         most = int(math.sqrt(first * first + 2 * self.doubles_at * room) - first + 1e-3)
-        return min(count, most - most % _UNIT)
+        return min(count, most - most % _CHUNK_UNIT)
 
 
 class Scheduler:
-    """max_batch: sequences that may run together. prefill_tokens: tokens of prompts computed in one
-    step; `budget` may be set anew.
-
-    lookahead: tokens beyond its own that a sequence needs room for, where some are guessed.
-    prefix_cache: whether sequences share the blocks of a common beginning.
+    """max_batch: sequences that may run together. prefill_tokens: prompt tokens of a step; `budget`
+    may be set later. lookahead: tokens beyond its own that a sequence needs blocks for, with
+    drafts. prefix_cache: whether sequences share the blocks of a common prefix.
     """
 
     def __init__(
@@ -136,8 +130,8 @@ class Scheduler:
         self.budget = StepBudget(prefill_tokens, prefill_tokens)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._places = list(range(max_batch, 0, -1))
-        """Of states that nobody has."""
+        self._free_states = list(range(max_batch, 0, -1))
+        """Unused places in the cache's per-sequence states."""
         self.num_preempted = 0
 
     @property
@@ -146,13 +140,13 @@ class Scheduler:
 
     @property
     def cache_usage(self) -> float:
-        """The share of its blocks that are in use."""
+        """Share of blocks in use."""
         return 1 - self.allocator.num_free / self.allocator.num_blocks
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def num_shared(self, sequence: Sequence) -> int:
+    def prefix_match(self, sequence: Sequence) -> int:
         """Blocks at the beginning of a sequence that the prefix cache holds."""
         if self.prefix is None:
             return 0
@@ -161,8 +155,8 @@ class Scheduler:
         return len(found)
 
     def schedule(self, *, decode_only: bool = False) -> ScheduledStep:
-        """decode_only: a pass over them is under way, so prompts wait for the next step, unless
-        nobody answers any more."""
+        """decode_only: a decode pass is in flight, so prompts wait for the next step if any
+        sequence still decodes."""
         if self.prefix is not None:
             for sequence in self.running:
                 self.prefix.publish(sequence)
@@ -175,24 +169,20 @@ class Scheduler:
         )
         if (decode_only and decode) or (not self.waiting and len(decode) == len(self.running)):
             return ScheduledStep([], decode)
-        return ScheduledStep(
-            self._prefill(
-                self.budget
-                if decode
-                else StepBudget(self.budget.prefill_only, self.budget.prefill_only)
-            ),
-            decode,
-        )
+        budget = self.budget
+        if not decode:
+            budget = StepBudget(budget.prefill_only, budget.prefill_only)
+        return ScheduledStep(self._prefill(budget), decode)
 
-    def decodes_again(self, answers: list[tuple[Sequence, int]]) -> bool:
-        """Whether the next step decodes these answers again, a token further, and nothing else of
-        what is here: but for those that end."""
-        left = sum([one.num_useful_drafts > 0 for one, _ in answers])
-        full = len(self.running) >= self.max_batch and left == len(answers)
-        return len(answers) == len(self.running) and left > 0 and (full or not self.waiting)
+    def decodes_again(self, counts: list[tuple[Sequence, int]]) -> bool:
+        """Whether the next step decodes these sequences again, except for those that end, and no
+        others."""
+        left = sum([one.num_useful_drafts > 0 for one, _ in counts])
+        full = len(self.running) >= self.max_batch and left == len(counts)
+        return len(counts) == len(self.running) and left > 0 and (full or not self.waiting)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that finished or was cancelled, wherever it is."""
+        """Remove a sequence that finished or was cancelled, running or waiting."""
         if sequence in self.running:
             self.running.remove(sequence)
             self._free(sequence)
@@ -200,23 +190,21 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def _prefill(self, budget: StepBudget) -> list[tuple[Sequence, int]]:
-        """Prompts to compute next, in the order they came, with how many of their tokens, which
-        cost as much as `budget.with_decodes` in all; then those that take more than this step.
-
-        The latter get half of the step, and whatever the others leave.
-        """
+        """Chunks of prompts in order of arrival, with a total cost of `budget.with_decodes`; then
+        chunks of prompts that do not fit in one step, which get half of the step and what the
+        others leave."""
         parts: list[tuple[Sequence, int]] = []
         long: list[Sequence] = []
-        whole = left = budget.cost(0, budget.with_decodes)
-        least = budget.with_decodes // _FEWEST_OF
+        total = left = budget.cost(0, budget.with_decodes)
+        min_chunk = budget.with_decodes // _MIN_CHUNK_SHARE
 
-        def take(sequence: Sequence, room: float) -> bool:
-            """Tokens of a sequence, where nothing else is computed no less than `least`. Whether
-            there were any."""
+        def add(sequence: Sequence, room: float) -> bool:
+            """Add a chunk, of at least `min_chunk` tokens if it is the first. Whether it has any
+            tokens."""
             nonlocal left
             count = max(
                 budget.fitting(sequence.num_cached, sequence.num_new, room),
-                0 if parts else min(sequence.num_new, least),
+                0 if parts else min(sequence.num_new, min_chunk),
             )
             if count:
                 parts.append((sequence, count))
@@ -226,21 +214,21 @@ class Scheduler:
         prompts = chain(
             [sequence for sequence in self.running if sequence.num_new > 1], iter(self._admit, None)
         )
-        while (room := left - (whole // 2 if long else 0)) >= 1 and (
+        while (room := left - (total // 2 if long else 0)) >= 1 and (
             sequence := next(prompts, None)
         ):
-            if budget.cost(sequence.num_cached, sequence.num_new) > whole:
+            if budget.cost(sequence.num_cached, sequence.num_new) > total:
                 long.append(sequence)
-            elif not take(sequence, room):
+            elif not add(sequence, room):
                 break
         for sequence in long:
-            if left < 1 or not take(sequence, left):
+            if left < 1 or not add(sequence, left):
                 break
         return parts
 
     def _grow(self, decoding: list[Sequence]) -> list[Sequence]:
-        """A block more for each sequence that needs one, the oldest first; the youngest lose theirs
-        where there are none."""
+        """Allocate a block for each sequence that needs one, the oldest first, preempting the
+        youngest if there are none. Returns the sequences that can decode."""
         size, ahead = self.block_size, self.lookahead
         short = [one for one in decoding if len(one.blocks) * size < len(one.token_ids) + ahead]
         if not short:
@@ -262,12 +250,12 @@ class Scheduler:
         self.num_preempted += 1
 
     def _admit(self) -> Sequence | None:
-        """The first in the queue, if there is room for it and a further block for everybody who may
-        need one."""
+        """Start the first waiting sequence if there are blocks for it and a further one for every
+        sequence that may need it."""
         if not self.waiting or len(self.running) >= self.max_batch:
             return None
         sequence = self.waiting[0]
-        # A prompt whose tokens are to be scored is computed whole.
+        # A prompt whose tokens are scored is computed in full.
         found = (
             self.prefix.find(sequence)
             if self.prefix is not None and sequence.params.prompt_logprobs is None
@@ -282,14 +270,11 @@ class Scheduler:
             assert needed <= self.allocator.num_free, (needed, self.allocator.num_free)
         self.waiting.popleft()
         sequence.blocks = found + self.allocator.take(needed)
-        sequence.num_cached, sequence.num_published_blocks = (
-            len(found) * self.block_size,
-            len(found),
-        )
-        sequence.num_drafter_tokens = sequence.num_cached
+        sequence.num_cached = sequence.num_drafter_tokens = len(found) * self.block_size
+        sequence.num_published_blocks = len(found)
         if not sequence.started:
             sequence.started, sequence.num_prefix_hits = time.perf_counter(), sequence.num_cached
-        sequence.state = self._places.pop()
+        sequence.state = self._free_states.pop()
         self.running.append(sequence)
         return sequence
 
@@ -297,14 +282,10 @@ class Scheduler:
         if self.prefix is not None:
             self.prefix.publish(sequence)
         self.allocator.give_back(sequence.blocks)
-        self._places.append(sequence.state)
+        self._free_states.append(sequence.state)
         sequence.drop_drafts()
-        sequence.blocks, sequence.num_cached, sequence.num_drafter_tokens, sequence.state = (
-            [],
-            0,
-            0,
-            0,
-        )
+        sequence.blocks = []
+        sequence.num_cached = sequence.num_drafter_tokens = sequence.state = 0
 
     def _blocks_for(self, sequence: Sequence) -> int:
         tokens = min(len(sequence.token_ids) + self.lookahead, sequence.max_len)

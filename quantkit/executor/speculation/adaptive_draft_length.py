@@ -1,156 +1,145 @@
-"""How many tokens a step guesses: chosen while running, from how often guesses were right and what
-steps have cost.
+"""Adaptive draft length: chosen while serving, from measured acceptance rates and step times.
 
-With d guesses computed, by an MTP layer or a draft model (drafter.py), and l looked up (lookup.py),
-B answers bring B * (1 + expected right guesses) tokens a step, in the time that a step of so many
-rows has taken. The pair with the most tokens a second is used; none is where guessing does not pay.
-What was not tried yet is taken for as good as it may be, so it is tried, fewer guesses before more;
-one more than was chosen is tried from time to time, for lengths and texts change.
+With d tokens drafted by a model (an MTP layer or a draft model) and l by prompt lookup, B decoding
+sequences gain B * (1 + expected accepted drafts) tokens a step, in the measured time of a step of
+that many rows. The pair (d, l) with the most tokens per second is used, (0, 0) where speculation
+does not pay. Lengths without measurements are assumed to be as good as possible, so they are tried,
+shorter ones first; one token more than the current choice is tried from time to time, because texts
+and batch sizes change.
 
-Trying may lose time, so there is a credit, in steps without guesses: a little at first, and a small
-share of every step. A step with guesses adds the steps without that its tokens would have taken,
-and takes what it took itself. Who is in debt guesses nothing until there is credit again for
-beginning anew, when a layer must read what it has not: so a source that is never right costs no
-more than what it was lent, however good it looked.
+Trials may lose time, so they are paid from a credit, counted in plain decode steps: a little at the
+start and a small share of every step. A speculative step adds the plain steps its tokens would have
+taken and subtracts its own time. In debt, nothing is drafted until the credit covers a restart,
+where the drafter first has to catch up on the tokens it skipped. So a drafter that is never right
+costs at most the initial credit, however good it looked.
 """
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from quantkit.executor.runner.graphs import power_of_two
 from quantkit.executor.scheduler.sequence import DRAFTER, PROMPT_LOOKUP
 
 _PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0
-"""What is taken for the share of right guesses before any was seen, and as how many guesses that
-counts."""
-_KEPT = 0.98
-"""Of what counted at a step, so much counts at the next: the last 50 matter."""
-_TRIED, _DROPPED = 2, 1
-"""Times that a cost must have been seen to be believed; the first times, which compile and capture,
-do not count."""
-_LOOKED, _FASTER = _TRIED + _DROPPED + 1, 0.9
-"""Times that steps without guesses are seen: at last behind the first guesses, for a machine may be
-busy when an answer begins. So much faster than what was known, such a step counts alone."""
-_EVERY, _PROBED = 16, 16
-"""Steps between choices, and choices between those that try a guess more for one step."""
-_TRIAL = 1 + _DROPPED + _TRIED
-"""Steps that something new is tried for: the guesses of the first are checked in the second."""
+"""Assumed acceptance rate before any measurement, and the number of drafts it counts as."""
+_DECAY = 0.98
+"""Weight of older observations after each step: about the last 50 count."""
+_TRIED, _WARMUP = 2, 1
+"""Samples that make a step time trustworthy, after the warm-up steps (which compile and capture)
+that are not counted."""
+_PLAIN_SAMPLES, _FASTER = _TRIED + _WARMUP + 1, 0.9
+"""Samples of plain decode steps. The last one is taken after the first drafts, because the machine
+may have been busy at first: if it is faster than the mean by this factor, it replaces the mean."""
+_INTERVAL, _PROBE_INTERVAL = 16, 16
+"""Steps between two choices, and choices between two probes of one draft token more."""
+_TRIAL = 1 + _WARMUP + _TRIED
+"""Steps of a trial: the drafts of the first step are verified in the second."""
 _MARGIN = 1.01
-"""By how much guessing must promise to be faster than not guessing."""
-_LENT, _SHARE, _SAVED = 0.5, 0.005, 12.0
-"""The credit at first; what every step adds to it; and what is saved up at most."""
-_ENOUGH = 0.5
-"""Of the credit, beside the cost of beginning anew: to guess again after a debt, or to try what
-does not promise to pay."""
-_READING = 2.0
-"""Of the credit, what beginning anew is taken to cost before it was seen: a layer reads what it has
-not, operator by operator."""
-_FEW, _MUCH, _MOST_READ = 4, 8.0, 10.0
-"""Behind more steps without guesses than this a layer reads what it has not as a prompt, operator
-by operator; how many steps that is taken to cost before it was seen, and is at most: the first time
-it compiles, too."""
+"""Minimum predicted speed-up to draft at all."""
+_INITIAL_CREDIT, _CREDIT_PER_STEP, _MAX_CREDIT = 0.5, 0.005, 12.0
+_RESERVE = 0.5
+"""Credit needed, in addition to the cost of a restart, to draft again after a debt or to try what
+is not predicted to pay."""
+_RESTART_COST = 2.0
+"""Assumed restart cost before it was measured: the drafter catches up, launched eagerly."""
+_SHORT_PAUSE, _CATCH_UP_COST, _MAX_CATCH_UP_COST = 4, 8.0, 10.0
+"""After a pause of more steps than this the drafter catches up with a prefill, launched eagerly;
+its assumed cost in steps before it was measured, and the most it is charged: the first one also
+compiles."""
 _REMEMBERED = 0.25
-"""So much of what was right before such a pause counts behind it: the text is another, and a trial
-is short."""
-_REPAID = 32
-"""Steps within which guesses that promise to pay should bring back what beginning anew costs beyond
-the credit."""
-_SLOWEST = 4.0
-"""Steps without guesses that one with guesses is charged at most: a slower one is the machine's."""
+"""Weight of the acceptance statistics after such a pause: the text has changed, and trials are
+short."""
+_PAYBACK = 32
+"""Steps within which promising drafts should earn the restart cost that exceeds the credit."""
+_MAX_SLOWDOWN = 4.0
+"""Plain steps that a speculative step is charged at most: slower ones are noise of the machine."""
 
 
 @dataclass
 class AcceptanceRates:
-    """Of one source of guesses: the share that was right at each place, of those whose predecessors
-    were right."""
+    """Acceptance rate by draft position, given that all drafts before it were accepted."""
 
-    right: list[float] = field(default_factory=list)
-    seen: list[float] = field(default_factory=list)
-    _sums: list[float] = field(default_factory=list)
-    """What `expected` has found since the last guess."""
+    accepted: list[float] = field(default_factory=list)
+    proposed: list[float] = field(default_factory=list)
+    _expected: list[float] = field(default_factory=list)
+    """Cached expectations by draft length; cleared by new observations."""
 
-    def add(self, count: int, kept: int) -> None:
-        """Of `count` guesses in a row the first `kept` were right."""
-        self._sums = []
-        self.right += [0.0] * (count - len(self.right))
-        self.seen += [0.0] * (count - len(self.seen))
-        for place in range(min(kept + 1, count)):
-            self.right[place] = self.right[place] * _KEPT + (place < kept)
-            self.seen[place] = self.seen[place] * _KEPT + 1
+    def add(self, count: int, accepted: int) -> None:
+        """Of `count` consecutive drafts the first `accepted` were accepted."""
+        self._expected = []
+        self.accepted += [0.0] * (count - len(self.accepted))
+        self.proposed += [0.0] * (count - len(self.proposed))
+        for place in range(min(accepted + 1, count)):
+            self.accepted[place] = self.accepted[place] * _DECAY + (place < accepted)
+            self.proposed[place] = self.proposed[place] * _DECAY + 1
 
     def fade(self, share: float) -> None:
-        """What was seen before counts so much less."""
-        self._sums = []
-        self.right, self.seen = (
-            [one * share for one in self.right],
-            [one * share for one in self.seen],
-        )
+        """Multiply the weight of all observations by `share`."""
+        self._expected = []
+        self.accepted = [one * share for one in self.accepted]
+        self.proposed = [one * share for one in self.proposed]
 
     def expected(self, count: int) -> float:
-        """Right guesses of `count` in a row."""
-        if count >= len(self._sums):  # twice as many: who asks for this one asks for the next
-            self._sums = self._summed(2 * count)
-        return self._sums[count]
-
-    def _summed(self, most: int) -> list[float]:
-        """Of 0, 1, .. `most` in a row."""
-        sums, chance, rate = [0.0], 1.0, _PRIOR_RATE
-        for place in range(most):
-            if place < len(self.seen):
-                rate = (self.right[place] + rate * _PRIOR_WEIGHT) / (
-                    self.seen[place] + _PRIOR_WEIGHT
-                )
-            chance *= rate
-            sums.append(sums[-1] + chance)
-        return sums
+        """Expected accepted drafts of `count` consecutive ones."""
+        if count >= len(self._expected):  # twice as many: the next longer ones are asked for next
+            sums, chance, rate = [0.0], 1.0, _PRIOR_RATE
+            for place in range(2 * count):
+                if place < len(self.proposed):
+                    rate = (self.accepted[place] + rate * _PRIOR_WEIGHT) / (
+                        self.proposed[place] + _PRIOR_WEIGHT
+                    )
+                chance *= rate
+                sums.append(sums[-1] + chance)
+            self._expected = sums
+        return self._expected[count]
 
 
 class StepTimes:
-    """Seconds of steps by their rows, for one number of guesses that the step makes."""
+    """Mean step time by batch rows, for a fixed draft length."""
 
     def __init__(self) -> None:
-        self._times: dict[int, int] = {}
+        self._samples: defaultdict[int, int] = defaultdict(int)
         self._seconds: dict[int, float] = {}
 
     def add(self, rows: int, seconds: float) -> None:
-        times = self._times[rows] = self._times.get(rows, 0) + 1
-        if times <= _DROPPED:
+        self._samples[rows] += 1
+        if self._samples[rows] <= _WARMUP:
             return
         known = self._seconds.get(rows)
-        # A single slow step is the machine's, not the rows': it moves what is known by little.
+        # A single slow step is noise of the machine, so it moves the mean by little.
         self._seconds[rows] = (
             seconds if known is None else known + 0.1 * (min(seconds, 2 * known) - known)
         )
 
-    def add_look(self, rows: int, seconds: float) -> None:
-        """Of a step that was taken to see again what is known."""
+    def add_check(self, rows: int, seconds: float) -> None:
+        """A step that was run to check the mean."""
         known = self._seconds[rows]
-        self._times[rows] += 1
+        self._samples[rows] += 1
         self._seconds[rows] = seconds if seconds < _FASTER * known else (known + seconds) / 2
 
-    def times(self, rows: int) -> int:
-        """How often steps of just so many were seen."""
-        return self._times.get(rows, 0)
+    def num_samples(self, rows: int) -> int:
+        """Steps of exactly `rows` rows."""
+        return self._samples.get(rows, 0)
 
     def tried(self, rows: int) -> bool:
-        """Whether steps of about so many rows were seen often enough."""
+        """Whether there are enough samples of about this many rows."""
         return any(
-            times >= _TRIED + _DROPPED
-            for one, times in self._times.items()
+            samples >= _TRIED + _WARMUP
+            for one, samples in self._samples.items()
             if rows <= 1.5 * one <= 2.25 * rows
         )
 
     def by_rows(self, unit: float = 1.0) -> dict[int, float]:
-        """What is known, in parts of a second."""
+        """Step times, multiplied by `unit`."""
         return {rows: seconds * unit for rows, seconds in sorted(self._seconds.items())}
 
-    def of(self, rows: int) -> float | None:
-        """Of just so many."""
+    def at(self, rows: int) -> float | None:
+        """Mean of exactly `rows` rows."""
         return self._seconds.get(rows)
 
     def seconds(self, rows: float) -> float | None:
-        """Between what is known of fewer and of more rows; None where nothing is."""
+        """Interpolated between the nearest measured numbers of rows; None without measurements."""
         fewer = max((one for one in self._seconds if one <= rows), default=None)
         more = min((one for one in self._seconds if one >= rows), default=None)
         if fewer is None or more is None:
@@ -161,146 +150,141 @@ class StepTimes:
 
 
 class DraftLengthController:
-    """most_drafts, most_looked_up: guesses of each source after a token, at most. measured: whether
-    fewer are made where that pays; then none at first, for what they are held against."""
+    """max_drafts, max_lookup: longest draft of each source. adaptive: adapt the draft length to
+    measured speed; starts at 0 to time plain decoding. Otherwise both lengths are fixed."""
 
-    def __init__(self, most_drafts: int, most_looked_up: int, *, measured: bool = False) -> None:
-        self.most_drafts, self.most_looked_up = most_drafts, most_looked_up
-        self.measured = measured and most_drafts + most_looked_up > 0
-        self.drafts, self.looked_up = (0, 0) if self.measured else (most_drafts, most_looked_up)
+    def __init__(self, max_drafts: int, max_lookup: int, *, adaptive: bool = False) -> None:
+        self.max_drafts, self.max_lookup = max_drafts, max_lookup
+        self.adaptive = adaptive and max_drafts + max_lookup > 0
+        self.drafts, self.lookup = (0, 0) if self.adaptive else (max_drafts, max_lookup)
         self.rates = {DRAFTER: AcceptanceRates(), PROMPT_LOOKUP: AcceptanceRates()}
-        self.costs: dict[int, StepTimes] = {
-            drafts: StepTimes() for drafts in range(most_drafts + 1)
-        }
-        """Of steps, by how many guesses they compute."""
-        self._met: Counter[tuple[int, int]] = Counter()
-        """How often sizes of steps came, by guesses and rows: the first time they are captured, and
-        are charged as the second."""
-        self._found = 0.5
-        """Share of answers for which something was looked up."""
-        self._credit, self._in_debt = _LENT, False
-        self._idle, self._reading = 0, _MUCH
-        """Steps since something was computed, as far back as answers reach; what reading cost that
-        came behind many of them, in steps."""
-        self._steps = self._answers = self._next = self._choices = self._tried_until = 0
+        self.step_times = {drafts: StepTimes() for drafts in range(max_drafts + 1)}
+        """By the number of tokens that the drafter computes in the step."""
+        self._sizes: Counter[tuple[int, int]] = Counter()
+        """How often each (drafts, rows) size came: the first step of a size captures it, so the
+        second one is charged twice."""
+        self._hit_rate = 0.5
+        """Share of the sequences for which prompt lookup found a draft."""
+        self._credit, self._in_debt = _INITIAL_CREDIT, False
+        self._pause, self._catch_up_cost = 0, _CATCH_UP_COST
+        """Steps since the drafter last ran, at most the age of the oldest sequence; the cost in
+        steps of catching up after a long pause."""
+        self._steps = self._batch = self._next_choice = self._choices = self._trial_end = 0
 
-    def record_acceptance(self, source: str, count: int, kept: int) -> None:
-        """Of an answer's `count` guesses the first `kept` were right."""
-        self.rates[source].add(count, kept)
+    def record_acceptance(self, source: str, count: int, accepted: int) -> None:
+        """Of `count` drafts of a sequence the first `accepted` were accepted."""
+        self.rates[source].add(count, accepted)
 
     def record_lookup_hits(self, share: float) -> None:
-        """For so many of the step's answers something was looked up."""
-        self._found = _KEPT * self._found + (1 - _KEPT) * share
+        """Prompt lookup found a draft for this share of the step's sequences."""
+        self._hit_rate = _DECAY * self._hit_rate + (1 - _DECAY) * share
 
-    def record_step(self, answers: int, rows: int, kept: int, seconds: float, longest: int) -> None:
-        """A step that computed answers alone: so many, with so many rows, their guesses included,
-        of which `kept` were right. longest: tokens of the longest answer; prompts have been read,
-        so a layer has no more to read of any."""
-        self._charge(answers, rows, kept, seconds)
-        self._idle = min(self._idle, longest)
-        if self.drafts == 0 and rows == answers and self.costs[0].times(rows) == _LOOKED - 1:
-            self.costs[0].add_look(rows, seconds)
+    def record_step(
+        self, batch: int, rows: int, accepted: int, seconds: float, longest: int
+    ) -> None:
+        """Record a decode-only step: sequences, rows including drafts, accepted drafts. longest:
+        most generated tokens of a sequence; the drafter has read all prompts, so it can be behind
+        by no more."""
+        self._charge(batch, rows, accepted, seconds)
+        self._pause = min(self._pause, longest)
+        times = self.step_times[self.drafts]
+        if self.drafts == 0 and rows == batch and times.num_samples(rows) == _PLAIN_SAMPLES - 1:
+            times.add_check(rows, seconds)
         else:
-            self.costs[self.drafts].add(rows, seconds)
-        self._answers = answers
+            times.add(rows, seconds)
+        self._batch = batch
         self._steps += 1
 
     def choose(self) -> tuple[int, int]:
-        """Guesses of each source from now on."""
-        if not self.measured or not self._answers:
-            return self.drafts, self.looked_up
-        if not self._tried(0) or (self._in_debt and self._steps >= self._tried_until):
-            self._next = 0
+        """Draft length of each source for the next steps: (drafter, prompt lookup)."""
+        if not self.adaptive or not self._batch:
+            return self.drafts, self.lookup
+        if not self._tried(0) or (self._in_debt and self._steps >= self._trial_end):
+            self._next_choice = 0
             return 0, 0
-        if self._steps < self._next:
-            return self.drafts, self.looked_up
-        if self.drafts and self.costs[0].times(self._answers) == _LOOKED - 1:
-            self._next = self._steps + 2  # the first of which has guesses to check
+        if self._steps < self._next_choice:
+            return self.drafts, self.lookup
+        if self.drafts and self.step_times[0].num_samples(self._batch) == _PLAIN_SAMPLES - 1:
+            self._next_choice = self._steps + 2  # the first of which still verifies drafts
             return 0, 0
         self._choices += 1
-        plain, known = self._rate((0, 0)), 0
-        while known < self.most_drafts and self._tried(known + 1):
+        plain, known = self._speed((0, 0)), 0
+        while known < self.max_drafts and self._tried(known + 1):
             known += 1
-        # One more than were tried, where those pay; the first of all for what it promises.
-        most = min(known + (known == 0 or self._rate((known, 0)) >= plain), self.most_drafts)
+        # One more than was tried if that paid; the first one on its prior alone.
+        longest = min(known + (known == 0 or self._speed((known, 0)) >= plain), self.max_drafts)
         best = max(
-            itertools.product(range(most + 1), range(self.most_looked_up + 1)), key=self._rate
+            itertools.product(range(longest + 1), range(self.max_lookup + 1)), key=self._speed
         )
-        promised = self._rate(best) / plain
-        if promised < _MARGIN or (
+        gain = self._speed(best) / plain
+        if gain < _MARGIN or (
             best[0]
-            and self._reads_much
-            and self._credit + _REPAID * (promised - 1) < self._enough()
+            and self._long_pause
+            and self._credit + _PAYBACK * (gain - 1) < self._required_credit()
         ):
             best = (0, 0)
         if best[0] > known:
-            self._next = self._tried_until = self._steps + _TRIAL
+            self._next_choice = self._trial_end = self._steps + _TRIAL
             return best[0], 0
-        if not any(best) and self._credit >= self._enough():
-            self._next = self._tried_until = self._steps + _TRIAL
-            return min(1, self.most_drafts), min(1, self.most_looked_up)
-        if any(best) and self._choices % _PROBED == 0:
-            self._next = self._steps + 1
-            return min(best[0] + 1, self.most_drafts), min(best[1] + 1, self.most_looked_up)
-        self._next = self._steps + _EVERY
+        if not any(best) and self._credit >= self._required_credit():
+            self._next_choice = self._trial_end = self._steps + _TRIAL
+            return min(1, self.max_drafts), min(1, self.max_lookup)
+        if any(best) and self._choices % _PROBE_INTERVAL == 0:
+            self._next_choice = self._steps + 1
+            return min(best[0] + 1, self.max_drafts), min(best[1] + 1, self.max_lookup)
+        self._next_choice = self._steps + _INTERVAL
         return best
 
-    def _charge(self, answers: int, rows: int, kept: int, seconds: float) -> None:
-        """What a step brought and took, on the credit."""
-        size, plain = (self.drafts, power_of_two(rows)), self.costs[0].seconds(answers)
-        self._met[size] += 1
-        began_anew, self._idle = (
-            self.drafts > 0 and self._reads_much,
-            0 if self.drafts else self._idle + 1,
-        )
+    def _charge(self, batch: int, rows: int, accepted: int, seconds: float) -> None:
+        """Update the credit with the gain and the time of a step."""
+        size, plain = (self.drafts, power_of_two(rows)), self.step_times[0].seconds(batch)
+        self._sizes[size] += 1
+        restarted = self.drafts > 0 and self._long_pause
+        self._pause = 0 if self.drafts else self._pause + 1
         if plain is None:
             return
-        self._credit += _SHARE
-        if began_anew:
-            self._reading = min(max(seconds / plain - 1, 0.0), _MOST_READ)
-            self._credit -= self._reading
+        self._credit += _CREDIT_PER_STEP
+        if restarted:
+            self._catch_up_cost = min(max(seconds / plain - 1, 0.0), _MAX_CATCH_UP_COST)
+            self._credit -= self._catch_up_cost
             self.rates[DRAFTER].fade(_REMEMBERED)
-        elif self.drafts > 0 or rows > answers:
-            slower, times = (
-                1 - min(seconds / plain, _SLOWEST),
-                (0, 2, 1)[min(self._met[size], 3) - 1],
-            )
-            self._credit += kept / answers + times * slower
-        self._credit = min(self._credit, _SAVED)
-        self._in_debt = self._credit < (self._enough() if self._in_debt else 0.0)
+        elif self.drafts > 0 or rows > batch:
+            saved = 1 - min(seconds / plain, _MAX_SLOWDOWN)
+            weight = (0, 2, 1)[min(self._sizes[size], 3) - 1]
+            self._credit += accepted / batch + weight * saved
+        self._credit = min(self._credit, _MAX_CREDIT)
+        self._in_debt = self._credit < (self._required_credit() if self._in_debt else 0.0)
 
     @property
-    def _reads_much(self) -> bool:
-        """Whether a layer that begins to guess has more to read than rows of a step."""
-        return self._idle > _FEW
+    def _long_pause(self) -> bool:
+        """Whether the drafter has more to catch up on than fits into the rows of a step."""
+        return self._pause > _SHORT_PAUSE
 
-    def _enough(self) -> float:
-        """Credit that beginning anew takes. Its first step has rows of answers alone."""
-        if self._reads_much and self.most_drafts:
-            return _ENOUGH + self._reading
-        plain, first = (
-            self.costs[0].seconds(self._answers),
-            self.costs[min(1, self.most_drafts)].of(self._answers),
-        )
-        return _ENOUGH + (max(first / plain - 1, 0.0) if plain and first else _READING)
+    def _required_credit(self) -> float:
+        """Credit needed to start drafting. The first step has no drafts to verify."""
+        if self._long_pause and self.max_drafts:
+            return _RESERVE + self._catch_up_cost
+        plain = self.step_times[0].seconds(self._batch)
+        first = self.step_times[min(1, self.max_drafts)].at(self._batch)
+        return _RESERVE + (max(first / plain - 1, 0.0) if plain and first else _RESTART_COST)
 
-    def _rows(self, drafts: int, looked_up: int) -> int:
-        found = self._found if looked_up else 0.0
-        return round(self._answers * (1 + (1 - found) * drafts + found * max(looked_up, drafts)))
+    def _rows(self, drafts: int, lookup: int) -> int:
+        """Expected rows of a step."""
+        hits = self._hit_rate if lookup else 0.0
+        return round(self._batch * (1 + (1 - hits) * drafts + hits * max(lookup, drafts)))
 
     def _tried(self, drafts: int) -> bool:
-        """Whether it is known what so many computed guesses cost."""
-        return self.costs[drafts].tried(self._rows(drafts, 0))
+        return self.step_times[drafts].tried(self._rows(drafts, 0))
 
-    def _rate(self, pair: tuple[int, int]) -> float:
-        """Tokens a second; of guesses that were not tried, with the cost of the most of those that
-        were."""
-        drafts, looked_up = pair
-        found = self._found if looked_up else 0.0
-        right = (1 - found) * self.rates[DRAFTER].expected(drafts) + found * self.rates[
+    def _speed(self, lengths: tuple[int, int]) -> float:
+        """Expected tokens per second; an untried draft length is timed as the longest tried one
+        below it."""
+        drafts, lookup = lengths
+        hits = self._hit_rate if lookup else 0.0
+        accepted = (1 - hits) * self.rates[DRAFTER].expected(drafts) + hits * self.rates[
             PROMPT_LOOKUP
-        ].expected(looked_up)
+        ].expected(lookup)
         known = next((fewer for fewer in range(drafts, 0, -1) if self._tried(fewer)), 0)
-        seconds = self.costs[known].seconds(self._rows(known, looked_up))
-        assert seconds, "steps without guesses come first"
-        return self._answers * (1 + right) / seconds
+        seconds = self.step_times[known].seconds(self._rows(known, lookup))
+        assert seconds, "plain steps are timed first"
+        return self._batch * (1 + accepted) / seconds

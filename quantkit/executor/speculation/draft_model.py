@@ -1,14 +1,14 @@
-"""Guesses by a draft model: a small model over the same tokens, with a cache of its own (arXiv
-2211.17192, without its sampling rule).
+"""Drafts by a draft model: a small model with the same vocabulary and its own cache (arXiv
+2211.17192, without its sampling rule). Also loads it, or an EAGLE-3 head in its place.
 
-Its cache has the blocks of the main model's, by the same numbers: what the scheduler gives, takes
-and shares holds for both. `num_drafter_tokens` of a sequence says how far the draft model has read it. It
-reads prompts with the main model, chunk by chunk, and each chosen token when it guesses what comes
-next. While no guesses are wanted answers are not read; what is missing is read at once when they
-are again. Answers of which more is missing than is read at once are not guessed for any more: to
-read what nobody guesses behind cost 2 % of a step and more.
+Its cache has the blocks of the main model's cache, by the same numbers: what the scheduler
+allocates, frees and shares holds for both. `num_drafter_tokens` of a sequence says how many tokens
+the draft model has read. It reads prompts with the main model, chunk by chunk, and each sampled
+token when it drafts the next ones. While nothing is drafted it reads no sampled tokens; it catches
+up in one pass when drafting starts again. Sequences with more to catch up on than one pass holds
+are not drafted for: reading them cost 2 % of a step and more.
 
-Of a sequence that is longer than the draft model's positions nothing is guessed from there on.
+Sequences longer than the draft model's positions are not drafted for from there on.
 """
 
 from collections.abc import Sequence as Items
@@ -35,35 +35,35 @@ from quantkit.models.eagle3 import is_head
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.loader import check_same_ids
 
-_MOST_READ = 1024
-"""Tokens that are read at once: of answers those of which the least is missing. A graph reads as
-many (prompt_graphs.py)."""
+_MAX_CATCH_UP = 1024
+"""Tokens of a catch-up pass, sequences with the fewest missing tokens first; a prefill graph holds
+as many (prefill_graphs.py)."""
 
 
 class VocabAdapter:
-    """A draft model over another's token ids. vocab: how many those are: tables of one family are
-    padded to various sizes."""
+    """A draft model over the target's token ids. vocab: the target's vocabulary size: models of a
+    family pad their tables to different sizes."""
 
     def __init__(self, model: Model, vocab: int) -> None:
         self._model, self._vocab = model, vocab
         self.embedding, self.width = model.embedding, model.width
 
     def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
-        """As `Model.__call__`; an id that the model does not know is read as its last."""
+        """As `Model.__call__`; an id beyond the draft model's vocabulary is read as its last."""
         known = len(self.embedding)
         return self._model(
             token_ids.clamp(max=known - 1) if known < self._vocab else token_ids, context, rows
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `Model.logits`, of the other's ids at most."""
+        """As `Model.logits`, at most of the target's ids."""
         return self._model.logits(hidden)[:, : self._vocab]
 
 
 class ModelDrafter(Drafter):
-    """draft: computes the draft model, whole on every rank. reach: its positions. shared: whether
-    blocks are found by later requests, so that what is left behind in them should have been
-    read."""
+    """draft: computes the draft model, unsharded on every rank. max_positions: of the draft model.
+    shared: whether later requests may find the blocks (prefix cache), so that a finished sequence
+    is read to its end."""
 
     def __init__(
         self,
@@ -72,90 +72,88 @@ class ModelDrafter(Drafter):
         count: int,
         parallel: Parallel,
         *,
-        reach: int,
+        max_positions: int,
         shared: bool,
     ) -> None:
-        super().__init__(runner, count, parallel, reach, own=draft)
+        super().__init__(runner, count, parallel, max_positions, own=draft)
         self._shared, self.steps = shared, draft.steps
-        self._guessed = False
-        """Whether the tokens chosen in the last pass were read."""
-        self._left: set[Sequence] = set()
-        """Sequences of the last pass of which too much is missing."""
+        self._read_sampled = False
+        """Whether the tokens sampled in the last pass were read."""
+        self._skipped: set[Sequence] = set()
+        """Sequences of the last pass with too much to catch up on."""
 
-    def _behind(
+    def _first_logits(
         self, done: ForwardPass, token_ids: Tensor | None, kept: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        self._guessed = token_ids is not None and self.count > 0
-        self._left.clear()
-        if self._guessed or not isinstance(done.where, DecodeRows):
+        self._read_sampled = token_ids is not None and self.count > 0
+        self._skipped.clear()
+        if self._read_sampled or not isinstance(done.batch, DecodeRows):
             self._catch_up(done.spans)
         if token_ids is None or self.count == 0:
             return None
-        places = [
+        tokens = [
             (sequence, len(sequence.token_ids) + i)
             for sequence, count in done.counts
             for i in range(count)
         ]
-        within = [row for row, (_, place) in enumerate(places) if place < self._reach]
+        within = [row for row, (_, place) in enumerate(tokens) if place < self._max_positions]
         if not within:
             return None
-        if len(within) == len(places):
-            found = self._own.steps.run(
-                self._own.rows([0] * len(places), places), token_ids, kept=kept
-            )
+        if len(within) == len(tokens):
+            rows = self._own.rows([0] * len(tokens), tokens)
+            found = self._own.steps.run(rows, token_ids, kept=kept)
             return found.logits, found.greedy
-        rows = self._own.rows([0] * len(within), [places[row] for row in within])
+        rows = self._own.rows([0] * len(within), [tokens[row] for row in within])
         _, logits, greedy = self._own.steps.run(rows, token_ids[self._tensor(within)])
         number = {row: i for i, row in enumerate(within)}
-        # Rows past the reach have the first one's guess, which is not taken.
-        spread = self._tensor([number.get(row, 0) for row in range(len(places))])
+        # Rows beyond the draft model's positions get the first row's draft, which is not used.
+        spread = self._tensor([number.get(row, 0) for row in range(len(tokens))])
         spread = spread if kept is None else spread[kept]
         return logits[spread], greedy[spread]
 
-    def _further(
+    def _next_logits(
         self,
-        guessed: Tensor,
+        drafts: Tensor,
         rows: Tensor | None,
-        where: DecodeRows,
-        places: DevicePositions | None,
+        batch: DecodeRows,
+        positions: DevicePositions | None,
     ) -> StepResult:
-        return self._own.steps.run(where, guessed, places=places)
+        return self._own.steps.run(batch, drafts, positions=positions)
 
-    def _settle(self, done: ForwardPass) -> None:
+    def _after_step(self, done: ForwardPass) -> None:
         advanced = [sequence for sequence, _ in done.counts]
-        if self._guessed:
+        if self._read_sampled:
             for sequence in advanced:
-                if sequence not in self._left:
-                    sequence.num_drafter_tokens = min(len(sequence.token_ids), self._reach)
+                if sequence not in self._skipped:
+                    sequence.num_drafter_tokens = min(len(sequence.token_ids), self._max_positions)
         if self._shared and (ended := [one for one in advanced if one.finish_reason is not None]):
-            each = max(_MOST_READ // len(ended), 1)
+            each = max(_MAX_CATCH_UP // len(ended), 1)
             while self._read([(one, one.num_drafter_tokens + each) for one in ended]):
                 pass
 
-    def _wanted(self, sequence: Sequence) -> int:
-        return 0 if sequence in self._left else super()._wanted(sequence)
+    def _num_useful(self, sequence: Sequence) -> int:
+        return 0 if sequence in self._skipped else super()._num_useful(sequence)
 
     def _catch_up(self, spans: Items[tuple[Sequence, int, int]]) -> None:
-        """Read the tokens of a pass, and where guesses are wanted what is missing before them, as
-        far as that is not too much."""
-        room, ends = _MOST_READ if self._guessed else 0, list[tuple[Sequence, int]]()
+        """Read the tokens of a pass and, if drafts are wanted, the missing tokens before them, up
+        to `_MAX_CATCH_UP`."""
+        room, ends = _MAX_CATCH_UP if self._read_sampled else 0, list[tuple[Sequence, int]]()
         for sequence, start, length in sorted(
-            spans, key=lambda one: one[1] - one[0].num_drafter_tokens
+            spans, key=lambda span: span[1] - span[0].num_drafter_tokens
         ):
             missing = max(start - sequence.num_drafter_tokens, 0)
             if missing > room:
-                self._left.add(sequence)
+                self._skipped.add(sequence)
             else:
                 room -= missing
                 ends.append((sequence, start + length))
         self._read(ends)
 
     def _read(self, ends: list[tuple[Sequence, int]]) -> bool:
-        """Sequences up to so many tokens, as far as these are known. Returns whether anything was
-        missing."""
+        """Read sequences up to the given lengths. Returns whether any token was missing."""
         parts: list[tuple[Sequence, int]] = []
         for sequence, end in ends:
-            known = min(end, len(sequence.token_ids), self._reach)
+            known = min(end, len(sequence.token_ids), self._max_positions)
             if known > sequence.num_drafter_tokens:
                 parts.append((sequence, known))
         if parts:
@@ -176,8 +174,8 @@ class ModelDrafter(Drafter):
 
 
 def check_draft(path: Path, tokenizer: ChatTokenizer) -> None:
-    """Raises QuantkitError where the draft model at `path` has other tokens than those of the model
-    that it is to guess for. A head has none of its own."""
+    """Raises QuantkitError where the draft model at `path` has other token ids than the target
+    model's tokenizer. An EAGLE-3 head has none of its own."""
     if not is_head(read_json(path / "config.json")):
         check_same_ids(tokenizer.tokenizer, ChatTokenizer(path).tokenizer, tokenizer.path, path)
 
@@ -185,8 +183,8 @@ def check_draft(path: Path, tokenizer: ChatTokenizer) -> None:
 def load_draft(
     path: Path, loaded: LoadedModel, options: EngineOptions
 ) -> LoadedModel | LoadedEagleHead:
-    """What guesses, at `path`, whole on this rank, for the model that is `loaded`. Raises
-    QuantkitError where it cannot guess for that."""
+    """The draft model or EAGLE-3 head at `path`, unsharded on this rank. Raises QuantkitError where
+    it cannot draft for `loaded`."""
     if is_head(read_json(path / "config.json")):
         return load_eagle_head(path, loaded, options)
     draft = load_model(
@@ -196,18 +194,17 @@ def load_draft(
         dtype=options.dtype,
         cache=options.cache,
     )
-    remedy = "bring another draft model"
+    remedy = "use another draft model"
     if draft.config.has_sequence_state:
-        told = (
-            f"{path} has layers whose state is of all the text before a token, which cannot be "
-            "taken back where a guess is wrong"
+        raise QuantkitError(
+            f"{path} has recurrent layers, whose state cannot be rolled back after a rejected "
+            "draft",
+            remedy,
         )
-        raise QuantkitError(told, remedy)
     own, other = draft.cache_layout.block_size, loaded.cache_layout.block_size
     if own != other:
         raise QuantkitError(
-            f"{path} keeps {own} tokens in a block of its cache here, {options.model_path} keeps "
-            f"{other}",
+            f"{path} has cache blocks of {own} tokens here, {options.model_path} of {other}",
             remedy,
         )
     return draft
@@ -224,9 +221,8 @@ def make_drafter(
     shared: bool,
     capture: Capture | None = None,
 ) -> Drafter:
-    """What guesses `count` tokens a step with what was brought, over a cache of as many blocks as
-    that of the model that `runner` computes.
-    shared, capture: as `ModelDrafter` and `Runner` have them."""
+    """Drafts at most `count` tokens a step for the model that `runner` computes, over a cache with
+    as many blocks. shared, capture: as of `ModelDrafter` and `Runner`."""
     if isinstance(draft, LoadedEagleHead):
         return draft.drafter(plan, runner, count, parallel, capture)
     own = Runner(
@@ -234,6 +230,5 @@ def make_drafter(
         draft.new_cache(plan.num_blocks),
         capture,
     )
-    return ModelDrafter(
-        own, runner, count, parallel, reach=draft.config.max_position_embeddings, shared=shared
-    )
+    max_positions = draft.config.max_position_embeddings
+    return ModelDrafter(own, runner, count, parallel, max_positions=max_positions, shared=shared)

@@ -1,17 +1,17 @@
-"""Speculative decoding by a model: what an MTP layer (mtp_drafter.py) and a draft model
-(draft_model.py) have in common.
+"""Speculative decoding by a drafter: what an MTP layer (mtp_drafter.py) and a draft model
+(draft_model.py) share.
 
-The next step computes the guesses together with the newest token; the engine chooses every
-successor as it would without them, and keeps guesses as long as they are what it chose. So the
-tokens are those of plain decoding, greedy or sampled: guessing changes only how many come out of a
-step. A guess for a sampled token draws with the number the choice will draw with, so where the two
-distributions agree the tokens do too.
+The next decode step computes the drafts together with the newest token. The engine samples every
+token as it would without drafts and accepts drafts for as long as they equal the sampled tokens. So
+the output is that of plain decoding, greedy or sampled. A draft of a sampled token is drawn with
+the random number that its position will be sampled with, so where the two distributions agree the
+tokens do too.
 
-Guesses are made before the host knows which guesses of the last step were right: the device
-compares them with what was chosen (accepted.py), and goes on behind the last that was. Chosen
-tokens and new guesses come to the host together. An NPU, whose operators want lengths on the host,
-makes the first guess behind every row, and the host waits for it before the further ones. What was
-written to a cache for wrong guesses is written again before it is read.
+Drafting starts before the host knows which drafts of the last step were accepted: the device
+compares them with the sampled tokens (`DeviceAcceptance`) and continues after the last accepted
+one. Sampled tokens and new drafts reach the host together. An NPU, whose operators want sequence
+lengths on the host, makes the first draft after every row, and the host waits for it before the
+further ones. Cache entries written for rejected drafts are overwritten before they are read.
 """
 
 import sys
@@ -32,188 +32,186 @@ from quantkit.executor.scheduler.sequence import Sequence
 
 
 class DeviceAcceptance(NamedTuple):
-    """Of B sequences, int64 [B] each. right: guesses up to the first wrong one; rows: the row
-    behind which a sequence's newest token was chosen; newest: that token's place in the
-    sequence."""
+    """Of B sequences, int64 [B] each. accepted: accepted drafts; rows: the row whose sampled token
+    is the sequence's newest; newest: position of that token in the sequence."""
 
-    right: Tensor
+    accepted: Tensor
     rows: Tensor
     newest: Tensor
 
     @classmethod
-    def of(cls, counts: list[tuple[Sequence, int]], chosen: Tensor) -> "DeviceAcceptance":
-        """counts: rows of each sequence, its newest token's and its drafts'; chosen int64 [R]: the
-        tokens chosen behind the rows, not appended yet."""
+    def of(cls, counts: list[tuple[Sequence, int]], sampled: Tensor) -> "DeviceAcceptance":
+        """counts: rows of each sequence, its newest token's and its drafts'; sampled int64 [R]: the
+        token sampled after each row, not appended yet."""
         most = max(count for _, count in counts) - 1
-        told, row = [], 0
+        known, row = [], 0
         for sequence, count in counts:
             drafts = sequence.drafts[: count - 1]
-            told += [row, len(sequence.token_ids), *drafts, *[-1] * (most - len(drafts))]
+            known += [row, len(sequence.token_ids), *drafts, *[-1] * (most - len(drafts))]
             row += count
-        known = to_device(told, chosen.device, torch.int64).view(len(counts), 2 + most)
-        return cls(*accepted(known, chosen))
+        table = to_device(known, sampled.device, torch.int64).view(len(counts), 2 + most)
+        return cls(*accepted(table, sampled))
 
 
 class Drafter(ABC):
-    """runner: of the model that is guessed for. count: tokens guessed a step, at most; may be
-    changed between steps. reach: tokens of a sequence behind which nothing can be guessed any more.
-    own: computes guesses, over its cache. behind: by how many places a further guess's lies before
-    its token."""
+    """A `Proposer`. runner: of the target model. count: draft length, at most; may change between
+    steps. max_positions: sequences are drafted for up to this length. own: computes the drafter
+    over its cache. shift: a further draft lies this many positions before its token in the
+    drafter's cache."""
 
     steps: DecodeSteps | EagerSteps
-    """What computes guesses."""
+    """Decode steps of the drafter."""
 
     def __init__(
         self,
         runner: Runner,
         count: int,
         parallel: Parallel,
-        reach: int = sys.maxsize,
+        max_positions: int = sys.maxsize,
         *,
         own: Runner,
-        behind: int = 0,
+        shift: int = 0,
     ) -> None:
-        self.count, self.parallel, self._reach = count, parallel, reach
-        self._runner, self._own, self._shift = runner, own, behind
+        self.count, self.parallel, self._max_positions = count, parallel, max_positions
+        self._runner, self._own, self._shift = runner, own, shift
         self.waits = runner.device.type == "npu"
-        """Whether the host waits for the first guess before the further ones."""
+        """Whether the host waits for the first draft before the further ones."""
         self._lengths: list[int] = []
-        """Of the sequences of the last pass that get tokens, before they did."""
+        """Lengths of the sequences of the last pass before its tokens were appended."""
         self._first: Tensor | None = None
-        """Where the host waits: the first guess behind each of its rows, on the device."""
+        """Where the host waits: the first draft after each row, on the device."""
 
     @abstractmethod
-    def _behind(
+    def _first_logits(
         self, done: ForwardPass, token_ids: Tensor | None, kept: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        """Logits [R, vocab] and likeliest tokens [R] behind the tokens that were chosen behind the
-        counted rows of a pass, or behind those of its counted rows that are `kept`; None where
-        nothing is guessed. Tokens of prompts are read here."""
+        """Read the sampled tokens `token_ids` [R] (and the tokens of prompts) -> logits [R, vocab]
+        and likeliest tokens [R] after them, of the rows `kept` if given; None where nothing is
+        drafted."""
 
     @abstractmethod
-    def _further(
+    def _next_logits(
         self,
-        guessed: Tensor,
+        drafts: Tensor,
         rows: Tensor | None,
-        where: DecodeRows,
-        places: DevicePositions | None,
+        batch: DecodeRows,
+        positions: DevicePositions | None,
     ) -> StepResult:
-        """What may follow the guesses [n] made last. rows [n]: which row of the last result each
-        came from; None: all, in their order.
-        where, places: the guesses' places, as `DecodeSteps.run` takes them."""
+        """Read the last drafts [n]. rows [n]: the row of the last result that each came from, all
+        in order by default. batch, positions: of the drafts, as `DecodeSteps.run` takes them."""
 
     @abstractmethod
-    def _settle(self, done: ForwardPass) -> None:
-        """The pass's tokens were appended, and guesses made."""
+    def _after_step(self, done: ForwardPass) -> None:
+        """Called when the pass's tokens were appended and drafts were made."""
 
-    def begin(self, done: ForwardPass, chosen: SampledTokens | None) -> Tensor | None:
-        """As `speculation.Source.begin`: how many guesses of each sequence were right, and then
-        those that are new, one row of sequences after the other; where the host waits, the first
-        guess behind each row."""
-        token_ids = None if chosen is None else chosen.token_ids
-        if chosen is None or token_ids is None or self.count == 0 or self.waits:
-            found = self._behind(done, token_ids, None)
-            if found is None or chosen is None:
+    def launch(self, done: ForwardPass, sampled: SampledTokens | None) -> Tensor | None:
+        """As `Proposer.launch`: accepted drafts of each sequence, then new drafts, one row of
+        sequences after the other; where the host waits, the first draft after each row."""
+        token_ids = None if sampled is None else sampled.token_ids
+        if sampled is None or token_ids is None or self.count == 0 or self.waits:
+            found = self._first_logits(done, token_ids, None)
+            if found is None or sampled is None:
                 return None
-            self._note(done)
-            self._first = self._drawn(found, chosen, None)
+            self._lengths = [len(sequence.token_ids) for sequence, _ in done.counts]
+            self._first = self._sample(found, sampled, None)
             return self._first
-        accepted = DeviceAcceptance.of(done.counts, token_ids)
-        kept = (
-            accepted.rows if done.has_drafts else None
-        )  # behind the others of its rows nobody goes on
-        if (found := self._behind(done, token_ids, kept)) is None:
+        acceptance = DeviceAcceptance.of(done.counts, token_ids)
+        kept = acceptance.rows if done.has_drafts else None  # the other rows were rejected
+        if (found := self._first_logits(done, token_ids, kept)) is None:
             return None
-        self._note(done)
-        return self._chained(done, chosen, accepted, self._drawn(found, chosen, kept))
-
-    def _note(self, done: ForwardPass) -> None:
         self._lengths = [len(sequence.token_ids) for sequence, _ in done.counts]
+        return self._draft_chain(done, sampled, acceptance, self._sample(found, sampled, kept))
 
-    def _drawn(
-        self, found: tuple[Tensor, Tensor], chosen: SampledTokens, kept: Tensor | None
+    def finish(self, done: ForwardPass, advanced: list[Sequence], drafts: list[int]) -> None:
+        """As `Proposer.finish`."""
+        if drafts and self.waits:
+            self._draft_from_host(done, drafts)
+        elif drafts:
+            self._assign(done, drafts)
+        self._after_step(done)
+
+    def _sample(
+        self, found: tuple[Tensor, Tensor], sampled: SampledTokens, kept: Tensor | None
     ) -> Tensor:
-        """The guesses behind the counted rows, or those kept of them, of what `_behind`
-        returned."""
+        """First drafts from what `_first_logits` returned."""
         logits, greedy = found
-        if chosen.batch is None or chosen.places is None:
+        if sampled.batch is None or sampled.positions is None:
             return greedy
-        if kept is None:
-            return self._runner.draw(logits, chosen.batch, chosen.places + 1)
-        return self._runner.draw(
-            logits, Batch(*(one[kept] for one in chosen.batch)), chosen.places[kept] + 1
-        )
+        batch, positions = sampled.batch, sampled.positions
+        if kept is not None:
+            batch, positions = Batch(*(one[kept] for one in batch)), positions[kept]
+        return self._runner.draw(logits, batch, positions + 1)
 
-    def finish(self, done: ForwardPass, advanced: list[Sequence], guesses: list[int]) -> None:
-        """As `speculation.Source.finish`."""
-        if guesses and self.waits:
-            self._guess(done, guesses)
-        elif guesses:
-            self._take(done, guesses)
-        self._settle(done)
-
-    def _chained(
-        self, done: ForwardPass, chosen: SampledTokens, accepted: DeviceAcceptance, first: Tensor
+    def _draft_chain(
+        self,
+        done: ForwardPass,
+        sampled: SampledTokens,
+        acceptance: DeviceAcceptance,
+        first: Tensor,
     ) -> Tensor:
-        """All guesses, each behind the one before it; the host waits for nothing. first: of each
+        """All drafts, each after the one before it, without waiting for the host. first: of each
         sequence."""
         if self.count == 1:
-            return torch.cat((accepted.right, first))
-        guesses, batch = [first.clone()], None
-        if chosen.batch is not None:
-            batch = Batch(*(one[accepted.rows] for one in chosen.batch))
-        places = accepted.newest + 1 - self._shift
-        where = self._own.rows(
+            return torch.cat((acceptance.accepted, first))
+        drafts, batch = [first.clone()], None
+        if sampled.batch is not None:
+            batch = Batch(*(one[acceptance.rows] for one in sampled.batch))
+        positions = acceptance.newest + 1 - self._shift
+        rows = self._own.rows(
             [0] * len(done.counts), [(sequence, 0) for sequence, _ in done.counts]
         )
-        tables = torch.from_numpy(where.tables).to(first.device, non_blocking=first.is_cuda)
+        tables = torch.from_numpy(rows.tables).to(first.device, non_blocking=first.is_cuda)
         for _ in range(1, self.count):
-            at = DevicePositions.of(places, tables, self._own.cache.block_size, self._reach)
-            result = self._further(guesses[-1], None, where, at)
-            places = places + 1
-            # With the number that its token's place will draw with.
-            guesses.append(
+            at = DevicePositions.of(
+                positions, tables, self._own.cache.block_size, self._max_positions
+            )
+            result = self._next_logits(drafts[-1], None, rows, at)
+            positions = positions + 1
+            # With the random number that the token's position will be sampled with.
+            drafts.append(
                 result.greedy.clone()
                 if batch is None
-                else self._runner.draw(result.logits, batch, places + self._shift)
+                else self._runner.draw(result.logits, batch, positions + self._shift)
             )
-        return torch.cat((accepted.right, *guesses))
+        return torch.cat((acceptance.accepted, *drafts))
 
-    def _take(self, done: ForwardPass, found: list[int]) -> None:
-        """Drafts from what `_chained` returned, as many as can be of use."""
+    def _assign(self, done: ForwardPass, found: list[int]) -> None:
+        """Give the sequences the useful drafts of `_draft_chain`'s result."""
         number = len(done.counts)
         for place, ((sequence, _), length) in enumerate(zip(done.counts, self._lengths)):
             assert (
                 sequence.finish_reason is not None
                 or len(sequence.token_ids) == length + 1 + found[place]
             ), "the device compared"
-            wanted = max(self._wanted(sequence), 0)
-            sequence.drafts += found[number + place :: number][:wanted]
+            useful = max(self._num_useful(sequence), 0)
+            sequence.drafts += found[number + place :: number][:useful]
 
-    def _guess(self, done: ForwardPass, guesses: list[int]) -> None:
-        """Drafts for the sequences of a pass, the first from `guesses` [R] of its rows."""
+    def _draft_from_host(self, done: ForwardPass, first: list[int]) -> None:
+        """Drafts for the sequences of a pass, given the first draft after each of its rows."""
         waiting, rows, row = [], [], 0
         for (sequence, count), length in zip(done.counts, self._lengths):
-            if self._wanted(sequence) > 0:
+            if self._num_useful(sequence) > 0:
                 waiting.append(sequence)
-                # The row behind which the newest token was chosen.
+                # The row after which the newest token was sampled.
                 rows.append(row + len(sequence.token_ids) - length - 1)
-                sequence.drafts.append(guesses[rows[-1]])
+                sequence.drafts.append(first[rows[-1]])
             row += count
-        self._chain(waiting, rows)
+        self._draft_further(waiting, rows)
 
-    def _chain(self, sequences: list[Sequence], rows: list[int]) -> None:
-        """Further guesses, each behind the one before it: the host waits once for all of them."""
+    def _draft_further(self, sequences: list[Sequence], rows: list[int]) -> None:
+        """Further drafts, each after the one before it; the host waits once for all of them."""
         found: list[tuple[list[Sequence], Tensor]] = []
         last, made = self._first, 1
-        while still := [i for i, one in enumerate(sequences) if self._wanted(one) > made]:
-            assert last is not None, "the first guesses were made"
+        while still := [i for i, one in enumerate(sequences) if self._num_useful(one) > made]:
+            assert last is not None, "the first drafts were made"
             sequences, at = [sequences[i] for i in still], self._tensor([rows[i] for i in still])
             batch = Batch.of(
                 [one.params for one in sequences], [one.seed for one in sequences], last.device
             )
-            places = [(one, len(one.token_ids) + made - 1 - self._shift) for one in sequences]
-            result = self._further(last[at], at, self._own.rows([0] * len(sequences), places), None)
+            tokens = [(one, len(one.token_ids) + made - 1 - self._shift) for one in sequences]
+            result = self._next_logits(
+                last[at], at, self._own.rows([0] * len(sequences), tokens), None
+            )
             last = result.greedy.clone()
             if batch is not None:
                 last = self._runner.draw(
@@ -224,14 +222,16 @@ class Drafter(ABC):
             found.append((sequences, last))
             rows, made = list(range(len(sequences))), made + 1
         if found:
-            agreed = iter(self.parallel.agree(torch.cat([guesses for _, guesses in found])))
-            for guessing, _ in found:
-                for sequence in guessing:
+            agreed = iter(self.parallel.agree(torch.cat([drafts for _, drafts in found])))
+            for drafted, _ in found:
+                for sequence in drafted:
                     sequence.drafts.append(next(agreed))
 
-    def _wanted(self, sequence: Sequence) -> int:
-        """Guesses that can be of use: the step after them chooses one token more."""
-        return min(self.count, sequence.num_useful_drafts, self._reach - len(sequence.token_ids))
+    def _num_useful(self, sequence: Sequence) -> int:
+        """Drafts that can be accepted: the step that verifies them samples one token more."""
+        return min(
+            self.count, sequence.num_useful_drafts, self._max_positions - len(sequence.token_ids)
+        )
 
     def _tensor(self, values: list[int]) -> Tensor:
         return to_device(values, self._runner.device, torch.int64)

@@ -1,5 +1,5 @@
-"""Guesses by a head of EAGLE-3 that somebody brought: loaded for one model, with a cache of one
-layer, and read as an MTP layer is."""
+"""Drafts by an EAGLE-3 head: loaded for one target model, with a cache of one layer, and computed
+like an MTP layer."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +25,12 @@ from quantkit.models.eagle3 import EMBEDDING, OFFSETS, Eagle3Head, HeadConfig, p
 from quantkit.models.stored_parameters import check_stored
 from quantkit.models.table import resolve
 
-_REMEDY = "bring a head that was trained for this model"
+_REMEDY = "use a head that was trained for this model"
 
 
 @dataclass(frozen=True)
 class LoadedEagleHead:
-    """A head whole on this rank, in the model's dtype."""
+    """A head, unsharded on this rank, in the target model's dtype."""
 
     head: Eagle3Head
     config: HeadConfig
@@ -40,7 +40,7 @@ class LoadedEagleHead:
 
     @property
     def cache_token_bytes(self) -> int:
-        """Of a token; its cache has 16 bits, whatever the model's has."""
+        """The head's cache has 16 bits, whatever the target model's has."""
         return self.config.decoder.cache.token_bytes(16)
 
     def drafter(
@@ -51,8 +51,8 @@ class LoadedEagleHead:
         parallel: Parallel,
         capture: Capture | None = None,
     ) -> "EagleDrafter":
-        """What guesses `count` tokens a step, over a cache of as many blocks as that of the model
-        that `runner` computes."""
+        """Drafts at most `count` tokens a step for the model that `runner` computes, over a cache
+        with as many blocks."""
         width = self.config.decoder.cache.width // 2
         cache = PagedCache(
             1,
@@ -63,46 +63,31 @@ class LoadedEagleHead:
             device=self.device,
             parts=(width, width),
         )
-        return EagleDrafter(
-            self.head,
-            cache,
-            runner,
-            count,
-            parallel,
+        own, max_positions = (
+            Runner(self.head, cache, capture),
             self.config.decoder.max_position_embeddings,
-            capture,
+        )
+        return EagleDrafter(
+            self.head, runner, count, parallel, own=own, max_positions=max_positions
         )
 
 
 class EagleDrafter(MtpDrafter):
-    """cache: of the head's layer, with the model's blocks by the same numbers. reach: the head's
-    positions."""
+    """mtp: the head."""
 
-    def __init__(
-        self,
-        head: Eagle3Head,
-        cache: PagedCache,
-        runner: Runner,
-        count: int,
-        parallel: Parallel,
-        reach: int,
-        capture: Capture | None,
-    ) -> None:
-        super().__init__(
-            head, runner, count, parallel, own=Runner(head, cache, capture), reach=reach
-        )
-        self._head = head
+    mtp: Eagle3Head
 
     def _states(self, hidden: Tensor) -> Tensor:
-        return self._head.combine(hidden[:, -self._head.read_width :].contiguous())
+        return self.mtp.combine(hidden[:, -self.mtp.read_width :].contiguous())
 
-    def _where(self, done: ForwardPass) -> PrefillContext | MixedContext:
+    def _context(self, done: ForwardPass) -> PrefillContext | MixedContext:
         return self._own.prompt_context(done.spans)
 
 
 def load_eagle_head(path: Path, loaded: LoadedModel, options: EngineOptions) -> LoadedEagleHead:
-    """The head at `path` for the model that is `loaded`, which hands out what it reads from now on.
-    Raises QuantkitError where the head is for another model, or has what is not computed."""
+    """The head at `path` for the model `loaded`, which from now on also returns the hidden states
+    that the head reads. Raises QuantkitError where the head is for another model or not
+    supported."""
     checkpoint = Checkpoint.open(path)
     try:
         config = HeadConfig.from_dict(checkpoint.config)
@@ -119,7 +104,7 @@ def load_eagle_head(path: Path, loaded: LoadedModel, options: EngineOptions) -> 
         - {OFFSETS, DRAFT_VOCAB_MASK}
     ):
         raise QuantkitError(
-            f"{path} has {min(unknown)}, which heads of EAGLE-3 do not have here", _REMEDY
+            f"{path} has {min(unknown)}, which is not supported in EAGLE-3 heads", _REMEDY
         )
     weights = ExecutorWeights(
         checkpoint, rows, device=loaded.device, dtype=loaded.dtype, backend=options.backend
@@ -136,7 +121,8 @@ def load_eagle_head(path: Path, loaded: LoadedModel, options: EngineOptions) -> 
             or len(ids.unique()) != len(ids)
         ):
             raise QuantkitError(
-                f"{OFFSETS} of {path} names tokens that {options.model_path} does not have", _REMEDY
+                f"{OFFSETS} of {path} refers to tokens that {options.model_path} does not have",
+                _REMEDY,
             )
         own = checkpoint.has(EMBEDDING)
         embedding = weights.tensor(EMBEDDING) if own else loaded.model.embedding
@@ -161,7 +147,7 @@ def _check_model(path: Path, config: HeadConfig, loaded: LoadedModel) -> tuple[i
         )
     if type(loaded.model).__call__ is not decoder.Model.__call__:
         raise QuantkitError(
-            f"heads of EAGLE-3 are not computed beside {loaded.checkpoint.path}",
+            f"EAGLE-3 heads are not supported for {loaded.checkpoint.path}",
             "run it without --draft",
         )
     aux_layers = config.aux_layers(layers)

@@ -1,11 +1,17 @@
-"""Guesses by the checkpoint's own MTP layer.
+"""Drafts by a checkpoint's own MTP layers.
 
-The layer reads the main model's hidden state of token i and token i + 1, and guesses token i + 2
-(arXiv 2412.19437, section 2.2). Further guesses feed the layer its own output. Its cache is a layer
-of the main model's, filled for every token that the main model computed.
+`MtpDrafter`: a single layer. It reads the main model's hidden state of token i and the token i + 1,
+and drafts token i + 2 (arXiv 2412.19437, section 2.2). Further drafts feed the layer its own
+output. Its cache is a layer of the main model's, filled for every token of the main model.
 
-Where no guesses are wanted it is not run for every token: the tokens' hidden states are kept
-(unread.py), and read at once when it is needed again, few of them by a captured step.
+`MultiMtpDrafter`: several layers, one for each token ahead. Layer k reads, of token i, the output
+of layer k - 1 (layer 0: of the main model) and the token i + 1 + k, and drafts token i + 2 + k.
+Each layer has its own cache of all tokens before. So after a step, layer k recomputes the positions
+where it read drafts, and the newest position, whose next tokens the layers before it have drafted.
+There are no drafts beyond the last layer.
+
+While nothing is drafted, hidden states are only stored (`DraftBacklog`), and read in one pass when
+drafting starts again.
 """
 
 import sys
@@ -30,10 +36,92 @@ from quantkit.executor.speculation.drafter import Drafter
 from quantkit.executor.speculation.speculation import Proposer
 from quantkit.models.architecture import MtpModel
 
+_BACKLOG_TOKENS = 4096
+"""Tokens whose hidden states are stored (at least those of one pass): 32 sequences for 128 steps."""
+
+
+def make_mtp_drafter(
+    layers: tuple[MtpModel, ...], runner: Runner, count: int, parallel: Parallel
+) -> Proposer:
+    """Drafts at most `count` tokens a step: a single layer all of them, several layers one each."""
+    assert layers, "loaded with its MTP layers"
+    if len(layers) > 1:
+        return MultiMtpDrafter(layers, runner, count, parallel)
+    return MtpDrafter(layers[0], runner, count, parallel)
+
+
+class DraftBacklog:
+    """Hidden states of tokens that no MTP layer has read yet; adding a pass costs one copy.
+
+    There is room for a few thousand tokens. When they do not fit, what is stored is discarded and
+    its sequences get no more drafts: reading so much for drafts that may not pay would cost more
+    than the credit of adaptive_draft_length.py accounts for.
+    """
+
+    def __init__(self) -> None:
+        self.discarded: WeakSet[Sequence] = WeakSet()
+        """Sequences with tokens that can only be read after they are recomputed."""
+        self._passes: list[tuple[Items[tuple[Sequence, int, int]], int]] = []
+        """Spans, and the row of `_stored` where their hidden states begin."""
+        self._stored: Tensor | None = None
+        self._count = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._passes)
+
+    def add(self, hidden: Tensor) -> None:
+        """hidden [T, H] of a pass; `assign` must follow."""
+        if self._stored is not None and self._count + len(hidden) > len(self._stored):
+            self.discarded.update([one for spans, _ in self._passes for one, _, _ in spans])
+            self._passes, self._count = [], 0
+        if self._stored is None or len(hidden) > len(self._stored):
+            self._stored = hidden.new_empty(max(_BACKLOG_TOKENS, len(hidden)), hidden.shape[1])
+        self._stored[self._count : self._count + len(hidden)] = hidden
+
+    def assign(self, spans: Items[tuple[Sequence, int, int]], rows: int) -> None:
+        """The rows added last belong to these spans; called when the accepted tokens are known."""
+        if len(spans) == rows:  # one token each, as in nearly every pass without drafts
+            self._passes.append((spans, self._count))
+        else:
+            row = self._count
+            for sequence, start, length in spans:
+                kept = min(length, len(sequence.token_ids) - 1 - start)
+                self._passes.append(([(sequence, start, kept)], row))
+                row += length
+        self._count += rows
+
+    def recomputed(self, sequences: Iterable[Sequence]) -> None:
+        """These sequences were recomputed: their hidden states are valid again."""
+        self.discarded.difference_update(sequences)
+
+    def pop(self) -> tuple[list[Span], Tensor | None]:
+        """Remove all -> merged spans of the sequences that still have their cache, and the hidden
+        states [T, H] of their tokens."""
+        runs: dict[Sequence, list[tuple[int, list[int]]]] = {}
+        for spans, row in self._passes:
+            for sequence, start, length in spans:
+                if (
+                    0 < length <= sequence.num_cached - start
+                    and sequence.finish_reason is None
+                    and sequence not in self.discarded
+                ):
+                    own = runs.setdefault(sequence, [])
+                    if not own or own[-1][0] + len(own[-1][1]) != start:
+                        own.append((start, []))
+                    own[-1][1].extend(range(row, row + length))
+                row += length
+        self._passes, self._count = [], 0
+        merged = [(one, start, rows) for one, own in runs.items() for start, rows in own]
+        if not merged:
+            return [], None
+        assert self._stored is not None, "spans have hidden states"
+        rows = to_device([row for *_, rows in merged for row in rows], self._stored.device)
+        return [Span(one, start, len(own)) for one, start, own in merged], self._stored[rows]
+
 
 class MtpDrafter(Drafter):
-    """mtp: the architecture's MtpLayer, or what is read as it is. own: computes over its cache,
-    where that is not the model's."""
+    """mtp: the architecture's MTP layer, or a head with the same inputs. own: computes it over its
+    own cache, if that is not the model's."""
 
     def __init__(
         self,
@@ -43,88 +131,87 @@ class MtpDrafter(Drafter):
         parallel: Parallel,
         *,
         own: Runner | None = None,
-        reach: int = sys.maxsize,
+        max_positions: int = sys.maxsize,
     ) -> None:
-        # A place holds a token and the one after it: the layer's last is that before the guess.
-        super().__init__(runner, count, parallel, reach, own=own or runner, behind=1)
+        # A cache position holds a token and its next one, so the last one lies before the draft.
+        super().__init__(runner, count, parallel, max_positions, own=own or runner, shift=1)
         self.mtp = mtp
         self.steps = self._own.drafter_steps(mtp)
-        self._most_rows = 1 + count
-        """Of a sequence in a step: a token and its guesses. Windows and compressed entries have
-        room for no more."""
+        self._max_rows = 1 + count
+        """Rows of a sequence in a step: a token and its drafts. Sliding windows and compressed KV
+        have room for no more."""
         self._hidden: Tensor | None = None
-        """The layer's own output behind the rows that count; None where it did not read the last
-        pass."""
-        self._unread = DraftBacklog()
+        """The layer's output after the rows with logits; None if it did not read the last pass."""
+        self._backlog = DraftBacklog()
 
     def _states(self, hidden: Tensor) -> Tensor:
-        """What the layer reads of tokens, [T, H], from what the model made of them."""
+        """The layer's input states from the main model's output, [T, H]."""
         return hidden
 
-    def _where(self, done: ForwardPass) -> PrefillContext | MixedContext:
-        """Where the tokens of a pass with prompts attend."""
-        assert not isinstance(done.where, DecodeRows), "a pass with prompts"
-        return done.where()
+    def _context(self, done: ForwardPass) -> PrefillContext | MixedContext:
+        """Attention context of a pass with prompts."""
+        assert not isinstance(done.batch, DecodeRows), "a pass with prompts"
+        return done.batch()
 
-    def _behind(
+    def _first_logits(
         self, done: ForwardPass, token_ids: Tensor | None, kept: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
         self._hidden = None
-        if not isinstance(done.where, DecodeRows):
-            return self._behind_prompts(done, token_ids, kept)
+        if not isinstance(done.batch, DecodeRows):
+            return self._read_prompts(done, token_ids, kept)
         if self.count == 0:
-            self._unread.hold(done.hidden)  # now, while the device is busy
+            self._backlog.add(done.hidden)  # now, while the device is busy
             return None
-        where = done.where
-        if self._unread:
-            where = where._replace(tables=where.tables.copy())  # other rows' come in their place
+        batch = done.batch
+        if self._backlog:
+            batch = batch._replace(tables=batch.tables.copy())  # catching up reuses their memory
             self._catch_up()
-        assert token_ids is not None, "every row of a decode pass counts"
+        assert token_ids is not None, "every row of a decode pass is sampled"
         self._hidden, logits, greedy = self.steps.run(
-            where, token_ids, self._states(done.hidden), kept=kept
+            batch, token_ids, self._states(done.hidden), kept=kept
         )
         return logits, greedy
 
-    def _behind_prompts(
+    def _read_prompts(
         self, done: ForwardPass, token_ids: Tensor | None, kept: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        self._unread.computed_anew([sequence for sequence, start, _ in done.spans if start == 0])
-        next_ids, rows = self._tensor(_known_next(done)), self._tensor(done.rows)
+        self._backlog.recomputed([sequence for sequence, start, _ in done.spans if start == 0])
+        next_ids, rows = self._tensor(_next_tokens(done)), self._tensor(done.logit_rows)
         if token_ids is not None:
             next_ids[rows] = token_ids
-        wanted = (
-            next_ids.new_zeros(1) if token_ids is None else rows if kept is None else rows[kept]
-        )  # one is computed always
-        self._hidden = self.mtp(next_ids, self._states(done.hidden), self._where(done), wanted)
+        if token_ids is None:
+            wanted = next_ids.new_zeros(1)  # the model returns at least one row
+        else:
+            wanted = rows if kept is None else rows[kept]
+        self._hidden = self.mtp(next_ids, self._states(done.hidden), self._context(done), wanted)
         if token_ids is None or self.count == 0:
             return None
         logits = self.mtp.logits(self._hidden)
         return logits, logits.argmax(dim=-1)
 
-    def _further(
+    def _next_logits(
         self,
-        guessed: Tensor,
+        drafts: Tensor,
         rows: Tensor | None,
-        where: DecodeRows,
-        places: DevicePositions | None,
+        batch: DecodeRows,
+        positions: DevicePositions | None,
     ) -> StepResult:
-        assert self._hidden is not None, "guesses were made"
+        assert self._hidden is not None, "first drafts were made"
         hidden = self._hidden if rows is None else self._hidden[rows]
-        result = self.steps.run(where, guessed, hidden, places=places)
+        result = self.steps.run(batch, drafts, hidden, positions=positions)
         self._hidden = result.hidden
         return result
 
-    def _settle(self, done: ForwardPass) -> None:
-        """Note whose the hidden states of a decode pass are that was not read."""
+    def _after_step(self, done: ForwardPass) -> None:
         if self._hidden is None:
-            self._unread.settle(done.spans, len(done.rows))
+            self._backlog.assign(done.spans, len(done.logit_rows))
 
-    def _wanted(self, sequence: Sequence) -> int:
-        return 0 if sequence in self._unread.given_up else super()._wanted(sequence)
+    def _num_useful(self, sequence: Sequence) -> int:
+        return 0 if sequence in self._backlog.discarded else super()._num_useful(sequence)
 
     def _catch_up(self) -> None:
-        """The layer reads what it has not read, of sequences that still have their cache."""
-        spans, hidden = self._unread.take()
+        """Read the backlog of the sequences that still have their cache."""
+        spans, hidden = self._backlog.pop()
         if hidden is None:
             return
         following = [
@@ -133,28 +220,25 @@ class MtpDrafter(Drafter):
             for token in sequence.token_ids[start + 1 : start + 1 + length]
         ]
         next_ids, states = self._tensor(following), self._states(hidden)
-        few = max(span.length for span in spans) <= self._most_rows
-        wanted = (
-            self.steps.kept(len(following), max(len(span.sequence.blocks) for span in spans))
-            if few
-            else None
-        )
+        wanted = None
+        if max(span.length for span in spans) <= self._max_rows:
+            wanted = self.steps.num_results(
+                len(following), max(len(span.sequence.blocks) for span in spans)
+            )
         if wanted is not None:
-            # As rows of a step that is there: operator by operator they take the time of several
-            # steps.
-            places = [
+            # As rows of a captured step: launched eagerly they take the time of several steps.
+            tokens = [
                 (sequence, start + i) for sequence, start, length in spans for i in range(length)
             ]
             kept = next_ids.new_zeros(wanted) if wanted else None
-            self.steps.run(
-                self._own.rows([0] * len(following), places), next_ids, states, kept=kept
-            )
+            rows = self._own.rows([0] * len(following), tokens)
+            self.steps.run(rows, next_ids, states, kept=kept)
         else:
             self.mtp(next_ids, states, self._own.prompt_context(spans))
 
 
-def _known_next(done: ForwardPass) -> list[int]:
-    """The successor of every token of a pass, 0 where it is not known yet."""
+def _next_tokens(done: ForwardPass) -> list[int]:
+    """The next token of every token of a pass, 0 where it is not known yet."""
     following: list[int] = []
     for sequence, start, length in done.spans:
         known = sequence.token_ids[start + 1 : start + 1 + length]
@@ -162,149 +246,53 @@ def _known_next(done: ForwardPass) -> list[int]:
     return following
 
 
-_MOST = 4096
-"""Tokens whose hidden states are held, those of one pass at least: of 32 answers for 128 steps."""
-
-
-class DraftBacklog:
-    def __init__(self) -> None:
-        self.given_up: WeakSet[Sequence] = WeakSet()
-        """Sequences of which some tokens are never read unless they are computed again."""
-        self._passes: list[tuple[Items[tuple[Sequence, int, int]], int]] = []
-        """Spans, as `Span` has them, and the row of `_held` where their hidden states begin."""
-        self._held: Tensor | None = None
-        self._count = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._passes)
-
-    def hold(self, hidden: Tensor) -> None:
-        """Those of a pass [T, H]. They lie behind what is held, until `settle` tells whose they
-        are."""
-        if self._held is not None and self._count + len(hidden) > len(self._held):
-            self.given_up.update(
-                [sequence for spans, _ in self._passes for sequence, _, _ in spans]
-            )
-            self._passes, self._count = [], 0
-        if self._held is None or len(hidden) > len(self._held):
-            self._held = hidden.new_empty(max(_MOST, len(hidden)), hidden.shape[1])
-        self._held[self._count : self._count + len(hidden)] = hidden
-
-    def settle(self, spans: Items[tuple[Sequence, int, int]], rows: int) -> None:
-        """The rows held last are those of spans, now that it is known how many tokens of each were
-        kept."""
-        if len(spans) == rows:  # a token each, and as they are: nearly every pass without guesses
-            self._passes.append((spans, self._count))
-        else:
-            row = self._count
-            for sequence, start, length in spans:
-                self._passes.append(
-                    ([(sequence, start, min(length, len(sequence.token_ids) - 1 - start))], row)
-                )
-                row += length
-        self._count += rows
-
-    def computed_anew(self, sequences: Iterable[Sequence]) -> None:
-        """From their first token on."""
-        self.given_up.difference_update(sequences)
-
-    def take(self) -> tuple[list[Span], Tensor | None]:
-        """All that is held of sequences that still have their cache, as spans that are as few as
-        may be, and their tokens' hidden states [T, H]. Nothing is held any more."""
-        behind: list[tuple[Span, int]] = []
-        for passed, row in self._passes:
-            for sequence, start, length in passed:
-                if (
-                    0 < length <= sequence.num_cached - start
-                    and sequence.finish_reason is None
-                    and sequence not in self.given_up
-                ):
-                    behind.append((Span(sequence, start, length), row))
-                row += length
-        self._passes, self._count = [], 0
-        spans, rows = _joined(behind)
-        if not spans:
-            return [], None
-        assert self._held is not None, "what is behind is held"
-        return spans, self._held[to_device(rows, self._held.device)]
-
-
-def _joined(parts: list[tuple[Span, int]]) -> tuple[list[Span], list[int]]:
-    """Parts of sequences, in the order they came, as spans that are as few as may be, and the rows
-    of their tokens, which follow each other in a part."""
-    runs: dict[Sequence, list[tuple[int, list[int]]]] = {}
-    for (sequence, start, length), row in parts:
-        own = runs.setdefault(sequence, [])
-        if not own or own[-1][0] + len(own[-1][1]) != start:
-            own.append((start, []))
-        own[-1][1].extend(range(row, row + length))
-    found = [
-        (Span(sequence, start, len(rows)), rows)
-        for sequence, own in runs.items()
-        for start, rows in own
-    ]
-    return [span for span, _ in found], [row for _, rows in found for row in rows]
-
-
-def make_mtp_drafter(
-    layers: tuple[MtpModel, ...], runner: Runner, count: int, parallel: Parallel
-) -> Proposer:
-    """What guesses `count` tokens a step, at most: of several layers each the token behind the one
-    before, a single one all of them."""
-    assert layers, "loaded with its MTP layers"
-    if len(layers) > 1:
-        return MultiMtpDrafter(layers, runner, count, parallel)
-    return MtpDrafter(layers[0], runner, count, parallel)
-
-
 @dataclass
-class _Read:
-    """What the layers have read of one sequence. done: by layer, how many tokens it has read as
-    they are; waiting [n, W], by layer: what it reads of the tokens behind these."""
+class _LayerInputs:
+    """Progress of the MTP layers on one sequence. done: by layer, how many tokens it has read whose
+    next tokens are final; pending: by layer, its input states [n, W] of the tokens after these."""
 
     done: list[int]
-    waiting: list[Tensor] = field(default_factory=list)
+    pending: list[Tensor] = field(default_factory=list)
 
 
 class MultiMtpDrafter:
-    """As `speculation.Source`. layers: the checkpoint's, in order. count: tokens guessed a step, at
-    most; may be changed between steps."""
+    """A `Proposer`. layers: the checkpoint's, in order. count: draft length, at most; may change
+    between steps."""
 
     def __init__(
         self, layers: tuple[MtpModel, ...], runner: Runner, count: int, parallel: Parallel
     ) -> None:
         self.layers, self.count, self.parallel = layers, count, parallel
         self.steps = tuple(runner.drafter_steps(layer) for layer in layers)
-        """Of each layer."""
         self._runner = runner
-        # A step keeps `count` guesses and the token behind them; layer k reads k tokens again.
+        # A step accepts up to `count` drafts and one token more; layer k reads k tokens again.
         # Short convolutions have room for as many.
-        self._most_rows = 2 * count
-        self._read: WeakKeyDictionary[Sequence, _Read] = WeakKeyDictionary()
-        self._unread = DraftBacklog()
+        self._max_rows = 2 * count
+        self._inputs: WeakKeyDictionary[Sequence, _LayerInputs] = WeakKeyDictionary()
+        self._backlog = DraftBacklog()
 
-    def begin(self, done: ForwardPass, chosen: SampledTokens | None) -> Tensor | None:
-        """As `speculation.Source.begin`: nothing is guessed before the chosen tokens are known. A
-        pass without any is read here."""
-        if chosen is None:
+    def launch(self, done: ForwardPass, sampled: SampledTokens | None) -> Tensor | None:
+        """As `Proposer.launch`: nothing is drafted before the sampled tokens are known. A pass
+        without sampled tokens is read here."""
+        if sampled is None:
             self._advance(done, set())
-        elif self.count == 0 and isinstance(done.where, DecodeRows):
-            self._unread.hold(done.hidden)
+        elif self.count == 0 and isinstance(done.batch, DecodeRows):
+            self._backlog.add(done.hidden)
         return None
 
-    def finish(self, done: ForwardPass, advanced: list[Sequence], guesses: list[int]) -> None:
-        """As `speculation.Source.finish`."""
+    def finish(self, done: ForwardPass, advanced: list[Sequence], drafts: list[int]) -> None:
+        """As `Proposer.finish`."""
         if self.count > 0:
             self._catch_up()
             self._advance(done, {sequence for sequence, _ in done.counts})
-        elif isinstance(done.where, DecodeRows):
-            self._unread.settle(done.spans, len(done.rows))
+        elif isinstance(done.batch, DecodeRows):
+            self._backlog.assign(done.spans, len(done.logit_rows))
         else:
-            self._set_aside(done)
-            self._advance(done, set(), fewest=2)
+            self._store_decode_rows(done)
+            self._advance(done, set(), min_length=2)
 
-    def _set_aside(self, done: ForwardPass) -> None:
-        """Keep the hidden states of answers' tokens of a pass with prompts, as nobody guesses."""
+    def _store_decode_rows(self, done: ForwardPass) -> None:
+        """Add the decoding sequences of a pass with prompts to the backlog."""
         rows, spans, row = [], [], 0
         for span in done.spans:
             if span[2] == 1:
@@ -312,155 +300,152 @@ class MultiMtpDrafter:
                 rows.append(row)
             row += span[2]
         if rows:
-            self._unread.hold(done.hidden[to_device(rows, self._runner.device)])
-            self._unread.settle(spans, len(rows))
+            self._backlog.add(done.hidden[to_device(rows, self._runner.device)])
+            self._backlog.assign(spans, len(rows))
 
     def _catch_up(self) -> None:
-        """What was kept waits for the layers."""
-        spans, hidden = self._unread.take()
+        spans, hidden = self._backlog.pop()
         if hidden is not None:
-            for (sequence, start, _), part in zip(
-                spans, hidden.split([span.length for span in spans])
-            ):
-                self._take(sequence, start, part)
+            lengths = [span.length for span in spans]
+            for (sequence, start, _), part in zip(spans, hidden.split(lengths)):
+                self._add(sequence, start, part)
 
-    def _advance(self, done: ForwardPass, guessing: set[Sequence], fewest: int = 1) -> None:
-        """Read a pass, its spans of `fewest` tokens and more, and guess behind the newest tokens of
-        `guessing`."""
-        row, behind = 0, dict[Sequence, int]()
-        self._unread.computed_anew([sequence for sequence, start, _ in done.spans if start == 0])
+    def _advance(self, done: ForwardPass, drafted: set[Sequence], min_length: int = 1) -> None:
+        """Read the spans of a pass of `min_length` tokens and more, and draft for the sequences
+        `drafted`."""
+        row, counts = 0, dict[Sequence, int]()
+        self._backlog.recomputed([sequence for sequence, start, _ in done.spans if start == 0])
         for sequence, start, length in done.spans:
-            kept = min(length, len(sequence.token_ids) - 1 - start)  # of what was guessed
+            kept = min(length, len(sequence.token_ids) - 1 - start)  # accepted drafts only
             if (
-                length >= fewest
+                length >= min_length
                 and sequence.finish_reason is None
-                and sequence not in self._unread.given_up
+                and sequence not in self._backlog.discarded
             ):
-                self._take(sequence, start, done.hidden[row : row + kept])
-                wanted = (
+                self._add(sequence, start, done.hidden[row : row + kept])
+                count = (
                     max(min(self.count, sequence.num_useful_drafts, len(self.layers)), 0)
-                    if sequence in guessing
+                    if sequence in drafted
                     else 0
                 )
-                if wanted or len(self._read[sequence].waiting[0]) > self._most_rows:
-                    behind[sequence] = wanted
+                if count or len(self._inputs[sequence].pending[0]) > self._max_rows:
+                    counts[sequence] = count
             row += length
-        self._compute(behind)
+        self._compute(counts)
 
-    def _take(self, sequence: Sequence, start: int, hidden: Tensor) -> None:
-        """The main model computed the tokens start .. of a sequence: hidden [n, W]."""
-        read = self._read.get(sequence)
-        if read is None or start != read.done[0] + len(read.waiting[0]):  # new, or computed anew
+    def _add(self, sequence: Sequence, start: int, hidden: Tensor) -> None:
+        """hidden [n, W]: the main model's output for the tokens from `start` on."""
+        inputs = self._inputs.get(sequence)
+        if inputs is None or start != inputs.done[0] + len(inputs.pending[0]):  # or recomputed
             count = len(self.layers)
-            read = self._read[sequence] = _Read([start] * count, [hidden[:0]] * count)
-        read.waiting[0] = torch.cat((read.waiting[0], hidden))
+            inputs = self._inputs[sequence] = _LayerInputs([start] * count, [hidden[:0]] * count)
+        inputs.pending[0] = torch.cat((inputs.pending[0], hidden))
 
-    def _compute(self, wanted: dict[Sequence, int]) -> None:
-        """Have every layer read what it can of these sequences, and guess so many tokens of
-        each."""
-        made: dict[Sequence, list[Tensor]] = {one: [] for one in wanted}
+    def _compute(self, counts: dict[Sequence, int]) -> None:
+        """Every layer reads what it can of these sequences, and drafts for those whose count is
+        larger than its number."""
+        made: dict[Sequence, list[Tensor]] = {one: [] for one in counts}
         for number in range(len(self.layers)):
             spans = [
                 span
-                for one, count in wanted.items()
+                for one, count in counts.items()
                 if (span := self._span(one, number, count > number)).length
             ]
             if not spans:
                 continue
-            reading = torch.cat(
-                [self._read[one].waiting[number][:length] for one, _, length in spans]
+            states = torch.cat(
+                [self._inputs[one].pending[number][:length] for one, _, length in spans]
             )
             ends = torch.tensor([span.length for span in spans]).cumsum(0).tolist()
-            guessing = {
+            last_rows = {
                 span.sequence: end - 1
                 for span, end in zip(spans, ends)
-                if wanted[span.sequence] > number
+                if counts[span.sequence] > number
             }
-            ids, rows = self._ids(spans, number, made), [*guessing.values()]
-            hidden, found = self._read_rows(number, spans, ids, reading, rows)
+            ids, rows = self._ids(spans, number, made), [*last_rows.values()]
+            hidden, found = self._read(number, spans, ids, states, rows)
             if found is not None:
-                for sequence, guess in zip(guessing, self._guesses(number, [*guessing], found)):
-                    made[sequence].append(guess)
+                for sequence, draft in zip(last_rows, self._draft(number, [*last_rows], found)):
+                    made[sequence].append(draft)
             for span, part in zip(spans, hidden.split([span.length for span in spans])):
-                self._settle(span, number, part)
-        self._hand_out(made)
+                self._store(span, number, part)
+        self._assign(made)
 
-    def _read_rows(
-        self, number: int, spans: list[Span], ids: Tensor, reading: Tensor, rows: list[int]
+    def _read(
+        self, number: int, spans: list[Span], ids: Tensor, states: Tensor, rows: list[int]
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """A layer reads spans: what it makes of all tokens, [T, W], and of `rows` the logits and
-        the likeliest tokens; None of none. All is valid until a layer reads again."""
+        """A layer reads spans -> its output for all tokens [T, W], and the logits and likeliest
+        tokens of `rows`, if any. Valid until a layer reads again."""
         at = to_device(rows, self._runner.device)
-        if rows and max(span.length for span in spans) <= self._most_rows:
-            places = [(one, start + i) for one, start, length in spans for i in range(length)]
+        if rows and max(span.length for span in spans) <= self._max_rows:
+            tokens = [(one, start + i) for one, start, length in spans for i in range(length)]
             result = self.steps[number].run(
-                self._runner.rows([0] * len(places), places), ids, reading
+                self._runner.rows([0] * len(tokens), tokens), ids, states
             )
             return result.hidden, (result.logits[at], result.greedy[at])
         layer = self.layers[number]
-        hidden = layer(ids, reading, self._runner.prompt_context(spans))
+        hidden = layer(ids, states, self._runner.prompt_context(spans))
         if not rows:
             return hidden, None
         logits = layer.logits(hidden[at])
         return hidden, (logits, logits.argmax(dim=-1))
 
-    def _span(self, sequence: Sequence, number: int, guesses: bool) -> Span:
-        """What a layer reads: tokens whose successor so far on is known, and where it guesses all
-        that the model has computed."""
-        read = self._read[sequence]
-        first, known = read.done[number], len(sequence.token_ids) - 1 - number
-        there = first + len(read.waiting[number])
-        return Span(sequence, first, (there if guesses else max(min(there, known), first)) - first)
+    def _span(self, sequence: Sequence, number: int, drafts: bool) -> Span:
+        """What a layer reads: tokens whose next tokens are final, or all pending ones if it
+        drafts."""
+        inputs = self._inputs[sequence]
+        first, known = inputs.done[number], len(sequence.token_ids) - 1 - number
+        end = first + len(inputs.pending[number])
+        return Span(sequence, first, (end if drafts else max(min(end, known), first)) - first)
 
     def _ids(self, spans: list[Span], number: int, made: dict[Sequence, list[Tensor]]) -> Tensor:
-        """The tokens beside the hidden states of spans, int64 [T]: known ones, and then guessed
-        ones."""
+        """int64 [T]: the tokens that layer `number` reads along with the states of spans, sampled
+        ones, then drafts."""
         ids: list[int] = []
-        places: list[int] = []
-        guessed: list[Tensor] = []
+        rows: list[int] = []
+        drafts: list[Tensor] = []
         for sequence, start, length in spans:
             tokens, first = sequence.token_ids, start + 1 + number
             for place in range(first, first + length):
                 if place >= len(tokens):
-                    places.append(len(ids))
-                    guessed.append(made[sequence][place - len(tokens)])
+                    rows.append(len(ids))
+                    drafts.append(made[sequence][place - len(tokens)])
                 ids.append(tokens[place] if place < len(tokens) else 0)
         found = to_device(ids, self._runner.device, torch.int64)
-        if guessed:
-            found[to_device(places, found.device)] = torch.stack(guessed)
+        if drafts:
+            found[to_device(rows, found.device)] = torch.stack(drafts)
         return found
 
-    def _guesses(
+    def _draft(
         self, number: int, sequences: list[Sequence], found: tuple[Tensor, Tensor]
     ) -> list[Tensor]:
-        """What may follow `number` guesses of each sequence, from logits and likeliest tokens
-        behind its newest token; drawn with the number that the choice will draw with."""
+        """Draft `number` of each sequence, from its logits and likeliest token; drawn with the
+        random number that its position will be sampled with."""
         logits, greedy = found
         batch = Batch.of(
             [one.params for one in sequences], [one.seed for one in sequences], logits.device
         )
         if batch is None:
             return list(greedy.unbind())
-        places = to_device([len(one.token_ids) + number for one in sequences], logits.device)
-        return list(self._runner.draw(logits, batch, places).clone().unbind())
+        positions = to_device([len(one.token_ids) + number for one in sequences], logits.device)
+        return list(self._runner.draw(logits, batch, positions).clone().unbind())
 
-    def _settle(self, span: Span, number: int, made: Tensor) -> None:
-        """A layer read a span: what it made of tokens that it read as they are is for the next one,
-        and the others are read again."""
-        read, known = self._read[span.sequence], len(span.sequence.token_ids) - 1 - number
-        sure = max(min(span.start + span.length, known) - span.start, 0)
+    def _store(self, span: Span, number: int, output: Tensor) -> None:
+        """Pass a layer's output on to the next layer; tokens read with drafts stay pending."""
+        inputs, known = self._inputs[span.sequence], len(span.sequence.token_ids) - 1 - number
+        final = max(min(span.start + span.length, known) - span.start, 0)
         if number + 1 < len(self.layers):
-            # What the next layer waits for is up to the first token that this one read; beyond what
-            # is sure it is for these guesses only.
-            before = read.waiting[number + 1][: span.start - read.done[number + 1]]
-            read.waiting[number + 1] = torch.cat((before, made))
-        read.done[number] += sure
-        read.waiting[number] = read.waiting[number][sure:].clone()
+            # The next layer's pending states end where this layer began to read; what follows the
+            # final tokens is used for these drafts only.
+            before = inputs.pending[number + 1][: span.start - inputs.done[number + 1]]
+            inputs.pending[number + 1] = torch.cat((before, output))
+        inputs.done[number] += final
+        inputs.pending[number] = inputs.pending[number][final:].clone()
 
-    def _hand_out(self, made: dict[Sequence, list[Tensor]]) -> None:
-        guesses = [guess for own in made.values() for guess in own]
-        if not guesses:
+    def _assign(self, made: dict[Sequence, list[Tensor]]) -> None:
+        drafts = [draft for own in made.values() for draft in own]
+        if not drafts:
             return
-        agreed = iter(self.parallel.agree(torch.stack(guesses)))
+        agreed = iter(self.parallel.agree(torch.stack(drafts)))
         for sequence, own in made.items():
             sequence.drafts += [next(agreed) for _ in own]

@@ -122,45 +122,46 @@ class LoadedModel:
         )
 
     def new_cache(self, num_blocks: int, places: int = 1, ahead: int = 0) -> PagedCache:
-        """Room for the tokens of so many blocks, and where layers keep something of each running
-        sequence for `places` of these, of which
-        `ahead` tokens may be taken back."""
-        layout, held, coding, net = (
+        """A cache of `num_blocks` blocks, with per-sequence states of `places` sequences whose last
+        `ahead` tokens can be rolled back."""
+        layout, held, codes, net = (
             self.cache_layout,
             self.config.cache,
             None,
             self.config.recurrent,
         )
-        entries = recent = None
+        compressed_kv = rotating_cache = None
         if isinstance(held, CompressedCache):
             sizes = held.with_mtp_layers(len(self.mtp_layers))
-            entries = CompressedKVCache(
+            compressed_kv = CompressedKVCache(
                 sizes, num_blocks, layout.block_size, places, self.dtype, self.device, ahead
             )
         elif isinstance(net, ShortConvolutions):
-            recent = RotatingCache(self._recent_sizes(), ahead, places, torch.float32, self.device)
+            rotating_cache = RotatingCache(
+                self._recent_sizes(), ahead, places, torch.float32, self.device
+            )
         if self.codes is not None:
             heads = self.cache_width // 2 // held.head_dim if isinstance(held, KeyValueCache) else 0
-            coding = CacheCodes(self.codes, heads)
+            codes = CacheCodes(self.codes, heads)
         return PagedCache(
-            self.num_cached_layers if entries is None else 0,
+            self.num_cached_layers if compressed_kv is None else 0,
             num_blocks,
             self.cache_width,
             block_size=layout.block_size,
             dtype=self.cache_dtype,
             device=self.device,
             parts=layout.widths if len(layout.widths) > 1 else (),
-            coding=coding,
-            steps=self.steps,
+            codes=codes,
+            code_scales=self.steps,
             index_dim=held.index_dim if isinstance(held, LatentCache) else 0,
-            places=None
+            layer_index=None
             if net is None
             else net.attention_layer_places(self.config.num_hidden_layers),
-            states=RecurrentStates(net, places, self.device, self.weights.parallel.size)
+            recurrent_states=RecurrentStates(net, places, self.device, self.weights.parallel.size)
             if isinstance(net, DeltaNet)
             else None,
-            entries=entries,
-            recent=recent,
+            compressed_kv=compressed_kv,
+            rotating_cache=rotating_cache,
         )
 
     @property
