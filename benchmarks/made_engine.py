@@ -15,7 +15,7 @@ from quantkit.checkpoint.hub import find_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.cache.cache import BLOCK_SIZE, CachePlan
 from quantkit.executor.engine import Engine
-from quantkit.executor.memory_budget import prefill_tokens
+from quantkit.executor.memory_budget import default_chunk_tokens
 from quantkit.executor.rank0 import follow
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner.graph_warmup import warm_up_graphs
@@ -60,7 +60,7 @@ def made_engine(
         tokenizer,
         plan,
         max_batch=batch,
-        prefill_tokens=prefill_tokens(loaded, plan),
+        prefill_tokens=default_chunk_tokens(loaded, plan),
         num_drafts=num_drafts,
     )
 
@@ -78,7 +78,7 @@ def served_engine(loaded: LoadedModel, blocks: int, length: int, batch: int) -> 
         tokenizer,
         plan,
         max_batch=batch,
-        prefill_tokens=prefill_tokens(loaded, plan),
+        prefill_tokens=default_chunk_tokens(loaded, plan),
         measure_steps=True,
     )
     engine.scheduler.budget = measure(

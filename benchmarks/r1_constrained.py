@@ -45,7 +45,7 @@ from quantkit.common.devices import to_device
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner.graphs import SamplingGraph
-from quantkit.executor.runner.logits_processor import Asked, GrammarMasks
+from quantkit.executor.runner.logits_processor import GrammarMasks
 from quantkit.executor.runner.runner import ForwardPass
 from quantkit.executor.runner.sampler import SampledTokens, Sampler
 from quantkit.executor.sampling.grammar import json_schema
@@ -59,10 +59,10 @@ from quantkit.tokenizer.chat import ChatTokenizer
 class KeptMasks(GrammarMasks):
     """The last step's are still there for who asks."""
 
-    last: tuple[Asked, np.ndarray | None] = ([], None)
+    last: tuple[dict[Sequence, int], np.ndarray | None] = ({}, None)
 
-    def _finished(self) -> tuple[Asked, np.ndarray | None]:
-        self.last = super()._finished()
+    def _wait(self) -> tuple[dict[Sequence, int], np.ndarray | None]:
+        self.last = super()._wait()
         return self.last
 
 
@@ -77,12 +77,11 @@ class HeldSampler(Sampler):
         self._engine, self._masks = engine, KeptMasks()
 
     def sample(self, done: ForwardPass, draw: SamplingGraph) -> SampledTokens:
-        """As `Chooser.choose`, but behind every token before a guess."""
+        """As `Sampler.sample`, but behind every token before a guess."""
         chosen, wanted = super().sample(done, draw), list[int]()
         if not any(sequence.drafts for sequence, _ in done.counts):
             return chosen
-        asked, bits = self._masks.last if isinstance(self._masks, KeptMasks) else ([], None)
-        first = dict(asked)
+        first, bits = self._masks.last if isinstance(self._masks, KeptMasks) else ({}, None)
         for sequence, count in done.counts:
             for i, guess in enumerate(sequence.drafts[: count - 1]):
                 right = (

@@ -108,7 +108,10 @@ def test_the_device_finds_what_the_host_will_keep(easy_checkpoint: Path) -> None
         for place, (one, count) in enumerate(counts):
             before = len(one.token_ids)
             kept = one.extend(chosen[row : row + count], 1.0)
-            assert (int(found.right[place]), int(found.rows[place])) == (kept - 1, row + kept - 1)
+            assert (int(found.accepted[place]), int(found.rows[place])) == (
+                kept - 1,
+                row + kept - 1,
+            )
             assert int(found.newest[place]) == before + kept - 1 == len(one.token_ids) - 1
             row += count
 

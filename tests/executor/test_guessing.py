@@ -333,7 +333,7 @@ def test_steps_on_a_processor_take_what_their_thread_computes(
 
 def test_the_other_ranks_guess_as_many() -> None:
     told: list[Any] = []
-    leader = Leader(SimpleNamespace(size=2, rank=0, tell=told.append))  # type: ignore[arg-type]
+    leader = Leader(SimpleNamespace(size=2, rank=0, broadcast=told.append))  # type: ignore[arg-type]
     leader.guess(2, 5)
     leader.step()
     heard = iter([json.loads(json.dumps(told[0])), None])
@@ -360,9 +360,9 @@ def test_guesses_that_no_step_can_check_are_refused(asked: dict[str, int]) -> No
 
 def test_rates_are_summed_once_for_all_numbers_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A choice looks at each number that may be looked up."""
-    summed, places = AcceptanceRates._summed, []
+    summed, places = AcceptanceRates._sums, []
     monkeypatch.setattr(
-        AcceptanceRates, "_summed", lambda self, most: places.append(most) or summed(self, most)
+        AcceptanceRates, "_sums", lambda self, most: places.append(most) or summed(self, most)
     )
     rates = AcceptanceRates()
     rates.add(4, 2)

@@ -15,9 +15,9 @@ from quantkit.executor.cache.cache import plan_cache
 from quantkit.executor.memory_budget import (
     LONG_PREFILL_TOKENS,
     PREFILL_TOKENS,
+    default_chunk_tokens,
     long_step_bytes,
     plan_kv_cache,
-    prefill_tokens,
 )
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.weights.load import LoadedModel, load_model
@@ -51,18 +51,18 @@ def test_a_mixture_over_latents_has_long_steps_where_memory_is_left(
                       max_model_len=None, cache_tokens=None)  # fmt: skip
     held = plan.num_blocks * plan.block_size * loaded.cache_token_bytes
     free(monkeypatch, held + needed)
-    assert prefill_tokens(loaded, plan) == LONG_PREFILL_TOKENS
+    assert default_chunk_tokens(loaded, plan) == LONG_PREFILL_TOKENS
     free(monkeypatch, held + needed - 1)
-    assert prefill_tokens(loaded, plan) == PREFILL_TOKENS["cuda"]
+    assert default_chunk_tokens(loaded, plan) == PREFILL_TOKENS["cuda"]
     drafts = replace(loaded)  # its cache has as many blocks
     free(monkeypatch, 2 * held + needed - 1)
-    assert prefill_tokens(loaded, plan, drafts) == PREFILL_TOKENS["cuda"]
+    assert default_chunk_tokens(loaded, plan, drafts) == PREFILL_TOKENS["cuda"]
     free(monkeypatch, 2 * held + needed)
-    assert prefill_tokens(loaded, plan, drafts) == LONG_PREFILL_TOKENS
+    assert default_chunk_tokens(loaded, plan, drafts) == LONG_PREFILL_TOKENS
     with monkeypatch.context() as patched:  # another rank has less
         free(patched, held + needed)
         patched.setattr(type(loaded.weights.ranks), "minimum", lambda self, value: value - 1)
-        assert prefill_tokens(loaded, plan) == PREFILL_TOKENS["cuda"]
+        assert default_chunk_tokens(loaded, plan) == PREFILL_TOKENS["cuda"]
 
 
 def test_others_have_the_steps_that_their_device_has(loaded: LoadedModel) -> None:
@@ -103,7 +103,7 @@ def test_models_with_keys_and_values_have_long_steps_too(
     monkeypatch.setattr(LoadedModel, "cache_token_bytes", 1)
     for count, tokens in ((needed, LONG_PREFILL_TOKENS), (needed - 1, PREFILL_TOKENS["cuda"])):
         free(monkeypatch, count)
-        assert prefill_tokens(dense, plan) == tokens  # type: ignore[arg-type]
+        assert default_chunk_tokens(dense, plan) == tokens  # type: ignore[arg-type]
 
 
 def test_the_cache_leaves_room_and_nothing_is_refused_for_it(

@@ -110,7 +110,7 @@ def test_a_pass_that_fails_for_one_fails_for_nobody_else(
             raise ValueError("no such row")
         return compute(self, step)
 
-    monkeypatch.setattr(Engine, "_compute", broken)
+    monkeypatch.setattr(Engine, "_forward", broken)
     done = sorted(engine.generate(PROMPTS, PARAMS), key=lambda one: one.index)
     assert [one.finish_reason for one in done] == ["length"] * 4 + ["error", "length"]
     assert [one.token_ids for one in done if one.index != 4] == [
@@ -366,7 +366,7 @@ def test_the_longest_step_is_computed_before_the_first_request(
         device=torch.device(device),
         cache=cache,
         model=model,
-        prompts=SimpleNamespace(launch=launch),
+        prefill_runner=SimpleNamespace(launch=launch),
     )
     assert prefill_tuner.measure(
         runner, SINGLE, StepBudget(512, 512), 1, fixed_chunk=True
@@ -416,7 +416,7 @@ def test_the_slowest_rank_decides(tiny_checkpoint: Path) -> None:
         )  # of the answers, and of the last token of the prompt
         assert trial.continued(32, 64).shape == (1,)
         assert trial.launched(2100).shape == (3,), "prompts of 1024, 1024 and 52 tokens"
-        assert trial.together(31).shape == (2,)
+        assert trial.two_prompts(31).shape == (2,)
     assert len(told) == 2, "what is known is not measured again"
     assert all(value < 0 for value in told)
 
@@ -433,9 +433,9 @@ def test_loading_tells_what_is_behind_it(tiny_checkpoint: Path) -> None:
     )
     engine = Engine.open(options, told.append)
     assert [line.partition(" after ")[0] for line in told] == [
-        "weights are there",
-        "steps are measured",
+        "weights loaded",
+        "steps measured",
     ]
     assert told[1].endswith(
-        f" s: {engine.scheduler.budget.with_decodes} tokens of prompts beside answers"
+        f" s: {engine.scheduler.budget.with_decodes} prompt tokens a step while sequences decode"
     )

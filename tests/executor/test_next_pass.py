@@ -35,7 +35,7 @@ def load(path: Path, *, ahead: bool, num_drafts: int = 0, **options: Any) -> Eng
         **options,
     )
     engine.runner = Runner(engine.loaded.model, engine.cache, in_place)
-    engine.runner._may_launch_next = ahead
+    engine.runner._may_launch_async = ahead
     assert isinstance(engine.scheduler, Scheduler)
     engine.scheduler.lookahead = max(num_drafts, 1)
     if num_drafts:

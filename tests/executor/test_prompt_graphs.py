@@ -107,8 +107,8 @@ def test_padded_passes_give_the_tokens_of_eager_ones(
     assert [tokens(engine) for _ in range(2)] == [expected] * 2
     sizes = list(engine.runner.prefill_runner._graphs)
     assert len(sizes) > 1
-    assert any(size.answers[0] for size in sizes) == mixed
-    assert {bool(size.seen) for size in sizes} == {kind != "keys"}
+    assert any(size.decode[0] for size in sizes) == mixed
+    assert {bool(size.cached) for size in sizes} == {kind != "keys"}
     assert max(size.sequences for size in sizes) > 2
 
 
@@ -164,7 +164,7 @@ def test_last_tokens_alone_go_through_the_last_mlp(
     prompts, computed = engine.runner.prefill_runner, widths(engine, monkeypatch)
     assert not prompts.keep_all_hidden
     rows = [PrefillChunk(PROMPTS[2][:40], 0, [3, 1]), PrefillChunk(PROMPTS[1][:30], 0, [2])]
-    every = prompts.launch(None, rows, whole=True)
+    every = prompts.launch(None, rows, all_hidden=True)
     assert len(every) == computed.pop() == 70
     for last in (prompts.launch(None, rows), prompts.run(None, rows), prompts.run(None, rows)):
         torch.testing.assert_close(last, every[[39, 69]], rtol=0, atol=1e-5)
@@ -234,7 +234,7 @@ def test_little_of_a_pass_is_padding(tiny_checkpoint: Path, count: int) -> None:
     )
     assert size is not None
     assert count <= size.tokens < max(count + 16, 1.25 * count)
-    assert size.tokens <= size.seen <= 1.25 * size.tokens + 64
+    assert size.tokens <= size.cached <= 1.25 * size.tokens + 64
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,8 @@ def test_long_passes_and_states_are_not_captured(
     passes = load(tiny_checkpoint, in_place).runner.prefill_runner
     passes.keep_all_hidden = True
     passes.limit(20)
-    monkeypatch.setattr(prefill_graphs, "_MOST_GRAPHS", 1)
-    monkeypatch.setattr(prefill_graphs, "_MOST_BLOCKS", 2)
+    monkeypatch.setattr(prefill_graphs, "_MAX_GRAPHS", 1)
+    monkeypatch.setattr(prefill_graphs, "_MAX_BLOCKS", 2)
     assert (
         len(passes.run(None, [PrefillChunk([3], 0, [1, 2, 3])]))
         == len(passes.run(None, [PrefillChunk([3], 0, [1, 2, 3])]))
@@ -355,7 +355,7 @@ def answers(engine: Engine) -> list[list[int]]:
 def test_nobody_waits_for_what_was_captured_ahead(
     grouped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph_warmup, "LEAST_FREE", 0)
+    monkeypatch.setattr(graph_warmup, "MIN_FREE_BYTES", 0)
     expected, capture = answers(engine_of(grouped, None)), Counted()
     engine = engine_of(grouped, capture)
     done = warm_up_graphs(engine.runner, SINGLE, 3, engine.max_model_len)
@@ -366,12 +366,12 @@ def test_nobody_waits_for_what_was_captured_ahead(
     assert capture.count == done
 
 
-@pytest.mark.parametrize("field", ["MOST_S", "LEAST_FREE"])
+@pytest.mark.parametrize("field", ["MAX_SECONDS", "MIN_FREE_BYTES"])
 def test_time_and_memory_are_bounded(
     grouped: Path, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph_warmup, "LEAST_FREE", 0)
-    monkeypatch.setattr(graph_warmup, field, 0.0 if field == "MOST_S" else 1 << 60)
+    monkeypatch.setattr(graph_warmup, "MIN_FREE_BYTES", 0)
+    monkeypatch.setattr(graph_warmup, field, 0.0 if field == "MAX_SECONDS" else 1 << 60)
     engine = engine_of(grouped, capture := Counted())
     assert warm_up_graphs(engine.runner, SINGLE, 3, 320) == capture.count == 0
 

@@ -90,7 +90,7 @@ def test_rows_that_are_kept_are_those_made_anew(
         for one in running:
             missing = -(-(len(one.token_ids) + draw.randrange(9)) // size) - len(one.blocks)
             one.blocks += [draw.randrange(1, 99) for _ in range(missing)]
-        found = engine.runner._answer_rows(running, 4)
+        found = engine.runner._decode_rows(running, 4)
         expected = anew(
             engine.runner,
             [one.token_ids[-1] for one in running],
@@ -102,7 +102,7 @@ def test_rows_that_are_kept_are_those_made_anew(
         for row, one in enumerate(running):
             needed = one.num_cached // size + 1
             assert found.tables[row, :needed].tolist() == one.blocks[:needed], step
-            one.follow(draw.randrange(99), 1.0)
+            one.append(draw.randrange(99), 1.0)
     assert 0 < made["anew"] < 100, "most steps kept them"
 
 
@@ -118,10 +118,10 @@ def test_a_sequence_that_was_computed_again_has_rows_of_its_new_blocks(
         0, [1, 2, 3], SamplingParams(max_new_tokens=4), engine.tokenizer, 64, streams=False
     )
     one.blocks, one.num_cached = [3], 2
-    engine.runner._answer_rows([one], 1)
-    one.follow(4, 1.0)
+    engine.runner._decode_rows([one], 1)
+    one.append(4, 1.0)
     one.blocks = [5]
-    found = engine.runner._answer_rows([one], 1)
+    found = engine.runner._decode_rows([one], 1)
     assert found.tables[0, 0] == 5
     assert found.slots.tolist() == [5 * engine.cache.block_size + 3]
 
@@ -156,7 +156,7 @@ def test_a_token_without_drafts_is_taken_as_one_with_them(
                 for _ in range(2)
             )
             for now, token in enumerate([10] * place + [last], 1):
-                one.follow(token, now)
+                one.append(token, now)
                 other.extend([token], now)
             for name in (
                 "token_ids",
@@ -164,7 +164,7 @@ def test_a_token_without_drafts_is_taken_as_one_with_them(
                 "finish_reason",
                 "first_token",
                 "last_token",
-                "_unread",
+                "_undecoded",
                 "fault",
             ):
                 assert getattr(one, name) == getattr(other, name), (last, place, name)

@@ -176,7 +176,7 @@ def test_what_cannot_be_shared_or_guessed_is_refused(model: Path) -> None:
         QuantkitError, match="cannot be taken back where a guess is wrong; run it without --draft"
     ):
         Engine.load(model, device="cpu", draft=model)
-    with pytest.raises(QuantkitError, match="bring another draft model"):
+    with pytest.raises(QuantkitError, match="use another draft model"):
         load_draft(model, load_model(model, device="cpu"), EngineOptions(model, device="cpu"))
 
 

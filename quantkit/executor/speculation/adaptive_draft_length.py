@@ -83,16 +83,20 @@ class AcceptanceRates:
     def expected(self, count: int) -> float:
         """Expected accepted drafts of `count` consecutive ones."""
         if count >= len(self._expected):  # twice as many: the next longer ones are asked for next
-            sums, chance, rate = [0.0], 1.0, _PRIOR_RATE
-            for place in range(2 * count):
-                if place < len(self.proposed):
-                    rate = (self.accepted[place] + rate * _PRIOR_WEIGHT) / (
-                        self.proposed[place] + _PRIOR_WEIGHT
-                    )
-                chance *= rate
-                sums.append(sums[-1] + chance)
-            self._expected = sums
+            self._expected = self._sums(2 * count)
         return self._expected[count]
+
+    def _sums(self, most: int) -> list[float]:
+        """Expected accepted drafts of 0, 1, .. `most` consecutive ones."""
+        sums, chance, rate = [0.0], 1.0, _PRIOR_RATE
+        for place in range(most):
+            if place < len(self.proposed):
+                rate = (self.accepted[place] + rate * _PRIOR_WEIGHT) / (
+                    self.proposed[place] + _PRIOR_WEIGHT
+                )
+            chance *= rate
+            sums.append(sums[-1] + chance)
+        return sums
 
 
 class StepTimes:
