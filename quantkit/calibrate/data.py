@@ -1,8 +1,14 @@
-"""Calibration sequences: from quantkit's own text, a file, or a data set of the `datasets` library.
+"""Calibration sequences from quantkit's own text, a file, or a data set of the `datasets` library.
 
-A document is one sequence, cut to seq_len: a model that never saw two documents in one context is
-not shown two. A .txt is one document, cut into sequences of seq_len. Which documents are taken
-depends on the seed alone. Documents that hold no two tokens are left out and others taken for them.
+A document is one sequence, cut to seq_len, so that a model never sees two documents in one context.
+A .txt file is one document, cut into sequences of seq_len. Which documents are used depends on the
+seed alone. Documents of fewer than two tokens are skipped and replaced by others.
+
+Conversations are rendered by the model's own chat template. Templates of reasoning models drop the
+reasoning of earlier replies; but as such a model mostly writes reasoning, the last reply is
+appended to the prompt with it, as the model itself would write it. If a template refuses a
+conversation (tools, a system message, the order of roles), simpler forms are tried; a model without
+a template gets plain text.
 """
 
 import json
@@ -37,12 +43,12 @@ _SHOWN = 100
 
 @dataclass(frozen=True)
 class CalibrationSummary:
-    """source: a name for people. forms: forms of the documents, most frequent first. samples: the
-    beginning of three documents.
+    """What is used of the calibration data. source: display name. forms: record formats, most
+    frequent first. samples: the beginning of three documents.
 
-    documents, held_out: sequences that are fitted, and that results are judged on; tokens,
-    held_out_tokens: theirs. records: what the source holds, as far as it was read. empty: left out,
-    since they hold no two tokens; cut: longer than seq_len. warnings: what is odd.
+    documents, held_out: sequences used for calibration and for evaluation; tokens, held_out_tokens:
+    their tokens. records: records read from the source. empty: skipped, with fewer than two tokens;
+    cut: longer than seq_len. warnings: anything unusual.
     """
 
     source: str
@@ -59,20 +65,20 @@ class CalibrationSummary:
     warnings: tuple[str, ...]
 
     def lines(self, *, samples: bool = True) -> list[str]:
-        """One line in all, one for each sample, one for each warning."""
+        """A summary line, one line for each sample, one for each warning."""
         of = f" of {self.records:,} read" if self.records > self.documents + self.held_out else ""
-        told = (
+        line = (
             f"calibration: {self.source} ({', '.join(self.forms)}): {self.documents} "
             f"documents{of}, {self.tokens:,} tokens"
         )
-        told += (
+        line += (
             f", and {self.held_out} held out, {self.held_out_tokens:,} tokens"
             if self.held_out
             else ", none held out"
         )
-        told += f"; {self.empty} empty, {self.cut} cut to {self.seq_len} tokens"
+        line += f"; {self.empty} empty, {self.cut} cut to {self.seq_len} tokens"
         shown = [f"  sample: {text}" for text in self.samples] if samples else []
-        return [told, *shown, *(f"warning: {warning}" for warning in self.warnings)]
+        return [line, *shown, *(f"warning: {warning}" for warning in self.warnings)]
 
 
 def preview(text: str, tokens: int) -> str:
@@ -84,8 +90,8 @@ def preview(text: str, tokens: int) -> str:
 def data_warnings(
     sequences: list[Tensor], *, wanted: int, seq_len: int, unknown: int | None, left: int = 0
 ) -> list[str]:
-    """What an engineer would ask about. wanted: sequences that were asked for. unknown: id of the
-    token for unknown text. left: records that were not needed."""
+    """Warnings about the sequences. wanted: sequences requested. unknown: id of the unknown token.
+    left: records not needed."""
     found, lengths = [], [len(sequence) for sequence in sequences]
     different = Counter(tuple(sequence.tolist()) for sequence in sequences)
     if len(sequences) < wanted:
@@ -128,45 +134,45 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Encoder(Protocol):
-    """What is asked of a tokenizer."""
+    """The part of a tokenizer that is used here."""
 
     @property
     def templates(self) -> Mapping[str, Any]:
-        """Chat templates by name; a base model has none."""
+        """Chat templates by name; empty for a base model."""
 
     @property
     def eos(self) -> str | None:
-        """Text of the token that ends a reply."""
+        """Text of the end-of-sequence token."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text."""
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a template's text."""
+        """Token ids of rendered template text."""
 
     def render(
         self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """A conversation's text. Raises QuantkitError where the template refuses it."""
+        """Text of a conversation. Raises QuantkitError if the template refuses it."""
 
 
 @dataclass
 class Templating:
-    """simplified: documents that the template took in a simpler form only, and why it refused the
-    first of them."""
+    """simplified: documents that the template only accepted in a simpler form; refusal: why it
+    refused the first of them."""
 
     encoder: Encoder
     simplified: int = 0
     refusal: str = field(default="")
 
     def text(self, document: Document) -> str:
-        """What the model is shown of a document."""
+        """Text of a document as the model sees it."""
         if not document.messages:
             return document.text
         return self._rendered(document) if self.encoder.templates else plain(document)
 
     def encode(self, document: Document, text: str) -> list[int]:
-        """Token ids of `text`, which `text` made of the document."""
+        """Token ids of `text`, as returned by `text` for this document."""
         return (
             self.encoder.encode_rendered(text)
             if document.messages and self.encoder.templates
@@ -177,7 +183,7 @@ class Templating:
         refusal: QuantkitError | None = None
         for number, (messages, tools) in enumerate(_forms(document)):
             try:
-                text = self._with_thought(messages, tools)
+                text = self._with_reasoning(messages, tools)
             except QuantkitError as error:
                 refusal = refusal or error
                 continue
@@ -187,10 +193,10 @@ class Templating:
         assert refusal is not None
         raise refusal
 
-    def _with_thought(self, messages: list[Message], tools: list[Any] | None) -> str:
+    def _with_reasoning(self, messages: list[Message], tools: list[Any] | None) -> str:
         text = self.encoder.render(messages, tools=tools, add_generation_prompt=False)
-        thought, reply = _parts(messages[-1])
-        if not thought or thought in text:
+        reasoning, reply = _parts(messages[-1])
+        if not reasoning or reasoning in text:
             return text
         prompt = (
             self.encoder.render(messages[:-1], tools=tools, add_generation_prompt=True)
@@ -198,28 +204,28 @@ class Templating:
             else ""
         )
         opening = "" if prompt.rstrip().endswith(THINK) else f"{THINK}\n"
-        return f"{prompt}{opening}{thought}\n{END_THINK}\n\n{reply}{self.encoder.eos or ''}"
+        return f"{prompt}{opening}{reasoning}\n{END_THINK}\n\n{reply}{self.encoder.eos or ''}"
 
 
 def plain(document: Document) -> str:
-    """A conversation as text for a model that has no template: what is said, in order."""
-    told = [json.dumps(list(document.tools), ensure_ascii=False)] if document.tools else []
+    """A conversation as text for a model without a template: all contents in order."""
+    parts = [json.dumps(list(document.tools), ensure_ascii=False)] if document.tools else []
     for message in _as_text(list(document.messages)):
-        thought, reply = _parts(message)
-        told += [part for part in (thought, reply) if part.strip()]
-    return "\n\n".join(told)
+        reasoning, reply = _parts(message)
+        parts += [part for part in (reasoning, reply) if part.strip()]
+    return "\n\n".join(parts)
 
 
 def _forms(document: Document) -> Iterator[tuple[list[Message], list[Any] | None]]:
-    """As it is; with arguments of calls as text, which some templates expect; without tools; the
-    system's words with the user's."""
+    """As it is; with call arguments as text, which some templates expect; without tools; with the
+    system message merged into the user's."""
     messages = list(document.messages)
     tools = list(document.tools) or None
     yield messages, tools
     yield [_with_text_arguments(one) for one in messages], tools
-    spoken = _as_text(messages)
-    yield spoken, None
-    yield _alternating(spoken), None
+    as_text = _as_text(messages)
+    yield as_text, None
+    yield _alternating(as_text), None
 
 
 def _with_text_arguments(message: Message) -> Message:
@@ -236,24 +242,24 @@ def _with_text_arguments(message: Message) -> Message:
 
 
 def _as_text(messages: list[Message]) -> list[Message]:
-    """Without tools: a call is what the assistant says, its result what the user says."""
-    spoken = []
+    """Without tools: a call becomes content of the assistant, its result content of the user."""
+    as_text = []
     for message in messages:
         calls = [_json(call["function"]) for call in message.get("tool_calls", [])]
         role = "user" if message["role"] == "tool" else message["role"]
-        thought = {"reasoning_content": _parts(message)[0]} if _parts(message)[0] else {}
-        spoken.append(
+        reasoning = {"reasoning_content": _parts(message)[0]} if _parts(message)[0] else {}
+        as_text.append(
             {
                 "role": role,
-                **thought,
+                **reasoning,
                 "content": "\n".join(part for part in (_parts(message)[1], *calls) if part),
             }
         )
-    return spoken
+    return as_text
 
 
 def _alternating(messages: list[Message]) -> list[Message]:
-    """User and assistant in turn, as templates without a system role want it."""
+    """Alternating user and assistant, for templates without a system role."""
     turns: list[Message] = []
     for message in messages:
         role = "user" if message["role"] == "system" else message["role"]
@@ -270,15 +276,15 @@ def _alternating(messages: list[Message]) -> list[Message]:
 
 
 def _parts(message: Message) -> tuple[str, str]:
-    """Thought and reply of a message, whose thought stands in a field of its own, or in tags within
+    """Reasoning and reply of a message; the reasoning is in a field of its own, or in tags within
     the content."""
     content = message["content"]
     for name in _REASONING:
         if isinstance(message.get(name), str):
             return message[name].strip(), content
     if message["role"] == "assistant" and END_THINK in content:
-        thought, _, reply = content.partition(END_THINK)
-        return thought.replace(THINK, "", 1).strip(), reply.lstrip("\n")
+        reasoning, _, reply = content.partition(END_THINK)
+        return reasoning.replace(THINK, "", 1).strip(), reply.lstrip("\n")
     return "", content
 
 
@@ -288,30 +294,29 @@ def _json(value: Any) -> str:
 
 OWN_TEXT = "quantkit's own text"
 SHIPPED_TEXT = "calibration.jsonl"
-"""What a model may have in its folder to be calibrated on."""
+"""Calibration data that a model may have in its folder."""
 _OWN_FORMS = (
     "English, Chinese, code, mathematics, tables, tools, reasoning; --calibration takes yours",
 )
 _LOOKED_AT = 1000
-"""Characters of a document that tell how well the tokenizer knows its script."""
+"""Characters of a document by which its tokens per byte are estimated."""
 _FOREIGN = 1.7
-"""Tokens a byte, by the median of all documents. With vocabularies of large models Chinese has
-about 0.8; one without it has 1.8 to 2.2."""
+"""Tokens per byte, relative to the median of all documents, above which a script is foreign to the
+tokenizer. Large vocabularies have about 0.8 for Chinese; without Chinese, 1.8 to 2.2."""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Token ids, int64 [length] each: `calibration` to fit on, `held_out` to judge on. taken: what
-    they are."""
+    """Token ids, int64 [length] each: `calibration`, and `held_out` for evaluation."""
 
     calibration: list[Tensor]
     held_out: list[Tensor]
-    taken: CalibrationSummary | None = None
+    summary: CalibrationSummary | None = None
 
 
 @dataclass
 class _Drawn:
-    """Sequences drawn so far, with the text of the first few, and what was met on the way."""
+    """Sequences drawn so far, the text of the first few, and counters."""
 
     sequences: list[Tensor]
     samples: list[str]
@@ -335,8 +340,8 @@ def load_sequences(
     """`samples` + `held_out` sequences of at most seq_len tokens, or all there are, split in that
     proportion.
 
-    source: a file or the id of a data set; None is quantkit's own text. Raises QuantkitError where
-    the source does not exist, has a record in no known form, or is too small to hold any out.
+    source: a file or the id of a data set; None for quantkit's own text. Raises QuantkitError if
+    the source does not exist, has a record in no known format, or is too small to hold any out.
     """
     wanted = samples + held_out
     templating = Templating(encoder)
@@ -344,12 +349,12 @@ def load_sequences(
     place = str(calibration_text()) if source is None else source
     forms: tuple[str, ...]
     if Path(place).suffix.casefold() in TEXTS:
-        drawn, forms = _pieces(Path(place), encoder, wanted, seq_len, seed), ("plain text",)
+        drawn, forms = _split_text(Path(place), encoder, wanted, seq_len, seed), ("plain text",)
     else:
         documents = _documents(place)
         random.Random(seed).shuffle(documents)
         if own:
-            documents = _foreign_last(_kinds_in_turn(documents), encoder)
+            documents = _foreign_scripts_last(_interleave_kinds(documents), encoder)
         drawn = _draw(documents, templating, wanted, seq_len)
         counted = {
             form: sum(one.form == form for _, one in documents)
@@ -383,12 +388,12 @@ def load_sequences(
         left=left,
     )
     if is_shipped(Path(place)):
-        warnings = []  # who made the model chose how much of which text it takes
+        warnings = []  # the model's author chose the amount of text
     if templating.simplified and not own:
         warnings.append(
             f"{templating.simplified} documents were simplified, since {templating.refusal}"
         )
-    taken = CalibrationSummary(
+    summary = CalibrationSummary(
         source=OWN_TEXT if own else place,
         forms=_OWN_FORMS if own else forms,
         records=drawn.records,
@@ -402,15 +407,15 @@ def load_sequences(
         samples=() if own else tuple(drawn.samples),
         warnings=tuple(warnings),
     )
-    return Sequences(fitted, judges, taken)
+    return Sequences(fitted, judges, summary)
 
 
 def is_shipped(text: Path) -> bool:
-    """Whether the text lies in a model's folder as its own (`SHIPPED_TEXT`)."""
+    """Whether the text is the one shipped in a model's folder (`SHIPPED_TEXT`)."""
     return text.name == SHIPPED_TEXT and (text.parent / "config.json").exists()
 
 
-def _pieces(path: Path, encoder: Encoder, wanted: int, seq_len: int, seed: int) -> _Drawn:
+def _split_text(path: Path, encoder: Encoder, wanted: int, seq_len: int, seed: int) -> _Drawn:
     """Sequences of one long text."""
     text = read_text(path)
     ids = torch.tensor(encoder.encode(text), dtype=torch.int64)
@@ -422,20 +427,20 @@ def _pieces(path: Path, encoder: Encoder, wanted: int, seq_len: int, seed: int) 
 
 
 def _documents(source: str) -> list[tuple[str, Document]]:
-    """Every document with its place. Raises QuantkitError for the first record that is in no known
-    form."""
+    """Every document with its place. Raises QuantkitError for the first record in no known
+    format."""
     found = []
     for place, value in read_records(source):
         try:
             found.append((place, read_document(value)))
         except (UnknownRecordFormat, RecursionError) as error:
             raise QuantkitError(
-                f"{place} is no document: {error}", f"give {ACCEPTED_FORMATS}, or remove it"
+                f"{place} is not a document: {error}", f"give {ACCEPTED_FORMATS}, or remove it"
             ) from error
     return found
 
 
-def _kinds_in_turn(documents: list[tuple[str, Document]]) -> list[tuple[str, Document]]:
+def _interleave_kinds(documents: list[tuple[str, Document]]) -> list[tuple[str, Document]]:
     """One of each kind, then the next of each: a few documents hold something of everything,
     whatever there is most of."""
     met: Counter[str] = Counter()
@@ -446,7 +451,7 @@ def _kinds_in_turn(documents: list[tuple[str, Document]]) -> list[tuple[str, Doc
     return [one for _, one in sorted(zip(rounds, documents), key=lambda pair: pair[0])]
 
 
-def _foreign_last(
+def _foreign_scripts_last(
     documents: list[tuple[str, Document]], encoder: Encoder
 ) -> list[tuple[str, Document]]:
     """Those last whose script the tokenizer writes nearly byte by byte: the model hardly learned

@@ -1,11 +1,15 @@
-"""One record of people's data as a document: which of the known forms it has, and what of it is
-text.
+"""Calibration documents: records of a file or a `datasets` data set, and the record formats that
+are recognized.
 
-A record is a text or an object. Names of fields are compared without case. Recognised, in this
-order:
+.txt and .md are one text. .jsonl, .ndjson and .json hold one record a line, or a list of records,
+whatever the suffix says; .csv and .tsv have a header; .parquet is read through pyarrow. Other names
+are data set ids: read from the cache of the `datasets` library, or streamed from the hub.
 
-    messages, conversations, conversation   a list of {role, content} (OpenAI) or {from, value} (ShareGPT), with `tools` and `system` beside
-    instruction, output or response         alpaca, with `input` where there is one
+A record is a text or an object. Field names are compared without case. Recognized, in this order:
+
+    messages, conversations, conversation   a list of {role, content} (OpenAI) or {from, value}
+                                            (ShareGPT), optionally with `tools` and `system`
+    instruction, output or response         alpaca, optionally with `input`
     prompt or question, and                 a text and its reply, or two lists of messages
     response, completion, chosen, answer or output
     text, or content                        plain text
@@ -50,13 +54,13 @@ _REPLIES = ("response", "completion", "chosen", "answer", "output")
 
 
 class UnknownRecordFormat(ValueError):
-    """The record is in no known form; the text says what is wrong with it."""
+    """The record has no known format; the message says why."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """form: its name for people. Either `text`, or `messages` in OpenAI's form with the tools they
-    may call. kind: what it is about, where the record says so."""
+    """form: display name of its format. Either `text`, or `messages` in OpenAI's format with the
+    tools they may call. kind: its topic, where the record states it."""
 
     form: str
     text: str = ""
@@ -72,7 +76,7 @@ class Document:
 
 
 def read_document(value: Any) -> Document:
-    """The document that a record stands for. Raises UnknownRecordFormat."""
+    """The document of a record. Raises UnknownRecordFormat."""
     if isinstance(value, str):
         return Document("text", text=value)
     if not isinstance(value, dict):
@@ -143,13 +147,13 @@ def _turns(turns: list[tuple[str, str]]) -> tuple[Message, ...]:
 
 def _message(value: Any, place: str) -> Message:
     if not isinstance(value, dict):
-        raise UnknownRecordFormat(f"{place} is no object")
-    said = value.get("role", value.get("from"))
-    role = _ROLES.get(said.casefold()) if isinstance(said, str) else None
+        raise UnknownRecordFormat(f"{place} is not an object")
+    stated = value.get("role", value.get("from"))
+    role = _ROLES.get(stated.casefold()) if isinstance(stated, str) else None
     if role is None:
         raise UnknownRecordFormat(
-            f"{place} has role {said!r:.40}"
-            if said is not None
+            f"{place} has role {stated!r:.40}"
+            if stated is not None
             else f"{place} has neither role nor from"
         )
     if not {"content", "value", "tool_calls"} & set(value):
@@ -165,8 +169,8 @@ def _message(value: Any, place: str) -> Message:
 
 
 def _calls(value: Any, place: str) -> list[Any]:
-    """Tool calls with their arguments as an object, as transformers asks for; OpenAI writes them as
-    a text of JSON."""
+    """Tool calls with their arguments as an object, as transformers expects; OpenAI writes them as
+    a JSON string."""
     made = []
     for call in _list(value, f"{place}.tool_calls"):
         function = call.get("function") if isinstance(call, dict) else None
@@ -187,7 +191,7 @@ def _calls(value: Any, place: str) -> list[Any]:
 
 
 def _list(value: Any, name: str) -> list[Any]:
-    """A list, which some data sets store as a text of JSON."""
+    """A list, which some data sets store as a JSON string."""
     if value is None or value == "":
         return []
     if isinstance(value, str):
@@ -201,7 +205,7 @@ def _list(value: Any, name: str) -> list[Any]:
 
 
 def _text(value: Any, name: str) -> str:
-    """A text; null is none; of OpenAI's lists of parts the texts together."""
+    """A text; "" for null; the texts of OpenAI's list of parts, joined."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -213,7 +217,7 @@ def _text(value: Any, name: str) -> str:
         ]
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) < len(parts):
-            raise UnknownRecordFormat(f"{name} has a part that is no text")
+            raise UnknownRecordFormat(f"{name} has a part that is not a text")
         return "\n".join(texts)
     if not isinstance(value, str):
         raise UnknownRecordFormat(f"{name} is {value!r:.40} and not a text")
@@ -221,12 +225,12 @@ def _text(value: Any, name: str) -> str:
 
 
 Record = tuple[str, Any]
-"""A place ("data.jsonl line 3") and what stands there."""
+"""A place ("data.jsonl line 3") and the value there."""
 
 TEXTS = (".txt", ".md")
 FILES = (*TEXTS, ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _MOST_ROWS = 20_000
-"""Rows that are read of a table or a data set: documents are drawn among these."""
+"""Rows read of a table or a data set: documents are drawn from these."""
 _DATA_SET = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+-]+){0,2}")
 _GIVE = f"give a {', '.join(FILES[:-1])} or {FILES[-1]} file, or the id of a data set"
 
@@ -324,7 +328,7 @@ def _parsed(place: str, line: str) -> Any:
 
 
 def _listed(path: Path, text: str, at: int) -> Iterator[Record]:
-    """Elements of a list, each with the line that it begins on."""
+    """Elements of a list, each with the line on which it begins."""
     decoder, line, counted = json.JSONDecoder(), 1, 0
     blank = re.compile(r"[\s,]*")
     while True:
@@ -359,7 +363,7 @@ def _table(path: Path, delimiter: str) -> Iterator[Record]:
             yield f"{path} line {rows.line_num}", row
     except csv.Error as error:
         raise QuantkitError(
-            f"{path} line {rows.line_num} is no CSV: {error}",
+            f"{path} line {rows.line_num} is not valid CSV: {error}",
             "save it as CSV with a header and quoted texts",
         ) from error
 
@@ -386,7 +390,7 @@ def _parquet(path: Path) -> Iterator[Record]:
                     yield f"{path} row {number}", row
     except (pyarrow.ArrowException, OSError) as error:
         raise QuantkitError(
-            f"{path} is no Parquet file that can be read: {error}", "save it again, or as .jsonl"
+            f"{path} cannot be read as Parquet: {error}", "save it again, or as .jsonl"
         ) from error
 
 
@@ -404,7 +408,7 @@ def _data_set(name: str) -> Iterator[Record]:
     options = {"path": identifier, "name": rest[0] if len(rest) > 1 else None, "split": split}
     datasets.disable_progress_bars()
     for library in ("datasets", "huggingface_hub"):
-        logging.getLogger(library).setLevel(logging.ERROR)  # retries would be told line by line
+        logging.getLogger(library).setLevel(logging.ERROR)  # they log every retry
     try:
         rows = _cached(datasets, options) or datasets.load_dataset(**options, streaming=True).take(
             _MOST_ROWS
@@ -414,19 +418,19 @@ def _data_set(name: str) -> Iterator[Record]:
     except (
         Exception
     ) as error:  # the library raises its own errors, and those of several network clients
-        told = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-        lost = datasets.config.HF_HUB_OFFLINE and not _in_cache(datasets, identifier)
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        not_cached = datasets.config.HF_HUB_OFFLINE and not _in_cache(datasets, identifier)
         problem = (
             f"data set {name} is not in the cache, and this is offline"
-            if lost
-            else f"data set {name} cannot be had: {told}"
+            if not_cached
+            else f"data set {name} cannot be loaded: {reason}"
         )
         raise QuantkitError(problem, "check its id and split, or give a file") from error
 
 
 def _cached(datasets: Any, options: dict[str, Any]) -> Any:
-    """The data set as an earlier download left it in the cache, without asking the hub; None where
-    it is not there."""
+    """The data set from the cache of an earlier download, without network access; None if it is not
+    there."""
     if not _in_cache(datasets, str(options["path"])):
         return None
     before, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, True

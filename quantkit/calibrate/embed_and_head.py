@@ -1,5 +1,4 @@
-"""What is around the decoder layers: what the first one reads, and what the last one's output says
-of the next token."""
+"""What surrounds the decoder layers: embedding, final norm, head, and the inputs of MTP layers."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -25,18 +24,18 @@ from quantkit.models.table import Parameter
 
 
 class EmbedAndHead(Protocol):
-    """Of one model, on one device."""
+    """Embedding, final norm and logits of one model on one device."""
 
     @property
     def centred(self) -> bool:
-        """Whether the last norm takes the mean off, as LayerNorm does."""
+        """Whether the final norm subtracts the mean, as LayerNorm does."""
 
     def embed(self, sequences: Sequence[Tensor]) -> Tensor:
-        """Token ids of sequences -> what the first layer reads, float32 [T, H], one sequence after
-        the other; of several streams `hyper.packed`."""
+        """Token ids of sequences -> input of the first layer, float32 [T, H], the sequences
+        concatenated; packed (`pack_streams`) with several residual streams."""
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] after the last layer -> what the head multiplies, [T, H]."""
+        """hidden [T, H] after the last layer -> input of the head, [T, H]."""
 
     def logits(self, products: Tensor, first: int) -> Tensor:
         """Products [T, R] with rows first .. first + R of the head -> the logits of these tokens,
@@ -44,8 +43,8 @@ class EmbedAndHead(Protocol):
 
 
 class TableEmbedAndHead:
-    """Of an architecture with a table: an embedding, an RMSNorm, a head, and what makes one stream
-    of several."""
+    """Of an architecture with a table: an embedding, an RMSNorm, a head, and the merging of several
+    residual streams."""
 
     centred = False
 
@@ -71,7 +70,7 @@ class TableEmbedAndHead:
         return rms_norm(self.merged(hidden), self.source.gain(self.norm), self.eps)
 
     def merged(self, hidden: Tensor) -> Tensor:
-        """hidden behind the last layer as one stream, [T, H]."""
+        """hidden after the last layer as one stream, [T, H]."""
         if self.streams is None:
             return hidden
         end = StreamMerge(self.streams, LayerWeights(self.source.dequantized_all(self._end)))
@@ -82,7 +81,7 @@ class TableEmbedAndHead:
 
 
 def check_vocabulary(ids: Tensor, rows: int) -> None:
-    """Raise QuantkitError where a token has no row in the embedding."""
+    """Raise QuantkitError if a token has no row in the embedding."""
     if int(ids.max()) >= rows:
         raise QuantkitError(
             f"the tokenizer gives token {int(ids.max())}, the model has {rows}",
@@ -93,8 +92,8 @@ def check_vocabulary(ids: Tensor, rows: int) -> None:
 def mtp_states(
     model: SourceModel, layer: int, states: HiddenStatePair, sequences: Sequences
 ) -> HiddenStatePair:
-    """The inputs of MTP layer `layer` from the outputs of the last layer; of several streams
-    `hyper.packed`, as those are."""
+    """Inputs of MTP layer `layer` from the outputs of the last layer: a token's hidden state and
+    the next token's embedding, packed with several streams. A sequence's last token has none."""
     weights, config, rows = model.weights, model.config, model.layer_rows(layer)
     embed_and_head = TableEmbedAndHead(weights, model.rows, config)
     tensors = weights.dequantized_all(
@@ -107,7 +106,7 @@ def mtp_states(
     unique, compact = torch.cat(following).unique(return_inverse=True)
     tensors[table.name] = weights.checkpoint.read(table.name)[unique].float().to(weights.device)
     assert model.architecture.MtpLayer is not None, (
-        "rows of an MTP layer, and nothing that computes one"
+        "an MTP layer in the table, but no class that computes it"
     )
     block = model.architecture.MtpLayer(
         config, LayerWeights(tensors, no_experts), layer - config.num_hidden_layers
@@ -135,7 +134,7 @@ def mtp_states(
 
 
 def _read(block: MtpModel, embed_and_head: TableEmbedAndHead, hidden: Tensor) -> Tensor:
-    """Of hidden states [T, W] behind the last layer."""
+    """The hidden states [T, W] after the last layer that this MTP block reads."""
     if block.reads == "streams":
         return hidden
     return (
@@ -146,7 +145,7 @@ def _read(block: MtpModel, embed_and_head: TableEmbedAndHead, hidden: Tensor) ->
 
 
 def _block_inputs(block: MtpModel, next_rows: Tensor, hidden: Tensor) -> Tensor:
-    """next_rows int64 [T]: of the embedding that the layer has."""
+    """next_rows int64 [T]: rows of the layer's embedding."""
     if block.reads != "streams":
         return block.inputs(next_rows, hidden)
     made = block.inputs(next_rows, hidden[:, :-1])

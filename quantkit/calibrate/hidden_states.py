@@ -1,4 +1,4 @@
-"""Hidden states of many sequences, lying one after the other, and walked in batches that fit in
+"""Hidden states of many sequences, stored one after the other and processed in batches that fit in
 memory."""
 
 import ctypes
@@ -8,13 +8,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 LARGEST_KEPT = 2**28
-"""Bytes of a block. Larger ones (Hessians, the weights of a dense MLP) go back at once: they make a
-run's peak."""
+"""Bytes of a block. Larger ones (Hessians, the weights of a dense MLP) are returned to the system
+at once: they make up a run's peak."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
 
 
 def keep_freed_blocks() -> None:
-    """From here on, in this process. Up to LARGEST_KEPT bytes stay at the end of the heap."""
+    """Let glibc keep freed blocks of up to LARGEST_KEPT bytes for the rest of this process; other C
+    libraries are left alone.
+
+    By default glibc maps every block above 32 MiB anew and unmaps it when it is freed, so all of
+    its pages are faulted in and cleared again: a tenth of the processor time of an expert at R1's
+    shapes.
+    """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(_MMAP_THRESHOLD, LARGEST_KEPT)
@@ -22,7 +28,7 @@ def keep_freed_blocks() -> None:
 
 
 def trim_heap() -> None:
-    """Free pages, wherever they lie, to the system."""
+    """Return free pages to the system."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
@@ -34,12 +40,13 @@ PIECE_VALUES = 2**24
 
 @dataclass(frozen=True)
 class Batches:
-    """What fits in a CPU's memory.
+    """How much a calibrated run processes at once on a CPU. Results differ in their last bits with
+    it, so a resumed run keeps its values.
 
     tokens: run through a sublayer together, in whole sequences. expert_values: weights of routed
-    experts solved together, at least one expert (R1's, of 44 million, go one by one). piece_values:
-    weights of one linear rounded together, in whole rows: rows are independent, and a piece's
-    blocks of columns stay in a processor's cache.
+    experts solved together, at least one expert (R1's, of 44 million, are solved one by one).
+    piece_values: weights of one linear quantized together, in whole rows: rows are independent, and
+    a piece's column blocks stay in the processor's cache.
     """
 
     tokens: int = BATCH_TOKENS
@@ -47,7 +54,7 @@ class Batches:
     piece_values: int = PIECE_VALUES
 
     def halved(self) -> "Batches":
-        """Half as much, but not below what saves nothing any more."""
+        """Half of each, down to sizes below which nothing more is saved."""
         return Batches(
             max(self.tokens // 2, 128),
             max(self.expert_values // 2, 2**16),
@@ -63,7 +70,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Whole sequences run together: their place in the hidden states, their lengths, and whether
+    """Whole sequences run together: their slice of the hidden states, their lengths, and whether
     they are held out."""
 
     part: slice
@@ -95,7 +102,7 @@ class HiddenStates:
 
 @dataclass
 class HiddenStatePair:
-    """quantized: all sequences, through what has been rounded so far. original: the held-out ones,
+    """quantized: all sequences, through the layers quantized so far. original: the held-out ones,
     through the source's weights."""
 
     quantized: HiddenStates
@@ -103,7 +110,7 @@ class HiddenStatePair:
 
 
 def relative_distance(a: Tensor, b: Tensor) -> float:
-    """||a - b||^2 / ||b||^2; 0 for equal ones, zeros included; NaN for nothing."""
+    """|a - b||^2 / ||b||^2; 0 for equal tensors, also all-zero ones; NaN for empty ones."""
     if not b.numel():
         return float("nan")
     difference = float((a - b).square().sum())

@@ -1,5 +1,11 @@
-"""A sublayer's first value: what its linears read on the calibration tokens, with its original
-weights, and what they read on the original path."""
+"""Statistics of every linear input of a sublayer over the calibration tokens, and the drift of the
+quantized path from the original one.
+
+A linear W reads x on the quantized path where it reads o on the original one, and its target output
+is W o. The weight closest to it over the calibration tokens is W + W M, M = mean((o - x) x^T) H^-1,
+H the damped Hessian of x (as in GPTAQ, arXiv 2504.02692). With few tokens for many channels M
+overfits, so held-out rows decide which fraction of it is applied.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -15,20 +21,19 @@ from quantkit.calibrate.sublayer import Sublayer
 from quantkit.quant.tensor_cores import tensor_core_products
 
 PANEL = 1024
-"""Rows of a square that are summed together. A Hessian is symmetric, and what lies right of a
-panel's last row is not computed. Ranks share the panels out, and each sums its own over all tokens,
-so the sums are those of one process."""
+"""Rows of a Hessian summed together. A Hessian is symmetric, so columns to the right of a panel's
+last row are not computed. Ranks divide the panels, and each sums its own over all tokens, so the
+sums equal those of one process."""
 
 
 @dataclass(frozen=True)
 class InputStatistics:
-    """Of one input of K channels.
+    """Statistics of one input of K channels.
 
-    mean_hessian: mean of x x^T per token, so that losses of inputs with different counts compare,
-    float32 [K, K]. absmax: the largest
-    magnitudes, float32 [K]. sample: held-out rows for judging, float32 [S, K]. rows: some of the
-    calibration tokens', on which scales of rounded activations are judged, float32 [R, K], each
-    times what an error of its token counts.
+    mean_hessian: mean of x x^T per token, float32 [K, K], so that losses of inputs with different
+    token counts are comparable. absmax: largest magnitudes, float32 [K]. sample: held-out rows for
+    evaluation, float32 [S, K]. rows: some calibration rows, on which scales for quantized
+    activations are evaluated, float32 [R, K], each multiplied by the weight of its token.
     """
 
     mean_hessian: Tensor
@@ -38,56 +43,54 @@ class InputStatistics:
 
 
 def token_weights(stream: Tensor) -> Tensor:
-    """What an error counts that is added to rows of the residual stream [T, H], float32 [T, 1],
-    mean square 1: the norm that reads a row divides by its size. A few tokens have a stream
-    hundreds of times as large as the others, and the largest steps of int8 with it."""
+    """Weight of an error added to rows of the residual stream [T, H], float32 [T, 1], mean square
+    1: the norm that reads a row divides by its size. A few tokens have a stream hundreds of times
+    as large as the others, and with it the largest int8 scales."""
     counts = stream.square().mean(-1, keepdim=True).clamp(min=1e-30).rsqrt()
     return counts / counts.square().mean().sqrt()
 
 
 def panels(channels: int) -> Iterator[slice]:
-    """Of a square of so many rows."""
+    """Row slices of a square of so many rows."""
     return (slice(start, start + PANEL) for start in range(0, channels, PANEL))
 
 
 def own_panels(channels: int, ranks: Ranks) -> Iterator[slice]:
-    """Those that this rank sums."""
+    """The panels that this rank sums."""
     return (rows for number, rows in enumerate(panels(channels)) if ranks.owns(number))
 
 
 def send_panels(square: Tensor, ranks: Ranks) -> None:
-    """Every rank gets, in the place of its own, the panels that others summed."""
+    """Exchange panels: every rank gets those that the others summed."""
     for number, rows in enumerate(panels(len(square))):
         ranks.broadcast(square[rows], ranks.owner(number))
 
 
 class RowSample:
-    """Evenly spaced rows of what is shown, until there are `count`."""
+    """Evenly spaced rows of what is added, until there are `count`."""
 
     def __init__(self, count: int) -> None:
         self._count, self._kept = count, list[Tensor]()
 
-    def keep(self, x: Tensor) -> None:
+    def add(self, x: Tensor) -> None:
         """x float32 [T, K]."""
         room = self._count - sum(len(part) for part in self._kept)
         if room > 0:
             self._kept.append(x[:: max(1, x.shape[0] // self._count)][:room].clone())
 
     def rows(self, like: Tensor) -> Tensor:
-        """[S, K]; like: where there are none, its last dimension and device count."""
+        """[S, K]; like: gives the last dimension and device when there are none."""
         return torch.cat(self._kept) if self._kept else like.new_empty(0, like.shape[-1])
 
 
 class StatisticsAccumulator:
-    """What `InputStatistics` are made from, batch by batch.
-
-    A Hessian of R1's widest input is 1.4 GB, so there is one: `mean` turns the sum into it.
-    """
+    """Accumulates `InputStatistics` batch by batch. A Hessian of R1's widest input is 1.4 GB, so
+    there is only one: `mean` converts the sum in place."""
 
     def __init__(
         self, channels: int, device: torch.device, sample_rows: int, ranks: Ranks, every: int = 0
     ) -> None:
-        """every: how many calibration rows there are for one that is kept; 0 where none is."""
+        """every: one calibration row in so many is kept; 0 for none."""
         self._hessian = torch.zeros(
             channels, channels, dtype=torch.float32, device=device
         )  # its panels up to the diagonal
@@ -106,12 +109,12 @@ class StatisticsAccumulator:
         if self._every:
             self._rows.append(x[:: self._every].clone())
 
-    def keep(self, x: Tensor) -> None:
+    def add_held_out(self, x: Tensor) -> None:
         """x float32 [T, K] of held-out tokens."""
-        self._sample.keep(x)
+        self._sample.add(x)
 
     def mean(self) -> InputStatistics:
-        """The statistics; this sum ends here, for they take its memory."""
+        """The statistics. They take this sum's memory: it cannot be used afterwards."""
         hessian = self._hessian.div_(max(self._tokens, 1))
         send_panels(hessian, self._ranks)
         for rows in panels(len(hessian)):
@@ -122,9 +125,9 @@ class StatisticsAccumulator:
 
 
 class Observer:
-    """Sums up every input that it is shown, by module. `held_out` switches what an observation is
-    for. Every rank is shown the same.
-    every: as of `StatisticsAccumulator`."""
+    """Accumulates statistics of every input passed to it, by module. `held_out` selects what the
+    next inputs are used for. Every rank gets the same inputs. every: as in
+    `StatisticsAccumulator`."""
 
     def __init__(self, sample_rows: int, ranks: Ranks, every: int = 0) -> None:
         self._sample_rows, self._ranks, self._every = sample_rows, ranks, every
@@ -135,40 +138,40 @@ class Observer:
         return module in self._sums
 
     def __call__(self, module: str, x: Tensor) -> None:
-        """x float32 [..., K]: what `module` reads."""
+        """x float32 [..., K]: input of `module`."""
         x = x.reshape(-1, x.shape[-1])
         if module not in self._sums:
             self._sums[module] = StatisticsAccumulator(
                 x.shape[-1], x.device, self._sample_rows, self._ranks, self._every
             )
         if self.held_out:
-            self._sums[module].keep(x)
+            self._sums[module].add_held_out(x)
         else:
             self._sums[module].add(x)
 
     def finish(self) -> dict[str, InputStatistics]:
-        """The statistics of every input; nothing more is to be shown."""
+        """The statistics of every input; the observer is empty afterwards."""
         sums, self._sums = self._sums, {}
         return {module: one.mean() for module, one in sums.items()}
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Of one input. inputs float32 [K, K]: the mean of (o - x) x^T over calibration tokens; sample
-    [S, K]: o of the held-out rows whose x are in `InputStatistics.sample`."""
+    """Drift of one input. inputs float32 [K, K]: mean of (o - x) x^T over calibration tokens;
+    sample [S, K]: o of the held-out rows whose x are in `InputStatistics.sample`."""
 
     inputs: Tensor
     sample: Tensor
 
     def scaled(self, scale: Tensor) -> "Drift":
-        """For inputs divided by scale [K]."""
+        """The drift for inputs divided by scale [K]."""
         return Drift(self.inputs / scale / scale[:, None], self.sample / scale)
 
 
 class DriftAccumulator:
-    """What `Drift`s are made from, batch by batch: the quantized path is heard first, then the
-    original one; a linear that is asked several times for a batch, with the sequences one by one,
-    in the same order on both."""
+    """Accumulates `Drift`s batch by batch: the quantized path first, then the original one. A
+    linear called several times for a batch (sequence by sequence) is called in the same order on
+    both."""
 
     def __init__(self, sample_rows: int, ranks: Ranks) -> None:
         self._sample_rows, self._ranks = sample_rows, ranks
@@ -181,12 +184,12 @@ class DriftAccumulator:
         return module in self._sums
 
     def add_quantized(self, module: str, x: Tensor) -> None:
-        """x float32 [..., K]: what `module` reads on the quantized path, of calibration tokens."""
+        """x float32 [..., K]: input of `module` on the quantized path, calibration tokens."""
         self._heard.setdefault(module, deque()).append(x.reshape(-1, x.shape[-1]))
 
     @tensor_core_products()
     def add_original(self, module: str, o: Tensor) -> None:
-        """o: what it reads for the same tokens on the original one."""
+        """o: its input for the same tokens on the original path."""
         x = self._heard[module].popleft()
         if module not in self._sums:
             self._sums[module], self._tokens[module] = x.new_zeros(x.shape[1], x.shape[1]), 0
@@ -196,11 +199,11 @@ class DriftAccumulator:
         self._tokens[module] += len(x)
 
     def add_held_out(self, module: str, o: Tensor) -> None:
-        """o: what it reads on the original path, of held-out tokens."""
-        self._kept.setdefault(module, RowSample(self._sample_rows)).keep(o.reshape(-1, o.shape[-1]))
+        """o: its input on the original path, held-out tokens."""
+        self._kept.setdefault(module, RowSample(self._sample_rows)).add(o.reshape(-1, o.shape[-1]))
 
     def finish(self) -> dict[str, Drift]:
-        """Nothing more is to be heard."""
+        """The drifts; the accumulator is empty afterwards."""
         sums, self._sums = self._sums, {}
         for own in sums.values():
             send_panels(own, self._ranks)
@@ -214,9 +217,9 @@ class DriftAccumulator:
 
 
 def best_fraction(lost: Tensor, change: Tensor) -> Tensor:
-    """How much of a change [..., S, N] of outputs is best on held-out rows, where `lost` is what
-    the outputs lack: [] or the leading dimensions, from nothing to all of it. Nothing where there
-    are no rows: nobody can tell what holds for calibration tokens alone."""
+    """Fraction in [0, 1] of a change [..., S, N] of outputs that fits best on held-out rows, where
+    `lost` is what the outputs lack: [] or the leading dimensions. 0 without rows, as overfitting
+    could not be detected."""
     if not lost.numel():
         return torch.zeros((), device=lost.device)
     return ((lost * change).sum((-1, -2)) / change.square().sum((-1, -2)).clamp(min=1e-30)).clamp(
@@ -227,9 +230,9 @@ def best_fraction(lost: Tensor, change: Tensor) -> Tensor:
 def expert_drift(
     original: Tensor, hidden: Tensor, w: Tensor, layer: tuple[Tensor, Tensor], blend: int
 ) -> Tensor:
-    """As `Drift.inputs`, [I, I], of what an expert's down projection reads. original, hidden [n,
-    I]: on the original and on the quantized path, of the expert's tokens, whose routing weights are
-    w [n]; layer: both [R, I] of rows of the layer, which count as in its Hessian."""
+    """As `Drift.inputs`, [I, I], for the input of an expert's down projection. original, hidden [n,
+    I]: on the original and the quantized path, for the expert's tokens, with routing weights w [n];
+    layer: both for R rows of the layer, [R, I], weighted as in its Hessian."""
     total = ((original - hidden) * w.square()[:, None]).t() @ hidden
     o, x = layer
     share = blend / len(x) * (w.square().mean() if len(w) else torch.ones((), device=w.device))
@@ -237,16 +240,16 @@ def expert_drift(
 
 
 HELD_OUT_ROWS = 128
-"""Held-out rows kept at each linear's input."""
+"""Held-out rows kept for each linear input."""
 SCALE_ROWS = 4096
-"""About so many calibration rows kept there."""
+"""Approximate number of calibration rows kept for each linear input."""
 PROBED_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class SublayerProbe:
-    """What a sublayer adds to the first tokens' hidden states, [t, H], and what it asks of the
-    routed experts, if there are any."""
+    """What a sublayer adds to the first tokens' hidden states, [t, H], and its expert routing, if
+    it has experts."""
 
     output: Tensor
     routed: RoutedTokens | None
@@ -254,13 +257,13 @@ class SublayerProbe:
 
 @dataclass(frozen=True)
 class SublayerStatistics:
-    """A sublayer as it was before anything of it changed.
+    """A sublayer before anything of it is changed.
 
-    sites: the linears that read one input, by the module it is observed under. inputs: the
-    statistics of these inputs, and of the routed experts' input. routed: what the experts are
-    asked, on both paths. probe: against which folding is checked. drifts: of the inputs, where
-    calibration tokens run through the original path too. stream: what the residual stream holds
-    before the sublayer of the tokens whose rows are kept, [R, H].
+    sites: linears that read one input, by the module under which it is observed. inputs: statistics
+    of these inputs, and of the routed experts' input. routed: tokens routed to experts on both
+    paths. probe: reference against which folding is verified. drifts: of the inputs, where
+    calibration tokens also run through the original path. stream: the residual stream before the
+    sublayer at the kept rows, [R, H].
     """
 
     sublayer: Sublayer
@@ -280,7 +283,7 @@ def collect_statistics(
     original: HiddenStates | None = None,
 ) -> SublayerStatistics:
     """Run the original weights `tensors` over `states`, and over `original`, the calibration tokens
-    on the original path, if given. All are left as they are."""
+    on the original path, if given. The hidden states are not changed."""
     every = max(1, states.quantized.fitted // SCALE_ROWS)
     observer = Observer(HELD_OUT_ROWS, ranks, every)
     recorder = RoutingRecorder(len(states.quantized.hidden) + len(states.original.hidden))
@@ -288,22 +291,22 @@ def collect_statistics(
     runs = BatchParallel(ranks, states.quantized.hidden.device)
     ask = runs.shared_experts(recorder)
 
-    def see(module: str, x: Tensor) -> None:
+    def add(module: str, x: Tensor) -> None:
         observer(module, x)
         if original is not None and not observer.held_out:
             total.add_quantized(module, x)
 
     weights = LayerWeights(
-        tensors, ask, runs.shared_hook(see), skipped_linears=sublayer.output_linears
+        tensors, ask, runs.shared_hook(add), skipped_linears=sublayer.output_linears
     )
     block = sublayer.build(weights)
-    beside = LayerWeights(
+    original_weights = LayerWeights(
         tensors,
         runs.shared_experts(asked),
         runs.shared_hook(total.add_original),
         skipped_linears=sublayer.output_linears,
     )
-    source = None if original is None else sublayer.build(beside)
+    source = None if original is None else sublayer.build(original_weights)
 
     def begin(batch: TokenBatch) -> None:
         observer.held_out = batch.held_out
@@ -314,9 +317,7 @@ def collect_statistics(
             sublayer.run(source, original.hidden[batch.part], batch.lengths)
 
     runs.over(states.quantized.batches(), run, begin)
-    if (
-        recorder.asked or original is not None
-    ):  # which experts the original path chooses, and what its linears read
+    if recorder.count or original is not None:  # routing and linear inputs of the original path
         keep = None if original is None else runs.shared_hook(total.add_held_out)
         last = sublayer.build(
             LayerWeights(tensors, ask, keep, skipped_linears=sublayer.output_linears)
@@ -357,9 +358,8 @@ def _observe_experts_input(
     observer: Observer,
     drift: tuple[DriftAccumulator, RoutingRecorder] | None,
 ) -> None:
-    """Where no linear but a router reads the experts' input, it was not observed: a router is no
-    linear. drift: what is summed up, and what the experts are asked by calibration tokens on the
-    original path."""
+    """Observe the experts' input where only a router reads it, which is not a linear. drift: the
+    accumulator, and the routing of calibration tokens on the original path."""
     site = sublayer.experts_site
     if site is None or site in observer:
         return
@@ -370,7 +370,7 @@ def _observe_experts_input(
         return
     total, asked = drift
     original = asked.routed(routed.fitted, routed.fitted)
-    assert original is not None, "a path that asks the experts"
+    assert original is not None, "experts on the original path"
     total.add_quantized(site, routed.x[: routed.fitted])
     total.add_original(site, original.x)
     for batch in states.original.batches():

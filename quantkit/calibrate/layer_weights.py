@@ -1,8 +1,8 @@
-"""One decoder layer's weights in float32, each linear's input shown to an observer: calibration's
-answer to a forward's questions.
+"""One decoder layer's weights in float32 behind the interface that the model's forward uses, with
+hooks on every linear input, and the routing of tokens to its experts.
 
-The routed experts are not here: `experts` is whatever operator the caller puts in, which may record
-what the experts are asked.
+Routed experts are not included: `experts` is any operator that the caller passes, such as a
+`RoutingRecorder`.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,46 +19,46 @@ from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
 
 
 def no_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-    """An experts operator that adds nothing."""
+    """Experts operator that returns zeros."""
     return torch.zeros_like(x)
 
 
 class RoutingRecorder:
-    """An experts operator that writes down what it is asked, for up to `capacity` tokens, and
-    answers zeros."""
+    """Experts operator that records its arguments for up to `capacity` tokens and returns zeros."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.asked = 0
-        self._kept: tuple[Tensor, ...] = ()
+        self.count = 0
+        self._recorded: tuple[Tensor, ...] = ()
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        if not self._kept:
-            self._kept = tuple(
+        if not self._recorded:
+            self._recorded = tuple(
                 torch.empty(self.capacity, *t.shape[1:], dtype=t.dtype, device=t.device)
                 for t in (x, topk_ids, topk_weights)
             )
-        for kept, new in zip(self._kept, (x, topk_ids, topk_weights)):
-            kept[self.asked : self.asked + len(x)] = new
-        self.asked += len(x)
+        for recorded, new in zip(self._recorded, (x, topk_ids, topk_weights)):
+            recorded[self.count : self.count + len(x)] = new
+        self.count += len(x)
         return torch.zeros_like(x)
 
     def routed(self, fitted: int, quantized: int) -> "RoutedTokens | None":
-        """What was asked, with `fitted` and `quantized` as in `RoutedTokens`; None where nothing was."""
-        if not self.asked:
+        """What was recorded, with `fitted` and `quantized` as in `RoutedTokens`; None if it was
+        never called."""
+        if not self.count:
             return None
-        x, topk_ids, topk_weights = (kept[: self.asked] for kept in self._kept)
+        x, topk_ids, topk_weights = (t[: self.count] for t in self._recorded)
         return RoutedTokens(x, topk_ids, topk_weights, fitted, quantized)
 
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """What one layer's experts were asked, all tokens in one order: fitted on, held out, held out
-    on the original path.
+    """Tokens routed to one layer's experts, in the order: calibration, held out, held out on the
+    original path.
 
-    x float32 [T, H]; topk_ids [T, k]; topk_weights float32 [T, k]; fitted and quantized: the first
-    tokens that are calibration, and that run through quantized experts; the rest runs through the
-    original ones.
+    x float32 [T, H]; topk_ids [T, k]; topk_weights float32 [T, k]; fitted and quantized: numbers of
+    leading tokens that are calibration, and that run through quantized experts; the rest run
+    through the original ones.
     """
 
     x: Tensor
@@ -68,13 +68,13 @@ class RoutedTokens:
     quantized: int
 
     def of(self, expert: int) -> tuple[Tensor, Tensor]:
-        """Tokens [n] that chose the expert, rising, and their routing weights [n]."""
+        """Tokens [n] routed to the expert, ascending, and their routing weights [n]."""
         tokens, slots = (self.topk_ids == expert).nonzero(as_tuple=True)
         return tokens, self.topk_weights[tokens, slots]
 
     def quantized_tokens_of(self, expert: int) -> tuple[Tensor, Tensor, int]:
-        """As `of`, without the original path; and how many of the tokens are calibration, which
-        come first."""
+        """As `of`, without the original path; and the number of calibration tokens, which come
+        first."""
         tokens, w = self.of(expert)
         fitted, quantized = (int((tokens < end).sum()) for end in (self.fitted, self.quantized))
         return tokens[:quantized], w[:quantized], fitted
@@ -90,7 +90,7 @@ class RoutedTokens:
 
     def agreement(self) -> float | None:
         """Share of (held-out token, slot) choices that the quantized and the original path have in
-        common; None without held-out ones."""
+        common; None without held-out tokens."""
         held_out, original = (
             self.topk_ids[self.fitted : self.quantized],
             self.topk_ids[self.quantized :],
@@ -101,15 +101,15 @@ class RoutedTokens:
 
 
 class RoutingUpdater:
-    """An experts operator that writes what it is asked over the first tokens of `routed`, and
-    answers zeros. scale [H]: what it reads is divided by it, unlike `routed`."""
+    """Experts operator that overwrites the first tokens of `routed` with its arguments, and returns
+    zeros. scale [H]: its input has been divided by it, unlike that of `routed`."""
 
     def __init__(self, routed: RoutedTokens, scale: Tensor) -> None:
-        self.routed, self.scale, self.asked = routed, scale, 0
+        self.routed, self.scale, self.count = routed, scale, 0
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        rows = slice(self.asked, self.asked + len(x))
-        self.asked = rows.stop
+        rows = slice(self.count, self.count + len(x))
+        self.count = rows.stop
         self.routed.x[rows] = x * self.scale
         self.routed.topk_ids[rows], self.routed.topk_weights[rows] = topk_ids, topk_weights
         return torch.zeros_like(x)
@@ -125,10 +125,10 @@ NO_ACTIVATION_QUANTS: Mapping[str, ActivationQuant] = {}
 
 class LayerWeights:
     """tensors: by full name, float32, on one device. Looked up at every call, so a caller may
-    exchange a weight between calls.
+    replace a weight between calls.
 
-    unread: linears whose outputs nobody looks at in this run; they answer zeros. readings: of
-    linears that round what they read.
+    skipped_linears: linears whose outputs are not needed in this run; they return zeros.
+    activation_quants: of linears with quantized inputs.
     """
 
     def __init__(
@@ -139,6 +139,7 @@ class LayerWeights:
         skipped_linears: frozenset[str] = frozenset(),
         activation_quants: Mapping[str, ActivationQuant] = NO_ACTIVATION_QUANTS,
     ) -> None:
+        """"""
         self.tensors = tensors
         self.routed = experts
         self.observer = observer
@@ -159,8 +160,8 @@ class LayerWeights:
         return self.fused_linear((module,))
 
     def linear_of(self, module: str, site: tuple[str, ...]) -> LinearOp:
-        """The linear `module`, one of those of `site`, which read the same tensor: it is observed
-        under the first one's name, once."""
+        """The linear `module`, one of `site`, which read the same tensor: it is observed once,
+        under the first one's name."""
         self.sites[site[0]] = site
 
         def apply(x: Tensor) -> Tensor:
@@ -183,7 +184,7 @@ class LayerWeights:
                     if module in self.activation_quants
                 ),
                 x,
-            )  # siblings read alike
+            )  # siblings have the same activation quantization
             outputs = [
                 self._apply(rounded if module in self.activation_quants else x, module)
                 for module in modules
@@ -208,7 +209,7 @@ class LayerWeights:
         eps: float,
         rope: Rope,
     ) -> PrologOp | None:
-        return None  # what its linears read is observed
+        return None  # the inputs of its linears are observed
 
     def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
         assert self.routed is not None, f"no operator for the experts of {prefix}"
@@ -223,5 +224,5 @@ class LayerWeights:
     def add_rms_norm(
         self, x: Tensor | UnsummedPairs, residual: Tensor, gain: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        assert isinstance(x, Tensor), "no operator here leaves pairs unsummed"
+        assert isinstance(x, Tensor), "operators here return sums"
         return add_rms_norm(x, residual, gain, eps)

@@ -1,5 +1,5 @@
-"""Units as they are finished: written to the store with what was found out, found there after a
-restart, and told to the listener."""
+"""Progress of a calibrated run: finished units with their findings, written, restored after a
+restart, and reported to the listener."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ from quantkit.models.table import Parameter
 
 @dataclass
 class Findings:
-    """Grows as units finish. After a restart it is filled from the facts stored with finished
-    units."""
+    """What a calibrated run measured, the content of its report. Grows as units finish; after a
+    restart it is restored from the facts stored with finished units."""
 
     errors: dict[str, float] = field(default_factory=dict)
     """module -> squared output error over squared output, on held-out inputs"""
     methods: dict[str, str] = field(default_factory=dict)
-    """module -> what rounded it"""
+    """module -> method that quantized it"""
     scales: dict[str, list[float]] = field(default_factory=dict)
     """group -> smallest, median and largest s"""
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -37,14 +37,13 @@ class Findings:
     """layer -> squared distance of the two paths over the squared norm of the original"""
 
     next_token: dict[str, float] = field(default_factory=dict)
-    """of `next_token_kl.NextTokenKl`, on held-out tokens, and plain_kl, the KL of plain rounding;
-    empty where none were held out"""
+    """fields of `NextTokenKl` on held-out tokens, and plain_kl, the KL of round-to-nearest; empty
+    without held-out tokens"""
 
     def facts(
         self, linears: Mapping[str, LinearResult], scales: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """What to store with one unit so that a resumed run reports the same; also taken up
-        here."""
+        """Facts to store with a unit so that a resumed run reports the same; also merged here."""
         facts = {
             "errors": {
                 module: None if math.isnan(one.error) else one.error
@@ -77,8 +76,8 @@ class Findings:
 
 
 class ProgressLog:
-    """Of one run. units: all there are; source: tells what they weigh; shares: of the run's
-    expected time, by unit. findings: of the units finished so far."""
+    """Of one run. units: all units; source: gives their bytes; shares: of the run's expected time,
+    by unit. findings: of the units finished so far."""
 
     def __init__(
         self,
@@ -106,14 +105,13 @@ class ProgressLog:
         *,
         owned: bool,
     ) -> None:
-        """Take up what was found out, and write the unit where that is for this rank to do. scales:
-        by group."""
+        """Merge the unit's facts, and write it if this rank owns it. scales: by group."""
         for module, one in linears.items():
             if one.method == "nearest":
-                self.note(f"{module}: plain rounding is better on held-out inputs, and kept")
+                self.note(f"{module}: round-to-nearest is better on held-out inputs, and is used")
         facts = self.findings.facts(
             linears, scales
-        )  # also of what is written already: a report tells of all units
+        )  # also for a unit that is already written: a report covers all units
         if owned:
             self.store.write(
                 unit, {module: one.weight for module, one in linears.items()}, plain, facts
@@ -127,12 +125,12 @@ class ProgressLog:
         return weights, plain
 
     def merge_facts(self, unit: str) -> None:
-        """What another rank found out of a unit that it has written."""
+        """Merge the facts of a unit that another rank has written."""
         self.findings.merge(self.store.facts(unit))
 
     def begin_phase(self, phase: str, unit: str) -> None:
-        """A phase of a sublayer begins, with other sizes than the last. An expert's phases find the
-        blocks of the expert before."""
+        """Begin a phase of a sublayer, whose tensors have other sizes than the last: trim the heap.
+        Phases of an expert reuse the blocks of the expert before."""
         trim_heap()
         self.report(phase, unit)
 
@@ -152,13 +150,13 @@ class ProgressLog:
         )
 
     def finish(self, unit: str) -> None:
-        """Nothing more is to be done with the unit."""
+        """Count the unit as done."""
         self._done += self._bytes[unit]
         self._share += self._shares.get(unit, 0.0)
         self.report("done", unit, found=unit in self._found)
 
     def skip(self, unit: str) -> None:
-        """An earlier run finished the unit, and nothing is asked of it."""
+        """Count a unit of an earlier run as done; its result is not needed."""
         self._found.add(unit)
         self.finish(unit)
 

@@ -1,12 +1,12 @@
-"""Several processes at one output: `torchrun --nproc-per-node N -m quantkit quantize ...`.
+"""Several processes that write one output: `torchrun --nproc-per-node N -m quantkit quantize ...`.
 
-Every rank walks the whole model, so all hold the same hidden states. The routed experts, nearly all
-of the work, are divided: each rank reads, solves and writes its batches, and runs their experts for
-everybody. What they add to the hidden states goes to all ranks, over the devices' own library, and
-is added in the order of the experts. So are panels of Hessians (statistics.py), batches of tokens
-that run through a sublayer (shared_runs.py), and linears of one input whose errors are weighed on
-both sides (solver.py). A batch, a panel or a linear is the same whoever computes it, so the files
-are those of one process.
+Every rank walks the whole model, so all hold the same hidden states. Routed experts, nearly all of
+the work, are divided: each rank reads, solves and writes its batches, runs their experts, and
+broadcasts what they add to the hidden states over the devices' collective library; it is added in
+the order of the experts. Divided likewise are panels of Hessians (input_statistics.py), batches of
+tokens that run through a sublayer (`BatchParallel`), and linears of one input that are solved with
+an output cost (linear_solver.py). Each piece is the same on any rank, so the files are those of one
+process.
 """
 
 import json
@@ -24,11 +24,11 @@ from quantkit.calibrate.source_model import UnitStore
 from quantkit.models.weights import ExpertsOp
 
 _PATIENCE = timedelta(days=7)
-"""Ranks wait this long for each other: one may have many experts to solve."""
+"""Timeout of collectives: a rank may have many experts to solve."""
 
 
 class Ranks:
-    """This process's place among `size` ranks."""
+    """This process's rank among `size`."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
@@ -38,7 +38,7 @@ class Ranks:
 
     @classmethod
     def join(cls) -> "Ranks":
-        """From the environment that torchrun sets; the only rank without it."""
+        """From torchrun's environment variables; the only rank without them."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
@@ -48,7 +48,7 @@ class Ranks:
 
     @property
     def cores(self) -> int:
-        """This rank's share of its machine's."""
+        """This rank's share of its machine's cores."""
         return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     @property
@@ -56,22 +56,23 @@ class Ranks:
         return self.rank == 0
 
     def owner(self, number: int) -> int:
-        """The rank that the piece of work with this number is for."""
+        """The rank of the work item with this number."""
         return number % self.size
 
     def owns(self, number: int) -> bool:
         return self.owner(number) == self.rank
 
     def sync(self, store: UnitStore) -> None:
-        """Returns when every rank has written what it was to, and `store` knows of it."""
+        """Wait until every rank has written its units, and reload `store`."""
         store.settle()
         self.barrier()
         store.reread()
 
     def broadcast(self, values: Tensor, source: int) -> Tensor:
-        """Those of rank `source`, on every rank; the others' are written over."""
+        """Values of rank `source`, on every rank; the others' are overwritten."""
         if self.size > 1 and values.numel():
-            # NCCL sends nothing else, and what lies transposed is not a copy of itself on every
+            # NCCL needs contiguous tensors, and a transposed one is copied, so not updated, on
+            # other ranks. Ranks agree on every
             # rank
             sent = values.contiguous()
             dist.broadcast(
@@ -82,8 +83,8 @@ class Ranks:
         return values
 
     def _group_of(self, device_type: str) -> dist.ProcessGroup | None:
-        """None is the processor's. Every rank comes here in the same turn, as making a group
-        asks."""
+        """None is the CPU's group. Every rank calls this in the same order, as creating a group
+        requires."""
         if device_type == "cpu":
             return None
         if self._group is None:
@@ -93,7 +94,7 @@ class Ranks:
         return self._group
 
     def broadcast_text(self, text: str, source: int) -> str:
-        """What rank `source` says, on every rank."""
+        """The text of rank `source`, on every rank."""
         if self.size == 1:
             return text
         values = torch.tensor(list(text.encode()), dtype=torch.uint8)
@@ -104,18 +105,23 @@ class Ranks:
         return bytes(values.tolist()).decode()
 
     def barrier(self) -> None:
-        """For all ranks to come here."""
+        """Wait for all ranks."""
         if self.size > 1:
             dist.barrier()
 
 
 Call = tuple[int, str, tuple[Tensor, ...]]
-"""(number of who listens, module, what it is shown)."""
+"""(number of the listener, module, its tensors)."""
 
 
 class BatchParallel:
-    """Runs of one sublayer. What `shared_hook` and `shared_experts` gave is shown to linears and put in the
-    place of routed experts, and may be in several runs."""
+    """Runs batches of tokens through one sublayer, divided among ranks; every rank gets the inputs
+    of all linears in the order of one process.
+
+    Each rank runs one batch of `size`, records the inputs of linears and routed experts, and
+    broadcasts them: a forward pass is computation, its inputs are only communication. A batch is
+    the same on any rank, so sums over batches are, too.
+    """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
@@ -124,7 +130,7 @@ class BatchParallel:
         """Of the batch that this rank runs for all; None where it is heard at once."""
 
     def shared_hook(self, listen: Observer) -> Observer:
-        """What linears are given as their observer, so that `listen` hears them on every rank."""
+        """An observer for linears, such that `listen` is called on every rank."""
         number = len(self._listeners)
         self._listeners.append(listen)
 
@@ -137,8 +143,8 @@ class BatchParallel:
         return see
 
     def shared_experts(self, experts: ExpertsOp) -> ExpertsOp:
-        """What a sublayer is given as its routed experts, so that `experts`, which answers zeros,
-        is asked on every rank."""
+        """An experts operator for a sublayer, such that `experts`, which returns zeros, is called
+        on every rank."""
         number = len(self._listeners)
         self._listeners.append(lambda _, *asked: experts(*asked))
 
@@ -156,7 +162,7 @@ class BatchParallel:
         run: Callable[[TokenBatch], object],
         before: Callable[[TokenBatch], None],
     ) -> None:
-        """Run every batch. before: called on every rank when a batch is about to be heard."""
+        """Run every batch. before: called on every rank before the results of a batch."""
         listed, size = list(batches), self._ranks.size
         if size == 1:
             for batch in listed:
@@ -184,8 +190,8 @@ class BatchParallel:
         return calls
 
     def _sent(self, own: list[Call], source: int) -> Iterator[Call]:
-        """What rank `source` heard, on every rank, one after the other. own: what this one did.
-        What is shown twice is sent once."""
+        """The calls that rank `source` recorded, on every rank. own: those of this one. A tensor
+        that occurs twice is sent once."""
         held = {_memory(x): x for _, _, shown in own for x in shown}
         places = {memory: place for place, memory in enumerate(held)}
         calls = [
@@ -204,5 +210,5 @@ class BatchParallel:
 
 
 def _memory(x: Tensor) -> tuple[object, ...]:
-    """Alike for tensors that are held at once and are the same."""
+    """Equal for tensors that are alive together and share memory."""
     return x.data_ptr(), x.shape, x.stride(), x.dtype

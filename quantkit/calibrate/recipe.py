@@ -1,4 +1,4 @@
-"""A quantization recipe: everything a run depends on besides the model, as one YAML file."""
+"""A quantization recipe: all settings of a run besides the model, as one YAML file."""
 
 import hashlib
 
@@ -10,7 +10,7 @@ from quantkit.grids.names import Method
 
 
 class Recipe(Strict):
-    """`methods` None means the scheme's own. Lengths are in tokens."""
+    """`methods` None selects the scheme's own. Lengths are in tokens."""
 
     scheme: str
     methods: tuple[Method, ...] | None = None
@@ -19,26 +19,27 @@ class Recipe(Strict):
     held_out: int = Field(
         16,
         ge=0,
-        description="further sequences that methods are judged on and nothing is fitted to",
+        description="further sequences for evaluation, on which nothing is calibrated",
     )
     seq_len: int = Field(512, ge=8)
     seed: int = 0
     group_size: int | None = Field(None, ge=1, description="overrides the scheme's group_size")
     scale_points: int = Field(
-        11, ge=2, description="points of the scale search, for each of its two families"
+        11,
+        ge=2,
+        description="points of the scale search, for each of its two families of candidates",
     )
     weight_points: int = Field(
         0,
         ge=0,
-        description="exponents of the weights' sizes that it tries with each of the activations'",
+        description="exponents of the weight magnitude tried with each exponent of the activations",
     )
     search_rows: int = Field(
-        64, ge=16, description="output rows of a linear that the scale search looks at"
+        64, ge=16, description="output rows of a linear used by the scale search"
     )
     exact_router: bool = Field(
         False,
-        description="scales that reach a 16-bit reader are powers of two, so folding changes no "
-        "bit of it",
+        description="restrict scales folded into 16-bit weights to powers of two, which are exact",
     )
     damping: float = Field(
         0.003, gt=0, description="added to the Hessian's diagonal, as a share of its mean"
@@ -46,33 +47,35 @@ class Recipe(Strict):
     expert_damping: float = Field(
         0.05,
         gt=0,
-        description="the same for a routed expert's own Hessian, which few tokens make up",
+        description="the same for a routed expert's Hessian, which has few tokens",
     )
     expert_shrinkage: float = Field(
         0.2, ge=0, description="added to such a Hessian's diagonal, as a share of each entry"
     )
     output_curvature: bool = Field(
         True,
-        description="GPTQ weighs errors in the residual stream by what they cost those who read it",
+        description="GPTQ weights errors in the residual stream by their cost downstream",
     )
     output_damping: float = Field(
         0.05, gt=0, description="added to the diagonal of that cost, as a share of its mean"
     )
-    fit_points: int = Field(3, ge=1, description="steps tried for each group when it is rounded")
+    fit_points: int = Field(3, ge=1, description="scales tried for each group when it is rounded")
     sweeps: int = Field(
-        4, ge=1, description="of descent over a linear's columns, where it is among the methods"
+        4,
+        ge=1,
+        description="sweeps of coordinate descent over a linear's columns, if it is among the methods",
     )
     min_expert_tokens: int = Field(
         256,
         ge=0,
-        description="experts with fewer routed tokens lean on the layer's shared statistics",
+        description="experts with fewer routed tokens rely on statistics of the whole layer",
     )
 
     prune: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="share of every layer's routed experts that is left out, those that add least",
+        description="share of every layer's routed experts that is removed, those that contribute least",
     )
     least_quantized: float = Field(
         0.5,
@@ -82,8 +85,8 @@ class Recipe(Strict):
     )
 
     def with_given(self, **values: object) -> "Recipe":
-        """The recipe with those of the values that are not None. Raises QuantkitError for one that
-        no recipe can have."""
+        """The recipe with those of the values that are not None. Raises QuantkitError for an
+        invalid value."""
         given = {key: value for key, value in values.items() if value is not None}
         try:
             return Recipe.model_validate(self.model_dump() | given)
@@ -97,12 +100,12 @@ class Recipe(Strict):
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of what the recipe says."""
+        """sha256 of all settings."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
 
 def load_recipe(name_or_path: str) -> Recipe:
-    """A recipe that ships with quantkit, by name, or a YAML file."""
+    """A recipe shipped with quantkit, by name, or a YAML file."""
     path = find_yaml(name_or_path, "recipes")
     if path is None:
         raise QuantkitError(

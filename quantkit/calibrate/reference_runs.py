@@ -1,9 +1,10 @@
-"""Plain rounding beside the calibrated path: the held-out tokens through weights that were rounded
-to nearest, and nothing else.
+"""Two references on the same tokens as the quantized path: the source's weights, and
+round-to-nearest.
 
-It says what calibration was worth: the same tokens, grid and layers, steps from the plain extremes
-of each group. Inputs that are rounded to NVFP4 have the divisor of their own largest value, a cache
-in 8 bits steps that cut nothing off.
+The unquantized run of the calibration tokens gives the inputs that linears should have had. The
+round-to-nearest (RTN) run of the held-out tokens shows what calibration gains: same grid and
+layers, scales from each group's extremes, NVFP4 input divisors from the largest value, and int8
+cache scales that clip nothing.
 """
 
 from collections.abc import Mapping
@@ -31,9 +32,8 @@ from quantkit.quant.tensor_cores import tensor_core_products
 
 @dataclass
 class ReferenceRun:
-    """states: of the calibration tokens, at the input of the next sublayer, in the order of the
-    quantized path's. routed: what the routed experts of the last sublayer are asked; None without
-    experts."""
+    """states: of the calibration tokens at the input of the next sublayer, in the quantized path's
+    order. routed: routing in the last sublayer; None without experts."""
 
     states: HiddenStates
     routed: RoutedTokens | None = None
@@ -53,22 +53,21 @@ class ReferenceRun:
         self.routed = recorder.routed(len(self.states.hidden), len(self.states.hidden))
 
     def asked(self, number: int) -> tuple[Tensor, Tensor]:
-        """Tokens [n] that choose an expert, and its weights [n]."""
+        """Tokens [n] routed to an expert, and their routing weights [n]."""
         assert self.routed is not None, "a sublayer with routed experts"
         return self.routed.of(number)
 
     @tensor_core_products()
     def expert_outputs(self, number: int, original: ExpertWeights) -> Tensor:
-        """One expert's outputs [n, H], unweighted, for the tokens that choose it."""
+        """One expert's outputs [n, H], unweighted, for the tokens routed to it."""
         assert self.routed is not None, "a sublayer with routed experts"
         return original(self.routed.x[self.routed.of(number)[0]])
 
 
 @dataclass
 class RtnRun:
-    """states: of the held-out tokens, at the input of the next sublayer. solvers: of their recipe
-    only the grids count. cache: of a scheme
-    whose cache has 8 bits. routed: what the routed experts of the last sublayer are asked; None
+    """states: of the held-out tokens at the input of the next sublayer. solvers: only their grids
+    are used. cache: of a scheme with an int8 cache. routed: routing in the last sublayer; None
     without experts."""
 
     states: HiddenStates
@@ -102,15 +101,15 @@ class RtnRun:
         self.routed = recorder.routed(0, 0)
 
     def asked(self, number: int) -> tuple[Tensor, Tensor]:
-        """Tokens [n] that choose an expert, and its weights [n]."""
+        """Tokens [n] routed to an expert, and their routing weights [n]."""
         assert self.routed is not None, "a sublayer with routed experts"
         return self.routed.of(number)
 
     def expert_outputs(
         self, number: int, rows: GatedMlp, original: ExpertWeights, solver: LinearSolver | None
     ) -> Tensor:
-        """One expert's outputs [n, H], unweighted, for the tokens that choose it. solver: on the
-        experts' grid; None where the output does not quantize them."""
+        """One expert's outputs [n, H], unweighted, for the tokens routed to it. solver: on the
+        experts' grid; None if they are not quantized."""
         assert self.routed is not None, "a sublayer with routed experts"
         rounded, (tokens, _) = original, self.routed.of(number)
         if solver is not None:
@@ -122,7 +121,7 @@ class RtnRun:
         return rounded(self.routed.x[tokens])
 
     def _rounded(self, sublayer: Sublayer) -> dict[str, Tensor]:
-        """Its tensors, one read and rounded after the other."""
+        """The sublayer's tensors, read and rounded one at a time."""
         tensors = {}
         for row in sublayer.needed:
             tensor = self.source.dequantized(row)

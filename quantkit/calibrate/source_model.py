@@ -1,4 +1,8 @@
-"""The model that is calibrated, as its table tells it: units of work, layers, experts."""
+"""The source model in calibration: work units, parameters in float32, layers and experts.
+
+A unit is read, solved and written together, and can be found finished after a restart: one routed
+expert, one sublayer of a decoder layer without its experts, or one large table.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,10 +32,7 @@ def expert_unit(layer: int, expert: int) -> str:
 
 def units_of(rows: Sequence[Parameter], groups: Iterable[ScaleGroup]) -> dict[str, list[Parameter]]:
     """Every parameter in exactly one unit, in the order of the table. `groups` are those of all
-    layers.
-
-    A norm goes with the sublayer that reads it, because folding changes both together.
-    """
+    layers. A norm belongs to the sublayer that reads it, because folding changes both together."""
     attention = {row.module for row in rows if row.block == "attention"}
     attention |= {group.producer for group in groups if attention.issuperset(group.consumers)}
     units: dict[str, list[Parameter]] = {}
@@ -51,10 +52,10 @@ def _unit_of(row: Parameter, attention: set[str]) -> str:
 
 
 class UnitStore(Protocol):
-    """Where finished units go, and what is already there."""
+    """Storage of finished units."""
 
     def done(self, unit: str) -> bool:
-        """Whether the unit was written before, by this run or the one it resumes."""
+        """Whether the unit is written, by this run or the one it resumes."""
 
     def write(
         self,
@@ -63,47 +64,46 @@ class UnitStore(Protocol):
         plain: dict[str, Tensor],
         facts: dict[str, Any],
     ) -> None:
-        """Write a unit, now or behind the caller's back. quantized: by module. plain: by tensor
-        name; those of the unit that are absent are copied from the source."""
+        """Write a unit, possibly in the background. quantized: by module. plain: by tensor name;
+        absent tensors of the unit are copied from the source."""
 
     def settle(self) -> None:
-        """Returns when all units are written that were to be: other ranks may read them."""
+        """Wait until all units are written: other ranks may then read them."""
 
     def reread(self) -> None:
-        """Learn what other ranks have written since."""
+        """Load what other ranks have written since."""
 
     def load(self, unit: str) -> tuple[dict[str, Weight], dict[str, Tensor], dict[str, Any]]:
-        """A finished unit as it was written, its weights on the device, and its facts."""
+        """A finished unit: its weights on the device, its unquantized tensors, and its facts."""
 
     def facts(self, unit: str) -> dict[str, Any]:
-        """Those of a finished unit alone."""
+        """Only the facts of a finished unit."""
 
     def save_state(self, layer: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Keep the hidden states at the input of a layer, and what was found out so far, for a
-        restart, in place of those kept before."""
+        """Save the hidden states at the input of a layer and the findings so far for a restart,
+        replacing those saved before."""
 
     def load_state(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
-        """The layer whose input was saved last, with what was saved."""
+        """The layer whose input was saved last, with the saved states and facts."""
 
 
 class ParameterReader:
-    """Reads parameters of one checkpoint onto one device."""
+    """Reads parameters of a checkpoint onto one device: decoded, float32, refused if not finite."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self.checkpoint, self.device = checkpoint, device
         self.holds = device.type != "cpu"
-        """Whether stored tensors stay where they are computed with: an accelerator's memory has
-        room, and is far from the disk's cache."""
+        """Whether stored tensors stay on the compute device: an accelerator has the memory, and is
+        far from the page cache."""
         self._held: dict[str, Tensor] = {}
         self._kept: dict[str, Weight | None] = {}
-        """Of what `keep` named, by tensor name, what was read already."""
+        """Tensors named by `keep`, None until read."""
 
     def stored_bytes(self, row: Parameter) -> int:
         return sum(self.checkpoint.tensors[name].nbytes for name in self.parts(row))
 
     def dtype(self, row: Parameter) -> torch.dtype:
-        """What the parameter is stored as when it is left unquantized: its own 16 or 32 bit type,
-        BF16 for a packed source."""
+        """Dtype of the unquantized parameter: its own 16- or 32-bit type, BF16 for a packed source."""
         parts = self.parts(row)
         return self.checkpoint.tensors[parts[0]].dtype if parts == (row.name,) else torch.bfloat16
 
@@ -131,7 +131,7 @@ class ParameterReader:
         return value
 
     def _stored(self, row: Parameter) -> Weight:
-        """On the device: packed bytes travel, not float32."""
+        """On the device; packed bytes are transferred, not float32."""
         packed = row.module in self.checkpoint.linears
         return (
             self.checkpoint.weight(row.module, self.device)
@@ -140,23 +140,23 @@ class ParameterReader:
         )
 
     def keep(self, rows: Iterable[Parameter]) -> None:
-        """Hold these where that is done, from when they are read on, as they are stored, and let go
-        of others: those of a sublayer are asked for six times."""
+        """On accelerators, cache these stored tensors from their first read on and drop others:
+        those of a sublayer are read six times."""
         self._kept = dict.fromkeys(row.name for row in rows) if self.holds else {}
 
     def gain(self, row: Parameter) -> Tensor:
-        """What a norm multiplies by, float32 on the device."""
+        """The factor of a norm, float32 on the device."""
         return self.dequantized(row) + row.gain_offset
 
     def will_read(self, rows: Iterable[Parameter]) -> None:
-        """Parameters that are asked for next, to be brought from the disk meanwhile."""
+        """Prefetch parameters from disk."""
         for row in rows:
             for name in self.parts(row):
                 self.checkpoint.prefetch(name, self.device)
 
     def blocks(self, row: Parameter, count: int) -> Iterator[Tensor]:
-        """A matrix, `count` rows at a time, float32 on the device. An accelerator keeps it as it is
-        stored, if not packed: it is asked for twice a layer."""
+        """A matrix, `count` rows at a time, float32 on the device. Accelerators cache an unpacked
+        one as stored: it is read twice a layer."""
         if self.holds and row.module not in self.checkpoint.linears:
             if row.name not in self._held:
                 self._held[row.name] = self.checkpoint.read(row.name, self.device)
@@ -181,9 +181,8 @@ class ParameterReader:
 
 @dataclass(frozen=True)
 class SourceModel:
-    """rows: the architecture's table, resolved. quantized: modules that are rounded; frozen: those
-    that the output holds packed as the
-    source does. weights: where tensors are read."""
+    """rows: the architecture's table, resolved. quantized: modules to quantize; frozen: modules
+    that the output holds packed as in the source. weights: reads the tensors."""
 
     weights: ParameterReader
     architecture: Architecture[ModelConfig]
@@ -199,7 +198,7 @@ class SourceModel:
 
     @cached_property
     def mtp_layers(self) -> list[int]:
-        """MTP layers, which come after them."""
+        """MTP layers, numbered after the decoder layers."""
         return sorted({row.layer for row in self.rows if row.layer is not None and row.mtp})
 
     @cached_property
@@ -212,7 +211,7 @@ class SourceModel:
 
     @cached_property
     def units(self) -> dict[str, list[Parameter]]:
-        """Units of work, see `units_of`."""
+        """Work units, see `units_of`."""
         return units_of(self.rows, [group for groups in self.groups.values() for group in groups])
 
     @cached_property
@@ -220,8 +219,8 @@ class SourceModel:
         return {row.name: row for row in self.rows}
 
     def sublayer_rows(self, unit: str, layer: int) -> tuple[list[Parameter], list[Parameter]]:
-        """Of a sublayer: its own parameters but the routed experts', and those that it runs with: a
-        decoder layer is built whole."""
+        """The sublayer's own parameters without routed experts, and those it runs with: a decoder
+        layer is built whole."""
         rows = [row for row in self.units[unit] if row.role != "mtp_proj"]
         own = {row.name for row in rows}
         inner = [
@@ -236,5 +235,5 @@ class SourceModel:
         return [row for row in self.rows if row.layer == layer]
 
     def experts(self, layer: int) -> dict[int, GatedMlp]:
-        """Routed experts of one layer by number; empty without."""
+        """Routed experts of one layer by number; empty if it has none."""
         return routed_experts(self.rows, layer)

@@ -1,8 +1,5 @@
-"""One sublayer of a decoder layer, attention or feed-forward with its residual sum: what it is made
-of, and running it.
-
-It is run by the model's own forward, over whatever tensors the caller gives it.
-"""
+"""One sublayer of a decoder layer, attention or feed-forward with its residual sum, run by the
+model's own forward with any tensors that the caller passes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,20 +40,17 @@ def run_feed_forward(block: DecoderLayer, hidden: Tensor, lengths: list[int]) ->
 
 @dataclass(frozen=True)
 class Sublayer:
-    """What a sublayer is made of.
+    """One sublayer.
 
-    rows: its parameters but the routed experts'. needed: the rows that the layer is built from and
-    this sublayer reads; a decoder layer is built whole, but the other sublayer's linears are asked
-    for only when they run. groups: the scale groups inside it, those inside one
-    routed expert left out. stored: dtype on disk of what stays unquantized, by tensor name.
-    quantized: modules that are rounded;
-    frozen: those that the output holds packed as the source does. solvers: of what is rounded.
-    experts: the first linear of its routed experts, None where it has none.
-    importance: what a squared error in each channel of the residual stream counts after this
-    sublayer, float32 [H]; None: alike.
-    outputs: what an error there costs, [H, H], where GPTQ is to heed it. heads: that query, if it
-    is attention; 0 where nobody
-    looked for them. width: channels of the residual stream.
+    rows: its parameters without routed experts. needed: the rows that the layer is built from and
+    this sublayer reads; a decoder layer is built whole, but the other sublayer's linears are only
+    accessed when they run. groups: its scale groups, without those inside a routed expert. stored:
+    dtype on disk of unquantized tensors, by name. quantized: modules to quantize; frozen: modules
+    that the output holds packed as in the source. experts: the first linear of its routed experts,
+    None without experts. importance: weight of a squared error in each channel of the residual
+    stream after this sublayer, float32 [H]; None: uniform. outputs: the cost of an error there, [H,
+    H], if GPTQ uses it. heads: query heads of attention; 0 if unknown. width: channels of the
+    residual stream.
     """
 
     name: str
@@ -77,23 +71,23 @@ class Sublayer:
 
     @property
     def output_linears(self) -> frozenset[str]:
-        """Modules that write to the residual stream: nobody in this sublayer looks at their
+        """Modules that write to the residual stream: no linear of this sublayer reads their
         outputs."""
         return frozenset(row.module for row in self.rows if row.split == "row")
 
     def is_frozen(self, group: ScaleGroup) -> bool:
-        """Whether a scale would change a linear that is to stay as the source has it."""
+        """Whether a scale would change a linear that must stay as in the source."""
         return not self.frozen.isdisjoint((group.producer, *group.consumers))
 
     @property
     def experts_group(self) -> ScaleGroup | None:
-        """The group whose scale the routed experts read; None without experts, and where none was
-        proven."""
+        """The group whose scale the routed experts read; None without experts, or without a
+        verified group."""
         return next((group for group in self.groups if group.reaches_experts), None)
 
     @property
     def experts_site(self) -> str | None:
-        """What the routed experts' input is observed under; None without experts."""
+        """The module under which the routed experts' input is observed; None without experts."""
         group = self.experts_group
         return self.experts if group is None else group.observe
 
@@ -150,13 +144,13 @@ def advance(
     ranks: Ranks,
     experts: ExpertsOp = no_experts,
 ) -> None:
-    """Replace the hidden states by those after this sublayer with these tensors; the ranks share
-    its batches out. Routed experts add their outputs afterwards.
+    """Replace the hidden states by those after this sublayer with these tensors; ranks divide the
+    batches. Routed experts add their outputs afterwards.
 
-    readings: of modules that round what they read. experts: told on every rank what the routed
-    experts are asked, and answers zeros.
+    activation_quants: of modules with quantized inputs. experts: called on every rank with the
+    routing; returns zeros.
     """
-    runs, heard = BatchParallel(ranks, states.hidden.device), list[TokenBatch]()
+    runs, started = BatchParallel(ranks, states.hidden.device), list[TokenBatch]()
     block = sublayer.build(
         LayerWeights(
             tensors,
@@ -166,13 +160,13 @@ def advance(
     )
 
     def take(_: str, after: Tensor) -> None:
-        states.hidden[heard[-1].part] = after
+        states.hidden[started[-1].part] = after
 
     give = runs.shared_hook(take)
     runs.over(
         states.batches(),
         lambda batch: give("", sublayer.run(block, states.hidden[batch.part], batch.lengths)),
-        heard.append,
+        started.append,
     )
 
 
@@ -182,8 +176,8 @@ def output_tensors(
     weights: Mapping[str, Weight],
     plain: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """What the output's tensors stand for, float32 on the source's device. weights: by module;
-    plain: tensors in their stored dtype, of which those that are absent are the source's."""
+    """Values of the output's tensors, float32 on the source's device. weights: by module; plain:
+    tensors in their stored dtype; absent ones are the source's."""
     tensors = {}
     for row in sublayer.needed:
         if row.module in weights:
@@ -196,7 +190,7 @@ def output_tensors(
 
 
 def run_without_post_moe(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
-    """The expert half without what is behind its experts: hidden [T, W] -> [T, W]."""
+    """The expert half without what follows its experts: hidden [T, W] -> [T, W]."""
     after, summed = hidden.clone(), block.mlp_output(hidden, CausalContext(lengths, hidden.device))
     after[:, : summed.shape[1]] += summed
     return after
@@ -204,10 +198,13 @@ def run_without_post_moe(block: DecoderLayer, hidden: Tensor, lengths: list[int]
 
 @contextmanager
 def feed_forward(model: SourceModel, layer: int, paths: Iterable[HiddenStates]) -> Iterator[Run]:
-    """How the layer's MLP or expert half is run.
+    """Context manager that returns how the layer's MLP or expert half is run.
 
-    All experts have added to the paths' hidden states when this ends; what is behind them is
-    computed then.
+    Some layers compute something from the sum of all experts' outputs: openPangu-Ultra-MoE's norm,
+    DeepSeek-V4's hyper-connection. Routed experts add their outputs one after the other to the
+    first channels of the hidden states, which meanwhile hold their previous values plus the sum,
+    and in further channels the output of linears parallel to the experts that is read there too, as
+    in Gemma 4. On exit all experts have added theirs, and the rest of the layer is computed.
     """
     if not any(row.after_experts for row in model.layer_rows(layer)):
         yield run_feed_forward
@@ -218,7 +215,7 @@ def feed_forward(model: SourceModel, layer: int, paths: Iterable[HiddenStates]) 
     )
     kept = [
         (path, path.hidden[:, :width].clone()) for path in paths
-    ]  # experts add to no other channels
+    ]  # experts only add to these channels
     for path, _ in kept:
         path.hidden = F.pad(path.hidden, (0, beside)) if beside else path.hidden
     yield run_without_post_moe

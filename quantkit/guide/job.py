@@ -258,8 +258,8 @@ class GuidedJob:
         )
         every = [*more.calibration, *more.held_out]
         name = (
-            more.taken.source
-            if more.taken is not None and recipe.calibration is None
+            more.summary.source
+            if more.summary is not None and recipe.calibration is None
             else Path(str(recipe.calibration)).name
         )
         if len(every) >= taken + 2:

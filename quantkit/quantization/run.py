@@ -210,8 +210,8 @@ def quantize(
             prune_as(job.checkpoint, out)
         output.source_guard().verify_output(out, manifest)
         return _report(run, output, out, start, read_findings(out), done_already=True)
-    if ranks.is_main and run.sequences.taken:
-        for line in run.sequences.taken.lines():
+    if ranks.is_main and run.sequences.summary:
+        for line in run.sequences.summary.lines():
             on_event(Note(line))
     if ranks.is_main and about.told:
         on_event(Note(about.told))

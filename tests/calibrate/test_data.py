@@ -83,9 +83,9 @@ def test_a_small_source_is_split_in_proportion(tmp_path: Path) -> None:
         jsonl(tmp_path / "c.jsonl", [{"text": f"{i} text"} for i in range(18)]), 128, 16, 64
     )
     assert (len(found.calibration), len(found.held_out)) == (16, 2)
-    assert found.taken
+    assert found.summary
     assert any(
-        "144 documents were asked for and 18 are there" in line for line in found.taken.lines()
+        "144 documents were asked for and 18 are there" in line for line in found.summary.lines()
     )
 
 
@@ -96,8 +96,8 @@ def test_empty_documents_are_replaced_by_others(tmp_path: Path) -> None:
     ]
     found = load(jsonl(tmp_path / "c.jsonl", records), 15, 5, 64)
     assert (len(found.calibration), len(found.held_out)) == (15, 5)
-    assert found.taken
-    assert found.taken.empty > 0
+    assert found.summary
+    assert found.summary.empty > 0
 
 
 CONVERSATION = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
@@ -165,8 +165,8 @@ def test_what_was_taken_is_told(tmp_path: Path) -> None:
     found = load(
         jsonl(tmp_path / "c.jsonl", [*records, {"text": "long " * 40}, {"text": " "}]), 20, 1, 20
     )
-    assert found.taken
-    lines = found.taken.lines()
+    assert found.summary
+    lines = found.summary.lines()
     told = (
         "20 documents of 22 read, 257 tokens, and 1 held out, 13 tokens; 1 empty, 1 cut to 20 "
         "tokens"
@@ -185,7 +185,7 @@ ODD = {
 
 @pytest.mark.parametrize("said", ODD)
 def test_odd_data_is_warned_of(tmp_path: Path, said: str) -> None:
-    taken = load(jsonl(tmp_path / "c.jsonl", ODD[said]), 16, 4, 20).taken
+    taken = load(jsonl(tmp_path / "c.jsonl", ODD[said]), 16, 4, 20).summary
     assert taken
     assert any(said in warning for warning in taken.warnings), taken.warnings
 
@@ -194,14 +194,14 @@ def test_few_tokens_are_cured_by_what_there_is(tmp_path: Path) -> None:
     """More documents where some are left; and the text that a model ships is as much as its maker
     chose."""
     records = [{"text": f"{number:03}"} for number in range(30)]
-    taken = load(jsonl(tmp_path / "calibration.jsonl", records), 16, 4, 20).taken
+    taken = load(jsonl(tmp_path / "calibration.jsonl", records), 16, 4, 20).summary
     assert taken
     assert (
         "fewer than half of the 400 asked for: raise --samples, 10 documents more are there"
         in taken.warnings[0]
     )
     (tmp_path / "config.json").write_text("{}")
-    shipped = load(tmp_path / "calibration.jsonl", 16, 4, 20).taken
+    shipped = load(tmp_path / "calibration.jsonl", 16, 4, 20).summary
     assert shipped
     assert shipped.warnings == ()
     assert shipped.lines()[0] == taken.lines()[0]
@@ -216,7 +216,7 @@ def test_good_data_is_not(tmp_path: Path) -> None:
         16,
         4,
         20,
-    ).taken
+    ).summary
     assert taken
     assert taken.warnings == ()
 
@@ -227,10 +227,10 @@ def test_good_data_is_not(tmp_path: Path) -> None:
         (
             "c.jsonl",
             '{"text": "ab"}\n{"prompt": "ab"}',
-            "c.jsonl line 2 is no document: it has prompt; give text, messages",
+            "c.jsonl line 2 is not a document: it has prompt; give text, messages",
         ),
         ("c.jsonl", '{"text": "ab"}\nnot json', "line 2 is not JSON"),
-        ("c.jsonl", '{"text": "ab"}\n{"text": 3}', "line 2 is no document: text is 3"),
+        ("c.jsonl", '{"text": "ab"}\n{"text": 3}', "line 2 is not a document: text is 3"),
         (
             "c.jsonl",
             '{"text": "ab"}\n\n{"messages": [{"content": "x"}]}',
@@ -244,7 +244,7 @@ def test_good_data_is_not(tmp_path: Path) -> None:
         (
             "c.jsonl",
             '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
-            "has a part that is no text",
+            "has a part that is not a text",
         ),
         ("c.jsonl", '{"text": "ab"}', "gives 1 sequence; give at least two"),
         (
@@ -254,14 +254,18 @@ def test_good_data_is_not(tmp_path: Path) -> None:
         ),
         ("c.txt", "", "gives no sequence; give"),
         ("c.json", '[\n{"text": "ab"},\n{"text": }\n]', "line 3 is not JSON"),
-        ("c.json", '[\n{"text": "ab"},\n\n{"txt": "cd"}\n]', "line 4 is no document: it has txt"),
+        (
+            "c.json",
+            '[\n{"text": "ab"},\n\n{"txt": "cd"}\n]',
+            "line 4 is not a document: it has txt",
+        ),
         ("c.json", "[" * 100_000, "line 1 is not JSON"),
-        ("c.csv", "a,b\n1,2", "line 2 is no document: it has a, b"),
+        ("c.csv", "a,b\n1,2", "line 2 is not a document: it has a, b"),
         ("c.csv", "text\nab, cd", "line 2 has more fields than the header"),
         ("c.pdf", "text", "is none of the files"),
         ("c.txt", None, "cannot read"),
         ("c.parquet", None, "does not exist"),
-        ("c.parquet", "PAR1 and nothing else", "is no Parquet file"),
+        ("c.parquet", "PAR1 and nothing else", "cannot be read as Parquet"),
         ("../c d/", None, "does not exist"),
     ],
 )
@@ -313,8 +317,8 @@ def test_own_text_fills_the_usual_lengths(tiny_checkpoint: Path) -> None:
     )
     assert {len(one) for one in (*found.calibration, *found.held_out)} == {512}
     assert len(found.calibration) == 128
-    assert found.taken
-    assert (found.taken.source, found.taken.warnings) == ("quantkit's own text", ())
+    assert found.summary
+    assert (found.summary.source, found.summary.warnings) == ("quantkit's own text", ())
 
 
 def test_a_script_that_the_tokenizer_does_not_know_comes_last(tmp_path: Path) -> None:
