@@ -25,7 +25,7 @@ from quantkit_kernels import (
     gqa_decode,
     mla_decode,
 )
-from quantkit_kernels.latents import parts_of
+from quantkit_kernels.paged import parts_of
 from quantkit_kernels.samples import code_keys, code_latents
 from quantkit_kernels.timing import copies_beyond_cache, read_bandwidth, seconds_in_turns
 from torch import Tensor

@@ -32,14 +32,6 @@ from quantkit_kernels.functional import (
 )
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.grouped import gqa_decode, gqa_prepare
-from quantkit_kernels.latents import (
-    CacheLayout,
-    Latents,
-    cache_layout,
-    doubled_angles,
-    pairs_apart,
-    why_no_codes,
-)
 from quantkit_kernels.linear import (
     Linear,
     prepare,
@@ -51,7 +43,18 @@ from quantkit_kernels.linear import (
     round_to_nvfp4,
     why_no_rounded_inputs,
 )
-from quantkit_kernels.paged import Norms, PagedKeys, PagedLatents, Rotation
+from quantkit_kernels.paged import (
+    CacheLayout,
+    Latents,
+    Norms,
+    PagedKeys,
+    PagedLatents,
+    Rotation,
+    cache_layout,
+    doubled_angles,
+    pairs_apart,
+    why_no_codes,
+)
 from quantkit_kernels.pairs import UnsummedPairs
 from quantkit_kernels.prolog import (
     MlaProlog,

@@ -16,8 +16,15 @@ from quantkit_kernels import backends
 from quantkit_kernels.arguments import FLOAT_DTYPES, INDEX_DTYPES, check_tensor, require
 from quantkit_kernels.codes import LARGEST, CodedLatents
 from quantkit_kernels.gating import SILU, Gating
-from quantkit_kernels.latents import Latents, parts_of
-from quantkit_kernels.paged import Norms, PagedLatents, Rotation, check_pages, check_rotation
+from quantkit_kernels.paged import (
+    Latents,
+    Norms,
+    PagedLatents,
+    Rotation,
+    check_pages,
+    check_rotation,
+    parts_of,
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str = "auto") -> Tensor:

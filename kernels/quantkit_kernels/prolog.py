@@ -13,8 +13,7 @@ from torch import Tensor
 
 from quantkit_kernels import backends
 from quantkit_kernels.arguments import check_compute_dtype, check_tensor, require
-from quantkit_kernels.latents import Latents
-from quantkit_kernels.paged import PagedLatents, Rotation
+from quantkit_kernels.paged import Latents, PagedLatents, Rotation
 from quantkit_kernels.weights import Weight, check_weight, kind, shape
 
 

@@ -15,8 +15,7 @@ from quantkit_kernels import backends
 from quantkit_kernels.arguments import FLOAT_DTYPES, check_tensor, require
 from quantkit_kernels.codes import CodedLatents, KeyValues
 from quantkit_kernels.grouped import check_cache, check_sinks
-from quantkit_kernels.latents import Latents, parts_of
-from quantkit_kernels.paged import Rotation, check_rotation
+from quantkit_kernels.paged import Latents, Rotation, check_rotation, parts_of
 
 
 @dataclass(frozen=True)

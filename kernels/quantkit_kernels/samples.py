@@ -15,9 +15,8 @@ from quantkit_kernels.codes import (
     store_keys,
     store_latents,
 )
-from quantkit_kernels.latents import by_slot, entries
 from quantkit_kernels.linear import E2M1_MAX, E4M3_MAX, quantize_rows, round_to_nvfp4
-from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation
+from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation, by_slot, entries
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference.grouped import picked
 from quantkit_kernels.weights import (

@@ -17,15 +17,18 @@ from quantkit_kernels import functional, grouped, prompts
 from quantkit_kernels.backends import ASKED_ONLY, BACKENDS, module, why_unusable
 from quantkit_kernels.experts import ExpertsBuilder
 from quantkit_kernels.gating import Gating
-from quantkit_kernels.latents import (
+from quantkit_kernels.linear import prepare
+from quantkit_kernels.paged import (
     Latents,
+    Norms,
+    PagedKeys,
+    PagedLatents,
+    Rotation,
     cache_layout,
     doubled_angles,
     pairs_together,
     split_latents,
 )
-from quantkit_kernels.linear import prepare
-from quantkit_kernels.paged import Norms, PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.prolog import MlaProlog, MlaWeights, prepare_mla_prolog
 from quantkit_kernels.routing import Routing, moe_gate, route
 from quantkit_kernels.samples import (

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from quantkit_kernels import Latents
-from quantkit_kernels.latents import by_slot, entries
+from quantkit_kernels.paged import by_slot, entries
 from torch import Tensor
 
 from quantkit.models.rope import Rope

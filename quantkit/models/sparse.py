@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from quantkit_kernels import Latents, PagedLatents, Rotation, mla_decode
 from quantkit_kernels.codes import CodedLatents
-from quantkit_kernels.latents import by_slot, parts_of
+from quantkit_kernels.paged import by_slot, parts_of
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from quantkit_kernels import backends
 from quantkit_kernels.experts import Experts, ExpertsLayout
-from quantkit_kernels.latents import CacheLayout, Latents
 from quantkit_kernels.linear import Linear, quantize_rows
-from quantkit_kernels.paged import Norms, PagedLatents, Rotation
+from quantkit_kernels.paged import CacheLayout, Latents, Norms, PagedLatents, Rotation
 from quantkit_kernels.prolog import MlaWeights, sizes_of
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference import prompts as plain_prompts

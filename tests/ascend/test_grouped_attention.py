@@ -13,7 +13,7 @@ from quantkit_kernels import (
     gqa_prepare,
     mla_prefill,
 )
-from quantkit_kernels.latents import split_latents
+from quantkit_kernels.paged import split_latents
 from quantkit_kernels.samples import distance, grouped_attention
 
 pytestmark = pytest.mark.usefixtures("called")

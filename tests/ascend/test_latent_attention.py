@@ -19,7 +19,7 @@ from quantkit_kernels import (
     table,
     why_no_prolog,
 )
-from quantkit_kernels.latents import pairs_apart, pairs_together, split_latents
+from quantkit_kernels.paged import pairs_apart, pairs_together, split_latents
 from quantkit_kernels.samples import distance, latent_attention, random_weight
 from quantkit_kernels.torch_npu.functional import attend
 

@@ -28,7 +28,7 @@ from quantkit_kernels import (
     prepare_mla_prolog,
 )
 from quantkit_kernels.ascend import AscendLayout, AscendLinear
-from quantkit_kernels.latents import split_latents
+from quantkit_kernels.paged import split_latents
 from quantkit_kernels.samples import latent_attention, random_weight
 from quantkit_kernels.torch_npu import experts_layout
 from quantkit_kernels.torch_npu.calls import prefetch

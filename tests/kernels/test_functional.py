@@ -28,7 +28,7 @@ from quantkit_kernels import (
 from quantkit_kernels.backends import choose
 from quantkit_kernels.codes import empty_latents
 from quantkit_kernels.cpu.build import why_no_library
-from quantkit_kernels.latents import parts_of
+from quantkit_kernels.paged import parts_of
 from quantkit_kernels.samples import TOLERANCE, distance, latent_attention
 
 DTYPES = tuple(TOLERANCE)

@@ -8,8 +8,7 @@ from quantkit_kernels import reference
 from quantkit_kernels.codes import KeyValues
 from quantkit_kernels.cpu.build import once
 from quantkit_kernels.cpu.functional import rms_norm, rotated
-from quantkit_kernels.latents import Latents
-from quantkit_kernels.paged import Norms, PagedKeys, PagedLatents, Rotation
+from quantkit_kernels.paged import Latents, Norms, PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference import prompts as plain
 from quantkit_kernels.reference.functional import AttentionSteps, absorbed, values

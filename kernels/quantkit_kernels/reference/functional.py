@@ -9,8 +9,15 @@ from torch import Tensor
 
 from quantkit_kernels.codes import CodedLatents, store_latents
 from quantkit_kernels.gating import Gating
-from quantkit_kernels.latents import CacheLayout, Latents, entries, parts_of
-from quantkit_kernels.paged import Norms, PagedLatents, Rotation
+from quantkit_kernels.paged import (
+    CacheLayout,
+    Latents,
+    Norms,
+    PagedLatents,
+    Rotation,
+    entries,
+    parts_of,
+)
 from quantkit_kernels.routing import Routing
 
 

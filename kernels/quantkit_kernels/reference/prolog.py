@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from quantkit_kernels.latents import Latents
-from quantkit_kernels.paged import Norms, PagedLatents, Rotation
+from quantkit_kernels.paged import Latents, Norms, PagedLatents, Rotation
 from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights
 from quantkit_kernels.reference import functional
 from quantkit_kernels.reference.linear import linear

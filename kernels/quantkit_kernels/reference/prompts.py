@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.codes import KeyValues, decode
-from quantkit_kernels.latents import Latents, by_slot, entries, pairs_apart, parts_of
-from quantkit_kernels.paged import Rotation
+from quantkit_kernels.paged import Latents, Rotation, by_slot, entries, pairs_apart, parts_of
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference.functional import rotated
 

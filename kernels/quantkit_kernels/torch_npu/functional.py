@@ -8,8 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit_kernels.latents import CacheLayout, Latents, pairs_together
-from quantkit_kernels.paged import Norms, PagedLatents, Rotation
+from quantkit_kernels.paged import (
+    CacheLayout,
+    Latents,
+    Norms,
+    PagedLatents,
+    Rotation,
+    pairs_together,
+)
 from quantkit_kernels.reference import functional as plain
 from quantkit_kernels.routing import Routing
 from quantkit_kernels.torch_npu.calls import bind, call

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.codes import KeyValues
-from quantkit_kernels.latents import Latents
-from quantkit_kernels.paged import Norms, PagedKeys, Rotation
+from quantkit_kernels.paged import Latents, Norms, PagedKeys, Rotation
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference import grouped as plain
 from quantkit_kernels.reference import prompts as plain_prompts

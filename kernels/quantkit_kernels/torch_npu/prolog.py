@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.codes import CodedLatents
-from quantkit_kernels.latents import Latents, pairs_apart, pairs_together
-from quantkit_kernels.paged import PagedLatents, Rotation
+from quantkit_kernels.paged import Latents, PagedLatents, Rotation, pairs_apart, pairs_together
 from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights
 from quantkit_kernels.torch_npu.attention_rules import (
     PROLOG_HEADS,

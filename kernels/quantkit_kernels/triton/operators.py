@@ -9,8 +9,7 @@ from torch import Tensor
 from quantkit_kernels import reference
 from quantkit_kernels.codes import CodedKeys, CodedLatents, KeyValues
 from quantkit_kernels.gating import SILU, Gating
-from quantkit_kernels.latents import Latents
-from quantkit_kernels.paged import Norms, Rotation
+from quantkit_kernels.paged import Latents, Norms, Rotation
 from quantkit_kernels.routing import Routing
 from quantkit_kernels.triton.cards import multiprocessors, overlapped
 from quantkit_kernels.triton.launch import by_assembly, constants

@@ -145,7 +145,7 @@ class PagedCache:
     @property
     def doubles_angles(self) -> bool:
         """Whether operators on this layout of latents read each rotation angle twice
-        (quantkit_kernels/latents.py)."""
+        (quantkit_kernels/paged.py)."""
         return bool(self.parts) and self.codes is None
 
     @property

@@ -24,6 +24,7 @@ from quantkit import __version__
 from quantkit.common.disconnect import until_disconnect
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.server.answers import ChatAnswer, CompletionAnswer
+from quantkit.executor.server.asgi import EventStream, RequestLog, WireJson, error_body, note_of
 from quantkit.executor.server.intake import (
     ApiError,
     Intake,
@@ -36,10 +37,8 @@ from quantkit.executor.server.intake import (
 )
 from quantkit.executor.server.metrics import exposition
 from quantkit.executor.server.protocol import ChatRequest
-from quantkit.executor.server.request_log import RequestLog, note_of
 from quantkit.executor.server.responses import ResponseAnswer, ResponsesRequest
 from quantkit.executor.server.service import EngineFault, QueueFull, RequestFault, Service
-from quantkit.executor.server.sse import EventStream, WireJson, error_body
 from quantkit.executor.server.tokenize import detokenize, tokenize
 
 Answer = ChatAnswer | CompletionAnswer | ResponseAnswer

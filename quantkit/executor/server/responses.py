@@ -13,9 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.scheduler.sequence import Completion
-from quantkit.executor.server.answers import AnswerReader
+from quantkit.executor.server.answers import AnswerReader, usage
 from quantkit.executor.server.intake import Prepared
-from quantkit.executor.server.openai_json import usage
 from quantkit.executor.server.protocol import HARMLESS, MAX_MESSAGES
 from quantkit.executor.server.reasoning import AnswerParts
 from quantkit.executor.server.service import AnswerStream

@@ -127,7 +127,7 @@ AREAS = (
     Area("host", f"{EXECUTOR}/prefetch.py", ("tests/ascend/test_prefetch.py",), ruled=False),
     Area("host", f"{EXECUTOR}/headroom.py", ("tests/ascend/test_headroom.py",), ruled=False),
     Area("host", f"{KERNELS}/accelerator.py", (CAPTURE,), ruled=False),
-    Area("host", f"{KERNELS}/latents.py", (LATENT, GROUPED), ruled=False),
+    Area("host", f"{KERNELS}/paged.py", (LATENT, GROUPED), ruled=False),
 )
 
 EXPLAINED = {

@@ -191,7 +191,7 @@ HOST: dict[str, tuple[tuple[str, ...], ...]] = {
             "the queries' lengths for the keys'",
         ),
     ),
-    f"{KERNELS}/latents.py": (
+    f"{KERNELS}/paged.py": (
         (
             "unflatten(-1, (-1, 2)).transpose",
             "unflatten(-1, (2, -1)).transpose",

@@ -18,8 +18,7 @@ from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.launch import CODES, DTYPES, FORMATS, checked, stream_of
 from quantkit_kernels.cuda.linears.linear import CudaLinear
 from quantkit_kernels.cuda.plans import CLUSTERS_AT_ONCE, TokensInSharedPlan, linear_plan
-from quantkit_kernels.latents import Latents, parts_of
-from quantkit_kernels.paged import Norms, PagedLatents, Rotation
+from quantkit_kernels.paged import Latents, Norms, PagedLatents, Rotation, parts_of
 
 _LATENT, _ROPE, _NOPE, _VALUE = 512, 64, 128, 128
 _TILE = 32

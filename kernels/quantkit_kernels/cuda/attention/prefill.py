@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from quantkit_kernels.cuda.operators import rope
-from quantkit_kernels.latents import Latents
-from quantkit_kernels.paged import Rotation
+from quantkit_kernels.paged import Latents, Rotation
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.triton.attention import prefill
 from quantkit_kernels.triton.attention.prefill import gqa_prefill

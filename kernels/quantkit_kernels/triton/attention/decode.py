@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import reference
-from quantkit_kernels.latents import parts_of
-from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation
+from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation, parts_of
 from quantkit_kernels.reference.functional import absorbed, values
 from quantkit_kernels.triton.attention.heads import heads_by_kernel, multiply_heads
 from quantkit_kernels.triton.cards import DecodeCut, decode_cut, multiprocessors, overlapped

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from quantkit_kernels import reference
 from quantkit_kernels.codes import CodedKeys, CodedLatents, KeyValues, decode
-from quantkit_kernels.latents import Latents, by_slot, entries, parts_of
-from quantkit_kernels.paged import Rotation
+from quantkit_kernels.paged import Latents, Rotation, by_slot, entries, parts_of
 from quantkit_kernels.prompts import PromptPart, Prompts
 from quantkit_kernels.triton.attention.wgmma import attend, wgmma_cut
 from quantkit_kernels.triton.cards import prefill_cut
