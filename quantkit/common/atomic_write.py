@@ -12,14 +12,14 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
     Raises QuantkitError naming `path` if it cannot be written.
     """
-    begun = _begun(path)
+    partial = _partial_path(path)
     try:
-        begun.write_bytes(content.encode() if isinstance(content, str) else content)
-        begun.replace(path)
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.replace(path)
     except OSError as error:
         with suppress(OSError):  # report the first error
-            begun.unlink()
-        raise _refused(path, error) from error
+            partial.unlink()
+        raise _write_error(path, error) from error
 
 
 def check_writable(path: Path, option: str) -> None:
@@ -32,14 +32,14 @@ def check_writable(path: Path, option: str) -> None:
             f"cannot write {path}: there is no folder {path.parent}",
             "make it, or give another file",
         )
-    begun = _begun(path)
+    partial = _partial_path(path)
     try:
-        begun.write_bytes(bytes(1))
-        begun.unlink()
+        partial.write_bytes(bytes(1))
+        partial.unlink()
     except OSError as error:
         with suppress(OSError):
-            begun.unlink()
-        raise _refused(path, error) from error
+            partial.unlink()
+        raise _write_error(path, error) from error
 
 
 def make_folder(folder: Path) -> None:
@@ -47,14 +47,14 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _refused(folder, error) from error
+        raise _write_error(folder, error) from error
 
 
-def _begun(path: Path) -> Path:
+def _partial_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 
 
-def _refused(path: Path, error: OSError) -> QuantkitError:
+def _write_error(path: Path, error: OSError) -> QuantkitError:
     return QuantkitError(
         f"cannot write {path}: {error.strerror}", "fix that, or choose another place"
     )

@@ -44,22 +44,22 @@ def bind_error(host: str, port: int, error: OSError) -> QuantkitError:
 
 
 def _addresses(host: str, port: int) -> Sequence[tuple[socket.AddressFamily, tuple[object, ...]]]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in addresses))
 
 
 def _socket_at(family: socket.AddressFamily, address: tuple[object, ...]) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_STREAM)
+    server_socket = socket.socket(family, socket.SOCK_STREAM)
     try:
-        made.setsockopt(
+        server_socket.setsockopt(
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
         )  # a server that just ended does not hold its port
         if family == socket.AF_INET6:
-            made.setsockopt(
+            server_socket.setsockopt(
                 socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1
             )  # IPv4 has a socket of its own
-        made.bind(address)
+        server_socket.bind(address)
     except OSError:
-        made.close()
+        server_socket.close()
         raise
-    return made
+    return server_socket

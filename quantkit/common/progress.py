@@ -83,12 +83,12 @@ class TimeLeft:
     @property
     def seconds(self) -> float | None:
         """None until there is something to estimate from."""
-        seen, took = self._share - self._first, self._last - self._start
+        done, elapsed = self._share - self._first, self._last - self._start
         if self._expected is not None:
-            seen, took = seen + self._TRUSTED, took + self._TRUSTED * self._expected
-        if seen <= 0 or took <= 0:
+            done, elapsed = done + self._TRUSTED, elapsed + self._TRUSTED * self._expected
+        if done <= 0 or elapsed <= 0:
             return None
-        left = (1 - self._share) * took / seen
+        left = (1 - self._share) * elapsed / done
         return max(left - (self._clock() - self._last), left / 2)
 
 

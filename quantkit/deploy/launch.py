@@ -161,8 +161,8 @@ def deploy(
     model's maximum. hosts: addresses of the machines in order of the roles, on which their servers
     listen; by default a single machine listens on loopback, and its engine finds its own interface.
     nic: network interface of the machines. memory_gib: of one device, overriding the recipe's.
-    draft_length: draft tokens per step of the MTP layer. name: that clients use for the model, by default the
-    directory's.
+    draft_length: draft tokens per step of the MTP layer. name: that clients use for the model, by
+    default the directory's.
 
     Raises QuantkitError for an unknown engine or layout, or a wrong number of hosts.
     """
@@ -311,8 +311,8 @@ def _is_host(text: str) -> bool:
 
 
 _API_KEY_NOTE = (
-    f"The scripts take the key that clients, or a proxy, must send from {API_KEY}. It protects only the API: the ports "
-    "between boxes and ranks have no key, so keep those in a private network."
+    f"The scripts take the key that clients, or a proxy, must send from {API_KEY}. It protects only "
+    "the API: the ports between boxes and ranks have no key, so keep those in a private network."
 )
 
 
@@ -321,10 +321,8 @@ def _speculation(recipe: LaunchRecipe, checkpoint: Checkpoint, draft_length: int
         return ()
     if not recipe.speculation:
         raise QuantkitError(
-            (
-                f"the recipe of {recipe.engine} has no options for speculative decoding with an "
-                "MTP layer"
-            ),
+            f"the recipe of {recipe.engine} has no options for speculative decoding with an "
+            "MTP layer",
             "leave out --mtp",
         )
     if not any(row.mtp for row in read_model(checkpoint).rows):

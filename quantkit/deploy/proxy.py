@@ -260,11 +260,11 @@ def proxy(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
         Route("/v1/models", models),
         Route("/health", health),
     ]
-    made = Starlette(
+    app = Starlette(
         routes=routes, exception_handlers={HTTPException: refuse, ClientDisconnect: client_closed}
     )
-    made.router.redirect_slashes = False
-    return made
+    app.router.redirect_slashes = False
+    return app
 
 
 async def _body(request: Request) -> bytes | None:

@@ -109,7 +109,9 @@ def describe(checkpoint: Checkpoint) -> Inspection:
     )
     return Inspection(
         path=str(checkpoint.path),
-        architecture=said if isinstance(said := checkpoint.config.get("model_type"), str) else None,
+        architecture=model_type
+        if isinstance(model_type := checkpoint.config.get("model_type"), str)
+        else None,
         format=checkpoint.format.name,
         variant=checkpoint.format.variant,
         scheme=checkpoint.scheme.name if checkpoint.scheme else None,

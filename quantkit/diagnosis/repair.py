@@ -205,14 +205,14 @@ def _fix_zero_points(examined: ExaminedCheckpoint, plan: Repair) -> None:
     are changed."""
     description, offsets = examined.description, examined.offsets
     format = description.format
-    said_second = isinstance(format, Gptq) and format.checkpoint_format == "gptq_v2"
+    says_v2 = isinstance(format, Gptq) and format.checkpoint_format == "gptq_v2"
     every = len(offsets) * 2 > len(description.linears) and all(
-        (offset > 0) == said_second for offset in offsets.values()
+        (offset > 0) == says_v2 for offset in offsets.values()
     )
     if isinstance(format, Gptq) and every:
-        said = _block(plan)["checkpoint_format"] = "gptq" if said_second else "gptq_v2"
+        version = _block(plan)["checkpoint_format"] = "gptq" if says_v2 else "gptq_v2"
         plan.changes.append(
-            f"checkpoint_format in config.json is {said}, as the zero points are stored"
+            f"checkpoint_format in config.json is {version}, as the zero points are stored"
         )
         return
     for module, offset in offsets.items():

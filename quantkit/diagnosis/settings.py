@@ -163,7 +163,7 @@ def _check_end_tokens(
             "tokenizer_config.json",
             f"{', '.join(unknown)}: not in tokenizer.json",
         )
-    end, said = special["eos_token"], effective_end_tokens(ends)
+    end, model_ends = special["eos_token"], effective_end_tokens(ends)
     if survey.config and not ends and end in tokens:
         findings.add(
             "eos-lost",
@@ -171,10 +171,10 @@ def _check_end_tokens(
             "neither it nor generation_config.json has an end-of-text token, and the "
             f"tokenizer has {end!r}",
         )
-    if end in tokens and said and str(tokens[end]) not in said:
+    if end in tokens and model_ends and str(tokens[end]) not in model_ends:
         evidence = (
             f"the tokenizer's end-of-text token is {end!r}, id {tokens[end]}, and the "
-            f"model's is {', '.join(sorted(said))}"
+            f"model's is {', '.join(sorted(model_ends))}"
         )
         findings.add("eos-differs", FILE if ends.get(FILE) else "config.json", evidence)
 
@@ -364,8 +364,8 @@ def end_tokens(survey: Survey) -> dict[str, list[Any]]:
     places = {"config.json": survey.config, FILE: survey.settings.get(FILE, {})}
     found = {}
     for name, values in places.items():
-        said = values.get("eos_token_id")
-        numbers = said if isinstance(said, list) else [] if said is None else [said]
+        ids = values.get("eos_token_id")
+        numbers = ids if isinstance(ids, list) else [] if ids is None else [ids]
         if numbers:
             found[name] = numbers
     return found

@@ -315,8 +315,8 @@ class SourceComparison:
         """Report the faults; if nothing matches, the checkpoint has another source."""
         if len(self.unrelated) > 0.8 * max(len(self.errors), 1) and len(self.errors) > 2:
             evidence = (
-                f"{len(self.unrelated)} of {len(self.errors)} matrices are not the source's: it has "
-                "another source, or was rotated"
+                f"{len(self.unrelated)} of {len(self.errors)} matrices are not the source's: "
+                "it has another source, or was rotated"
             )
             self.findings.add("unlike-source", self.unrelated, evidence)
             return
@@ -416,7 +416,7 @@ class SourceComparison:
             ratio, off, moved = gained / lost, spread_of(gained / lost), spread_of(lost)
             noise = _NOISE * self.noise.get(module, 0.0)
             follows = off < _FOLLOWS * moved or moved < max(_FOLD_TOLERANCE, noise)
-            # The size of a linear whose outputs were scaled too is undetermined here; `size_faults` checks it.
+            # The size of a linear whose outputs were scaled too is free here; see `size_faults`.
             resized = (
                 module not in self.producers
                 and abs(float(ratio.abs().clamp(min=1e-6).log().median())) > 0.7

@@ -32,7 +32,8 @@ it."""
 
 @dataclass(frozen=True)
 class SourceFit:
-    """W' ~ diag(r) W diag(c). error: |W' - diag(r) W diag(c)| / |W'|. columns: c [K]. size: median of |r c|."""
+    """W' ~ diag(r) W diag(c). error: |W' - diag(r) W diag(c)| / |W'|. columns: c [K]. size: median
+    of |r c|."""
 
     error: float
     columns: Tensor
@@ -205,8 +206,8 @@ def size_faults(
     groups: Sequence[ScaleGroup], gains: Mapping[str, Gain], norm_divisors: Mapping[str, float]
 ) -> Iterator[tuple[str, str]]:
     """(module, evidence) of linears whose size changed: what a norm or a linear lost by folded
-    scales, its consumers must have gained. norm_divisors: by norm, the mean logarithm of its divisor. Mean
-    logarithms of factors add up along a chain."""
+    scales, its consumers must have gained. norm_divisors: by norm, the mean logarithm of its
+    divisor. Mean logarithms of factors add up along a chain."""
     divided: dict[str, float] = {}  # by module, what its inputs were divided by
     chains = [group for group in groups if not group.producer_is_norm]
     consumers = {module for group in groups for module in group.consumers}

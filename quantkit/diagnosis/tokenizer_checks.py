@@ -137,7 +137,10 @@ def compare_token_ids(
             each.decode(source_ids, skip_special_tokens=True) for each in (ours, theirs)
         )
         if decoded != source_decoded:
-            evidence = f"{source_ids[:4]} is decoded as {decoded!r:.40}, and by the source's as {source_decoded!r:.40}"
+            evidence = (
+                f"{source_ids[:4]} is decoded as {decoded!r:.40}, and by the source's "
+                f"as {source_decoded!r:.40}"
+            )
             findings.add("tokenizer-differs", "tokenizer.json", evidence)
             return
 
@@ -191,15 +194,15 @@ def templates_of(survey: Survey) -> dict[str, str]:
     one."""
     found = {} if survey.template is None else {TEMPLATE: survey.template}
     for name in ("tokenizer_config.json", "chat_template.json"):
-        said = survey.settings.get(name, {}).get("chat_template")
-        if isinstance(said, list):
-            said = {
+        template = survey.settings.get(name, {}).get("chat_template")
+        if isinstance(template, list):
+            template = {
                 entry.get("name"): entry.get("template")
-                for entry in said
+                for entry in template
                 if isinstance(entry, dict)
             }.get("default")
-        if isinstance(said, str):
-            found[name] = said
+        if isinstance(template, str):
+            found[name] = template
     return found
 
 

@@ -328,12 +328,12 @@ def check_activation_scales(survey: Survey, description: Description, findings: 
 
 
 def _missing_input_scales(survey: Survey, description: Description) -> Iterable[str]:
-    said = next((survey.side[name] for name in SLIM_FILES if name in survey.side), {})
+    slim = next((survey.side[name] for name in SLIM_FILES if name in survey.side), {})
     kinds: dict[tuple[str, object, object], list[str]] = {}
     for module, linear in description.linears.items():
         # ModelSlim describes for each linear whether its input scales are static.
         kinds.setdefault(
-            (linear.format.member(module).variant, linear.grid, said.get(f"{module}.weight")), []
+            (linear.format.member(module).variant, linear.grid, slim.get(f"{module}.weight")), []
         ).append(module)
     for modules in kinds.values():
         for suffix in _INPUT_SCALES:

@@ -245,10 +245,8 @@ def _resize_role(role: Role, layout: Topology, devices: int) -> Role:
     groups, remainder = divmod(role.boxes * devices, group)
     if remainder or groups == 0 or (part and devices % tensor):
         raise QuantkitError(
-            (
-                f"{layout.name} is for machines of {layout.devices_per_box} devices, and "
-                f"{role.name} needs groups of {group}"
-            ),
+            f"{layout.name} is for machines of {layout.devices_per_box} devices, and "
+            f"{role.name} needs groups of {group}",
             f"give --devices {layout.devices_per_box}, or another --layout",
         )
     return role.model_copy(update={"tensor_parallel": tensor, "data_parallel": groups})

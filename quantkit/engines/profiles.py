@@ -348,8 +348,8 @@ def choose_mixture(
 
 def _format_choice(engine: str, load: LoadRule, grid: Grid) -> FormatChoice:
     keys: dict[str, Any] = {key: getattr(grid, key) for key in load.quantization_keys}
-    # Formats never quantize kv_b_proj: it is absorbed at decoding, and Ascend engines and vLLM on CPU
-    # need it unquantized.
+    # Formats never quantize kv_b_proj: it is absorbed at decoding, and Ascend engines and vLLM on
+    # CPU need it unquantized.
     parts = tuple(part for part in load.may if part != "kv_b")
     return FormatChoice(
         engine,

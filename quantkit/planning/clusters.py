@@ -228,8 +228,8 @@ class PlannedLayout:
                 "" if self.experts[role] is None else f", {self.experts[role]} experts a layer"
             )
             room = (
-                f"{format_bytes(held.weight_bytes)} of weights each{experts}; room for {held.tokens:,} "
-                f"tokens, {held.context:,} a request"
+                f"{format_bytes(held.weight_bytes)} of weights each{experts}; "
+                f"room for {held.tokens:,} tokens, {held.context:,} a request"
             )
             lines.append(
                 (f"  {role}, {self.devices[role]} devices of {self.memory_gib:g} GiB", room)
@@ -357,8 +357,8 @@ def compare_rate(
 
 ASSUMPTIONS = (
     "tokens are routed evenly; copies of hot experts take memory and save no time",
-    "dispatch and combine do not overlap with anything, and take the slower of the transfers within "
-    "a machine and between machines",
+    "dispatch and combine do not overlap with anything, and take the slower of the transfers "
+    "within a machine and between machines",
     "prefill runs on other devices, or rarely; no speculative decoding with MTP",
 )
 

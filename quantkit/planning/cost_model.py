@@ -9,11 +9,10 @@ hardware.
 The levels of a hardware file range from a lower bound that no program can beat to naive execution;
 a measured time between two levels shows how much a program can still gain. No constant was fitted
 to a measurement, but the form (of overlapped parts only the slowest counts) was chosen knowing the
-published 910B1 figures: the model attributes time, it is not validated. `compare_published` gives
-every level's error for each published row. Assumptions (all listed in the hardware's YAML): tensor
-parallelism over all devices; uniform routing, so E(1 - (1 - k/E)^B) experts are read; activations
-stay on the chip; the parts of an operator either overlap (the slowest counts) or run one after
-another; operators run one after another.
+published 910B1 figures: the model attributes time, it is not validated. Assumptions (all listed in
+the hardware's YAML): tensor parallelism over all devices; uniform routing, so
+E(1 - (1 - k/E)^B) experts are read; activations stay on the chip; the parts of an operator either
+overlap (the slowest counts) or run one after another; operators run one after another.
 """
 
 from collections.abc import Iterable, Sequence
@@ -175,47 +174,6 @@ def predict(
     }
 
 
-def compare_published(
-    published: dict[str, Any],
-    config: dict[str, Any],
-    scheme: Scheme,
-    hardware: Hardware,
-    *,
-    devices: int,
-) -> list[dict[str, Any]]:
-    """Every row of a published grid with each level's prediction and its error; JSON-ready.
-
-    published: output_len, and rows of input_len, concurrency and tpot_ms or system_tps. A step
-    attends to the input and, on average, half the output. error: predicted / published - 1.
-    """
-    architecture = find_architecture(config)
-    parsed = architecture.Config.from_dict(config)
-    parameters = architecture.parameters(parsed)
-    found = []
-    for row in published["rows"]:
-        batch, context = (
-            int(row["concurrency"]),
-            int(row["input_len"]) + published["output_len"] // 2,
-        )
-        measured = row.get("tpot_ms") or 1000 * batch / row["system_tps"]
-        levels = predict_levels(
-            parameters, parsed, scheme, hardware, devices=devices, batch=batch, context=context
-        )
-        predicted = {
-            one.level: {"tpot_ms": one.tpot_ms, "error": one.tpot_ms / measured - 1}
-            for one in levels
-        }
-        found.append(
-            {
-                "input_len": int(row["input_len"]),
-                "concurrency": batch,
-                "published_ms": measured,
-                "predicted": predicted,
-            }
-        )
-    return found
-
-
 def steps(predictions: list[Prediction]) -> list[tuple[str, str, dict[str, float]]]:
     """What each level adds to the one below it: (lower, upper, milliseconds by part), without parts
     that change by less than 0.05 ms."""
@@ -253,7 +211,7 @@ def device_loads(
             decoded += count * share
             products += count * batch * chosen / experts
         elif row.role == "linear":
-            # The executor computes a shared expert as one more routed expert of the grouped product.
+            # The executor computes a shared expert in the grouped product, as one more routed one.
             separate = grid.kind == "int4" and row.block != "shared_expert"
             if (
                 split is not None

@@ -105,8 +105,8 @@ class ExpertPlacement(Result):
         rows.append(
             (
                 "memory a device",
-                f"{format_bytes(self.device_bytes)} of experts, {format_bytes(self.copies_bytes)} of that for "
-                "copies",
+                f"{format_bytes(self.device_bytes)} of experts, "
+                f"{format_bytes(self.copies_bytes)} of that for copies",
             )
         )
         if self.fits is not None:
@@ -328,8 +328,8 @@ def _check_fits(checkpoint: Checkpoint, devices: Devices, redundant: int) -> boo
     )
     if not found.fits:
         raise QuantkitError(
-            f"{format_bytes(found.weight_bytes)} of weights with {redundant} copies a layer, and the cache "
-            f"of {_CONTEXT} tokens, do not fit in "
+            f"{format_bytes(found.weight_bytes)} of weights with {redundant} copies a layer, and "
+            f"the cache of {_CONTEXT} tokens, do not fit in "
             f"{format_bytes(found.usable_bytes - found.reserve_bytes)} of a device",
             "give fewer copies, or more devices",
         )

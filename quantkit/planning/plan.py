@@ -110,7 +110,10 @@ class DeviceShare:
         room = "" if self.cache_tokens is None else f", {self.cache_tokens:,} tokens"
         return [
             (
-                f"  {self.count} device{'s' if self.count > 1 else ''} of {format_bytes(self.memory_bytes)}",
+                (
+                    f"  {self.count} device{'s' if self.count > 1 else ''} of "
+                    f"{format_bytes(self.memory_bytes)}"
+                ),
                 f"{format_bytes(self.weight_bytes)} of weights each",
             ),
             ("  room for the cache", f"{format_bytes(self.cache_bytes)} each{room}"),
@@ -190,7 +193,10 @@ class Plan(Result):
             ("host memory, peak", f"{format_bytes(self.host_peak_bytes)} (at {host.where})"),
             (
                 "disk",
-                f"{format_bytes(self.disk_bytes)} needed, {format_bytes(self.disk_free_bytes)} free here",
+                (
+                    f"{format_bytes(self.disk_bytes)} needed, "
+                    f"{format_bytes(self.disk_free_bytes)} free here"
+                ),
             ),
             *(
                 (
@@ -239,9 +245,15 @@ def plan(
     """
     check_sensitivities_option(sensitivities, mixture)
     if layout is not None and cache is not None:
-        remedy = "leave out --cache; --scheme int8-a8w8c8 has the scales of an 8-bit cache, which roles with such a cache read"
+        remedy = (
+            "leave out --cache; --scheme int8-a8w8c8 has the scales of an 8-bit "
+            "cache, which roles with such a cache read"
+        )
         raise QuantkitError(
-            "--cache does not go with --layout: a layout's engine decides the cache dtype of its roles",
+            (
+                "--cache does not go with --layout: a layout's engine decides the cache "
+                "dtype of its roles"
+            ),
             remedy,
         )
     settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
@@ -307,13 +319,13 @@ def _plan_layout(
         raise QuantkitError(
             "layouts are planned for architectures that quantkit knows", "leave out --layout"
         )
-    given = read_number(devices) if isinstance(devices, str) else devices
-    machine: dict[str, Any] = {"devices": given}
-    if isinstance(given, Devices):
+    machine_devices = read_number(devices) if isinstance(devices, str) else devices
+    machine: dict[str, Any] = {"devices": machine_devices}
+    if isinstance(machine_devices, Devices):
         machine = {
-            "devices": given.count,
-            "memory_gib": given.memory_bytes / 2**30,
-            "device": given.device,
+            "devices": machine_devices.count,
+            "memory_gib": machine_devices.memory_bytes / 2**30,
+            "device": machine_devices.device,
         }
     options = {**machine, "grid": job.grids.get}
     return plan_layout(
