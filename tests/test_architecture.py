@@ -24,6 +24,17 @@ LEVELS = [
     {"guide"},
     {"cli"},
 ]
+EXECUTOR_LEVELS = [
+    {"options"},
+    {"sampling"},
+    {"checks", "cache", "ranks"},
+    {"weights"},
+    {"scheduler"},
+    {"runner"},
+    {"speculation"},
+    set(),  # the engine and the other files at the top of executor/
+    {"server"},
+]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 HEAVY = {"torch", "transformers", "matplotlib", "fastapi", "math_verify", "numpy", "sympy"}
 
@@ -118,6 +129,26 @@ def test_imports_run_one_way(room: str, path: Path) -> None:
         assert LEVEL_OF[target] < LEVEL_OF[room], (
             f"{path.relative_to(ROOT)} imports {name}: {room} may not depend on {target}"
         )
+
+
+def executor_level(name: str) -> int:
+    """name: of a file or folder of executor/."""
+    found = [level for level, names in enumerate(EXECUTOR_LEVELS) if name in names]
+    return found[0] if found else EXECUTOR_LEVELS.index(set())
+
+
+def test_folders_of_executor_import_one_way() -> None:
+    executor = ROOT / "quantkit" / "executor"
+    for path in sorted(executor.rglob("*.py")):
+        own = path.relative_to(executor).parts[0].removesuffix(".py")
+        for name in imported(path):
+            parts = name.split(".")
+            if parts[:2] == ["quantkit", "executor"] and len(parts) > 2 and parts[2] != own:
+                lower, upper = executor_level(parts[2]), executor_level(own)
+                same_level = lower == upper == EXECUTOR_LEVELS.index(set())
+                assert lower < upper or same_level, (
+                    f"executor/{path.relative_to(executor)} imports {name}"
+                )
 
 
 def test_files_do_not_import_in_a_circle() -> None:

@@ -163,17 +163,17 @@ def test_a_pass_may_be_computed_again(model: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_cannot_be_shared_or_guessed_is_refused(model: Path) -> None:
-    with pytest.raises(QuantkitError, match="state is of all the text before"):
+    with pytest.raises(QuantkitError, match="whose state requests cannot share"):
         Engine.load(model, device="cpu", prefix_cache=True)
     with pytest.raises(QuantkitError, match="no MTP layer"):
         Engine.load(model, device="cpu", num_drafts=1)
     with pytest.raises(
         QuantkitError,
-        match="cannot be taken back where a guess is wrong; run it without --prompt-lookup",
+        match="cannot be rolled back after a rejected draft; run it without --prompt-lookup",
     ):
         Engine.load(model, device="cpu", num_looked_up=2)
     with pytest.raises(
-        QuantkitError, match="cannot be taken back where a guess is wrong; run it without --draft"
+        QuantkitError, match="cannot be rolled back after a rejected draft; run it without --draft"
     ):
         Engine.load(model, device="cpu", draft=model)
     with pytest.raises(QuantkitError, match="use another draft model"):

@@ -1,15 +1,15 @@
-"""Channels of one size for a cache in 8 bits: a token, or a head of it, has one scale, which its
-largest channel decides.
+"""Equalize the channels of an 8-bit KV cache: a token, or a head of it, has one scale, which its
+largest channel determines.
 
-What a channel is divide_gains by before it is cached is multiplied back behind the cache, by weights
-that are there already. Of latents the norm's gain is divide_gains and the columns of kv_b are
-multiplied; of keys that are normed the gain of keys is divide_gains and that of queries multiplied,
-alike for both channels that turn together. Divisors are power_of_two_ratios of two, so nothing is rounded, and
-what the model computes without a cache in 8 bits stays the same to the last bit, but for numbers
-too small for 16 bits.
+The factor that a channel is divided by before it is cached is multiplied back after the cache, by
+weights that exist already. For latents the norm's gain is divided and the columns of kv_b are
+multiplied; for normed keys the gain of keys is divided and that of queries multiplied, with one
+factor for both channels of a rotary pair. Factors are powers of two, so nothing is rounded, and
+results without an 8-bit cache stay the same to the last bit, except for numbers too small for 16
+bits.
 
-How large a channel will be the weights tell: of a latent the gain times the norm of kv_a's row over
-the input's own gains, of a key its gain. Values, and keys without a norm, stay as they are.
+The size of a channel is estimated from weights: of a latent, its gain times the norm of kv_a's row
+over the input's own gains; of a key, its gain. Values, and keys without a norm, are not changed.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ from quantkit.models.table import Parameter
 def equalize_kv_channels(
     layers: Iterable[DecoderLayer], rows: list[Parameter], checkpoint: Checkpoint
 ) -> None:
-    """Change the attention of these layers in place. Every rank finds the same divisors."""
+    """Change the attention of these layers in place, with the same factors on every rank."""
     kv_a = {
         row.layer: row.module for row in rows if row.projection == "kv_a" and row.role == "linear"
     }
@@ -39,8 +39,10 @@ def equalize_kv_channels(
             weight = dequantize(checkpoint.weight(kv_a[attention.layer]), torch.float32)[
                 : attention.config.kv_lora_rank
             ]
-            spread = (weight.to(layer.input_norm.device) * layer.input_norm.float()).norm(dim=1)
-            divisors = power_of_two_ratios(attention.norms.k.float().abs() * spread)
+            channel_sizes = (weight.to(layer.input_norm.device) * layer.input_norm.float()).norm(
+                dim=1
+            )
+            divisors = power_of_two_ratios(attention.norms.k.float().abs() * channel_sizes)
             attention.kv_b = attention.kv_b * divisors.to(attention.kv_b.dtype)
             attention.norms = attention.norms._replace(k=divide_gains(attention.norms.k, divisors))
         elif isinstance(attention, gqa.Attention) and attention.norms is not None:
@@ -54,8 +56,8 @@ def equalize_kv_channels(
 
 
 def max_over_rotary_pairs(sizes: Tensor, rope: Rope) -> Tensor:
-    """sizes [D] with the larger of the two for both channels of each pair that turns."""
-    turned, rest = sizes[: rope.dim], sizes[rope.dim :]
-    pairs = turned.unflatten(0, (-1, 2) if rope.interleaved else (2, -1))
+    """sizes [D] with the larger one for both channels of each rotary pair."""
+    rotary, rest = sizes[: rope.dim], sizes[rope.dim :]
+    pairs = rotary.unflatten(0, (-1, 2) if rope.interleaved else (2, -1))
     dim = 1 if rope.interleaved else 0
     return torch.cat([pairs.amax(dim=dim, keepdim=True).expand_as(pairs).flatten(), rest])

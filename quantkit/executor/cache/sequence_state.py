@@ -1,13 +1,10 @@
-"""What some layers keep of the last tokens of every running sequence: a short convolution's inputs,
-a window's keys, what makes entries.
+"""Per-sequence state next to the paged cache: the last tokens of every running sequence (inputs of
+short convolutions, keys of sliding windows, inputs of compressed KV), and the recurrent states of
+linear attention.
 
-A token lies in a ring, at its position modulo the ring's length. The ring is longer than what a new
-token reads, by as many tokens as may
-be guessed: so a step writes the tokens that it checks beside each other, and where a guess was
-wrong the next one writes over it. There are
-two rings of each: a chunk of a prompt reads one and writes the other, with the number of tokens
-that it is of, so that it may be computed again; a step writes its tokens where they already stand
-when it is computed again. Place 0 belongs to nobody: padding rows of a captured batch write there.
+Everything is kept twice, so that a pass can be computed again, as captures and retries do: it reads
+one copy and writes the other, each with the number of tokens it is of. Place 0 is never allocated:
+padding rows of a captured batch write there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +18,12 @@ from quantkit.models.delta_rule import DeltaNet
 
 
 class RotatingCache:
-    """Of `places` sequences. sizes: tokens that a new one reads, itself included, and values of
-    each, by number. ahead: tokens that may be computed and taken back."""
+    """The last tokens of `places` sequences, each in a ring at its position modulo the ring's
+    length. sizes: by buffer number, tokens that a new one reads, itself included, and values per
+    token. ahead: tokens that can be rolled back; the ring is longer by as many, so a step writes
+    drafts next to each other, and later tokens overwrite rejected ones. A decode step writes its
+    tokens to the same places when it is computed again.
+    """
 
     def __init__(
         self,
@@ -47,28 +48,27 @@ class RotatingCache:
         return sum(one.nbytes for held in (self._rings, self._ends) for one in held.values())
 
     def chunk(self, number: int, place: int, first: int, start: int, x: Tensor) -> Tensor:
-        """Keep x [T, W] of the tokens start .. of a sequence -> [n, W] of the tokens first .. , of
-        which those before `start` are kept."""
+        """Store x [T, W] of the tokens from `start` on of a sequence -> [n, W] of the tokens from
+        `first` on, the earlier ones from the ring."""
         ring, ends, stop = self._rings[number], self._ends[number][:, place], start + len(x)
-        there = ends == start
-        which = torch.where(there.any(), there[1], ends[1] > ends[0]).long()
+        current = ends == start
+        which = torch.where(current.any(), current[1], ends[1] > ends[0]).long()
         length = ring.shape[2]
-        seen = torch.cat((ring[which, place, self._span(first, start) % length].to(x.dtype), x))
-        kept = self._span(max(first, stop - length), stop)
-        ring[1 - which, place, kept % length] = seen[kept - first].to(ring.dtype)
+        tokens = torch.cat((ring[which, place, self._span(first, start) % length].to(x.dtype), x))
+        last = self._span(max(first, stop - length), stop)
+        ring[1 - which, place, last % length] = tokens[last - first].to(ring.dtype)
         ends[which], ends[1 - which] = start, stop
-        return seen
+        return tokens
 
     def rows(self, number: int, places: Tensor, positions: Tensor, x: Tensor, reach: int) -> Tensor:
-        """Keep x [B, W] of tokens at positions int64 [B] of the sequences at places [B]; rows of
+        """Store x [B, W] of tokens at positions int64 [B] of the sequences at places [B]; rows of
         one sequence have rising positions -> [B, reach, W]: of the tokens up to each."""
         ring, ends = self._rings[number], self._ends[number]
         which, length = (ends[1, places] > ends[0, places]).long(), ring.shape[2]
         ring[which, places, positions % length] = x.to(ring.dtype)
         ends[which, places] = positions + 1
-        ends[1 - which, places] = torch.full_like(
-            positions, -1
-        )  # not a number of the host's: a capture takes none
+        # A tensor, because captures do not take numbers of the host.
+        ends[1 - which, places] = torch.full_like(positions, -1)
         at = positions[:, None] - torch.arange(reach - 1, -1, -1, device=self._device)
         return ring[which[:, None], places[:, None], at % length].to(x.dtype)
 
@@ -79,7 +79,7 @@ class RotatingCache:
 def rotating_cache_bytes(
     sizes: Mapping[int, tuple[int, int]], ahead: int, places: int, itemsize: int
 ) -> int:
-    """What `RotatingCache` will hold."""
+    """Size of a `RotatingCache`."""
     return (
         (places + 1)
         * 2
@@ -88,13 +88,13 @@ def rotating_cache_bytes(
 
 
 class RecurrentStates:
-    """Of `places` sequences. ranks: that share the heads."""
+    """Linear-attention states of `places` sequences. ranks: tensor-parallel ranks of the heads."""
 
     def __init__(
         self, net: DeltaNet, places: int, device: torch.device | str, ranks: int = 1
     ) -> None:
         shapes, room = net.state_shapes(ranks), (2, places + 1)
-        self._held = {
+        self._states = {
             number: [torch.zeros(*room, *shape, device=device) for shape in own]
             for number, own in shapes.items()
         }
@@ -107,49 +107,48 @@ class RecurrentStates:
         return sum(
             one.nbytes
             for number, tokens in self._tokens.items()
-            for one in (tokens, *self._held[number])
+            for one in (tokens, *self._states[number])
         )
 
     def read(self, number: int, places: Tensor, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
-        """What is kept by this number at `places` int64 [B] after `tokens` int64 [B], zeros for 0;
-        and which of the two each is, [B]."""
+        """States of buffer `number` at `places` int64 [B] after `tokens` int64 [B], zeros for 0
+        tokens; and which copy each is, [B]."""
         which = (self._tokens[number][1, places] == tokens).long()
-        begun = tokens > 0
+        started = tokens > 0
         return [
-            held[which, places] * begun.view(-1, *(1,) * (held.dim() - 2))
-            for held in self._held[number]
+            state[which, places] * started.view(-1, *(1,) * (state.dim() - 2))
+            for state in self._states[number]
         ], which
 
     def write(
         self, number: int, places: Tensor, tokens: Tensor, state: Sequence[Tensor], which: Tensor
     ) -> None:
-        """In place of the others: what is kept after `tokens`."""
+        """Write the states after `tokens` to the other copy."""
         other = 1 - which
-        for held, one in zip(self._held[number], state):
-            held[other, places] = one
+        for stored, one in zip(self._states[number], state):
+            stored[other, places] = one
         self._tokens[number][other, places] = tokens
 
 
 def check_recurrent_options(keeps: bool, can_roll_back: bool, options: EngineOptions) -> None:
-    """Raises QuantkitError where options ask of layers with a state of each sequence what they
-    cannot do. keeps: whether there are some;
-    can_roll_back: whether tokens can be taken back from these."""
-    told = f"{options.model_path} has layers whose state is of all the text before a token, which"
+    """Raises QuantkitError for options that layers with per-sequence state do not support. keeps:
+    whether the model has some; can_roll_back: whether these can roll back rejected drafts."""
+    layers = f"{options.model_path} has recurrent layers, whose state"
     if keeps and options.prefix_cache:
         raise QuantkitError(
-            f"{told} requests cannot share block by block", "run it without --prefix-cache"
+            f"{layers} requests cannot share block by block", "run it without --prefix-cache"
         )
-    guesses = {"--prompt-lookup": options.num_looked_up, "--draft": options.draft}
+    drafters = {"--prompt-lookup": options.num_looked_up, "--draft": options.draft}
     if (
         keeps
         and not can_roll_back
-        and (asked := " and ".join(name for name, given in guesses.items() if given))
+        and (given := " and ".join(name for name, value in drafters.items() if value))
     ):
         raise QuantkitError(
-            f"{told} cannot be taken back where a guess is wrong", f"run it without {asked}"
+            f"{layers} cannot be rolled back after a rejected draft", f"run it without {given}"
         )
 
 
 def recurrent_state_bytes(net: DeltaNet, places: int, ranks: int) -> int:
-    """What `RecurrentStates` will hold on one rank."""
+    """Size of `RecurrentStates` on one rank."""
     return (places + 1) * net.state_bytes(ranks)

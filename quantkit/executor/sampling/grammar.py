@@ -1,11 +1,11 @@
-"""Answers that must match a grammar: which tokens may come next, asked of the library llguidance.
+"""Structured output: which tokens a grammar allows next, by the library llguidance.
 
     text = json_schema({"type": "object"})              a grammar as text
     guide = Grammars(tokenizer, vocab_size).guide(text, after=None)
-    guide.write(executor, bits, row, drafts)            before a token is chosen
+    guide.write(executor, bits, row, drafts)            before a token is sampled
     guide.advance(token)                                after it was
 
-Grammars come with requests: their size, their depth and the work of a step are limited.
+Grammars come with requests, so their size, their depth and the work of a step are limited.
 """
 
 import functools
@@ -23,11 +23,11 @@ from quantkit.common.errors import QuantkitError
 MAX_GRAMMAR = 128 << 10
 """Characters of a grammar."""
 MAX_DEPTH = 64
-"""Brackets within brackets: the library reads them by recursion."""
+"""Of nested brackets: the library parses them by recursion."""
 
 SPACES = {"whitespace_pattern": r"(\x0A\x20{0,24}|\x20{1,2})"}
-"""White space between the parts of JSON: enough to indent it, and no more. As options of
-llguidance's JSON grammars."""
+"""Options of llguidance's JSON grammars: white space between the parts of JSON, enough to indent
+it."""
 
 _SCHEMA_KEYWORDS = frozenset(
     {
@@ -46,23 +46,20 @@ _SCHEMA_KEYWORDS = frozenset(
     }
 )
 _KEYWORDS_OF_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-"""Keywords of a JSON schema whose values are schemas, one or a list of them, and those that hold
-schemas by name."""
+"""Keywords of a JSON schema whose values are a schema or a list of schemas, and those with schemas by
+name."""
 
-_KEPT = 32
-"""Compiled grammars that are kept for requests to come."""
+_CACHE_SIZE = 32
+"""Compiled grammars."""
 _LEXER_STATES, _GRAMMAR_SYMBOLS = 20_000, 100_000
-"""Of a grammar at most; a state takes 1 to 2 kB."""
+"""Limits of a grammar; a state takes 1 to 2 kB."""
 _NO_FORCING = '%llguidance {"no_forcing": true}'
-_REMEDY = "give a grammar that llguidance takes (https://github.com/guidance-ai/llguidance)"
+_REMEDY = "use a grammar that llguidance supports (https://github.com/guidance-ai/llguidance)"
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. vocab_size: entries of a row of logits; eos_ids: tokens
-    that may end an answer.
-
-    Any thread may ask. The tokenizer's vocabulary is read once, when the first grammar comes.
-    """
+    """Compiles grammars for one tokenizer, in any thread. vocab_size: width of the logits; eos_ids:
+    tokens that may end the output. The tokenizer's vocabulary is read with the first grammar."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, sorted(eos_ids)
@@ -72,15 +69,16 @@ class Grammars:
         self._marks: frozenset[str] = frozenset()
 
     def guide(self, grammar: str, after: int | None) -> "Guide":
-        """Follows one answer. Raises QuantkitError for what is no grammar or asks for too much."""
+        """A guide for one output. Raises QuantkitError for an invalid grammar or one beyond the
+        limits."""
         with self._lock:
             matcher = self._matchers.get(grammar)
-        if matcher is None:  # compiled without the lock: who asks for a known one must not wait
+        if matcher is None:  # compiled without the lock, which cached grammars need
             matcher = self._compiled(grammar)
         with self._lock:
             self._matchers[grammar] = matcher
             self._matchers.move_to_end(grammar)
-            if len(self._matchers) > _KEPT:
+            if len(self._matchers) > _CACHE_SIZE:
                 self._matchers.popitem(last=False)
         return Guide(matcher.deep_copy(), self._vocab_size, after, self._eos_ids)
 
@@ -94,7 +92,7 @@ class Grammars:
             self._marks = self._read_marks()
             self._vocabulary = self._read_vocabulary(library)
         if any(mark in grammar.replace("\\", "") for mark in self._marks):
-            grammar = _spelled_out(grammar)
+            grammar = _without_forcing(grammar)
         limits = library.LLParserLimits(
             max_lexer_states=_LEXER_STATES, max_grammar_size=_GRAMMAR_SYMBOLS, verbose_errors=False
         )
@@ -105,7 +103,7 @@ class Grammars:
         begun.compute_bitmask()
         if begun.is_error():  # such as a schema that refers to nothing but itself
             raise QuantkitError(
-                f"the grammar lets no token begin an answer: {begun.get_error()[:300]}", _REMEDY
+                f"the grammar allows no first token: {begun.get_error()[:300]}", _REMEDY
             )
         return matcher
 
@@ -115,16 +113,14 @@ class Grammars:
             return library.LLTokenizer(
                 self._tokenizer.to_str(), n_vocab=size, eos_token=self._eos_ids
             )
-        except (
-            ValueError
-        ) as fault:  # no token that ends an answer, or a kind of tokenizer that it cannot read
+        except ValueError as fault:  # no end-of-text token, or an unsupported kind of tokenizer
             raise QuantkitError(
-                f"this model's tokenizer cannot be held to a grammar: {fault}",
+                f"grammars are not supported with this model's tokenizer: {fault}",
                 "send no schema and no grammar",
             ) from fault
 
     def _read_marks(self) -> frozenset[str]:
-        """Texts of added tokens, as they are and as JSON escapes them; without the backslashes."""
+        """Texts of added tokens, plain and JSON-escaped, without backslashes."""
         texts = [
             token.content
             for token in self._tokenizer.get_added_tokens_decoder().values()
@@ -136,34 +132,29 @@ class Grammars:
 
 
 class Guide:
-    """What one answer may go on with. after: the token behind which the grammar begins; until then
-    everything may come but `eos_ids`, for an answer that ended there would not match."""
+    """Allowed next tokens of one output. after: the token after which the grammar begins; until then
+    every token is allowed but `eos_ids`, as an output that ends there would not match."""
 
     def __init__(
         self, matcher: Any, vocab_size: int, after: int | None, eos_ids: Sequence[int]
     ) -> None:
-        self._matcher, self._vocab_size, self._after, self._eos_ids = (
-            matcher,
-            vocab_size,
-            after,
-            eos_ids,
-        )
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._after, self._eos_ids = after, eos_ids
 
     @property
     def words(self) -> int:
-        """Numbers of 32 bits that a mask takes."""
+        """32-bit words of a mask."""
         return -(-self._vocab_size // 32)
 
     def new_executor(self, threads: int) -> Any:
-        """What `write` computes with: the library's own threads, which leave this process's
-        interpreter to others."""
+        """Threads of the library for `write`, which do not hold this process's interpreter lock."""
         return _library().LLExecutor(threads)
 
     def write(self, executor: Any, bits: np.ndarray, first: int, drafts: list[int]) -> None:
-        """Masks for the tokens behind the answer so far and behind each of `drafts`: bits int32
-        [rows, words] from row `first` on, a bit a token, 1 where it may come. Rows where any may
-        come stay as they are; so does what is behind a draft that itself may not come, where
-        nothing is chosen any more. Raises QuantkitError where no token can follow.
+        """Write the masks of the next token after the output and after each of `drafts`: bits int32
+        [rows, words] from row `first` on, one bit per token, 1 if it is allowed. Rows where all are
+        allowed are not written, nor those after a draft that is not allowed, where no token is
+        kept. Raises QuantkitError if no token can follow.
         """
         if self._after is not None:
             begun = drafts.index(self._after) + 1 if self._after in drafts else 1 + len(drafts)
@@ -181,24 +172,26 @@ class Guide:
             )
         else:
             executor.unsafe_compute_mask_ptr([(self._matcher, first)], *where)
-        if self._matcher.is_error():  # then it would let the answer end
+        if self._matcher.is_error():  # its mask would end the output
             raise QuantkitError(
-                f"the grammar lets no token follow: {self._matcher.get_error()[:300]}", _REMEDY
+                f"the grammar allows no next token: {self._matcher.get_error()[:300]}", _REMEDY
             )
 
     def advance(self, token_id: int) -> bool:
-        """Take the token that was chosen. Whether the grammar is matched and nothing can follow.
-        Raises QuantkitError at a limit."""
+        """Advance by a sampled token. Returns whether the grammar is complete and nothing can
+        follow. Raises QuantkitError at a limit."""
         if self._after is not None:
             self._after = None if token_id == self._after else self._after
             return False
         if not self._matcher.consume_token(token_id):
-            raise QuantkitError(f"the grammar was left: {self._matcher.get_error()[:300]}", _REMEDY)
+            raise QuantkitError(
+                f"the output left the grammar: {self._matcher.get_error()[:300]}", _REMEDY
+            )
         return bool(self._matcher.is_stopped())
 
 
 def json_schema(schema: dict[str, Any]) -> str:
-    """JSON that fits a schema. Raises QuantkitError where the schema is too large."""
+    """JSON of a schema. Raises QuantkitError if the schema is too large."""
     check_size(json.dumps(schema))
     made: str = _library().LLMatcher.grammar_from_json_schema(
         json.dumps(_with_known_formats(schema)), defaults=SPACES
@@ -207,25 +200,25 @@ def json_schema(schema: dict[str, Any]) -> str:
 
 
 def _with_known_formats(schema: Any) -> Any:
-    """The schema without formats that the library does not know: they say nothing of what fits
-    (JSON Schema 2020-12, Validation, 7.2.1)."""
+    """The schema without formats that the library does not know, which do not restrict values (JSON
+    Schema 2020-12, Validation, 7.2.1)."""
     if not isinstance(schema, dict):
         return schema
-    kept = {
+    known = {
         key: value
         for key, value in schema.items()
         if key != "format" or not isinstance(value, str) or _knows_format(value)
     }
-    for key, value in kept.items():
+    for key, value in known.items():
         if key in _SCHEMA_KEYWORDS:
-            kept[key] = (
+            known[key] = (
                 [*map(_with_known_formats, value)]
                 if isinstance(value, list)
                 else _with_known_formats(value)
             )
         elif key in _KEYWORDS_OF_NAMED_SCHEMAS and isinstance(value, dict):
-            kept[key] = {name: _with_known_formats(one) for name, one in value.items()}
-    return kept
+            known[key] = {name: _with_known_formats(one) for name, one in value.items()}
+    return known
 
 
 @functools.lru_cache(256)
@@ -237,7 +230,7 @@ def _knows_format(name: str) -> bool:
 
 
 def regex(expression: str) -> str:
-    """The whole answer matches the expression (Rust's syntax)."""
+    """The whole output matches the expression (Rust's syntax)."""
     check_size(expression)
     made: str = _library().LLMatcher.grammar_from_regex(expression)
     return made
@@ -245,7 +238,7 @@ def regex(expression: str) -> str:
 
 def choice(texts: list[str]) -> str:
     """One of `texts`."""
-    # The library reads texts as JSON has them, but no delete character as it is.
+    # The library reads JSON strings, except that a delete character must be escaped.
     return lark(
         "start: "
         + " | ".join(
@@ -261,27 +254,22 @@ def lark(grammar: str) -> str:
     return made
 
 
-def _spelled_out(grammar: str) -> str:
-    """The grammar for texts that hold an added token's, such as </think>. Where only one text can
-    follow, the library asks for the tokens that the tokenizer makes of it, and refuses the added
-    one afterwards; so it is not to ask that way."""
+def _without_forcing(grammar: str) -> str:
+    """The grammar without forced tokens, for texts that contain an added token's, such as </think>.
+    Where only one text can follow, the library forces the tokens that the tokenizer encodes it to,
+    and then refuses the added token."""
     if not grammar.startswith("{"):
         return f"{_NO_FORCING}\n{grammar}"
     try:
         (part,) = json.loads(grammar)["grammars"]
         lark_grammar = part.get("lark_grammar") or f"start: %json {json.dumps(part['json_schema'])}"
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-    ):  # a request's own, whose faults the library names
+    except (ValueError, TypeError, KeyError, AttributeError):  # the library reports what is wrong
         return grammar
     return f"{_NO_FORCING}\n{lark_grammar}"
 
 
 def check_size(text: str) -> None:
-    """Refuse what is too long or nested too deeply to be read."""
+    """Refuse what is too long or nested too deeply."""
     if len(text) > MAX_GRAMMAR:
         raise QuantkitError(
             f"the grammar has {len(text)} characters", f"give at most {MAX_GRAMMAR}"
@@ -292,7 +280,7 @@ def check_size(text: str) -> None:
         deepest = max(deepest, depth)
     if deepest > MAX_DEPTH:
         raise QuantkitError(
-            f"the grammar has {deepest} brackets within each other", f"use at most {MAX_DEPTH}"
+            f"the grammar has {deepest} nested brackets", f"use at most {MAX_DEPTH}"
         )
 
 
@@ -301,7 +289,5 @@ def _library() -> Any:
         import llguidance
     except ImportError as missing:
         remedy = "pip install 'quantkit[structured]' on the server"
-        raise QuantkitError(
-            "answers that must match a schema or a grammar need the package llguidance", remedy
-        ) from missing
+        raise QuantkitError("structured output needs the package llguidance", remedy) from missing
     return llguidance

@@ -100,7 +100,7 @@ def running(tiny_checkpoint: Path) -> Iterator[Running]:
         ({"guided_regex": "(" * 70}, 400, "brackets"),
         ({"guided_regex": "x" * 140_000, "padding": ""}, 413, "larger than 100000 bytes"),
         ({"guided_grammar": "no"}, 400, "cannot be used"),
-        ({"guided_json": {"$ref": "#"}}, 400, "lets no token begin"),
+        ({"guided_json": {"$ref": "#"}}, 400, "allows no first token"),
         ({"guided_choice": []}, 400, "guided_choice"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias has the key 'x'"),
         ({"logit_bias": {"5": 101}}, 400, "logit_bias"),
