@@ -95,8 +95,8 @@ def run(
     )
     with console.status(f"loading {model}"):
         engine = open_engine(options)
-    if engine.loaded.told:
-        console.tell(engine.loaded.told)
+    if engine.loaded.warning:
+        console.tell(engine.loaded.warning)
     with closing(engine), _written(engine, count_experts):
         if prompt is not None:
             tokenizer = engine.tokenizer
@@ -266,8 +266,8 @@ def serve(
     with _sockets(host, port) as sockets:
         with console.status(f"loading {model}"):
             engine = lead_or_follow(asked, console.tell)
-        if engine.loaded.told:
-            console.tell(engine.loaded.told)
+        if engine.loaded.warning:
+            console.tell(engine.loaded.warning)
         if template is not None:
             engine.tokenizer.use_template(template)
         elif not engine.tokenizer.templates:

@@ -295,8 +295,8 @@ class _Asking:
             "cache": cache,
         }
         made = Local(find_model(model), name=name, count_experts=count_experts, **options)
-        if made.engine.loaded.told:
-            self.notice(made.engine.loaded.told)
+        if made.engine.loaded.warning:
+            self.notice(made.engine.loaded.warning)
         return made
 
 

@@ -1,19 +1,18 @@
-"""What a linear is, of an architecture that quantkit does not know: told by the modules that
+"""Which tensors are linears in an architecture that quantkit does not know, from the modules that
 transformers builds of its config.json.
 
-The model is built without weights and never run. A tensor is a linear where it is the weight of an
-nn.Linear in the stack of decoder layers, or of an expert there, in the names under which
-checkpoints are published. So embeddings, heads, vision towers and projectors, which stand outside
-the stack, convolutions and GPT-2's transposed products are none. Of the linears in the stack these
-are left alone, too:
+The model is built without weights and never run. A tensor is a linear if it is the weight of an
+nn.Linear in the stack of decoder layers, or of an expert there, under its name in published
+checkpoints. So embeddings, heads, vision towers and projectors, which are outside the stack,
+convolutions and GPT-2's transposed linears are excluded. Excluded inside the stack are:
 
 - routers: as many outputs as there are experts, in the module that holds the experts, or alone in a
-module of it; and gates of one output;
-- indexers, which choose what is attended to: linears below a module of a class that is called so;
-- in a module with a convolution (state spaces, linear attention), what neither reads nor writes the
-residual stream.
+  submodule of it; and gates with one output;
+- indexers of sparse attention: linears below a module of a class with that name;
+- in a module with a convolution (state spaces, linear attention), linears that neither read nor
+  write the residual stream.
 
-Nothing of a checkpoint is run: the classes are transformers' own.
+No code of a checkpoint is run: the classes are transformers' own.
 """
 
 import importlib.util
@@ -33,13 +32,13 @@ from quantkit.models.hf_traced.experts import UnsupportedExperts, experts_module
 _MOST = {"num_hidden_layers": 1000} | dict.fromkeys(
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 10_000
 )
-"""Of the modules of a model that is built."""
+"""Limits for a model that is built."""
 
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """linears: names of their tensors, as published, or as `stacks` of experts are cut up; None
-    where there is no tree, and `why` says why not."""
+    """linears: published names of their tensors, or names of the parts of `stacks` of experts; None
+    where there is no tree, for the reason `why`."""
 
     linears: frozenset[str] | None
     why: str = ""
@@ -47,8 +46,8 @@ class ModuleTree:
 
 
 def read_tree(config: Mapping[str, Any]) -> ModuleTree:
-    """The tree of a config.json. Faults of building it are told, not raised: names are then all
-    there is to go by."""
+    """The tree of a config.json. Errors of building it are returned, not raised: linears are then
+    identified by name."""
     why = not_built(config)
     if why:
         return ModuleTree(None, why)
@@ -61,7 +60,7 @@ def read_tree(config: Mapping[str, Any]) -> ModuleTree:
         return ModuleTree(
             frozenset(_published(model, linear_weights(model))) | parts, stacks=stacks
         )
-    except Exception as fault:  # whatever a config makes of transformers' classes
+    except Exception as fault:  # transformers' classes may fail in any way
         return ModuleTree(
             None,
             f"transformers {transformers.__version__} does not build it ({type(fault).__name__}: "
@@ -70,8 +69,7 @@ def read_tree(config: Mapping[str, Any]) -> ModuleTree:
 
 
 def not_built(config: Mapping[str, Any]) -> str:
-    """Why transformers will not build a config.json, as far as that is known before it tries; empty
-    where it may."""
+    """Why transformers cannot build a config.json, as far as known before trying; else empty."""
     model_type = config.get("model_type")
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"
@@ -88,24 +86,24 @@ def not_built(config: Mapping[str, Any]) -> str:
 
 
 def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What config.json says of the numbers in _MOST, those of its text model included."""
+    """The values in config.json, its text model included, of the fields in _MOST."""
     text = config.get("text_config")
     for part in (config, text) if isinstance(text, dict) else (config,):
         yield from ((key, part[key]) for key in _MOST if part.get(key) is not None)
 
 
 def build_model(config: Mapping[str, Any], attention: str = "eager") -> nn.Module:
-    """transformers' model of a config.json, in float32, without weights: all tensors are on the
-    meta device. attention: one of its implementations."""
+    """transformers' model of a config.json in float32 with all tensors on the meta device.
+    attention: one of its implementations."""
     import transformers
 
-    transformers.logging.set_verbosity_error()  # what it says of a config is of no use here
+    transformers.logging.set_verbosity_error()  # its remarks on a config are of no use here
     given = {key: _number(value) for key, value in config.items() if key != "quantization_config"}
     made = transformers.AutoConfig.for_model(**given)
     classes = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
     known = [one for one in classes if type(made) in one._model_mapping]
-    # Of some kinds there is a class of the text model alone, too, whose tensors are called
-    # otherwise: what wrote the checkpoint decides.
+    # Some architectures also have a class for the text model alone, with other tensor names:
+    # `architectures` says which one wrote the checkpoint.
     written = (
         one
         for one in known
@@ -122,8 +120,7 @@ def build_model(config: Mapping[str, Any], attention: str = "eager") -> nn.Modul
 
 
 def _number(value: Any) -> Any:
-    """A value of config.json with the numbers in it that JSON has no name for, as transformers
-    writes these."""
+    """A value of config.json with infinities and NaN in transformers' encoding decoded."""
     if isinstance(value, dict):
         return (
             float(value["__float__"])
@@ -134,20 +131,20 @@ def _number(value: Any) -> Any:
 
 
 def linear_weights(model: Any) -> dict[str, Tensor]:
-    """Weights of linears and of experts in the decoder layers, by transformers' names."""
+    """Weights of linears and experts in the decoder layers, by transformers' names."""
     hidden = model.get_input_embeddings().weight.shape[-1]
     found: dict[str, Tensor] = {}
     for layer_name, layer in decoder_stack(model):
         modules = dict(layer.named_modules())
         for name, module in modules.items():
             above = [modules[name.rsplit(".", cut)[0]] for cut in range(1, name.count(".") + 1)]
-            above += [layer] * (
-                len(above) == 1
-            )  # a router may lie beside the module of the experts
-            left = isinstance(module, nn.Linear) and (
-                _is_router(module, above) or _is_inside_mixer(module, above, hidden)
-            )
-            if isinstance(module, nn.Linear) and not left and not _chooses(above):
+            if len(above) == 1:  # a router may be a sibling of the module of experts
+                above.append(layer)
+            if isinstance(module, nn.Linear) and not (
+                _is_router(module, above)
+                or _is_inside_mixer(module, above, hidden)
+                or _is_in_indexer(above)
+            ):
                 found[f"{layer_name}.{name}.weight"] = module.weight
         for name, weight in layer.named_parameters():
             if weight.dim() == 3 and not _is_filter(name, modules):
@@ -156,7 +153,7 @@ def linear_weights(model: Any) -> dict[str, Tensor]:
 
 
 def _is_router(linear: nn.Linear, above: list[nn.Module]) -> bool:
-    """above: the modules that a linear is part of, the nearest first."""
+    """above: the modules that contain the linear, innermost first."""
     if linear.out_features == 1:
         return True
     holders = above[:1] + (
@@ -168,7 +165,7 @@ def _is_router(linear: nn.Linear, above: list[nn.Module]) -> bool:
 
 
 def _experts(module: nn.Module) -> set[int]:
-    """How many experts a module may have: stacked in a tensor, or a list of them."""
+    """Numbers of experts that a module may have: stacked in a tensor, or as a list."""
     holders = [one for one in module.modules() if not isinstance(one, nn.Conv1d)]
     stacked = {
         weight.shape[0]
@@ -179,7 +176,7 @@ def _experts(module: nn.Module) -> set[int]:
     return stacked | {len(one) for one in module.modules() if isinstance(one, nn.ModuleList)}
 
 
-def _chooses(above: list[nn.Module]) -> bool:
+def _is_in_indexer(above: list[nn.Module]) -> bool:
     return any("Indexer" in type(module).__name__ for module in above)
 
 
@@ -193,9 +190,9 @@ def _is_filter(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def text_model(model: Any) -> Any:
-    """What holds the decoder layers: the model's decoder, or its base where what it calls so holds
-    none, as a head may be called; and where it calls itself so, the part of it that has layers and
-    embedding."""
+    """The module that holds the decoder layers: the model's decoder; its base model where the
+    decoder has no layers (a head may be called decoder); or, where the decoder is the model itself,
+    its only part with layers and embedding."""
     found = model.get_decoder() if hasattr(model, "get_decoder") else model
     found = found if _lists(found) else model.base_model
     embedding = model.get_input_embeddings()
@@ -212,8 +209,8 @@ def _lists(module: nn.Module) -> list[nn.ModuleList]:
 
 
 def decoder_stack(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The decoder layers of the text model, by name: its first list of as many modules as there are
-    layers, or else its first list."""
+    """The decoder layers of the text model, by name: its first list with num_hidden_layers modules,
+    or else its first list."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = _lists(text_model(model))
     if not lists:
@@ -228,8 +225,7 @@ def decoder_stack(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _published(model: Any, weights: dict[str, Tensor]) -> Iterator[str]:
-    """The names under which checkpoints hold these weights. Experts that are published stacked are
-    no linears."""
+    """The published names of these weights. Experts that are published stacked are not linears."""
     from transformers.core_model_loading import revert_weight_conversion
 
     for name, weight in revert_weight_conversion(model, weights).items():
@@ -238,8 +234,8 @@ def _published(model: Any, weights: dict[str, Tensor]) -> Iterator[str]:
 
 
 def published_stacks(model: Any) -> Iterator[Stack]:
-    """Tensors of routed experts that checkpoints hold as they are, all experts in one, of those
-    that `watched.experts` understands."""
+    """Published tensors that hold all routed experts of a layer, of the kinds that
+    `hf_traced.experts` supports."""
     published = published_names(model)
     for prefix, layer in decoder_stack(model):
         for name, module in experts_modules(layer):
@@ -249,8 +245,8 @@ def published_stacks(model: Any) -> Iterator[Stack]:
 
 
 def published_names(model: Any) -> dict[str, str]:
-    """transformers' name of a tensor -> the name under which checkpoints hold it, of those that
-    they hold in the same form."""
+    """transformers' name of a tensor -> its published name, for tensors published in the same
+    form."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors = dict(model.state_dict())

@@ -22,13 +22,13 @@ from quantkit.calibrate.sensitivity import MOST_TOKENS, PATH_TOKENS
 from quantkit.checkpoint.writer import MAX_QUEUED
 from quantkit.common.errors import QuantkitError
 from quantkit.models.architecture import ModelConfig
-from quantkit.models.hf_traced.skeleton import KEPT_BYTES
+from quantkit.models.hf_traced.skeleton import CALL_CACHE_BYTES
 from quantkit.models.table import Parameter
 from quantkit.quantization.job import Job
 
 PROCESS_BYTES = 400 * 10**6
 """Python, torch and the tokenizer, before any weight is read."""
-MODULES_BYTES = 150 * 10**6 + KEPT_BYTES
+MODULES_BYTES = 150 * 10**6 + CALL_CACHE_BYTES
 """More where transformers computes: itself, and the masks and rotary tables that its layers are
 called with."""
 _FLOAT = 4

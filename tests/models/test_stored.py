@@ -126,7 +126,7 @@ def test_layers_that_config_does_not_count_are_told_of(
         tmp_path / "model",
         lambda config: config.update(num_hidden_layers=layers, num_nextn_predict_layers=mtp),
     )
-    found = load_model(path, device="cpu").told
+    found = load_model(path, device="cpu").warning
     assert told in found
     assert bool(found) == bool(told)
 

@@ -59,7 +59,7 @@ class LoadedModel:
 
     `nbytes` is what the prepared weights hold. codes: the dtype of a cache in 8 bits, None for one
     of 16; steps: by layer, what a code is worth, where the checkpoint says so and the cache is in
-    int8. told: as in `stored.Model`.
+    int8. warning: as in `stored_parameters.Model`.
     """
 
     model: Model
@@ -70,7 +70,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     codes: torch.dtype | None = None
-    told: str = ""
+    warning: str = ""
     steps: Mapping[int, CodeSteps] = field(default_factory=dict)
 
     @property

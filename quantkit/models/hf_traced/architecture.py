@@ -1,5 +1,5 @@
-"""A model of transformers as an `Architecture`: rows of a checkpoint, scale groups and decoder
-layers, as they were seen."""
+"""A transformers model as an `Architecture`: rows of a checkpoint, scale groups and decoder layers,
+as found by tracing."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,15 +22,15 @@ from quantkit.models.hf_traced.embed_and_head import (
 )
 from quantkit.models.hf_traced.experts import StackedExperts, UnsupportedExperts, trace_experts
 from quantkit.models.hf_traced.layer import DecoderLayer, SiteWeights
-from quantkit.models.hf_traced.skeleton import ROUTE, Skeleton, check_built
-from quantkit.models.hf_traced.sublayers import LayerTrace, look_at
+from quantkit.models.hf_traced.skeleton import RTN_REMEDY, Skeleton, check_built
+from quantkit.models.hf_traced.sublayers import LayerTrace, trace_layer
 from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split
 
 
 @dataclass(frozen=True)
 class TracedConfig(ModelConfig):
-    """Of the fields of `ModelConfig` those that calibration asks for. num_attention_heads: 0, as
-    nobody looked for heads."""
+    """The fields of `ModelConfig` that calibration uses. num_attention_heads is 0, because heads
+    are not traced."""
 
     vocab_size: int
     hidden_size: int
@@ -48,7 +48,7 @@ class TracedConfig(ModelConfig):
 
 class TracedArchitecture:
     """The architecture of one config.json. Raises QuantkitError where transformers is missing, does
-    not know it, or has a forward that cannot be walked layer by layer."""
+    not know it, or has a forward that cannot be run layer by layer."""
 
     MtpLayer = None
 
@@ -60,7 +60,7 @@ class TracedArchitecture:
         self._by_kind: dict[str, LayerTrace] = {}
         for layer in range(len(skeleton.layers)):
             if skeleton.kind(layer) not in self._by_kind:
-                self._by_kind[skeleton.kind(layer)] = look_at(skeleton, layer)
+                self._by_kind[skeleton.kind(layer)] = trace_layer(skeleton, layer)
         self.kinds = [self._by_kind[skeleton.kind(layer)] for layer in range(len(skeleton.layers))]
         self.norm: LastNorm | None = last_norm(skeleton)
         self.experts = {
@@ -77,7 +77,7 @@ class TracedArchitecture:
         routing = (
             None
             if first is None
-            else Routing(len(self.experts[first].names), self.kinds[first].chosen)
+            else Routing(len(self.experts[first].names), self.kinds[first].topk)
         )
         gating = SILU if first is None else self.experts[first].gating
         return TracedConfig(
@@ -86,7 +86,7 @@ class TracedArchitecture:
 
     @property
     def stacks(self) -> list[Stack]:
-        """Stored tensors that hold many experts."""
+        """Stored tensors that hold several experts."""
         return [stack for found in self.experts.values() for stack in found.stacks]
 
     def DecoderLayer(self, config: TracedConfig, layer: int, weights: SiteWeights) -> DecoderLayer:
@@ -97,8 +97,8 @@ class TracedArchitecture:
 
     def parameters(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:
         """shapes: logical shape of every stored tensor, by name. In the order of a forward pass;
-        what is of no layer of the text model comes last. Raises QuantkitError where a tensor that
-        transformers computes with is not stored."""
+        tensors outside the text model's layers come last. Raises QuantkitError where a tensor that
+        transformers needs is not stored."""
         skeleton, rows = self.skeleton, list[Parameter]()
         linears = {
             skeleton.published[name] for name in skeleton.linears if name in skeleton.published
@@ -121,15 +121,15 @@ class TracedArchitecture:
                     raise QuantkitError(
                         f"{skeleton.description}: transformers computes with {names[name]}, and it is not "
                         "stored",
-                        ROUTE,
+                        RTN_REMEDY,
                     )
                 made, stored = tensors[layer][name], shapes[names[name]]
                 if made != stored:
-                    told = (
+                    raise QuantkitError(
                         f"{names[name]} has shape {list(stored)}, and its config.json makes it "
-                        f"{list(made)}"
+                        f"{list(made)}",
+                        "use the model's own config.json",
                     )
-                    raise QuantkitError(told, "use the model's own config.json")
                 rows.append(
                     self._row(
                         name,
@@ -151,7 +151,7 @@ class TracedArchitecture:
         return first + rows + [row for row in rest if row.role != "embedding"]
 
     def scale_groups(self, config: TracedConfig, layer: int) -> list[ScaleGroup]:
-        """Those that were seen and proven."""
+        """The groups that were found and proven."""
         kind, names = self.kinds[layer], self.skeleton.names(layer)
         groups = []
         for group in kind.groups:
@@ -190,8 +190,8 @@ class TracedArchitecture:
 
     @property
     def summary(self) -> str:
-        """What was found, of every kind of layer: how many scale groups, and the inputs that have
-        none."""
+        """The number of proven scale groups, and the inputs without one, over all kinds of
+        layers."""
         linears = [
             (group, len(kind.plan.linears))
             for kind in self._by_kind.values()
@@ -210,14 +210,14 @@ class TracedArchitecture:
             if not any(name in one.consumers for one in kind.groups)
         )
         kinds = len(self._by_kind)
-        told = (
+        summary = (
             f"computed by transformers' modules: {len(linears)} scale groups proven in {kinds} "
             f"kind{'s' * (kinds > 1)} of layers"
         )
-        return told + (f"; no scale for what is read by {', '.join(left)}" if left else "")
+        return summary + (f"; no scale for what is read by {', '.join(left)}" if left else "")
 
     def _experts_of(self, layer: int) -> StackedExperts | None:
-        """Those of a layer. Raises QuantkitError where they are not understood."""
+        """The experts of a layer. Raises QuantkitError where they are not supported."""
         kind, skeleton = self.kinds[layer], self.skeleton
         if not kind.plan.experts:
             return None
@@ -230,16 +230,14 @@ class TracedArchitecture:
                 f"{skeleton.prefixes[layer]}.{name}",
                 skeleton.layers[layer].get_submodule(name),
             )
-            if found.beyond:
+            if found.zero_expert_scale:
                 raise UnsupportedExperts(
                     f"some experts of layer {layer} hand on what they read, which calibration does "
                     "not compute"
                 )
             return found
         except UnsupportedExperts as fault:
-            raise QuantkitError(f"{skeleton.description}: {fault}", ROUTE) from fault
-
-    # --- rows ----------------------------------------------------------------------------------------------------------------
+            raise QuantkitError(f"{skeleton.description}: {fault}", RTN_REMEDY) from fault
 
     def _row(
         self, name: str, layer: int, kind: LayerTrace, row: Parameter, linears: Collection[str]
@@ -248,9 +246,9 @@ class TracedArchitecture:
         row = replace(
             row,
             block="attention" if module in kind.first else "mlp",
-            after_experts=module in kind.behind,
+            after_experts=module in kind.after_experts,
         )
-        row = replace(row, parallel_to_experts=module in kind.plan.beside and len(row.shape) == 2)
+        row = replace(row, parallel_to_experts=module in kind.plan.parallel and len(row.shape) == 2)
         if len(row.shape) == 2 and module in kind.plan.linears:
             fits = row.name in linears and tensor_names.fits(row.shape)
             role: Role = tensor_names.role(row.module) if fits else "router"
@@ -275,14 +273,14 @@ class TracedArchitecture:
             for projection, name in zip(projections, names):
                 shape = (hidden, width) if projection == "down" else (width, hidden)
                 if shapes.get(name) != shape:
-                    told = (
+                    reason = (
                         f"{name} is not stored"
                         if name not in shapes
                         else f"{name} has shape {list(shapes[name])}"
                     )
                     raise QuantkitError(
-                        f"{self.skeleton.description}: {told}, and its config.json makes it {list(shape)}",
-                        ROUTE,
+                        f"{self.skeleton.description}: {reason}, and its config.json makes it {list(shape)}",
+                        RTN_REMEDY,
                     )
                 role: Role = (
                     "linear"
@@ -304,7 +302,8 @@ class TracedArchitecture:
                 )
 
     def _outside(self, row: Parameter) -> Parameter:
-        """A tensor of no layer: embedding, head and last norm have roles, the rest is copied."""
+        """A tensor outside the layers: embedding, head and last norm have roles, the rest is
+        copied."""
         if row.name == self._embedding:
             return replace(row, role="embedding")
         if row.name == self._head:
@@ -325,7 +324,7 @@ class TracedArchitecture:
         )
 
     def _name_of(self, module: Any) -> str:
-        """On disk, of a module's matrix; empty where it is not stored."""
+        """Stored name of a module's matrix; empty where it is not stored."""
         name = next(
             (name for name, one in self.skeleton.model.named_modules() if one is module), ""
         )

@@ -1,5 +1,5 @@
-"""What is around the layers of a model of transformers: embedding, last norm and logits, as the
-model's own forward has them."""
+"""Embedding, last norm and logits of a transformers model, as computed by the model's own
+forward."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from quantkit.common.errors import QuantkitError
 from quantkit.models.hf_traced.layer import replaced
 from quantkit.models.hf_traced.scale_groups import SAME, distance
-from quantkit.models.hf_traced.skeleton import PROBED, ROUTE, Skeleton
+from quantkit.models.hf_traced.skeleton import PROBE_TOKENS, RTN_REMEDY, Skeleton
 
 Read = Callable[[str], Tensor]
-"""A stored tensor by its name, in its stored dtype."""
+"""A stored tensor by name, in its stored dtype."""
 _BATCH = 2048
-"""Tokens whose last norm is computed together."""
+"""Tokens per batch of the last norm."""
 
 
 @dataclass(frozen=True)
 class LastNorm:
-    """The norm between the last layer and the head. module: its name on disk; gain_offset as in
-    `Parameter`; centred: it takes the mean off; eps: what it adds to the mean square."""
+    """The norm between the last layer and the head. module: its stored name; gain_offset as in
+    `Parameter`; centred: it subtracts the mean; eps: added to the mean square."""
 
     module: str
     gain_offset: float
@@ -33,9 +33,10 @@ class LastNorm:
 
 
 def last_norm(skeleton: Skeleton) -> LastNorm | None:
-    """None where the last operation is something else than one norm, or none that a checkpoint has
-    a gain of."""
-    hidden = torch.randn(PROBED, skeleton.hidden_size, generator=torch.Generator().manual_seed(3))
+    """None where the last operation is not a single norm with a stored gain."""
+    hidden = torch.randn(
+        PROBE_TOKENS, skeleton.hidden_size, generator=torch.Generator().manual_seed(3)
+    )
     before = skeleton.after_layers(hidden)
     for name, module in skeleton.outside.items():
         gain = module._parameters.get("weight")
@@ -70,7 +71,7 @@ def last_norm(skeleton: Skeleton) -> LastNorm | None:
 
 
 class EmbedAndHead:
-    """read: reads stored tensors. embedding: the name of the table on disk."""
+    """read: reads stored tensors. embedding: stored name of the table."""
 
     def __init__(
         self, skeleton: Skeleton, read: Read, embedding: str, device: torch.device
@@ -132,15 +133,15 @@ class EmbedAndHead:
 
 
 def logits_of(skeleton: Skeleton, products: Tensor) -> Tensor:
-    """What the model makes of products [T, V] with rows of its head: scaled, capped, or as they
-    are. Element by element, so V may be some rows alone."""
+    """The model's logits for products [T, V] with rows of its head: scaled, capped, or unchanged.
+    Elementwise, so V may be a subset of the vocabulary."""
     head = skeleton.model.get_output_embeddings()
 
     def head_forward(x: Tensor) -> Tensor:
         return x
 
     def text_forward(*args: Any, **kwargs: Any) -> Any:
-        return _Answer(products[None])
+        return _TextOutput(products[None])
 
     def embed(ids: Tensor) -> Tensor:
         return torch.zeros(*ids.shape, skeleton.hidden_size)
@@ -163,9 +164,8 @@ def logits_of(skeleton: Skeleton, products: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Answer:
-    """What a text model returns: its hidden states first, and nothing else, whatever is asked
-    for."""
+class _TextOutput:
+    """Output of a text model: its hidden states first, and None for any other attribute."""
 
     last_hidden_state: Tensor
 
@@ -177,13 +177,13 @@ class _Answer:
 
 
 def check_logits(skeleton: Skeleton) -> None:
-    """Raise QuantkitError where logits cannot be told from products with the head."""
-    probe, found = torch.linspace(-3, 3, 2 * PROBED).view(PROBED, 2), None
+    """Raise QuantkitError where logits are not a function of the products with the head."""
+    probe, found = torch.linspace(-3, 3, 2 * PROBE_TOKENS).view(PROBE_TOKENS, 2), None
     if skeleton.model.get_output_embeddings() is not None:
         with suppress(Exception):  # of a forward that wants more than a text
             found = logits_of(skeleton, probe)
     if found is None or found.shape != probe.shape:
         raise QuantkitError(
             f"{skeleton.description}: transformers' model gives no logits of its text model alone",
-            ROUTE,
+            RTN_REMEDY,
         )

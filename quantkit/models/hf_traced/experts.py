@@ -1,11 +1,11 @@
-"""What a module of stacked experts holds, where checkpoints have it, and what one expert computes.
+"""Modules of stacked experts: their tensors, the names in checkpoints, and what one expert
+computes.
 
-Of the modules that transformers calls with (x, experts of each token, their weights), or as Llama
-4's with an input of its own for each expert, zeros where a token does not ask it, those are known
-whose experts are gated MLPs, down(f(gate(x)) * up(x)) with any f: that is seen by running the
-module itself, cut down to two small experts, beside that formula. Where each expert lies in a
-checkpoint is seen by sending numbered entries through transformers' own conversion to published
-names.
+Supported are modules that transformers calls with (x, experts of each token, their weights), or, as
+Llama 4's, with one input per expert that is zero for tokens not routed to it, if their experts are
+gated MLPs, down(f(gate(x)) * up(x)) with any f. This is verified by running the module, shrunk to
+two small experts, and comparing with the formula. The place of each expert in a checkpoint is found
+by passing numbered entries through transformers' own conversion to published names.
 """
 
 import copy
@@ -23,19 +23,19 @@ from torch.nn import functional as F
 from quantkit.checkpoint.stacked_experts import Stack
 
 Activation = Callable[[Tensor], Tensor]
-"""f of down(f(gate(x)) * up(x)), element by element."""
+"""f of down(f(gate(x)) * up(x)), elementwise."""
 _SAME = 1e-9
 
 
 class UnsupportedExperts(Exception):
-    """A module of experts that is none of these, or is stored otherwise. The text says which."""
+    """A module of experts of another kind, or with another storage layout; the text says which."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a module of experts is called with. x [R, H]; topk_ids int64 [R, k]; topk_weights [R,
-    k]; shape: of what it answers; places: of the rows in that, where every expert has an input of
-    its own and answers by itself."""
+class ExpertsCall:
+    """The arguments of a module of experts. x [R, H]; topk_ids int64 [R, k]; topk_weights [R, k];
+    shape: of its result; places: of the rows in the result, where every expert has its own input
+    and output."""
 
     x: Tensor
     topk_ids: Tensor
@@ -44,10 +44,10 @@ class Asked:
     places: Tensor | None = None
 
     @classmethod
-    def of(cls, given: Sequence[Any], count: int) -> "Asked | None":
-        """given: the call; count: of experts. None where experts are not asked so. Of inputs [E *
-        T, H] a row is a token, in their order, where none asks more than one expert; else an expert
-        and a token that asks it."""
+    def of(cls, given: Sequence[Any], count: int) -> "ExpertsCall | None":
+        """given: the call's arguments; count: number of experts. None for another kind of call. For
+        inputs [E * T, H] a row is a token, in order, if each is routed to at most one expert; else
+        a pair of expert and token."""
         if not all(isinstance(one, Tensor) for one in given):
             return None
         if len(given) == 3 and not given[1].is_floating_point():
@@ -60,22 +60,22 @@ class Asked:
         ):
             return None
         rows = given[0].reshape(-1, given[0].shape[-1])
-        asking = (rows != 0).any(-1).view(count, -1)
-        if int(asking.sum(0).max()) > 1:
-            ids, tokens = asking.nonzero(as_tuple=True)
+        used = (rows != 0).any(-1).view(count, -1)
+        if int(used.sum(0).max()) > 1:
+            ids, tokens = used.nonzero(as_tuple=True)
         else:
-            ids, tokens = asking.int().argmax(0), torch.arange(asking.shape[1], device=rows.device)
-        places = ids * asking.shape[1] + tokens
+            ids, tokens = used.int().argmax(0), torch.arange(used.shape[1], device=rows.device)
+        places = ids * used.shape[1] + tokens
         return cls(
             rows[places],
             ids[:, None],
-            asking[ids, tokens][:, None].to(rows.dtype),
+            used[ids, tokens][:, None].to(rows.dtype),
             given[0].shape,
             places,
         )
 
-    def answer(self, made: Tensor) -> Tensor:
-        """made [R, H], of every row -> what the module returns."""
+    def result(self, made: Tensor) -> Tensor:
+        """made [R, H], of every row -> the module's return value."""
         if self.places is None:
             return made.view(self.shape)
         return (
@@ -88,22 +88,23 @@ class Asked:
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """One module of experts. names: of each expert's gate, up and down on disk, or as `stacks` cut
-    it up. parameters: its own tensors, in transformers' names. width: inner channels of an expert.
-    beyond: how much of its input a place after the experts answers: 1 where it hands the input on,
-    as LongCat-Flash's zero experts do, 0 where it is no expert."""
+    """One module of experts. names: of each expert's gate, up and down in the checkpoint, or as
+    `stacks` are split. parameters: its own tensors, in transformers' names. width: inner channels
+    of an expert. zero_expert_scale: factor of the input in the output for an index after the
+    experts: 1 if it is passed through, as by LongCat-Flash's zero experts, 0 if it is not an
+    expert."""
 
     names: tuple[tuple[str, str, str], ...]
     stacks: tuple[Stack, ...]
     parameters: frozenset[str]
     width: int
     gating: Gating
-    beyond: float = 0.0
+    zero_expert_scale: float = 0.0
 
 
 @dataclass(frozen=True)
 class TracedGating(Gating):
-    """f(g) * u, with f as a module of transformers has it."""
+    """f(g) * u, with f of a transformers module."""
 
     activation: Activation = torch.relu
 
@@ -121,25 +122,30 @@ def experts_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def trace_experts(model: Any, name: str, module: nn.Module) -> StackedExperts:
-    """name: of the module in the model. Raises UnsupportedExperts where it is not understood."""
+    """name: of the module in the model. Raises UnsupportedExperts."""
     held = _held(module)
-    beyond = _check_computed(module, held)
+    zero_expert_scale = _check_computed(module, held)
     names, stacks = _stored(model, name, held)
     parameters = frozenset(f"{name}.{key}" for key in (held.inner, held.outer))
     return StackedExperts(
-        names, stacks, parameters, held.width, TracedGating(activation=_activation(module)), beyond
+        names,
+        stacks,
+        parameters,
+        held.width,
+        TracedGating(activation=_activation(module)),
+        zero_expert_scale,
     )
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Names of the parameters: of gates and then ups, [E, 2I, H], and of downs [E, H, I]; or
-    turned, [E, H, 2I] and [E, I, H]. spare: places of the first beyond those of the second, which
-    are no experts."""
+class _ExpertTensors:
+    """Names of the parameters: gates and ups, [E, 2I, H], and downs [E, H, I]; or transposed, [E,
+    H, 2I] and [E, I, H]. spare: indices of the first beyond those of the second, which are not
+    experts."""
 
     inner: str
     outer: str
-    turned: bool
+    transposed: bool
     count: int
     width: int
     hidden: int
@@ -148,30 +154,30 @@ class _Held:
     def shapes(
         self, count: int, width: int, hidden: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of both, for other sizes."""
+        """Shapes of both, for other sizes."""
         inner, outer, places = (2 * width, hidden), (hidden, width), count + self.spare
         return (
             ((places, *inner[::-1]), (count, *outer[::-1]))
-            if self.turned
+            if self.transposed
             else ((places, *inner), (count, *outer))
         )
 
     def each(self, gate_up: Tensor, down: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Matrices of every expert's gate, up and down, [I, H], [I, H] and [H, I]."""
-        inner, outer = (gate_up.mT, down.mT) if self.turned else (gate_up, down)
+        inner, outer = (gate_up.mT, down.mT) if self.transposed else (gate_up, down)
         return [(*one.chunk(2), last) for one, last in zip(inner, outer)]
 
 
-def _held(module: nn.Module) -> _Held:
+def _held(module: nn.Module) -> _ExpertTensors:
     own = {key: tuple(one.shape) for key, one in module._parameters.items() if one is not None}
     fits = []
-    for inner, outer, turned in product(own, own, (False, True)):
+    for inner, outer, transposed in product(own, own, (False, True)):
         if inner != outer and len(own[inner]) == len(own[outer]) == 3:
-            hidden, width = own[outer][2:0:-1] if turned else own[outer][1:]
-            found = _Held(
+            hidden, width = own[outer][2:0:-1] if transposed else own[outer][1:]
+            found = _ExpertTensors(
                 inner,
                 outer,
-                turned,
+                transposed,
                 own[outer][0],
                 width,
                 hidden,
@@ -183,13 +189,13 @@ def _held(module: nn.Module) -> _Held:
                 else []
             )
     if len(own) != 2 or len(fits) != 1:
-        told = ", ".join(f"{key} {list(shape)}" for key, shape in own.items())
-        raise UnsupportedExperts(f"the experts of {type(module).__name__} hold {told}")
+        reason = ", ".join(f"{key} {list(shape)}" for key, shape in own.items())
+        raise UnsupportedExperts(f"the experts of {type(module).__name__} hold {reason}")
     return fits[0]
 
 
 def _activation(module: Any) -> Activation:
-    """Of the gate, as the module has it beside an up of ones, or by itself."""
+    """The gate's activation, from the module's _apply_gate with an up of ones, or its act_fn."""
     own = getattr(module, "_apply_gate", None)
     if own is None:
         alone: Activation = module.act_fn
@@ -202,16 +208,16 @@ def _activation(module: Any) -> Activation:
     return apply
 
 
-def _check_computed(module: Any, held: _Held) -> float:
-    """The module, cut down to two experts of 6 and 4 channels, computes the formula. Returns what
-    `StackedExperts` has as `beyond`."""
+def _check_computed(module: Any, held: _ExpertTensors) -> float:
+    """Verify that the module, shrunk to two experts of 6 and 4 channels, computes the formula.
+    Returns `StackedExperts.zero_expert_scale`."""
     generator = torch.Generator().manual_seed(1)
     gate_up, down = (torch.randn(shape, generator=generator) for shape in held.shapes(2, 4, 6))
     x = torch.randn(5, 6, generator=generator)
     ids = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0], [1, 0]])
     weights = torch.rand(5, 2, generator=generator)
-    told = "is called otherwise"
-    for small in _cut_down(module, held, gate_up, down):
+    reason = "is called otherwise"
+    for small in _shrink(module, held, gate_up, down):
         try:
             with torch.no_grad():
                 activation = _activation(small)
@@ -221,28 +227,28 @@ def _check_computed(module: Any, held: _Held) -> float:
                 ]
                 chosen = torch.stack(made, 1).gather(1, ids[:, :, None].expand(-1, -1, 6))
                 if _agrees(small(x, ids, weights), (chosen * weights[:, :, None]).sum(1)):
-                    return _beyond(small, x, weights) if held.spare else 0.0
-        except Exception as fault:  # whatever a module makes of such a call
-            told = f"is called otherwise ({fault!s:.60})"
+                    return _zero_expert_scale(small, x, weights) if held.spare else 0.0
+        except Exception as fault:  # a module may fail in any way
+            reason = f"is called otherwise ({fault!s:.60})"
             try:
                 with torch.no_grad():
                     if _agrees(small(x.repeat(2, 1)), torch.cat(made)):
                         return 0.0
-            except Exception:  # of this one, too
+            except Exception:  # likewise
                 continue
-        told = "computes no gated MLPs, down(f(gate(x)) * up(x))"
-    raise UnsupportedExperts(f"the module of experts {type(module).__name__} {told}")
+        reason = "computes no gated MLPs, down(f(gate(x)) * up(x))"
+    raise UnsupportedExperts(f"the module of experts {type(module).__name__} {reason}")
 
 
-def _beyond(small: Any, x: Tensor, weights: Tensor) -> float:
-    """What the first place after two experts answers, over its input."""
+def _zero_expert_scale(small: Any, x: Tensor, weights: Tensor) -> float:
+    """Output for the first index after two experts, relative to its input."""
     made = small(x, torch.full(weights.shape, 2), weights)
     if not float(made.abs().max()):
         return 0.0
     if _agrees(made, x * weights.sum(1, keepdim=True)):
         return 1.0
     raise UnsupportedExperts(
-        f"a place after the experts of {type(small).__name__} computes something of its own"
+        f"{type(small).__name__} computes something of its own for an index after the experts"
     )
 
 
@@ -253,9 +259,9 @@ def _agrees(found: Tensor, expected: Tensor) -> bool:
     )
 
 
-def _cut_down(module: Any, held: _Held, gate_up: Tensor, down: Tensor) -> Iterator[Any]:
-    """The module with these tensors. What it knows of their sizes goes with them; where two sizes
-    are one number, in any way."""
+def _shrink(module: Any, held: _ExpertTensors, gate_up: Tensor, down: Tensor) -> Iterator[Any]:
+    """The module with these tensors, and its size attributes adapted; all combinations where two
+    sizes are equal numbers."""
     sizes: dict[int, list[int]] = {}
     for size, small in ((held.count, 2), (held.hidden, 6), (held.width, 4), (2 * held.width, 8)):
         sizes.setdefault(size, []).append(small)
@@ -278,9 +284,9 @@ def _cut_down(module: Any, held: _Held, gate_up: Tensor, down: Tensor) -> Iterat
 
 
 def _stored(
-    model: Any, name: str, held: _Held
+    model: Any, name: str, held: _ExpertTensors
 ) -> tuple[tuple[tuple[str, str, str], ...], tuple[Stack, ...]]:
-    """Names of every expert's gate, up and down, and the stacks that are to be cut up for it."""
+    """Names of every expert's gate, up and down, and the stacks that must be split for them."""
     from transformers.core_model_loading import revert_weight_conversion
 
     shapes = held.shapes(held.count, 2, 3)
@@ -294,13 +300,13 @@ def _stored(
     )
     by_first = {float(one.flatten()[0]): (key, one) for key, one in published.items()}
     expected = held.each(gate_up, down)
-    if all(_is_there(by_first, one) for parts in expected for one in parts):
+    if all(_is_published(by_first, one) for parts in expected for one in parts):
         names = [tuple(by_first[float(one.flatten()[0])][0] for one in parts) for parts in expected]
         return tuple(names), ()  # type: ignore[arg-type]
-    # A conversion that turns what has another shape than the model's, as these numbers have, takes
-    # both.
-    either = not all(_is_there(by_first, one) for one in (gate_up, down))
-    if not all(_is_there(by_first, one.mT if either else one) for one in (gate_up, down)):
+    # A conversion that transposes tensors whose shape differs from the model's, as here, accepts
+    # both orientations.
+    either = not all(_is_published(by_first, one) for one in (gate_up, down))
+    if not all(_is_published(by_first, one.mT if either else one) for one in (gate_up, down)):
         raise UnsupportedExperts(
             f"checkpoints hold {name} in another form than one matrix an expert, or all in one "
             "tensor"
@@ -318,20 +324,20 @@ def _stored(
             by_first[0.0][0],
             tuple((gate, up) for gate, up, _ in triples),
             (held.width, held.hidden),
-            held.turned,
+            held.transposed,
             either,
         ),
         Stack(
             by_first[float(down.flatten()[0])][0],
             tuple((last,) for _, _, last in triples),
             (held.hidden, held.width),
-            held.turned,
+            held.transposed,
             either,
         ),
     )
     return triples, stacks
 
 
-def _is_there(by_first: dict[float, tuple[str, Tensor]], part: Tensor) -> bool:
+def _is_published(by_first: dict[float, tuple[str, Tensor]], part: Tensor) -> bool:
     found = by_first.get(float(part.flatten()[0]))
     return found is not None and found[1].shape == part.shape and torch.equal(found[1], part)

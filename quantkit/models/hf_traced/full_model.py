@@ -1,7 +1,6 @@
-"""A whole checkpoint in memory, computed by transformers' own forward: for architectures without a
-file here, so that what was made of them can be measured. Quantized weights are decoded at load;
-linears of 8-bit schemes round what they read, as operators do. It is slow.
-"""
+"""A whole checkpoint in memory, computed by transformers' own forward: to measure quantized models
+whose architecture has no file here. Quantized weights are dequantized at load; linears of schemes
+with quantized activations simulate that. It is slow."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,17 +17,17 @@ from quantkit.grids.base import dequantize
 from quantkit.models.activation_quant import NO_ACTIVATION_QUANT, ActivationQuant
 from quantkit.models.hf_traced.embed_and_head import logits_of
 from quantkit.models.hf_traced.experts import (
-    Asked,
+    ExpertsCall,
     StackedExperts,
     UnsupportedExperts,
     experts_modules,
     trace_experts,
 )
-from quantkit.models.hf_traced.skeleton import ROUTE, Skeleton, check_built
+from quantkit.models.hf_traced.skeleton import RTN_REMEDY, Skeleton, check_built
 
 
 def transformers_warning(path: Path) -> str:
-    """What to say of a checkpoint that is computed so."""
+    """Warning for a checkpoint that is computed this way."""
     return (
         f"{path} is computed by transformers on decoded weights, because quantkit has no file "
         "for its architecture: slow"
@@ -36,9 +35,8 @@ def transformers_warning(path: Path) -> str:
 
 
 @dataclass
-class Passed:
-    """What one forward leaves: hidden [T, H] after each layer, and `final` [T, H], which the head
-    multiplies."""
+class ForwardOutput:
+    """hidden [T, H] after each layer, and `final` [T, H], the input of the head."""
 
     hidden: dict[int, Tensor] = field(default_factory=dict)
     final: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -46,7 +44,7 @@ class Passed:
 
 class TransformersModel:
     """Raises QuantkitError where transformers is missing or does not know the model, and where a
-    tensor that it computes with is not stored."""
+    tensor that it needs is not stored."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         self.checkpoint, self.device, self.dtype = checkpoint, device, dtype
@@ -54,20 +52,19 @@ class TransformersModel:
             check_built(checkpoint.config)
             self.skeleton = Skeleton(checkpoint.config)
         except QuantkitError as fault:
-            told = f"{checkpoint.path / 'config.json'}: {fault.problem}"
-            otherwise = (
+            remedy = (
                 "use the config.json that came with these weights, pip install -U "
                 "'quantkit[transformers]', or use another engine"
             )
             raise QuantkitError(
-                told, otherwise if ROUTE in fault.remedy else fault.remedy
+                f"{checkpoint.path / 'config.json'}: {fault.problem}",
+                remedy if RTN_REMEDY in fault.remedy else fault.remedy,
             ) from fault
         self.model: Any = self.skeleton.model
         self._fill()
 
     @property
-    def told(self) -> str:
-        """What to say of it."""
+    def warning(self) -> str:
         return transformers_warning(self.checkpoint.path)
 
     @property
@@ -76,18 +73,18 @@ class TransformersModel:
 
     @property
     def max_position_embeddings(self) -> int | None:
-        """Tokens of the longest text; None where config.json does not say."""
+        """Length of the longest text; None where config.json does not say."""
         return self.skeleton.positions
 
     @torch.no_grad()
-    def forward(self, ids: Tensor) -> Passed:
-        """ids int64 [T] of one sequence. Raises QuantkitError where these are more than the model
-        has positions for."""
-        passed, longest = Passed(), self.max_position_embeddings
+    def forward(self, ids: Tensor) -> ForwardOutput:
+        """ids int64 [T] of one sequence. Raises QuantkitError for a text longer than the model
+        supports."""
+        output, longest = ForwardOutput(), self.max_position_embeddings
 
         def keep(number: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, made: Any) -> None:
-                passed.hidden[number] = self.skeleton.result(made)[0]
+                output.hidden[number] = self.skeleton.result(made)[0]
 
             return hook
 
@@ -98,22 +95,22 @@ class TransformersModel:
         head = self.model.get_output_embeddings()
         hooks.append(
             head.register_forward_pre_hook(
-                lambda module, args: setattr(passed, "final", args[0][0])
+                lambda module, args: setattr(output, "final", args[0][0])
             )
         )
         try:
-            self._computed(ids[None].to(self.device), use_cache=False)
+            self._call(ids[None].to(self.device), use_cache=False)
         except QuantkitError as fault:
             if longest is None or len(ids) <= longest:
                 raise
-            told = (
-                f"{self.checkpoint.path} has {longest} positions, and a text has {len(ids)} tokens"
-            )
-            raise QuantkitError(told, f"give --seq-len {longest}") from fault
+            raise QuantkitError(
+                f"{self.checkpoint.path} has {longest} positions, and a text has {len(ids)} tokens",
+                f"give --seq-len {longest}",
+            ) from fault
         finally:
             for hook in hooks:
                 hook.remove()
-        return passed
+        return output
 
     @torch.no_grad()
     def logits(self, final: Tensor) -> Tensor:
@@ -123,24 +120,23 @@ class TransformersModel:
 
     @torch.no_grad()
     def next_logits(self, ids: list[int], cache: Any) -> tuple[Tensor, Any]:
-        """Of the token after `ids`, which follow those in `cache` (None at first): float32 [1,
-        vocab], and what to give for the next; None where the model has no cache of keys and values,
-        and wants the whole text again."""
-        found = self._computed(
+        """Logits after `ids`, which follow those in `cache` (None at first): float32 [1, vocab],
+        and the cache for the next call; None where the model has no KV cache and needs the whole
+        text again."""
+        found = self._call(
             torch.tensor([ids], device=self.device),
             past_key_values=cache,
             use_cache=self._has_cache,
         )
         return found.logits[0, -1:].float(), getattr(found, "past_key_values", None)
 
-    def _computed(self, ids: Tensor, **how: Any) -> Any:
-        """What transformers' forward makes of ids [1, T]. Raises QuantkitError where it fails, as
-        with a config.json whose sizes do not go
-        together: a rotary_dim above the head's, for one."""
-        if how.get("past_key_values") is None:
+    def _call(self, ids: Tensor, **options: Any) -> Any:
+        """transformers' forward of ids [1, T]. Raises QuantkitError where it fails, as with a
+        config.json of inconsistent sizes, such as a rotary_dim above the head's."""
+        if options.get("past_key_values") is None:
             self.skeleton.forget_lengths()
         try:
-            return self.model(input_ids=ids, **how)
+            return self.model(input_ids=ids, **options)
         except torch.OutOfMemoryError:
             raise
         except (
@@ -152,30 +148,24 @@ class TransformersModel:
             TypeError,
             ValueError,
         ) as fault:
-            told = (
+            raise QuantkitError(
                 f"{self.checkpoint.path}: transformers fails to compute it "
-                f"({type(fault).__name__}: {fault!s:.120})"
-            )
-            remedy = (
-                "the values of its config.json may not go together: use the one that came "
-                "with these weights"
-            )
-            raise QuantkitError(told, remedy) from fault
+                f"({type(fault).__name__}: {fault!s:.120})",
+                "the values of its config.json may not go together: use the one that came with "
+                "these weights",
+            ) from fault
 
     @property
     def _has_cache(self) -> bool:
-        """Transformers' caches are told how long a text is by a layer that attends; a model may
-        have none."""
+        """transformers' caches take the text length from an attention layer; a model may have
+        none."""
         kinds = getattr(self.model.config.get_text_config(), "layer_types", None)
         return not kinds or any(
             kind.endswith("attention") and kind != "linear_attention" for kind in kinds
         )
 
-    # --- weights
-    # -------------------------------------------------------------------------------------------------------------
-
     def _fill(self) -> None:
-        """Every tensor of the text model and the head, and the buffers that go with them."""
+        """Every tensor and buffer of the text model and the head."""
         head = self.model.get_output_embeddings()
         text = {id(one) for one in self.skeleton.text.modules()}
         names = {
@@ -197,19 +187,19 @@ class TransformersModel:
                     module._buffers[key] = self._read(f"{name}.{key}")
                 elif one is not None:
                     module._buffers[key] = one.to(self.device)
-            reading = self._reading(
+            quant = self._activation_quant(
                 self.skeleton.published.get(f"{name}.weight", "").removesuffix(".weight")
             )
-            if isinstance(module, nn.Linear) and reading != NO_ACTIVATION_QUANT:
+            if isinstance(module, nn.Linear) and quant != NO_ACTIVATION_QUANT:
                 own: Any = module
-                own.forward = _rounding(module, reading)
+                own.forward = _quantized_forward(module, quant)
         if self.skeleton.tied:
             head._parameters["weight"] = self.skeleton.text.get_input_embeddings().weight
-        self._place_the_rest()
+        self._fill_unused()
 
-    def _place_the_rest(self) -> None:
-        """Parts that no text goes through: NaN, in no memory. A model asks its first tensor for the
-        device to compute on."""
+    def _fill_unused(self) -> None:
+        """Parts that text does not pass through: NaN, without memory. A model computes on the
+        device of its first tensor."""
         for module in self.model.modules():
             for key, one in module._parameters.items():
                 if one is not None and one.is_meta:
@@ -221,19 +211,17 @@ class TransformersModel:
     def _read(self, name: str) -> Tensor:
         disk = self.skeleton.published.get(name)
         if disk is None:
-            told = (
-                f"{self.checkpoint.path} holds {name} in another form than transformers "
-                "computes with"
-            )
             raise QuantkitError(
-                told, "compute it with transformers itself: quantkit converts no tensors there"
+                f"{self.checkpoint.path} holds {name} in another form than transformers computes "
+                "with",
+                "compute it with transformers itself: quantkit converts no tensors there",
             )
         if not (
             disk.removesuffix(".weight") in self.checkpoint.linears or self.checkpoint.has(disk)
         ):
-            told = f"{self.checkpoint.path} lacks {disk}, which transformers computes with"
             raise QuantkitError(
-                told, "download the missing shard, or use the config.json of these weights"
+                f"{self.checkpoint.path} lacks {disk}, which transformers computes with",
+                "download the missing shard, or use the config.json of these weights",
             )
         return self._stored(disk)
 
@@ -247,8 +235,7 @@ class TransformersModel:
         value = dequantize(value)
         return value.to(self.dtype) if value.is_floating_point() else value
 
-    def _reading(self, module: str) -> ActivationQuant:
-        """How a linear reads its input."""
+    def _activation_quant(self, module: str) -> ActivationQuant:
         bits = self.checkpoint.activation_bits(module)
         return (
             ActivationQuant.of(self.checkpoint.weight(module, self.device), bits)
@@ -257,29 +244,29 @@ class TransformersModel:
         )
 
     def _fill_experts(self, name: str, module: nn.Module) -> bool:
-        """Stacked routed experts, from one tensor for each; whether they are stored so, or stacked
-        otherwise than transformers has them."""
+        """Stacked routed experts, from one tensor per expert, whether they are stored so or in
+        another stacked layout than transformers'."""
         try:
             found = trace_experts(self.model, name, module)
         except UnsupportedExperts:
             return False
         if not all(_is_stored(self.checkpoint, disk) for disk in found.names[0]):
-            as_they_are = all(
+            same_layout = all(
                 f"{name}.{key}" in self.skeleton.published for key in module._parameters
             )
             stored = {stack: self.checkpoint.tensors.get(stack.name) for stack in found.stacks}
-            if as_they_are and all(
+            if same_layout and all(
                 info is None or stack.is_transposed(info) == stack.transposed
                 for stack, info in stored.items()
             ):
                 return False
             self.checkpoint = self.checkpoint.split_stacks(found.stacks)
         each = [[self._stored(disk) for disk in triple] for triple in found.names]
-        readings = [
-            [self._reading(disk.removesuffix(".weight")) for disk in (gate, down)]
+        quants = [
+            [self._activation_quant(disk.removesuffix(".weight")) for disk in (gate, down)]
             for gate, _, down in found.names
         ]
-        module.forward = _experts(found, each, readings)
+        module.forward = _experts(found, each, quants)
         return True
 
 
@@ -287,35 +274,37 @@ def _is_stored(checkpoint: Checkpoint, disk: str) -> bool:
     return disk.removesuffix(".weight") in checkpoint.linears or checkpoint.has(disk)
 
 
-def _rounding(linear: nn.Linear, reading: ActivationQuant) -> Callable[[Tensor], Tensor]:
-    return lambda x: F.linear(reading(x.float()).to(x.dtype), linear.weight, linear.bias)
+def _quantized_forward(linear: nn.Linear, quant: ActivationQuant) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.linear(quant(x.float()).to(x.dtype), linear.weight, linear.bias)
 
 
 def _experts(
-    found: StackedExperts, each: list[list[Tensor]], readings: list[list[ActivationQuant]]
+    found: StackedExperts, each: list[list[Tensor]], quants: list[list[ActivationQuant]]
 ) -> Callable[..., Tensor]:
-    """A mixture as a loop over the experts that are asked."""
+    """A mixture as a loop over the experts that have tokens."""
 
     def forward(*given: Tensor) -> Tensor:
-        asked = Asked.of(given, len(each))
-        assert asked is not None, "experts that were looked at are asked as they were"
-        x, topk_ids, topk_weights = asked.x, asked.topk_ids, asked.topk_weights
+        call = ExpertsCall.of(given, len(each))
+        assert call is not None, "the module was called like this when it was traced"
+        x, topk_ids, topk_weights = call.x, call.topk_ids, call.topk_weights
         out = torch.zeros_like(x)
         for expert in topk_ids.unique().tolist():
             tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
-            if expert >= len(each):  # a place for no expert
+            if expert >= len(each):  # not an expert
                 out.index_add_(
                     0,
                     tokens,
-                    found.beyond * x[tokens] * topk_weights[tokens, slots, None].to(x.dtype),
+                    found.zero_expert_scale
+                    * x[tokens]
+                    * topk_weights[tokens, slots, None].to(x.dtype),
                 )
                 continue
             gate, up, down = each[expert]
-            before, between = readings[expert]
+            before, between = quants[expert]
             read = before(x[tokens].float()).to(x.dtype)
             hidden = found.gating(F.linear(read, gate), F.linear(read, up))
             made = F.linear(between(hidden.float()).to(x.dtype), down)
             out.index_add_(0, tokens, made * topk_weights[tokens, slots, None].to(made.dtype))
-        return asked.answer(out)
+        return call.result(out)
 
     return forward

@@ -1,12 +1,10 @@
-"""One decoder layer of transformers over whatever weights the caller gives it, whole or in two
-halves.
+"""One decoder layer of transformers over weights that the caller provides, whole or in two halves.
 
 A layer that adds two branches to the residual stream one after the other is run in halves, so that
-the second is observed behind the
-rounded first: `attend` stops where the stream between them is read for the first time, and
-`feed_forward` is the whole layer over that stream with the first branch answering zeros. That both
-give what the whole layer gives was seen when the layer was looked at (kinds.py). Any other layer is
-all `feed_forward`.
+the second is observed after the first was quantized: `attend` stops where the stream between them
+is read for the first time, and `feed_forward` is the whole layer over that stream with the first
+branch returning zeros. That both together equal the whole layer was verified when the layer was
+traced (sublayers.py). Any other layer is all `feed_forward`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,20 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.models.context import CausalContext
-from quantkit.models.hf_traced.experts import Asked
+from quantkit.models.hf_traced.experts import ExpertsCall
 from quantkit.models.hf_traced.skeleton import Skeleton
 from quantkit.models.weights import LinearOp, Weights
 
 
 class SiteWeights(Weights, Protocol):
-    """Weights that are told which linears read one tensor, as nobody calls them together."""
+    """Weights that need to know which linears share an input, because these are called one by
+    one."""
 
     def linear_of(self, module: str, site: tuple[str, ...]) -> LinearOp:
         """The linear `module`, one of those of `site`, which read the same tensor."""
 
 
 class NotExperts(Exception):
-    """A module that holds several matrices in one tensor, and is not asked as routed experts are.
+    """A module that holds several matrices in one tensor, and is not called like routed experts.
     name: inside the layer."""
 
     def __init__(self, name: str) -> None:
@@ -39,11 +38,11 @@ class NotExperts(Exception):
 
 
 class SeveralInputs(Exception):
-    """Routed experts that a token asks with several inputs."""
+    """Routed experts to which a token passes several inputs."""
 
 
-class _BetweenHalves(Exception):
-    """The stream between two halves."""
+class _StopBetweenHalves(Exception):
+    """Carries the residual stream between two halves."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
@@ -51,8 +50,8 @@ class _BetweenHalves(Exception):
 
 @dataclass(frozen=True)
 class Halves:
-    """first: children of the layer that compute the first branch, with how many values each returns
-    as a tuple (0: a tensor). cut: the child that reads the stream after it."""
+    """first: children of the layer that compute the first branch, with the number of values that
+    each returns as a tuple (0: a tensor). cut: the child that reads the stream after it."""
 
     first: Mapping[str, int]
     cut: str
@@ -60,42 +59,41 @@ class Halves:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What runs of a layer, in names inside it. halves: None for a layer that is run whole.
-    linears: module -> the linears that read the same tensor, itself included, the first in order
-    first. experts: modules of stacked routed experts, with what their output is multiplied by
-    before it is added to the residual stream; 1 where more is done with it, and then `beside` are
-    linears whose outputs are read there, too."""
+    """How a layer is run, with names inside it. halves: None for a layer that is run whole.
+    linears: module -> the linears that read the same tensor, itself included, in order. experts:
+    modules of stacked routed experts, with the factor of their output in the residual stream; 1 if
+    more is done with it, and then `parallel` are linears whose outputs are read there, too."""
 
     linears: Mapping[str, tuple[str, ...]]
     halves: Halves | None = None
     experts: Mapping[str, float] = field(default_factory=dict)
-    beside: tuple[str, ...] = ()
+    parallel: tuple[str, ...] = ()
 
 
 @dataclass
-class _Answers:
-    """What is answered in the place of operators. experts: all together [T, H]; linears: [T, N] by
-    module, zeros for any other."""
+class _FixedOutputs:
+    """Outputs in place of operators. experts: all together [T, H]; linears: [T, N] by module, zeros
+    for any other."""
 
     experts: Tensor
     linears: Mapping[str, Tensor]
 
 
 class DecoderLayer:
-    """Layer `layer` of a skeleton. weights: asked by the names on disk."""
+    """Layer `layer` of a skeleton. weights: accessed by stored names."""
 
     def __init__(
         self, skeleton: Skeleton, layer: int, plan: LayerPlan, weights: SiteWeights
     ) -> None:
         self.skeleton, self.layer, self.plan, self.weights = skeleton, layer, plan, weights
-        self.module = skeleton.fresh(layer)
+        self.module = skeleton.copy_layer(layer)
         self.names = skeleton.names(layer)
         self._part = slice(0, 0)  # of the tokens that are run
-        self._answers: _Answers | None = None
+        self._fixed: _FixedOutputs | None = None
         self._made: dict[str, Tensor] = {}
         self.fill()
 
-    def whole(self, hidden: Tensor, context: CausalContext) -> Tensor:
+    def forward(self, hidden: Tensor, context: CausalContext) -> Tensor:
         """hidden [T, H] -> [T, H] after the layer."""
         return self._run(hidden, context)
 
@@ -105,7 +103,7 @@ class DecoderLayer:
         assert halves is not None, "a layer that is run whole has no first half"
 
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            raise _BetweenHalves(args[0] if args else kwargs["hidden_states"])
+            raise _StopBetweenHalves(args[0] if args else kwargs["hidden_states"])
 
         hook = self.module.get_submodule(halves.cut).register_forward_pre_hook(
             stop, with_kwargs=True
@@ -129,29 +127,29 @@ class DecoderLayer:
             return self._run(hidden, context)
 
     def mlp_output(self, hidden: Tensor, context: CausalContext) -> Tensor:
-        """hidden [T, at least H] -> what the experts together add to zeros, and what the linears
-        beside them make: [T, H and more]."""
+        """hidden [T, at least H] -> zeros for the experts' sum, and the outputs of the parallel
+        linears: [T, H and more]."""
         hidden = hidden[:, : self.skeleton.hidden_size]
         self._made = {
-            name: hidden.new_empty(len(hidden), self._outputs(name)) for name in self.plan.beside
+            name: hidden.new_empty(len(hidden), self._outputs(name)) for name in self.plan.parallel
         }
         self.feed_forward(hidden, context)
         made, self._made = list(self._made.values()), {}
         return torch.cat((torch.zeros_like(hidden), *made), dim=1)
 
-    def add_mlp_output(self, hidden: Tensor, summed: Tensor, context: CausalContext) -> Tensor:
-        """hidden [T, H and more], with what linears beside the experts made; summed [T, H] -> [T,
-        H] after the layer. No other linear is asked."""
+    def add_mlp_output(self, hidden: Tensor, mlp_output: Tensor, context: CausalContext) -> Tensor:
+        """hidden [T, H and more], with outputs of the parallel linears; mlp_output [T, H] -> [T, H]
+        after the layer. No other linear is computed."""
         width = self.skeleton.hidden_size
-        made = hidden[:, width:].split([self._outputs(name) for name in self.plan.beside], dim=1)
-        self._answers = _Answers(summed, dict(zip(self.plan.beside, made)))
+        made = hidden[:, width:].split([self._outputs(name) for name in self.plan.parallel], dim=1)
+        self._fixed = _FixedOutputs(mlp_output, dict(zip(self.plan.parallel, made)))
         try:
             return self.feed_forward(hidden[:, :width], context)
         finally:
-            self._answers = None
+            self._fixed = None
 
     def _run(self, hidden: Tensor, context: CausalContext) -> Tensor:
-        """Sequence by sequence: a layer sees one as the model's own forward shows it."""
+        """Sequence by sequence, as the model's own forward calls the layer."""
         made = torch.empty_like(hidden)
         start = 0
         for module in self.module.modules():
@@ -166,7 +164,7 @@ class DecoderLayer:
                     found = self.skeleton.result(
                         self.module(hidden[part][None], *call.args, **call.kwargs)
                     )
-            except _BetweenHalves as reached:
+            except _StopBetweenHalves as reached:
                 found = reached.hidden
             if found.is_meta:
                 raise RuntimeError("it reads a weight that a linear was asked for")
@@ -175,8 +173,8 @@ class DecoderLayer:
         return made
 
     def fill(self) -> None:
-        """Linears ask the weights' operators, experts too; all else gets its tensors, where the
-        caller has them."""
+        """Connect linears and experts to the weights' operators; all other parameters get their
+        tensors, where the caller has them."""
         for name, module in list(self.module.named_modules()):
             if name in self.plan.experts:
                 module.forward = self._experts(name, next(module.parameters()).shape[0])
@@ -208,44 +206,44 @@ class DecoderLayer:
         module._parameters[key] = nn.Parameter(self.weights.tensor(disk), requires_grad=False)
 
     def _outputs(self, module: str) -> int:
-        """Of a linear."""
+        """Outputs of a linear."""
         weight = self.module.get_submodule(module)._parameters["weight"]
         assert weight is not None, module
         return int(weight.shape[0])
 
     def disk(self, module: str) -> str:
-        """The name on disk of a module of this layer."""
+        """Stored name of a module of this layer."""
         return self.names[f"{module}.weight"].removesuffix(".weight")
 
     def experts_name(self, module: str) -> str:
-        """What a module of experts in this layer is asked for by."""
+        """Name by which the weights know a module of experts in this layer."""
         return f"{self.skeleton.prefixes[self.layer]}.{module}"
 
     def _experts(self, module: str, count: int) -> Callable[..., Tensor]:
-        """Asked with the weights that an expert's output has in the residual stream."""
+        """The experts' operator, with the factor of their output in the residual stream."""
         op = self.weights.experts(self.experts_name(module), count)
         factor = self.plan.experts[module]
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
-            asked = Asked.of((*args, *kwargs.values()), count)
-            if asked is None:
+            call = ExpertsCall.of((*args, *kwargs.values()), count)
+            if call is None:
                 raise NotExperts(module)
-            if len(asked.x) != self._part.stop - self._part.start:
+            if len(call.x) != self._part.stop - self._part.start:
                 raise SeveralInputs(module)
-            if self._answers is not None:
-                return asked.answer(self._answers.experts[self._part])
-            return asked.answer(op(asked.x, asked.topk_ids, asked.topk_weights.float() * factor))
+            if self._fixed is not None:
+                return call.result(self._fixed.experts[self._part])
+            return call.result(op(call.x, call.topk_ids, call.topk_weights.float() * factor))
 
         return forward
 
     def _linear(self, name: str, module: nn.Module, op: LinearOp) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             bias: Tensor | None = module._parameters.get("bias")
-            if self._answers is None:
+            if self._fixed is None:
                 made = op(x)
             else:
                 shape = (*x.shape[:-1], self._outputs(name))
-                found = self._answers.linears.get(name)
+                found = self._fixed.linears.get(name)
                 made = x.new_zeros(shape) if found is None else found[self._part].reshape(shape)
             if name in self._made:
                 self._made[name][self._part] = made.reshape(-1, made.shape[-1])
@@ -256,7 +254,7 @@ class DecoderLayer:
 
 @contextmanager
 def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """While this lasts, these modules compute so."""
+    """Replace the forward of these modules within the block."""
     before = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.forward = forward
@@ -271,7 +269,7 @@ def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
 
 
 def _zeros(count: int, width: int) -> Callable[..., Any]:
-    """A branch that adds nothing to a stream of `width` channels."""
+    """A forward that adds nothing to a stream of `width` channels."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = (

@@ -1,11 +1,11 @@
-"""Scale groups of one layer, found by watching its forward.
+"""Scale groups of one layer, found by tracing its forward with probe weights.
 
-The output of a norm or a linear is multiplied by powers of two, another one for each channel.
-Whatever reads it now reads just that, and where something reads it behind other operations (a
-rotary table, a softmax, an activation), either these pass the scale through or they do
-not: it is seen in the numbers, and no list of operations is needed. The columns of all such readers
-are divided by the scale in turn. The group is proven where the layer then computes what it did
-before."""
+The output of a norm or a linear is multiplied by powers of two, different for each channel. A
+module whose input is then scaled exactly so is a reader, whether it reads the output directly or
+after other operations (a rotary table, a softmax, an activation) that pass the scale through; this
+shows in the numbers, without a list of operations. Then the columns of all readers are divided by
+the scale. The group is proven if the layer computes the same as before.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -23,23 +23,27 @@ _ENTRIES = 4
 
 
 class ProbeWeights:
-    """shapes: of every tensor, by the name on disk. columns, rows: multiply the columns [K] or rows
-    [N] of a linear, by module; tensors:
-    other values, by name. answers: of experts, instead of something that depends on what they are
-    asked. chosen: experts of a token, once some were asked."""
+    """Weights that reveal a layer's structure: a linear is a sparse random matrix with four entries
+    per row or column, whichever are more, so that a layer of any size is fast; every other tensor
+    is random and dense.
+
+    shapes: of every tensor, by stored name. columns, rows: scales of the columns [K] or rows [N] of
+    a linear, by module; tensors: other values, by name. expert_outputs: fixed outputs of experts,
+    instead of a function of their input. topk: experts per token, once some were called.
+    """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = dict(shapes)
         self.columns: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
         self.tensors: dict[str, Tensor] = {}
-        self.answers: dict[str, Tensor] = {}
-        self.chosen = 0
+        self.expert_outputs: dict[str, Tensor] = {}
+        self.topk = 0
         self._entries: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
     def restore(self) -> None:
-        """As before anything was scaled."""
-        self.columns, self.rows, self.tensors, self.answers = {}, {}, {}, {}
+        """Remove all scales and fixed values."""
+        self.columns, self.rows, self.tensors, self.expert_outputs = {}, {}, {}, {}
 
     def original(self, name: str) -> Tensor:
         shape = self.shapes[name]
@@ -72,21 +76,21 @@ class ProbeWeights:
         return apply
 
     def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
-        """Something of x, the experts and their weights that no scale passes through but one of all
-        its columns."""
+        """A function of x, the experts and their weights through which no scale passes except a
+        uniform one."""
 
         def apply(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
             x = x * self.columns[prefix] if prefix in self.columns else x
-            self.chosen = topk_ids.shape[-1]
-            if prefix in self.answers:
-                return self.answers[prefix]
+            self.topk = topk_ids.shape[-1]
+            if prefix in self.expert_outputs:
+                return self.expert_outputs[prefix]
             chosen = (topk_weights.float() * torch.cos(topk_ids.float())).sum(-1, keepdim=True)
             return torch.tanh(x.flip(-1) + 0.3 * x) * chosen
 
         return apply
 
     def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"a layer of transformers asks for no {name}")
+        raise AssertionError(f"a layer of transformers does not use {name}")
 
 
 def _generator(name: str) -> torch.Generator:
@@ -94,27 +98,27 @@ def _generator(name: str) -> torch.Generator:
 
 
 SAME = 1e-9
-"""Squared relative difference under which two outputs are one: float32 has 1e-14."""
+"""Squared relative difference below which two outputs are equal: float32 has 1e-14."""
 
 
 @dataclass(frozen=True)
 class ForwardTrace:
-    """One forward of a layer: its output, and what every module that was called once read and made
-    first, in the order of the calls."""
+    """One forward of a layer: its output, and the first input and output of every module that was
+    called once, in call order."""
 
     output: Tensor
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
     returned: dict[str, int]
-    """How many values a module returned as a tuple; 0: a tensor."""
+    """Number of values that a module returned as a tuple; 0: a tensor."""
     called: frozenset[str] = frozenset()
-    """Modules that were called, once or more often."""
+    """Modules that were called at least once."""
 
 
 @dataclass(frozen=True)
 class TracedGroup:
-    """In names inside the layer. consumers: linears, routers and modules of stacked experts.
-    gain_offset: what is added to a norm's stored gain; None: the producer is a linear. biased: the
+    """With names inside the layer. consumers: linears, routers and modules of stacked experts.
+    gain_offset: added to a norm's stored gain; None if the producer is a linear. biased: the
     producer has a bias, which is scaled too."""
 
     producer: str
@@ -124,21 +128,21 @@ class TracedGroup:
 
 
 class LayerTracer:
-    """Watches layer `block`, which computes with `weights`, over hidden [T, H] of one sequence."""
+    """Traces layer `block`, which computes with `weights`, over hidden [T, H] of one sequence."""
 
     def __init__(self, block: DecoderLayer, weights: ProbeWeights, hidden: Tensor) -> None:
         self.block, self.weights, self.hidden = block, weights, hidden
         self.modules = dict(block.module.named_modules())
-        self.first = self.look()
+        self.first = self.trace()
 
-    def look(self) -> ForwardTrace:
-        """The layer with the weights as they are now."""
+    def trace(self) -> ForwardTrace:
+        """Run the layer with the current weights."""
         self.block.fill()
         seen = ForwardTrace(torch.empty(0), {}, {}, {})
         more: set[str] = set()
 
         def hook(name: str) -> Any:
-            def write_down(
+            def record(
                 module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
             ) -> None:
                 given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
@@ -149,7 +153,7 @@ class LayerTracer:
                     seen.inputs[name], seen.outputs[name] = given[0], first
                     seen.returned[name] = len(made) if isinstance(made, tuple) else 0
 
-            return write_down
+            return record
 
         hooks = [
             one.register_forward_hook(hook(name), with_kwargs=True)
@@ -157,7 +161,7 @@ class LayerTracer:
             if name
         ]
         try:
-            output = self.block.whole(self.hidden, CausalContext([len(self.hidden)]))
+            output = self.block.forward(self.hidden, CausalContext([len(self.hidden)]))
         finally:
             for one in hooks:
                 one.remove()
@@ -168,11 +172,11 @@ class LayerTracer:
         return replace(seen, output=output, called=called)
 
     def groups(self) -> list[TracedGroup]:
-        """All that are proven, one by one and together, in the order of the forward. A reader is in
-        one of them at most."""
+        """All proven groups, each alone and together, in forward order. A reader belongs to at most
+        one of them."""
         found: list[TracedGroup] = []
         taken: set[str] = set()
-        for name in self._called():
+        for name in self._producers():
             group = self._group(name)
             if (
                 group is not None
@@ -184,33 +188,33 @@ class LayerTracer:
         self.weights.restore()
         return found
 
-    def _called(self) -> Iterable[str]:
-        """Modules with tensors of their own, as they were called: modules end later than what they
-        call, and a producer calls nothing."""
-        return [name for name in self.first.outputs if self._own(name)]
+    def _producers(self) -> Iterable[str]:
+        """Modules with tensors of their own in call order; a module returns after those that it
+        calls, and a producer calls none."""
+        return [name for name in self.first.outputs if self._parameters_of(name)]
 
-    def _own(self, name: str) -> dict[str, Tensor]:
+    def _parameters_of(self, name: str) -> dict[str, Tensor]:
         return {key: one for key, one in self.modules[name]._parameters.items() if one is not None}
 
     def _group(self, name: str) -> TracedGroup | None:
-        """Of this producer; None where it is none, or nothing reads what a scale of its output
-        makes of it."""
+        """The group of this producer; None where it is not one, or nothing reads its scaled
+        output."""
         for offset in self._offsets(name):
-            biased = "bias" in self._own(name)
+            biased = "bias" in self._parameters_of(name)
             alone = TracedGroup(name, (), offset, biased)
             scale = _powers(name, self.first.outputs[name].shape[-1])
             self.weights.restore()
             self._scale(alone, scale)
-            seen = self.look()
+            seen = self.trace()
             if _alike(seen.outputs.get(name), self.first.outputs[name] * scale):
                 readers = self._readers(seen, scale)
                 return TracedGroup(name, readers, offset, biased) if readers else None
         return None
 
     def _readers(self, seen: ForwardTrace, scale: Tensor) -> tuple[str, ...]:
-        """What reads just the scaled output. What experts read may be multiplied by what a router
-        makes of it, so where there are experts it is looked again, with a router that heeds the
-        scale."""
+        """Modules whose input is exactly the scaled output. The experts' input may depend on a
+        router that reads the same tensor, so with experts the layer is traced again after the
+        columns of the readers found so far were divided."""
         readers: tuple[str, ...] = ()
         while found := tuple(
             one
@@ -222,20 +226,18 @@ class LayerTracer:
             for one in found:
                 if one not in readers:
                     self._divide_columns(one, scale)
-            readers, seen = found, self.look()
+            readers, seen = found, self.trace()
         return readers
 
     def _offsets(self, name: str) -> tuple[float | None, ...]:
-        """What a module may be: a linear; or a norm that multiplies by its weight, or by that and
-        1."""
+        """Candidate gain offsets: None for a linear; 0 or 1 for a norm."""
         if name in self.block.plan.linears:
             return (None,)
         return (self.gain_offset(name),) if self.is_norm(name) else ()
 
     def _columns(self, name: str) -> int:
-        """Channels of the input that a module multiplies its columns with; 0 where it is no such
-        module."""
-        own = self._own(name)
+        """Input channels of a module that multiplies its input by a matrix; 0 for any other."""
+        own = self._parameters_of(name)
         if name in self.block.plan.experts:
             return int(self.first.inputs[name].shape[-1])
         matrices = [one for one in own.values() if one.dim() == 2]
@@ -248,9 +250,8 @@ class LayerTracer:
         )
 
     def is_norm(self, name: str) -> bool:
-        """Whether a module has a gain for each channel of what it makes, and a bias at most beside
-        it."""
-        own = self._own(name)
+        """Whether a module has a gain per output channel, and at most a bias in addition."""
+        own = self._parameters_of(name)
         width = self.first.outputs[name].shape[-1] if name in self.first.outputs else 0
         return (
             "weight" in own
@@ -259,20 +260,20 @@ class LayerTracer:
         )
 
     def gain_offset(self, name: str) -> float:
-        """1 where a norm makes something of a gain of zero, 0 where it does not."""
+        """1 where a norm with a gain of zero has a nonzero output, else 0."""
         gain, bias = (self.block.names.get(f"{name}.{key}") for key in ("weight", "bias"))
         assert gain is not None, name
         self.weights.restore()
         self.weights.tensors = {
             one: torch.zeros(self.weights.shapes[one]) for one in (gain, bias) if one is not None
         }
-        made = self.look().outputs[name]
+        made = self.trace().outputs[name]
         self.weights.restore()
         return 0.0 if float(made.abs().max()) == 0 else 1.0
 
-    def is_read_by(self, name: str) -> bool:
-        """Whether a module multiplies what it reads with a matrix that may be quantized, or chooses
-        experts by it."""
+    def is_reader(self, name: str) -> bool:
+        """Whether a module multiplies its input by a matrix that may be quantized, or routes by
+        it."""
         return self._columns(name) > 0
 
     def _reads(self, name: str, seen: ForwardTrace, scale: Tensor) -> bool:
@@ -290,11 +291,10 @@ class LayerTracer:
             self._scale(group, scale)
             for reader in group.consumers:
                 self._divide_columns(reader, scale)
-        seen, producers = self.look(), {group.producer for group in groups}
-        # Each reader by itself: in the sum of the residual stream a small branch may hide behind a
-        # large one.
+        seen, producers = self.trace(), {group.producer for group in groups}
+        # Each reader by itself: in the residual sum a large branch may hide a small one.
         readers = [
-            name for name in self.first.outputs if self.is_read_by(name) and name not in producers
+            name for name in self.first.outputs if self.is_reader(name) and name not in producers
         ]
         same = all(_alike(seen.outputs.get(name), self.first.outputs[name]) for name in readers)
         return same and distance(seen.output, self.first.output) < SAME
@@ -323,7 +323,7 @@ class LayerTracer:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """||a - b||^2 / ||b||^2 of any shape, in float64; infinite where one is not finite or they have other shapes."""
+    """||a - b||^2 / ||b||^2 in float64; infinite where a value is not finite or shapes differ."""
     if a.shape != b.shape or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
         return float("inf")
     return float((a - b).double().square().sum() / b.double().square().sum().clamp(min=1e-30))
@@ -334,6 +334,6 @@ def _alike(a: Tensor | None, b: Tensor) -> bool:
 
 
 def _powers(name: str, count: int) -> Tensor:
-    """1/4 to 4, another draw for every producer."""
+    """Powers of two from 1/4 to 4, drawn for each producer."""
     generator = torch.Generator().manual_seed(sum(name.encode()) + 1)
     return torch.randint(-2, 3, (count,), generator=generator).float().exp2()

@@ -1,11 +1,10 @@
-"""A model as transformers builds it of config.json, without weights: its decoder layers, how they
-are called, and what checkpoints call their tensors.
+"""A model built by transformers from config.json without weights: its decoder layers, how they are
+called, and the names of their tensors in checkpoints.
 
-Layers are called by the model's own forward: it is run once for each length of a sequence, with
-every layer replaced by one that writes down what it is given besides the hidden states (masks,
-rotary tables) and hands on a tensor of its own. So it is seen, too, that nothing happens between
-two layers; where something does, a model is not taken apart, and computed as a whole alone
-(whole.py).
+Layers are called by the model's own forward: it is run once for each sequence length, with every
+layer replaced by one that records its other arguments (masks, rotary tables) and returns a known
+tensor. This also verifies that nothing happens between two layers; a model where something does is
+only computed as a whole (full_model.py).
 """
 
 import copy
@@ -27,22 +26,22 @@ from quantkit.models.module_tree import (
     text_model,
 )
 
-PROBED = 8
-"""Tokens of the sequences that are run to look at a model."""
-KEPT_BYTES = 64 * 10**6
-"""Of masks and tables, which are kept by the length of a sequence."""
+PROBE_TOKENS = 8
+"""Tokens of the sequences that are run to trace a model."""
+CALL_CACHE_BYTES = 64 * 10**6
+"""Bytes of masks and tables that are cached by sequence length."""
 _POSITIONS = ("max_position_embeddings", "max_seq_len", "n_positions")
-"""What configs call the length of the longest text."""
-ROUTE = "use --scheme rtn-w4a16, which needs no calibration"
+"""Config names of the length of the longest text."""
+RTN_REMEDY = "use --scheme rtn-w4a16, which needs no calibration"
 
 
-class _Reached(Exception):
-    """A forward has come to where its caller wanted it."""
+class _StopForward(Exception):
+    """Ends a forward early."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """How the model calls one layer, besides the hidden states, which come first."""
+    """A layer's call arguments, except the hidden states, which come first."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -56,11 +55,10 @@ class Call:
 
 
 class Skeleton:
-    """model: transformers' model on the meta device. text: its stack of decoder layers, with what
-    is around it. prefixes: of the layers, by
-    number. published: name of a tensor -> its name on disk; a tensor that is stored in another form
-    has none. linears: names of tensors that `module_tree` takes for linears, by transformers'
-    names. tied: the head is the embedding."""
+    """model: transformers' model on the meta device. text: its stack of decoder layers, with
+    embedding and norm. prefixes: of the layers, by number. published: tensor name -> name in
+    checkpoints, for tensors stored in the same form. linears: names of tensors that `module_tree`
+    identifies as linears, in transformers' names. tied: the head is the embedding."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.description = f"model_type {config.get('model_type')!r}"
@@ -76,22 +74,21 @@ class Skeleton:
         self._returned = 0  # of how many values a layer returns a tuple; 0: the tensor itself
         self._fill_buffers()
         self.fill_outside({})
-        self._kept: dict[int, list[Call]] = {}
+        self._calls: dict[int, list[Call]] = {}
 
     # --- layers
-    # ------------------------------------------------------------------------------------------------------------
 
-    def fresh(self, layer: int) -> nn.Module:
-        """A copy of one decoder layer, whose parameters are on the meta device still."""
+    def copy_layer(self, layer: int) -> nn.Module:
+        """A copy of one decoder layer, with parameters on the meta device."""
         config = getattr(self.layers[layer], "config", None)
-        kept = {
+        shared = {
             id(one): one for one in (config, self.model.config, self.text.config) if one is not None
         }
-        return copy.deepcopy(self.layers[layer], kept).eval()
+        return copy.deepcopy(self.layers[layer], shared).eval()
 
     def names(self, layer: int) -> dict[str, str]:
-        """Name of a tensor inside the layer -> its name on disk, of those that are stored as they
-        are."""
+        """Tensor name inside the layer -> name in checkpoints, for tensors stored in the same
+        form."""
         prefix = f"{self.prefixes[layer]}."
         return {
             name.removeprefix(prefix): disk
@@ -100,21 +97,20 @@ class Skeleton:
         }
 
     def kind(self, layer: int) -> str:
-        """Layers of one kind compute the same, from other weights."""
+        """A key that is equal for layers with the same modules and shapes."""
         module = self.layers[layer]
         shapes = [(name, tuple(one.shape)) for name, one in module.named_parameters()]
         return str(([(name, type(one).__name__) for name, one in module.named_modules()], shapes))
 
     def result(self, returned: Any) -> Tensor:
-        """The hidden states of what a layer returned."""
+        """The hidden states in a layer's return value."""
         first: Tensor = returned[0] if isinstance(returned, tuple | list) else returned
         return first
 
     @property
     def positions(self) -> int | None:
-        """Tokens of the longest text that the model was made for; None where its config does not
-        say. Dynamic frequencies are stretched for texts up to their factor longer than
-        max_position_embeddings."""
+        """Length of the longest text; None where the config does not say. Dynamic frequencies
+        extend max_position_embeddings by their factor."""
         config = self.model.config.get_text_config()
         found = next(
             (found for name in _POSITIONS if type(found := getattr(config, name, None)) is int),
@@ -126,19 +122,18 @@ class Skeleton:
         )
 
     def forget_lengths(self) -> None:
-        """As before any text: dynamic frequencies are those of the longest text so far, which
-        another text has nothing to do with."""
+        """Reset dynamic frequencies, which depend on the longest text so far."""
         for module in self.text.modules():
             if hasattr(module, "max_seq_len_cached") and hasattr(module, "original_inv_freq"):
                 module.max_seq_len_cached = module.original_max_seq_len
                 module.inv_freq = module.original_inv_freq.clone()
 
     def check_length(self, length: int) -> None:
-        """Raises QuantkitError where the model's forward does not take texts of `length` tokens, as
-        with learned positions."""
+        """Raises QuantkitError where the model's forward does not support texts of `length` tokens,
+        as with learned positions."""
         try:
             self.calls(length)
-        except Exception as fault:  # whatever a forward makes of a position that it has not
+        except Exception as fault:  # a forward may fail in any way beyond its positions
             places = f"a model of {self.positions} positions" if self.positions else "the model"
             remedy = (
                 f"use --seq-len {self.positions} or less"
@@ -151,12 +146,11 @@ class Skeleton:
             ) from fault
 
     # --- outside the layers
-    # ------------------------------------------------------------------------------------------------
 
     @property
     def outside(self) -> dict[str, nn.Module]:
-        """The modules of the text model, by name, that have tensors of their own and are neither in
-        a layer nor the embedding."""
+        """Modules of the text model, by name, that have tensors of their own and are neither in a
+        layer nor the embedding."""
         inner = {id(one) for layer in self.layers for one in layer.modules()} | {
             id(self.text.get_input_embeddings())
         }
@@ -169,8 +163,8 @@ class Skeleton:
         }
 
     def fill_outside(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give these modules their tensors, by the names on disk, in float32; random ones for those
-        that are not there."""
+        """Give these modules their tensors, by stored name, in float32; random ones where
+        missing."""
         for name, module in self.outside.items():
             for key, shape in [
                 (key, one.shape) for key, one in module._parameters.items() if one is not None
@@ -184,62 +178,60 @@ class Skeleton:
                 module._parameters[key] = nn.Parameter(value.float(), requires_grad=False)
 
     # --- the forward around them
-    # --------------------------------------------------------------------------------------------
 
     def calls(self, length: int) -> list[Call]:
         """How every layer is called for a sequence of `length` tokens."""
-        if length not in self._kept:
+        if length not in self._calls:
             made = self._run(torch.zeros(1, length, self.hidden_size))[0]
-            while self._kept and _nbytes(*self._kept.values(), made) > KEPT_BYTES:
-                del self._kept[next(iter(self._kept))]
-            self._kept[length] = made
-        return self._kept[length]
+            while self._calls and _nbytes(*self._calls.values(), made) > CALL_CACHE_BYTES:
+                del self._calls[next(iter(self._calls))]
+            self._calls[length] = made
+        return self._calls[length]
 
     def first_states(self, ids: Tensor) -> Tensor:
-        """ids [T] of one sequence -> the hidden states [T, H] that the first layer is given."""
+        """ids [T] of one sequence -> the input [T, H] of the first layer."""
         seen: list[Tensor] = []
 
         def stop(hidden: Tensor, call: Call) -> Tensor:
             seen.append(hidden)
-            raise _Reached
+            raise _StopForward
 
-        with suppress(_Reached), self._layers_replaced([stop] * len(self.layers)):
+        with suppress(_StopForward), self._layers_replaced([stop] * len(self.layers)):
             self.text(input_ids=ids[None], use_cache=False)
         return seen[0][0].float()
 
     def after_layers(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] as the last layer returns it -> as the text model does."""
+        """hidden [T, H] after the last layer -> the text model's output."""
         with self._layers_replaced([lambda given, call: hidden[None]] * len(self.layers)):
             found = self.text(inputs_embeds=torch.zeros_like(hidden)[None], use_cache=False)
         last: Tensor = found[0]
         return last[0]
 
     def _run(self, embedded: Tensor) -> tuple[list[Call], list[Tensor], list[Tensor]]:
-        """One forward over embeddings [1, L, H]. Returns how the layers were called, with what
-        hidden states, and what they answered."""
+        """One forward over embeddings [1, L, H]. Returns how the layers were called, their input
+        hidden states, and their outputs."""
         calls: list[Call] = []
         given: list[Tensor] = []
-        answers = [
+        outputs = [
             torch.randn(embedded.shape, generator=torch.Generator().manual_seed(layer))
             for layer in range(len(self.layers))
         ]
 
-        def answer(hidden: Tensor, call: Call) -> Tensor:
+        def output(hidden: Tensor, call: Call) -> Tensor:
             calls.append(call)
             given.append(hidden)
             if len(calls) == len(self.layers):
-                raise _Reached
-            return answers[len(calls) - 1]
+                raise _StopForward
+            return outputs[len(calls) - 1]
 
         self.forget_lengths()
-        with suppress(_Reached), self._layers_replaced([answer] * len(self.layers)):
+        with suppress(_StopForward), self._layers_replaced([output] * len(self.layers)):
             self.text(inputs_embeds=embedded, use_cache=False)
-        return calls, given, answers
+        return calls, given, outputs
 
     @contextmanager
     def _layers_replaced(self, forwards: list[Callable[[Tensor, Call], Tensor]]) -> Iterator[None]:
-        """While this lasts, layers compute (hidden states, the rest of the call) -> hidden
-        states."""
+        """Within the block, layers compute (hidden states, rest of the call) -> hidden states."""
         for layer, compute in zip(self.layers, forwards):
             layer.forward = self._as_forward(compute)
         try:
@@ -258,40 +250,41 @@ class Skeleton:
         return forward
 
     def check_chain(self) -> None:
-        """Layers are given nothing that depends on the tokens but the hidden states, and those as
-        the layer before returned them. Raises QuantkitError where it is otherwise."""
-        shape = (1, PROBED, self.hidden_size)
+        """Verify that layers depend on the tokens only through the hidden states, which are the
+        output of the layer before. Raises QuantkitError otherwise."""
+        shape = (1, PROBE_TOKENS, self.hidden_size)
         for self._returned in (0, 2, 1, 3):
             try:
-                calls, given, answers = self._run(
+                calls, given, outputs = self._run(
                     torch.randn(shape, generator=torch.Generator().manual_seed(99))
                 )
                 others, _, _ = self._run(torch.zeros(shape))
-            # whatever a forward makes of layers that return something else than it expects
+            # a forward may fail in any way if layers return something unexpected
             except Exception as fault:
-                told = f"{type(fault).__name__}: {fault!s:.80}"
+                reason = f"{type(fault).__name__}: {fault!s:.80}"
                 continue
             if len(calls) != len(self.layers):
-                told = f"its forward calls {len(calls)} of {len(self.layers)} layers"
+                reason = f"its forward calls {len(calls)} of {len(self.layers)} layers"
             elif not all(
                 isinstance(a, Tensor) and a.shape == shape and torch.equal(a, b)
-                for a, b in zip(given[1:], answers)
+                for a, b in zip(given[1:], outputs)
             ):
-                told = "something is computed between its layers"
+                reason = "something is computed between its layers"
             elif not all(
                 _same(a.args, b.args) and _same(dict(a.kwargs), dict(b.kwargs))
                 for a, b in zip(calls, others)
             ):
-                told = "its layers read the tokens once more"
+                reason = "its layers read the token ids again"
             else:
                 return
         raise QuantkitError(
-            f"{self.description}: transformers' layers cannot be run one by one ({told})", ROUTE
+            f"{self.description}: transformers' layers cannot be run one by one ({reason})",
+            RTN_REMEDY,
         )
 
     def _fill_buffers(self) -> None:
-        """Tables that are computed from the config, such as rotary frequencies, as the model's own
-        initialization computes them."""
+        """Tables that are computed from the config, such as rotary frequencies, by the model's own
+        initialization."""
         owner: dict[int, Any] = {}
         for part in self.model.modules():
             if hasattr(part, "_init_weights"):
@@ -313,37 +306,37 @@ class Skeleton:
             for key in missing:
                 if module._buffers[key].is_floating_point() and module._buffers[key].isnan().any():
                     raise QuantkitError(
-                        f"{self.description}: transformers does not say what {name}.{key} is", ROUTE
+                        f"{self.description}: transformers does not say what {name}.{key} is",
+                        RTN_REMEDY,
                     )
 
 
 def check_built(config: Mapping[str, Any]) -> None:
-    """Raise QuantkitError where config.json names no architecture, and where transformers, which is
-    an extra of quantkit's, is missing, or does not know it."""
+    """Raise QuantkitError where config.json names no architecture, and where transformers, an
+    optional dependency, is missing or does not know it."""
     if not config.get("model_type"):
         raise QuantkitError(
             "it has no model_type, by which the model's code is chosen",
             "use the config.json that came with the model",
         )
     if why := not_built(config):
-        told = (
+        reason = (
             f"model_type {config.get('model_type')!r} is not one that quantkit has a file for, "
             f"and {why}"
         )
-        raise QuantkitError(told, "pip install -U 'quantkit[transformers]', or " + ROUTE)
+        raise QuantkitError(reason, "pip install -U 'quantkit[transformers]', or " + RTN_REMEDY)
 
 
-def _build(config: Mapping[str, Any], told: str) -> Any:
+def _build(config: Mapping[str, Any], description: str) -> Any:
     fault: Exception | None = None
     for attention in ("sdpa", "eager"):
         try:
             return build_model(config, attention).eval()
-        except (
-            Exception
-        ) as found:  # an attention it does not have, or a config that it does not build
+        except Exception as found:  # an unsupported attention implementation or config
             fault = found
     raise QuantkitError(
-        f"{told}: transformers does not build it ({type(fault).__name__}: {fault!s:.160})", ROUTE
+        f"{description}: transformers does not build it ({type(fault).__name__}: {fault!s:.160})",
+        RTN_REMEDY,
     ) from fault
 
 
@@ -356,7 +349,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _nbytes(*of_lengths: list[Call]) -> int:
-    """Of the tensors that layers are called with; many are called with the same."""
+    """Bytes of the tensors in calls; many calls share tensors."""
     found: dict[int, int] = {}
 
     def visit(value: Any) -> None:
@@ -373,7 +366,6 @@ def _nbytes(*of_lengths: list[Call]) -> int:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Of what layers are called with."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and torch.equal(a, b)
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):

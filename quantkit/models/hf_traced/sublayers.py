@@ -1,5 +1,5 @@
-"""What a decoder layer is made of, seen by running it on stand-ins for its weights: once for each
-kind of layer that a model has."""
+"""The structure of a decoder layer, found by running it on probe weights: once for each kind of
+layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,14 +25,14 @@ from quantkit.models.hf_traced.scale_groups import (
     TracedGroup,
     distance,
 )
-from quantkit.models.hf_traced.skeleton import PROBED, ROUTE, Skeleton
+from quantkit.models.hf_traced.skeleton import PROBE_TOKENS, RTN_REMEDY, Skeleton
 
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """In names inside the layer. first: modules of the first half. ends: linears that nothing reads
-    but the residual stream. order: modules with tensors as they are called. gain_offsets: of every
-    norm, see `Parameter`."""
+    """With names inside the layer. first: modules of the first half. output_linears: linears whose
+    output only goes to the residual stream. order: modules with tensors in call order.
+    gain_offsets: of every norm, see `Parameter`."""
 
     plan: LayerPlan
     groups: tuple[TracedGroup, ...]
@@ -40,28 +40,28 @@ class LayerTrace:
     output_linears: frozenset[str]
     order: tuple[str, ...]
     gain_offsets: Mapping[str, float]
-    chosen: int = 0
-    """Experts of a token."""
-    behind: frozenset[str] = frozenset()
-    """Modules that read what the routed experts make together."""
+    topk: int = 0
+    """Experts per token."""
+    after_experts: frozenset[str] = frozenset()
+    """Modules that read the sum of the routed experts."""
 
 
-def look_at(skeleton: Skeleton, layer: int) -> LayerTrace:
-    """Raises QuantkitError where the layer cannot be run on weights that are given to it one by
+def trace_layer(skeleton: Skeleton, layer: int) -> LayerTrace:
+    """Raises QuantkitError where the layer cannot be run on weights that are provided one by
     one."""
     try:
-        return _look_at(skeleton, layer)
+        return _trace_layer(skeleton, layer)
     except QuantkitError:
         raise
-    except Exception as fault:  # whatever a layer's own code makes of it
-        told = (
+    except Exception as fault:  # a layer's own code may fail in any way
+        raise QuantkitError(
             f"{skeleton.description}: layer {layer} of transformers' model cannot be run on weights "
-            "that are given one by one"
-        )
-        raise QuantkitError(f"{told} ({type(fault).__name__}: {fault!s:.80})", ROUTE) from fault
+            f"that are given one by one ({type(fault).__name__}: {fault!s:.80})",
+            RTN_REMEDY,
+        ) from fault
 
 
-def _look_at(skeleton: Skeleton, layer: int) -> LayerTrace:
+def _trace_layer(skeleton: Skeleton, layer: int) -> LayerTrace:
     module, names = skeleton.layers[layer], skeleton.names(layer)
     prefix = skeleton.prefixes[layer]
     linears = [
@@ -70,78 +70,80 @@ def _look_at(skeleton: Skeleton, layer: int) -> LayerTrace:
     experts = [name for name, _ in experts_modules(module)]
     for name, _ in module.named_parameters():
         if name not in names and not name.startswith(tuple(f"{one}." for one in experts)):
-            told = (
+            reason = (
                 f"{skeleton.description}: checkpoints hold {name.removesuffix('.weight')} in another "
                 "form than transformers computes with"
             )
-            raise QuantkitError(told, ROUTE)
+            raise QuantkitError(reason, RTN_REMEDY)
     if not linears and not experts:
         others = {
             type(one).__name__
             for one in module.modules()
             if any(own.dim() > 1 for own in one.parameters(recurse=False))
         }
-        told = (
+        reason = (
             f"{skeleton.description}: layer {layer} has no linears that quantkit quantizes; its "
             f"matrices are of {', '.join(sorted(others))}"
         )
-        raise QuantkitError(told, "use a model with linears: torch.nn.Linear, or stacked experts")
+        raise QuantkitError(reason, "use a model with linears: torch.nn.Linear, or stacked experts")
     tensors = dict(module.state_dict())
     weights = ProbeWeights(
         {disk: tuple(tensors[name].shape) for name, disk in names.items() if name in tensors}
     )
-    watcher, experts = _watched(
+    tracer, experts = _trace_experts_of(
         skeleton, layer, {name: (name,) for name in linears}, experts, weights
     )
-    plan, hidden, seen = watcher.block.plan, watcher.hidden, watcher.first
+    plan, hidden, seen = tracer.block.plan, tracer.hidden, tracer.first
     if idle := [name for name in linears if name not in seen.called]:
-        told = (
+        reason = (
             f"{skeleton.description}: transformers' layer {layer} leaves out {', '.join(idle)} where "
             "text alone goes through it"
         )
-        raise QuantkitError(told, "quantkit calibrates decoders that read nothing but text")
+        raise QuantkitError(reason, "quantkit calibrates decoders that read nothing but text")
     if not torch.isfinite(seen.output).all() or distance(seen.output, hidden) == 0:
         raise QuantkitError(
             f"{skeleton.description}: layer {layer} computes nothing finite of random weights",
-            ROUTE,
+            RTN_REMEDY,
         )
     order = tuple(
         name
         for name in seen.inputs
         if next(module.get_submodule(name).parameters(recurse=False), None) is not None
     )
-    halves, first = _halves(watcher)
-    factors = {name: _factor(name, watcher) for name in experts}
+    halves, first = _halves(tracer)
+    factors = {name: _factor(name, tracer) for name in experts}
     plan = replace(
         plan,
         linears=_sites(linears, seen),
         halves=halves,
         experts={name: factor or 1.0 for name, factor in factors.items()},
     )
-    behind: frozenset[str] = frozenset()
+    after_experts: frozenset[str] = frozenset()
     for name in (name for name, factor in factors.items() if factor is None):
-        behind = _behind(name, watcher, order)
-        plan = replace(plan, beside=_beside(name, watcher, halves, linears))
-    output_linears = frozenset(name for name in linears if _is_end(name, watcher, first))
+        after_experts = _after_experts(name, tracer, order)
+        plan = replace(plan, parallel=_parallel_linears(name, tracer, halves, linears))
+    output_linears = frozenset(name for name in linears if _writes_residual(name, tracer, first))
     groups = tuple(
         group
-        for group in watcher.groups()
+        for group in tracer.groups()
         if len({one in first for one in (group.producer, *group.consumers)}) == 1
     )
-    offsets = {name: watcher.gain_offset(name) for name in order if watcher.is_norm(name)}
-    return LayerTrace(plan, groups, first, output_linears, order, offsets, weights.chosen, behind)
+    offsets = {name: tracer.gain_offset(name) for name in order if tracer.is_norm(name)}
+    return LayerTrace(
+        plan, groups, first, output_linears, order, offsets, weights.topk, after_experts
+    )
 
 
-def _watched(
+def _trace_experts_of(
     skeleton: Skeleton,
     layer: int,
     linears: dict[str, tuple[str, ...]],
     experts: list[str],
     weights: ProbeWeights,
 ) -> tuple[LayerTracer, list[str]]:
-    """The layer once it has run, and those of `experts` that were asked as experts are."""
+    """The layer after its first run, and those of `experts` that were called like experts."""
     hidden = torch.randn(
-        PROBED, skeleton.hidden_size, generator=torch.Generator().manual_seed(layer)
+        PROBE_TOKENS, skeleton.hidden_size, generator=torch.Generator().manual_seed(layer)
     )
     while True:
         plan = LayerPlan(linears, experts=dict.fromkeys(experts, 1.0))
@@ -152,35 +154,36 @@ def _watched(
         except NotExperts as other:
             experts = [name for name in experts if name != other.name]
         except SeveralInputs as fault:
-            told = f"{skeleton.description}: a token gives each of the experts that it asks another input"
-            raise QuantkitError(told, ROUTE) from fault
+            reason = f"{skeleton.description}: a token gives each of the experts that it asks another input"
+            raise QuantkitError(reason, RTN_REMEDY) from fault
 
 
-def _answered(name: str, watcher: LayerTracer) -> tuple[Tensor, ForwardTrace, ForwardTrace]:
-    """Answers of a module of experts, and the layer with these and with none."""
-    answer = torch.randn(watcher.hidden.shape, generator=torch.Generator().manual_seed(17))
+def _with_expert_outputs(
+    name: str, tracer: LayerTracer
+) -> tuple[Tensor, ForwardTrace, ForwardTrace]:
+    """Outputs of a module of experts, and traces of the layer with these and with zeros."""
+    answer = torch.randn(tracer.hidden.shape, generator=torch.Generator().manual_seed(17))
     seen = []
     for value in (answer, torch.zeros_like(answer)):
-        watcher.weights.restore()
-        watcher.weights.answers[watcher.block.experts_name(name)] = value
-        seen.append(watcher.look())
-    watcher.weights.restore()
+        tracer.weights.restore()
+        tracer.weights.expert_outputs[tracer.block.experts_name(name)] = value
+        seen.append(tracer.trace())
+    tracer.weights.restore()
     return answer, seen[0], seen[1]
 
 
-def _factor(name: str, watcher: LayerTracer) -> float | None:
-    """What the answers of a module of experts are multiplied by before they are added to the
-    residual stream; None where more is done."""
-    answer, seen, without = _answered(name, watcher)
+def _factor(name: str, tracer: LayerTracer) -> float | None:
+    """Factor of the experts' output in the residual stream; None where more is done with it."""
+    answer, seen, without = _with_expert_outputs(name, tracer)
     added = seen.output - without.output
     factor = float((added * answer).sum() / answer.square().sum())
     return None if distance(added, factor * answer) > SAME or factor == 0 else factor
 
 
-def _behind(name: str, watcher: LayerTracer, order: tuple[str, ...]) -> frozenset[str]:
-    """Modules with tensors of their own that read what the experts make. Raises QuantkitError where
-    there is none, or a linear is one."""
-    _, seen, without = _answered(name, watcher)
+def _after_experts(name: str, tracer: LayerTracer, order: tuple[str, ...]) -> frozenset[str]:
+    """Modules with tensors that read the experts' output. Raises QuantkitError where there is none,
+    or a linear is one."""
+    _, seen, without = _with_expert_outputs(name, tracer)
     reads = [
         one
         for one in order
@@ -188,46 +191,46 @@ def _behind(name: str, watcher: LayerTracer, order: tuple[str, ...]) -> frozense
         and one in seen.inputs
         and not torch.equal(seen.inputs[one], without.inputs[one])
     ]
-    if not reads or any(watcher.is_read_by(one) for one in reads):
+    if not reads or any(tracer.is_reader(one) for one in reads):
         raise QuantkitError(
-            f"{watcher.block.skeleton.description}: more is done with what the routed experts make than "
+            f"{tracer.block.skeleton.description}: more is done with what the routed experts make than "
             "to add it",
-            ROUTE,
+            RTN_REMEDY,
         )
     return frozenset(reads)
 
 
-def _beside(
-    name: str, watcher: LayerTracer, halves: Halves | None, linears: list[str]
+def _parallel_linears(
+    name: str, tracer: LayerTracer, halves: Halves | None, linears: list[str]
 ) -> tuple[str, ...]:
-    """Of the linears those whose outputs are read behind the experts, beside what these make
-    together: the others may answer zeros then."""
-    block, context = watcher.block, CausalContext([len(watcher.hidden)])
+    """The linears whose outputs are read after the experts, together with the experts' sum; all
+    others may return zeros then."""
+    block, context = tracer.block, CausalContext([len(tracer.hidden)])
     before = block.plan
     block.plan = replace(before, halves=halves)
-    hidden = watcher.hidden if halves is None else block.attend(watcher.hidden, context)
+    hidden = tracer.hidden if halves is None else block.attend(tracer.hidden, context)
     answer = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(17))
-    watcher.weights.answers[block.experts_name(name)] = answer
+    tracer.weights.expert_outputs[block.experts_name(name)] = answer
     expected = block.feed_forward(hidden, context)
 
-    def joined(beside: list[str]) -> Tensor:
-        block.plan = replace(block.plan, beside=tuple(beside))
-        kept = torch.cat((hidden, block.mlp_output(hidden, context)[:, hidden.shape[1] :]), dim=1)
-        return block.add_mlp_output(kept, answer, context)
+    def recombined(parallel: list[str]) -> Tensor:
+        block.plan = replace(block.plan, parallel=tuple(parallel))
+        states = torch.cat((hidden, block.mlp_output(hidden, context)[:, hidden.shape[1] :]), dim=1)
+        return block.add_mlp_output(states, answer, context)
 
-    kept = [one for one in linears if one in watcher.first.called]
+    kept = [one for one in linears if one in tracer.first.called]
     for one in list(kept):
         fewer = [other for other in kept if other != one]
-        if distance(joined(fewer), expected) < SAME:
+        if distance(recombined(fewer), expected) < SAME:
             kept = fewer
-    same = distance(joined(kept), expected) < SAME
+    same = distance(recombined(kept), expected) < SAME
     block.plan = before
-    watcher.weights.restore()
+    tracer.weights.restore()
     if not same:
         raise QuantkitError(
-            f"{block.skeleton.description}: what is behind its routed experts cannot be computed after "
+            f"{block.skeleton.description}: what follows its routed experts cannot be computed after "
             "them",
-            ROUTE,
+            RTN_REMEDY,
         )
     return tuple(kept)
 
@@ -251,9 +254,9 @@ def _equal(a: Tensor | None, b: Tensor) -> bool:
     return a is not None and a.numel() == b.numel() and torch.equal(a.reshape(b.shape), b)
 
 
-def _halves(watcher: LayerTracer) -> tuple[Halves | None, frozenset[str]]:
+def _halves(tracer: LayerTracer) -> tuple[Halves | None, frozenset[str]]:
     """Where the layer can be cut in two, and the modules of the first half."""
-    block, seen, hidden = watcher.block, watcher.first, watcher.hidden
+    block, seen, hidden = tracer.block, tracer.first, tracer.hidden
     children = {name for name, _ in block.module.named_children()}
     called = [
         name
@@ -269,7 +272,7 @@ def _halves(watcher: LayerTracer) -> tuple[Halves | None, frozenset[str]]:
         context = CausalContext([len(hidden)])
         try:
             joined = block.feed_forward(block.attend(hidden, context), context)
-        except Exception:  # a layer that cannot do without what its first children return
+        except Exception:  # a layer that needs what its first children return
             continue
         finally:
             block.plan = replace(block.plan, halves=None)
@@ -279,18 +282,17 @@ def _halves(watcher: LayerTracer) -> tuple[Halves | None, frozenset[str]]:
     return None, frozenset()
 
 
-def _is_end(name: str, watcher: LayerTracer, first: frozenset[str]) -> bool:
-    """Whether nothing in its half looks at what a linear makes but the sum that is the residual
-    stream."""
-    seen = watcher.first
-    if name not in seen.outputs or seen.outputs[name].shape[-1] != watcher.hidden.shape[-1]:
+def _writes_residual(name: str, tracer: LayerTracer, first: frozenset[str]) -> bool:
+    """Whether a linear's output is only read through the residual sum in its half."""
+    seen = tracer.first
+    if name not in seen.outputs or seen.outputs[name].shape[-1] != tracer.hidden.shape[-1]:
         return False
-    watcher.weights.restore()
-    watcher.weights.rows[watcher.block.disk(name)] = torch.zeros(seen.outputs[name].shape[-1])
-    without = watcher.look()
-    watcher.weights.restore()
+    tracer.weights.restore()
+    tracer.weights.rows[tracer.block.disk(name)] = torch.zeros(seen.outputs[name].shape[-1])
+    without = tracer.trace()
+    tracer.weights.restore()
     others = [
-        one for one in seen.inputs if (one in first) == (name in first) and watcher.is_read_by(one)
+        one for one in seen.inputs if (one in first) == (name in first) and tracer.is_reader(one)
     ]
     return distance(without.output, seen.output) > 0 and all(
         torch.equal(without.inputs[one], seen.inputs[one]) for one in others

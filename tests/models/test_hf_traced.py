@@ -386,7 +386,7 @@ def walked_logits(
             hidden = block.attend(hidden, context)
         hidden = (
             after_experts(block, hidden, context)
-            if kind.behind
+            if kind.after_experts
             else block.feed_forward(hidden, context)
         )
     head = min(
