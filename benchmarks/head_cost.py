@@ -24,7 +24,7 @@ from r1_synthetic import SyntheticWeights
 
 from quantkit.checkpoint.hub import find_model
 from quantkit.evaluation.speed.engine import EngineTarget
-from quantkit.evaluation.speed.workload import Workload
+from quantkit.evaluation.speed.measure import Workload
 from quantkit.executor.cache.cache import BLOCK_SIZE, CachePlan
 from quantkit.executor.engine import Engine
 from quantkit.executor.memory_budget import default_step_tokens

@@ -40,8 +40,7 @@ from torch import Tensor
 
 from quantkit.common.devices import describe_hardware
 from quantkit.evaluation.speed.engine import EngineTarget
-from quantkit.evaluation.speed.measure import measure_grid
-from quantkit.evaluation.speed.workload import Workload
+from quantkit.evaluation.speed.measure import Workload, measure_grid
 from quantkit.executor.engine import Engine
 from quantkit.executor.rank0 import follow
 from quantkit.executor.ranks.parallel import Parallel

@@ -47,8 +47,7 @@ from r1_synthetic import R1, TINY, SyntheticWeights
 from quantkit.common.assets import asset
 from quantkit.common.devices import describe_hardware
 from quantkit.evaluation.speed.engine import EngineTarget
-from quantkit.evaluation.speed.measure import summarize
-from quantkit.evaluation.speed.workload import Workload
+from quantkit.evaluation.speed.measure import Workload, summarize
 from quantkit.executor.cache.cache import BLOCK_SIZE
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import Parallel

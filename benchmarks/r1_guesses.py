@@ -19,8 +19,7 @@ from made_engine import led
 
 from quantkit.common.devices import to_device
 from quantkit.evaluation.speed.engine import EngineTarget
-from quantkit.evaluation.speed.measure import RequestTimes
-from quantkit.evaluation.speed.workload import Workload
+from quantkit.evaluation.speed.measure import RequestTimes, Workload
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner.graphs import SamplingGraph
 from quantkit.executor.runner.runner import ForwardPass

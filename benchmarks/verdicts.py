@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from measured import RESULTS
 
-from quantkit.evaluation.statistics.comparison import Comparison, compare, corrected
+from quantkit.evaluation.statistics.comparison import Comparison, compare, holm_corrected
 from quantkit.evaluation.statistics.estimates import interval
 
 Draw = Callable[
@@ -142,7 +142,7 @@ def any_of_tasks(line: Line, tasks: int, verdict: str, runs: int, seed: int) -> 
     rng = np.random.default_rng(seed)
     said = 0
     for number in range(runs):
-        found = corrected(
+        found = holm_corrected(
             {str(task): _compared(*line.run(rng), seed=number) for task in range(tasks)}
         )
         said += any(one.verdict == verdict for one in found.values())

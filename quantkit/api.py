@@ -30,8 +30,8 @@ from quantkit.diagnosis.inspect import Inspection, describe
 from quantkit.engines.check import check_checkpoint
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.distance.quality import Quality
-from quantkit.evaluation.results.figures import EvalResults
 from quantkit.evaluation.results.folder import results_folder
+from quantkit.evaluation.results.task_results import EvalResults
 from quantkit.evaluation.run import run_evaluation
 from quantkit.grids.schemes import SCHEMES, Scheme, find_scheme
 from quantkit.planning import plan as planning

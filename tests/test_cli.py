@@ -367,7 +367,7 @@ def test_bench_says_that_its_folder_cannot_be_before_it_opens_a_model(
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr(
-        "quantkit.evaluation.speed.targets.open_target",
+        "quantkit.evaluation.speed.engine.open_target",
         lambda model, **options: opened.append(model),
     )
     (tmp_path / "file").touch()

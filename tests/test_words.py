@@ -22,7 +22,7 @@ from quantkit.checkpoint.lock import Lock
 from quantkit.checkpoint.output_dir import partial_path
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.evaluation.results import store
+from quantkit.evaluation.results.folder import ReplyJournal
 from quantkit.quantization import conversion_plan as convert_module
 
 MARKUP = "m[bold][/INST][x] [/]"
@@ -304,7 +304,7 @@ def test_a_stopped_evaluation_says_how_to_go_on(
 
     with ReplayServer(lambda question, body: "no") as server:
         with monkeypatch.context() as patch:
-            stop_after(patch, store.ReplyJournal, "add", 3, signal.SIGINT)
+            stop_after(patch, ReplyJournal, "add", 3, signal.SIGINT)
             said = ask(server.url, "--out", "e")
         assert said.code == 130
         kept = re.search(

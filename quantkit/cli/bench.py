@@ -89,9 +89,8 @@ def bench(
     from quantkit.checkpoint.output_dir import check_results_folder
     from quantkit.common.atomic_write import check_writable, make_folder
     from quantkit.evaluation.results.folder import local_models
-    from quantkit.evaluation.speed.measure import measure_grid
-    from quantkit.evaluation.speed.targets import open_target
-    from quantkit.evaluation.speed.workload import read_prompts
+    from quantkit.evaluation.speed.engine import open_target
+    from quantkit.evaluation.speed.measure import measure_grid, read_prompts
 
     lengths, users = _integers("--input-len", input_len), _integers("--concurrency", concurrency)
     rates, limits = _rates(request_rate), _limits(goodput)
@@ -164,9 +163,9 @@ def _result(
     """bench.json: where it ran, what was asked, every cell, and what others published of this
     model."""
     from quantkit.checkpoint.hub import model_basename
+    from quantkit.common.devices import describe_machine
     from quantkit.evaluation.openai_server import is_url
-    from quantkit.evaluation.results.hardware import describe_machine
-    from quantkit.evaluation.results.published import published_speeds_of
+    from quantkit.evaluation.results.published import published_speeds_for
     from quantkit.evaluation.speed.endpoint import EndpointTarget
 
     name = target.model if isinstance(target, EndpointTarget) else model_basename(model)
@@ -179,7 +178,10 @@ def _result(
     about |= {"output_len": output_len, "goodput_limits_ms": limits} | (
         {"cache": cache} if cache is not None else {}
     )
-    return about | {"rows": [row.to_json() for row in rows], "published": published_speeds_of(name)}
+    return about | {
+        "rows": [row.to_json() for row in rows],
+        "published": published_speeds_for(name),
+    }
 
 
 def _rates(text: str | None) -> list[float]:

@@ -26,7 +26,7 @@ def compare(
 ) -> None:
     """Compare finished evaluations, paired over the problems they share: held, lost, or cannot
     tell."""
-    from quantkit.evaluation.results.side_by_side import compare_runs, write_page
+    from quantkit.evaluation.results.baseline import compare_runs, write_page
 
     table = compare_runs(runs, margin=margin, seed=seed)
     if out_dir is not None:

@@ -21,7 +21,7 @@ from quantkit.cli.options import (
 from quantkit.cli.stopping import stoppable
 
 if TYPE_CHECKING:
-    from quantkit.evaluation.results.figures import EvalResults
+    from quantkit.evaluation.results.task_results import EvalResults
 
 
 Tasks = Annotated[

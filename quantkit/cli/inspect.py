@@ -106,7 +106,7 @@ def kernels(
         )
     from quantkit_kernels.self_check import check as measure
 
-    from quantkit.evaluation.results.hardware import describe_machine
+    from quantkit.common.devices import describe_machine
     from quantkit.evaluation.results.published import published_speeds
 
     machine = describe_machine(device)

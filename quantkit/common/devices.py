@@ -168,3 +168,15 @@ def _has_npu() -> bool:
     import torch_npu  # noqa: F401  registers torch.npu
 
     return bool(torch.get_device_module("npu").is_available())
+
+
+def describe_machine(device: str = "auto") -> dict[str, str]:
+    """What must accompany a time: the hardware, torch, and on an NPU the versions of torch_npu,
+    CANN and the driver too."""
+    target = find_device(device)
+    about = {"hardware": describe_hardware(device), "torch": torch.__version__}
+    if target.type == "npu":
+        from quantkit_kernels.torch_npu.machine import describe
+
+        about |= describe(target)
+    return about

@@ -4,22 +4,20 @@ not, and their grades."""
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation import sandbox
-from quantkit.evaluation.generators.generator import Generator, ModelReply
-from quantkit.evaluation.generators.same_model import check_same_model
+from quantkit.evaluation.generators.generator import Generation, Generator, ModelReply, Prompt
 from quantkit.evaluation.grading import reasoning
 from quantkit.evaluation.grading.graders import Grader, find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge
-from quantkit.evaluation.results import store
-from quantkit.evaluation.results.figures import Sample, TaskResult
+from quantkit.evaluation.results.folder import Key, ReplyJournal
+from quantkit.evaluation.results.task_results import Sample, TaskResult
 from quantkit.evaluation.tasks import data, prompts
-from quantkit.evaluation.tasks.definitions import Setting, find_setting, find_task
-from quantkit.evaluation.tasks.problems import Problem
+from quantkit.evaluation.tasks.definitions import Problem, Setting, find_setting, find_task
 
 Stage = Literal["generate", "grade"]
 
@@ -113,11 +111,11 @@ def prepare(
         "data_dir": str(data_dir.resolve()) if data_dir else None,
     }
     return TaskRun(
-        setting, grader, data.spread(problems, limit), shots, rows.origin, facts, request
+        setting, grader, data.stratify(problems, limit), shots, rows.origin, facts, request
     )
 
 
-def ask_and_grade(
+def run_task(
     generator: Generator,
     work: TaskRun,
     out: Path | None,
@@ -136,7 +134,7 @@ def ask_and_grade(
     setting = work.setting
     facts = work.facts | {"model": generator.identity}
     journal = (
-        store.ReplyJournal(out, setting.task.name, facts, work.request | {"model": generator.name})
+        ReplyJournal(out, setting.task.name, facts, work.request | {"model": generator.name})
         if out is not None
         else None
     )
@@ -147,7 +145,7 @@ def ask_and_grade(
     # Repeats go outermost: a run that is stopped early has asked every problem about equally often.
     keys = [(problem, repeat) for repeat in range(setting.repeats) for problem in work.problems]
     kept = journal.kept if journal else {}
-    replies: dict[store.Key, ModelReply] = {
+    replies: dict[Key, ModelReply] = {
         (p.id, r): kept[p.id, r] for p, r in keys if (p.id, r) in kept
     }
     reused = len(replies)
@@ -180,8 +178,8 @@ def ask_and_grade(
             if journal is not None:
                 journal.add((problem.id, repeat), completion)
             report("generate", len(replies))
-    samples = grade_all(work, keys, replies, lambda done: report("grade", done))
-    refuse_if_all_failed(setting.task.name, samples)
+    samples = grade_samples(work, keys, replies, lambda done: report("grade", done))
+    check_not_all_failed(setting.task.name, samples)
     changed = journal.changed if journal is not None else []
     notes = (
         [
@@ -206,10 +204,10 @@ def ask_and_grade(
     )
 
 
-def grade_all(
+def grade_samples(
     work: TaskRun,
     keys: list[tuple[Problem, int]],
-    replies: dict[store.Key, ModelReply],
+    replies: dict[Key, ModelReply],
     report: Callable[[int], None],
 ) -> list[Sample]:
     """Grades in the order of `keys`. Programs run beside each other; reading an answer takes no
@@ -237,7 +235,7 @@ def grade_all(
         judge.close()
 
 
-def refuse_if_all_failed(task: str, samples: list[Sample]) -> None:
+def check_not_all_failed(task: str, samples: list[Sample]) -> None:
     """Raise QuantkitError where no sample says anything of the model."""
     if not samples:
         return
@@ -252,3 +250,82 @@ def refuse_if_all_failed(task: str, samples: list[Sample]) -> None:
             f"every request of {task} was refused as too long: {first.detail}",
             "lower --max-tokens, or serve a longer context",
         )
+
+
+PROBE_TOKENS = 64
+_QUOTE_CHARS = 60  # characters
+
+
+def check_same_model(
+    generator: Generator,
+    journal: ReplyJournal,
+    prompt: Prompt,
+    generation: Generation,
+    notice: Callable[[str], None],
+) -> None:
+    """Raise QuantkitError where another model answers now than the one whose replies `journal`
+    keeps. prompt: asked if none was yet.
+
+    A server that does not answer alike twice cannot be distinguished from another one: that is said
+    with `notice`, and the run goes on.
+    """
+    if generator.identity_is_certain:
+        return
+    limit = min(PROBE_TOKENS, generation.max_tokens or PROBE_TOKENS)
+    greedy = Generation(temperature=0.0, top_p=1.0, max_tokens=limit, stop=generation.stop)
+    if journal.probe is None:
+        reply = _ask_greedily(generator, prompt, greedy)
+        if reply.error is None:
+            journal.add_probe(prompt, reply)
+        if journal.kept:
+            notice(
+                "it cannot be verified whether the kept replies are this model's: none was kept "
+                "that "
+                "was asked greedily"
+            )
+        return
+    before = journal.probe.reply
+    now = _ask_greedily(generator, journal.probe.prompt, greedy)
+    if now.error is not None or not journal.kept or _same_text(before, now):
+        return
+    again = _ask_greedily(generator, journal.probe.prompt, greedy)
+    if again.error is not None or _same_text(before, again):
+        return
+    if not _same_text(now, again):
+        notice(
+            f"{generator.name} does not answer alike twice at temperature 0, so the server may set "
+            "a temperature of its own: "
+            "whether the kept replies are this model's cannot be verified; serve it without, or "
+            "give "
+            "another --out"
+        )
+        return
+    raise QuantkitError(
+        f"{generator.name} is not the model whose {len(journal.kept)} replies are kept in "
+        f"{journal.path.parent.parent}: "
+        f"to the same prompt, greedily, it now says {_quote(now)} and said {_quote(before)}",
+        "give another --out or a --model-revision of its own; --trust-kept uses the replies all "
+        "the same",
+    )
+
+
+def _ask_greedily(generator: Generator, prompt: Prompt, greedy: Generation) -> ModelReply:
+    (reply,) = generator.generate([replace(prompt, seed=0)], greedy)
+    return reply
+
+
+def _text(reply: ModelReply) -> str:
+    return f"{reply.reasoning or ''}{reply.text}"
+
+
+def _same_text(one: ModelReply, other: ModelReply) -> bool:
+    """Equal as far as both go: another token limit may have cut one of them earlier."""
+    a, b = _text(one), _text(other)
+    if one.finish_reason == other.finish_reason:
+        return a == b
+    return a.startswith(b) or b.startswith(a)
+
+
+def _quote(reply: ModelReply) -> str:
+    text = _text(reply)
+    return repr(text if len(text) <= _QUOTE_CHARS else f"{text[:_QUOTE_CHARS]}...")

@@ -28,7 +28,7 @@ _MODEL_FACTS = (
 )  # of an entry of /models, where they say more than its name
 _DRAIN_S = 1.0
 _FIELD = re.compile(r"(?:data|event|id|retry)?:")  # of an event, or a comment
-_ALIVE = re.compile(
+_KEEP_ALIVE = re.compile(
     r"(?i)(?:ping|pong|keep-?_?alive|heartbeat)"
 )  # what some servers send as an event to say that they still work
 
@@ -37,9 +37,9 @@ class StreamError(Exception):
     """The server failed after it had answered HTTP 200."""
 
 
-FAULTS = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, StreamError, TimeoutError)
+REQUEST_ERRORS = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, StreamError, TimeoutError)
 """What a request may raise."""
-GIVEN_UP = {"abort", "error", "cancelled"}
+ABORT_REASONS = {"abort", "error", "cancelled"}
 """Finish reasons of a reply that its server did not end."""
 
 
@@ -104,7 +104,7 @@ class OpenAIServer:
                 else "check the address and that an OpenAI-compatible server is up"
             )
             raise QuantkitError(
-                f"{self.base}/models does not answer ({fault(error)})", remedy
+                f"{self.base}/models does not answer ({describe_error(error)})", remedy
             ) from error
 
     def find_model(self, name: str | None) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class OpenAIServer:
         self, client: httpx.AsyncClient, method: str, body: dict[str, Any]
     ) -> AsyncGenerator[dict[str, Any]]:
         """The events of the reply to `body`, as they come. method: such as "/chat/completions".
-        Raises FAULTS.
+        Raises REQUEST_ERRORS.
 
         Bytes that make no event (comments, half a line) do not put off the timeout: a server that
         drips them is as silent as one that sends nothing.
@@ -165,7 +165,7 @@ def base_url(url: str) -> str:
     return url if url.endswith(("/v1", "/v2", "/v3")) else f"{url}/v1"
 
 
-def fault(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """In words, with what the server said."""
     if isinstance(error, httpx.HTTPStatusError):
         moved = error.response.headers.get("location", "") if error.response.is_redirect else ""
@@ -199,7 +199,9 @@ async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
         if line.strip() and _FIELD.match(line) is None:
             if is_stream:
                 raise StreamError(f"a line that is no event: {line[:200]!r}")
-            async for event in _plain(line, lines, f"the answer ({kind or 'no content type'})"):
+            async for event in _json_objects(
+                line, lines, f"the answer ({kind or 'no content type'})"
+            ):
                 yield event
             return
         is_stream = is_stream or bool(line.strip())
@@ -207,18 +209,18 @@ async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
         if data.upper() == "[DONE]":
             await _drain(pieces)
             return
-        if data and (held or not _ALIVE.fullmatch(data)):
+        if data and (held or not _KEEP_ALIVE.fullmatch(data)):
             held.append(data)
-        if held and (not line or _ends(held)):
-            yield _parsed("\n".join(held), "an event")
+        if held and (not line or _is_complete(held)):
+            yield _parse("\n".join(held), "an event")
             held = []
     if held:
-        yield _parsed("\n".join(held), "an event")
+        yield _parse("\n".join(held), "an event")
     if not is_stream:
         raise StreamError(f"the answer ({kind or 'no content type'}) is empty")
 
 
-async def _plain(
+async def _json_objects(
     first: str, lines: AsyncIterator[str], what: str
 ) -> AsyncGenerator[dict[str, Any]]:
     """The objects of a body that is no event stream: of JSON lines, where the first one is an
@@ -226,15 +228,15 @@ async def _plain(
     try:
         json.loads(first)
     except (ValueError, RecursionError):
-        yield _parsed("\n".join([first, *[more async for more in lines]]), what)
+        yield _parse("\n".join([first, *[more async for more in lines]]), what)
         return
-    yield _parsed(first, what)
+    yield _parse(first, what)
     async for line in lines:
         if line.strip():
-            yield _parsed(line, what)
+            yield _parse(line, what)
 
 
-def _ends(held: list[str]) -> bool:
+def _is_complete(held: list[str]) -> bool:
     """Whether an event of one line, as servers send them, is there: it need not wait for the empty
     line."""
     return len(held) == 1 and held[0].startswith("{") and held[0].endswith("}")
@@ -251,17 +253,17 @@ async def read_lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
     async for piece in pieces:
         *ended, rest = piece.split(b"\n")
         for part in ended:
-            yield _decoded(b"".join([*open_line, part]))
+            yield _decode(b"".join([*open_line, part]))
             open_line, size = [], 0
         open_line.append(rest)
         size += len(rest)
         if size > LONGEST_LINE:
             raise StreamError(f"a line of more than {LONGEST_LINE >> 20} MiB")
     if size:
-        yield _decoded(b"".join(open_line))
+        yield _decode(b"".join(open_line))
 
 
-def _decoded(line: bytes) -> str:
+def _decode(line: bytes) -> str:
     return line.removesuffix(b"\r").decode("utf-8", "replace").removeprefix("\ufeff")
 
 
@@ -274,7 +276,7 @@ async def _drain(pieces: AsyncIterator[bytes]) -> None:
                 pass
 
 
-def _parsed(text: str, what: str) -> dict[str, Any]:
+def _parse(text: str, what: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

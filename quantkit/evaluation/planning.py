@@ -9,8 +9,8 @@ import numpy as np
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generation import prepare
+from quantkit.evaluation.results.baseline import Baseline, read_baseline
 from quantkit.evaluation.statistics import power
-from quantkit.evaluation.statistics.baseline import Baseline, read_baseline
 from quantkit.evaluation.statistics.estimates import accuracy as mean_accuracy
 
 

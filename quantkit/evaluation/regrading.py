@@ -14,20 +14,19 @@ from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generation import (
     Notice,
     TaskRun,
-    grade_all,
+    check_not_all_failed,
+    grade_samples,
     prepare,
-    refuse_if_all_failed,
     silent,
 )
-from quantkit.evaluation.results.comparing import compare_results
-from quantkit.evaluation.results.figures import EvalResults, TaskResult
-from quantkit.evaluation.results.store import ReplyJournal, journals, read_journal_head
-from quantkit.evaluation.results.writing import write_results
+from quantkit.evaluation.results.baseline import compare_results, read_baseline
+from quantkit.evaluation.results.folder import ReplyJournal, journals, read_journal_header
+from quantkit.evaluation.results.report import write_results
+from quantkit.evaluation.results.task_results import EvalResults, TaskResult
 from quantkit.evaluation.run import check_consent, check_export, sandbox_level
-from quantkit.evaluation.statistics.baseline import read_baseline
 from quantkit.evaluation.statistics.comparison import MARGIN
 
-_MUST_STAND = ("prompt", "system", "shots", "data", "generation")
+_MUST_MATCH = ("prompt", "system", "shots", "data", "generation")
 
 
 def regrade(
@@ -59,17 +58,17 @@ def regrade(
                 f"baseline {baseline} holds no results",
                 "give the --out folder of a finished evaluation",
             )
-    heads = [read_journal_head(path) for path in paths]
+    heads = [read_journal_header(path) for path in paths]
     works = [
-        _prepared(path, facts, request, data_dir) for path, (facts, request) in zip(paths, heads)
+        _prepare(path, facts, request, data_dir) for path, (facts, request) in zip(paths, heads)
     ]
     check_consent(works, allow_code_exec, allow_weak_sandbox, notice)
     tasks = {
-        work.setting.task.name: _graded(out, work, facts) for work, (facts, _) in zip(works, heads)
+        work.setting.task.name: _grade(out, work, facts) for work, (facts, _) in zip(works, heads)
     }
     for name, task in tasks.items():
         notice(f"{name}: {task.reused} replies reused from {out}, none asked")
-    model, where = _described(out, *heads[-1])
+    model, where = _model_and_hardware(out, *heads[-1])
     results = EvalResults(
         model, heads[-1][0]["model"], tasks, where, sandbox_level(works), None, __version__, out
     )
@@ -79,7 +78,7 @@ def regrade(
     return results
 
 
-def _prepared(
+def _prepare(
     path: Path, facts: dict[str, Any], request: dict[str, Any], data_dir: Path | None
 ) -> TaskRun:
     folder = data_dir or (Path(request["data_dir"]) if request.get("data_dir") else None)
@@ -94,7 +93,7 @@ def _prepared(
         generation,
         facts["seed"],
     )
-    if changed := [name for name in _MUST_STAND if work.facts[name] != facts[name]]:
+    if changed := [name for name in _MUST_MATCH if work.facts[name] != facts[name]]:
         raise QuantkitError(
             f"{', '.join(changed)} of {facts['task']} changed since the replies in {path} were made",
             "restore it, or ask again with eval",
@@ -102,7 +101,7 @@ def _prepared(
     return work
 
 
-def _graded(out: Path, work: TaskRun, facts: dict[str, Any]) -> TaskResult:
+def _grade(out: Path, work: TaskRun, facts: dict[str, Any]) -> TaskResult:
     start = time.monotonic()
     kept = ReplyJournal(out, facts["task"], facts).kept
     by_id = {problem.id: problem for problem in work.problems}
@@ -118,8 +117,8 @@ def _graded(out: Path, work: TaskRun, facts: dict[str, Any]) -> TaskResult:
         for problem in work.problems
         if (problem.id, repeat) in kept
     ]
-    samples = grade_all(work, keys, kept, lambda done: None)
-    refuse_if_all_failed(facts["task"], samples)
+    samples = grade_samples(work, keys, kept, lambda done: None)
+    check_not_all_failed(facts["task"], samples)
     setting = work.setting.model_copy(update={"repeats": repeats})
     seconds = time.monotonic() - start
     return TaskResult(
@@ -136,7 +135,9 @@ def _graded(out: Path, work: TaskRun, facts: dict[str, Any]) -> TaskResult:
     )
 
 
-def _described(out: Path, facts: dict[str, Any], request: dict[str, Any]) -> tuple[str, str]:
+def _model_and_hardware(
+    out: Path, facts: dict[str, Any], request: dict[str, Any]
+) -> tuple[str, str]:
     """The model's name and the hardware, as the last results have them; of a run that never ended,
     what the replies say of the model."""
     try:

@@ -19,19 +19,18 @@ from quantkit.evaluation.generation import (
     Notice,
     Report,
     TaskRun,
-    ask_and_grade,
     prepare,
+    run_task,
     silent,
 )
-from quantkit.evaluation.generators.generator import Generator, check_own_cache
+from quantkit.evaluation.generators.generator import Generator, reject_cache_option
 from quantkit.evaluation.openai_server import is_url
-from quantkit.evaluation.results.comparing import compare_results
-from quantkit.evaluation.results.figures import EvalResults
-from quantkit.evaluation.results.writing import write_results
-from quantkit.evaluation.statistics.baseline import Baseline, read_baseline
+from quantkit.evaluation.results.baseline import Baseline, compare_results, read_baseline
+from quantkit.evaluation.results.report import write_results
+from quantkit.evaluation.results.task_results import EvalResults
 from quantkit.evaluation.statistics.comparison import MARGIN
 
-__all__ = ["EvaluationProgress", "ask_and_grade", "prepare", "run_evaluation"]
+__all__ = ["EvaluationProgress", "prepare", "run_evaluation", "run_task"]
 
 TIMEOUT_S, RETRIES = 600.0, 5
 
@@ -106,7 +105,9 @@ def run_evaluation(
     check_countable(model, count_experts)
     if reference is None and baseline is not None:
         ask.check(baseline)
-        reference = Baseline.of(ask.run(baseline, works, out / "baseline" if out else None))
+        reference = Baseline.from_results(
+            ask.run(baseline, works, out / "baseline" if out else None)
+        )
     results = ask.run(model, works, out, cache, count_experts)
     if reference is not None:
         results = compare_results(results, reference, margin, seed)
@@ -235,7 +236,7 @@ class _Asking:
         generator = self._open(model, cache, count_experts)
         try:
             tasks = {
-                work.setting.task.name: ask_and_grade(
+                work.setting.task.name: run_task(
                     generator,
                     work,
                     out,
@@ -263,7 +264,7 @@ class _Asking:
         """Refuse a model that is not there, or a server with another cache, without loading one
         that is."""
         if is_url(model):
-            check_own_cache(model, cache)
+            reject_cache_option(model, cache)
             self._endpoint(model).close()
         else:
             find_model(model)

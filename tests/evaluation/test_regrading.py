@@ -9,7 +9,7 @@ from replay_server import ReplayServer, Reply
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.regrading import regrade
-from quantkit.evaluation.results.side_by_side import compare_runs, write_page
+from quantkit.evaluation.results.baseline import compare_runs, write_page
 from quantkit.evaluation.run import run_evaluation
 
 TASK = """

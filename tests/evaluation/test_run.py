@@ -8,7 +8,7 @@ from replay_server import ReplayServer, Reply
 
 from quantkit.common.assets import builtin_model
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.generators.same_model import PROBE_TOKENS
+from quantkit.evaluation.generation import PROBE_TOKENS
 from quantkit.evaluation.run import EvaluationProgress, run_evaluation
 
 TASK = """

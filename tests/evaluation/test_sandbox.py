@@ -25,7 +25,8 @@ from quantkit.cli import app
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.grading import programs
-from quantkit.evaluation.sandbox import Level, boxes, runs
+from quantkit.evaluation.sandbox import Level, process
+from quantkit.evaluation.sandbox import programs as sandbox_programs
 
 isolated = pytest.mark.skipif(
     sandbox.active_level() == "rlimits", reason="this machine gives no namespaces"
@@ -193,7 +194,7 @@ def test_every_attack_fails_and_every_idiom_passes(
         (6.0, set(rows) - ENDLESS),
         (2.0, ENDLESS),
     ):  # what needs no time to come through, but to be ended
-        monkeypatch.setattr(runs, "TIMEOUT_S", timeout_s)
+        monkeypatch.setattr(sandbox_programs, "TIMEOUT_S", timeout_s)
         monkeypatch.setattr(programs, "CONTEST_TIMEOUT_S", timeout_s)
         samples |= evaluate(
             {name: rows[name] for name in rows if name in part}, victim, tmp_path / f"{timeout_s}"
@@ -219,7 +220,7 @@ def test_every_attack_fails_and_every_idiom_passes(
 def test_what_is_held_at_the_end_counts(victim: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine does not look while the program runs; its processes still hold the memory when
     it answers."""
-    monkeypatch.setattr(runs, "WATCH_S", 60.0)
+    monkeypatch.setattr(sandbox_programs, "WATCH_S", 60.0)
     program = sandbox.Program(
         (attacks.PROMPT, victim.names + wall(RESOURCES["shared-mappings"])), "total"
     )
@@ -372,7 +373,7 @@ def test_many_at_once_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 def test_a_sandbox_that_cannot_start_is_not_the_programs_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(boxes, "_interpreter", lambda: "/nowhere/python")
+    monkeypatch.setattr(process, "_interpreter", lambda: "/nowhere/python")
     found = run("def f(x): return 4", level="rlimits")
     assert found.status == "sandbox-error"
     assert "/nowhere/python" in found.detail
@@ -382,18 +383,18 @@ def test_the_level_is_found_by_trying_again(monkeypatch: pytest.MonkeyPatch) -> 
     """Walls that fail three times out of four are still walls; walls that always fail are told with
     their reason."""
     tries = itertools.count(1)
-    real = runs._judged
+    real = sandbox_programs._run_judged
 
     def busy(*arguments: Any) -> sandbox.ProgramRun:
         if next(tries) < 4:
-            raise boxes.BoxFault("unshare: Resource temporarily unavailable")
+            raise process.SandboxError("unshare: Resource temporarily unavailable")
         return real(*arguments)
 
-    monkeypatch.setattr(runs, "_PROBE_PAUSE_S", 0.01)
-    monkeypatch.setattr(runs, "_judged", busy)
-    assert runs.find_level.__wrapped__().level == sandbox.active_level()
+    monkeypatch.setattr(sandbox_programs, "_PROBE_PAUSE_S", 0.01)
+    monkeypatch.setattr(sandbox_programs, "_run_judged", busy)
+    assert sandbox_programs.find_level.__wrapped__().level == sandbox.active_level()
     tries = itertools.count(-1000)
-    found = runs.find_level.__wrapped__()
+    found = sandbox_programs.find_level.__wrapped__()
     assert (found.level, found.reason) == ("rlimits", "unshare: Resource temporarily unavailable")
     assert "this user's rights" in str(found)
 
@@ -401,9 +402,9 @@ def test_the_level_is_found_by_trying_again(monkeypatch: pytest.MonkeyPatch) -> 
 def test_limits_alone_are_refused_unless_asked_for(
     victim: Victim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weak = sandbox.Found("rlimits", "unshare: Operation not permitted")
+    weak = sandbox.IsolationLevel("rlimits", "unshare: Operation not permitted")
     monkeypatch.setattr(sandbox, "find_level", lambda: weak)
-    monkeypatch.setattr(runs, "find_level", lambda: weak)
+    monkeypatch.setattr(sandbox_programs, "find_level", lambda: weak)
     write_rows(tmp_path / "humaneval" / "HumanEval.jsonl", [function_row("right: builtin")])
     with ReplayServer(lambda question, body: "</think>\n" + FUNCTIONS["right: builtin"]) as server:
         command = [

@@ -17,12 +17,18 @@ from commands import command
 from faulty_server import BROKEN, DONE, END, WHOLE, FaultyServer, Wire, chunk, event
 
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.results.published import published_speeds_of
+from quantkit.evaluation.results.published import published_speeds_for
 from quantkit.evaluation.speed.endpoint import EndpointTarget
 from quantkit.evaluation.speed.engine import EngineTarget
-from quantkit.evaluation.speed.measure import RequestTimes, measure_grid, needed, summarize
+from quantkit.evaluation.speed.measure import (
+    RequestTimes,
+    Workload,
+    measure_grid,
+    min_values,
+    read_prompts,
+    summarize,
+)
 from quantkit.evaluation.speed.report import write_report
-from quantkit.evaluation.speed.workload import Workload, read_prompts
 from quantkit.executor.engine import Engine
 
 DELAY_S = 0.15
@@ -64,7 +70,7 @@ def test_percentiles_are_those_of_the_requests_and_left_out_where_they_are_too_f
     many = summarize([RequestTimes(0, first, 200, 3, 5) for first in range(100)], 3, 7)
     assert many.left_out == []
     assert many.percentiles["ttft_s_p99"] == pytest.approx(98.01)
-    assert [needed(percent) for percent in (50, 90, 99)] == [2, 10, 100]
+    assert [min_values(percent) for percent in (50, 90, 99)] == [2, 10, 100]
 
 
 def test_gaps_rates_and_goodput_by_hand() -> None:
@@ -213,11 +219,11 @@ def test_report_shows_ours_and_the_published_apart(tmp_path: Path) -> None:
         "goodput_limits_ms": {},
         "rows": rows,
     }
-    write_report(tmp_path / "alone", result | {"published": published_speeds_of("tiny")})
+    write_report(tmp_path / "alone", result | {"published": published_speeds_for("tiny")})
     assert "Published by others" not in (tmp_path / "alone" / "bench.html").read_text()
     write_report(
         tmp_path / "bench",
-        result | {"published": published_speeds_of("DeepSeek-R1-0528-awq-w4a16")},
+        result | {"published": published_speeds_for("DeepSeek-R1-0528-awq-w4a16")},
     )
     page = (tmp_path / "bench" / "bench.html").read_text()
     assert page.count("<svg") == 3

@@ -12,7 +12,7 @@ from torch import Tensor
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.generators.local import Local
-from quantkit.evaluation.speed.targets import open_target
+from quantkit.evaluation.speed.engine import open_target
 from quantkit.executor.cache.cache import cache_dtype
 from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions

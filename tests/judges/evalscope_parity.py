@@ -214,7 +214,7 @@ def check_export() -> None:
 
     from evalscope.report.report import Report
 
-    from quantkit.evaluation.generation import ask_and_grade, prepare
+    from quantkit.evaluation.generation import prepare, run_task
     from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
     from quantkit.evaluation.results.evalscope_format import report
 
@@ -231,9 +231,7 @@ def check_export() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "aime24.jsonl").write_text("".join(json.dumps(row) + "\n" for row in AIME))
-        task = ask_and_grade(
-            Replayed(), prepare("aime24", "r1", Path(folder), None, 3, None, 0), None
-        )
+        task = run_task(Replayed(), prepare("aime24", "r1", Path(folder), None, 3, None, 0), None)
     mine = report("replayed", task)
     read = Report.from_dict(mine)
     assert read.score == round(task.to_json()["accuracy"], 4), (

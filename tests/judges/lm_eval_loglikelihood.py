@@ -24,7 +24,7 @@ import yaml
 from serving import serve
 
 from quantkit.checkpoint.hub import find_model
-from quantkit.evaluation.distance.traced import Watched
+from quantkit.evaluation.distance.tracing import TracedModel
 from quantkit.executor.weights.load import load_model
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -143,7 +143,10 @@ class InProcess:
 
     def __init__(self) -> None:
         path = find_model(MODEL)
-        self.tokenizer, self.model = ChatTokenizer(path), Watched(load_model(path, device="cpu"))
+        self.tokenizer, self.model = (
+            ChatTokenizer(path),
+            TracedModel(load_model(path, device="cpu")),
+        )
 
     @torch.inference_mode()
     def score(self, context: str, continuation: str) -> tuple[float, bool, int]:

@@ -30,8 +30,7 @@ from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.graders import find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.tasks import data, prompts
-from quantkit.evaluation.tasks.definitions import DataSource, find_setting, find_task
-from quantkit.evaluation.tasks.problems import Problem
+from quantkit.evaluation.tasks.definitions import DataSource, Problem, find_setting, find_task
 
 CONFIG: dict[str, Any] = yaml.safe_load(
     (Path(lm_eval.__file__).parent / "tasks/gsm8k/gsm8k.yaml").read_text()

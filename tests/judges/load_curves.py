@@ -30,8 +30,7 @@ from word_tokenizer import with_words
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.speed.endpoint import EndpointTarget
-from quantkit.evaluation.speed.measure import RequestTimes, summarize
-from quantkit.evaluation.speed.workload import Workload
+from quantkit.evaluation.speed.measure import RequestTimes, Workload, summarize
 
 CLIENTS = 8
 # requests/s: few clients, for the last of many ends late, and what is answered a second counts

@@ -45,8 +45,7 @@ from vllm_server import SETTINGS
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.speed.endpoint import EndpointTarget
-from quantkit.evaluation.speed.measure import RequestTimes, summarize
-from quantkit.evaluation.speed.workload import Workload
+from quantkit.evaluation.speed.measure import RequestTimes, Workload, summarize
 
 PEER, OURS = "vllm", "quantkit"
 ENGINES = [OURS, PEER]

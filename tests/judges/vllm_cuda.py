@@ -40,7 +40,7 @@ import quantkit
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import check_checkpoint
-from quantkit.evaluation.distance.traced import Watched
+from quantkit.evaluation.distance.tracing import TracedModel
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.schemes import find_scheme
@@ -237,14 +237,14 @@ def routing_ties(path: Path, sequences: list[list[int]]) -> list[Tensor]:
     """bool [tokens] a sequence: where the experts of any layer change in FP32, or with router
     weights moved by a last place of BF16."""
     documents = [torch.tensor(sequence) for sequence in sequences]
-    chosen = [_chosen(Watched(load_model(path, device="cpu", dtype="float32")), documents)]
+    chosen = [_chosen(TracedModel(load_model(path, device="cpu", dtype="float32")), documents)]
     loaded = load_model(path, device="cpu", dtype="bfloat16")
     routers = [
         (layer.mlp, layer.mlp.router)
         for layer in loaded.model.layers
         if isinstance(layer.mlp, MoeMlp)
     ]
-    watched = Watched(loaded)
+    watched = TracedModel(loaded)
     chosen.append(_chosen(watched, documents))
     for seed in range(3):
         for mlp, router in routers:
@@ -255,7 +255,7 @@ def routing_ties(path: Path, sequences: list[list[int]]) -> list[Tensor]:
     return list(changed.split([len(sequence) for sequence in sequences]))
 
 
-def _chosen(watched: Watched, documents: list[Tensor]) -> Tensor:
+def _chosen(watched: TracedModel, documents: list[Tensor]) -> Tensor:
     """int64 [tokens, layers x experts a token]: the experts that each token gets, sorted in each
     layer."""
     experts = watched(documents).topk_ids

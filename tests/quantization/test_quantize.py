@@ -20,7 +20,7 @@ from quantkit.calibrate.sublayer import Sublayer
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Event, Note, Progress
-from quantkit.evaluation.distance.traced import Watched
+from quantkit.evaluation.distance.tracing import TracedModel
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.base import dequantize
 from quantkit.grids.int_groups import IntGrid
@@ -170,7 +170,7 @@ def test_the_report_says_what_both_models_say_on_held_out_text(
     )
     said = []
     for path in (source, outputs[scheme].out):
-        watched = Watched(load_model(path, device="cpu", dtype="float32"))
+        watched = TracedModel(load_model(path, device="cpu", dtype="float32"))
         said.append(
             watched.loaded.model.head(watched(sequences.held_out).final).float().log_softmax(-1)
         )
@@ -353,7 +353,7 @@ def _set(name: str, index: int, value: float) -> Callable[[dict, dict], None]:
     return change
 
 
-FAULTS: dict[str, tuple[Callable[[dict, dict], None], str]] = {
+REQUEST_ERRORS: dict[str, tuple[Callable[[dict, dict], None], str]] = {
     "tensor missing": (
         _drop("model.layers.1.mlp.experts.3.up_proj.weight"),
         "lacks model.layers.1.mlp.experts.3.up_proj.weight",
@@ -383,11 +383,11 @@ FAULTS: dict[str, tuple[Callable[[dict, dict], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", REQUEST_ERRORS)
 def test_faults_of_the_source_are_named(
     source: Path, text: str, tmp_path: Path, fault: str
 ) -> None:
-    change, says = FAULTS[fault]
+    change, says = REQUEST_ERRORS[fault]
     with pytest.raises(QuantkitError, match=says):
         # Without calibration an unknown architecture will do: its linears are told by name.
         run(

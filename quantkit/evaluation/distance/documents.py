@@ -2,6 +2,8 @@
 documents in one context."""
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -12,6 +14,43 @@ from quantkit.calibrate.data import plain
 from quantkit.calibrate.documents import UnknownRecordFormat, read_document
 from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer.chat import ChatTokenizer
+
+
+@dataclass(frozen=True)
+class Window:
+    """ids: int64 [T]. Tokens from `first` on (1 <= first < T) are predicted from those before them;
+    the ones before it are context."""
+
+    ids: Tensor
+    first: int = 1
+
+    @property
+    def scored(self) -> int:
+        return len(self.ids) - self.first
+
+
+def sliding_windows(document: Tensor, length: int, stride: int) -> Iterator[Window]:
+    """Windows of `length` tokens, `stride` apart; each scores what no earlier one did, so every
+    token but the first is scored once.
+
+    That is the recipe of transformers' page on perplexity: a token is predicted from at least
+    length - stride tokens before it. With a stride of `length` the first token of each window has
+    nothing before it and is not scored.
+    """
+    if not 0 < stride <= length:
+        raise QuantkitError(
+            f"a stride of {stride} does not fit windows of {length}",
+            "give a stride from 1 to --seq-len",
+        )
+    done = 0
+    for start in range(0, len(document), stride):
+        end = min(start + length, len(document))
+        first = max(1, done - start)
+        if end - start > first:
+            yield Window(document[start:end], first)
+        done = end
+        if end == len(document):
+            return
 
 
 def read_documents(
@@ -67,7 +106,7 @@ def _encode(path: Path, number: int, line: str, tokenizer: ChatTokenizer) -> Ten
         if tokenizer.templates:
             ids = tokenizer.encode_chat(messages, add_generation_prompt=False)
         else:
-            ids = tokenizer.encode(_said(path, number, messages))
+            ids = tokenizer.encode(_conversation_text(path, number, messages))
     else:
         raise QuantkitError(
             f"{path}:{number} has neither text nor messages",
@@ -76,7 +115,7 @@ def _encode(path: Path, number: int, line: str, tokenizer: ChatTokenizer) -> Ten
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def _said(path: Path, number: int, messages: list[dict[str, Any]]) -> str:
+def _conversation_text(path: Path, number: int, messages: list[dict[str, Any]]) -> str:
     try:
         return plain(read_document({"messages": messages}))
     except UnknownRecordFormat as error:

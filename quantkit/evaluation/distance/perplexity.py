@@ -22,14 +22,24 @@ from torch import Tensor
 from quantkit.checkpoint.hub import find_model
 from quantkit.common.devices import find_device
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.distance.documents import read_documents
-from quantkit.evaluation.distance.quality import Quality, TextProgress
-from quantkit.evaluation.distance.sampled import greedy_paths, prompts_of, sample_replies
-from quantkit.evaluation.distance.served import Served, measure_served
-from quantkit.evaluation.distance.totals import TokenSums, add_layers, add_tokens, figures
-from quantkit.evaluation.distance.traced import Trace, expert_counter_of, open_watched
-from quantkit.evaluation.distance.windows import Window, slide
-from quantkit.evaluation.generators.generator import check_own_cache
+from quantkit.evaluation.distance.documents import Window, read_documents, sliding_windows
+from quantkit.evaluation.distance.quality import (
+    Quality,
+    TextProgress,
+    TokenSums,
+    add_layers,
+    add_tokens,
+    summarize,
+)
+from quantkit.evaluation.distance.replies import (
+    ServerOptions,
+    greedy_paths,
+    measure_endpoint,
+    sample_replies,
+    task_prompts,
+)
+from quantkit.evaluation.distance.tracing import Trace, make_expert_counter, open_traced
+from quantkit.evaluation.generators.generator import reject_cache_option
 from quantkit.evaluation.openai_server import is_url
 from quantkit.executor.cache.cache import check_cache_dtype
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -81,9 +91,9 @@ def measure(
     if sampled is not None and baseline is None:
         raise QuantkitError("who is to sample?", "give the source with --baseline")
     if is_url(model) or (baseline is not None and is_url(baseline)):
-        baseline, sampled = _check_served(model, baseline, sampled, cache, count_experts)
+        baseline, sampled = _check_endpoint(model, baseline, sampled, cache, count_experts)
         local, served = (baseline, model) if is_url(model) else (model, baseline)
-        asked = Served(served, model=served_model, api_key=api_key)
+        asked = ServerOptions(served, model=served_model, api_key=api_key)
         options: dict[str, Any] = {
             "data_dir": data_dir,
             "limit": limit,
@@ -92,7 +102,7 @@ def measure(
             "device": device,
             "backend": backend,
         }
-        return measure_served(
+        return measure_endpoint(
             local,
             asked,
             is_baseline=served is baseline,
@@ -107,7 +117,7 @@ def measure(
     check_cache_dtype(cache, find_device(device))
     paths = None
     if sampled is not None and base is not None:
-        work, prompts = prompts_of(sampled, data_dir, limit, seed, max_tokens)
+        work, prompts = task_prompts(sampled, data_dir, limit, seed, max_tokens)
         windows = sample_replies(base, work, prompts, device=device, backend=backend)
         paths = greedy_paths(path, base, work, prompts, device=device, backend=backend, cache=cache)
     else:
@@ -142,30 +152,30 @@ def _score(
 ) -> Quality:
     """Both models over `windows`, the baseline first."""
     with tempfile.TemporaryDirectory(prefix="quantkit-ppl-") as folder:
-        passes = _passes(windows, max(seq_len, *(len(window.ids) for window in windows)))
+        batches = _batches(windows, max(seq_len, *(len(window.ids) for window in windows)))
         head = (
-            _run_baseline(base, passes, Path(folder), device, backend, report)
+            _run_baseline(base, batches, Path(folder), device, backend, report)
             if base is not None
             else None
         )
-        watched = open_watched(path, device, backend, cache)
-        counter = expert_counter_of(watched) if count_experts else None
+        traced = open_traced(path, device, backend, cache)
+        counter = make_expert_counter(traced) if count_experts else None
         sums, done, total = TokenSums(), 0, sum(len(window.ids) for window in windows)
-        for number, together in enumerate(passes):
-            trace = watched([window.ids for window in together])
-            theirs = _read(Path(folder), number, watched.device) if head is not None else None
-            add_tokens(sums, together, trace, watched.head, theirs, head)
+        for number, batch in enumerate(batches):
+            trace = traced([window.ids for window in batch])
+            theirs = _read(Path(folder), number, traced.device) if head is not None else None
+            add_tokens(sums, batch, trace, traced.head, theirs, head)
             if theirs is not None:
                 add_layers(sums, trace, theirs)
             done += len(trace.final)
             report(TextProgress("model", done, total))
     return replace(
-        figures(sums, len(windows), base is not None),
+        summarize(sums, len(windows), base is not None),
         expert_counts=None if counter is None else counter.counts,
     )
 
 
-def _check_served(
+def _check_endpoint(
     model: str, baseline: str | None, sampled: str | None, cache: str | None, count_experts: bool
 ) -> tuple[str, str]:
     """The baseline and the task. Refuses what a server cannot be asked."""
@@ -180,7 +190,7 @@ def _check_served(
             "load one of the two models here, by its folder or name",
         )
     if is_url(model):
-        check_own_cache(model, cache)
+        reject_cache_option(model, cache)
     if count_experts:
         raise QuantkitError("experts are not counted beside a server", "leave --count-experts out")
     return baseline, sampled
@@ -197,20 +207,22 @@ def _windows(
     )
     if stride is None:
         return [Window(ids) for ids in documents]
-    return [window for document in documents for window in slide(document, seq_len, stride)]
+    return [
+        window for document in documents for window in sliding_windows(document, seq_len, stride)
+    ]
 
 
-def _passes(windows: list[Window], tokens: int) -> list[list[Window]]:
+def _batches(windows: list[Window], tokens: int) -> list[list[Window]]:
     """Neighbouring windows put together up to `tokens`, the length of the longest."""
-    passes: list[list[Window]] = []
+    batches: list[list[Window]] = []
     room = 0
     for window in windows:
         if len(window.ids) > room:
-            passes.append([])
+            batches.append([])
             room = tokens
-        passes[-1].append(window)
+        batches[-1].append(window)
         room -= len(window.ids)
-    return passes
+    return batches
 
 
 def _check_same_tokens(path: Path, base: Path) -> None:
@@ -225,14 +237,14 @@ def _check_same_tokens(path: Path, base: Path) -> None:
 
 
 def _run_baseline(
-    base: Path, passes: list[list[Window]], folder: Path, device: str, backend: str, report: Report
+    base: Path, batches: list[list[Window]], folder: Path, device: str, backend: str, report: Report
 ) -> Callable[[Tensor], Tensor]:
     """Leave a trace of every pass in `folder`; returns the output head, the only part of the
     baseline that is needed on."""
-    watched = open_watched(base, device, backend)
-    done, total = 0, sum(len(window.ids) for together in passes for window in together)
-    for number, together in enumerate(passes):
-        trace = watched([window.ids for window in together])
+    traced = open_traced(base, device, backend)
+    done, total = 0, sum(len(window.ids) for batch in batches for window in batch)
+    for number, batch in enumerate(batches):
+        trace = traced([window.ids for window in batch])
         tensors = {f"hidden.{layer}": value for layer, value in trace.hidden.items()}
         tensors |= {f"topk_ids.{layer}": value.int() for layer, value in trace.topk_ids.items()}
         save_file(
@@ -244,7 +256,7 @@ def _run_baseline(
         )
         done += len(trace.final)
         report(TextProgress("baseline", done, total))
-    return watched.head
+    return traced.head
 
 
 def _file(folder: Path, number: int) -> Path:

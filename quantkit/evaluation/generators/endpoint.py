@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -21,19 +21,159 @@ import httpx
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
-from quantkit.evaluation.generators.replies import ReplyReader
 from quantkit.evaluation.openai_server import (
+    ABORT_REASONS,
     CONNECT_TIMEOUT_S,
-    FAULTS,
+    REQUEST_ERRORS,
     TIMEOUT_S,
     OpenAIServer,
     StreamError,
-    fault,
+    describe_error,
 )
 
+LARGEST_REPLY = 64 * 2**20  # characters; more is a server that does not stop
+_STOP_REASONS = {
+    "stop",
+    "eos",
+    "eos_token",
+    "end_turn",
+    "stop_sequence",
+    "tool_calls",
+    "function_call",
+}
+_LENGTH_REASONS = {"length", "max_tokens", "model_length"}
+
+
+@dataclass
+class ReplyReader:
+    """What a stream has brought so far."""
+
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    size: int = 0
+
+    def add(self, event: dict[str, Any]) -> None:
+        """One event. Raises StreamError where it has no place in a reply."""
+        for choice in _objects(event, "choices"):
+            if str(choice.get("index") or 0) == "0":
+                self._add_choice(choice)
+        usage = _object(event, "usage")
+        self.prompt_tokens = _count(usage, "prompt_tokens") or self.prompt_tokens
+        self.completion_tokens = _count(usage, "completion_tokens") or self.completion_tokens
+
+    def _add_choice(self, choice: dict[str, Any]) -> None:
+        part = _object(choice, "delta") or _object(choice, "message")
+        said, thought = _content(part)
+        text = said or _text(choice, "text")
+        thought += (
+            _text(part, "reasoning_content") or _text(part, "reasoning") or _text(part, "thinking")
+        )
+        if (text or thought) and self.finish_reason is not None:
+            raise StreamError("the server sent text after the end of the reply")
+        self.logprobs += _objects(_object(choice, "logprobs"), "content")
+        self.text.append(text)
+        self.reasoning.append(thought)
+        self.size += len(text) + len(thought)
+        if self.size > LARGEST_REPLY:
+            raise StreamError(f"a reply of more than {LARGEST_REPLY >> 20} million characters")
+        reason = choice.get("finish_reason")
+        if reason is not None and not isinstance(reason, str):
+            raise StreamError(f"finish_reason is {reason!r}")
+        reason = reason.lower() if reason else None
+        if reason != "null":  # some servers write it as a word
+            self.finish_reason = reason or self.finish_reason
+
+    def reply(self, latency_s: float) -> ModelReply:
+        """The whole reply. Raises StreamError where the server sent no end, or gave the reply
+        up."""
+        return ModelReply(
+            index=-1,
+            text=_join(self.text),
+            finish_reason=self._finish_reason(),
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            latency_s=latency_s,
+            reasoning=_join(self.reasoning) or None,
+            logprobs=tuple(self.logprobs),
+        )
+
+    def _finish_reason(self) -> str:
+        """stop, length, content_filter, or the server's own word where it is none of them."""
+        if self.finish_reason is None:
+            raise StreamError("the stream ended without a finish reason")
+        if self.finish_reason in ABORT_REASONS:
+            raise StreamError(
+                f"the server gave the reply up (finish_reason {self.finish_reason!r})"
+            )
+        return (
+            "stop"
+            if self.finish_reason in _STOP_REASONS
+            else "length"
+            if self.finish_reason in _LENGTH_REASONS
+            else self.finish_reason
+        )
+
+
+def _objects(holder: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    value = holder.get(name) or []
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise StreamError(f"{name} is no list of objects: {str(value)[:100]!r}")
+    return value
+
+
+def _object(holder: dict[str, Any], name: str) -> dict[str, Any]:
+    value = holder.get(name) or {}
+    if not isinstance(value, dict):
+        raise StreamError(f"{name} is no object: {str(value)[:100]!r}")
+    return value
+
+
+def _text(holder: dict[str, Any], name: str) -> str:
+    value = holder.get(name) or ""
+    if not isinstance(value, str):
+        raise StreamError(f"{name} is no text: {str(value)[:100]!r}")
+    return value
+
+
+def _content(part: dict[str, Any]) -> tuple[str, str]:
+    """The text and the reasoning of a content, which some servers send as a list of typed parts."""
+    if not isinstance(part.get("content"), list):
+        return _text(part, "content"), ""
+    text, thought = "", ""
+    for one in _objects(part, "content"):
+        kind = one.get("type")
+        if kind not in ("text", "output_text", "thinking", "reasoning"):
+            raise StreamError(f"a part of the content is of type {kind!r}")
+        if kind in ("text", "output_text"):
+            text += _text(one, "text")
+        elif isinstance(one.get("thinking"), list):
+            thought += "".join(_text(inner, "text") for inner in _objects(one, "thinking"))
+        else:
+            thought += _text(one, "thinking") or _text(one, "text")
+    return text, thought
+
+
+def _count(holder: dict[str, Any], name: str) -> int:
+    """A number of tokens; 0 is not known, which some servers write as a negative number."""
+    value = holder.get(name) or 0
+    if not isinstance(value, int | float) or value != value // 1:
+        raise StreamError(f"{name} is no count: {str(value)[:100]!r}")
+    return max(int(value), 0)
+
+
+def _join(pieces: list[str]) -> str:
+    """One text: a pair of surrogates that two pieces share becomes its character, a lone one, which
+    no file takes, U+FFFD."""
+    return "".join(pieces).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 RETRIES = 5
-_RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
-_REFUSED = {
+_RETRY_STATUS = {408, 409, 425, 429, 500, 502, 503, 504, 529}
+_REFUSAL_STATUS = {
     401,
     403,
     404,
@@ -41,8 +181,8 @@ _REFUSED = {
 }  # about the address or the key, if every request gets it; else about one prompt
 # such refusals, or samples without a reply, before there is a single one; or as many as are in
 # flight
-_HOPELESS = 4
-_TOO_LONG = (
+_MIN_FAILURES = 4
+_CONTEXT_ERRORS = (
     "context length",
     "context window",
     "context limit",
@@ -95,7 +235,7 @@ class Endpoint:
         self._concurrency = concurrency
         self._retries = retries
         self._backoff_s = backoff_s
-        self._more: dict[str, Any] = (
+        self._extra_fields: dict[str, Any] = (
             {"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}
         )
         entry = self.server.find_model(model)
@@ -169,7 +309,7 @@ class Endpoint:
                     task.cancel()
                 await asyncio.gather(
                     watcher, *workers, return_exceptions=True
-                )  # one fault is reported, though several may have met it
+                )  # one error is reported, though several may have met it
 
     async def _reply(
         self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation
@@ -182,7 +322,7 @@ class Endpoint:
         except (
             Exception
         ) as error:  # whatever a server may make a client do wrong is the matter of this sample
-            reply = ModelReply(index=-1, error=fault(error))
+            reply = ModelReply(index=-1, error=describe_error(error))
         self._answered += reply.error is None
         return reply
 
@@ -201,16 +341,16 @@ class Endpoint:
                     time.perf_counter() - start
                 )
             except httpx.HTTPStatusError as error:
-                problem = fault(error)
-                if _says_too_long(error.response.status_code, problem):
+                problem = describe_error(error)
+                if _is_context_overflow(error.response.status_code, problem):
                     return ModelReply(index=-1, finish_reason="context", refusal=problem)
                 self._count_refusal(error.response.status_code, problem)
-                if error.response.status_code not in _RETRIED:
+                if error.response.status_code not in _RETRY_STATUS:
                     break
                 await _wait_retry_after(error.response)
-            except FAULTS as error:
-                problem = fault(error)
-                if isinstance(error, StreamError) and _says_too_long(400, problem):
+            except REQUEST_ERRORS as error:
+                problem = describe_error(error)
+                if isinstance(error, StreamError) and _is_context_overflow(400, problem):
                     return ModelReply(index=-1, finish_reason="context", refusal=problem)
                 unreachable += isinstance(error, httpx.ConnectError)
         else:
@@ -225,7 +365,7 @@ class Endpoint:
         """Raise _Fatal where all that it is asked fails, with every try: hours of tries would be no
         different."""
         self._failed += 1
-        if not self._answered and self._failed > max(_HOPELESS, self._concurrency):
+        if not self._answered and self._failed > max(_MIN_FAILURES, self._concurrency):
             message = (
                 f"none of the first {self._failed} requests got a reply, the last for: {problem}"
             )
@@ -237,8 +377,8 @@ class Endpoint:
 
     def _count_refusal(self, status: int, problem: str) -> None:
         """Raise _Fatal where it refuses all that it is asked."""
-        self._refused += status in _REFUSED
-        if not self._answered and self._refused >= max(_HOPELESS, self._concurrency):
+        self._refused += status in _REFUSAL_STATUS
+        if not self._answered and self._refused >= max(_MIN_FAILURES, self._concurrency):
             raise _Fatal(problem, "check the address, the model name and --api-key")
 
     async def _stream(
@@ -248,7 +388,7 @@ class Endpoint:
         reader = ReplyReader()
         async with aclosing(
             self.server.stream(
-                client, path, request_body(self.name, prompt, parameters) | self._more
+                client, path, request_body(self.name, prompt, parameters) | self._extra_fields
             )
         ) as events:
             try:
@@ -284,10 +424,10 @@ def request_body(model: str, prompt: Prompt, parameters: Generation) -> dict[str
     return body | {"messages": list(prompt.messages)}
 
 
-def _says_too_long(status: int, problem: str) -> bool:
+def _is_context_overflow(status: int, problem: str) -> bool:
     """Whether a refusal is for the length of the prompt, or of prompt and reply: the model's limit,
-    and no fault of the server."""
-    return status in (400, 413, 422) and any(words in problem.lower() for words in _TOO_LONG)
+    not an error of the server."""
+    return status in (400, 413, 422) and any(words in problem.lower() for words in _CONTEXT_ERRORS)
 
 
 async def _wait_retry_after(response: httpx.Response) -> None:

@@ -78,7 +78,7 @@ class Generator(Protocol):
     def close(self) -> None: ...
 
 
-def check_own_cache(url: str, cache: str | None) -> None:
+def reject_cache_option(url: str, cache: str | None) -> None:
     """Refuse to choose a server's cache."""
     if cache is not None:
         raise QuantkitError(

@@ -22,7 +22,7 @@ from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.grading.options import LETTERS, NOTHING
 from quantkit.evaluation.grading.quantities import canonical
 from quantkit.evaluation.grading.values import read_value
-from quantkit.evaluation.tasks.problems import Grade, Problem
+from quantkit.evaluation.tasks.definitions import Grade, Problem
 
 
 @dataclass(frozen=True)

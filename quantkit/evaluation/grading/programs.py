@@ -31,7 +31,7 @@ from quantkit.evaluation.grading.source_names import (
     tree_of,
     used,
 )
-from quantkit.evaluation.tasks.problems import Grade, Problem
+from quantkit.evaluation.tasks.definitions import Grade, Problem
 
 CONTEST_TIMEOUT_S = 6.0
 _QUOTED_WHOLE = re.compile(r"\A\s*`([^`\n]+)`\s*\Z")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.common.atomic_write import write_atomic
-from quantkit.evaluation.results.figures import EvalResults, TaskResult
+from quantkit.evaluation.results.task_results import EvalResults, TaskResult
 from quantkit.evaluation.statistics.estimates import pass_at_k
 
 

@@ -1,14 +1,170 @@
-"""The output folder of an evaluation, held by one process and kept apart from the files of a
-model."""
+"""The output folder of an evaluation, and what may be reused from it.
 
+  completions/TASK-FINGERPRINT.jsonl   replies as they arrive, appended line by line: the journal that a run resumes from
+  looks.json                           which comparisons were made here: a run that grows is looked at more than once
+  samples.jsonl                        every sample of the last run with its grade
+  results.json, report.html            written last
+A fingerprint covers what makes a reply: model, task, prompt, data, sampling. It leaves out how many
+(limit, repeats, concurrency), so that growing a run reuses what is there, and a change of anything
+else starts a new file next to the old one and is reported.
+"""
+
+import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from quantkit.checkpoint.lock import Lock
 from quantkit.checkpoint.output_dir import check_results_folder
 from quantkit.common.assets import BUILTIN_MODELS, builtin_model
+from quantkit.common.atomic_write import write_atomic
 from quantkit.common.errors import QuantkitError
+from quantkit.evaluation.generators.generator import ModelReply, Prompt
+
+Key = tuple[str, int]  # problem id, repeat
+
+
+def fingerprint(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class ModelProbe:
+    """A prompt that was asked greedily, with its reply."""
+
+    prompt: Prompt
+    reply: ModelReply
+
+
+class ReplyJournal:
+    """Replies of one task under one fingerprint. Failed requests are not kept: they are asked
+    again.
+
+    `probe`: the current server can be compared with it; None where none was kept.
+    `request` is written beside the facts of a new journal: what regrading needs to know (task file,
+    data folder).
+    """
+
+    def __init__(
+        self, out: Path, task: str, facts: dict[str, Any], request: dict[str, Any] | None = None
+    ) -> None:
+        folder = out / "completions"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"{task}-{fingerprint(facts)}.jsonl"
+        self.changed = [] if self.path.exists() else _changes(folder, task, facts)
+        self.kept: dict[Key, ModelReply] = {}
+        self.probe: ModelProbe | None = None
+        if not self.path.exists():
+            write_atomic(self.path, json.dumps({"facts": facts, "request": request or {}}) + "\n")
+        self.path.touch()  # the one of its task that was used last is regraded
+        self._read()
+
+    def _read(self) -> None:
+        """A last line cut by a kill is dropped, and cut off the file so that the next one starts
+        clean."""
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            self.path.write_bytes(whole)
+        for line in whole.split(b"\n")[1:-1]:
+            row = json.loads(line)
+            if "probe" in row:
+                prompt = row["prompt"] | {"messages": tuple(row["prompt"]["messages"])}
+                self.probe = ModelProbe(Prompt(**prompt), ModelReply(index=-1, **row["probe"]))
+            else:
+                key = (row.pop("problem"), row.pop("repeat"))
+                self.kept[key] = ModelReply(index=-1, **row)
+
+    def add(self, key: Key, completion: ModelReply) -> None:
+        if completion.error is not None:
+            return
+        self.kept[key] = completion
+        self._write({"problem": key[0], "repeat": key[1]} | _row(completion))
+
+    def add_probe(self, prompt: Prompt, reply: ModelReply) -> None:
+        self.probe = ModelProbe(prompt, reply)
+        self._write({"probe": _row(reply), "prompt": asdict(prompt)})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _row(reply: ModelReply) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in asdict(reply).items()
+        if name not in ("index", "error", "logprobs")
+    }
+
+
+def read_journal_header(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(facts, request) of a journal. Raises QuantkitError where the file is not one."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            head = json.loads(file.readline())
+        return head["facts"], head.get("request", {})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise QuantkitError(
+            f"{path} holds no replies ({type(error).__name__})",
+            "give the --out folder of an evaluation",
+        ) from error
+
+
+def journals(out: Path) -> list[Path]:
+    """The journal that was written last of every task below `out`, in the order of their names."""
+    last: dict[str, Path] = {}
+    for path in sorted(
+        (out / "completions").glob(f"*-{'[0-9a-f]' * 16}.jsonl"),
+        key=lambda path: path.stat().st_mtime,
+    ):
+        last[path.stem[:-17]] = path
+    return [last[task] for task in sorted(last)]
+
+
+class Looks:
+    """Comparisons that were made in `out`, kept in looks.json: for every pair of runs the numbers
+    of samples that were looked at."""
+
+    def __init__(self, out: Path | None) -> None:
+        self._path = out / "looks.json" if out is not None else None
+        self._made: dict[str, list[list[int]]] = {}
+        if self._path is not None and self._path.exists():
+            self._made = json.loads(self._path.read_text())
+
+    def number(self, ours: dict[str, Any], theirs: dict[str, Any], samples: tuple[int, int]) -> int:
+        """Which look this is at the runs with these facts, 1 being the first. The same samples
+        again are no new look."""
+        made = self._made.setdefault(f"{fingerprint(ours)}-{fingerprint(theirs)}", [])
+        if list(samples) not in made:
+            made.append(list(samples))
+            if self._path is not None:
+                write_atomic(self._path, json.dumps(self._made, indent=1) + "\n")
+        return made.index(list(samples)) + 1
+
+
+def _changes(folder: Path, task: str, facts: dict[str, Any]) -> list[str]:
+    """Which facts differ from the most recent other journal of this task."""
+    others = sorted(
+        folder.glob(f"{task}-{'[0-9a-f]' * 16}.jsonl"), key=lambda path: path.stat().st_mtime
+    )
+    if not others:
+        return []
+    before, _ = read_journal_header(others[-1])
+    return [name for name in facts if before.get(name) != facts[name]]
+
+
+def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
+    write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples))
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    return [
+        json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line
+    ]  # not at U+2028
 
 
 @contextmanager

@@ -1,9 +1,14 @@
-"""Templates of this room's pages, rendered: self-contained HTML with one look, light and dark."""
+"""HTML pages of evaluation results: self-contained, from the Jinja2 templates in this folder, with
+plots as inline SVG."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from quantkit.common.plots import GREY, OURS, THEIRS, draw
+from quantkit.evaluation.statistics.comparison import Comparison
 
 
 def render(template: str, **values: object) -> str:
@@ -34,3 +39,110 @@ def points(share: float | None) -> str:
 def signed(share: Any) -> str:
     """A difference in points."""
     return f"{100 * share:+.1f}"
+
+
+def accuracy_plot(rows: Sequence[tuple[str, float, float, float, bool]]) -> str:
+    """Accuracies with intervals: (label, share, low, high, is ours); others' published figures have
+    low == high."""
+    axes, figure = draw(7.0, 0.6 + 0.34 * len(rows))
+    for place, (_label, share, low, high, ours) in enumerate(rows):
+        colour = OURS if ours else GREY
+        axes.plot(
+            [100 * low, 100 * high],
+            [place, place],
+            color=colour,
+            linewidth=3,
+            alpha=0.4,
+            solid_capstyle="butt",
+        )
+        axes.plot([100 * share], [place], marker="o" if ours else "D", color=colour)
+    axes.set_yticks(range(len(rows)), [row[0] for row in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel("accuracy, % (bar: 95 % interval over problems)", fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    return figure.svg()
+
+
+def tokens_plot(right: Sequence[int], wrong: Sequence[int], limit: int | None) -> str:
+    """Histogram of reply lengths, right and wrong ones."""
+    axes, figure = draw(7.0, 2.2)
+    top = max([*right, *wrong, 1])
+    edges = [top * i / 30 for i in range(31)]
+    axes.hist(
+        [list(right), list(wrong)],
+        bins=edges,
+        stacked=True,
+        color=[OURS, THEIRS],
+        label=["right", "wrong"],
+    )
+    if limit is not None and limit <= 1.05 * top:
+        axes.axvline(limit, color="black", linewidth=1, linestyle=":", label="token limit")
+    axes.set_xlabel("tokens in the reply", fontsize=8)
+    axes.set_ylabel("replies", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.legend(fontsize=8, frameon=False)
+    return figure.svg()
+
+
+def difference_plot(comparison: Comparison) -> str:
+    """The paired difference with its interval, zero, and the margin."""
+    axes, figure = draw(7.0, 1.1)
+    axes.plot(
+        [100 * comparison.low, 100 * comparison.high],
+        [0, 0],
+        color=OURS,
+        linewidth=4,
+        alpha=0.4,
+        solid_capstyle="butt",
+    )
+    axes.plot([100 * comparison.difference], [0], marker="o", color=OURS)
+    axes.axvline(0, color="black", linewidth=1)
+    axes.axvline(-100 * comparison.margin, color=THEIRS, linewidth=1, linestyle="--")
+    axes.set_yticks([])
+    axes.set_xlabel(
+        "points against the baseline (bar: 95 % interval; dashed: the margin)", fontsize=8
+    )
+    axes.tick_params(axis="x", labelsize=8)
+    return figure.svg()
+
+
+def differences_plot(comparisons: Sequence[tuple[str, Comparison]]) -> str:
+    """Differences of several runs from one baseline with their intervals: (label, comparison)."""
+    axes, figure = draw(7.0, 0.6 + 0.34 * len(comparisons))
+    for place, (_label, one) in enumerate(comparisons):
+        axes.plot(
+            [100 * one.low, 100 * one.high],
+            [place, place],
+            color=OURS,
+            linewidth=3,
+            alpha=0.4,
+            solid_capstyle="butt",
+        )
+        axes.plot([100 * one.difference], [place], marker="o", color=OURS)
+    axes.axvline(0, color="black", linewidth=1)
+    axes.axvline(-100 * comparisons[0][1].margin, color=THEIRS, linewidth=1, linestyle="--")
+    axes.set_yticks(range(len(comparisons)), [label for label, _ in comparisons], fontsize=8)
+    axes.set_ylim(len(comparisons) - 0.5, -0.5)
+    axes.set_xlabel("points against the baseline (bar: interval; dashed: the margin)", fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    return figure.svg()
+
+
+def problems_plot(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Problem means of candidate against baseline; the size of a dot counts the problems on it."""
+    axes, figure = draw(3.4, 3.2)
+    counts: dict[tuple[float, float], int] = {}
+    for pair in zip(theirs, ours):
+        counts[pair] = counts.get(pair, 0) + 1
+    axes.plot([0, 1], [0, 1], color=GREY, linewidth=1)
+    axes.scatter(
+        [x for x, _ in counts],
+        [y for _, y in counts],
+        s=[12 + 6 * count**0.7 for count in counts.values()],
+        color=OURS,
+        alpha=0.6,
+    )
+    axes.set_xlabel("baseline, share right per problem", fontsize=8)
+    axes.set_ylabel("candidate", fontsize=8)
+    axes.tick_params(labelsize=8)
+    return figure.svg()

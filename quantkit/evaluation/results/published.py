@@ -87,23 +87,23 @@ def published_speeds() -> list[dict[str, Any]]:
     ]
 
 
-def published_speeds_of(model: str) -> list[dict[str, Any]]:
+def published_speeds_for(model: str) -> list[dict[str, Any]]:
     """Those of `published_speeds` that are of this model, by the name of its folder or of a
     server's model: another release of it, and a model distilled from it, are others; words of a
     quantization do not count."""
-    return [table for table in published_speeds() if _is_of(model, table["model"])]
+    return [table for table in published_speeds() if _matches(model, table["model"])]
 
 
-_QUANTIZATION = re.compile(
+_QUANTIZATION_SUFFIX = re.compile(
     r"(w\d+)?(a\d+)?(c\d+)?|awq|gptq|rtn|int\d|(nv|mx)?fp\d+|bf16|modelopt|compressed|tensors|modelslim|go"
 )
 
 
-def _is_of(name: str, published: str) -> bool:
+def _matches(name: str, published: str) -> bool:
     words, wanted = (re.split(r"[-_/. ]+", text.lower()) for text in (name, published))
     place = next((at for at in range(len(words)) if words[at : at + len(wanted)] == wanted), None)
     return place is not None and all(
-        _QUANTIZATION.fullmatch(word) for word in words[place + len(wanted) :]
+        _QUANTIZATION_SUFFIX.fullmatch(word) for word in words[place + len(wanted) :]
     )
 
 

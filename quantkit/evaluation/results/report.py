@@ -5,6 +5,7 @@ failures first, right ones after them, each with the prompt as it was sent. Repl
 their reason without a script.
 """
 
+import json
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -13,17 +14,52 @@ from typing import Any
 
 from quantkit.common.atomic_write import write_atomic
 from quantkit.evaluation.grading.options import LETTERS
-from quantkit.evaluation.results import plots
-from quantkit.evaluation.results.figures import EvalResults, Sample, TaskResult
-from quantkit.evaluation.results.pages import render
+from quantkit.evaluation.results.baseline import Baseline
+from quantkit.evaluation.results.evalscope_format import write_reports
+from quantkit.evaluation.results.folder import write_samples
+from quantkit.evaluation.results.pages import (
+    accuracy_plot,
+    difference_plot,
+    problems_plot,
+    render,
+    tokens_plot,
+)
 from quantkit.evaluation.results.published import published_scores
-from quantkit.evaluation.statistics.baseline import Baseline
+from quantkit.evaluation.results.task_results import EvalResults, Sample, TaskResult
 from quantkit.evaluation.statistics.estimates import interval, problem_means
-from quantkit.evaluation.tasks.problems import REASONS, Problem
+from quantkit.evaluation.tasks.definitions import REASONS, Problem
 from quantkit.evaluation.tasks.prompts import prompt_parts
 
+
+def write_results(
+    results: EvalResults, reference: Baseline | None, export: str | None = None
+) -> None:
+    """results.out must be a folder. export: "evalscope" or None."""
+    assert results.out is not None
+    write_samples(results.out / "samples.jsonl", results.samples())
+    write_samples(results.out / "prompts.jsonl", _prompts(results))
+    write_report(results.out / "report.html", results, reference)
+    if export == "evalscope":
+        write_reports(results.out / "evalscope", results)
+    write_atomic(results.out / "results.json", json.dumps(results.to_json(), indent=2) + "\n")
+
+
+def _prompts(results: EvalResults) -> list[dict[str, Any]]:
+    """Every problem's prompt as it was sent, once."""
+    rows = []
+    for task in results.tasks.values():
+        for problem in {sample.problem.id: sample.problem for sample in task.samples}.values():
+            if task.render is not None:
+                parts = [
+                    {"role": role, "content": text}
+                    for role, text in prompt_parts(task.render(problem))
+                ]
+                rows.append({"task": task.name, "problem": problem.id, "prompt": parts})
+    return rows
+
+
 FAILURES, SUCCESSES = 60, 20  # problems shown per task
-_TEXT = 20_000  # characters of one reply or prompt
+_MAX_CHARS = 20_000  # characters of one reply or prompt
 
 
 def write_report(path: Path, results: EvalResults, baseline: Baseline | None) -> None:
@@ -47,8 +83,8 @@ def _task(model: str, task: TaskResult, baseline: Baseline | None) -> dict[str, 
             ]
         )
     drawn = _plots(model, task, figures, baseline, theirs) if figures["n"] else {}
-    chosen = _chosen(task, baseline)
-    shown = [_shown(task, one) for one in _some(chosen)]
+    chosen = _select_replies(task, baseline)
+    shown = [_reply_pair_json(task, one) for one in _limit_replies(chosen)]
     return {
         "name": task.name,
         "anchor": re.sub(r"[^A-Za-z0-9]+", "-", f"task-{task.name}"),
@@ -92,24 +128,24 @@ def _plots(
         )
         for score in published_scores(task.name)
     ]
-    drawn["accuracy"] = plots.accuracy_plot(rows)
+    drawn["accuracy"] = accuracy_plot(rows)
     graded = task.graded
     right = [sample.completion.completion_tokens for sample in graded if sample.grade.correct]
     wrong = [sample.completion.completion_tokens for sample in graded if not sample.grade.correct]
-    drawn["tokens"] = plots.tokens_plot(right, wrong, task.setting.generation.max_tokens)
+    drawn["tokens"] = tokens_plot(right, wrong, task.setting.generation.max_tokens)
     if task.comparison is not None and baseline is not None:
-        drawn["difference"] = plots.difference_plot(task.comparison)
+        drawn["difference"] = difference_plot(task.comparison)
         ours, others = task.table(), baseline.scores[task.name]
         shared = [problem for problem in ours if problem in others]
         means = (
             problem_means([side[problem] for problem in shared]).tolist() for side in (ours, others)
         )
-        drawn["problems"] = plots.problems_plot(*means)
+        drawn["problems"] = problems_plot(*means)
     return drawn
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _ReplyPair:
     """One reply to a problem: a wrong one where there is one. `solved` and the baseline's are
     shares over repeats."""
 
@@ -124,7 +160,7 @@ class _Chosen:
         )
 
 
-def _chosen(task: TaskResult, baseline: Baseline | None) -> list[_Chosen]:
+def _select_replies(task: TaskResult, baseline: Baseline | None) -> list[_ReplyPair]:
     """Failures first, and of those the ones that the baseline solves; then what is right."""
     first: dict[str, Sample] = {}
     for sample in task.graded:
@@ -134,7 +170,7 @@ def _chosen(task: TaskResult, baseline: Baseline | None) -> list[_Chosen]:
     table = task.table()
     theirs = baseline.samples.get(task.name, {}) if baseline else {}
     found = [
-        _Chosen(sample, sum(table[name]) / len(table[name]), theirs.get(name, []))
+        _ReplyPair(sample, sum(table[name]) / len(table[name]), theirs.get(name, []))
         for name, sample in first.items()
     ]
     return sorted(
@@ -142,14 +178,14 @@ def _chosen(task: TaskResult, baseline: Baseline | None) -> list[_Chosen]:
     )
 
 
-def _some(chosen: list[_Chosen]) -> list[_Chosen]:
+def _limit_replies(chosen: list[_ReplyPair]) -> list[_ReplyPair]:
     """As many failures and successes as a page takes."""
     wrong = [one for one in chosen if not one.sample.grade.correct]
     right = [one for one in chosen if one.sample.grade.correct]
     return wrong[:FAILURES] + right[:SUCCESSES]
 
 
-def _shown(task: TaskResult, one: _Chosen) -> dict[str, Any]:
+def _reply_pair_json(task: TaskResult, one: _ReplyPair) -> dict[str, Any]:
     sample, problem = one.sample, one.sample.problem
     # The same repeat where there is one, else the first: what the two models made of the same draw.
     other = next(
@@ -158,7 +194,7 @@ def _shown(task: TaskResult, one: _Chosen) -> dict[str, Any]:
     )
     return {
         "id": problem.id,
-        "prompt": [(role, _cut(text)) for role, text in prompt_parts(task.render(problem))]
+        "prompt": [(role, _shorten(text)) for role, text in prompt_parts(task.render(problem))]
         if task.render
         else [],
         "options": _options(problem),
@@ -188,14 +224,14 @@ def _reply(row: dict[str, Any]) -> dict[str, Any]:
         "meaning": REASONS[row["reason"]],
         "answer": row["answer"],
         "detail": row["detail"],
-        "text": _cut(text),
+        "text": _shorten(text),
     }
 
 
-def _cut(text: str) -> str:
-    if len(text) <= _TEXT:
+def _shorten(text: str) -> str:
+    if len(text) <= _MAX_CHARS:
         return text
     return (
-        f"{text[: _TEXT // 2]}\n\n[... {len(text) - _TEXT} characters left out "
-        f"...]\n\n{text[-_TEXT // 2 :]}"
+        f"{text[: _MAX_CHARS // 2]}\n\n[... {len(text) - _MAX_CHARS} characters left out "
+        f"...]\n\n{text[-_MAX_CHARS // 2 :]}"
     )

@@ -15,9 +15,9 @@ runs.py     a program and its judge, a script, and which level of walls this mac
 inside/     what runs inside the walls
 """
 
-from quantkit.evaluation.sandbox.boxes import Level
-from quantkit.evaluation.sandbox.runs import (
-    Found,
+from quantkit.evaluation.sandbox.process import Level
+from quantkit.evaluation.sandbox.programs import (
+    IsolationLevel,
     Program,
     ProgramRun,
     active_level,
@@ -29,7 +29,7 @@ from quantkit.evaluation.sandbox.runs import (
 )
 
 __all__ = [
-    "Found",
+    "IsolationLevel",
     "Level",
     "Program",
     "ProgramRun",

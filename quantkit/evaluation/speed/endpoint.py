@@ -16,9 +16,14 @@ from typing import Any
 
 import httpx
 
-from quantkit.evaluation.openai_server import FAULTS, GIVEN_UP, OpenAIServer, StreamError, fault
-from quantkit.evaluation.speed.measure import RequestTimes, now
-from quantkit.evaluation.speed.workload import Workload
+from quantkit.evaluation.openai_server import (
+    ABORT_REASONS,
+    REQUEST_ERRORS,
+    OpenAIServer,
+    StreamError,
+    describe_error,
+)
+from quantkit.evaluation.speed.measure import RequestTimes, Workload, now
 
 WORDS = (
     "time",
@@ -38,7 +43,7 @@ WORDS = (
     "work",
     "week",
 )
-_PIECES_A_TOKEN, _PIECES = 4, 64
+_CHUNKS_PER_TOKEN, _EXTRA_CHUNKS = 4, 64
 """More than any server sends of as many tokens as were asked for; one that does not count would go
 on for ever."""
 _MOST_TOKENS = 2**31
@@ -73,7 +78,7 @@ class EndpointTarget:
     def _prompts(self, work: Workload) -> list[str]:
         if work.prompts:
             return [work.prompts[number % len(work.prompts)] for number in range(work.requests)]
-        generator = work.generator(self._run)
+        generator = work.rng(self._run)
         texts = (" ".join(generator.choices(WORDS, k=work.input_len)) for _ in range(work.requests))
         return [self.cut(text, work.input_len) if self.cut else text for text in texts]
 
@@ -114,7 +119,7 @@ class EndpointTarget:
         moments: list[float] = []
         usage: dict[str, Any] = {}
         ended = ""
-        most = _PIECES_A_TOKEN * work.output_len + _PIECES
+        most = _CHUNKS_PER_TOKEN * work.output_len + _EXTRA_CHUNKS
         try:
             async with aclosing(self.server.stream(client, "/chat/completions", body)) as events:
                 async for event in events:
@@ -127,22 +132,22 @@ class EndpointTarget:
                             f"the reply does not end: it has more than {most} pieces, and "
                             f"{work.output_len} tokens were asked for"
                         )
-            if ended in GIVEN_UP or not (ended or usage):
+            if ended in ABORT_REASONS or not (ended or usage):
                 raise StreamError(
                     f"the server gave the reply up (finish_reason {ended!r})"
                     if ended
                     else "the stream ended before the reply did"
                 )
             prompt_tokens, counted = (
-                _count(usage, "prompt_tokens") or 0,
-                _count(usage, "completion_tokens"),
+                _token_count(usage, "prompt_tokens") or 0,
+                _token_count(usage, "completion_tokens"),
             )
         except (
-            *FAULTS,
+            *REQUEST_ERRORS,
             AttributeError,
             TypeError,
         ) as error:  # the last two: JSON of another shape than a reply's
-            return RequestTimes(sent, 0, 0, 0, 0, fault(error))
+            return RequestTimes(sent, 0, 0, 0, 0, describe_error(error))
         if not moments:
             return RequestTimes(sent, 0, 0, 0, 0, "the reply had no text that was streamed")
         gaps = tuple(after - before for before, after in itertools.pairwise(moments))
@@ -158,7 +163,7 @@ class EndpointTarget:
         )
 
 
-def _count(usage: dict[str, Any], name: str) -> int | None:
+def _token_count(usage: dict[str, Any], name: str) -> int | None:
     """None where the server does not know, which some say by a negative one. Raises StreamError for
     what is no number of tokens."""
     value = usage.get(name)

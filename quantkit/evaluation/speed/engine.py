@@ -2,19 +2,21 @@
 given."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from quantkit.checkpoint.hub import find_model
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.speed.measure import RequestTimes, now
-from quantkit.evaluation.speed.workload import Workload
+from quantkit.evaluation.generators.generator import reject_cache_option
+from quantkit.evaluation.speed.endpoint import EndpointTarget
+from quantkit.evaluation.speed.measure import RequestTimes, Target, Workload, now
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.sequence import Sequence
+from quantkit.executor.scheduler.sequence import Sequence as EngineSequence
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
-def as_chat(tokenizer: ChatTokenizer, text: str) -> list[int]:
+def encode_prompt(tokenizer: ChatTokenizer, text: str) -> list[int]:
     """Token ids of a prompt that is given as text."""
     return tokenizer.encode_chat([{"role": "user", "content": text}])
 
@@ -46,7 +48,7 @@ class EngineTarget:
         params = SamplingParams(max_new_tokens=work.output_len, ignore_eos=not work.prompts)
         prompts, arrivals = iter(self._prompts(work)), list(work.arrivals())
         start, sent = now(), 0
-        running: list[_Running] = []
+        running: list[_OpenRequest] = []
         while sent < work.requests or running:
             while (
                 sent < work.requests
@@ -55,7 +57,7 @@ class EngineTarget:
             ):
                 arrived = start + arrivals[sent] if work.rate is not None else None
                 running.append(
-                    _Running(self.engine.submit(next(prompts), params, index=sent), arrived)
+                    _OpenRequest(self.engine.submit(next(prompts), params, index=sent), arrived)
                 )
                 sent += 1
             if not running:
@@ -63,7 +65,7 @@ class EngineTarget:
                 continue
             self.engine.step()
             for one in running:
-                one.look()
+                one.record()
             for one in [one for one in running if one.sequence.finish_reason]:
                 running.remove(one)
                 yield one.times()
@@ -71,10 +73,10 @@ class EngineTarget:
     def _prompts(self, work: Workload) -> list[list[int]]:
         if work.prompts:
             encoded = [
-                as_chat(self.engine.tokenizer, text) for text in work.prompts[: work.requests]
+                encode_prompt(self.engine.tokenizer, text) for text in work.prompts[: work.requests]
             ]
             return [encoded[number % len(encoded)] for number in range(work.requests)]
-        generator = work.generator()
+        generator = work.rng()
         vocab = self.engine.loaded.config.vocab_size
         return [
             [generator.randrange(vocab) for _ in range(work.input_len)]
@@ -85,16 +87,16 @@ class EngineTarget:
         self.engine.close()
 
 
-class _Running:
+class _OpenRequest:
     """An open request, and when its tokens came. arrived: None where it was sent the moment there
     was room."""
 
-    def __init__(self, sequence: Sequence, arrived: float | None) -> None:
+    def __init__(self, sequence: EngineSequence, arrived: float | None) -> None:
         self.sequence = sequence
         self.arrived = sequence.arrival if arrived is None else arrived
         self.count, self.moments = 0, list[float]()
 
-    def look(self) -> None:
+    def record(self) -> None:
         """After a step."""
         if len(self.sequence.generated) > self.count:
             self.count = len(self.sequence.generated)
@@ -114,3 +116,43 @@ class _Running:
             len(one.generated),
             gaps=gaps,
         )
+
+
+def open_target(
+    name: str,
+    *,
+    max_batch: int,
+    input_len: int,
+    output_len: int,
+    prompts: Sequence[str] = (),
+    device: str,
+    backend: str,
+    cache: str | None = None,
+    tp: int = 1,
+    dp: int = 1,
+    api_key: str | None = None,
+    model: str | None = None,
+) -> Target:
+    """A URL is a server, anything else a model to load. input_len, output_len: of the longest
+    prompt and reply, tokens; prompts: in the place of random ones, which the model's tokenizer
+    counts. `model` is the server's name for it.
+
+    cache, tp, dp: of a model loaded here, as `EngineOptions` has them. Raises QuantkitError where a
+    server is to have another cache.
+    """
+    if name.startswith(("http://", "https://")):
+        reject_cache_option(name, cache)
+        return EndpointTarget(name, model, api_key=api_key)
+    from quantkit.executor.options import EngineOptions
+    from quantkit.executor.worker import lead_or_follow
+
+    path = find_model(name)
+    tokenizer = ChatTokenizer(path)
+    longest = output_len + (
+        max(len(encode_prompt(tokenizer, text)) for text in prompts) if prompts else input_len
+    )
+    options = EngineOptions(
+        path, device, backend, max_batch=max_batch, max_model_len=longest, cache=cache, tp=tp, dp=dp
+    )
+    engine = lead_or_follow(options)
+    return EngineTarget(engine, f"{name} on {engine.loaded.device}", max_batch)

@@ -8,18 +8,112 @@ pieces of output, of all requests together (a server may send several tokens in 
 wall time, from the first send to the last token; request rate = finished requests / wall time;
 goodput = those of them that met every limit / wall time. Failed requests and the warm-up are left
 out; replies of one token have no TPOT.
+What is asked of a target while it is measured: prompts, lengths, and when requests are sent.
+
+Either `concurrency` users each send a request the moment their last one is answered (closed loop),
+or requests arrive by themselves at a rate, with exponential times between them (Poisson, as `vllm
+bench serve --request-rate`), at most `concurrency` at a time being open.
 """
 
+import json
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
 import numpy as np
 
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.speed.workload import Workload
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`requests` random prompts of `input_len` tokens, or `prompts` in turn, with `output_len`
+    tokens each; rate in requests/s or None."""
+
+    input_len: int
+    output_len: int
+    requests: int
+    concurrency: int
+    seed: int = 0
+    rate: float | None = None
+    prompts: tuple[str, ...] = ()
+
+    def warmup(self, requests: int, seed: int) -> "Workload":
+        """A few short requests of the same kind, as fast as they are answered."""
+        return replace(
+            self, output_len=min(self.output_len, 8), requests=requests, seed=seed, rate=None
+        )
+
+    def rng(self, run: str = "") -> random.Random:
+        """Of its prompts and arrivals. By text: of a number Python's generator looks at the size
+        alone, and -1 would be 1."""
+        return random.Random(f"{run} {self.seed}")
+
+    def arrivals(self) -> Iterator[float]:
+        """Seconds after the start at which requests arrive; all at once without a rate."""
+        generator = self.rng()
+        at = 0.0
+        for _ in range(self.requests):
+            yield at
+            at += generator.expovariate(self.rate) if self.rate is not None else 0.0
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Prompts of a file: a .jsonl of {"prompt"}, {"text"} or {"messages"}, a .json like ShareGPT's,
+    or a .txt with a prompt a line.
+
+    Of a conversation it is the first message of the user. Raises QuantkitError where the file
+    cannot be read or holds none.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix == ".json":
+            records = json.loads(text)
+        elif path.suffix == ".jsonl":
+            records = [json.loads(line) for line in text.split("\n") if line.strip()]
+        else:
+            records = [line for line in text.split("\n") if line.strip()]
+    except (OSError, ValueError, RecursionError) as error:
+        raise QuantkitError(
+            f"prompts {path} cannot be read ({error})",
+            "give a .jsonl, a .json like ShareGPT's, or a .txt",
+        ) from error
+    found = [
+        prompt
+        for record in (records if isinstance(records, list) else [])
+        if (prompt := _prompt(record))
+    ]
+    if not found:
+        raise QuantkitError(
+            f"prompts {path} holds none",
+            'a line is {"prompt": ...}, {"text": ...}, {"messages": [...]} or {"conversations": '
+            "[...]}",
+        )
+    return found
+
+
+def _prompt(record: Any) -> str:
+    if isinstance(record, str):
+        return record.strip()
+    if not isinstance(record, dict):
+        return ""
+    for name in ("prompt", "text", "question"):
+        if isinstance(record.get(name), str):
+            return str(record[name]).strip()
+    for turns, role, said in (("messages", "role", "content"), ("conversations", "from", "value")):
+        for turn in record.get(turns) or []:
+            if (
+                isinstance(turn, dict)
+                and turn.get(role) in ("user", "human")
+                and isinstance(turn.get(said), str)
+            ):
+                return str(turn[said]).strip()
+    return ""
+
 
 PERCENTILES = (50, 90, 99)
 LIMITS = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "latency"}
@@ -155,7 +249,7 @@ def measure_grid(
         if warmup:
             list(
                 target.run(
-                    cell.warming(warmup * min(cell.concurrency, cell.requests), seed - 1 - number)
+                    cell.warmup(warmup * min(cell.concurrency, cell.requests), seed - 1 - number)
                 )
             )
         rows.append(
@@ -254,14 +348,14 @@ def _percentiles(series: dict[str, list[float]]) -> tuple[dict[str, float], list
     found, left_out = {}, []
     for name, values in series.items():
         for percent in PERCENTILES if values else ():
-            if len(values) >= needed(percent):
+            if len(values) >= min_values(percent):
                 found[f"{name}_p{percent}"] = float(np.percentile(values, percent))
             else:
                 left_out.append(f"{name}_p{percent}")
     return found, left_out
 
 
-def needed(percent: int) -> int:
+def min_values(percent: int) -> int:
     """Values that the percentile takes: with fewer, none of them lies beyond it."""
     return -(-100 // (100 - percent))
 

@@ -9,7 +9,7 @@ With d the mean over problems of (candidate - baseline):
 Both tests and the interval are Gaffke's bounds over problems (bounds.py). A first look errs in 2.5
 % of the cases on either side. A run
 that grows is looked at again: look j > 1 errs with 2.5 % / (j (j - 1)), so that all looks together
-stay below 5 %. Several tasks of one run are corrected by Holm's method.
+stay below 5 %. Several tasks of one run are holm_corrected by Holm's method.
 """
 
 import math
@@ -19,8 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from quantkit.evaluation.statistics.bounds import ONE_SIDED, mean_bounds
-from quantkit.evaluation.statistics.estimates import mcnemar, problem_means
+from quantkit.evaluation.statistics.estimates import ONE_SIDED, mcnemar, mean_bounds, problem_means
 from quantkit.evaluation.statistics.power import (
     Spread,
     UndecidedLook,
@@ -30,7 +29,7 @@ from quantkit.evaluation.statistics.power import (
 
 Verdict = Literal["held", "lost", "cannot tell"]
 MARGIN = 0.01
-_UNLIKELY = 0.1  # p_lost below which no loss is not planned for
+_NO_LOSS_IMPLAUSIBLE = 0.1  # p_lost below which no loss is not planned for
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Comparison:
     point).
 
     [low, high] has the confidence `level` of this look. p_held is of the hypothesis that `margin`
-    or more is lost, p_lost of the one that nothing is; after `corrected` for `tasks` they hold for
+    or more is lost, p_lost of the one that nothing is; after `holm_corrected` for `tasks` they hold for
     all tasks together, and `alone` is the verdict that the task by itself had.
     """
 
@@ -125,11 +124,11 @@ def compare(
     verdict = _verdict(p_held, p_lost, error)
     needed: tuple[int | None, int | None] = (None, None)
     if verdict == "cannot tell":
-        seen = _seen(
+        seen = _undecided_look(
             differences,
             _sampling_variance(ours, theirs),
             min(repeats, baseline_repeats),
-            p_lost >= _UNLIKELY,
+            p_lost >= _NO_LOSS_IMPLAUSIBLE,
         )
         needed = _needed(seen, margin, greedy, look)
     gained, lost = int((differences > 0).sum()), int((differences < 0).sum())
@@ -156,7 +155,7 @@ def compare(
     )
 
 
-def corrected(comparisons: Mapping[str, Comparison]) -> dict[str, Comparison]:
+def holm_corrected(comparisons: Mapping[str, Comparison]) -> dict[str, Comparison]:
     """Comparisons of several tasks, with verdicts that are false for any of them no more often than
     that of one alone (Holm 1979)."""
     held = _holm({name: one.p_held for name, one in comparisons.items()})
@@ -197,8 +196,8 @@ def _sampling_variance(
     return float(np.mean([np.var(a, ddof=1) + np.var(b, ddof=1) for a, b in zip(ours, theirs)]))
 
 
-def _seen(
-    differences: np.ndarray, sampling: float | None, repeats: int, maybe_nothing: bool
+def _undecided_look(
+    differences: np.ndarray, sampling: float | None, repeats: int, no_loss_plausible: bool
 ) -> UndecidedLook:
     """What is planned with. With one repeat half of the spread is taken for sampling; else what is
     not gets a standard error more, since repeats do not lessen it. One discordant reply is the
@@ -211,7 +210,7 @@ def _seen(
         spread * math.sqrt(2 / n) if repeats > 1 else 0.0
     )
     return UndecidedLook(
-        float(differences.mean()), Spread(between, sampling), n, repeats, maybe_nothing
+        float(differences.mean()), Spread(between, sampling), n, repeats, no_loss_plausible
     )
 
 

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from quantkit.evaluation.statistics.bounds import ONE_SIDED
+from quantkit.evaluation.statistics.estimates import ONE_SIDED
 
 POWER = 0.8
-POWER_OF_NOTHING = 0.88  # a look may take no loss for an unlikely one; with those it is 80 % in all
-MOST_REPEATS = 1024
-MOST_PROBLEMS = 10_000_000
+POWER_OF_NO_LOSS = 0.88  # a look may take no loss for an unlikely one; with those it is 80 % in all
+MAX_REPEATS = 1024
+MAX_PROBLEMS = 10_000_000
 _NORMAL = NormalDist()
 
 
@@ -53,14 +53,14 @@ def bound_distance(
 
 @dataclass(frozen=True)
 class UndecidedLook:
-    """An inconclusive look: the difference on `problems`, each asked `repeats` times of both
+    """An inconclusive look: the difference on `problems`, each repeats `repeats` times of both
     models. May nothing be lost?"""
 
     difference: float
     spread: Spread
     problems: int
     repeats: int
-    maybe_nothing: bool
+    no_loss_plausible: bool
 
 
 def power(
@@ -78,36 +78,42 @@ def power(
     )  # held at this mean and above
     ceiling = -bound_distance(-difference, variance, problems, one_sided)  # lost below this one
     return 1 - max(
-        0.0, _below(floor, difference, uncertainty) - _below(ceiling, difference, uncertainty)
+        0.0,
+        _normal_cdf(floor, difference, uncertainty) - _normal_cdf(ceiling, difference, uncertainty),
     )
 
 
 def repeats_needed(seen: UndecidedLook, margin: float, one_sided: float = ONE_SIDED) -> int | None:
     """Repeats of both on the same problems that give a verdict with POWER; None where none do."""
 
-    def enough(asked: int) -> bool:
-        fresh = seen.spread.sampling / (asked * seen.problems)
+    def enough(repeats: int) -> bool:
+        fresh = seen.spread.sampling / (repeats * seen.problems)
         doubt = seen.spread.sampling / (seen.repeats * seen.problems)
-        return _enough(
-            seen, seen.spread.total(asked), seen.problems, (fresh, doubt), margin, one_sided
+        return _is_decisive(
+            seen, seen.spread.total(repeats), seen.problems, (fresh, doubt), margin, one_sided
         )
 
-    return _least(enough, seen.repeats + 1, MOST_REPEATS)
+    return _smallest(enough, seen.repeats + 1, MAX_REPEATS)
 
 
 def problems_needed(seen: UndecidedLook, margin: float, one_sided: float = ONE_SIDED) -> int:
-    """Problems, asked as often as now, that give a verdict with POWER."""
+    """Problems, repeats as often as now, that give a verdict with POWER."""
     variance = seen.spread.total(seen.repeats)
 
-    def enough(asked: int) -> bool:
-        return _enough(
-            seen, variance, asked, (variance / asked, variance / seen.problems), margin, one_sided
+    def enough(repeats: int) -> bool:
+        return _is_decisive(
+            seen,
+            variance,
+            repeats,
+            (variance / repeats, variance / seen.problems),
+            margin,
+            one_sided,
         )
 
-    return _least(enough, seen.problems + 1, MOST_PROBLEMS) or MOST_PROBLEMS
+    return _smallest(enough, seen.problems + 1, MAX_PROBLEMS) or MAX_PROBLEMS
 
 
-def _enough(
+def _is_decisive(
     seen: UndecidedLook,
     variance: float,
     problems: int,
@@ -118,8 +124,8 @@ def _enough(
     """noise: variance of the mean to come, and of the one that was seen."""
     fresh, doubt = noise
     if (
-        seen.maybe_nothing
-        and power(0.0, math.sqrt(fresh), variance, problems, margin, one_sided) < POWER_OF_NOTHING
+        seen.no_loss_plausible
+        and power(0.0, math.sqrt(fresh), variance, problems, margin, one_sided) < POWER_OF_NO_LOSS
     ):
         return False
     return (
@@ -163,10 +169,10 @@ def repeats_for_held(problems: int, margin: float, sampling: float) -> int | Non
     """Repeats of both that say held on `problems` where nothing is lost, with POWER; None where
     there are too few problems."""
 
-    def enough(asked: int) -> bool:
-        variance = sampling / asked
+    def enough(repeats: int) -> bool:
+        variance = sampling / repeats
         return (
-            _below(
+            _normal_cdf(
                 margin - bound_distance(0.0, variance, problems),
                 0.0,
                 math.sqrt(variance / problems),
@@ -174,35 +180,39 @@ def repeats_for_held(problems: int, margin: float, sampling: float) -> int | Non
             >= POWER
         )
 
-    return _least(enough, 1, MOST_REPEATS)
+    return _smallest(enough, 1, MAX_REPEATS)
 
 
 def _problems_for_held(variance: float, margin: float) -> int:
-    def enough(asked: int) -> bool:
+    def enough(repeats: int) -> bool:
         return (
-            _below(margin - bound_distance(0.0, variance, asked), 0.0, math.sqrt(variance / asked))
+            _normal_cdf(
+                margin - bound_distance(0.0, variance, repeats), 0.0, math.sqrt(variance / repeats)
+            )
             >= POWER
         )
 
-    return _least(enough, 1, MOST_PROBLEMS) or MOST_PROBLEMS
+    return _smallest(enough, 1, MAX_PROBLEMS) or MAX_PROBLEMS
 
 
 def _problems_for_lost(variance: float, margin: float) -> int:
-    def enough(asked: int) -> bool:
+    def enough(repeats: int) -> bool:
         return (
-            _below(-bound_distance(margin, variance, asked), -margin, math.sqrt(variance / asked))
+            _normal_cdf(
+                -bound_distance(margin, variance, repeats), -margin, math.sqrt(variance / repeats)
+            )
             >= POWER
         )
 
-    return _least(enough, 1, MOST_PROBLEMS) or MOST_PROBLEMS
+    return _smallest(enough, 1, MAX_PROBLEMS) or MAX_PROBLEMS
 
 
-def _below(bound: float, mean: float, deviation: float) -> float:
+def _normal_cdf(bound: float, mean: float, deviation: float) -> float:
     """P(X < bound) for a normal X."""
     return _NORMAL.cdf((bound - mean) / deviation) if deviation > 0 else float(mean < bound)
 
 
-def _least(enough: Callable[[int], bool], first: int, most: int) -> int | None:
+def _smallest(enough: Callable[[int], bool], first: int, most: int) -> int | None:
     """The least whole number from `first` to `most` that is enough, where more is never worse; None
     where none is."""
     low, high = first, first

@@ -22,8 +22,7 @@ from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import parse_json
 from quantkit.evaluation.grading.graders import Grader
-from quantkit.evaluation.tasks.definitions import DataSource, Dates, Setting, Task
-from quantkit.evaluation.tasks.problems import Problem
+from quantkit.evaluation.tasks.definitions import DataSource, Dates, Problem, Setting, Task
 
 Row = dict[str, Any]
 
@@ -38,7 +37,7 @@ class TaskRows:
 
 
 def read_rows(task: str, source: DataSource, data_dir: Path | None) -> TaskRows:
-    paths = _find(source, data_dir)
+    paths = _find_files(source, data_dir)
     if len(paths) == 1 and not any("*" in name for name in source.files):
         return TaskRows(
             list(_read_file(paths[0])),
@@ -66,7 +65,7 @@ def problems(setting: Setting, grader: Grader, rows: list[Row]) -> list[Problem]
     seen: set[str] = set()
     for number, row in enumerate(rows):
         fields = map_fields(setting.task, row, number)
-        if setting.dates is not None and not _within(fields, setting.dates):
+        if setting.dates is not None and not _in_range(fields, setting.dates):
             continue
         name = str(fields.get("id") or number)
         if name in seen:
@@ -116,12 +115,12 @@ def map_fields(task: Task, row: Row, number: int) -> Row:
         fields["options"] = [str(row[column]).strip() for column in task.option_columns]
     if task.right_option is not None:
         right = str(row[task.right_option]).strip()
-        fields["options"] = _shuffled([*fields["options"], right], str(fields["problem"]))
+        fields["options"] = _shuffle([*fields["options"], right], str(fields["problem"]))
         fields["answer"] = fields["options"].index(right)
     return fields
 
 
-def _shuffled(options: list[str], question: str) -> list[str]:
+def _shuffle(options: list[str], question: str) -> list[str]:
     """Options in an order that depends on the question alone, and is the one that evalscope
     uses."""
     shuffled = list(options)
@@ -130,7 +129,7 @@ def _shuffled(options: list[str], question: str) -> list[str]:
     return shuffled
 
 
-def spread(problems: list[Problem], limit: int | None) -> list[Problem]:
+def stratify(problems: list[Problem], limit: int | None) -> list[Problem]:
     """`limit` problems from all groups in proportion, in file order. A larger limit has all
     problems of a smaller one."""
     if limit is None or limit >= len(problems):
@@ -146,11 +145,11 @@ def spread(problems: list[Problem], limit: int | None) -> list[Problem]:
     ]
 
 
-def _within(fields: Row, dates: Dates) -> bool:
+def _in_range(fields: Row, dates: Dates) -> bool:
     return dates.first <= str(fields["date"])[:10] <= dates.last
 
 
-def _find(source: DataSource, data_dir: Path | None) -> list[Path]:
+def _find_files(source: DataSource, data_dir: Path | None) -> list[Path]:
     """The file of a source, or all files of the first name with a * that has some; none where there
     is none."""
     if source.builtin is not None:

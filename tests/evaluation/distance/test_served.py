@@ -14,9 +14,15 @@ from safetensors.torch import load_file, save_file
 from quantkit.checkpoint.hub import find_model
 from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError
+from quantkit.evaluation.distance.documents import Window
 from quantkit.evaluation.distance.perplexity import measure
-from quantkit.evaluation.distance.served import TOP, ScoredReply, Served, _compare, measure_served
-from quantkit.evaluation.distance.windows import Window
+from quantkit.evaluation.distance.replies import (
+    TOP,
+    ScoredReply,
+    ServerOptions,
+    _compare,
+    measure_endpoint,
+)
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +108,9 @@ def test_what_cannot_be_compared_is_told(server: str, tiny_checkpoint: Path) -> 
     with pytest.raises(QuantkitError, match="has a cache of its own"):
         measure(server, baseline="tiny-r1", sampled="tiny-math", cache="int8")
     with pytest.raises(QuantkitError, match=r"1 of 1 replies of .* cannot be compared"):
-        measure_served(
+        measure_endpoint(
             str(tiny_checkpoint),
-            Served(server),
+            ServerOptions(server),
             is_baseline=False,
             task="tiny-math",
             limit=1,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quantkit.common.errors import QuantkitError
+from quantkit.evaluation.distance.documents import Window, sliding_windows
 from quantkit.evaluation.distance.perplexity import measure
-from quantkit.evaluation.distance.windows import Window, slide
 from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -26,7 +26,7 @@ def scored(window: Window) -> list[int]:
 def test_windows_score_every_token_but_first_ones_once(
     tokens: int, length: int, stride: int
 ) -> None:
-    windows = list(slide(torch.arange(tokens), length, stride))
+    windows = list(sliding_windows(torch.arange(tokens), length, stride))
     seen = [token for window in windows for token in scored(window)]
     assert seen == [
         token for token in range(tokens) if token and (stride < length or token % length)
@@ -39,7 +39,7 @@ def test_windows_score_every_token_but_first_ones_once(
 @pytest.mark.parametrize("stride", [0, 17])
 def test_a_stride_that_does_not_fit_is_refused(stride: int) -> None:
     with pytest.raises(QuantkitError, match="stride"):
-        list(slide(torch.arange(20), 16, stride))
+        list(sliding_windows(torch.arange(20), 16, stride))
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from replay_server import ReplayServer, Reply
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.endpoint import Endpoint, request_body
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
-from quantkit.evaluation.openai_server import OpenAIServer, base_url, fault
+from quantkit.evaluation.openai_server import OpenAIServer, base_url, describe_error
 
 
 def chat(text: str, seed: int = 0) -> Prompt:
@@ -169,7 +169,7 @@ def test_a_refusal_without_a_message_is_told_by_its_status(body: bytes, said: st
     answer = httpx.Response(401, content=body, request=httpx.Request("POST", "http://127.0.0.1/v1"))
     with pytest.raises(httpx.HTTPStatusError) as refused:
         answer.raise_for_status()
-    assert fault(refused.value) == said
+    assert describe_error(refused.value) == said
 
 
 def test_a_key_that_is_missing_is_asked_for() -> None:

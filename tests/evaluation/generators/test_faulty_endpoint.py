@@ -20,7 +20,7 @@ from faulty_server import (
 )
 
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.generators import replies
+from quantkit.evaluation.generators import endpoint
 from quantkit.evaluation.generators.endpoint import Endpoint
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
 
@@ -131,7 +131,7 @@ def test_a_slow_reply_is_not_a_silent_one() -> None:
 
 
 def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "LARGEST_REPLY", 100_000)
+    monkeypatch.setattr(endpoint, "LARGEST_REPLY", 100_000)
     tracemalloc.start()
     (reply,) = ask(
         lambda wire, body: wire.stream(*itertools.repeat(chunk("x" * 10_000), 5_000)), retries=0

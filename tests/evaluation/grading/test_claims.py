@@ -10,7 +10,7 @@ from quantkit.evaluation.grading.answers import find_number
 from quantkit.evaluation.grading.graders import find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.grading.question import read_question
-from quantkit.evaluation.tasks.problems import Problem
+from quantkit.evaluation.tasks.definitions import Problem
 
 LATER = "Tom is 5 years old. How old will he be in {n} years?"
 NOW = "Tom's age is to be found. How old is Tom now?"

@@ -13,8 +13,7 @@ from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.graders import find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.tasks.data import map_fields
-from quantkit.evaluation.tasks.definitions import find_setting, find_task
-from quantkit.evaluation.tasks.problems import Problem
+from quantkit.evaluation.tasks.definitions import Problem, find_setting, find_task
 
 
 @pytest.fixture(scope="module")

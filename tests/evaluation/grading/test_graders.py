@@ -4,7 +4,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.graders import GRADERS, find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge
-from quantkit.evaluation.tasks.problems import Grade, Problem
+from quantkit.evaluation.tasks.definitions import Grade, Problem
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from quantkit.evaluation.grading.instructions import CHECKS, followed
 from quantkit.evaluation.grading.languages import language_of
 from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.grading.sentences import capital_words, count_sentences
-from quantkit.evaluation.tasks.problems import Problem
+from quantkit.evaluation.tasks.definitions import Problem
 
 LESS, MORE = {"relation": "less than"}, {"relation": "at least"}
 # id, parameters, a reply that follows, one that does not

@@ -16,7 +16,7 @@ from quantkit.evaluation.grading.programs import (
     whole_program,
     with_prelude,
 )
-from quantkit.evaluation.tasks.problems import Problem
+from quantkit.evaluation.tasks.definitions import Problem
 
 PROMPT = 'from typing import List\n\n\ndef total(xs: List[int]) -> int:\n    """ Sum. """\n'
 FUNCTION = "def total(xs):\n    return sum(xs)\n"

@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from quantkit.cli import console
-from quantkit.common.devices import describe_hardware
-from quantkit.evaluation.results.hardware import describe_machine
+from quantkit.common.devices import describe_hardware, describe_machine
 from quantkit.evaluation.results.published import (
     accuracy_tables,
     published_scores,
     published_speeds,
-    published_speeds_of,
+    published_speeds_for,
     speed_tables,
 )
 
@@ -93,4 +92,4 @@ def test_the_machine_is_named_with_its_torch() -> None:
     ],
 )
 def test_speeds_are_shown_beside_the_model_that_they_are_of(model: str, count: int) -> None:
-    assert len(published_speeds_of(model)) == count
+    assert len(published_speeds_for(model)) == count

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from quantkit.evaluation.generators.generator import ModelReply
-from quantkit.evaluation.results.store import ReplyJournal
+from quantkit.evaluation.results.folder import ReplyJournal
 
 FACTS = {"task": "t", "prompt": "p", "model": {"checkpoint": "a"}}
 

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from quantkit.evaluation.statistics.bounds import mean_bounds
+from quantkit.evaluation.statistics.estimates import mean_bounds
 
 
 def binomial_tail(n: int, least: int, p: float) -> float:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import verdicts
 
-from quantkit.evaluation.statistics.comparison import compare, corrected, one_sided_error
+from quantkit.evaluation.statistics.comparison import compare, holm_corrected, one_sided_error
 from quantkit.evaluation.statistics.power import plan, repeats_for_held
 
 LINES = {f"{line.name}, {line.n} x {line.repeats}": line for line in verdicts.LINES}
@@ -41,7 +41,7 @@ def test_several_tasks_are_corrected() -> None:
         "clear": compare(clear, right)
     }
     assert found["0"].verdict == "lost"
-    after = corrected(found)
+    after = holm_corrected(found)
     assert (after["clear"].verdict, after["clear"].tasks) == ("lost", 5)
     assert (
         [after[str(task)].verdict for task in range(4)] == ["cannot tell"] * 4
@@ -49,14 +49,14 @@ def test_several_tasks_are_corrected() -> None:
         else ["lost"] * 4
     )
     assert all(after[name].p_lost >= found[name].p_lost for name in found)
-    assert corrected({"one": found["0"]})["one"].p_lost == found["0"].p_lost
+    assert holm_corrected({"one": found["0"]})["one"].p_lost == found["0"].p_lost
 
 
 def test_a_verdict_that_the_correction_took_is_told() -> None:
     lost = {str(i): [0.0 if i < 6 else 1.0] for i in range(60)}
     right = {str(i): [1.0] for i in range(60)}
     found = compare(lost, right)
-    after = corrected({str(task): found for task in range(40)})["0"]
+    after = holm_corrected({str(task): found for task in range(40)})["0"]
     assert (found.verdict, after.verdict) == ("lost", "cannot tell")
     assert "by itself it would be lost, among 40 tasks it is not" in after.sentence()
 

@@ -12,9 +12,8 @@ from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.graders import find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge
-from quantkit.evaluation.tasks.data import problems, read_rows, spread
-from quantkit.evaluation.tasks.definitions import find_setting, find_task
-from quantkit.evaluation.tasks.problems import Problem
+from quantkit.evaluation.tasks.data import problems, read_rows, stratify
+from quantkit.evaluation.tasks.definitions import Problem, find_setting, find_task
 from quantkit.evaluation.tasks.prompts import render
 
 
@@ -132,12 +131,12 @@ def test_a_limit_takes_from_every_subject_in_proportion() -> None:
         for group, count in (("a", 60), ("b", 30), ("c", 10))
         for n in range(count)
     ]
-    assert Counter(problem.group for problem in spread(found, 10)) == {"a": 6, "b": 3, "c": 1}
-    assert {problem.id for problem in spread(found, 10)} < {
-        problem.id for problem in spread(found, 25)
+    assert Counter(problem.group for problem in stratify(found, 10)) == {"a": 6, "b": 3, "c": 1}
+    assert {problem.id for problem in stratify(found, 10)} < {
+        problem.id for problem in stratify(found, 25)
     }
-    assert spread(found, None) == spread(found, 500) == found
-    assert [problem.id for problem in spread([Problem(str(n), {}) for n in range(5)], 2)] == [
+    assert stratify(found, None) == stratify(found, 500) == found
+    assert [problem.id for problem in stratify([Problem(str(n), {}) for n in range(5)], 2)] == [
         "0",
         "1",
     ]

@@ -1,8 +1,7 @@
 import pytest
 
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.tasks.definitions import find_setting, find_task
-from quantkit.evaluation.tasks.problems import Problem
+from quantkit.evaluation.tasks.definitions import Problem, find_setting, find_task
 from quantkit.evaluation.tasks.prompts import render, sample_seed
 
 SHOTS = [{"problem": f"{n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(6)]

@@ -11,8 +11,7 @@ from quantkit.evaluation import sandbox
 from quantkit.evaluation.grading.graders import find_grader
 from quantkit.evaluation.grading.programs import grade_with_tests
 from quantkit.evaluation.tasks.data import problems, read_rows
-from quantkit.evaluation.tasks.definitions import find_setting, find_task
-from quantkit.evaluation.tasks.problems import Problem
+from quantkit.evaluation.tasks.definitions import Problem, find_setting, find_task
 
 DATA = os.environ.get("QUANTKIT_DATA")
 pytestmark = pytest.mark.skipif(

@@ -24,7 +24,7 @@ import messages
 import values
 
 
-class Fault(BaseException):
+class ProgramFault(BaseException):
     """The program broke off, or answered with what is not a value. Tests that catch everything
     still do not pass."""
 
@@ -38,7 +38,7 @@ class Candidate:
 
     def __init__(self, calls: int, replies: int, timeout_s: float | None) -> None:
         self._calls, self._replies, self._timeout_s = calls, replies, timeout_s
-        self.fault: Fault | None = None
+        self.fault: ProgramFault | None = None
 
     def load(self) -> None:
         """Have the program define its names. Raises what that raised."""
@@ -52,8 +52,8 @@ class Candidate:
         if kind == b"v":
             return value
         if kind == b"e":
-            raise self._raised(*value)
-        raise self._broken("failed", f"the function returned {value}")
+            raise self._to_exception(*value)
+        raise self._fail("failed", f"the function returned {value}")
 
     def _exchange(self, message: bytes) -> tuple[bytes, Any]:
         try:
@@ -64,30 +64,30 @@ class Candidate:
                 names, text = value
                 value = [str(name) for name in names], str(text)
         except (messages.Closed, BrokenPipeError):
-            raise self._broken("no-verdict", "the program ended before its tests did") from None
+            raise self._fail("no-verdict", "the program ended before its tests did") from None
         except TimeoutError:
-            raise self._broken("timeout", f"no answer after {self._timeout_s:g} s") from None
+            raise self._fail("timeout", f"no answer after {self._timeout_s:g} s") from None
         except (ValueError, TypeError) as error:
-            raise self._broken("failed", f"the answer cannot be read: {error}") from None
+            raise self._fail("failed", f"the answer cannot be read: {error}") from None
         return kind, value
 
-    def _broken(self, status: str, detail: str) -> Fault:
-        self.fault = Fault(status, detail)
+    def _fail(self, status: str, detail: str) -> ProgramFault:
+        self.fault = ProgramFault(status, detail)
         return self.fault
 
-    def _raised(self, names: list[str], text: str) -> BaseException:
+    def _to_exception(self, names: list[str], text: str) -> BaseException:
         """The program's exception as the nearest builtin one, so that tests may expect it;
         SystemExit and its like end the tests."""
         for name in names:
             kind = getattr(builtins, name, None)
             if isinstance(kind, type) and issubclass(kind, Exception):
-                error = _made(kind, text)
+                error = _make_exception(kind, text)
                 error.of_candidate = f"{names[0]}: {text}"  # type: ignore[attr-defined]
                 return error
-        return self._broken("failed", f"{names[0] if names else 'an exception'}: {text}")
+        return self._fail("failed", f"{names[0] if names else 'an exception'}: {text}")
 
 
-def _made(kind: type[Exception], text: str) -> Exception:
+def _make_exception(kind: type[Exception], text: str) -> Exception:
     try:
         return kind(text)
     except TypeError:  # the Unicode errors want five arguments
@@ -124,7 +124,7 @@ def cases(request: dict[str, Any], candidate: Candidate) -> Any:
             ):  # a value that JSON has no word for is compared as it is
                 got = json.loads(json.dumps(got))
             if got != expected:
-                raise Fault(
+                raise ProgramFault(
                     "failed", f"test {number}: got {shown(got)}, expected {shown(expected)}"
                 )
 
@@ -142,7 +142,7 @@ def verdict(run: Any, candidate: Candidate) -> tuple[str, str]:
     try:
         candidate.load()
         run()
-    except Fault as fault:
+    except ProgramFault as fault:
         return fault.status, with_notes(fault, fault.detail)
     except BaseException as error:
         return "failed", with_notes(

@@ -12,12 +12,13 @@ from quantkit.common.result import Result
 from quantkit.evaluation.generators.generator import ModelReply, Prompt
 from quantkit.evaluation.statistics import estimates as statistics
 from quantkit.evaluation.statistics.comparison import Comparison
-from quantkit.evaluation.tasks.definitions import Setting
-from quantkit.evaluation.tasks.problems import MISSING, Grade, Problem
+from quantkit.evaluation.tasks.definitions import MISSING, Grade, Problem, Setting
 
-LOUD = 0.02  # a share of replies lost to anything but a wrong answer that a reader must hear about
-MOST_ERRORS = 0.02  # a share of samples without a reply, above which there is no verdict
-_KNOWN_ENDS = {"stop", "length", "content_filter", "context"}
+WARNING_SHARE = (
+    0.02  # a share of replies lost to anything but a wrong answer that a reader must hear about
+)
+MAX_ERROR_SHARE = 0.02  # a share of samples without a reply, above which there is no verdict
+_FINISH_REASONS = {"stop", "length", "content_filter", "context"}
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class TaskResult:
     def fault(self) -> str | None:
         """Why there can be no verdict: the score would be that of the samples that survived. None
         where there can."""
-        if self.errors <= MOST_ERRORS * self.planned:
+        if self.errors <= MAX_ERROR_SHARE * self.planned:
             return self.baseline_fault
         return (
             f"{self.errors} of {self.planned} samples of {self.name} failed: no verdict. The "
@@ -150,50 +151,50 @@ class TaskResult:
 
     def warnings(self) -> list[str]:
         """Loud sentences: what explains the score better than the model's ability."""
-        said = []
+        messages = []
         limit, remedy = self._limit_and_remedy()
-        if self.unfinished >= LOUD:
-            said.append(
+        if self.unfinished >= WARNING_SHARE:
+            messages.append(
                 f"{self.unfinished:.0%} of replies never left their reasoning ({limit}): they "
                 f"count as wrong; {remedy}"
             )
-        if self.truncated - self.unfinished >= LOUD:
-            said.append(
+        if self.truncated - self.unfinished >= WARNING_SHARE:
+            messages.append(
                 f"{self.truncated:.0%} of replies were cut by the token limit ({limit}); {remedy}"
             )
         if (refused := self.share("context")) > 0:
-            said.append(
+            messages.append(
                 f"{refused:.1%} of requests were refused as longer than the model's context: they "
                 "count as wrong; "
                 "lower --max-tokens, or serve a longer context"
             )
         if (filtered := self.share("filtered")) > 0:
-            said.append(
+            messages.append(
                 f"{filtered:.1%} of replies were cut by the server's content filter: they count as "
                 "wrong"
             )
-        if self.no_answer >= LOUD:
-            said.append(
+        if self.no_answer >= WARNING_SHARE:
+            messages.append(
                 f"{self.no_answer:.0%} of replies give no answer: look at them before believing "
                 "the score"
             )
         graded = self.graded
         loose = sum(sample.grade.correct and not sample.grade.strict for sample in graded)
-        if graded and loose / len(graded) >= LOUD:
-            said.append(
+        if graded and loose / len(graded) >= WARNING_SHARE:
+            messages.append(
                 f"{loose / len(graded):.0%} of replies are right but not stated as asked: the "
                 "strict score leaves them out"
             )
         if self.errors:
-            said.append(
+            messages.append(
                 f"{self.errors} of {self.planned} samples failed and are left out; run again to "
                 "ask them again. "
                 f"The first: {self._first_error}"
             )
         if strange := sorted(
-            {c.finish_reason for c in (sample.completion for sample in graded)} - _KNOWN_ENDS
+            {c.finish_reason for c in (sample.completion for sample in graded)} - _FINISH_REASONS
         ):
-            said.append(
+            messages.append(
                 f"the server ended replies for reasons of its own: {', '.join(strange)}; they are "
                 "read as whole"
             )
@@ -201,8 +202,8 @@ class TaskResult:
             sample.completion.finish_reason == "stop" and sample.completion.completion_tokens == 0
             for sample in graded
         ):
-            said.append("the endpoint reports no token counts")
-        return [*self.notes, *said]
+            messages.append("the endpoint reports no token counts")
+        return [*self.notes, *messages]
 
     def to_json(self) -> dict[str, Any]:
         table = self.table()

@@ -54,14 +54,14 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
     )
 
 
-def wait_and_leave(child: int) -> None:
+def exit_with_child(child: int) -> None:
     """Pass a child's end on as this process's own."""
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
 
 
-def in_new_namespaces(close: int) -> bool:
+def enter_namespaces(close: int) -> bool:
     """Fork a child into new namespaces and become it; the parent writes its id maps, closes
     `close`, and waits.
 
@@ -77,7 +77,7 @@ def in_new_namespaces(close: int) -> bool:
             os.write(mapped_write, map_ids(child))
         os.close(close)
         os.close(mapped_write)
-        wait_and_leave(child)
+        exit_with_child(child)
     os.close(ready_read)
     os.close(mapped_write)
     die_with_parent()
@@ -122,11 +122,11 @@ def become_init(close: int) -> None:
     child = os.fork()
     if child:
         os.close(close)
-        wait_and_leave(child)
+        exit_with_child(child)
     die_with_parent()
 
 
-def new_root(root: str, views: list[list[Any]], size_mib: int) -> None:
+def mount_root(root: str, views: list[list[Any]], size_mib: int) -> None:
     """Replace / by a read-only tmpfs with views of some of the host's files; /work, /tmp and
     /dev/shm are writable, `size_mib` together.
 

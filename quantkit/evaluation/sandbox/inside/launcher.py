@@ -1,6 +1,6 @@
-"""Builds the walls, then becomes the process that runs inside them.
+"""Builds the isolation, then becomes the process that runs inside them.
 
-Run by path as `python -I -S -B gate.py`. The request is one JSON object on stdin, made by boxes.py.
+Run by path as `python -I -S -B launcher.py`. The request is one JSON object on stdin, made by process.py.
 Its descriptor `started`, a pipe, gets the word "ready" and is closed before anything untrusted
 runs, or gets what went wrong.
 
@@ -17,27 +17,27 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+import isolation
 import seccomp
-import walls
 
 
 def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
     started = request["started"]
-    walls.die_with_parent()
+    isolation.die_with_parent()
     if os.getppid() != request["caller"]:
         os._exit(1)
     os.umask(0o022)
     try:
         if request["isolate"]:
-            own_id = walls.in_new_namespaces(started)
-            walls.become_init(started)
-            walls.new_root(request["root"], request["views"], request["disk_mib"])
+            own_id = isolation.enter_namespaces(started)
+            isolation.become_init(started)
+            isolation.mount_root(request["root"], request["views"], request["disk_mib"])
             child = os.fork()
             if child:
                 os.close(started)
-                walls.wait_and_leave(child)
-            walls.drop_privileges(own_id)
+                isolation.exit_with_child(child)
+            isolation.drop_privileges(own_id)
         else:
             os.chdir(request["root"])
         execute(request)
@@ -54,7 +54,7 @@ def execute(request: dict[str, Any]) -> NoReturn:
     os.close(request["input"])
     os.set_inheritable(request["started"], False)
     os.sched_setaffinity(0, request["cpus"])
-    walls.set_limits(request["limits"])
+    isolation.set_limits(request["limits"])
     if request["isolate"] or seccomp.supported():
         seccomp.install()
     os.write(request["started"], b"ready")

@@ -31,7 +31,7 @@ class Trace:
     final: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
-class WatchedLayer:
+class TracedLayer:
     """A layer that shows what it makes of the residual stream."""
 
     def __init__(self, layer: DecoderLayer, show: Callable[[Tensor], None]) -> None:
@@ -51,7 +51,7 @@ class WatchedLayer:
         return normed, residual
 
 
-class Watched:
+class TracedModel:
     """A loaded model whose layers and experts report their inputs and outputs. The model is changed
     in place and is for this use only."""
 
@@ -61,11 +61,11 @@ class Watched:
         for number, layer in enumerate(layers):
             mlp = getattr(layer, "mlp", None)
             if isinstance(mlp, MoeMlp):
-                mlp.experts = self._watch_experts(
+                mlp.experts = self._trace_experts(
                     number, mlp.experts, mlp.routing.num_experts_per_tok
                 )
         layers[:] = [
-            WatchedLayer(layer, partial(self._keep_hidden, number))
+            TracedLayer(layer, partial(self._record_hidden, number))
             for number, layer in enumerate(layers)
         ]
 
@@ -79,10 +79,10 @@ class Watched:
         made: Callable[[Tensor], Tensor] = self.loaded.model.head
         return made
 
-    def _keep_hidden(self, number: int, hidden: Tensor) -> None:
+    def _record_hidden(self, number: int, hidden: Tensor) -> None:
         self.trace.hidden[number] = hidden
 
-    def _watch_experts(
+    def _trace_experts(
         self, number: int, experts: Callable[..., Tensor], chosen: int
     ) -> Callable[..., Tensor]:
         def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class Watched:
         return self.trace
 
 
-class WatchedWhole:
+class TracedTransformersModel:
     """A model that transformers computes, which reports the same, but for its experts."""
 
     def __init__(self, model: TransformersModel) -> None:
@@ -115,22 +115,22 @@ class WatchedWhole:
         return Trace(hidden, {}, torch.cat([one.final for one in passed]))
 
 
-def open_watched(
+def open_traced(
     path: Path, device: str, backend: str, cache: str | None = None
-) -> Watched | WatchedWhole:
+) -> TracedModel | TracedTransformersModel:
     if is_known(read_json(path / "config.json")):
-        return Watched(load_model(path, device=device, backend=backend, cache=cache))
+        return TracedModel(load_model(path, device=device, backend=backend, cache=cache))
     if cache is not None:
         raise QuantkitError(
             f"{path} is computed by transformers, which has no such cache here", "leave --cache out"
         )
-    return WatchedWhole(load_whole(path, device))
+    return TracedTransformersModel(load_whole(path, device))
 
 
-def expert_counter_of(watched: Watched | WatchedWhole) -> ExpertCounter:
-    if isinstance(watched, WatchedWhole):
+def make_expert_counter(traced: TracedModel | TracedTransformersModel) -> ExpertCounter:
+    if isinstance(traced, TracedTransformersModel):
         raise QuantkitError(
             "what experts are asked is not counted where transformers computes",
             "leave --count-experts out",
         )
-    return ExpertCounter(watched.loaded)
+    return ExpertCounter(traced.loaded)

@@ -14,29 +14,140 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
 
 from quantkit.checkpoint.hub import find_model
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.distance.quality import Quality, TextProgress
-from quantkit.evaluation.distance.sampled import prompts_of
-from quantkit.evaluation.distance.traced import open_watched
-from quantkit.evaluation.distance.windows import Window
+from quantkit.evaluation.distance.documents import Window
+from quantkit.evaluation.distance.quality import GreedyPaths, Quality, TextProgress
+from quantkit.evaluation.distance.tracing import open_traced
+from quantkit.evaluation.generation import TaskRun, prepare
 from quantkit.evaluation.generators.endpoint import Endpoint
 from quantkit.evaluation.generators.generator import Generation, ModelReply
+from quantkit.evaluation.generators.local import Local
+from quantkit.evaluation.tasks.prompts import Prompt
+from quantkit.executor.sampling.params import SamplingParams
 from quantkit.tokenizer.chat import ChatTokenizer
+
+
+def task_prompts(
+    task: str, data_dir: Path | None, limit: int | None, seed: int, max_tokens: int | None
+) -> tuple[TaskRun, list[Prompt]]:
+    """A task under protocol r1, and its prompts in order, each with its seed."""
+    work = prepare(
+        task, "r1", data_dir, limit, 2, {"max_tokens": max_tokens} if max_tokens else None, seed
+    )
+    return work, [work.prompt(problem, 0) for problem in work.problems]
+
+
+def sample_replies(
+    path: Path, work: TaskRun, prompts: list[Prompt], *, device: str, backend: str
+) -> list[Window]:
+    """One reply of the model at `path` to every prompt, sampled as the protocol says: the prompt is
+    context, the reply is scored."""
+    generation = work.setting.generation
+    made = _generate(
+        path,
+        prompts,
+        generation.temperature,
+        generation.top_p,
+        generation.max_tokens,
+        device,
+        backend,
+    )
+    windows = [
+        Window(torch.tensor(ids + reply, dtype=torch.int64), len(ids))
+        for ids, reply in made
+        if reply
+    ]
+    if not windows:
+        raise QuantkitError(
+            f"{path} wrote nothing to the prompts of {work.setting.task.name}",
+            "look at it with quantkit run",
+        )
+    return windows
+
+
+def greedy_paths(
+    path: Path,
+    base: Path,
+    work: TaskRun,
+    prompts: list[Prompt],
+    *,
+    device: str,
+    backend: str,
+    cache: str | None = None,
+) -> GreedyPaths:
+    """Both models' greedy replies, token by token. cache: of the model at `path`."""
+    limit = work.setting.generation.max_tokens
+    sides = ((path, cache), (base, None))
+    ours, theirs = (
+        [reply for _, reply in _generate(one, prompts, 0.0, 1.0, limit, device, backend, own)]
+        for one, own in sides
+    )
+    together = [_common_prefix(a, b) for a, b in zip(ours, theirs)]
+    return GreedyPaths(
+        len(prompts),
+        sum(a == b for a, b in zip(ours, theirs)) / len(prompts),
+        float(median(together)),
+    )
+
+
+def _common_prefix(one: list[int], other: list[int]) -> int:
+    length = min(len(one), len(other))
+    return next((place for place in range(length) if one[place] != other[place]), length)
+
+
+def _generate(
+    path: Path,
+    prompts: list[Prompt],
+    temperature: float,
+    top_p: float,
+    limit: int | None,
+    device: str,
+    backend: str,
+    cache: str | None = None,
+) -> list[tuple[list[int], list[int]]]:
+    """(prompt, reply) as token ids, for every prompt in order."""
+    model = Local(path, name=path.name, device=device, backend=backend, cache=cache)
+    try:
+        encoded = [model.encode(prompt) for prompt in prompts]
+        longest = model.engine.max_model_len
+        if too_long := next((len(ids) for ids in encoded if len(ids) >= longest), None):
+            raise QuantkitError(
+                f"a prompt has {too_long} tokens, the context is {longest}", "give another task"
+            )
+        sampling = [
+            SamplingParams(
+                max_new_tokens=limit or longest,
+                temperature=temperature,
+                top_p=top_p,
+                seed=prompt.seed,
+            )
+            for prompt in prompts
+        ]
+        replies: dict[int, list[int]] = {
+            done.index: list(done.token_ids) for done in model.engine.generate(encoded, sampling)
+        }
+        return [(ids, replies[number]) for number, ids in enumerate(encoded)]
+    finally:
+        model.close()
+
 
 TOP = 20
 """Tokens that a server is asked to name at each place; 20 is the most that OpenAI's interface
 allows."""
-_REST = 1e-6  # least probability of all others: less is the rounding of the server's figures
-_LOST = 0.02  # share of replies that may be missing
+_MIN_REMAINDER = (
+    1e-6  # least probability of all others: less is the rounding of the server's figures
+)
+_MAX_LOST = 0.02  # share of replies that may be missing
 
 
 @dataclass(frozen=True)
-class Served:
+class ServerOptions:
     """The server's side. url: its address; the rest as for `quantkit eval`."""
 
     url: str
@@ -58,9 +169,9 @@ class ScoredReply:
 
 
 @torch.inference_mode()
-def measure_served(
+def measure_endpoint(
     local: str,
-    served: Served,
+    served: ServerOptions,
     *,
     is_baseline: bool,
     task: str,
@@ -80,14 +191,14 @@ def measure_served(
     """
     path, report = find_model(local), progress or (lambda _: None)
     replies = _replies(path, served, task, data_dir, limit, max_tokens, seed)
-    watched = open_watched(path, device, backend, cache)
+    traced = open_traced(path, device, backend, cache)
     total, done = sum(len(reply.window.ids) for reply in replies), 0
-    found: list[_Row] = []
+    found: list[_ReplyDivergence] = []
     for reply in replies:
         window = reply.window
-        rows = watched([window.ids]).final[window.first - 1 : -1]
+        rows = traced([window.ids]).final[window.first - 1 : -1]
         logs = torch.cat(
-            [watched.head(part).float().log_softmax(dim=-1) for part in rows.split(128)]
+            [traced.head(part).float().log_softmax(dim=-1) for part in rows.split(128)]
         ).cpu()
         found.append(_compare(reply, logs, is_baseline))
         done += len(window.ids)
@@ -97,14 +208,14 @@ def measure_served(
 
 def _replies(
     path: Path,
-    served: Served,
+    served: ServerOptions,
     task: str,
     data_dir: Path | None,
     limit: int | None,
     max_tokens: int | None,
     seed: int,
 ) -> list[ScoredReply]:
-    work, prompts = prompts_of(task, data_dir, limit, seed, max_tokens)
+    work, prompts = task_prompts(task, data_dir, limit, seed, max_tokens)
     tokenizer = ChatTokenizer(path)
     endpoint = Endpoint(
         served.url,
@@ -116,7 +227,7 @@ def _replies(
         top_logprobs=TOP,
     )
     plain = Generation(temperature=1.0, top_p=1.0, max_tokens=work.setting.generation.max_tokens)
-    texts, replies, lost = _by_text(tokenizer), [], ""
+    texts, replies, lost = _ids_by_text(tokenizer), [], ""
     for reply in sorted(endpoint.generate(prompts, plain), key=lambda reply: reply.index):
         try:
             prompt = prompts[reply.index]
@@ -128,7 +239,7 @@ def _replies(
             replies.append(_scored_reply(reply, ids, texts))
         except ValueError as error:
             lost = str(error)
-    if len(replies) < (1 - _LOST) * len(prompts):
+    if len(replies) < (1 - _MAX_LOST) * len(prompts):
         raise QuantkitError(
             f"{len(prompts) - len(replies)} of {len(prompts)} replies of {served.url} cannot be "
             f"compared: {lost}",
@@ -138,7 +249,7 @@ def _replies(
     return replies
 
 
-def _by_text(tokenizer: ChatTokenizer) -> dict[str, int]:
+def _ids_by_text(tokenizer: ChatTokenizer) -> dict[str, int]:
     """Token ids by their text, of texts that are one token's alone."""
     ids = defaultdict(list)
     for token in range(tokenizer.tokenizer.get_vocab_size()):
@@ -178,7 +289,7 @@ def _scored_reply(reply: ModelReply, prompt: list[int], texts: dict[str, int]) -
 
 
 @dataclass
-class _Row:
+class _ReplyDivergence:
     """Of one reply: the divergence of every token, sums of both sides' -log p, equal top tokens,
     probability that the server named."""
 
@@ -189,14 +300,14 @@ class _Row:
     named: float
 
 
-def _compare(reply: ScoredReply, logs: Tensor, is_baseline: bool) -> _Row:
+def _compare(reply: ScoredReply, logs: Tensor, is_baseline: bool) -> _ReplyDivergence:
     """logs: float32 [tokens of the reply, vocabulary], of the model here."""
-    row = _Row([], -math.fsum(reply.own), 0.0, 0, 0.0)
+    row = _ReplyDivergence([], -math.fsum(reply.own), 0.0, 0, 0.0)
     targets = reply.window.ids[reply.window.first :].tolist()
     for place, (named, target) in enumerate(zip(reply.top, targets)):
         ids = torch.tensor(list(named))
-        theirs = _with_rest(torch.tensor(list(named.values()), dtype=torch.float64))
-        ours = _with_rest(logs[place, ids].double())
+        theirs = _with_remainder(torch.tensor(list(named.values()), dtype=torch.float64))
+        ours = _with_remainder(logs[place, ids].double())
         base, model = (theirs, ours) if is_baseline else (ours, theirs)
         row.divergences.append(max(0.0, float((base.exp() * (base - model)).sum())))
         row.local_nll -= float(logs[place, target])
@@ -207,13 +318,13 @@ def _compare(reply: ScoredReply, logs: Tensor, is_baseline: bool) -> _Row:
     return row
 
 
-def _with_rest(logs: Tensor) -> Tensor:
+def _with_remainder(logs: Tensor) -> Tensor:
     """Log-probabilities of the named tokens, and of all others as one."""
-    rest = (1 - logs.exp().sum()).clamp(min=_REST)
+    rest = (1 - logs.exp().sum()).clamp(min=_MIN_REMAINDER)
     return torch.cat([logs, rest.log()[None]])
 
 
-def _quality(rows: list[_Row], is_baseline: bool) -> Quality:
+def _quality(rows: list[_ReplyDivergence], is_baseline: bool) -> Quality:
     tokens = sum(len(row.divergences) for row in rows)
     served, local = (
         math.exp(sum(getattr(row, side) for row in rows) / tokens)

@@ -28,13 +28,13 @@ MEMORY = 2048 * MIB  # of every process, and of all processes of a box together
 OUTPUT = 16 * MIB  # of every file, so of what is printed
 DISK_MIB, PROCESSES, FILES, STACK = 64, 48, 128, 64 * MIB
 CPUS = 8  # a pool of processes has one for each that it sees
-OURS = 4  # processes of a box that are between us and the program, and one of grace
+OWN_PROCESSES = 4  # processes of a box that are between us and the program, and one of grace
 START_S = 30.0  # for building the walls, on a machine that is busy
 WATCH_S = 0.05
 INSIDE = Path(__file__).with_name("inside")
 
 
-class BoxFault(Exception):
+class SandboxError(Exception):
     """The walls could not be built. Says nothing about the program, of which no line has run."""
 
 
@@ -56,7 +56,7 @@ class Command:
     views: tuple[tuple[str, str, bool], ...] = ()
 
 
-class Box:
+class SandboxProcess:
     """One process tree inside walls of `level`. `cpu_s`: seconds of processor time for each
     process."""
 
@@ -65,11 +65,11 @@ class Box:
         self._started, started = os.pipe()
         self._group: cgroup.Group | None = None
         try:
-            self._group = cgroup.new_group(MEMORY, PROCESSES + OURS)
+            self._group = cgroup.new_group(MEMORY, PROCESSES + OWN_PROCESSES)
             self._process = self._start(level, command, cpu_s, started)
         except (OSError, subprocess.SubprocessError) as error:
             self._remove()
-            raise BoxFault(f"{type(error).__name__}: {error}") from error
+            raise SandboxError(f"{type(error).__name__}: {error}") from error
         finally:
             os.close(started)
 
@@ -80,7 +80,7 @@ class Box:
         root.mkdir()
         stdin = command.stdin.fileno()
         process = subprocess.Popen(
-            [_interpreter(), "-I", "-S", "-B", str(INSIDE / "gate.py")],
+            [_interpreter(), "-I", "-S", "-B", str(INSIDE / "launcher.py")],
             stdin=subprocess.PIPE,
             stdout=command.stdout or subprocess.DEVNULL,
             stderr=command.stderr or subprocess.DEVNULL,
@@ -100,7 +100,7 @@ class Box:
         return process
 
     def wait_started(self) -> None:
-        """Returns once the walls are up. Raises BoxFault."""
+        """Returns once the walls are up. Raises SandboxError."""
         data, deadline = b"", time.monotonic() + START_S
         while select.select([self._started], [], [], max(0.0, deadline - time.monotonic()))[0]:
             chunk = os.read(self._started, 4096)
@@ -108,7 +108,7 @@ class Box:
             if not chunk:
                 break
         if data != b"ready":
-            raise BoxFault(
+            raise SandboxError(
                 data.removeprefix(b"ready").decode(errors="replace")
                 or "the walls were not built in time"
             )
@@ -122,10 +122,12 @@ class Box:
         """What its processes together have too much of, or nothing. Memory: private, shared,
         swapped and page tables."""
         pids, threads = tree(self._process.pid)
-        if threads > PROCESSES + OURS:  # root without a second id has no limit of processes
+        if (
+            threads > PROCESSES + OWN_PROCESSES
+        ):  # root without a second id has no limit of processes
             return f"more than {PROCESSES} processes and threads"
         # The sum that counts shared pages once is read only where the quick sum is too much.
-        if sum(map(_held, pids)) > MEMORY and sum(map(_share, pids)) > MEMORY:
+        if sum(map(_private_bytes, pids)) > MEMORY and sum(map(_proportional_bytes, pids)) > MEMORY:
             return f"more than {MEMORY >> 20} MiB of memory"
         return ""
 
@@ -157,7 +159,9 @@ def _request(level: Level, command: Command, root: Path, cpu_s: float) -> dict[s
     views += [[str(package), f"/packages/{package.name}", False] for package in packages]
     views += [[str(INSIDE), "/sandbox", False], *map(list, command.views)]
     cpus = os.sched_getaffinity(0)
-    processes = PROCESSES + (0 if isolate and _counts_apart() else _tasks_of_user())
+    processes = PROCESSES + (
+        0 if isolate and _has_namespace_process_limits() else _count_user_threads()
+    )
     return {
         "caller": os.getpid(),
         "isolate": isolate,
@@ -218,14 +222,14 @@ def _packages() -> list[Path]:
     return [path for path in (package, package.with_name("numpy.libs")) if path.is_dir()]
 
 
-def _counts_apart() -> bool:
+def _has_namespace_process_limits() -> bool:
     """Whether the kernel counts a user's processes in each user namespace by itself (Linux
     5.14)."""
     major, minor = os.uname().release.split(".")[:2]
     return (int(major), int("".join(c for c in minor if c.isdigit()) or 0)) >= (5, 14)
 
 
-def _tasks_of_user() -> int:
+def _count_user_threads() -> int:
     """Threads that count against the limit of processes beside those of the box: this user's, and
     user user nobody's for the boxes of root."""
     users, count = {os.getuid(), 65534}, 0
@@ -252,19 +256,19 @@ def tree(pid: int) -> tuple[list[int], int]:
 _HELD = ("RssAnon", "RssShmem", "VmSwap", "VmPTE", "HugetlbPages")
 
 
-def _held(pid: int) -> int:
+def _private_bytes(pid: int) -> int:
     return _fields(f"/proc/{pid}/status", _HELD)
 
 
-def _share(pid: int) -> int:
+def _proportional_bytes(pid: int) -> int:
     """Pages in proportion to how many processes have them, where the kernel reports it; else as
-    `_held`."""
+    `_private_bytes`."""
     try:
         return _fields(f"/proc/{pid}/smaps_rollup", ("Pss_Anon", "Pss_Shmem", "SwapPss")) + _fields(
             f"/proc/{pid}/status", ("VmPTE",)
         )
     except PermissionError:
-        return _held(pid)
+        return _private_bytes(pid)
 
 
 def _fields(path: str, names: tuple[str, ...]) -> int:

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
 from quantkit.evaluation.sandbox import cgroup
-from quantkit.evaluation.sandbox.boxes import (
+from quantkit.evaluation.sandbox.process import (
     OUTPUT,
     START_S,
     WATCH_S,
-    Box,
-    BoxFault,
     Command,
     Level,
+    SandboxError,
+    SandboxProcess,
 )
 
 Status = Literal["passed", "failed", "timeout", "no-verdict", "sandbox-error"]
@@ -69,7 +69,9 @@ def run_tests(
         "entry_point": program.entry_point,
         "call_timeout_s": None,
     }
-    return _tried(lambda level: _judged(program, request, timeout_s or TIMEOUT_S, level), level)
+    return _run_with_retries(
+        lambda level: _run_judged(program, request, timeout_s or TIMEOUT_S, level), level
+    )
 
 
 def run_calls(
@@ -82,8 +84,8 @@ def run_calls(
     """Passed if every call of the function with a case's arguments gives the case's result, as JSON
     values, each within `timeout_s`."""
     request = {"kind": "cases", "cases": cases, "call_timeout_s": timeout_s}
-    return _tried(
-        lambda level: _judged(program, request, timeout_s * (len(cases) + 1), level), level
+    return _run_with_retries(
+        lambda level: _run_judged(program, request, timeout_s * (len(cases) + 1), level), level
     )
 
 
@@ -92,10 +94,12 @@ def run_script(
 ) -> ProgramRun:
     """Passed if `source`, run as a file, ended by itself, by sys.exit or by os._exit; what it
     printed is in `output`."""
-    return _tried(lambda level: _script(source, stdin, timeout_s or TIMEOUT_S, level), level)
+    return _run_with_retries(
+        lambda level: _run_script(source, stdin, timeout_s or TIMEOUT_S, level), level
+    )
 
 
-def _tried(attempt: Callable[[Level], ProgramRun], level: Level | None) -> ProgramRun:
+def _run_with_retries(attempt: Callable[[Level], ProgramRun], level: Level | None) -> ProgramRun:
     """A fault of the sandbox itself is tried again, and in the end reported as such."""
     level = level or active_level()
     problem = ""
@@ -104,14 +108,14 @@ def _tried(attempt: Callable[[Level], ProgramRun], level: Level | None) -> Progr
         try:
             return attempt(level)
         except (
-            BoxFault,
+            SandboxError,
             OSError,
         ) as fault:  # an OSError is ours: no room for a file, no descriptor left
             problem = str(fault)
     return ProgramRun("sandbox-error", problem)
 
 
-def _judged(
+def _run_judged(
     program: Program, request: dict[str, Any], timeout_s: float, level: Level
 ) -> ProgramRun:
     """The judge starts first and waits; the program begins when both are inside their walls and the
@@ -127,9 +131,11 @@ def _judged(
                 (calls.read, replies.write),
             ),
         ):
-            stdin = stack.enter_context(_holding(json.dumps(asked).encode()))
+            stdin = stack.enter_context(_anonymous_file(json.dumps(asked).encode()))
             command = Command([f"{{inside}}/{script}", *map(str, keep)], stdin, keep=keep)
-            boxes.append(stack.enter_context(contextlib.closing(Box(level, command, timeout_s))))
+            boxes.append(
+                stack.enter_context(contextlib.closing(SandboxProcess(level, command, timeout_s)))
+            )
         for pipe in (calls, replies):
             pipe.close()
         report.close_write()
@@ -140,10 +146,10 @@ def _judged(
         try:
             ready = _wait(lines.next, boxes, START_S)
             if ready != b"ready":
-                raise BoxFault(_fault_of(ready))
+                raise SandboxError(_judge_error(ready))
             start = time.monotonic()
             line = _wait(lines.next, boxes, timeout_s)
-        except TooMuch as error:
+        except LimitExceeded as error:
             return ProgramRun("failed", str(error), seconds=time.monotonic() - start)
         return _verdict(line, time.monotonic() - start)
 
@@ -157,7 +163,7 @@ def _verdict(line: bytes | None, seconds: float) -> ProgramRun:
     return ProgramRun(verdict["status"], _printable(verdict["detail"]), seconds=seconds)
 
 
-def _script(source: str, stdin: str, timeout_s: float, level: Level) -> ProgramRun:
+def _run_script(source: str, stdin: str, timeout_s: float, level: Level) -> ProgramRun:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quantkit-script-")))
         (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace", newline="")
@@ -170,12 +176,12 @@ def _script(source: str, stdin: str, timeout_s: float, level: Level) -> ProgramR
             )  # a program with an id of its own opens /dev/stdout by name
         views = tuple((str(folder / name), f"/dev/{name}", name != "stdin") for name in _STREAMS)
         command = Command(["main.py"], given, out, verdict, files={"main.py": source}, views=views)
-        box = stack.enter_context(contextlib.closing(Box(level, command, timeout_s)))
+        box = stack.enter_context(contextlib.closing(SandboxProcess(level, command, timeout_s)))
         box.wait_started()
         start = time.monotonic()
         try:
             code = _wait(lambda: _ended(box), [box], timeout_s)
-        except TooMuch as error:
+        except LimitExceeded as error:
             return ProgramRun("failed", str(error), seconds=time.monotonic() - start)
         seconds = time.monotonic() - start
         output, errors = ((folder / name).read_bytes() for name in ("stdout", "stderr"))
@@ -204,29 +210,29 @@ def _problem(code: int, errors: str) -> str:
     return ""
 
 
-class TooMuch(Exception):
+class LimitExceeded(Exception):
     """The processes of a box together hold more than they may."""
 
 
-def _wait(look: Callable[[], T | None], boxes: list[Box], timeout_s: float) -> T | None:
-    """What `look` finds, asked again and again, or None after `timeout_s`. Raises TooMuch, also for
+def _wait(look: Callable[[], T | None], boxes: list[SandboxProcess], timeout_s: float) -> T | None:
+    """What `look` finds, asked again and again, or None after `timeout_s`. Raises LimitExceeded, also for
     what is held when it is found: on a busy machine the looks between are few."""
     deadline, watched = time.monotonic() + timeout_s, time.monotonic()
     while (found := look()) is None and time.monotonic() < deadline:
         if time.monotonic() - watched > WATCH_S:
             watched = time.monotonic()
-            _check_held(boxes)
-    _check_held(boxes)
+            _check_limits(boxes)
+    _check_limits(boxes)
     return found
 
 
-def _check_held(boxes: list[Box]) -> None:
+def _check_limits(boxes: list[SandboxProcess]) -> None:
     for box in boxes:
         if excess := box.excess():
-            raise TooMuch(excess)
+            raise LimitExceeded(excess)
 
 
-def _ended(box: Box) -> int | None:
+def _ended(box: SandboxProcess) -> int | None:
     if box.exit_code is None:
         time.sleep(_POLL_S)
     return box.exit_code
@@ -252,7 +258,7 @@ class _Lines:
         return line
 
 
-def _fault_of(line: bytes | None) -> str:
+def _judge_error(line: bytes | None) -> str:
     if not line:
         return "the judge did not start"
     return _printable(str(json.loads(line)["fault"]))
@@ -264,7 +270,7 @@ def _printable(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _holding(data: bytes) -> Iterator[IO[bytes]]:
+def _anonymous_file(data: bytes) -> Iterator[IO[bytes]]:
     """A file without a name: nothing but who inherits it can read it."""
     with tempfile.TemporaryFile() as file:
         file.write(data)
@@ -299,7 +305,7 @@ _PROBE = Program(("def f(x): return x",), "f")
 
 
 @dataclass(frozen=True)
-class Found:
+class IsolationLevel:
     """The strongest level that works here, and why it is not a stronger one."""
 
     level: Level
@@ -319,21 +325,21 @@ class Found:
 
 
 @cache
-def find_level() -> Found:
+def find_level() -> IsolationLevel:
     """Runs a trivial program inside each kind of wall. One that fails is tried again: a busy
     machine refuses at times."""
     reason = ""
     for number in range(_PROBES):
         time.sleep(number * _PROBE_PAUSE_S)
         try:
-            run = _judged(_PROBE, _PROBE_TEST, TIMEOUT_S, "namespaces")
-        except (BoxFault, OSError) as fault:
+            run = _run_judged(_PROBE, _PROBE_TEST, TIMEOUT_S, "namespaces")
+        except (SandboxError, OSError) as fault:
             reason = str(fault)
             continue
         if run.status == "passed":
-            return Found("namespaces")
+            return IsolationLevel("namespaces")
         reason = f"{run.status}: {run.detail}"
-    return Found("rlimits", reason)
+    return IsolationLevel("rlimits", reason)
 
 
 def active_level() -> Level:
