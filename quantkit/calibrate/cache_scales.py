@@ -1,11 +1,11 @@
-"""Steps of an int8 cache: found on what calibration tokens leave in it behind rounded weights, and
-used by everything after that.
+"""Scales of an int8 cache, calibrated on what the calibration tokens store with quantized weights,
+and used from then on.
 
-A layer of latent attention has one step for all channels, so channels are brought to one size
-first: the norm's gain is divided by powers of two and the columns of kv_b, which has 16 bits, are
-multiplied by them, which rounds nothing. Keys and values have a step for each channel. Steps are
-tried from the one that cuts nothing off to half of it, and the one with the least squared error is
-taken; latents' errors count as kv_b's columns make them.
+A layer of latent attention has one scale for all channels, so channels are first brought to a
+similar size: the norm's gain is divided by powers of two and the columns of kv_b, which is 16-bit,
+are multiplied by them, which is exact. Keys and values have one scale per channel. Scales from the
+one that clips nothing to half of it are tried, and the one with the least squared error is used;
+latents' errors are weighted by kv_b's columns.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,19 +34,19 @@ from quantkit.models.decoder import DecoderLayer
 from quantkit.models.table import Parameter
 
 TOKENS = 16384
-"""Calibration tokens whose cache is looked at, about."""
+"""Approximate number of calibration tokens whose cache contents are used."""
 _SHARES = tuple(1 - 0.05 * i for i in range(11))
 
 
 @dataclass(frozen=True)
 class Int8Cache:
-    """The cache of one model in int8. device: of the layers."""
+    """The int8 cache of one model. device: of the layers."""
 
     cache: LatentCache | KeyValueCache
     device: torch.device
 
     def covers(self, sublayer: Sublayer) -> bool:
-        """Whether tokens are kept there, by steps."""
+        """Whether the sublayer has a cache with scales."""
         return bool(cache_scale_specs(self.cache, sublayer.rows))
 
     def find(
@@ -56,8 +56,8 @@ class Int8Cache:
         states: HiddenStates,
         activation_quants: Mapping[str, ActivationQuant],
     ) -> dict[str, Tensor]:
-        """Tensors to be stored, by name: the steps, and what changes so that latents have channels
-        of one size. tensors: of the sublayer rounded, float32; states: before it."""
+        """Tensors to store, by name: the scales, and the tensors changed so that latent channels
+        have a similar size. tensors: the quantized sublayer, float32; states: before it."""
         block = sublayer.build(
             LayerWeights(tensors, no_experts, activation_quants=activation_quants)
         )
@@ -91,7 +91,7 @@ class Int8Cache:
         )
 
     def run(self, sublayer: Sublayer, plain: Mapping[str, Tensor]) -> Run:
-        """The sublayer over a cache by the steps among its stored tensors."""
+        """The sublayer with a cache by the scales among its stored tensors."""
         rows = sublayer.rows
         return self._by(
             parse_cache_scales(self.cache, cache_scale_specs(self.cache, rows), rows, plain),
@@ -101,8 +101,8 @@ class Int8Cache:
     def run_uncalibrated(
         self, sublayer: Sublayer, block: DecoderLayer, states: HiddenStates
     ) -> Run:
-        """The sublayer over a cache by steps that cut off nothing of what these states, before it,
-        leave there. block: of the sublayer."""
+        """The sublayer with a cache whose scales clip nothing of what these states, before it,
+        store. block: of the sublayer."""
         seen = self._seen(block, states, states.batches())
         if isinstance(self.cache, LatentCache):
             return self._by(
@@ -120,7 +120,7 @@ class Int8Cache:
     def _seen(
         self, block: DecoderLayer, states: HiddenStates, batches: Iterable[TokenBatch]
     ) -> list[Tensor]:
-        """Latents [n, K], or keys and values [n, heads, K], that the tokens of some batches leave
+        """Latents [n, K], or keys and values [n, heads, K], that the tokens of some batches store
         in a 16-bit cache."""
         kept = list[tuple[Tensor, ...]]()
         for batch in batches:
@@ -136,7 +136,7 @@ class Int8Cache:
         return [torch.cat(parts) for parts in zip(*kept)]
 
     def _by(self, steps: CodeSteps, sublayer: Sublayer) -> Run:
-        """The sublayer over a cache by these steps."""
+        """The sublayer with a cache of these scales."""
         on = self.device
         placed: CodeSteps = (
             steps.to(on)
@@ -154,7 +154,7 @@ class Int8Cache:
 
 
 def latent_norm(sublayer: Sublayer) -> tuple[Parameter, Parameter]:
-    """The norm of the latent, and kv_b, which alone reads it."""
+    """The norm of the latent, and kv_b, its only reader."""
     rows = {row.module: row for row in sublayer.rows}
     kv_b = next(row for row in sublayer.rows if row.projection == "kv_b")
     group = next(group for group in sublayer.groups if group.consumers == (kv_b.module,))
@@ -162,7 +162,8 @@ def latent_norm(sublayer: Sublayer) -> tuple[Parameter, Parameter]:
 
 
 def best_scale(x: Tensor, counts: Tensor) -> Tensor:
-    """The step for all of x [n, K], float32 []. counts [K]: of each channel's squared error."""
+    """The scale for all of x [n, K], float32 []. counts [K]: weight of each channel's squared
+    error."""
     largest = x.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
     steps = [_stored(largest * share / LARGEST[torch.int8]) for share in _SHARES]
     errors = torch.stack([(_errors(x, step) * counts).sum() for step in steps])
@@ -170,7 +171,7 @@ def best_scale(x: Tensor, counts: Tensor) -> Tensor:
 
 
 def best_scales(x: Tensor) -> Tensor:
-    """The step of each channel of x [n, K], float32 [K]."""
+    """The scale of each channel of x [n, K], float32 [K]."""
     largest = x.abs().amax(0).clamp(min=1e-30)
     steps = torch.stack([_stored(largest * share / LARGEST[torch.int8]) for share in _SHARES])
     errors = torch.stack([_errors(x, step) for step in steps])
@@ -178,7 +179,7 @@ def best_scales(x: Tensor) -> Tensor:
 
 
 def _stored(step: Tensor) -> Tensor:
-    """The next number that is stored, from `step` on upwards."""
+    """The smallest stored number that is at least `step`."""
     near = step.to(STORED)
     return torch.where(
         near.float() < step, torch.nextafter(near, torch.full_like(near, torch.inf)), near

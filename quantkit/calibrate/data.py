@@ -441,8 +441,8 @@ def _documents(source: str) -> list[tuple[str, Document]]:
 
 
 def _interleave_kinds(documents: list[tuple[str, Document]]) -> list[tuple[str, Document]]:
-    """One of each kind, then the next of each: a few documents hold something of everything,
-    whatever there is most of."""
+    """One of each kind, then the next of each, so that a few documents cover every kind whatever
+    there is most of."""
     met: Counter[str] = Counter()
     rounds = []
     for _, document in documents:
@@ -454,8 +454,8 @@ def _interleave_kinds(documents: list[tuple[str, Document]]) -> list[tuple[str, 
 def _foreign_scripts_last(
     documents: list[tuple[str, Document]], encoder: Encoder
 ) -> list[tuple[str, Document]]:
-    """Those last whose script the tokenizer writes nearly byte by byte: the model hardly learned
-    it, and nobody will use it there."""
+    """Documents last whose script the tokenizer encodes nearly byte by byte: the model hardly
+    learned it."""
     beginnings = [(document.text or plain(document))[:_LOOKED_AT] for _, document in documents]
     dense = [len(encoder.encode(text)) / len(text.encode()) for text in beginnings]
     foreign = [one > _FOREIGN * statistics.median(dense) for one in dense]

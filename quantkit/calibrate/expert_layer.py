@@ -1,5 +1,5 @@
-"""The routed experts of one layer on their way through a run: read a batch at a time, solved or
-found finished, written, and run."""
+"""The routed experts of one layer in a run: read in batches, quantized or found finished, written,
+and run."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -23,12 +23,12 @@ from quantkit.grids.base import Weight, dequantize
 from quantkit.models.table import GatedMlp
 
 SCALE_EXPERTS = 8
-"""Routed experts whose rows the search of the layer's scale looks at."""
+"""Routed experts whose rows the search of the layer's scale uses."""
 
 
 def expert_batch_values(device_type: str, batches: Batches) -> int:
-    """Experts are solved together up to this many weights, at least one: on a CPU as `Batches`
-    says, elsewhere 16 of R1's 256."""
+    """Experts are solved together up to this many weights, at least one: on a CPU as in `Batches`,
+    on accelerators 16 of R1's 256."""
     return batches.expert_values if device_type == "cpu" else 2**30
 
 
@@ -45,8 +45,8 @@ def expert_weights(
 
 @dataclass(frozen=True)
 class _Expert:
-    """On the rank that has read it. hidden: as `ExpertSolver.solve` returned it, where the expert
-    was solved now."""
+    """On the rank that has read it. hidden: as returned by `ExpertSolver.solve`, if the expert was
+    solved in this run."""
 
     original: ExpertWeights
     rounded: ExpertWeights
@@ -55,7 +55,7 @@ class _Expert:
 
 @dataclass(frozen=True)
 class _Path:
-    """Hidden states that an expert adds to: w [n] times `outputs` [n, H] of it, in its tokens
+    """Hidden states to which an expert adds w [n] times its `outputs` [n, H], for its tokens
     [n]."""
 
     states: HiddenStates
@@ -65,7 +65,7 @@ class _Path:
 
 
 class ExpertLayer:
-    """All experts of a layer are rounded on one grid, or none is rounded."""
+    """All experts of a layer are quantized on one grid, or none is."""
 
     def __init__(
         self,
@@ -89,15 +89,15 @@ class ExpertLayer:
         values = expert_batch_values(model.weights.device.type, batches)
         self.batches = list(expert_batches(self.experts, values))
         self.own = [batch for number, batch in enumerate(self.batches) if ranks.owns(number)]
-        """Those that this rank reads and solves."""
+        """Batches that this rank reads and solves."""
 
     def will_run(self) -> None:
-        """Have the first batch brought while what is before the experts is done."""
+        """Prefetch the first batch."""
         self._will_read(self.own[0] if self.own else [])
 
     def consumers(self, routed: RoutedTokens) -> list[Consumer]:
-        """Rows of some experts, for the group that reaches them; an expert counts by the tokens
-        that choose it."""
+        """Rows of some experts, for the group that reaches them; an expert's weight is its number
+        of tokens."""
         if self.solver is None:
             return []
         counts = routed.counts(len(self.experts))
@@ -122,8 +122,8 @@ class ExpertLayer:
         plain: RtnRun | None,
         path: ReferenceRun | None,
     ) -> None:
-        """Solve and write all experts, and add their outputs to the hidden states of both paths, of
-        plain rounding's, and of the calibration tokens on the original one."""
+        """Quantize and write all experts, and add their outputs to the hidden states of both paths,
+        of the RTN run, and of the calibration tokens on the original path."""
         self._report_routing(routed)
         solver, original = None, None if path is None else path.routed
         if self.solver is not None:
@@ -142,7 +142,7 @@ class ExpertLayer:
             own: dict[int, _Expert] = {}
             if rank < len(together):
                 originals = next(activation_quant)
-                rounded, hidden = self._written(solver, originals, read.scale)
+                rounded, hidden = self._output_weights(solver, originals, read.scale)
                 own = {
                     expert: _Expert(weights, rounded[expert], hidden.get(expert))
                     for expert, weights in originals.items()
@@ -191,8 +191,7 @@ class ExpertLayer:
         plain: RtnRun | None,
         path: ReferenceRun | None,
     ) -> "Iterator[_Path]":
-        """Of those that run through an expert: the rounded one, the original, plain rounding's, and
-        the original of calibration tokens."""
+        """The paths of an expert: quantized, original, RTN, and original on calibration tokens."""
         tokens, w = routed.of(expert)
         count = len(routed.quantized_tokens_of(expert)[0])
         yield _Path(
@@ -228,7 +227,7 @@ class ExpertLayer:
     def _outputs(
         self, expert: int, own: "_Expert | None", paths: "list[_Path]"
     ) -> Iterator[Tensor]:
-        """An expert's outputs on each of its paths, one by one; room for them where another rank
+        """An expert's outputs on each of its paths, one at a time; empty buffers if another rank
         has it."""
         for path in paths:
             if own is not None and len(path.tokens):
@@ -242,15 +241,14 @@ class ExpertLayer:
         return expert_unit(self.layer, expert)
 
     def _weights(self, expert: int) -> ExpertWeights:
-        """As the source has them."""
+        """The source's weights."""
         return self._of(
             {row.module: self.model.weights.dequantized(row) for row in self.experts[expert].rows},
             expert,
         )
 
     def _read(self) -> Iterator[dict[int, ExpertWeights]]:
-        """The original weights of each batch of this rank; those of the next are on their way from
-        the disk meanwhile."""
+        """The original weights of each batch of this rank; the next batch is prefetched."""
         for batch, following in zip(self.own, [*self.own[1:], []]):
             self.log.report("reading", self._unit(batch[0]))
             originals = {expert: self._weights(expert) for expert in batch}
@@ -260,21 +258,21 @@ class ExpertLayer:
     def _will_read(self, batch: list[int]) -> None:
         self.model.weights.will_read(row for expert in batch for row in self.experts[expert].rows)
 
-    def _written(
+    def _output_weights(
         self, solver: ExpertSolver | None, originals: Mapping[int, ExpertWeights], scale: Tensor
     ) -> tuple[dict[int, ExpertWeights], dict[int, Tensor]]:
-        """The weights of a batch of experts as the output has them."""
+        """The weights of a batch of experts as in the output."""
         return (
-            (self._kept(originals, scale), {})
+            (self._unquantized(originals, scale), {})
             if solver is None
-            else self._rounded(solver, originals)
+            else self._quantized(solver, originals)
         )
 
-    def _kept(
+    def _unquantized(
         self, originals: Mapping[int, ExpertWeights], scale: Tensor
     ) -> dict[int, ExpertWeights]:
-        """Experts that are not rounded: the source's, but for the scale [H] of what they read."""
-        kept = {}
+        """Experts that are not quantized: the source's, apart from the scale [H] of their input."""
+        unquantized = {}
         for expert, own in originals.items():
             rows = self.experts[expert]
             plain = {}
@@ -287,17 +285,17 @@ class ExpertLayer:
                 plain[row.name].float() if row.name in plain else w
                 for row, w in ((rows.gate, own.gate), (rows.up, own.up))
             )
-            kept[expert] = replace(own, gate=gate, up=up)
+            unquantized[expert] = replace(own, gate=gate, up=up)
             if not self.log.store.done(self._unit(expert)):
                 self.log.write(self._unit(expert), {}, plain, {}, owned=True)
-        return kept
+        return unquantized
 
-    def _rounded(
+    def _quantized(
         self, solver: ExpertSolver, originals: Mapping[int, ExpertWeights]
     ) -> tuple[dict[int, ExpertWeights], dict[int, Tensor]]:
-        """The rounded weights of a batch of experts: solved now, or read back where an earlier run
-        wrote them. With what
-        `ExpertSolver.solve` found their down projections to read, where it was asked."""
+        """The quantized weights of a batch of experts: solved now, or read back if an earlier run
+        wrote them; and the inputs of their down projections from `ExpertSolver.solve`, if solved
+        now."""
         # A batch is solved whole or not at all, so that its arithmetic does not depend on where an
         # earlier run stopped.
         if not all(self.log.store.done(self._unit(expert)) for expert in originals):
@@ -305,7 +303,7 @@ class ExpertLayer:
         rounded = {}
         for expert in originals:
             weights, _ = self.log.load(self._unit(expert))
-            rounded[expert] = self._read_as(
+            rounded[expert] = self._with_activation_quants(
                 weights, {module: dequantize(weight) for module, weight in weights.items()}, expert
             )
         return rounded, {}
@@ -326,13 +324,15 @@ class ExpertLayer:
             {module: getattr(one, part) for module, one in solved.items()}
             for part in ("weight", "values")
         )
-        return {expert: self._read_as(weights, values, expert) for expert in originals}, hidden
+        return {
+            expert: self._with_activation_quants(weights, values, expert) for expert in originals
+        }, hidden
 
-    def _read_as(
+    def _with_activation_quants(
         self, weights: Mapping[str, Weight], values: Mapping[str, Tensor], expert: int
     ) -> ExpertWeights:
-        """A rounded expert, as it reads its inputs. values: what the weights decode to."""
-        assert self.solver is not None, "experts that are rounded"
+        """A quantized expert with its activation quantization. values: the dequantized weights."""
+        assert self.solver is not None, "quantized experts"
         rows = self.experts[expert]
         activation_quants = self.solver.activation_quants(
             weights[rows.gate.module], weights[rows.down.module]
@@ -357,8 +357,8 @@ class ExpertLayer:
 
 
 def expert_batches(experts: Mapping[int, GatedMlp], values: int) -> Iterator[list[int]]:
-    """Experts in batches of at most `values` weights, at least one; the same whatever machine runs
-    them. Where it can be, they are as many as a power of two, so that ranks have as many each."""
+    """Experts in batches of at most `values` weights, at least one, independent of the machine; if
+    possible a power of two of them, so that ranks have equally many."""
     first = next(iter(experts.values()))
     most = max(1, values // sum(row.shape[0] * row.shape[1] for row in first.rows))
     count = 1 << (math.ceil(len(experts) / most) - 1).bit_length()

@@ -1,10 +1,10 @@
-"""The routed experts of one layer, streamed a few at a time: solved, and run on the tokens that
-chose them.
+"""The routed experts of one layer, streamed a few at a time: quantized, and run on the tokens
+routed to them.
 
 Gate and up of all experts read the same input, so one curvature serves them all. Each down
-projection has its own Hessian, of the tokens routed to its expert weighted by the square of the
-routing weight (that is what its error counts in the layer's output), blended with that of tokens of
-the whole layer: a starved expert leans on what it would see if it were asked.
+projection has its own Hessian, of the tokens routed to its expert weighted by the squared routing
+weight (the weight of its error in the layer's output), blended with that of tokens of the whole
+layer: an expert with few tokens relies on what it would compute for other tokens.
 """
 
 from collections.abc import Mapping
@@ -27,13 +27,13 @@ from quantkit.quant.gptq import Curvature
 from quantkit.quant.tensor_cores import tensor_core_products
 
 LAYER_ROWS = 512
-"""Rows of the layer's input that every expert is shown, for the shared part of its Hessian."""
+"""Rows of the layer's input used with every expert, for the shared part of its Hessian."""
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """float32 [I, H], [I, H], [H, I]. readings: how gate and up read, and how down does; `hidden`
-    and `output` are given what is read."""
+    """float32 [I, H], [I, H], [H, I]. activation_quants: of the input of gate and up, and of down;
+    `hidden` and `output` expect inputs to which they were applied."""
 
     gate: Tensor
     up: Tensor
@@ -55,7 +55,7 @@ class ExpertWeights:
         return self.gating(gate, up)
 
     def gated(self, x: Tensor) -> Tensor:
-        """[T, H] -> [T, I], what up(x) is multiplied by, where a scale can move from up to down."""
+        """[T, H] -> [T, I], the factor of up(x), if a scale can move from up to down."""
         gate = x @ self.gate.t()
         return (
             F.silu(gate, inplace=True)
@@ -79,11 +79,10 @@ class ExpertWeights:
 
 
 class ExpertSolver:
-    """Solves experts of one layer. read: their input, whose scale is folded into the layer's norm;
-    importance [H] and outputs: see `Sublayer`; original: what experts are asked by the calibration
-    tokens on the original path, where these run through it; counts [T, 1]: what an error of each
-    token counts beside its routing weight where the scales inside experts are chosen; None:
-    alike."""
+    """Quantizes experts of one layer. read: their input, whose scale is folded into the layer's
+    norm; importance [H] and outputs: see `Sublayer`; original: routing of the calibration tokens on
+    the original path, if they run through it; counts [T, 1]: weight of an error of each token in
+    addition to its routing weight, for the scales inside experts; None: uniform."""
 
     def __init__(
         self,
@@ -112,16 +111,16 @@ class ExpertSolver:
     def solve(
         self, rows: Mapping[int, GatedMlp], experts: Mapping[int, ExpertWeights]
     ) -> tuple[dict[str, LinearSolution], dict[int, Tensor]]:
-        """rows, experts: by number of the expert. Returns module -> solved, of three linears each,
-        and expert -> what its down projection then reads [n, I], for the tokens of
+        """rows, experts: by number of the expert. Returns module -> solution, of three linears
+        each, and expert -> input of its down projection [n, I], for the tokens of
         `RoutedTokens.quantized_tokens_of`.
 
-        The scale between up and down is chosen when both readers of the layer's input are rounded:
-        dividing up's rows by it changes their steps and not one code.
+        The scale between up and down is chosen after both readers of the layer's input are
+        quantized: dividing up's rows by it changes their scales, but none of their codes.
         """
         solved = self._solve_readers(rows, experts)
-        asked = [
-            self._ask(
+        runs = [
+            self._run_expert(
                 number,
                 replace(
                     weights,
@@ -131,28 +130,31 @@ class ExpertSolver:
             )
             for number, weights in experts.items()
         ]
-        hessian = torch.stack([one.hessian for one in asked])
-        curvature, shown = self.solver.curvature(hessian), [one.shown for one in asked]
-        aimed = self._aimed_downs(experts, asked, curvature)
+        hessian = torch.stack([one.hessian for one in runs])
+        curvature, samples_of_down = (
+            self.solver.curvature(hessian),
+            [one.samples_of_down for one in runs],
+        )
+        downs_to_solve = self._drift_corrected_downs(experts, runs, curvature)
         inner = self._inner_scales(
             [solved[rows[number].up.module] for number in experts],
             experts,
             curvature,
             hessian,
-            shown,
+            samples_of_down,
         )
         hidden, downs, samples, largest = {}, {}, [], dict[str, Tensor]()
         for (number, weights), s in zip(experts.items(), inner):
             up = rows[number].up.module
             weight = solved[up].weight.divide_rows(s, self.solver.scale_dtype)
             solved[up] = replace(solved[up], weight=weight, values=weight.dequantize())
-            one = asked.pop(0)
+            one = runs.pop(0)
             of_layer, count = one.of_layer, one.fitted
             hidden[number] = (
-                self._divided(one, solved[up].values, s) if weights.scales_inside else one.hidden
+                self._rescaled(one, solved[up].values, s) if weights.scales_inside else one.hidden
             )
             down = rows[number].down.module
-            downs[down] = aimed[number] * s
+            downs[down] = downs_to_solve[number] * s
             largest[down] = torch.cat([hidden[number][:count], of_layer / s]).abs().amax()
             samples.append(hidden[number][count:] if len(hidden[number]) > count else of_layer / s)
         solved_downs = self.solver.solve_batch(
@@ -179,8 +181,8 @@ class ExpertSolver:
             for module, one in solved.items()
         }
 
-    def _ask(self, expert: int, weights: ExpertWeights) -> "_Asked":
-        """Run gate and up, rounded, for the expert's tokens."""
+    def _run_expert(self, expert: int, weights: ExpertWeights) -> "_ExpertRun":
+        """Run gate and up, quantized, for the expert's tokens."""
         tokens, w, fitted = self.routed.quantized_tokens_of(expert)
         x = self.activation_quant(self.routed.x[tokens].div_(self.read.scale))
         of_layer = weights.hidden(self.layer_rows)
@@ -190,27 +192,29 @@ class ExpertSolver:
         else:
             gated = hidden = weights.hidden(x)
         own = hidden[:fitted], w[:fitted], of_layer
-        shown = (
-            self._shown(*own)
+        samples_of_down = (
+            self._sample(*own)
             if self.counts is None
-            else self._shown(*self._counted(self.counts, tokens[:fitted], *own))
+            else self._sample(*self._with_token_weights(self.counts, tokens[:fitted], *own))
         )
-        return _Asked(x, gated, hidden, of_layer, self._down_hessian(*own), shown, fitted)
+        return _ExpertRun(
+            x, gated, hidden, of_layer, self._down_hessian(*own), samples_of_down, fitted
+        )
 
-    def _counted(
+    def _with_token_weights(
         self, counts: Tensor, tokens: Tensor, hidden: Tensor, w: Tensor, of_layer: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `_shown` is given, each token as it counts."""
+        """Arguments of `_sample`, with token weights."""
         return hidden, w * counts[tokens, 0], of_layer * _of_layer(counts[: self.routed.fitted])
 
-    def _aimed_downs(
-        self, experts: Mapping[int, ExpertWeights], asked: "list[_Asked]", curvature: Curvature
+    def _drift_corrected_downs(
+        self, experts: Mapping[int, ExpertWeights], runs: "list[_ExpertRun]", curvature: Curvature
     ) -> dict[int, Tensor]:
-        """What is rounded in place of the down projections, by expert: see drift.py."""
+        """The down projections corrected for drift, by expert."""
         if self.original is None:
             return {number: weights.down for number, weights in experts.items()}
         changes, lost, gained = [], [], []
-        for (number, weights), one in zip(experts.items(), asked):
+        for (number, weights), one in zip(experts.items(), runs):
             tokens, w, fitted = self.routed.quantized_tokens_of(number)
             own = weights.hidden(self.original.x[tokens[:fitted]]), one.hidden[:fitted], w[:fitted]
             layer = weights.hidden(_of_layer(self.original.x)), one.of_layer
@@ -218,7 +222,7 @@ class ExpertSolver:
                 weights.down @ expert_drift(*own, layer, self.solver.recipe.min_expert_tokens)
             )
         change = curvature.solved(torch.stack(changes))
-        for (number, weights), one, own_change in zip(experts.items(), asked, change):
+        for (number, weights), one, own_change in zip(experts.items(), runs, change):
             tokens, w, fitted = self.routed.quantized_tokens_of(number)
             o = weights.hidden(
                 self.routed.x[tokens[fitted:] - self.routed.fitted + self.routed.quantized]
@@ -231,14 +235,13 @@ class ExpertSolver:
             for (number, weights), own in zip(experts.items(), change)
         }
 
-    def _divided(self, asked: "_Asked", up: Tensor, scale: Tensor) -> Tensor:
-        """What the down projection reads when up's rows are divided by `scale`, in the memory of
-        what it read before."""
+    def _rescaled(self, runs: "_ExpertRun", up: Tensor, scale: Tensor) -> Tensor:
+        """Input of the down projection after up's rows are divided by `scale`, in place."""
         if self.exact:
-            return asked.hidden.div_(scale)
-        # Steps were rounded to what is stored: what is read back later must give the same to the
-        # last bit.
-        return torch.mul(asked.gated, asked.x @ up.t(), out=asked.hidden)
+            return runs.hidden.div_(scale)
+        # Scales were rounded to what is stored: the weights read back later must give the same
+        # bits.
+        return torch.mul(runs.gated, runs.x @ up.t(), out=runs.hidden)
 
     def _inner_scales(
         self,
@@ -246,10 +249,10 @@ class ExpertSolver:
         experts: Mapping[int, ExpertWeights],
         curvature: Curvature,
         hessian: Tensor,
-        shown: list[Tensor],
+        samples_of_down: list[Tensor],
     ) -> Tensor:
-        """Scales between up and down of every expert, [B, I]. curvature, hessian and shown: of what
-        down reads, unscaled."""
+        """Scales between up and down of every expert, [B, I]. curvature, hessian and samples_of_down: of
+        down's unscaled input."""
         scaled = {"awq", "smooth"} & set(self.solver.methods) and all(
             weights.scales_inside for weights in experts.values()
         )
@@ -260,15 +263,15 @@ class ExpertSolver:
         importance = (
             None if self.importance is None else sample_rows(self.importance[:, None], count)[:, 0]
         )
-        sample = torch.stack(shown)
+        sample = torch.stack(samples_of_down)
         consumers = [Consumer(rows, 1.0, self.solver, importance)]
         inputs = InputStatistics(hessian, sample.abs().amax(-2), sample, sample)
         scale = choose_scale(self.solver, consumers, curvature, inputs, self.exact)
-        return torch.stack([self._within_reach(s, up) for s, up in zip(scale, ups)])
+        return torch.stack([self._clamped(s, up) for s, up in zip(scale, ups)])
 
-    def _within_reach(self, scale: Tensor, up: LinearSolution) -> Tensor:
-        """The scale [I], times one power of two where that is needed, and then limited to what up's
-        stored steps can take."""
+    def _clamped(self, scale: Tensor, up: LinearSolution) -> Tensor:
+        """The scale [I], multiplied by one power of two if needed, then clamped to what up's stored
+        scales allow."""
         least, largest = up.weight.divisor_range(self.solver.scale_dtype)
         raised = scale * (least / scale).amax().clamp(min=1).log2().ceil().exp2()
         return torch.minimum(torch.maximum(raised, least), largest)
@@ -283,15 +286,18 @@ class ExpertSolver:
         )
         return (own.t() @ own).addmm_(shared.t(), shared).div_(max(len(own) + blend, 1))
 
-    def _shown(self, hidden: Tensor, w: Tensor, of_layer: Tensor) -> Tensor:
-        """Rows [R, I] of what down reads, the expert's own and the layer's in the Hessian's
-        proportion, each times what it counts there."""
+    def _sample(self, hidden: Tensor, w: Tensor, of_layer: Tensor) -> Tensor:
+        """Rows [R, I] of down's input, the expert's own and the layer's in the Hessian's
+        proportion, each multiplied by its weight there."""
         count = len(of_layer)
         own = min(
             len(hidden),
             round(count * len(hidden) / max(len(hidden) + self.solver.recipe.min_expert_tokens, 1)),
         )
-        picked, others = _evenly(len(hidden), own, w.device), _evenly(count, count - own, w.device)
+        picked, others = (
+            _evenly_spaced(len(hidden), own, w.device),
+            _evenly_spaced(count, count - own, w.device),
+        )
         return torch.cat(
             [hidden[picked] * w[picked, None], of_layer[others] * _mean_square(w).sqrt()]
         )
@@ -303,23 +309,23 @@ def _of_layer(x: Tensor) -> Tensor:
 
 
 def _mean_square(w: Tensor) -> Tensor:
-    """What a row of the layer counts among an expert's own, whose routing weights are w [n]."""
+    """Weight of a row of the layer among an expert's own, whose routing weights are w [n]."""
     return w.square().mean() if len(w) else torch.ones((), device=w.device)
 
 
-def _evenly(length: int, count: int, device: torch.device) -> Tensor:
-    """`count` numbers below `length`, evenly spaced."""
+def _evenly_spaced(length: int, count: int, device: torch.device) -> Tensor:
+    """`count` evenly spaced numbers below `length`."""
     return torch.arange(count, device=device) * length // max(count, 1)
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """One expert on its n tokens, of which the first `fitted` are calibration, and on R rows of the
-    layer.
+class _ExpertRun:
+    """One expert's activations on its n tokens, the first `fitted` of which are calibration, and on
+    R rows of the layer.
 
-    x [n, H]: its input, scaled. gated [n, I]: f(gate(x)), where a scale can move inside; hidden [n,
-    I]: what down reads. of_layer [R, I]: that of the rows. hessian [I, I]: of what down reads.
-    shown [R, I]: rows that stand for it.
+    x [n, H]: its input, scaled. gated [n, I]: f(gate(x)), if a scale can move inside; hidden [n,
+    I]: input of down. of_layer [R, I]: the same for the layer's rows. hessian [I, I]: of down's
+    input. samples_of_down [R, I]: rows of it.
     """
 
     x: Tensor
@@ -327,7 +333,7 @@ class _Asked:
     hidden: Tensor
     of_layer: Tensor
     hessian: Tensor
-    shown: Tensor
+    samples_of_down: Tensor
     fitted: int
 
 
@@ -335,9 +341,10 @@ class _Asked:
 def quantized_outputs(
     routed: RoutedTokens, expert: int, rounded: ExpertWeights, scale: Tensor, hidden: Tensor | None
 ) -> Tensor:
-    """One rounded expert's outputs [n, H], unweighted, for the tokens of `RoutedTokens.quantized_tokens_of`.
+    """One quantized expert's outputs [n, H], unweighted, for the tokens of
+    `RoutedTokens.quantized_tokens_of`.
 
-    hidden: what `ExpertSolver.solve` returned, for an expert that was solved in this run.
+    hidden: as returned by `ExpertSolver.solve`, for an expert solved in this run.
     """
     before, between = rounded.activation_quants
     if hidden is None:
@@ -347,6 +354,6 @@ def quantized_outputs(
 
 
 def add_weighted(states: HiddenStates, tokens: Tensor, outputs: Tensor, w: Tensor) -> None:
-    """Add an expert's outputs [n, H], which are used up, times w [n] to the hidden states of tokens
-    [n], in their first H channels."""
+    """Add an expert's outputs [n, H], which are overwritten, times w [n] to the hidden states of
+    tokens [n], in their first H channels."""
     states.hidden[:, : outputs.shape[1]].index_add_(0, tokens, outputs.mul_(w[:, None]))

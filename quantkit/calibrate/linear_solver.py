@@ -2,8 +2,8 @@
 
 Linears that read the same input are solved as one stack of rows: their curvature is factored once,
 however many experts there are. Linears with inputs of their own (the experts' down projections) are
-solved as one batch. Where it is known what an error in each output costs, rows make up for rows
-too, and plain rounding is judged by that cost.
+solved as one batch. With a known output cost, rows compensate for rows as well, and
+round-to-nearest is compared by that cost.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -37,14 +37,13 @@ from quantkit.quant.tensor_cores import tensor_core_products
 NO_COSTS: Mapping[str, Curvature] = {}
 NO_SOLUTIONS: Mapping[str, tuple[Tensor, Scales]] = {}
 JUDGED_OUTPUTS = 512
-"""Directions of a linear's outputs that its error is judged in, where their cost is known."""
+"""Directions of a linear's outputs in which its error is evaluated if their cost is known."""
 
 
 @dataclass(frozen=True)
 class LinearResult:
-    """What is kept of one linear. error: squared output error over squared output, on held-out
-    inputs (NaN where there were none).
-    method: what made it."""
+    """What is kept of one linear. error: squared output error over squared output on held-out
+    inputs (NaN without any). method: what quantized it."""
 
     weight: QuantizedWeight
     error: float
@@ -53,7 +52,7 @@ class LinearResult:
 
 @dataclass(frozen=True)
 class LinearSolution:
-    """One linear, rounded. values float32 [N, K]: what `weight` decodes to. error, method: see
+    """One quantized linear. values float32 [N, K]: the dequantized `weight`. error, method: see
     `LinearResult`."""
 
     weight: QuantizedWeight
@@ -68,8 +67,8 @@ class LinearSolution:
 
 
 class LinearSolver:
-    """Applies one recipe. `methods` decides whether weights are compensated or rounded to nearest.
-    activation_bits: what the inputs of rounded linears will have in the quantized model."""
+    """Quantizes linears to one grid by one recipe. `methods` decides whether weights are
+    compensated or rounded to nearest. activation_bits: of the inputs of quantized linears."""
 
     def __init__(
         self,
@@ -114,14 +113,14 @@ class LinearSolver:
     def activation_quants(
         self, inside: Weight | None = None, after: Weight | None = None
     ) -> "tuple[ActivationQuant, ActivationQuant]":
-        """How an expert reads the layer's input, and its down projection what is between. The
-        rounded linears tell divisors."""
+        """Activation quantization of an expert's input and of its down projection's; the quantized
+        linears hold the input divisors."""
         return ActivationQuant.of(inside, self.activation_bits), ActivationQuant.of(
             after, self.activation_bits
         )
 
     def with_input_divisor(self, solved: LinearSolution, largest: Tensor) -> LinearSolution:
-        """With the divisor of its inputs, where they are rounded to NVFP4. largest: their largest
+        """With the divisor of its inputs if they are quantized to NVFP4. largest: their largest
         magnitude, float32 []."""
         if self.activation_bits != 4:
             return solved
@@ -129,13 +128,13 @@ class LinearSolver:
         return replace(solved, weight=weight)
 
     def curvature(self, mean_hessian: Tensor) -> Curvature:
-        """As `input_curvature`, of this recipe."""
+        """As `input_curvature`, by this recipe."""
         return input_curvature(mean_hessian, self.recipe)
 
     def losses(self, w: Tensor, scale: Tensor, amax: Tensor, curvature: Curvature) -> Tensor:
-        """Loss of every row [C, ..., N] if W s were rounded by this recipe, with plain steps, for
-        inputs divided by s: what a scale search compares. W [..., N, K], scale [C, ..., K], amax
-        [C, ..., N] as for `rounder`."""
+        """Loss of every row [C, ..., N] if W s were quantized by this recipe with unfitted scales,
+        for inputs divided by s: what a scale search compares. W [..., N, K], scale [C, ..., K],
+        amax [C, ..., N]."""
         quantizer = self.quantizer(amax, fit=False)
         if self.compensates:
             return scaled_losses(w, scale, curvature, quantizer)
@@ -159,40 +158,38 @@ class LinearSolver:
         ranks: Ranks | None = None,
     ) -> dict[str, LinearSolution]:
         """Linears [N_i, K] that read one input. fused: module -> name shared by siblings with one
-        FP4 global scale; sample [S, K];
-        outputs: what an error in the outputs of a linear costs, see `compensate_both`, where it is
-        known and the recipe compensates;
-        ranks: who share these linears out, and all get the same."""
+        FP4 global scale; sample [S, K]; outputs: cost of an error in a linear's outputs, see
+        `compensate_both`, if known and the recipe compensates; ranks: divide these linears, and all
+        get the same result."""
         amax = self._amax(weights, fused)
-        told = {module: w for module, w in weights.items() if module in outputs}
+        weighted = {module: w for module, w in weights.items() if module in outputs}
         others = {module: w for module, w in weights.items() if module not in outputs}
-        both = self._rounded_both(told, amax, curvature, outputs, ranks or Ranks())
+        both = self._solve_weighted(weighted, amax, curvature, outputs, ranks or Ranks())
         solved: dict[str, LinearSolution] = {}
-        for module, w in told.items():
+        for module, w in weighted.items():
             solved |= self._solve_rows(
                 {module: w}, amax, curvature, sample, outputs[module], {module: both.pop(module)}
             )
         return solved | (self._solve_rows(others, amax, curvature, sample) if others else {})
 
-    def _rounded_both(
+    def _solve_weighted(
         self,
-        told: dict[str, Tensor],
+        linears: dict[str, Tensor],
         amax: dict[str, Tensor],
         curvature: Curvature,
         outputs: Mapping[str, Curvature],
         ranks: Ranks,
     ) -> dict[str, tuple[Tensor, Scales]]:
-        """Values and steps of linears whose errors are weighed on both sides, each solved by one
-        rank."""
+        """Values and scales of linears with an output cost, each solved by one rank."""
         found: dict[str, tuple[Tensor, Scales]] = {}
-        for number, (module, w) in enumerate(told.items()):
+        for number, (module, w) in enumerate(linears.items()):
             quantizer = self.quantizer(amax[module])
             if ranks.owns(number):
                 most = _most_rows(w, self.piece_values)
                 found[module] = compensate_both(
                     w, curvature, outputs[module], quantizer, most, self.descent
                 )
-            else:  # room for what comes
+            else:  # receives the result
                 found[module] = (
                     w.new_empty(w.shape),
                     fit_scales(w, quantizer, curvature.conditional),
@@ -214,7 +211,7 @@ class LinearSolver:
         outputs: Curvature | None = None,
         both: Mapping[str, tuple[Tensor, Scales]] = NO_SOLUTIONS,
     ) -> dict[str, LinearSolution]:
-        """Some linears of a stack, whose largest weights are known. both: values and steps where
+        """Some linears of a stack, given their largest weights. both: values and scales, if
         `outputs` is given."""
         judge = None if outputs is None else sample_output_directions(outputs, JUDGED_OUTPUTS)
         parts: dict[str, list[_Part]] = {module: [] for module in weights}
@@ -234,10 +231,10 @@ class LinearSolver:
             for (module, rows), w in zip(piece, stacked):
                 own = slice(start, start + len(w))
                 start += len(w)
-                told = _told(
+                errors = _errors(
                     w, (values[own], nearest[own]), sample, None if judge is None else judge[rows]
                 )
-                parts[module].append(_Part(values[own], _rows(scales, own), *told))
+                parts[module].append(_Part(values[own], _rows(scales, own), *errors))
         return {
             module: self._finish(w, parts.pop(module), amax[module])
             for module, w in weights.items()
@@ -271,7 +268,7 @@ class LinearSolver:
                     _Part(
                         values[i],
                         _rows(scales, i),
-                        *_told(w, (values[i], nearest[i]), samples[i], judge),
+                        *_errors(w, (values[i], nearest[i]), samples[i], judge),
                     )
                 ],
                 amax[i],
@@ -282,7 +279,7 @@ class LinearSolver:
     def solve_rtn(
         self, weights: dict[str, Tensor], fused: dict[str, str]
     ) -> dict[str, LinearSolution]:
-        """Linears rounded one by one without any statistics; their errors are those of the weights
+        """Linears rounded to nearest without statistics; their errors are those of the weights
         themselves."""
         amax = self._amax(weights, fused)
         solved = {}
@@ -296,7 +293,7 @@ class LinearSolver:
         return solved
 
     def rtn_values(self, weights: dict[str, Tensor], fused: dict[str, str]) -> dict[str, Tensor]:
-        """Linears rounded to steps from their plain extremes, as values alone."""
+        """Linears rounded to nearest with unfitted scales, as values only."""
         amax = self._amax(weights, fused)
         return {
             module: round_to_nearest(w, self.quantizer(amax[module], fit=False))[0]
@@ -312,22 +309,22 @@ class LinearSolver:
         return {module: shared[fused.get(module, module)] for module in weights}
 
     def _round(self, w: Tensor, amax: Tensor, curvature: Curvature) -> tuple[Tensor, Scales]:
-        """Values and steps by this recipe."""
+        """Values and scales by this recipe."""
         if self.compensates:
             result = compensate(w, curvature, self.quantizer(amax), self.descent)
             return result.values, result.scales
         return round_to_nearest(w, self.quantizer(amax), curvature.diagonal)
 
     def _finish(self, w: Tensor, parts: "list[_Part]", amax: Tensor) -> LinearSolution:
-        """One linear from its rows. Plain rounding is kept where the method clearly loses to it on
-        held-out inputs."""
+        """One linear from its rows; round-to-nearest if the method clearly loses to it on held-out
+        inputs."""
         method = "+".join(self.methods) or "nearest"
-        whole, own, plain = torch.stack([part.squares for part in parts]).sum(0)
+        whole, own, rtn = torch.stack([part.squares for part in parts]).sum(0)
         costs = [part.judged for part in parts if part.judged is not None]
         kept = own
-        if _exceeds(*(torch.stack(costs).sum(0).square_().sum(1) if costs else (own, plain))):
+        if _exceeds(*(torch.stack(costs).sum(0).square_().sum(1) if costs else (own, rtn))):
             values, scales = round_to_nearest(w, self.quantizer(amax, fit=False))
-            kept, method = plain, "nearest"
+            kept, method = rtn, "nearest"
         else:
             values, scales = (
                 _cat([part.values for part in parts]),
@@ -338,8 +335,8 @@ class LinearSolver:
 
 
 def input_curvature(mean_hessian: Tensor, recipe: Recipe) -> Curvature:
-    """mean_hessian float32 [..., K, K], per token; with a leading dimension, of the few tokens of
-    routed experts."""
+    """mean_hessian float32 [..., K, K], per token; a leading dimension stands for routed experts,
+    which have few tokens."""
     if mean_hessian.dim() == 2:
         return Curvature.of(mean_hessian, recipe.damping)
     return Curvature.of(mean_hessian, recipe.expert_damping, recipe.expert_shrinkage)
@@ -347,7 +344,7 @@ def input_curvature(mean_hessian: Tensor, recipe: Recipe) -> Curvature:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some rows of a linear, rounded. squares, judged: see `_told`."""
+    """Some rows of a linear, rounded. squares, judged: see `_errors`."""
 
     values: Tensor
     scales: Scales
@@ -355,7 +352,7 @@ class _Part:
     judged: Tensor | None
 
 
-def _told(
+def _errors(
     w: Tensor, candidates: tuple[Tensor, ...], sample: Tensor, judge: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """What some rows of W tell of candidates Q. For each row x of `sample` [S, K]: ||W x||^2, then ||(W - Q) x||^2 of every candidate,
@@ -367,15 +364,14 @@ def _told(
 
 
 def _exceeds(a: Tensor, b: Tensor) -> bool:
-    """Whether a [S] is larger than b on average, by more than chance makes it: two standard errors
-    of the mean difference."""
+    """Whether a [S] is significantly larger than b on average: by two standard errors of the mean
+    difference."""
     difference = a - b
     return len(a) > 1 and float(difference.mean()) > 2 * float(difference.std()) / len(a) ** 0.5
 
 
 def _most_rows(w: Tensor, values: int) -> int:
-    """Rows of W to be solved together: all; on a CPU, where memory is short and nothing is gained,
-    a few."""
+    """Rows of W to be solved together: all; on a CPU, where memory is short, a few."""
     return max(1, values // w.shape[1]) if w.device.type == "cpu" else len(w)
 
 
@@ -391,7 +387,7 @@ def _pieces(weights: dict[str, Tensor], values: int) -> Iterator[list[tuple[str,
 
 
 def _cat(parts: list[Tensor]) -> Tensor:
-    """Rows of them all; of a single one no copy."""
+    """Concatenated rows; a single part is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -405,8 +401,8 @@ def _rows(scales: Scales, rows: slice | int) -> Scales:
 
 
 class SolverTable:
-    """One recipe on each grid. grid_of: of a module that is rounded. format: tells what its scales
-    and inputs are stored and read in."""
+    """The solver of every linear of one output, whose linears may be on several grids. grid_of: of
+    a module to quantize. format: determines the dtype of scales and the activation bits."""
 
     def __init__(
         self,
@@ -430,11 +426,11 @@ class SolverTable:
         return "gptq" in self.methods
 
     def of(self, module: str) -> LinearSolver:
-        """What rounds this linear."""
+        """The solver of this linear."""
         return self.on(self.grid_of(module))
 
     def on(self, grid: Grid) -> LinearSolver:
-        """What rounds to this grid; the same object for all linears on it."""
+        """The solver of this grid; the same object for all linears on it."""
         if grid not in self._by_grid:
             scale_dtype, bits = (
                 self.format.scale_dtype_of(grid),
@@ -446,7 +442,7 @@ class SolverTable:
         return self._by_grid[grid]
 
     def by_solver(self, modules: Collection[str]) -> dict[LinearSolver, list[str]]:
-        """The modules by what rounds them, in their order."""
+        """The modules by their solver, in their order."""
         found: dict[LinearSolver, list[str]] = {}
         for module in modules:
             found.setdefault(self.of(module), []).append(module)
@@ -455,7 +451,8 @@ class SolverTable:
     def activation_quants(
         self, modules: Collection[str], weights: Mapping[str, Weight] | None = None
     ) -> dict[str, ActivationQuant]:
-        """Of these, those that round what they read, and how. weights: rounded ones, by module."""
+        """Activation quantization of those modules that have it. weights: quantized ones, by
+        module."""
         bits = {module: self.of(module).activation_bits for module in modules}
         return {
             module: ActivationQuant.of((weights or {}).get(module), own)

@@ -1,13 +1,17 @@
-"""What an error in the residual stream costs, in closed form: M [H, H], of which
-`quantkit.quant.two_sided` makes use.
+"""The cost M [H, H] of an error in the residual stream, used by `compensate_both`, and the KL of
+the next token.
 
-Half of it is the cost to those who read the stream next: for a reader W behind a norm of gain g, D
-= diag(g), an error e gives an output
-error W D e, as a share of what W D gives for random inputs; so each adds D W^T W D / ||W D||^2, and all count alike, the router too.
-The other half is the Fisher information of the next token, as the stream would predict it if no
-layer followed: the mean of g g^T, g the gradient of log p(y) by the stream through the last norm
-and the head, y drawn from p (arXiv 2505.22988 takes it by backpropagation through all of the model,
-which a model that is streamed layer by layer does not have).
+Half of the cost is that to the next readers of the stream: for a reader W after a norm of gain g, D
+= diag(g), an error e gives the output error W D e, relative to what W D gives for random inputs; so
+each adds D W^T W D / ||W D||^2, and all have the same weight, the router too. The other half is the
+Fisher information of the next token, as the stream would predict it if no layer followed: the mean
+of g g^T, g the gradient of log p(y) with respect to the stream through the final norm and the head,
+y drawn from p (arXiv 2505.22988 obtains it by backpropagation through the whole model, which a
+model streamed layer by layer does not allow).
+
+The head of R1 is 129,280 rows of 7168, so neither it nor the logits of all tokens are held whole.
+One pass over blocks of the vocabulary keeps, for every token, the largest logit so far and the sums
+relative to it, rescaled when a larger one comes (arXiv 1805.02867).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +27,7 @@ from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.quant.tensor_cores import tensor_core_products
 
 BLOCK_ROWS = 4096
-"""Rows of the head that are read and multiplied at a time: 117 MB in float32 for R1."""
+"""Rows of the head read and multiplied at a time: 117 MB in float32 for R1."""
 JUDGED_TOKENS = 1024
 
 
@@ -38,8 +42,8 @@ def products(of_rows: Tensor, first: int) -> Tensor:
 
 @dataclass(frozen=True)
 class NextTokenKl:
-    """tokens: how many were looked at. kl: mean over them of KL(original || quantized), nats. top1_agree: share with the same argmax
-    next token."""
+    """tokens: how many were compared. kl: mean over them of KL(original || quantized), nats.
+    top1_agree: share with the same most likely next token."""
 
     tokens: int
     kl: float
@@ -49,15 +53,15 @@ class NextTokenKl:
 def compare_next_tokens(
     original: Tensor, quantized: Tensor, head: Iterable[Tensor], logits: Logits = products
 ) -> NextTokenKl:
-    """original, quantized float32 [T, H]: of the same tokens, after the final norm. head: its rows,
-    in blocks float32 [R, H]. logits: what the model makes of products with them."""
+    """original, quantized float32 [T, H]: hidden states of the same tokens after the final norm.
+    head: its rows, in blocks float32 [R, H]. logits: from products with them to logits."""
     return compare_paths(original, [quantized], head, logits)[0]
 
 
 def compare_paths(
     original: Tensor, others: Sequence[Tensor], head: Iterable[Tensor], logits: Logits = products
 ) -> list[NextTokenKl]:
-    """The same for several paths, each against the original, in one pass over the head."""
+    """The same for several paths, each compared with the original, in one pass over the head."""
     p, paths = (
         Softmax(len(original), original.device),
         [Softmax(len(original), original.device) for _ in others],
@@ -87,8 +91,8 @@ def compare_paths(
 
 
 class Softmax:
-    """Of T tokens, over the `seen` first logits: largest [T], its place [T], and total [T], the sum
-    of exp(logit - largest)."""
+    """Online softmax of T tokens over the `offset` first logits: largest [T], argmax [T], and total
+    [T], the sum of exp(logit - largest)."""
 
     def __init__(self, tokens: int, device: torch.device) -> None:
         self.largest = torch.full((tokens,), -torch.inf, device=device)
@@ -97,8 +101,8 @@ class Softmax:
         self.offset = 0
 
     def update(self, logits: Tensor) -> Tensor:
-        """The next logits [T, R]. Returns what sums under the old largest are to be multiplied by,
-        float64 [T]."""
+        """Add the next logits [T, R]. Returns the factor that rescales sums relative to the
+        previous largest, float64 [T]."""
         largest, place = logits.max(-1)
         self.argmax = torch.where(largest > self.largest, place + self.offset, self.argmax)
         largest = torch.maximum(largest, self.largest)
@@ -114,19 +118,20 @@ class Softmax:
 
 
 READ_NORMS = 2
-"""Norms whose readers count: with one, KL rises by 40 % on tiny-r1; a third changes nothing."""
+"""Norms whose readers count: with one, KL increases by 40 % on tiny-r1; a third changes nothing."""
 HEAD_TOKENS = 1024
 DRAWS = 4
 """Next tokens drawn for each of HEAD_TOKENS tokens."""
 
 
 def cost_to_readers(readers: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """Sum over (gain [H], W [N_i, H]) of D W^T W D / ||W D||^2, of trace 1 each; scaled to trace 1. None without readers."""
+    """Sum over (gain [H], W [N_i, H]) of D W^T W D / ||W D||^2, of trace 1 each; scaled to trace 1.
+    None without readers."""
     total, count = None, 0
     for gain, w in readers:
-        seen = w * gain
-        seen /= seen.square().sum().sqrt().clamp(min=1e-30)
-        total = seen.t() @ seen if total is None else total.addmm_(seen.t(), seen)
+        scaled = w * gain
+        scaled /= scaled.square().sum().sqrt().clamp(min=1e-30)
+        total = scaled.t() @ scaled if total is None else total.addmm_(scaled.t(), scaled)
         count += 1
     return None if total is None else total.div_(count)
 
@@ -141,11 +146,11 @@ def cost_to_next_token(
     """Fisher information [H, H] of the next token at the residual stream `hidden` float32 [T, H],
     scaled to trace 1.
 
-    gain [H], eps: of the last norm; head: its rows, in blocks float32 [R, H]. One pass over them
-    keeps the mean row under p and the drawn
-    rows: the largest of logit + Gumbel noise is a draw from the softmax. ends: of a model whose
-    last norm is no RMSNorm, or whose logits are not the products themselves; that these are bent,
-    as by a cap, is left out of the gradient.
+    gain [H], eps: of the final norm; head: its rows, in blocks float32 [R, H]. One pass over them
+    keeps the mean row under p and the drawn rows: the largest of logit + Gumbel noise is a draw
+    from the softmax. embed_and_head: of a model whose final norm is not an RMSNorm, or whose logits
+    are not the products themselves; a nonlinearity of the logits, such as a cap, is neglected in
+    the gradient.
     """
     x = rms_norm(hidden, gain, eps) if embed_and_head is None else embed_and_head.final_norm(hidden)
     centred = embed_and_head is not None and embed_and_head.centred
@@ -182,9 +187,9 @@ def cost_to_next_token(
 
 
 class ResidualStream:
-    """Who reads the residual stream of one model. groups: those of its decoder layers, in the order
-    of the forward pass. norm: the last one; None where the model's last operation is none, and
-    nothing is known of the cost then."""
+    """The readers of one model's residual stream. groups: those of its decoder layers, in forward
+    order. norm: the final one; None if the model does not end with one, and the cost is then
+    unknown."""
 
     def __init__(
         self,
@@ -207,8 +212,9 @@ class ResidualStream:
         ]
 
     def squared_gain(self, layer: int) -> Tensor | None:
-        """Of the norm that reads the stream after a decoder layer, [H]. A channel it all but
-        ignores may hold the largest values of all, and an error there costs next to nothing."""
+        """Squared gain of the norm that reads the stream after a decoder layer, [H]. A channel with
+        almost no gain may hold the largest values of all, and an error there costs almost
+        nothing."""
         following = (
             row
             for row in self.by_module.values()
@@ -222,9 +228,9 @@ class ResidualStream:
 
     @tensor_core_products()
     def cost(self, sublayer: Sequence[Parameter], hidden: Tensor, eps: float) -> Tensor:
-        """Of an error in what the sublayer with these parameters writes, [H, H]. hidden float32 [T,
-        H]: the stream before it. Where none of its norms is known to read the stream, the next
-        token alone counts."""
+        """Cost of an error in what the sublayer with these parameters writes, [H, H]. hidden
+        float32 [T, H]: the stream before it. If none of its norms is known to read the stream, only
+        the next token counts."""
         assert self.norm is not None, "no norm at the end of the stack"
         some = hidden[:: max(1, len(hidden) // HEAD_TOKENS)][:HEAD_TOKENS]
         cost = cost_to_next_token(
@@ -251,13 +257,13 @@ class ResidualStream:
             if row.role == "norm" and row.shape == self.norm.shape and row.module not in producers:
                 gain = self.source.gain(
                     row
-                )  # of a norm between what the sublayer writes and the stream
+                )  # of a norm between the sublayer's output and the stream
                 cost.mul_(gain).mul_(gain[:, None])
         return cost
 
     def _weights(self, groups: Sequence[ScaleGroup]) -> Iterator[tuple[Tensor, Tensor]]:
-        """(gain, weight) of the readers behind these norms. The first routed expert stands for all
-        where none is shared."""
+        """(gain, weight) of the readers after these norms. The first routed expert represents all
+        if none is shared."""
         for group in groups:
             gain = self.source.gain(self.by_module[group.producer])
             rows = [self.by_module[module] for module in group.consumers]

@@ -1,5 +1,12 @@
-"""A sublayer's second value: the scale of every group, and the proof that folding them changes
-nothing."""
+"""The scale of every group of a sublayer: candidates are compared, the best is folded, and the
+folding is verified.
+
+A candidate is evaluated by its effect: a sample of the consumers' rows is quantized, compensated if
+the recipe compensates, and the losses relative to each consumer's own output are added up. With
+activations of 8 or 4 bits, their quantization error is added; for 8 bits on some thousand rows, as
+the few with large values make up most of it. The identity is always among the candidates, so no
+group becomes worse than without scales.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,18 +39,16 @@ from quantkit.quant.smooth import activation_loss, smoothing_candidates
 from quantkit.quant.tensor_cores import tensor_core_products
 
 BATCH_VALUES = {"cpu": 2**22}
-"""Weights that the search rounds at a time, over all candidates, by kind of device: accelerators
-want more."""
+"""Weights that the search quantizes at a time, over all candidates, by device type; accelerators
+use ACCELERATOR_VALUES."""
 ACCELERATOR_VALUES = 2**28
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """rows float32 [..., n, K]: a sample of a consumer's weight. share: what its relative loss
-    counts. solver: what rounds it.
-
-    importance [n]: what a squared error in the output of each row counts; alike without.
-    """
+    """rows float32 [..., n, K]: a sample of a consumer's weight. share: weight of its relative
+    loss. solver: quantizes it. importance [n]: weight of a squared error in each row's output;
+    uniform if None."""
 
     rows: Tensor
     share: float
@@ -51,8 +56,8 @@ class Consumer:
     importance: Tensor | None = None
 
     def row_weight(self, mean_hessian: Tensor) -> Tensor:
-        """[..., n]: times the loss of each row, summed up, they give the share of the loss in the
-        mean squared output."""
+        """[..., n]: multiplied by the loss of each row and summed, they give the loss as a share of
+        the mean squared output."""
         importance = (
             torch.ones_like(self.rows[..., 0])
             if self.importance is None
@@ -65,7 +70,7 @@ class Consumer:
 
 
 def sample_rows(w: Tensor, count: int) -> Tensor:
-    """About `count` evenly spaced rows of [..., N, K], in memory of their own."""
+    """About `count` evenly spaced rows of [..., N, K], copied."""
     return w[..., :: max(1, w.shape[-2] // count), :].contiguous()
 
 
@@ -78,9 +83,9 @@ def choose_scale(
     heads: ValueHeads | None = None,
 ) -> Tensor:
     """The best scale [..., K] for inputs with this curvature and these statistics, which may have
-    leading dimensions too.
+    leading dimensions.
 
-    exact: only powers of two, because a 16-bit reader must absorb the scale without rounding.
+    exact: only powers of two, because a 16-bit consumer must absorb the scale without rounding.
     heads: see `ScaleGroup`.
     """
     candidates = _candidates(solver, consumers, inputs)
@@ -106,7 +111,7 @@ def choose_scale(
         losses.append((loss * row_weight).sum(-1))
         if "smooth" in solver.methods or solver.activation_bits < 16:
             energy = ((rows * part.unsqueeze(-2)).square() * row_weight.unsqueeze(-1)).sum(-2)
-        if solver.activation_bits == 4:  # one by one: rounding holds several copies of the sample
+        if solver.activation_bits == 4:  # one by one: quantizing holds several copies of the sample
             losses[-1] += torch.stack(
                 [
                     nvfp4_loss(inputs.sample / scale.unsqueeze(-2), own)
@@ -125,7 +130,7 @@ def choose_scale(
 
 
 def nvfp4_loss(x: Tensor, column_energy: Tensor) -> Tensor:
-    """Squared output error per token, float32 [...], of rounding rows x [..., T, K] to NVFP4 under
+    """Squared output error per token, float32 [...], of quantizing rows x [..., T, K] to NVFP4 with
     the divisor of their largest value.
 
     column_energy [..., K]: squared norm of each weight column. Errors of channels are taken as
@@ -138,8 +143,8 @@ def nvfp4_loss(x: Tensor, column_energy: Tensor) -> Tensor:
 def _losses(
     solver: LinearSolver, rows: Tensor, scale: Tensor, lengths: list[int], curvature: Curvature
 ) -> Tensor:
-    """Loss of every row [C, ..., n] of linears that lie one after the other, `lengths` rows each,
-    under candidates [C, ..., K]."""
+    """Loss of every row [C, ..., n] of concatenated linears of `lengths` rows each, under
+    candidates [C, ..., K]."""
     amax = torch.stack(
         [(w * scale.unsqueeze(-2)).abs().amax((-1, -2)) for w in rows.split(lengths, dim=-2)],
         dim=-1,
@@ -153,16 +158,16 @@ def _losses(
 
 
 def _at_once(rows: Tensor) -> int:
-    """Candidates that are tried together on rows [..., n, K]."""
+    """Candidates evaluated together on rows [..., n, K]."""
     return max(1, BATCH_VALUES.get(rows.device.type, ACCELERATOR_VALUES) // rows.numel())
 
 
 def _candidates(
     solver: LinearSolver, consumers: Sequence[Consumer], inputs: InputStatistics
 ) -> Tensor:
-    """All ones first. "smooth" has largest magnitudes of activations and weights, "awq" their sizes
-    in the mean; both of them, both. Both are tried with fourth moments of activations of 8 bits,
-    too, as a row's step goes by its largest value."""
+    """All ones first. "smooth" uses the largest magnitudes of activations and weights, "awq" their
+    mean sizes; both may be given. With 8-bit activations both are also tried with fourth moments,
+    as a row's scale depends on its largest value."""
     rows, recipe, found = [consumer.rows for consumer in consumers], solver.recipe, []
     fourth = (
         [inputs.rows.square().square_().mean(-2).sqrt().sqrt()]
@@ -186,12 +191,12 @@ def _candidates(
 
 
 TOLERANCE = 1e-7
-"""Squared relative difference that folding scales may make in float32."""
+"""Squared relative difference that folding scales may cause in float32."""
 
 
 @dataclass(frozen=True)
 class Folding:
-    """What becomes of a sublayer's tensors, by name. columns: multiplied by [K]; then rows, and
+    """How scales change a sublayer's tensors, by name. columns: multiplied by [K]; then rows, and
     biases: divided by [N]; gains: replaced, as stored."""
 
     columns: dict[str, Tensor] = field(default_factory=dict)
@@ -202,7 +207,7 @@ class Folding:
         return name in self.columns or name in self.rows or name in self.gains
 
     def apply(self, name: str, tensor: Tensor) -> Tensor:
-        """The float32 tensor `name` folded, in its own memory where it is a matrix."""
+        """The float32 tensor `name` folded, in place if it is a matrix."""
         if name in self.gains:
             return self.gains[name].float()
         if name in self.columns:
@@ -215,7 +220,7 @@ class Folding:
         self, group: ScaleGroup, inside: Sequence[str], scale: Tensor, gain: Tensor | None
     ) -> "Folding":
         """With one more group's scale; inside: its consumers in this sublayer; gain: a norm's new
-        one, where that is the producer."""
+        gain, if that is the producer."""
         producer = f"{group.producer}.weight"
         divided = [producer] * (gain is None) + [f"{group.producer}.bias"] * group.biased
         return Folding(
@@ -229,8 +234,8 @@ class Folding:
 
 
 class FoldedTensors(Mapping[str, Tensor]):
-    """A sublayer's tensors with scales folded, float32, each read from the source when it is asked
-    for: none is held here."""
+    """A sublayer's tensors with scales folded, float32, each read from the source when accessed:
+    none is held here."""
 
     def __init__(self, sublayer: Sublayer, source: ParameterReader, folding: Folding) -> None:
         self.rows = {row.name: row for row in sublayer.needed}
@@ -251,10 +256,9 @@ class FoldedTensors(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class LinearInput:
-    """What is known of an input after it was divided by scale [K], for whoever rounds its readers.
-    sample: held-out rows [S, K].
-    largest: the largest magnitude of calibration tokens, float32 []. drift: None where readers are
-    to answer what they read."""
+    """An input after division by scale [K], as its consumers' solvers need it. sample: held-out
+    rows [S, K]. largest: the largest magnitude of calibration tokens, float32 []. drift: None if
+    consumers are not corrected for it."""
 
     curvature: Curvature
     sample: Tensor
@@ -263,24 +267,24 @@ class LinearInput:
     drift: Drift | None = None
 
     @cached_property
-    def _answer(self) -> Tensor:
+    def _correction(self) -> Tensor:
         """[K, K], by which a reader's weight changes."""
-        assert self.drift is not None, "an input that was heard on both paths"
+        assert self.drift is not None, "an input observed on both paths"
         return self.curvature.solved(self.drift.inputs)
 
     @tensor_core_products()
     def drift_corrected(self, w: Tensor) -> Tensor:
-        """What is rounded in place of a reader's weight w [N, K], in its memory."""
+        """A consumer's weight w [N, K] corrected for drift, in place."""
         if self.drift is None:
             return w
-        change = w @ self._answer
+        change = w @ self._correction
         share = best_fraction((self.drift.sample - self.sample) @ w.t(), self.sample @ change.t())
         return w.addcmul_(change, share)
 
 
 @dataclass(frozen=True)
 class SublayerScales:
-    """A sublayer with its scales chosen and proven. inputs: by module, of what is to be rounded.
+    """A sublayer with scales chosen and verified. inputs: of linears to quantize, by module.
     scales: by group."""
 
     sublayer: Sublayer
@@ -291,7 +295,7 @@ class SublayerScales:
 
     @property
     def experts_input(self) -> LinearInput | None:
-        """What the routed experts read; None without experts."""
+        """Input of the routed experts; None without experts."""
         site = self.sublayer.experts_site
         return None if site is None else self.inputs[site]
 
@@ -303,8 +307,8 @@ def linear_input(
     curvature: Curvature | None = None,
     drift: Drift | None = None,
 ) -> LinearInput:
-    """curvature: of the input as it was observed, where it was made already; its memory is used.
-    drift: of the input as it was observed."""
+    """curvature: of the unscaled input, if already computed; its memory is reused. drift: of the
+    unscaled input."""
     curvature = (
         input_curvature(statistics.mean_hessian, solvers.recipe) if curvature is None else curvature
     )
@@ -332,10 +336,10 @@ def scale_sublayer(
     states: HiddenStatePair,
     experts: Sequence[Consumer] = (),
 ) -> SublayerScales:
-    """Choose the scale of every group. experts: rows of some routed experts, which count where a
-    group reaches them.
+    """Choose the scale of every group. experts: rows of some routed experts, which count if a group
+    reaches them.
 
-    Raises QuantkitError where folding changes what the sublayer computes.
+    Raises QuantkitError if folding changes what the sublayer computes.
     """
     sublayer, folding = observed.sublayer, Folding()
     inputs: dict[str, LinearInput] = {}
@@ -351,7 +355,7 @@ def scale_sublayer(
             continue
         solver = consumers[0].solver
         if group.heads is not None and solver.activation_bits != 8:
-            continue  # nobody measured what it does to other schemes
+            continue  # not measured with other schemes
         statistics = observed.inputs[group.observe]
         if solver.activation_bits == 8:
             statistics = replace(
@@ -380,9 +384,9 @@ def scale_sublayer(
 def _counted_rows(
     observed: SublayerStatistics, group: ScaleGroup, tensors: Mapping[str, Tensor]
 ) -> Tensor:
-    """The rows of a group's input, of one that is read by who writes to the residual stream each
-    times what an error there counts: by the stream with what that reader adds, as the largest
-    streams are made so."""
+    """The rows of a group's input. If a linear that writes to the residual stream reads it, each is
+    multiplied by its token weight: from the stream including that linear's output, as that makes
+    the largest streams."""
     rows = observed.inputs[group.observe].rows
     writers = sorted(observed.sublayer.output_linears.intersection(group.consumers))
     if not writers:
@@ -397,7 +401,7 @@ def _counted_rows(
 def scale_in_effect(
     sublayer: Sublayer, group: ScaleGroup, source: ParameterReader, plain: Mapping[str, Tensor]
 ) -> Tensor:
-    """The scale that was folded into the norm of `group`, from its gain as it is written, [K]."""
+    """The scale folded into the norm of `group`, from its gain as written, [K]."""
     name = f"{group.producer}.weight"
     row = next(row for row in sublayer.rows if row.name == name)
     before = source.gain(row)
@@ -406,7 +410,7 @@ def scale_in_effect(
 
 
 def _inside(sublayer: Sublayer, group: ScaleGroup) -> list[str]:
-    """The consumers of a group that are in the sublayer: all but routed experts."""
+    """The consumers of a group in the sublayer: all but routed experts."""
     needed = {row.name for row in sublayer.needed}
     return [module for module in group.consumers if f"{module}.weight" in needed]
 
@@ -414,7 +418,7 @@ def _inside(sublayer: Sublayer, group: ScaleGroup) -> list[str]:
 def _consumers(
     sublayer: Sublayer, group: ScaleGroup, tensors: Mapping[str, Tensor]
 ) -> Iterator[Consumer]:
-    """Some rows of every linear of the group that is to be rounded."""
+    """Some rows of every linear of the group that will be quantized."""
     count = sublayer.solvers.recipe.search_rows
     for module in _inside(sublayer, group):
         if module in sublayer.quantized:
@@ -431,7 +435,7 @@ def _consumers(
 def _fold(
     sublayer: Sublayer, group: ScaleGroup, scale: Tensor, source: ParameterReader, folding: Folding
 ) -> tuple[Folding, Tensor]:
-    """With the scale folded, and the scale as a stored gain lets it be."""
+    """With the scale folded, and the scale as a stored gain allows it."""
     inside, gain = _inside(sublayer, group), None
     if group.producer_is_norm:
         name = f"{group.producer}.weight"
@@ -443,7 +447,7 @@ def _fold(
 
 
 def _to_round(observed: SublayerStatistics) -> Iterator[str]:
-    """Inputs that somebody reads whose weight is to be rounded."""
+    """Inputs of linears that will be quantized."""
     for first, modules in observed.sites.items():
         if not observed.sublayer.quantized.isdisjoint(modules):
             yield first
@@ -452,7 +456,7 @@ def _to_round(observed: SublayerStatistics) -> Iterator[str]:
 
 
 def _check_same(observed: SublayerStatistics, after: SublayerProbe) -> None:
-    """Stop the run if folding changed what the sublayer computes, or which experts it asks."""
+    """Raise QuantkitError if folding changed the sublayer's output or routing."""
     before = observed.probe
     differences = {"output": relative_distance(after.output, before.output)}
     if before.routed is not None and after.routed is not None:

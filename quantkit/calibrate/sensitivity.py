@@ -1,19 +1,19 @@
-"""What rounding each linear costs in the next token, told before anything is quantized by one pass
-over the original weights.
+"""Predicted KL of quantizing each linear, measured before quantization by one pass over the
+original weights.
 
-Within a sublayer, every choice (choices.py) is rounded to nearest on each grid it may have, the
-sublayer is run, and the error in the residual stream is weighed by what it costs those who read it
-(output_cost.py). That cost has no unit from layer to layer, so each sublayer
-is also measured: a second path leaves the original one with all of the sublayer rounded, runs
-through the original weights to the head, and its KL there says what a unit of the sublayer's cost
-is worth. Costs of choices add up: errors are small, and of no common sign.
+Within a sublayer, every group of linears that must share a grid is rounded to nearest on each
+candidate grid, the sublayer is run, and the error in the residual stream is weighted by its cost
+(output_cost.py). That cost has no common unit across layers, so each sublayer is also measured: a
+second path leaves the original one with all of the sublayer rounded, runs through the original
+weights to the head, and its KL there gives the value of a unit of the sublayer's cost. Costs of
+groups add up: errors are small and have no common sign.
 
-Of a layer's routed experts a few are rounded, and their cost is scaled by the squared routing
+Of a layer's routed experts only some are rounded, and their cost is scaled by the squared routing
 weights of all.
 
-Memory: the hidden states of all paths, no more tokens together than a calibrated run holds; of one
+Memory: the hidden states of all paths, together no more tokens than a calibrated run holds; of one
 sublayer its weights; one expert. Nothing depends on the number of experts. The paths are saved
-after each layer, so a stopped pass goes on from there.
+after each layer, so a stopped pass resumes there.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +47,9 @@ from quantkit.models.weights import ExpertsOp
 
 @dataclass(frozen=True)
 class LinearGroup:
-    """name: of the fused module, of the only linear, or layers.N.experts."""
+    """Linears that must share a grid, because engines run them as one operator: fused siblings, and
+    all routed experts of a layer. name: of the fused module, of the only linear, or
+    layers.N.experts."""
 
     name: str
     rows: tuple[Parameter, ...]
@@ -66,7 +68,7 @@ class LinearGroup:
 
 
 def linear_groups(rows: Iterable[Parameter]) -> list[LinearGroup]:
-    """rows: linears that may be rounded, in the order of the table."""
+    """rows: linears that may be quantized, in the order of the table."""
     found: dict[str, list[Parameter]] = {}
     for row in rows:
         name = f"layers.{row.layer}.experts" if row.expert is not None else row.fused or row.module
@@ -75,19 +77,19 @@ def linear_groups(rows: Iterable[Parameter]) -> list[LinearGroup]:
 
 
 MOST_TOKENS = 2**15
-"""Of all paths together: a second path leaves each sublayer, and R1 has 122."""
+"""Of all paths together: a second path leaves each sublayer, and R1 has 122 sublayers."""
 PATH_TOKENS = (32, 2048)
 """The fewest and the most tokens of one path."""
 SENSED_EXPERTS = 16
-"""Routed experts of a layer that are rounded."""
+"""Routed experts of a layer that are measured."""
 JUDGED_PATHS = 16
 """Paths whose logits are held together, a block of the head at a time."""
 
 
 @dataclass(frozen=True)
 class Sensitivities:
-    """kl: by choice and label of the grid, nats a token. asked: by layer, the tokens that chose
-    each routed expert. tokens: of a path."""
+    """kl: nats a token, by group of linears and grid label. asked: by layer, the number of tokens
+    routed to each expert. tokens: of a path."""
 
     kl: dict[str, dict[str, float]]
     asked: dict[str, list[int]]
@@ -95,22 +97,22 @@ class Sensitivities:
 
 
 class SensitivityStore(Protocol):
-    """Where a pass keeps what it has, for a restart."""
+    """State of a pass, for a restart."""
 
     def save(self, layer: int, hidden: Tensor, facts: dict[str, object]) -> None:
-        """hidden float32 [paths, T, H] at the input of `layer`, and what was found so far, in place
-        of those saved before."""
+        """hidden float32 [paths, T, H] at the input of `layer`, and the results so far, replacing
+        those saved before."""
 
     def load(self) -> tuple[int, Tensor, dict[str, object]] | None: ...
 
     def tell(self, unit: str, share: float) -> None:
-        """`unit` is in work, and `share` of the pass is behind it."""
+        """Report progress: `unit` is in work, and `share` of the pass is done."""
 
 
 @dataclass
 class _Found:
-    """costs: by choice and label of the grid; probed: by unit, the cost of what its path carries;
-    units: of each choice."""
+    """costs: by group of linears and grid label; probed: by unit, the cost of its path's error;
+    units: of each group."""
 
     costs: dict[str, dict[str, float]]
     probed: dict[str, float]
@@ -119,8 +121,8 @@ class _Found:
 
 
 def pieces(sequences: Sequence[Tensor], layers: int, most: int) -> list[Tensor]:
-    """The beginning of the calibration text that one path takes, in whole sequences or the
-    beginning of one. most: tokens of all paths."""
+    """The beginning of the calibration text for one path, in whole sequences or the beginning of
+    one. most: tokens of all paths."""
     least, largest = PATH_TOKENS
     left = max(least, min(min(MOST_TOKENS, most) // (2 * layers + 1), largest))
     taken = []
@@ -133,9 +135,9 @@ def pieces(sequences: Sequence[Tensor], layers: int, most: int) -> list[Tensor]:
 
 
 class SensitivityPass:
-    """solvers: on the grid that the paths round to, and of others. choices: those of decoder
-    layers, with the grids that each may have.
-    ends: what is around the layers, where the table does not say it."""
+    """solvers: on the grids that the paths round to, and others. choices: groups of linears in
+    decoder layers, with their candidate grids. embed_and_head: if the table does not define
+    them."""
 
     def __init__(
         self,
@@ -157,7 +159,7 @@ class SensitivityPass:
 
     @torch.inference_mode()
     def run(self, sequences: Sequence[Tensor]) -> Sensitivities:
-        """sequences: what one path takes."""
+        """sequences: those of one path."""
         lengths, layers = [len(one) for one in sequences], self.model.layers
         saved = self.store.load()
         if saved is None:
@@ -188,12 +190,12 @@ class SensitivityPass:
                 )
             if layer + 1 in layers:
                 self.store.save(layer + 1, hidden, dict(vars(found)))
-        return self._judged(hidden, found)
+        return self._measured(hidden, found)
 
     def _sublayer(
         self, sublayer: Sublayer, layer: int, hidden: Tensor, lengths: list[int], found: _Found
     ) -> Tensor:
-        """All paths [P, T, H] through the original sublayer, and after them the one that leaves the
+        """All paths [P, T, H] through the original sublayer, followed by the one that leaves the
         original path here."""
         weights = self.model.weights
         tensors, base = weights.dequantized_all(sublayer.needed), hidden[0]
@@ -222,8 +224,8 @@ class SensitivityPass:
         cost: Tensor,
         found: _Found,
     ) -> Tensor:
-        """The cost of every choice but the routed experts; returns the error of all of them rounded
-        together, [T, H]."""
+        """Measure every group of linears except routed experts; returns the error of all of them
+        rounded together, [T, H]."""
         together: dict[str, Tensor] = {}
         rounding: dict[str, ActivationQuant] = {}
         for row in sublayer.rows:
@@ -251,8 +253,8 @@ class SensitivityPass:
     def _experts(
         self, layer: int, routed: RoutedTokens, after: Tensor, cost: Tensor, found: _Found
     ) -> Tensor:
-        """Adds the outputs of the original routed experts to all paths `after` [P * T, H]; returns
-        the error of those that are rounded."""
+        """Add the outputs of the original routed experts to all paths `after` [P * T, H]; returns
+        the error of the rounded ones."""
         experts, count = self.model.experts(layer), routed.fitted
         choice, grids = self.by_module.get(next(iter(experts.values())).gate.module, (None, ()))
         found.asked[str(layer)] = routed.counts(len(experts)).tolist()
@@ -288,7 +290,7 @@ class SensitivityPass:
         return errors.get(self.solvers.grid_of(choice.modules[0]), torch.zeros_like(after[:count]))
 
     def _rounded(self, rows: GatedMlp, own: ExpertWeights, grid: Grid, x: Tensor) -> Tensor:
-        """What an expert that is rounded to nearest makes of x [n, H]."""
+        """Output of an expert rounded to nearest, for x [n, H]."""
         solver = self.solvers.on(grid)
         fused = {row.module: row.fused for row in rows.rows if row.fused}
         solved = solver.solve_rtn(dict(zip(rows.modules, (own.gate, own.up, own.down))), fused)
@@ -297,9 +299,8 @@ class SensitivityPass:
             own, gate=gate, up=up, down=down, activation_quants=solver.activation_quants()
         )(x)
 
-    def _judged(self, hidden: Tensor, found: _Found) -> Sensitivities:
-        """KL of every path at the head, shared out among the choices of the sublayer that it
-        left."""
+    def _measured(self, hidden: Tensor, found: _Found) -> Sensitivities:
+        """KL of every path at the head, divided among the groups of the sublayer where it left."""
         head = self.residual.head
         self.store.tell(head.module, 1.0)
         original, kls = self.embed_and_head.final_norm(hidden[0]), list[float]()

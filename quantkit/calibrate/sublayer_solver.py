@@ -1,4 +1,19 @@
-"""A sublayer's third value: what the output holds of it."""
+"""Quantize the linears of a sublayer, given their scales; attention's linears by what their errors
+cost in the residual stream.
+
+The cost of an error in the outputs of a linear inside attention has a closed form. With M [H, H]
+the cost in the stream and O_h [H, V] the columns of o through which head h writes, an error e in
+the head's values costs e^T O_h^T M O_h e: all tokens' weights are only factors. An error in its
+scores moves the head's output between values, which costs the spread of these values, s_h =
+tr(O_h^T M O_h cov(v_h)), times the squared score: so an error in what keys are computed from is
+weighted by the second moment of the queries, and vice versa. A norm in between contributes its gain
+to both. Moments are those of the calibration tokens: W H W^T for a linear W over an input of
+Hessian H.
+
+Neglected: that keys and queries of grouped heads are rotated, and that scores of the rotated part
+of latent attention are alike in all channels; that the mean of the keys costs nothing; the effect
+of a norm's division.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,7 +24,7 @@ from torch import Tensor
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, TokenBatch
 from quantkit.calibrate.input_statistics import HELD_OUT_ROWS, DriftAccumulator, Observer
 from quantkit.calibrate.layer_weights import LayerWeights, no_experts
-from quantkit.calibrate.layer_weights import Observer as Listener
+from quantkit.calibrate.layer_weights import Observer as InputHook
 from quantkit.calibrate.linear_solver import LinearResult, LinearSolver
 from quantkit.calibrate.ranks import BatchParallel, Ranks
 from quantkit.calibrate.scales import FoldedTensors, LinearInput, SublayerScales, linear_input
@@ -28,10 +43,10 @@ def observe_output_linears(
     ranks: Ranks,
     original: HiddenStates,
 ) -> dict[str, LinearInput]:
-    """By the module that each input is observed under. folded: the sublayer's tensors; rounded:
-    those linears that are solved, by module;
-    states, original: before this sublayer, the latter of the calibration tokens on the original
-    path."""
+    """Inputs of the linears that write to the residual stream, with the linears before them
+    quantized: o_proj after quantized q, k and v, down_proj after quantized gate and up. By module.
+    folded: the sublayer's tensors; rounded: linears solved so far, by module; states, original:
+    before this sublayer, the latter the calibration tokens on the original path."""
     sublayer = scaled.sublayer
     sites = {
         first
@@ -42,18 +57,18 @@ def observe_output_linears(
 
     runs = BatchParallel(ranks, states.quantized.hidden.device)
 
-    def hear(module: str, x: Tensor) -> None:
+    def add_quantized(module: str, x: Tensor) -> None:
         observer(module, x)
         if not observer.held_out:
             total.add_quantized(module, x)
 
-    def compare(module: str, o: Tensor) -> None:
+    def add_original(module: str, o: Tensor) -> None:
         (total.add_held_out if observer.held_out else total.add_original)(module, o)
 
-    def at_ends(listen: Listener) -> Listener:
-        """Nothing else is sent to other ranks."""
-        see = runs.shared_hook(listen)
-        return lambda module, x: see(module, x) if module in sites else None
+    def at_output_linears(listen: InputHook) -> InputHook:
+        """Only these inputs are sent to other ranks."""
+        shared = runs.shared_hook(listen)
+        return lambda module, x: shared(module, x) if module in sites else None
 
     tensors = {row.name: folded[row.name] for row in sublayer.needed}
     written = {f"{module}.weight": dequantize(weight) for module, weight in rounded.items()}
@@ -62,13 +77,18 @@ def observe_output_linears(
         LayerWeights(
             {**tensors, **written},
             no_experts,
-            at_ends(hear),
+            at_output_linears(add_quantized),
             skipped_linears=sublayer.output_linears,
             activation_quants=activation_quants,
         )
     )
     source = sublayer.build(
-        LayerWeights(tensors, no_experts, at_ends(compare), skipped_linears=sublayer.output_linears)
+        LayerWeights(
+            tensors,
+            no_experts,
+            at_output_linears(add_original),
+            skipped_linears=sublayer.output_linears,
+        )
     )
 
     def begin(batch: TokenBatch) -> None:
@@ -94,8 +114,8 @@ def observe_output_linears(
 
 
 def attention_costs(scaled: SublayerScales, folded: FoldedTensors) -> dict[str, Curvature]:
-    """By module: [P, n, n] of P heads of n rows, or [1, N, N], for `compensate_both`. Nothing for a
-    sublayer whose cost is not known, or that is no attention with heads of one size."""
+    """By module: [P, n, n] of P heads of n rows, or [1, N, N], for `compensate_both`. Empty if the
+    sublayer's cost is unknown, or it is not attention with heads of one size."""
     sublayer = scaled.sublayer
     if sublayer.outputs is None or not sublayer.heads:
         return {}
@@ -129,7 +149,7 @@ def attention_costs(scaled: SublayerScales, folded: FoldedTensors) -> dict[str, 
 
 
 def _by_projection(rows: list[Parameter]) -> dict[Projection, Parameter]:
-    """The attention's linears; nothing where two are the same projection."""
+    """The attention's linears; empty if two are the same projection."""
     own = [
         row
         for row in rows
@@ -144,29 +164,28 @@ def _by_projection(rows: list[Parameter]) -> dict[Projection, Parameter]:
 @tensor_core_products()
 def _value_costs(outputs: Curvature, o: Tensor, heads: int) -> Tensor:
     """O_h^T M O_h of every head, [heads, V, V], for o [H, heads * V]."""
-    seen = (
+    factored = (
         outputs.factor.t() @ own.index_select(0, outputs.order) for own in o.chunk(heads, dim=1)
     )
-    return torch.stack([own.t() @ own for own in seen])
+    return torch.stack([own.t() @ own for own in factored])
 
 
 def _moments(w: Tensor, curvature: Curvature) -> Tensor:
     """Second moments of the outputs of w [..., N, K], [..., N, N], from the curvature of its
     input."""
-    seen = w.index_select(-1, curvature.order) @ curvature.factor
-    return seen @ seen.mT
+    factored = w.index_select(-1, curvature.order) @ curvature.factor
+    return factored @ factored.mT
 
 
 @dataclass(frozen=True)
 class _Latent:
-    """Latent attention: h heads of N channels of scores without rotation, R with it, and V values;
-    L latents, Q of the queries' own.
+    """Latent attention (MLA): h heads of N channels of scores without rotation, R with rotation,
+    and V values; L latent channels, Q of the queries' own latent.
 
-    values [h, V, V]: what an error in each head's values costs. kv_b [h, N + V, L], q_b [h, N + R,
-    Q]: with the gains of the norms before
-    them. size []: mean square of what the latents' norm divides. latents [L, L]: second moments
-    after the division; rotated []: mean square of the rotated keys' channels; queries [h, N + R, N
-    + R]: second moments.
+    values [h, V, V]: cost of an error in each head's values. kv_b [h, N + V, L], q_b [h, N + R, Q]:
+    with the gains of the norms before them. size []: mean square that the latents' norm divides by.
+    latents [L, L]: second moments after the division; rotated []: mean square of the rotated keys'
+    channels; queries [h, N + R, N + R]: second moments.
     """
 
     values: Tensor
@@ -185,15 +204,17 @@ class _Latent:
         rows: Mapping[Projection, Parameter],
         outputs: Curvature,
     ) -> "_Latent | None":
-        """None where the shapes are others', or q_b or kv_a is not rounded, so that nobody saw what
-        it reads."""
+        """None if the shapes differ, or q_b or kv_a is not quantized, so that its input was not
+        observed."""
         heads, count = scaled.sublayer.heads, rows["kv_b"].shape[1]
         values = rows["o"].shape[1] // heads
-        asks, tells = (_input_of(scaled, rows[projection].module) for projection in ("q_b", "kv_a"))
+        q_input, kv_input = (
+            _input_of(scaled, rows[projection].module) for projection in ("q_b", "kv_a")
+        )
         wide = rows["kv_b"].shape[0] - heads * values
         if (
-            asks is None
-            or tells is None
+            q_input is None
+            or kv_input is None
             or wide <= 0
             or wide % heads
             or rows["q_b"].shape[0] % heads
@@ -201,8 +222,8 @@ class _Latent:
         ):
             return None
         q_b, kv_a = folded[rows["q_b"].name], folded[rows["kv_a"].name]
-        queries = _moments(q_b.unflatten(0, (heads, -1)), asks.curvature)
-        made, rotated = (_moments(own, tells.curvature) for own in (kv_a[:count], kv_a[count:]))
+        queries = _moments(q_b.unflatten(0, (heads, -1)), q_input.curvature)
+        made, rotated = (_moments(own, kv_input.curvature) for own in (kv_a[:count], kv_a[count:]))
         size = made.diagonal().mean().clamp(min=1e-30)
         return cls(
             values=_value_costs(outputs, folded[rows["o"].name], heads),
@@ -220,14 +241,14 @@ class _Latent:
         """Of q_a, q_b and kv_a, [P, n, n]."""
         plain = self.kv_b.shape[1] - self.values.shape[1]
         keys, values = self.kv_b[:, :plain], self.kv_b[:, plain:]
-        costly = self.values @ values
-        spread = (costly @ self.latents * values).sum((1, 2))
+        weighted_values = self.values @ values
+        spread = (weighted_values @ self.latents * values).sum((1, 2))
         score = (spread / self.q_b.shape[1])[
             :, None, None
         ]  # scores are divided by the root of their channels
         q_b = torch.diag_embed((score[:, 0] * self.rotated).expand(self.q_b.shape[:2]))
         q_b[:, :plain, :plain] = score * (keys @ self.latents @ keys.mT)
-        latents = values.flatten(0, 1).t() @ costly.flatten(0, 1)
+        latents = values.flatten(0, 1).t() @ weighted_values.flatten(0, 1)
         latents += keys.flatten(0, 1).t() @ (
             score * self.queries[:, :plain, :plain] @ keys
         ).flatten(0, 1)
@@ -240,7 +261,7 @@ class _Latent:
 
 
 def _input_of(scaled: SublayerScales, module: str) -> LinearInput | None:
-    """What a module reads, if it was observed to be rounded."""
+    """The input of a module, if it was observed for quantization."""
     return next(
         (scaled.inputs.get(first) for first, modules in scaled.sites.items() if module in modules),
         None,
@@ -248,7 +269,7 @@ def _input_of(scaled: SublayerScales, module: str) -> LinearInput | None:
 
 
 def _gain_before(scaled: SublayerScales, folded: FoldedTensors, row: Parameter) -> Tensor:
-    """Of the norm whose output a linear reads, [K]; ones where the table knows of none."""
+    """Gain of the norm whose output a linear reads, [K]; ones if the table has none."""
     sublayer = scaled.sublayer
     norm = next(
         (
@@ -268,8 +289,8 @@ def _gain_before(scaled: SublayerScales, folded: FoldedTensors, row: Parameter) 
 
 @dataclass(frozen=True)
 class SublayerSolution:
-    """linears: rounded, by module. plain: unquantized tensors that folding changed, in their stored
-    dtype."""
+    """linears: quantized, by module. plain: unquantized tensors that folding changed, in their
+    stored dtype."""
 
     linears: dict[str, LinearResult]
     plain: dict[str, Tensor]
@@ -286,12 +307,12 @@ def solve_sublayer(
     ranks: Ranks,
     original: HiddenStates | None = None,
 ) -> SublayerSolution:
-    """Every linear that the output holds quantized. The linears of one input at a time are held in
+    """Quantize every linear of the sublayer. The linears of one input at a time are held in
     float32, the widest input's first.
 
-    states, original: before this sublayer; where `original` has the calibration tokens on the
-    original path, those who write to the residual stream come last, and make up for what was
-    rounded before them.
+    states, original: before this sublayer; if `original` has the calibration tokens on the original
+    path, linears that write to the residual stream come last, and compensate for the quantization
+    before them.
     """
     sublayer, folded = scaled.sublayer, FoldedTensors(scaled.sublayer, source, scaled.folding)
     rows = {row.module: row for row in sublayer.rows}
@@ -302,12 +323,12 @@ def solve_sublayer(
     costs = attention_costs(scaled, folded) | (
         {} if sublayer.outputs is None else dict.fromkeys(sublayer.output_linears, sublayer.outputs)
     )
-    seen = original is None
+    observed = original is None
     for first, modules in sites:
-        if not seen and sublayer.output_linears.issuperset(modules):
+        if not observed and sublayer.output_linears.issuperset(modules):
             assert original is not None
             weights = {module: one.weight for module, one in linears.items()}
-            scaled, seen = (
+            scaled, observed = (
                 replace(
                     scaled,
                     inputs=scaled.inputs

@@ -1,14 +1,14 @@
-"""The straight line of a calibrated run: embed, then for every layer attend and feed forward, then
-the MTP layer.
+"""The loop of a calibrated run: embed, then attention and feed-forward of every layer, then the MTP
+layers.
 
-Each sublayer becomes three values, one made from the other (observe.py, scale.py, solve.py), and
-then runs again with the rounded weights, so that later layers are fitted to the inputs they will
-really get. A mixture of experts has its experts streamed after that (expert_layer.py).
+Each sublayer is observed (input_statistics.py), scaled (scales.py) and solved (sublayer_solver.py),
+and then runs again with the quantized weights, so that later layers are calibrated on the inputs
+they will really get. A mixture of experts has its experts streamed after that (expert_layer.py).
 
 Memory: the hidden states of all calibration tokens, and of one sublayer its weights while it is
 observed, its Hessians and their factors while its scales are searched, its factors and the linears
 of one input while these are solved; or a few experts. Nothing grows with the number of layers or
-experts. Hidden states at the input of each layer are saved, so a stopped run goes on from there.
+experts. Hidden states at the input of each layer are saved, so a stopped run resumes there.
 """
 
 from collections.abc import Mapping
@@ -58,9 +58,9 @@ from quantkit.quant.gptq import Curvature
 
 @dataclass(frozen=True)
 class SublayerResult:
-    """What became of a sublayer. weights: by module; plain: of its other tensors those that
-    changed, or all, in their stored dtype.
-    routed, read: what its routed experts are asked, and their input; None without experts."""
+    """Result of a sublayer. weights: by module; plain: its other tensors that changed, or all, in
+    their stored dtype. routed, read: routing to its experts, and their input; None without
+    experts."""
 
     weights: Mapping[str, Weight]
     plain: Mapping[str, Tensor]
@@ -69,8 +69,8 @@ class SublayerResult:
 
 
 class Walk:
-    """One calibrated run over one model. ends: what is around the layers, where the table does not
-    say it. cache: of a scheme whose cache has 8 bits."""
+    """One calibrated run over one model. embed_and_head: if the table does not define them. cache:
+    of a scheme with an int8 cache."""
 
     def __init__(
         self,
@@ -97,22 +97,22 @@ class Walk:
         self.residual = ResidualStream(model.weights, model.rows, groups, embed_and_head)
         self.plain: RtnRun | None = None
         self.path: ReferenceRun | None = None
-        """Of the calibration tokens, where the recipe has drift."""
+        """Of the calibration tokens, if the recipe corrects for drift."""
         self.unpruned: Tensor | None = None
-        """Hidden states of the held-out tokens after the last layer of the model that experts were
-        pruned of, [T, H]."""
+        """Hidden states of the held-out tokens after the last layer of the model before pruning,
+        [T, H]."""
 
     @torch.inference_mode()
     def run(self, sequences: Sequences) -> Findings:
-        """Quantize every decoder layer, MTP layers included. Tables outside the layers are left to
-        the caller."""
+        """Quantize every decoder layer, and MTP layers. Tables outside the layers are left to the
+        caller."""
         keep_freed_blocks()
         saved = self.log.store.load_state()
-        self.ranks.barrier()  # all begin from the same state
+        self.ranks.barrier()  # all ranks start from the same state
         first = self.model.layers[0]
         if saved is None:
             states = self._embedded(sequences)
-            begun = states.original.hidden.clone() if len(states.original.hidden) else None
+            rtn_states = states.original.hidden.clone() if len(states.original.hidden) else None
             fitted = (
                 states.quantized.hidden[: states.quantized.fitted].clone()
                 if "drift" in self.solvers.methods
@@ -122,10 +122,10 @@ class Walk:
             first, tensors, facts = saved
             self.log.findings = Findings(**facts)
             states = self._states(tensors["quantized"], tensors["original"], sequences)
-            begun = tensors.get("plain")  # an older run kept none
+            rtn_states = tensors.get("plain")  # older versions did not save it
             fitted = tensors["fitted"] if "drift" in self.solvers.methods else None
-        if begun is not None:  # on every rank: each computes what its experts add to it
-            hidden = begun.to(states.original.hidden.device)
+        if rtn_states is not None:  # on every rank: each adds its experts' outputs
+            hidden = rtn_states.to(states.original.hidden.device)
             self.plain = RtnRun(
                 replace(states.original, hidden=hidden),
                 self.model.weights,
@@ -144,7 +144,7 @@ class Walk:
             else:
                 self._skip(layer)
         if len(states.original.hidden) and self.ranks.is_main:
-            self._judge(states)
+            self._compare_next_tokens(states)
         self.plain = self.path = None
         for layer in self.model.mtp_layers:
             if any(
@@ -171,10 +171,9 @@ class Walk:
         )
 
     # --- layers
-    # ----------------------------------------------------------------------------------------------------------
 
     def _decoder_layer(self, layer: int, states: HiddenStatePair) -> None:
-        """One layer, and the hidden states after it saved for a restart."""
+        """One layer; the hidden states after it are saved for a restart."""
         self._layer(layer, states)
         if layer + 1 in self.model.layers and self.ranks.is_main:
             hidden = {"quantized": states.quantized.hidden, "original": states.original.hidden}
@@ -185,7 +184,7 @@ class Walk:
             self.log.store.save_state(layer + 1, hidden, self.log.findings.to_dict())
 
     def _layer(self, layer: int, states: HiddenStatePair) -> None:
-        if attend_unit(layer) in self.model.units:  # all but layers that are run whole
+        if attend_unit(layer) in self.model.units:  # except for layers that are run whole
             self._walk(
                 self._sublayer(attend_unit(layer), layer, states, run_attention), states, None
             )
@@ -210,13 +209,11 @@ class Walk:
         )
 
     def _skip(self, layer: int) -> None:
-        """A layer that an earlier run finished."""
+        """Skip a layer that an earlier run finished."""
         rows = {row.name for row in self.model.layer_rows(layer)}
         for unit, own in self.model.units.items():
             if own[0].name in rows:
-                assert self.log.store.done(unit), (
-                    f"{unit} is not written, but a later layer was begun"
-                )
+                assert self.log.store.done(unit), f"{unit} is not written, but a later layer is"
                 self.log.skip(unit)
 
     def _sublayer(self, unit: str, layer: int, states: HiddenStatePair, run: Run) -> Sublayer:
@@ -227,31 +224,30 @@ class Walk:
         return sublayer_of(self.model, self.solvers, unit, layer, run, importance, outputs)
 
     def _output_cost(self, unit: str, layer: int, states: HiddenStates) -> Curvature | None:
-        """What an error costs in the residual stream after this sublayer, judged by the stream
-        before it. None in an MTP layer, where an earlier run solved all that asks for it, and where
-        there are several streams, which mix."""
+        """Cost of an error in the residual stream after this sublayer, evaluated at the stream
+        before it. None in an MTP layer, if an earlier run solved everything that needs it, and with
+        several residual streams, which mix."""
         solved = unit == attend_unit(layer) and self.log.store.done(unit)
-        asked = (
+        weighted = (
             self.solvers.compensates
             and self.solvers.recipe.output_curvature
             and self.residual.norm is not None
         )
-        asked = asked and self.model.config.streams is None
-        if solved or layer not in self.model.layers or not asked:
+        weighted = weighted and self.model.config.streams is None
+        if solved or layer not in self.model.layers or not weighted:
             return None
         stream = states.hidden[
             : states.fitted, : self.model.config.hidden_size
-        ]  # there may be more, beside experts
+        ]  # there may be more channels, with linears parallel to experts
         cost = self.residual.cost(self.model.units[unit], stream, self.model.config.rms_norm_eps)
         return Curvature.of(cost, self.solvers.recipe.output_damping)
 
     # --- one sublayer
-    # ----------------------------------------------------------------------------------------------------
 
     def _walk(
         self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None
     ) -> None:
-        """Solve a sublayer, or take what an earlier run wrote, and replace the hidden states by
+        """Solve a sublayer, or load what an earlier run wrote, and replace the hidden states by
         those after it."""
         unit = sublayer.name
         self.model.weights.keep(sublayer.needed)
@@ -259,9 +255,9 @@ class Walk:
             self.plain.advance(sublayer, self.ranks)
         done = self.log.store.done(unit)
         written = (
-            self._found(sublayer, states, experts)
+            self._resumed(sublayer, states, experts)
             if done
-            else self._solved(sublayer, states, experts)
+            else self._quantized(sublayer, states, experts)
         )
         if self.path is not None:
             source = self.model.weights.dequantized_all(sublayer.needed)
@@ -274,8 +270,8 @@ class Walk:
         if self.cache is not None and self.cache.covers(sublayer):
             sublayer = replace(sublayer, run=self.cache.run(sublayer, written.plain))
         if experts is not None and written.routed is not None and written.read is not None:
-            # Attention may stand before them in this sublayer, and a router that took a scale is
-            # stored rounded: both count now.
+            # Attention may precede them in this sublayer, and a router into which a scale was folded
+            # is stored rounded: both change the routing.
             again = RoutingUpdater(written.routed, written.read.scale)
             advance(sublayer, tensors, states.quantized, activation_quants, self.ranks, again)
             experts.run(sublayer, written.routed, written.read, states, self.plain, self.path)
@@ -283,10 +279,10 @@ class Walk:
             advance(sublayer, tensors, states.quantized, activation_quants, self.ranks)
         self.log.finish(unit)
 
-    def _solved(
+    def _quantized(
         self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None
     ) -> SublayerResult:
-        """Each value is let go of when the next is made from it."""
+        """Each value is released when the next one is made from it."""
         unit, weights = sublayer.name, self.model.weights
         observed = self._observed(sublayer, states)
         routed = observed.routed
@@ -306,10 +302,10 @@ class Walk:
         self.log.write(unit, solved.linears, plain, scaled.scales, owned=self.ranks.is_main)
         return SublayerResult(solved.weights, plain, routed, scaled.experts_input)
 
-    def _found(
+    def _resumed(
         self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None
     ) -> SublayerResult:
-        """Finished before; its experts may not be."""
+        """Finished by an earlier run; its experts may not be."""
         if experts is None:
             if self.path is None:
                 self._advance_original(
@@ -338,8 +334,8 @@ class Walk:
         return weights, plain
 
     def _observed(self, sublayer: Sublayer, states: HiddenStatePair) -> SublayerStatistics:
-        """Observed on the quantized path. Where nobody compares the paths once more, the original
-        one goes on, and nobody asks for the original matrices again."""
+        """Statistics on the quantized path. Without drift correction the original path advances
+        here as well, so that the original matrices are read once."""
         self.log.begin_phase("observing", sublayer.name)
         tensors = self.model.weights.dequantized_all(sublayer.needed)
         observed = collect_statistics(
@@ -355,12 +351,11 @@ class Walk:
         """The held-out tokens on the original path. Routed experts add their outputs afterwards."""
         advance(sublayer, tensors, states.original, NO_ACTIVATION_QUANTS, self.ranks)
 
-    # --- the end of the stack
-    # ----------------------------------------------------------------------------------------------
+    # --- after the last layer
 
-    def _judge(self, states: HiddenStatePair) -> None:
-        """What the paths say comes next, on held-out tokens. Nothing of it is kept for a restart:
-        it follows from the last layer."""
+    def _compare_next_tokens(self, states: HiddenStatePair) -> None:
+        """Compare the next-token distributions of the paths on held-out tokens. Not saved for a
+        restart: it follows from the last layer."""
         head, logits = self.residual.head, self.embed_and_head.logits
         self.log.report("judging", head.module)
         step = max(1, len(states.original.hidden) // JUDGED_TOKENS)
