@@ -318,7 +318,7 @@ def test_a_layout_is_planned_on_the_machines_that_are_given(cut_source: Checkpoi
     assert small.memory["server"].usable_bytes < own.memory["server"].usable_bytes
     assert own.decoding
     assert not wide.decoding, "a published rate is of its own size"
-    with pytest.raises(QuantkitError, match="four-boxes is laid out for machines of 8 devices"):
+    with pytest.raises(QuantkitError, match="four-boxes is for machines of 8 devices"):
         laid_out("four-boxes", "5")
     with pytest.raises(
         QuantkitError, match="there is no deployment recipe for vllm-ascend on cuda"

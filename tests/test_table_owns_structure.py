@@ -85,7 +85,7 @@ SPELLED: dict[str, dict[str, str]] = {
         ),
         OTHERS,
     ),
-    "engines/check.py": {" mixes up scales of gate_proj and up_proj: a GPU's ": "a message"},
+    "engines/check.py": {" mixes up scales of gate_proj and up_proj: ": "a message"},
 }
 
 

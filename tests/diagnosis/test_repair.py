@@ -112,7 +112,7 @@ def test_the_command_says_what_it_changed(models: dict[str, Path], tmp_path: Pat
         "check", str(contents.write(tmp_path / "bad")), "--repair", str(tmp_path / "out"), "--json"
     )
     assert answer.code == 2
-    assert "names that engines look for" in answer.json["repaired"]["changes"][0]
+    assert "renamed to what engines expect" in answer.json["repaired"]["changes"][0]
     again = command("check", str(tmp_path / "bad"), "--repair", str(tmp_path / "out"), "--json")
     assert again.code == 1
     assert "exists" in again.error
