@@ -44,7 +44,7 @@ from quantkit.evaluation.speed.measure import Workload, measure_grid
 from quantkit.executor.engine import Engine
 from quantkit.executor.rank0 import follow
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.runner.graphs import DecodeSteps, EagerSteps
+from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.speculation.speculation import Acceptance
 from quantkit.executor.weights.load import LoadedModel
@@ -126,11 +126,11 @@ def memory(parallel: Parallel, device: torch.device) -> list[dict[str, float]]:
     return parallel.gather(own)
 
 
-def device_steps(steps: DecodeSteps | EagerSteps) -> dict[str, dict[str, Any]]:
+def device_steps(steps: DecodeSteps) -> dict[str, dict[str, Any]]:
     """By rows of a captured step, and those whose results are wanted: milliseconds on the device
     alone, and its longest kernels. All ranks replay together."""
     found: dict[str, dict[str, Any]] = {}
-    if isinstance(steps, EagerSteps) or steps.failure:
+    if steps.failure:
         return found
     for (rows, _, kept), (_, step) in sorted(steps._steps.items()):
         times = []

@@ -26,16 +26,16 @@ PREFILL_TOKENS = {"cuda": 4096, "npu": 2048, "cpu": 1024}
 """Prompt tokens of a step: weights are read and decoded once for all of them, and requests that
 arrive meanwhile wait for them."""
 LONG_PREFILL_TOKENS = 8192
-"""On a CUDA device with memory for it: for models with keys and values, whose decoding sequences then
-wait for fewer prompts between two tokens, and for mixture-of-experts models with latent KV, where
-every step expands all latents of a prompt again. 16,384 tokens of one of four ranks of R1 take an
+"""On a CUDA device with memory for it: for models with keys and values, whose decoding sequences
+then wait for fewer prompts between two tokens, and for mixture-of-experts models with latent KV,
+where every step expands all latents of a prompt again. 16,384 tokens of one of four ranks of R1 take an
 H200 1.174 s in steps of 4096, 1.148 in steps of 8192."""
 _GRAPHS_BYTES = 3 << 29
 """Memory of captured steps, in addition to that of a launched step."""
 _ROWS, _MLP_ROWS, _EXPERT_ROWS, _EXPANDED_BYTES = 8, 16, 2.6, 1 << 30
-"""Activations of a step, in rows of the hidden size: per token; per token more in a dense MLP (gate,
-up and their product: Qwen3-8B has 9); per (token, expert) pair, padding included; and latent KV
-expanded at a time. 3.7 GB for R1: one of four ranks took 2.4 in prompts of 8192 to 61,440
+"""Activations of a step, in rows of the hidden size: per token; per token more in a dense MLP
+(gate, up and their product: Qwen3-8B has 9); per (token, expert) pair, padding included; and
+latent KV expanded at a time. 3.7 GB for R1: one of four ranks took 2.4 in prompts of 8192 to 61,440
 tokens."""
 _MAX_STEP_SHARE = 0.25
 """The largest share of free memory that a cache leaves to long steps."""
@@ -164,8 +164,8 @@ def _logits_after(loaded: LoadedModel, tokens: int) -> Tensor:
 
 @torch.inference_mode()
 def warm_up(loaded: LoadedModel, tokens: int) -> None:
-    """Compute a prompt of so many tokens over a temporary cache. Raises QuantkitError if it does not
-    fit in memory."""
+    """Compute a prompt of so many tokens over a temporary cache. Raises QuantkitError if that does
+    not fit in memory."""
     try:
         _logits_after(loaded, tokens)
     except torch.OutOfMemoryError as fault:

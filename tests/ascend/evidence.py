@@ -189,7 +189,7 @@ EVIDENCE: dict[str, tuple[Tests, ...]] = {
     ),
     "cache sized after a prompt was computed": (
         (
-            "ascend/test_headroom.py test_a_prompt_is_computed_before_memory_is_asked_for "
+            "ascend/test_memory_budget.py test_a_prompt_is_computed_before_memory_is_asked_for "
             "test_the_prompt_goes_through_every_operator",
         ),
         NOT_DONE,

@@ -210,7 +210,7 @@ class PagedCache:
 
 
 class BlockAllocator:
-    """Free blocks; the most recently freed are taken first, as they are still in hardware caches."""
+    """Free blocks; the most recently freed, still in hardware caches, are taken first."""
 
     def __init__(self, num_blocks: int) -> None:
         self._free = list(range(num_blocks - 1, 0, -1))
@@ -253,8 +253,8 @@ def plan_cache(
     block_size: int = BLOCK_SIZE,
     left_bytes: int = 0,
 ) -> CachePlan:
-    """Size the cache: as requested, else what `max_batch` full contexts need, at most a share of the
-    free memory.
+    """Size the cache: as requested, else what `max_batch` full contexts need, at most a share of
+    the free memory.
 
     context_len: positions the model was built for. bytes_per_token: over all layers. left_bytes:
     free memory to leave, where the share leaves less. Raises QuantkitError if what was requested

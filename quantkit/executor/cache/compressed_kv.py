@@ -1,5 +1,5 @@
-"""Cache of compressed attention (models/compressed_attention.py): pages of compressed KV, and the last
-tokens of each running sequence (sequence_state.py).
+"""Cache of compressed attention (models/compressed_attention.py): pages of compressed KV, and the
+last tokens of each running sequence (sequence_state.py).
 
 The compressed KV of a group of tokens lies in the block of the group's last token, so there are as
 many pages as blocks of other caches. That of rejected drafts is overwritten before a token sees it.

@@ -138,40 +138,18 @@ class DecodeBuffers:
         )
 
 
-class EagerSteps:
-    """Decode steps launched operator by operator. failure: why they are not captured."""
-
-    def __init__(self, model: Forward, cache: PagedCache, failure: str) -> None:
-        self.model, self.cache, self.failure = model, cache, failure
-
-    def has(self, rows: int, width: int) -> bool:
-        return False
-
-    def num_results(self, rows: int, width: int) -> int | None:
-        return None
-
-    def run(
-        self,
-        rows: DecodeRows,
-        *inputs: Tensor,
-        positions: DevicePositions | None = None,
-        kept: Tensor | None = None,
-    ) -> StepResult:
-        """As `DecodeSteps.run`."""
-        given = inputs or (torch.from_numpy(rows.token_ids).to(self.cache.device),)
-        return compute(self.model, given, rows.context(self.cache, positions), kept)
-
-
 class DecodeSteps:
-    """Captured decode steps of a model or an MTP layer over a cache, one per size. The next run of
-    a size overwrites its results."""
+    """Decode steps of a model or an MTP layer over a cache, captured for each size; the next run of
+    a size overwrites its results. capture: None to launch them eagerly; why_eager: the reason."""
 
-    def __init__(self, model: Forward, cache: PagedCache, capture: Capture) -> None:
+    def __init__(
+        self, model: Forward, cache: PagedCache, capture: Capture | None, why_eager: str = ""
+    ) -> None:
         self.model, self.cache, self._capture = model, cache, capture
         self._steps: dict[tuple[int, int, int], tuple[DecodeBuffers, Step]] = {}
         """By rows, blocks of their tables, and number of results, 0 for all."""
-        self.failure = ""
-        """Why steps run eagerly from now on, after a failed capture."""
+        self.failure = why_eager
+        """Why steps run eagerly, empty where they are captured; also set by a failed capture."""
 
     def run(
         self,
@@ -182,6 +160,9 @@ class DecodeSteps:
     ) -> StepResult:
         """Results of all rows, or of those `kept`. inputs, positions, kept: as of
         `DecodeBuffers.fill`."""
+        if self._capture is None:
+            given = inputs or (torch.from_numpy(rows.token_ids).to(self.cache.device),)
+            return compute(self.model, given, rows.context(self.cache, positions), kept)
         _, step = self.prepare(rows, *inputs, positions=positions, kept=kept)
         result, count = step(), len(rows.token_ids if kept is None else kept)
         return StepResult(*(part[:count] for part in result))
@@ -219,7 +200,7 @@ class DecodeSteps:
         def step() -> StepResult:
             return compute(self.model, buffers.inputs, buffers.context(self.cache), buffers.kept)
 
-        if self.failure:
+        if self.failure or self._capture is None:
             return step
         try:
             return self._capture(step, buffers.lengths)

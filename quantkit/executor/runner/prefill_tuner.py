@@ -1,5 +1,5 @@
-"""Tune the prefill chunk on the loaded model: how many prompt tokens a step computes while sequences
-decode, whether in one pass with them, and which passes are worth a graph.
+"""Tune the prefill chunk on the loaded model: how many prompt tokens a step computes while
+sequences decode, whether in one pass with them, and which passes are worth a graph.
 
 A decoding sequence waits for the prompt tokens that a step computes, so there should be few; but
 each chunk reads the weights again and is followed by a decode step, so with too few a prompt takes

@@ -29,7 +29,6 @@ from quantkit.executor.runner.graphs import (
     Capture,
     DecodeSteps,
     DeviceCapture,
-    EagerSteps,
     Forward,
     SamplingGraph,
     TokenModel,
@@ -93,7 +92,7 @@ class Runner:
         self.model, self.cache, self.device, self.experts = model, cache, cache.device, experts
         self._why_eager = eager or ("" if capture else why_eager(self.device))
         self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
-        self.steps = self._steps(model, self._capture)
+        self.steps = DecodeSteps(model, cache, self._capture, self._why_eager)
         self._given_capture = capture
         self._in_flight: AsyncDecode | AsyncVerification | None = None
         # Eager steps keep the host busy. An NPU's graphs need lengths from the host. Data-parallel
@@ -117,18 +116,13 @@ class Runner:
             )
         )
 
-    def drafter_steps(self, layer: Forward) -> DecodeSteps | EagerSteps:
+    def drafter_steps(self, layer: Forward) -> DecodeSteps:
         """Decode steps of a drafter over this cache. Its graphs have their own pool: they are
         replayed while the model's last results are still needed."""
         capture = None
         if self._capture is not None:
             capture = self._given_capture or DeviceCapture(self.device)
-        return self._steps(layer, capture)
-
-    def _steps(self, model: Forward, capture: Capture | None) -> DecodeSteps | EagerSteps:
-        if capture is None:
-            return EagerSteps(model, self.cache, self._why_eager)
-        return DecodeSteps(model, self.cache, capture)
+        return DecodeSteps(layer, self.cache, capture, self._why_eager)
 
     @property
     def why_eager(self) -> str:
@@ -146,7 +140,7 @@ class Runner:
         if launched is None:
             return self._decode_only(sequences)
         if isinstance(launched, AsyncDecode):
-            return self._single_rows(sequences, *launched.select(sequences))
+            return self._decoded(sequences, *launched.select(sequences))
         rows = self._decode_rows(sequences, _num_rows(sequences))
         return self._decoded(sequences, rows, launched.select(sequences))
 
@@ -239,39 +233,18 @@ class Runner:
         self, sequences: list[Sequence], rows: DecodeRows, result: StepResult
     ) -> ForwardPass:
         """A row for each sequence and each draft."""
-        count = len(result.greedy)
-        if count == len(sequences):
-            return self._single_rows(sequences, rows, result)
-        counts = [(sequence, 1 + len(sequence.drafts)) for sequence in sequences]
-        return ForwardPass(
-            _decode_spans(sequences),
-            result.hidden,
-            rows,
-            result.logits,
-            result.greedy,
-            list(range(count)),
-            counts,
-        )
-
-    def _single_rows(
-        self, sequences: list[Sequence], rows: DecodeRows, result: StepResult
-    ) -> ForwardPass:
-        """A row for each sequence."""
-        spans = list(zip(sequences, rows.positions.tolist(), repeat(1)))
-        counts = (
-            self._decode_batch.counts
-            if sequences == self._decode_batch.sequences
-            else [(sequence, 1) for sequence in sequences]
-        )
-        return ForwardPass(
-            spans,
-            result.hidden,
-            rows,
-            result.logits,
-            result.greedy,
-            list(range(len(sequences))),
-            counts,
-        )
+        _, logits, greedy = result
+        spans: Items[tuple[Sequence, int, int]]
+        if len(greedy) > len(sequences):
+            spans = _decode_spans(sequences)
+            counts = [(sequence, length) for sequence, _, length in spans]
+        else:
+            spans = list(zip(sequences, rows.positions.tolist(), repeat(1)))
+            counts = self._decode_batch.counts
+            if sequences != self._decode_batch.sequences:
+                counts = [(sequence, 1) for sequence in sequences]
+        logit_rows = list(range(len(greedy)))
+        return ForwardPass(spans, result.hidden, rows, logits, greedy, logit_rows, counts)
 
     def _with_prompts(
         self, sequences: list[Sequence], prompts: list[Span], padding: DpPadding | None = None

@@ -46,8 +46,8 @@ _SCHEMA_KEYWORDS = frozenset(
     }
 )
 _KEYWORDS_OF_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-"""Keywords of a JSON schema whose values are a schema or a list of schemas, and those with schemas by
-name."""
+"""Keywords of a JSON schema whose values are a schema or a list of schemas, and those with schemas
+by name."""
 
 _CACHE_SIZE = 32
 """Compiled grammars."""
@@ -132,8 +132,8 @@ class Grammars:
 
 
 class Guide:
-    """Allowed next tokens of one output. after: the token after which the grammar begins; until then
-    every token is allowed but `eos_ids`, as an output that ends there would not match."""
+    """Allowed next tokens of one output. after: the token after which the grammar begins; until
+    then every token is allowed but `eos_ids`, as an output that ends there would not match."""
 
     def __init__(
         self, matcher: Any, vocab_size: int, after: int | None, eos_ids: Sequence[int]
@@ -147,7 +147,7 @@ class Guide:
         return -(-self._vocab_size // 32)
 
     def new_executor(self, threads: int) -> Any:
-        """Threads of the library for `write`, which do not hold this process's interpreter lock."""
+        """Threads of the library for `write`, which do not hold the interpreter lock."""
         return _library().LLExecutor(threads)
 
     def write(self, executor: Any, bits: np.ndarray, first: int, drafts: list[int]) -> None:

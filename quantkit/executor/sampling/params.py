@@ -1,5 +1,5 @@
-"""Sampling parameters, and sampling the next token: greedy, temperature, min-p, top-k and top-p, with
-a seed per request.
+"""Sampling parameters, and sampling the next token: greedy, temperature, min-p, top-k and top-p,
+with a seed per request.
 
 The random number of a token depends only on the request's seed and the token's position, so a
 request draws the same numbers in any batch, and again after a preemption. Each token takes one
@@ -264,8 +264,8 @@ def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
-    """Numbers in [0, 1) float64 [B], a hash (splitmix64, two rounds) of seed and position int64 [B].
-    `stream` gives independent numbers for the same token."""
+    """Numbers in [0, 1) float64 [B], a hash (splitmix64, two rounds) of seed and position int64
+    [B]. `stream` gives independent numbers for the same token."""
     mixed = _mix(_mix(seed + signed64(stream * 0x632BE59BD9B4E019)) ^ position)
     return ((mixed >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 

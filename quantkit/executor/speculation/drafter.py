@@ -24,7 +24,7 @@ from torch import Tensor
 from quantkit.common.devices import to_device
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner.decode_batch import DecodeRows, DevicePositions, StepResult, accepted
-from quantkit.executor.runner.graphs import DecodeSteps, EagerSteps
+from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.runner.runner import ForwardPass, Runner
 from quantkit.executor.runner.sampler import SampledTokens
 from quantkit.executor.sampling.params import Batch
@@ -59,7 +59,7 @@ class Drafter(ABC):
     over its cache. shift: a further draft lies this many positions before its token in the
     drafter's cache."""
 
-    steps: DecodeSteps | EagerSteps
+    steps: DecodeSteps
     """Decode steps of the drafter."""
 
     def __init__(

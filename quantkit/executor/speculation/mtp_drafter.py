@@ -37,7 +37,7 @@ from quantkit.executor.speculation.speculation import Proposer
 from quantkit.models.architecture import MtpModel
 
 _BACKLOG_TOKENS = 4096
-"""Tokens whose hidden states are stored (at least those of one pass): 32 sequences for 128 steps."""
+"""Tokens whose hidden states are stored (at least those of one pass): 32 sequences, 128 steps."""
 
 
 def make_mtp_drafter(

@@ -125,7 +125,7 @@ AREAS = (
     Area("host", f"{EXECUTOR}/graphs.py", (CAPTURE, "tests/executor/test_graphs.py"), ruled=False),
     Area("host", f"{EXECUTOR}/runner.py", ("tests/executor/test_runner.py",), ruled=False),
     Area("host", f"{EXECUTOR}/prefetch.py", ("tests/ascend/test_prefetch.py",), ruled=False),
-    Area("host", f"{EXECUTOR}/headroom.py", ("tests/ascend/test_headroom.py",), ruled=False),
+    Area("host", f"{EXECUTOR}/headroom.py", ("tests/ascend/test_memory_budget.py",), ruled=False),
     Area("host", f"{KERNELS}/accelerator.py", (CAPTURE,), ruled=False),
     Area("host", f"{KERNELS}/paged.py", (LATENT, GROUPED), ruled=False),
 )
