@@ -7,14 +7,14 @@ server must support locks (NFSv4, or lockd); otherwise locking fails with an err
 import fcntl
 import os
 import socket
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from quantkit.common.errors import QuantkitError
 
 
-class Lock:
+class Lock(AbstractContextManager["Lock"]):
     """Holds `path` until `close`, which removes it. Raises QuantkitError that names the process
     writing `what`, if there is one."""
 
@@ -36,15 +36,7 @@ class Lock:
             self._path.unlink()
         self._file.close()
 
-    def __enter__(self) -> "Lock":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -237,7 +237,7 @@ def _empty(partial: Path) -> None:
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-# Marker in the state directory: the old directory is, or will be, under the name of the partial one.
+# Marker in the state directory: the old directory has, or will have, the name of the partial one.
 _EXCHANGING = "exchanging"
 
 

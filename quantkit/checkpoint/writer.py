@@ -21,9 +21,8 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import torch
@@ -74,7 +73,7 @@ _HASHERS = max(1, min(4, (os.cpu_count() or 1) // 16))
 _SYNC_SECONDS = 5.0  # work that a power failure may cost
 
 
-class CheckpointWriter:
+class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     """Writes the tensors of `specs` to `out`, unit by unit.
 
     fingerprint: what determines the output (source, recipe, version); an unfinished output with
@@ -299,12 +298,11 @@ class CheckpointWriter:
             yield
         except KeyboardInterrupt as stop:
             self.close()
-            state = (
+            raise Interrupted(
                 f"{self.progress(units) or 'no unit is done'}, kept in {self.partial}"
                 if self._state.exists()
                 else f"{self.out} is complete"
-            )
-            raise Interrupted(state) from stop
+            ) from stop
 
     def _manifest(self, files: Mapping[str, bytes], more: Mapping[str, Any]) -> bytes:
         listed = file_entries({shard.name: shard.size for shard in self.layout.shards}, files)
@@ -335,15 +333,7 @@ class CheckpointWriter:
                 os.close(descriptor)
             self._descriptors.clear()
 
-    def __enter__(self) -> "CheckpointWriter":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _sync(self) -> None:
@@ -419,8 +409,11 @@ def _check_disk(folder: Path, needed: int) -> None:
     """folder: need not exist yet."""
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if needed > free:
-        fault = f"{folder} has {format_bytes(free)} free and the output needs {format_bytes(needed)} more"
-        raise QuantkitError(fault, f"free {format_bytes(needed - free)}, or choose another --out")
+        raise QuantkitError(
+            f"{folder} has {format_bytes(free)} free and the output needs {format_bytes(needed)} "
+            "more",
+            f"free {format_bytes(needed - free)}, or choose another --out",
+        )
 
 
 def _is_intact(path: Path, shard: Shard) -> bool:

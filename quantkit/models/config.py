@@ -111,13 +111,35 @@ def refusal(name: str, value: Any, wanted: str) -> QuantkitError:
     return QuantkitError(f"config.json has {name} = {text}, expected {wanted}", _SOURCE)
 
 
+def check_layer_kinds(
+    name: str, kinds: Any, num_layers: int, known: tuple[str, ...]
+) -> tuple[str, ...]:
+    """`kinds` if it lists one of `known` for each layer; else QuantkitError naming the field."""
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not {*map(str, kinds)} <= {*known}
+    ):
+        wanted = f"{' or '.join(known)} for each of num_hidden_layers = {num_layers}"
+        raise refusal(name, kinds, wanted)
+    return tuple(kinds)
+
+
 def refuse_other_values(
-    config: dict[str, Any], computed: Mapping[str, Any], architecture: str
+    config: dict[str, Any],
+    computed: Mapping[str, Any],
+    architecture: str,
+    *,
+    allow_null: bool = False,
 ) -> None:
     """Raise QuantkitError where a field has another value than the only one that is computed, which
-    is also the default of a missing field."""
+    is also the default of a missing field. allow_null: null means the default, too, and flags must
+    be true or false."""
     for name, value in computed.items():
-        if config.get(name, value) != value:
+        found = config.get(name, value)
+        if allow_null and found is None:
+            continue
+        if found != value or (allow_null and isinstance(value, bool) and type(found) is not bool):
             raise refusal(
                 name, config[name], f"{value!r}, which is what quantkit computes of {architecture}"
             )

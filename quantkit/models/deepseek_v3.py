@@ -24,6 +24,7 @@ from quantkit.models.config import (
     check_flag,
     read_fields,
     refuse_attention_bias,
+    refuse_other_values,
 )
 from quantkit.models.context import Context
 from quantkit.models.hf_fallback import HfFallback
@@ -48,6 +49,13 @@ FALLBACK = HfFallback(
 """Moonlight's queries have no low-rank projection; the published models have no biases and untied
 heads."""
 
+_COMPUTED = {
+    "hidden_act": "silu",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "tie_word_embeddings": False,
+}
 MIXTURE = MixtureNames(bias="gate.e_score_correction_bias", shared="shared_experts")
 
 
@@ -84,19 +92,7 @@ class Config(ModelConfig):
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         """From config.json. Raises QuantkitError where a required field is missing or a value is
         not computed by this file."""
-        required = {
-            "hidden_act": "silu",
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "moe_layer_freq": 1,
-            "tie_word_embeddings": False,
-        }
-        for key, value in required.items():
-            if config.get(key, value) != value:
-                raise QuantkitError(
-                    f"config.json has {key} = {config[key]!r}",
-                    f"use another engine: quantkit computes {value!r} only",
-                )
+        refuse_other_values(config, _COMPUTED, "DeepSeek-V3")
         refuse_attention_bias(config)
         if config.get("q_lora_rank", 0) is None:
             raise QuantkitError(

@@ -13,7 +13,13 @@ from torch import Tensor
 from quantkit.common.errors import QuantkitError
 from quantkit.models import decoder, deepseek_v3, mtp
 from quantkit.models.architecture import LatentCache
-from quantkit.models.config import DECIDED, check_at_most, check_flag, refusal
+from quantkit.models.config import (
+    DECIDED,
+    check_at_most,
+    check_layer_kinds,
+    refusal,
+    refuse_other_values,
+)
 from quantkit.models.context import Context
 from quantkit.models.indexer import Indexer, IndexerSizes, indexer_parameters, with_indexer
 from quantkit.models.mlp import Mlp, MoeMlp
@@ -54,17 +60,12 @@ class Config(deepseek_v3.Config):
     def read(cls, config: dict[str, Any], *, interleaved: bool) -> "Config":
         """interleaved: whether the indexer rotates adjacent channels; config.json must not
         differ."""
-        for name, wanted in {
+        computed = {
             "rope_interleave": True,
             "indexer_rope_interleave": interleaved,
             "mlp_bias": False,
-        }.items():
-            if check_flag(config, name, default=wanted) != wanted:
-                raise refusal(
-                    name,
-                    config[name],
-                    f"{str(wanted).lower()}, as transformers computes {config.get('model_type')}",
-                )
+        }
+        refuse_other_values(config, computed, str(config.get("model_type")), allow_null=True)
         if config.get("layer_types") is not None and {*map(str, config["layer_types"])} != {
             "indexed_attention"
         }:
@@ -74,9 +75,12 @@ class Config(deepseek_v3.Config):
         check_at_most(
             "qk_rope_head_dim", made.qk_rope_head_dim, "index_head_dim", made.index_head_dim
         )
-        return replace(
-            made, mlp_layer_types=_read_kinds(config.get("mlp_layer_types"), made.num_hidden_layers)
+        if (kinds := config.get("mlp_layer_types")) is None:
+            return made
+        kinds = check_layer_kinds(
+            "mlp_layer_types", kinds, made.num_hidden_layers, (_DENSE, _SPARSE)
         )
+        return replace(made, mlp_layer_types=kinds)
 
     @property
     def indexer(self) -> IndexerSizes:
@@ -113,22 +117,6 @@ def _with_experts(config: dict[str, Any]) -> dict[str, Any]:
                 )
             config = {**config, "n_routed_experts": config[name]}
     return config
-
-
-def _read_kinds(kinds: Any, num_layers: int) -> tuple[str, ...]:
-    if kinds is None:
-        return ()
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != num_layers
-        or not {*map(str, kinds)} <= {_DENSE, _SPARSE}
-    ):
-        raise refusal(
-            "mlp_layer_types",
-            kinds,
-            f"{_DENSE} or {_SPARSE} for each of num_hidden_layers = {num_layers}",
-        )
-    return tuple(kinds)
 
 
 def parameters(config: Config) -> list[Parameter]:

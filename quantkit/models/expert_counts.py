@@ -9,11 +9,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from quantkit.common.atomic_write import write_atomic
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import read_json
+from quantkit.models.architecture import ModelConfig
 
 KIND = "expert counts"
 FILE_NAME = "expert_counts.json"
@@ -24,21 +25,6 @@ _REMEDY = (
 )
 _MOST = 2**53
 """Largest count that JSON readers represent exactly."""
-
-
-class _Routing(Protocol):
-    @property
-    def n_routed_experts(self) -> int: ...
-
-
-class _Config(Protocol):
-    """The part of an architecture's config that is needed."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def routing(self) -> _Routing | None: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +40,7 @@ class ExpertCounts:
 
     @classmethod
     def of(
-        cls, model_type: Any, config: _Config, tokens: int, layers: Mapping[int, Sequence[int]]
+        cls, model_type: Any, config: ModelConfig, tokens: int, layers: Mapping[int, Sequence[int]]
     ) -> "ExpertCounts":
         """Counts of a model whose config.json has `model_type` and was read as `config`. Raises
         QuantkitError where it has no routed experts."""

@@ -1,5 +1,5 @@
-"""Configs of an architecture that its file does not compute but transformers does; the file declares
-them in `FALLBACK`."""
+"""Configs of an architecture that its file does not compute but transformers does, declared by the
+file as `FALLBACK`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -12,8 +12,8 @@ from quantkit.models import gqa, mtp
 from quantkit.models.config import (
     MOST_LAYERS,
     check_count,
+    check_layer_kinds,
     check_number,
-    refusal,
     refuse_other_values,
 )
 from quantkit.models.gqa import DecoderLayer, Model, scale_groups
@@ -72,26 +72,11 @@ def _dense_layers(config: dict[str, Any], num_layers: int) -> frozenset[int]:
     first_k_dense_replace."""
     kinds = config.get("mlp_layer_types")
     if kinds is None:
+        count = config.get("first_k_dense_replace", 1)
         return frozenset(
-            range(
-                min(
-                    check_count(
-                        "first_k_dense_replace", config.get("first_k_dense_replace", 1), least=0
-                    ),
-                    num_layers,
-                )
-            )
+            range(min(check_count("first_k_dense_replace", count, least=0), num_layers))
         )
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != num_layers
-        or not {*map(str, kinds)} <= {_DENSE, _SPARSE}
-    ):
-        raise refusal(
-            "mlp_layer_types",
-            kinds,
-            f"{_DENSE} or {_SPARSE} for each of num_hidden_layers = {num_layers}",
-        )
+    kinds = check_layer_kinds("mlp_layer_types", kinds, num_layers, (_DENSE, _SPARSE))
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == _DENSE)
 
 

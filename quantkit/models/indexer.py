@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from quantkit.models.context import Context
 from quantkit.models.rope import Rope
 from quantkit.models.sparse import IndexerInputs
-from quantkit.models.table import Parameter, ScaleGroup
+from quantkit.models.table import Parameter, Role, ScaleGroup
 from quantkit.models.weights import Weights
 
 _EPS = 1e-6
@@ -32,8 +32,8 @@ def indexer_parameters(
 ) -> list[Parameter]:
     """Every tensor of one layer's indexer at `prefix`, replicated on every rank."""
 
-    def row(name: str, *shape: int, role: str) -> Parameter:
-        return Parameter(f"{prefix}.{name}", shape, role, layer=layer, mtp=mtp, block="attention")  # type: ignore[arg-type]
+    def row(name: str, *shape: int, role: Role) -> Parameter:
+        return Parameter(f"{prefix}.{name}", shape, role, layer=layer, mtp=mtp, block="attention")
 
     return [
         row("wq_b.weight", sizes.heads * sizes.head_dim, q_lora, role="indexer"),

@@ -105,32 +105,30 @@ def mlp_parameters(
 ) -> list[Parameter]:
     """The three linears of one gated MLP, and their biases."""
     gate, up, down = names.modules(prefix)
-    fused = f"{prefix}.gate_up_proj"
-    inner = Parameter(
+    row = Parameter(
         f"{gate}.weight",
         (width, hidden),
         "linear",
         "column",
         layer,
         expert,
-        fused,
+        f"{prefix}.gate_up_proj",
         mtp,
         block=block,
         projection="gate",
     )
-    outer = Parameter(
-        f"{down}.weight",
-        (hidden, width),
-        "linear",
-        "row",
-        layer,
-        expert,
-        None,
-        mtp,
-        block=block,
-        projection="down",
-    )
-    rows = [inner, replace(inner, name=f"{up}.weight", projection="up"), outer]
+    rows = [
+        row,
+        replace(row, name=f"{up}.weight", projection="up"),
+        replace(
+            row,
+            name=f"{down}.weight",
+            shape=(hidden, width),
+            split="row",
+            fused=None,
+            projection="down",
+        ),
+    ]
     return rows + [bias_of(row) for row in rows] if bias else rows
 
 

@@ -15,9 +15,8 @@ FALLBACK = HfFallback()
 class Config(gqa.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
-        values = gqa.read_config(
-            {"head_dim": 128, **config}
-        )  # transformers' own, not hidden_size / heads
+        # 128 is transformers' default, not hidden_size / num_attention_heads.
+        values = gqa.read_config({"head_dim": 128, **config})
         windows = read_qwen_windows(config, values["num_hidden_layers"])
         bias = check_flag(config, "attention_bias")
         return cls(**values, windows=windows, qk_norm="head", qkv_bias=bias, o_bias=bias)

@@ -8,7 +8,7 @@ it.
 from typing import Any
 
 from quantkit.models import gqa
-from quantkit.models.config import check_count, check_flag, refusal
+from quantkit.models.config import check_count, check_flag, check_layer_kinds, refusal
 from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
 from quantkit.models.hf_fallback import HfFallback
@@ -69,16 +69,7 @@ def read_delta_net(config: dict[str, Any], num_layers: int, *, joined: bool) -> 
             "full_attention_interval", config.get("full_attention_interval", _INTERVAL)
         )
         kinds = [_FULL if (layer + 1) % interval == 0 else _LINEAR for layer in range(num_layers)]
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != num_layers
-        or not {*map(str, kinds)} <= {_LINEAR, _FULL}
-    ):
-        raise refusal(
-            "layer_types",
-            kinds,
-            f"{_LINEAR} or {_FULL} for each of num_hidden_layers = {num_layers}",
-        )
+    kinds = check_layer_kinds("layer_types", kinds, num_layers, (_LINEAR, _FULL))
     if _FULL not in kinds:
         raise refusal("layer_types", kinds, f"{_FULL} in some layer")
     sizes = {key: check_count(key, config.get(key, default)) for key, default in _NET.items()}

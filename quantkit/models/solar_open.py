@@ -29,11 +29,8 @@ class Config(gqa.Config):
                 "0: every layer of Solar-Open has experts",
             )
         width = check_count("moe_intermediate_size", config.get("moe_intermediate_size"))
-        config = {
-            "head_dim": 128,
-            **config,
-            "intermediate_size": width,
-        }  # the release has a width that no layer uses, transformers none
+        # The release has an intermediate_size that no layer uses, transformers none.
+        config = {"head_dim": 128, **config, "intermediate_size": width}
         values = gqa.read_config(config, default_theta=_THETA, partial_rotary_factor=_ROTARY_SHARE)
         return cls(
             **values,

@@ -49,12 +49,12 @@ def read_model(checkpoint: Checkpoint) -> Model:
         check_size(config, len(checkpoint.tensors))
     except QuantkitError as fault:
         file = str(checkpoint.path / "config.json")
-        problem = (
+        raise QuantkitError(
             fault.problem.replace("config.json", file, 1)
             if "config.json" in fault.problem
-            else f"{file}: {fault.problem}"
-        )
-        raise QuantkitError(problem, fault.remedy) from fault
+            else f"{file}: {fault.problem}",
+            fault.remedy,
+        ) from fault
     rows = resolve(architecture.parameters(config), checkpoint.tensors)
     if not config.copied_prefixes and (lost := _lost_mtp(checkpoint, rows)):
         stored = config.num_nextn_predict_layers - len(lost)

@@ -13,9 +13,9 @@ from quantkit.models.config import (
     check_at_most,
     check_count,
     check_divides,
-    check_flag,
     check_number,
     refusal,
+    refuse_other_values,
 )
 from quantkit.models.rope import Rope
 
@@ -32,35 +32,23 @@ SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
     "sigmoid": torch.sigmoid,
 }
-_ONLY: dict[str, Any] = {
+_COMPUTED: dict[str, Any] = {
     "hidden_act": "silu",
     "topk_method": "noaux_tc",
     "n_shared_experts": 1,
     "num_key_value_heads": 1,
     "n_group": 1,
     "topk_group": 1,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "norm_topk_prob": True,
 }
 
 
 def refuse_others(config: dict[str, Any]) -> None:
     """Raise QuantkitError naming a field with a value that is not computed."""
-    for key, value in _ONLY.items():
-        if config.get(key) not in (None, value):
-            raise QuantkitError(
-                f"config.json has {key} = {config[key]!r}",
-                f"use another engine: quantkit computes {value!r} only",
-            )
-    for name, wanted in {
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "norm_topk_prob": True,
-    }.items():
-        if check_flag(config, name, default=wanted) != wanted:
-            raise QuantkitError(
-                f"config.json has {name} = {config[name]!r}",
-                f"quantkit computes this architecture with {wanted}",
-            )
+    refuse_other_values(config, _COMPUTED, "DeepSeek-V4", allow_null=True)
     if config.get("scoring_func") is not None and config["scoring_func"] not in SCORINGS:
         raise refusal("scoring_func", config["scoring_func"], " or ".join(SCORINGS))
 

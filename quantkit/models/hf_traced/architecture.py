@@ -119,8 +119,8 @@ class TracedArchitecture:
                     continue
                 if names[name] not in shapes:
                     raise QuantkitError(
-                        f"{skeleton.description}: transformers computes with {names[name]}, and it is not "
-                        "stored",
+                        f"{skeleton.label}: transformers computes with {names[name]}, and it is "
+                        "not stored",
                         RTN_REMEDY,
                     )
                 made, stored = tensors[layer][name], shapes[names[name]]
@@ -237,7 +237,7 @@ class TracedArchitecture:
                 )
             return found
         except UnsupportedExperts as fault:
-            raise QuantkitError(f"{skeleton.description}: {fault}", RTN_REMEDY) from fault
+            raise QuantkitError(f"{skeleton.label}: {fault}", RTN_REMEDY) from fault
 
     def _row(
         self, name: str, layer: int, kind: LayerTrace, row: Parameter, linears: Collection[str]
@@ -279,7 +279,8 @@ class TracedArchitecture:
                         else f"{name} has shape {list(shapes[name])}"
                     )
                     raise QuantkitError(
-                        f"{self.skeleton.description}: {reason}, and its config.json makes it {list(shape)}",
+                        f"{self.skeleton.label}: {reason}, and its config.json makes it "
+                        f"{list(shape)}",
                         RTN_REMEDY,
                     )
                 role: Role = (

@@ -146,9 +146,8 @@ def logits_of(skeleton: Skeleton, products: Tensor) -> Tensor:
     def embed(ids: Tensor) -> Tensor:
         return torch.zeros(*ids.shape, skeleton.hidden_size)
 
-    ids = torch.zeros(
-        1, len(products), dtype=torch.int64
-    )  # of embeddings a model with a vision tower asks which are an image's
+    # Ids, not embeddings: with those a model with a vision tower searches for image tokens.
+    ids = torch.zeros(1, len(products), dtype=torch.int64)
     with (
         torch.no_grad(),
         replaced(
@@ -180,10 +179,10 @@ def check_logits(skeleton: Skeleton) -> None:
     """Raise QuantkitError where logits are not a function of the products with the head."""
     probe, found = torch.linspace(-3, 3, 2 * PROBE_TOKENS).view(PROBE_TOKENS, 2), None
     if skeleton.model.get_output_embeddings() is not None:
-        with suppress(Exception):  # of a forward that wants more than a text
+        with suppress(Exception):  # a forward may need more than text
             found = logits_of(skeleton, probe)
     if found is None or found.shape != probe.shape:
         raise QuantkitError(
-            f"{skeleton.description}: transformers' model gives no logits of its text model alone",
+            f"{skeleton.label}: transformers' model gives no logits of its text model alone",
             RTN_REMEDY,
         )

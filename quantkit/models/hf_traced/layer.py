@@ -88,7 +88,7 @@ class DecoderLayer:
         self.skeleton, self.layer, self.plan, self.weights = skeleton, layer, plan, weights
         self.module = skeleton.copy_layer(layer)
         self.names = skeleton.names(layer)
-        self._part = slice(0, 0)  # of the tokens that are run
+        self._part = slice(0, 0)  # the tokens being computed
         self._fixed: _FixedOutputs | None = None
         self._made: dict[str, Tensor] = {}
         self.fill()

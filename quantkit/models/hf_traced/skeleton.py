@@ -61,8 +61,8 @@ class Skeleton:
     identifies as linears, in transformers' names. tied: the head is the embedding."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self.description = f"model_type {config.get('model_type')!r}"
-        self.model: Any = _build(config, self.description)
+        self.label = f"model_type {config.get('model_type')!r}"
+        self.model: Any = _build(config, self.label)
         self.text: Any = text_model(self.model)
         stack = dict(decoder_stack(self.model))
         self.prefixes, self.layers = list(stack), list(stack.values())
@@ -71,7 +71,7 @@ class Skeleton:
         self.hidden_size: int = self.text.get_input_embeddings().weight.shape[-1]
         head = self.model.get_output_embeddings()
         self.tied = head is not None and head.weight is self.text.get_input_embeddings().weight
-        self._returned = 0  # of how many values a layer returns a tuple; 0: the tensor itself
+        self._returned = 0  # length of the tuple that a layer returns; 0: a tensor
         self._fill_buffers()
         self.fill_outside({})
         self._calls: dict[int, list[Call]] = {}
@@ -141,7 +141,7 @@ class Skeleton:
                 else "use a smaller --seq-len"
             )
             raise QuantkitError(
-                f"{self.description}: {places} computes no texts of {length} tokens ({fault!s:.80})",
+                f"{self.label}: {places} computes no texts of {length} tokens ({fault!s:.80})",
                 remedy,
             ) from fault
 
@@ -278,7 +278,7 @@ class Skeleton:
             else:
                 return
         raise QuantkitError(
-            f"{self.description}: transformers' layers cannot be run one by one ({reason})",
+            f"{self.label}: transformers' layers cannot be run one by one ({reason})",
             RTN_REMEDY,
         )
 
@@ -306,7 +306,7 @@ class Skeleton:
             for key in missing:
                 if module._buffers[key].is_floating_point() and module._buffers[key].isnan().any():
                     raise QuantkitError(
-                        f"{self.description}: transformers does not say what {name}.{key} is",
+                        f"{self.label}: transformers does not say what {name}.{key} is",
                         RTN_REMEDY,
                     )
 
@@ -320,14 +320,14 @@ def check_built(config: Mapping[str, Any]) -> None:
             "use the config.json that came with the model",
         )
     if why := not_built(config):
-        reason = (
+        raise QuantkitError(
             f"model_type {config.get('model_type')!r} is not one that quantkit has a file for, "
-            f"and {why}"
+            f"and {why}",
+            "pip install -U 'quantkit[transformers]', or " + RTN_REMEDY,
         )
-        raise QuantkitError(reason, "pip install -U 'quantkit[transformers]', or " + RTN_REMEDY)
 
 
-def _build(config: Mapping[str, Any], description: str) -> Any:
+def _build(config: Mapping[str, Any], label: str) -> Any:
     fault: Exception | None = None
     for attention in ("sdpa", "eager"):
         try:
@@ -335,7 +335,7 @@ def _build(config: Mapping[str, Any], description: str) -> Any:
         except Exception as found:  # an unsupported attention implementation or config
             fault = found
     raise QuantkitError(
-        f"{description}: transformers does not build it ({type(fault).__name__}: {fault!s:.160})",
+        f"{label}: transformers does not build it ({type(fault).__name__}: {fault!s:.160})",
         RTN_REMEDY,
     ) from fault
 

@@ -55,7 +55,7 @@ def trace_layer(skeleton: Skeleton, layer: int) -> LayerTrace:
         raise
     except Exception as fault:  # a layer's own code may fail in any way
         raise QuantkitError(
-            f"{skeleton.description}: layer {layer} of transformers' model cannot be run on weights "
+            f"{skeleton.label}: layer {layer} of transformers' model cannot be run on weights "
             f"that are given one by one ({type(fault).__name__}: {fault!s:.80})",
             RTN_REMEDY,
         ) from fault
@@ -70,22 +70,22 @@ def _trace_layer(skeleton: Skeleton, layer: int) -> LayerTrace:
     experts = [name for name, _ in experts_modules(module)]
     for name, _ in module.named_parameters():
         if name not in names and not name.startswith(tuple(f"{one}." for one in experts)):
-            reason = (
-                f"{skeleton.description}: checkpoints hold {name.removesuffix('.weight')} in another "
-                "form than transformers computes with"
+            raise QuantkitError(
+                f"{skeleton.label}: checkpoints hold {name.removesuffix('.weight')} in another "
+                "form than transformers computes with",
+                RTN_REMEDY,
             )
-            raise QuantkitError(reason, RTN_REMEDY)
     if not linears and not experts:
         others = {
             type(one).__name__
             for one in module.modules()
             if any(own.dim() > 1 for own in one.parameters(recurse=False))
         }
-        reason = (
-            f"{skeleton.description}: layer {layer} has no linears that quantkit quantizes; its "
-            f"matrices are of {', '.join(sorted(others))}"
+        raise QuantkitError(
+            f"{skeleton.label}: layer {layer} has no linears that quantkit quantizes; its "
+            f"matrices are of {', '.join(sorted(others))}",
+            "use a model with linears: torch.nn.Linear, or stacked experts",
         )
-        raise QuantkitError(reason, "use a model with linears: torch.nn.Linear, or stacked experts")
     tensors = dict(module.state_dict())
     weights = ProbeWeights(
         {disk: tuple(tensors[name].shape) for name, disk in names.items() if name in tensors}
@@ -95,14 +95,14 @@ def _trace_layer(skeleton: Skeleton, layer: int) -> LayerTrace:
     )
     plan, hidden, seen = tracer.block.plan, tracer.hidden, tracer.first
     if idle := [name for name in linears if name not in seen.called]:
-        reason = (
-            f"{skeleton.description}: transformers' layer {layer} leaves out {', '.join(idle)} where "
-            "text alone goes through it"
+        raise QuantkitError(
+            f"{skeleton.label}: transformers' layer {layer} leaves out {', '.join(idle)} where "
+            "text alone goes through it",
+            "quantkit calibrates decoders that read nothing but text",
         )
-        raise QuantkitError(reason, "quantkit calibrates decoders that read nothing but text")
     if not torch.isfinite(seen.output).all() or distance(seen.output, hidden) == 0:
         raise QuantkitError(
-            f"{skeleton.description}: layer {layer} computes nothing finite of random weights",
+            f"{skeleton.label}: layer {layer} computes nothing finite of random weights",
             RTN_REMEDY,
         )
     order = tuple(
@@ -154,8 +154,10 @@ def _trace_experts_of(
         except NotExperts as other:
             experts = [name for name in experts if name != other.name]
         except SeveralInputs as fault:
-            reason = f"{skeleton.description}: a token gives each of the experts that it asks another input"
-            raise QuantkitError(reason, RTN_REMEDY) from fault
+            raise QuantkitError(
+                f"{skeleton.label}: a token gives each of the experts that it asks another input",
+                RTN_REMEDY,
+            ) from fault
 
 
 def _with_expert_outputs(
@@ -193,7 +195,7 @@ def _after_experts(name: str, tracer: LayerTracer, order: tuple[str, ...]) -> fr
     ]
     if not reads or any(tracer.is_reader(one) for one in reads):
         raise QuantkitError(
-            f"{tracer.block.skeleton.description}: more is done with what the routed experts make than "
+            f"{tracer.block.skeleton.label}: more is done with what the routed experts make than "
             "to add it",
             RTN_REMEDY,
         )
@@ -228,7 +230,7 @@ def _parallel_linears(
     tracer.weights.restore()
     if not same:
         raise QuantkitError(
-            f"{block.skeleton.description}: what follows its routed experts cannot be computed after "
+            f"{block.skeleton.label}: what follows its routed experts cannot be computed after "
             "them",
             RTN_REMEDY,
         )

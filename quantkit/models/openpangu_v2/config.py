@@ -14,6 +14,7 @@ from quantkit.models.config import (
     read_fields,
     refusal,
     refuse_attention_bias,
+    refuse_other_values,
 )
 from quantkit.models.hyper_connections import (
     HyperConnectionNames,
@@ -72,12 +73,7 @@ class Config(pangu_ultra_moe.Config):
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         """From config.json. Raises QuantkitError where a required field is missing or a value is
         not computed by this architecture."""
-        for key, wanted in _ONLY.items():
-            if config.get(key, wanted) not in (None, wanted):
-                raise refusal(key, config[key], repr(wanted))
-        for key, flag in _FLAGS.items():
-            if check_flag(config, key, default=flag) != flag:
-                raise refusal(key, config[key], str(flag).lower())
+        refuse_other_values(config, _ONLY | _FLAGS, "openPangu-2.0", allow_null=True)
         refuse_attention_bias(config)
         values = read_fields(
             cls,
