@@ -211,7 +211,7 @@ def test_what_is_not_computed_is_refused(
     ):
         with pytest.raises(
             QuantkitError,
-            match="nvfp4-w4a4 has scales for what linears read, which calibration finds",
+            match="nvfp4-w4a4 has input scales, which calibration determines",
         ):
             refused()
     with pytest.raises(QuantkitError, match="rounding activations saves none"):

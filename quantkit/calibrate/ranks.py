@@ -198,14 +198,16 @@ class BatchParallel:
             [number, module, [places[_memory(x)] for x in shown]] for number, module, shown in own
         ]
         kinds = [[list(x.shape), str(x.dtype).removeprefix("torch.")] for x in held.values()]
-        told, kinds = json.loads(self._ranks.broadcast_text(json.dumps([calls, kinds]), source))
+        calls_sent, kinds = json.loads(
+            self._ranks.broadcast_text(json.dumps([calls, kinds]), source)
+        )
         mine = [x.contiguous() for x in held.values()] if self._ranks.rank == source else None
         room = mine or [
             torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
             for shape, dtype in kinds
         ]
         sent = [self._ranks.broadcast(x, source) for x in room]
-        for number, module, shown in told:
+        for number, module, shown in calls_sent:
             yield number, module, tuple(sent[place] for place in shown)
 
 

@@ -105,7 +105,7 @@ class SensitivityStore(Protocol):
 
     def load(self) -> tuple[int, Tensor, dict[str, object]] | None: ...
 
-    def tell(self, unit: str, share: float) -> None:
+    def report(self, unit: str, share: float) -> None:
         """Report progress: `unit` is in work, and `share` of the pass is done."""
 
 
@@ -180,7 +180,7 @@ class SensitivityPass:
             ):
                 if unit not in self.model.units:  # of a layer that is run whole
                     continue
-                self.store.tell(unit, layers.index(layer) / len(layers))
+                self.store.report(unit, layers.index(layer) / len(layers))
                 hidden = self._sublayer(
                     sublayer_of(self.model, self.solvers, unit, layer, run),
                     layer,
@@ -302,7 +302,7 @@ class SensitivityPass:
     def _measured(self, hidden: Tensor, found: _Found) -> Sensitivities:
         """KL of every path at the head, divided among the groups of the sublayer where it left."""
         head = self.residual.head
-        self.store.tell(head.module, 1.0)
+        self.store.report(head.module, 1.0)
         original, kls = self.embed_and_head.final_norm(hidden[0]), list[float]()
         for start in range(1, len(hidden), JUDGED_PATHS):
             paths = [

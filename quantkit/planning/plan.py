@@ -189,7 +189,7 @@ class Plan(Result):
             *([("of the source", self.description)] if self.description else []),
             ("fits", "yes" if self.fits else "NO"),
             *(self.devices.facts() if self.layout is None else self.layout.facts()),
-            *((f"  at {one.bits:.2f} bits", one.told()) for one in self.sizes),
+            *((f"  at {one.bits:.2f} bits", one.describe()) for one in self.sizes),
             ("host memory, peak", f"{format_bytes(self.host_peak_bytes)} (at {host.where})"),
             (
                 "disk",
@@ -300,7 +300,7 @@ def plan(
         cost_model=None if choice or serving.data else _predicted(job, target, context),
         sizes=choice.sizes(target.count) if choice else (),
         layout=planned_layout,
-        description=job.inventory.told,
+        description=job.inventory.note,
     )
 
 

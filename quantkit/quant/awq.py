@@ -1,14 +1,15 @@
-"""AWQ (arXiv 2306.00978): per-channel scales that move between a producer and its consumers before
+"""AWQ (arXiv 2306.00978): per-channel scales moved between a producer and its consumers before
 rounding.
 
 Channels with large activations get s > 1: their weights are multiplied by s before rounding and
 their inputs divided by s, so they are rounded on a finer grid relative to their size. Candidates
 are s = x^r, with x the size of each channel's activations (root mean square, from the diagonal of
 the Hessian), and s = x^r / w^(1-r) with w the mean relative size of its weights (AutoAWQ's duo
-scaling); r runs over a grid in [0, 1]. Which candidate wins is a question of loss, asked elsewhere.
+scaling); r runs over a grid in [0, 1]. The candidate with the least loss is selected in
+calibrate/scales.py.
 
-Folding is exact: a producer's 16-bit gain can only hold gain / s rounded, so the scale in effect is
-taken from the rounded gain.
+Folding is exact: a producer's 16-bit gain can only hold gain / s rounded, so the effective scale is
+computed from the rounded gain.
 """
 
 import torch
@@ -21,7 +22,8 @@ def candidate_scales(
     """Candidate scales [(2 + weight_points) * points, ..., K], normalised so that sqrt(max * min) =
     1; the first is all ones.
 
-    activation [..., K]: size of each input channel. weight [..., K]: mean over the consumers' rows of |w| / max |w| of its group.
+    activation [..., K]: size of each input channel. weight [..., K]: mean over the consumers' rows
+    of |w| / max |w| of its group.
     """
     ratios = torch.linspace(0, 1, points, device=activation.device).view(
         -1, *[1] * activation.dim()
@@ -45,7 +47,8 @@ def _normalised(scale: Tensor) -> Tensor:
 
 
 def relative_weight(weights: list[Tensor], group_size: int | None) -> Tensor:
-    """Mean over all rows of |w| / max |w| of its group: weights float32 [..., N_i, K] -> [..., K]."""
+    """Mean over all rows of |w| / max |w| of its group: weights float32 [..., N_i, K] -> [...,
+    K]."""
     total = torch.zeros_like(weights[0][..., 0, :])
     rows = 0
     for w in weights:
@@ -62,12 +65,12 @@ def power_of_two(scale: Tensor) -> Tensor:
 
 
 def effective_scale(gain: Tensor, scale: Tensor, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """What folding `scale` into a gain stored in 16 bits really does.
+    """The effect of folding `scale` into a gain stored in 16 bits.
 
     gain [K] in its stored dtype, scale float32 [K] -> the new gain in that dtype, and float32 gain
-    / new gain, with which consumers must be multiplied for the product to stay what it was. Where
-    the gain is zero the channel carries nothing: scale 1.
-    offset: what the norm adds to a stored gain; the quotient is of the sums.
+    / new gain, by which consumers must be multiplied to keep the product. If the gain is zero, the
+    channel carries nothing: scale 1. offset: added by the norm to a stored gain; the quotient is of
+    the sums.
     """
     whole = gain.float() + offset
     scale = torch.where(whole == 0, torch.ones_like(scale), scale)

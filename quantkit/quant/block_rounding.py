@@ -1,5 +1,8 @@
-"""A block of columns of `gptq` in one call on a CPU, where PyTorch takes some ten small ones for
-each column: by the project's C++ (round_block.cpp of the kernels)."""
+"""Rounding of one block of GPTQ's columns on a CPU, and the scales of its columns in GPTQ's order.
+
+PyTorch needs some ten small operations per column; the project's C++ (round_block.cpp of the
+kernels) does a block in one call.
+"""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -60,17 +63,17 @@ def take(t: Tensor, index: Tensor) -> Tensor:
     if index.dim() == 1:
         return t.contiguous().index_select(
             -2, index
-        )  # whole rows: several times as fast as from what lies transposed
+        )  # contiguous rows: several times as fast as from a transposed tensor
     return t.gather(-2, index.unsqueeze(-1).expand(*index.shape, t.shape[-1]))
 
 
 @dataclass(frozen=True)
 class BlockParts:
     """Rows of a block's C columns in tensors [..., K, N] of all columns: each float32 [..., C, N],
-    a column being one run of memory.
+    a column contiguous in memory.
 
-    values: written, the columns as they were rounded. before: read, what they are held against; may
-    be where `values` is. apart: written, before - values. seen: written if given, the rounding
+    values: output, the rounded columns. before: input, the values they are compared with; may alias
+    `values`. difference: output, before - values. factored_error: output if given, the rounding
     errors times pivot [..., C, 1], which is given with it.
     """
 
@@ -81,13 +84,15 @@ class BlockParts:
     pivot: Tensor | None = None
 
     def __post_init__(self) -> None:
-        assert (self.factored_error is None) == (self.pivot is None), "seen is errors times pivot"
+        assert (self.factored_error is None) == (self.pivot is None), (
+            "factored_error is errors times pivot"
+        )
 
 
 class RoundBlock(Protocol):
-    """Rounds the C columns of target float32 [..., C, N], which is used up, one after the other
-    into `parts`: those not yet rounded make up for the errors of those before. reaction float32
-    [..., C, C]: by how much column i changes for an error of 1 in column j."""
+    """Rounds the C columns of target float32 [..., C, N], which is overwritten, one after the other
+    into `parts`; the remaining columns compensate for the errors of those before. update float32
+    [..., C, C]: change of column i for an error of 1 in column j."""
 
     def __call__(
         self,
@@ -102,7 +107,7 @@ class RoundBlock(Protocol):
 _INTEGER, _INTEGER_WITH_ZERO, _E2M1 = range(3)
 STRIP = 16
 _MOST_COLUMNS = 128
-"""For which the C++ has room."""
+"""Limit of the C++."""
 
 
 def has_cpp() -> bool:
@@ -113,9 +118,9 @@ def has_cpp() -> bool:
 def round_block_cpp(
     target: Tensor, update: Tensor, quantizer: Quantizer, scales: Scales, values: Tensor
 ) -> Tensor:
-    """As `gptq`'s own: rounds target [..., C, N], C at most 128, into `values`, a part of [..., K,
-    N], and returns the rounding errors [..., C, N]; target is not changed. reaction [..., C, C]: by
-    how much column i changes for an error of 1 in column j. At most one leading dimension."""
+    """Rounds target [..., C, N], C at most 128, into `values`, a part of [..., K, N], and returns
+    the rounding errors [..., C, N]; target is not changed. update [..., C, C]: change of column i
+    for an error of 1 in column j. At most one leading dimension."""
     columns, rows = target.shape[-2:]
     assert columns <= _MOST_COLUMNS, columns
     zero = scales.scale if scales.zero_point is None else scales.zero_point
@@ -139,10 +144,7 @@ def round_block_cpp(
 def round_block_torch(
     target: Tensor, update: Tensor, quantizer: Quantizer, scales: Scales, values: Tensor
 ) -> Tensor:
-    """Round the C columns of `target` [..., C, N] one after the other into `values`. Columns not
-    yet rounded are changed in place: they make up for the errors of those before. reaction [..., C,
-    C]: by how much column i changes for an error of 1 in column j. Returns the rounding error of
-    every column, [..., C, N]."""
+    """As `round_block_cpp`, but target is overwritten."""
     errors = torch.empty_like(target)
     width = target.shape[-2]
     sizes, zeros = (
@@ -151,9 +153,9 @@ def round_block_torch(
     )
     for strip in range(0, width, STRIP):
         after = min(strip + STRIP, width)
-        _react(target, update, errors, strip, after, 0, strip)
+        _update_columns(target, update, errors, strip, after, 0, strip)
         for i in range(strip, after):
-            _react(target, update, errors, i, i + 1, strip, i)
+            _update_columns(target, update, errors, i, i + 1, strip, i)
             column = target[..., i, :]
             value = quantizer.quantize(column, Scales(sizes[i], zeros[i]))
             values[..., i, :] = value
@@ -161,10 +163,10 @@ def round_block_torch(
     return errors
 
 
-def _react(
+def _update_columns(
     target: Tensor, update: Tensor, errors: Tensor, start: int, stop: int, first: int, last: int
 ) -> None:
-    """Columns start..stop change for the errors of columns first..last."""
+    """Update columns start..stop for the errors of columns first..last."""
     if first == last:
         return
     rows, coefficients, known = (

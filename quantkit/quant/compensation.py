@@ -1,14 +1,16 @@
-"""GPTQ with errors weighed on both sides: rows still to come make up for rows before them, as
-columns do for columns.
+"""A linear quantized by GPTQ and coordinate descent; with an output cost, rows compensate for rows
+as columns do for columns.
 
-Minimises tr(M E H E^T), E = W - Q, H the second moment of the inputs and M that of the loss's
-gradient by the outputs: what an error there costs (two-sided feedback of YAQA, arXiv 2505.22988,
-here with Cholesky factors and in blocks of rows). With M = U U^T as H = V V^T in `gptq`, the loss
-is the squared norm of U^T E V, whose row i depends on rows <= i of E only. Rows of a block I that
-make all earlier error E_P good, whatever their columns, are W_I + inv(U_II)^T U_PI^T E_P: they take
-the place of W_I, and GPTQ rounds them column by column. Rows of one block do not see each other's
-errors. Where M is of parts that cost nothing together, as the heads of attention, a block has rows
-of each.
+With output costs it minimises tr(M E H E^T), E = W - Q, H the second moment of the inputs and M
+that of the loss's gradient with respect to the outputs: the cost of an error there (two-sided
+feedback of YAQA, arXiv 2505.22988, here with Cholesky factors and in blocks of rows). With M = U
+U^T as H = V V^T in `gptq`, the loss is the squared norm of U^T E V, whose row i depends on rows <=
+i of E only. Rows of a block I that compensate for all earlier error E_P, in any columns, are W_I +
+inv(U_II)^T U_PI^T E_P: they replace W_I, and GPTQ rounds them column by column. Rows of one block
+do not compensate for each other. If M consists of parts whose errors have no joint cost, such as
+the heads of attention, a block has rows of each.
+
+Shapes: w [..., N, K]; leading dimensions (experts) run as one batch.
 """
 
 from dataclasses import dataclass
@@ -36,8 +38,8 @@ class CompensatedRows:
 def compensate(
     w: Tensor, curvature: Curvature, quantizer: Quantizer, descent: Descent | None = None
 ) -> CompensatedRows:
-    """Values of the grid for W float32 [..., N, K], channels as they lie in memory; the curvature
-    has W's leading dimensions, or none."""
+    """Values of the grid for W float32 [..., N, K], in channel order; the curvature has W's leading
+    dimensions, or none."""
     return compensate_with_scales(
         w, fit_scales(w, quantizer, curvature.conditional), curvature, quantizer, descent
     )
@@ -46,8 +48,7 @@ def compensate(
 def compensate_with_scales(
     w: Tensor, scales: Scales, curvature: Curvature, quantizer: Quantizer, descent: Descent | None
 ) -> CompensatedRows:
-    """The same from steps [..., N, G] that were fitted before, which are kept where descent does
-    not fit them."""
+    """The same with given scales [..., N, G], which are kept unless descent fits them."""
     order = curvature.order
     columns, steps = take(w.mT, order), GroupScales(scales, group_of_columns(order, w, quantizer))
     factored_error = None if descent is None else torch.empty_like(columns)
@@ -70,11 +71,10 @@ def compensate_both(
     most_rows: int | None = None,
     descent: Descent | None = None,
 ) -> tuple[Tensor, Scales]:
-    """Values of the grid for W float32 [..., N, K], and the steps [..., N, G]. curvature: of the
-    inputs, as for `compensate`;
-    outputs: of the outputs, one [N, N] for all, or [P, n, n] of P parts of n rows that cost nothing
-    together; most_rows: of a block, where memory is short; descent: of every block, before the next
-    makes up for it."""
+    """Values of the grid for W float32 [..., N, K], and the scales [..., N, G]. curvature: of the
+    inputs, as for `compensate`; outputs: of the outputs, one [N, N] for all, or [P, n, n] of P
+    independent parts of n rows; most_rows: of a block, if memory is short; descent: run on every
+    block before the next compensates for it."""
     scales = fit_scales(w, quantizer, curvature.conditional)
     values = torch.empty_like(w)
     factor = outputs.factor if outputs.factor.dim() == 3 else outputs.factor[None]
@@ -89,23 +89,23 @@ def compensate_both(
         stop, rows = start + block.shape[1], block.flatten()
         target = w.index_select(-2, rows)
         if number:
-            made_up, before = torch.zeros_like(target).unflatten(-2, (parts, -1)), 0
-            for earlier in blocks[:number]:  # one after the other: their errors are not held
+            compensation, before = torch.zeros_like(target).unflatten(-2, (parts, -1)), 0
+            for earlier in blocks[:number]:  # one at a time: their errors are not kept
                 own = earlier.flatten()
                 error = (
                     w.index_select(-2, own)
                     .sub_(values.index_select(-2, own))
                     .unflatten(-2, (parts, -1))
                 )
-                made_up += error_product(
+                compensation += error_product(
                     factor[:, before : before + earlier.shape[1], start:stop].mT, error
                 )
                 before += earlier.shape[1]
             # Solved as rows times an upper triangle: a batch of experts shares it.
-            made_up = torch.linalg.solve_triangular(
-                factor[:, start:stop, start:stop], made_up.mT, upper=True, left=False
+            compensation = torch.linalg.solve_triangular(
+                factor[:, start:stop, start:stop], compensation.mT, upper=True, left=False
             ).mT
-            target += made_up.flatten(-3, -2)
+            target += compensation.flatten(-3, -2)
         fitted = _select_rows(scales, rows)
         rounded = compensate_with_scales(target, fitted, curvature, quantizer, descent)
         values.index_copy_(-2, rows, rounded.values)
@@ -120,8 +120,9 @@ def _select_rows(scales: Scales, rows: Tensor) -> Scales:
 
 
 def sample_output_directions(outputs: Curvature, count: int) -> Tensor:
-    """About `count` evenly spaced columns of U, [N, C], their rows as they lie in memory: |U^T E x|^2 is what an error E costs at
-    input x, and these are a sample of its terms. Of P parts, as many of each."""
+    """About `count` evenly spaced columns of U, [N, C], rows in memory order: |U^T E x|^2 is the
+    cost of an error E at input x, and these are a sample of its terms. Of P parts, equally many of
+    each."""
     parts = 1 if outputs.order.dim() == 1 else len(outputs.order)
     rows = outputs.order.shape[-1]
     columns = outputs.factor[..., :: max(1, parts * rows // count)]

@@ -1,19 +1,19 @@
-"""Coordinate descent (as CDQuant, arXiv 2406.17542): columns that GPTQ rounded are rounded again,
-against the errors all others now have.
+"""Coordinate descent (as CDQuant, arXiv 2406.17542): columns rounded by GPTQ are rounded again,
+given the current errors of all others.
 
-GPTQ lets a column make up for those before it, never for those after. Here a column's best value is
-what it is plus (E H)_k / H_kk, and the loss tr(E H E^T) falls with every column. Where steps are to
-be fitted, between two sweeps over the columns every group gets the one that is best for its codes,
-if what the format stores of it is better than what it had.
+GPTQ lets a column compensate for those before it, never for those after. Here a column's best value
+is its current one plus (E H)_k / H_kk, and the loss tr(E H E^T) decreases with every column. If
+scales are to be fitted, every group gets, between two sweeps over the columns, the scale that is
+best for its codes, if its stored value is better than the current one.
 
-With D the change that each column of a block wants before the block is touched, A the block of H
-under its diagonal, row i divided by H_ii, and L the errors of rounding, what the columns want one
-after the other is (I + A)^-1 D + (I - (I + A)^-1) L: a block of GPTQ's with another target and
-another reaction, so the same loop, or kernel, rounds it. As there, H = V V^T, and V^T E is held. A
-sweep is twice GPTQ's arithmetic, and so is a fit of all steps.
+With D the change that each column of a block needs before the block is processed, A the block of H
+below its diagonal, row i divided by H_ii, and L the rounding errors, the changes needed one after
+the other are (I + A)^-1 D + (I - (I + A)^-1) L: a block of GPTQ with another target and another
+update matrix, so the same loop, or kernel, rounds it. As there, H = V V^T, and V^T E is kept up to
+date. A sweep takes twice GPTQ's arithmetic, and so does a fit of all scales.
 
-Shapes: values and seen [..., K, N], columns in the order of the curvature; leading dimensions
-(experts) run as one batch.
+Shapes: values and factored_error [..., K, N], columns in the order of the curvature; leading
+dimensions (experts) run as one batch.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Descent:
 
 
 WIDEST = 0.3
-"""By how much a step changes at most in one sweep, as a share of itself."""
+"""Largest relative change of a scale in one sweep."""
 
 
 def descend(
@@ -47,8 +47,8 @@ def descend(
     steps: GroupScales,
     descent: Descent,
 ) -> Tensor:
-    """Lower the loss of `values`, whose errors E are known by seen = V^T E: values, steps and seen
-    change in place. Returns the loss [..., N]."""
+    """Lower the loss of `values`, whose errors E are given by factored_error = V^T E: values,
+    scales and factored_error change in place. Returns the loss [..., N]."""
     for number in range(descent.sweeps):
         if number and descent.fits_scales:
             _refit(values, factored_error, curvature, quantizer, steps)
@@ -63,7 +63,7 @@ def _sweep(
     quantizer: Quantizer,
     steps: GroupScales,
 ) -> None:
-    """Every column once. seen: V^T E, kept true."""
+    """Every column once. factored_error: V^T E, updated."""
     columns, factor, round_block = values.shape[-2], curvature.factor, block_rounder(values.device)
     for start, update in zip(range(0, columns, BLOCK), curvature.descent_blocks):
         stop = min(start + BLOCK, columns)
@@ -85,8 +85,8 @@ def _refit(
     quantizer: Quantizer,
     steps: GroupScales,
 ) -> None:
-    """Every group's step once: a group whose values are all multiplied by 1 + d loses 2 d P.S - d^2
-    P.P, P what V^T makes of them."""
+    """Every group's scale once: a group whose values are all multiplied by 1 + d reduces the loss
+    by 2 d P.S - d^2 P.P, P = V^T applied to them."""
     sizes, zeros = steps.scales.scale, steps.scales.zero_point
     places = steps.groups.argsort(dim=-1, stable=True).unflatten(-1, (sizes.shape[-2], -1))
     for group in range(sizes.shape[-2]):

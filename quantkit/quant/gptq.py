@@ -1,18 +1,18 @@
-"""GPTQ (arXiv 2210.17323): round column by column, letting the columns still to come make up for
-the error so far.
+"""GPTQ (arXiv 2210.17323): round column by column, with the remaining columns compensating for the
+error so far.
 
 Minimises tr(E H E^T), E = W - Q and H = X^T X, over the values Q of a grid. Written with one upper
 triangular factor H = V V^T instead of the inverse of H: the loss is the squared norm of E V, whose
-column k depends on columns <= k of E only. Columns of a block C that make all earlier error E_P
-good are W_C + E_P V_PC inv(V_CC), so one product per block and the inverse of a small triangle
+column k depends on columns <= k of E only. Columns of a block C that compensate for all earlier
+error E_P are W_C + E_P V_PC inv(V_CC), so one product per block and the inverse of a small triangle
 replace the update of all later columns, and one Cholesky replaces three.
 
-Scaling channels by s turns H into D^-1 H D^-1 (D = diag s) and V into D^-1 V: a scale search needs
-no further factoring.
+Scaling channels by s changes H into D^-1 H D^-1 (D = diag s) and V into D^-1 V: a scale search
+needs no further factorization.
 
-The order is by falling energy of the channels ("static activation ordering"): the largest go first,
-when there are still many others left to compensate. Steps are fitted beforehand, to the groups as
-they lie in memory, so the format needs no record of the order.
+Columns are ordered by descending energy of the channels ("static activation ordering"): the largest
+go first, when many others remain to compensate. Scales are fitted beforehand, to the groups in
+memory order, so the format needs no record of the order.
 
 Shapes: w [..., N, K], factors [..., K, K]; leading dimensions (experts, candidates) broadcast and
 run as one batch.
@@ -40,16 +40,16 @@ from quantkit.quant.block_rounding import (
 from quantkit.quant.tensor_cores import add_error_product, add_product, error_product
 
 OUTER = 512
-"""Columns that are told at once what all earlier ones left to them: a product as wide as products
-need to be fast."""
+"""Columns updated at once for the errors of all earlier ones: as wide as matrix products need to be
+fast."""
 BLOCK = 128
 _PANEL = 512
-"""Rows of a large square that are put in order at a time."""
+"""Rows of a large square that are permuted at a time."""
 
 
 @dataclass(frozen=True)
 class Curvature:
-    """What GPTQ needs to know of a layer's inputs, in the order it works.
+    """Curvature of a layer's inputs, in GPTQ's order.
 
     factor [..., K, K] of the damped Hessian, and energy [..., K], that Hessian's diagonal, are
     permuted by order [..., K]: position i holds channel order[i].
@@ -63,7 +63,7 @@ class Curvature:
     def of(cls, hessian: Tensor, damping: float, shrinkage: float = 0.0) -> "Curvature":
         """From H = sum of x x^T over tokens, float32 [..., K, K], not mutated."""
         order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
-        # Cholesky's factor is lower and wanted is an upper one: that of the channels in reverse,
+        # Cholesky's factor is lower, and an upper one is needed: that of the channels in reverse,
         # reversed back.
         reverse = damp_(_permuted(hessian, order.flip(-1)), damping, shrinkage)
         energy = reverse.diagonal(dim1=-2, dim2=-1).flip(-1)
@@ -71,7 +71,7 @@ class Curvature:
 
     @property
     def diagonal(self) -> Tensor:
-        """Of the Hessian, [..., K], in the order of the channels."""
+        """Of the Hessian, [..., K], in channel order."""
         return self._in_place(self.energy)
 
     @cached_property
@@ -88,10 +88,10 @@ class Curvature:
 
     @cached_property
     def descent_blocks(self) -> tuple["DescentBlock", ...]:
-        """What a sweep of descent needs of each block of BLOCK columns."""
-        return tuple(self._reaction(start) for start in range(0, self.factor.shape[-1], BLOCK))
+        """Each block of BLOCK columns for a sweep of descent."""
+        return tuple(self._descent_block(start) for start in range(0, self.factor.shape[-1], BLOCK))
 
-    def _reaction(self, start: int) -> "DescentBlock":
+    def _descent_block(self, start: int) -> "DescentBlock":
         rows = self.factor[..., start : start + BLOCK, start:]
         own = rows @ rows.mT
         diagonal = own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
@@ -103,15 +103,15 @@ class Curvature:
 
     @property
     def conditional(self) -> Tensor:
-        """What a squared error in each channel costs once the channels after it have made up for
-        it, [..., K], in their own order."""
+        """Cost of a squared error in each channel once the channels after it have compensated for
+        it, [..., K], in channel order."""
         return self._in_place(self.factor.diagonal(dim1=-2, dim2=-1).square())
 
     def _in_place(self, permuted: Tensor) -> Tensor:
         return torch.empty_like(permuted).scatter_(-1, self.order.expand_as(permuted), permuted)
 
     def solved(self, a: Tensor) -> Tensor:
-        """A H^-1 for A [..., N, K], channels as they lie in memory."""
+        """A H^-1 for A [..., N, K], in channel order."""
         order = self.order.unsqueeze(-2).expand_as(a)
         half = torch.linalg.solve_triangular(
             self.factor.mT, a.gather(-1, order), upper=False, left=False
@@ -125,16 +125,16 @@ class Curvature:
         return Curvature(self.factor / s.unsqueeze(-1), self.energy / s / s, self.order)
 
     def scaled_(self, scale: Tensor) -> "Curvature":
-        """The same in the memory of this one, which is no more; scale [K]."""
+        """The same in place of this one, which must not be used afterwards; scale [K]."""
         s = scale.gather(-1, self.order)
         return Curvature(self.factor.div_(s.unsqueeze(-1)), self.energy / s / s, self.order)
 
 
 @dataclass(frozen=True)
 class TriangularBlock:
-    """A block T [..., C, C] on the diagonal of a factor, as GPTQ asks for it: pivot [..., C, 1] its
-    diagonal; answer inv(T)^T, by which the block's columns make up for those before it; reaction
-    -(pivot inv(T))^T, by which they do for each other."""
+    """A block T [..., C, C] on the diagonal of a factor. pivot [..., C, 1]: its diagonal;
+    inverse_t: inv(T)^T, the update from earlier blocks; update: -(pivot inv(T))^T, the update
+    inside the block."""
 
     pivot: Tensor
     inverse_t: Tensor
@@ -149,17 +149,17 @@ class TriangularBlock:
 
     @property
     def unbind(self) -> tuple["TriangularBlock", ...]:
-        """Those of its first dimension."""
+        """The blocks along the first dimension."""
         return tuple(map(TriangularBlock, self.pivot, self.inverse_t, self.update))
 
 
 @dataclass(frozen=True)
 class DescentBlock:
-    """Of a block of C columns of the Hessian, with A its part under the diagonal, row i divided by
+    """Of a block of C columns of the Hessian, with A its part below the diagonal, row i divided by
     H_ii.
 
-    change (I + A)^-1 / H_jj [..., C, C]: by how much column i changes for a unit of what column j
-    wants; own I - (I + A)^-1 [..., C, C]: by how much it does for the rounding error of column j.
+    change (I + A)^-1 / H_jj [..., C, C]: change of column i for a unit of column j's target; own I
+    - (I + A)^-1 [..., C, C]: its change for the rounding error of column j.
     """
 
     change: Tensor
@@ -167,14 +167,14 @@ class DescentBlock:
 
 
 def column_major(update: Tensor) -> Tensor:
-    """[..., C, C] with the changes for one column's error side by side in memory, where a GPU's
-    kernel asks for them block by block."""
+    """[..., C, C] with the coefficients of one column contiguous on a GPU, as its kernel reads
+    them."""
     return update.mT.contiguous().mT if update.is_cuda else update
 
 
 def _permuted(square: Tensor, order: Tensor) -> Tensor:
-    """[..., K, K] with rows and columns in `order` [..., K]; beside the result, a panel is in
-    memory."""
+    """[..., K, K] with rows and columns in `order` [..., K]; needs one panel of memory besides the
+    result."""
     result = torch.empty(square.shape, dtype=square.dtype, device=square.device)
     size = square.shape[-1]
     for out, one, index in zip(
@@ -186,11 +186,11 @@ def _permuted(square: Tensor, order: Tensor) -> Tensor:
 
 
 def damp_(hessian: Tensor, damping: float, shrinkage: float = 0.0) -> Tensor:
-    """H += damping * mean(diag H) * I + shrinkage * diag H; all zeros become I, so that weights are
-    simply rounded.
+    """H += damping * mean(diag H) * I + shrinkage * diag H; a zero matrix becomes I, so that
+    weights are simply rounded.
 
-    Damping guards the directions that no token took; shrinkage doubts the correlations that few
-    tokens show.
+    Damping regularizes directions without tokens; shrinkage reduces correlations estimated from few
+    tokens.
     """
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     extra = damping * diagonal.mean(-1, keepdim=True)
@@ -199,14 +199,14 @@ def damp_(hessian: Tensor, damping: float, shrinkage: float = 0.0) -> Tensor:
 
 
 def reverse_(square: Tensor) -> Tensor:
-    """Rows and columns in reverse, in place: that is every one of its values in reverse."""
+    """Reverse rows and columns in place, which reverses all values."""
     size = square.shape[-1]
     for start in range(0, (size + 1) // 2, _PANEL):
         stop = min(start + _PANEL, (size + 1) // 2)
         upper, lower = square[..., start:stop, :], square[..., size - stop : size - start, :]
-        turned = upper.flip(-1, -2)
+        flipped = upper.flip(-1, -2)
         upper.copy_(lower.flip(-1, -2))
-        lower.copy_(turned)
+        lower.copy_(flipped)
     return square
 
 
@@ -215,13 +215,13 @@ def scaled_losses(w: Tensor, scale: Tensor, curvature: Curvature, quantizer: Qua
     [C, ..., K]: candidates.
 
     Rounding W s to scales t and dividing by s is rounding W to t / s: all candidates share one
-    factor, and are so many more rows.
+    factor, and are additional rows.
     """
     scales = fit_scales(w * scale.unsqueeze(-2), quantizer, curvature.conditional / scale.square())
     order = curvature.order
     columns = take(w.mT, order)
     steps = GroupScales(
-        _side_by_side(scales),
+        _candidates_as_rows(scales),
         group_of_columns(order, w, quantizer),
         take(scale.movedim(0, -1), order),
     )
@@ -239,9 +239,9 @@ def gptq(
     steps: GroupScales,
     factored_error: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Values of the grid [..., K, N], and loss [..., N], of W transposed, [..., K, N]: a channel is
-    one run of memory. All in the order of the curvature. seen [..., K, N], if given, becomes V^T E,
-    whose square is the loss."""
+    """Values of the grid [..., K, N], and loss [..., N], of the transposed W, [..., K, N]: a
+    channel is contiguous in memory. All in the order of the curvature. factored_error [..., K, N],
+    if given, becomes V^T E, whose square is the loss."""
     columns, factor, round_block = w.shape[-2], curvature.factor, block_rounder(w.device)
     error, values = torch.empty_like(w), torch.empty_like(w)
     loss = torch.zeros_like(w[..., 0, :])
@@ -276,20 +276,20 @@ def gptq(
 
 
 def block_rounder(device: torch.device) -> RoundBlock:
-    """What rounds blocks there: on a GPU a kernel that does all of it in one launch."""
+    """The implementation of block rounding for a device; on a GPU one kernel launch."""
     if device.type == "cuda":
         from quantkit.quant.block_kernel import (
             round_block,
-        )  # Triton comes with PyTorch's builds for GPUs
+        )  # Triton is part of PyTorch's GPU builds
 
         return round_block
     return partial(
-        _with_errors,
+        _round_block_with_errors,
         round_block_cpp if device.type == "cpu" and has_cpp() else round_block_torch,
     )
 
 
-def _with_errors(
+def _round_block_with_errors(
     round_block: Callable[[Tensor, Tensor, Quantizer, Scales, Tensor], Tensor],
     target: Tensor,
     update: Tensor,
@@ -297,7 +297,7 @@ def _with_errors(
     steps: ColumnScales,
     parts: BlockParts,
 ) -> None:
-    """A `RoundBlock` by `round_block`, which returns the rounding errors [..., C, N]."""
+    """A `RoundBlock` from `round_block`, which returns the rounding errors [..., C, N]."""
     before = (
         parts.before.clone() if parts.before.data_ptr() == parts.values.data_ptr() else parts.before
     )
@@ -307,8 +307,8 @@ def _with_errors(
     torch.sub(before, parts.values, out=parts.difference)
 
 
-def _side_by_side(scales: Scales) -> Scales:
-    """Scales of candidates [C, ..., N, G] as those of so many more rows, [..., C * N, G]."""
+def _candidates_as_rows(scales: Scales) -> Scales:
+    """Scales of candidates [C, ..., N, G] as those of additional rows, [..., C * N, G]."""
 
     def fold(t: Tensor) -> Tensor:
         return t.movedim(0, -3).flatten(-3, -2)

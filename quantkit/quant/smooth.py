@@ -1,11 +1,11 @@
-"""SmoothQuant (arXiv 2211.10438): move the spread of activations into the weights before both are
-rounded to int8.
+"""SmoothQuant (arXiv 2211.10438): move the range of activations into the weights before both are
+quantized to int8.
 
-An activation row x is rounded with one step, max |x| / 127, so a channel ten times larger than the rest costs the others ten
-steps in resolution. Dividing it by s and multiplying its weights by s keeps the product. Candidates
-are s = a^alpha / w^(1 - alpha), with a and w the largest magnitudes of activation and weight of
-each channel; which one wins is decided on the error it leaves in the output, activations and
-weights together.
+An activation row x has one scale, max |x| / 127, so a channel ten times larger than the rest costs
+the others a factor of ten in resolution. Dividing it by s and multiplying its weights by s keeps
+the product. Candidates are s = a^alpha / w^(1 - alpha), with a and w the largest magnitudes of
+activation and weight of each channel; the one with the least output error, from activations and
+weights together, is selected.
 """
 
 import torch
@@ -26,11 +26,11 @@ def smoothing_candidates(activation_max: Tensor, weight_max: Tensor, points: int
 
 
 def activation_loss(x: Tensor, column_energy: Tensor) -> Tensor:
-    """Expected squared output error per token, float32 [...], of rounding rows x [..., T, K] to
-    int8 with a step per row.
+    """Expected squared output error per token, float32 [...], of quantizing rows x [..., T, K] to
+    int8 with a scale per row.
 
     column_energy [..., K]: squared norm of each weight column. Rounding errors are taken as
-    independent, step^2 / 12 each.
+    independent, scale^2 / 12 each.
     """
     step = x.abs().amax(-1) / INT8_MAX
     return step.square().mean(-1) / 12 * column_energy.sum(-1)

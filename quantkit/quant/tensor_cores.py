@@ -1,11 +1,11 @@
-"""Products of float32 matrices where fewer bits will do: on a GPU's tensor cores, operands rounded
-to TF32, which has float32's range and 11 bits, sums in float32; on a processor that multiplies BF16
-twice as fast, in BF16, but only what errors make others change by.
+"""Products of float32 matrices at reduced precision: on a GPU's tensor cores, operands rounded to
+TF32, which has float32's range and 11 bits, sums in float32; on a CPU that multiplies BF16 twice as
+fast, in BF16, but only for error compensation.
 
-What they are for is itself an estimate from a sample of tokens, or goes into 16 bits when the model
-is served: the sums behind a Hessian, what an error costs in the residual stream, what GPTQ and
-descent make up for, what rounded experts answer. Scales are proven, sources' answers computed and
-paths compared without.
+The results are estimates from a sample of tokens anyway, or are served in 16 bits: the sums in a
+Hessian, the cost of errors in the residual stream, the compensation of GPTQ and descent, the
+outputs of quantized experts. Scale verification, the source's outputs and comparisons of paths use
+full float32.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 LARGE = 2**26
-"""Multiplications of a product from which a processor rounds operands to BF16: below, rounding them
-takes what it spares."""
+"""Multiplications in a product from which a CPU rounds operands to BF16: below, rounding them costs
+what it saves."""
 
 
 @contextmanager
 def tensor_core_products() -> Iterator[None]:
-    """While it lasts. Nothing changes on a processor. May be nested."""
+    """Context manager; no effect on a CPU. May be nested."""
     matmul = torch.backends.cuda.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
     try:
@@ -32,15 +32,15 @@ def tensor_core_products() -> Iterator[None]:
 
 
 def error_product(a: Tensor, b: Tensor) -> Tensor:
-    """a [..., M, K] @ b [..., K, N], where b are rounding errors, or what became of them: what
-    others are changed by, to 8 bits or more."""
-    return (a.bfloat16() @ b.bfloat16()).float() if _bears_bf16(a, b) else a @ b
+    """a [..., M, K] @ b [..., K, N], where b are rounding errors or derived from them, to 8 bits or
+    more."""
+    return (a.bfloat16() @ b.bfloat16()).float() if _uses_bf16(a, b) else a @ b
 
 
 def add_error_product(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """c [..., M, N] and the product of a [..., M, K] and b [..., K, N], as `error_product`; a may lack
-    leading dimensions."""
-    return c + error_product(a, b) if _bears_bf16(a, b) else add_product(c, a, b)
+    """c [..., M, N] plus the product of a [..., M, K] and b [..., K, N], as `error_product`; a may
+    lack leading dimensions."""
+    return c + error_product(a, b) if _uses_bf16(a, b) else add_product(c, a, b)
 
 
 def add_product(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -53,9 +53,9 @@ def add_product(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_error_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out [..., M, N] and the product of a [..., M, K] and b [..., K, N], in place; a may lack
+    """out [..., M, N] plus the product of a [..., M, K] and b [..., K, N], in place; a may lack
     leading dimensions. As `error_product`."""
-    if _bears_bf16(a, b):
+    if _uses_bf16(a, b):
         out += error_product(a, b)
     elif out.dim() == 2:
         out.addmm_(a, b)
@@ -63,7 +63,7 @@ def add_error_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
         out.baddbmm_(a.expand(len(out), -1, -1), b)
 
 
-def _bears_bf16(a: Tensor, b: Tensor) -> bool:
+def _uses_bf16(a: Tensor, b: Tensor) -> bool:
     return (
         a.device.type == "cpu" and a.shape[-2] * a.shape[-1] * b.shape[-1] >= LARGE and _has_bf16()
     )
@@ -71,8 +71,8 @@ def _bears_bf16(a: Tensor, b: Tensor) -> bool:
 
 @cache
 def _has_bf16() -> bool:
-    """Whether this processor multiplies BF16 itself."""
+    """Whether this CPU has BF16 multiplication."""
     known = (
         torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    )  # older versions of PyTorch do not tell
+    )  # missing in older versions of PyTorch
     return bool(known.get("avx512_bf16") or known.get("amx_bf16"))

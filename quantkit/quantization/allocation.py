@@ -1,9 +1,10 @@
-"""Which grid each choice of linears has, so that the predicted KL is least for what the grids cost.
+"""Bit allocation: the grid of each group of linears such that the predicted KL is least for a
+budget.
 
-Every choice starts on its cheapest grid. What may follow is the lower convex hull of KL over cost,
-and the steps of all hulls are taken in the order of KL saved for each unit of cost: that is the
-best that any allocation of that cost can do (the multiplier of a Lagrangian, found by sorting).
-Then what is left of the budget goes to the single changes that save most and still fit.
+Every group starts on its cheapest grid. Its candidates are the lower convex hull of KL over cost,
+and the steps of all hulls are taken in the order of KL saved per unit of cost: the optimum for that
+cost (the multiplier of a Lagrangian, found by sorting). The rest of the budget is spent on the
+single changes that save most and still fit.
 
 Cost is bytes stored, bytes read for a token, or a mean of the two as shares of their sums; the
 budget is of bytes stored.
@@ -15,12 +16,12 @@ from dataclasses import dataclass
 from quantkit.grids.base import Grid, grid_label
 
 CURVE_POINTS = 40
-"""Allocations that a curve is drawn through, at most."""
+"""Most points of a curve."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A grid that a choice may have, None for 16 bits: bytes stored, bytes read for a token on
+    """A candidate grid of a group, None for 16 bits: bytes stored, bytes read for a token on
     average, predicted KL in nats a token."""
 
     grid: Grid | None
@@ -35,7 +36,7 @@ class Option:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One allocation of a curve. bits: a weight, scales included."""
+    """One allocation of a curve. bits: per weight, scales included."""
 
     bits: float
     stored: int
@@ -45,7 +46,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Allocation:
-    """chosen: by choice. curve: of the allocations from the smallest to the largest."""
+    """chosen: by group. curve: allocations from the smallest to the largest."""
 
     chosen: dict[str, Option]
     curve: tuple[CurvePoint, ...]
@@ -60,7 +61,7 @@ class Allocation:
 
 
 class Allocator:
-    """options: by choice; at least one each. weights: of all choices together. read_weight: from 0,
+    """options: by group; at least one each. weights: of all groups together. read_weight: from 0,
     where cost is bytes stored, to 1, where it is bytes read."""
 
     def __init__(
@@ -82,7 +83,8 @@ class Allocator:
         return sum(min(one.stored for one in own) for own in self.options.values())
 
     def allocate(self, budget: int) -> Allocation:
-        """The best of at most `budget` bytes stored, which must be `smallest` at least."""
+        """The best allocation of at most `budget` bytes stored, which must be at least
+        `smallest`."""
         chosen, left = self._start(budget)
         for name, after in self._steps(chosen):
             extra = after.stored - chosen[name].stored
@@ -102,8 +104,8 @@ class Allocator:
         return tuple([*points[:-1:every], points[-1]])
 
     def _start(self, budget: int) -> tuple[dict[str, Option], int]:
-        """The cheapest options, and what they leave of the budget; those of the fewest bytes where
-        the cheapest do not fit."""
+        """The cheapest options, and the remaining budget; those of the fewest bytes if the cheapest
+        do not fit."""
         chosen = {name: own[0] for name, own in self.options.items()}
         if sum(one.stored for one in chosen.values()) > budget:
             chosen = {
@@ -121,8 +123,8 @@ class Allocator:
         return kept
 
     def _steps(self, start: Mapping[str, Option]) -> list[tuple[str, Option]]:
-        """All steps along the hulls from `start`, by KL saved for each unit of cost, the best
-        first; those of one choice in their order."""
+        """All steps along the hulls from `start`, by KL saved per unit of cost, the best first;
+        those of one group in their order."""
         steps = []
         for name, first in start.items():
             at, rest = (
@@ -150,7 +152,7 @@ class Allocator:
         return (before.kl - after.kl) / max(self._cost(after) - self._cost(before), 1e-30)
 
     def _fill(self, chosen: dict[str, Option], left: int) -> None:
-        """Spend what is left on the changes that save most and fit."""
+        """Spend the remaining budget on the changes that save most and fit."""
         while True:
             fitting = [
                 (chosen[name].kl - one.kl, name, one)

@@ -1,5 +1,9 @@
-"""What other budgets would make of a model: the size of the output, the KL to expect, and the
-fewest devices that hold it."""
+"""Grids for --bits and --size: candidate grids of each group of linears, their cost, and the job
+with the best allocation.
+
+options = GridOptions(job)               candidates, from headers alone; refuses a budget below the smallest
+chosen = options.choose(sensitivities)   the best allocation for the budget
+"""
 
 import json
 import math
@@ -22,12 +26,12 @@ from quantkit.quantization.job import Job
 from quantkit.quantization.mixed_precision import FP8, INT8, Mixture, is_fp8
 
 FINE_GROUP = 32
-"""Of the finer int4."""
+"""Group size of the finer int4."""
 
 
 @dataclass(frozen=True)
 class GridAssignment:
-    """A job whose grids were chosen. sensitivities: by which, None where only bytes are known."""
+    """A job with chosen grids."""
 
     job: Job
     allocation: Allocation
@@ -36,12 +40,12 @@ class GridAssignment:
 
     @property
     def bits(self) -> float:
-        """A weight of the linears that were chosen for, scales included."""
+        """Per weight of the linears with a choice, scales included."""
         return 8 * self.allocation.stored / self.weights
 
     def account(self) -> dict[str, Any]:
-        """For a report: the grid of every choice, the curve that it lies on, the prediction. Sizes
-        are of the whole output."""
+        """For a report: every group's grid, the curve, the prediction. Sizes are of the whole
+        output."""
         chosen = {name: option.label for name, option in self.allocation.chosen.items()}
         curve = [
             {**asdict(point), "size": point.stored + self.other_bytes}
@@ -57,7 +61,7 @@ class GridAssignment:
 
 
 class GridOptions:
-    """Of one job. grids: those of each choice; choices of MTP layers have the cheapest alone."""
+    """Of one job. grids: candidates of each group; groups of MTP layers have only the cheapest."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -70,17 +74,17 @@ class GridOptions:
             self.grids[choice] = tuple(found[:1] if choice.rows[0].mtp else found)
         if not any(row.layer is None and row.role == "norm" for row in job.rows):
             raise QuantkitError(
-                "grids cannot be chosen: the model's last operation is no norm that quantkit knows",
+                "grids cannot be chosen: the model does not end with a norm that quantkit knows",
                 "use --scheme alone",
             )
         if any(row.after_experts for row in job.rows):
-            # What an expert's error costs is measured where it is added, not behind a norm or a
+            # The cost of an expert's error is measured where it is added, not after a norm or a
             # mixing of streams.
-            told = (
+            message = (
                 f"grids of {job.checkpoint.path} cannot be chosen by their cost: it has a "
-                "norm, or several streams, behind its experts"
+                "norm, or several streams, after its experts"
             )
-            raise QuantkitError(told, "use --keep, or --preset experts-only")
+            raise QuantkitError(message, "use --keep, or --preset experts-only")
         if not any(len(grids) > 1 for grids in self.grids.values()):
             raise QuantkitError(
                 "there is nothing to choose: every linear may be on one grid only",
@@ -90,12 +94,12 @@ class GridOptions:
 
     @cached_property
     def weights(self) -> int:
-        """Of all choices together."""
+        """Of all groups together."""
         return sum(math.prod(row.shape) for choice in self.grids for row in choice.rows)
 
     @cached_property
     def other_bytes(self) -> int:
-        """Of the output, what is no choice."""
+        """Bytes of the output outside these groups."""
         chosen = {row.module for choice in self.grids for row in choice.rows}
         return sum(
             self.job.stored_bytes(row, self.job.grids.get(row.module))
@@ -105,7 +109,7 @@ class GridOptions:
 
     @property
     def budget(self) -> int:
-        """Bytes that the choices may take."""
+        """Bytes available to the groups."""
         mixture = self.job.request.mixture
         if mixture.size is not None:
             return mixture.size - self.other_bytes
@@ -113,7 +117,7 @@ class GridOptions:
         return int(mixture.bits * self.weights / 8)
 
     def cheapest(self) -> Job:
-        """The job with every choice on its smallest grid."""
+        """The job with every group on its smallest grid."""
         return self._with({choice: grids[0] for choice, grids in self.grids.items()})
 
     def sensed(self) -> dict[LinearGroup, tuple[Grid, ...]]:
@@ -126,7 +130,7 @@ class GridOptions:
         return {choice: grids for choice, grids in rounded.items() if grids}
 
     def choose(self, sensitivities: Sensitivities) -> GridAssignment:
-        """Raises QuantkitError where the sensitivities are of another model, or lack a grid."""
+        """Raises QuantkitError if the sensitivities are of another model, or lack a grid."""
         budgeting = self.budgeting(sensitivities)
         allocation = budgeting.allocate(self.budget)
         return GridAssignment(
@@ -138,8 +142,8 @@ class GridOptions:
         return self._with({choice: allocation.chosen[choice.name].grid for choice in self.grids})
 
     def by_bytes(self) -> Sensitivities:
-        """Stands in for what was not measured: an error of four to the minus bits, for every weight
-        alike."""
+        """Substitute for sensitivities that were not measured: an error of four to the power of
+        minus bits, for every weight alike."""
         kl: dict[str, dict[str, float]] = {}
         for choice, grids in self.sensed().items():
             count = sum(math.prod(row.shape) for row in choice.rows)
@@ -176,13 +180,13 @@ class GridOptions:
         if choice.of_experts and read:
             asked = sensitivities.asked.get(str(choice.layer))
             if asked is None:
-                raise _lacks(f"how often the experts of layer {choice.layer} are asked")
+                raise _lacks(f"the expert token counts of layer {choice.layer}")
             read *= sum(asked) / len(asked) / sensitivities.tokens
         if _exact(grid) or choice.rows[0].mtp:
             return Option(grid, stored, read, 0.0)
         kl = sensitivities.kl.get(choice.name, {}).get(label)
         if kl is None:
-            raise _lacks(f"what {choice.name} costs in {label}")
+            raise _lacks(f"the cost of {choice.name} in {label}")
         return Option(grid, stored, read, kl)
 
     def _with(self, chosen: Mapping[LinearGroup, Grid | None]) -> Job:
@@ -195,8 +199,7 @@ class GridOptions:
         return replace(self.job, grids=grids)
 
     def _allowed(self, choice: LinearGroup) -> list[Grid | None]:
-        """What the source, the format, the engine and the shapes leave of the grids that there
-        are."""
+        """The grids that the source, the format, the engine and the shapes allow."""
         several, checkpoint = self.job.request.several, self.job.checkpoint
         base = self.job.request.scheme.grid(expert=choice.of_experts, mtp=choice.rows[0].mtp)
         fine = base.with_group_size(FINE_GROUP) if base.group_size else None
@@ -231,32 +234,34 @@ class GridOptions:
             return
         mixture, least = self.job.request.mixture, smallest + self.other_bytes
         if mixture.size is not None:
-            told, remedy = (
+            message, remedy = (
                 f"--size {format_bytes(mixture.size)}",
                 f"give --size {math.ceil(least / 10**4) / 100:g}MB or more",
             )
             raise QuantkitError(
-                f"{told} cannot be reached: the smallest output is {format_bytes(least)}", remedy
+                f"{message} cannot be reached: the smallest output is {format_bytes(least)}", remedy
             )
         bits = math.ceil(8 * smallest / self.weights * 1000) / 1000
-        told = f"--bits {mixture.bits:g} cannot be reached: the smallest is {bits:g} bits a weight"
-        raise QuantkitError(told, f"give --bits {bits:g} or more")
+        message = (
+            f"--bits {mixture.bits:g} cannot be reached: the smallest is {bits:g} bits a weight"
+        )
+        raise QuantkitError(message, f"give --bits {bits:g} or more")
 
 
 def _exact(grid: Grid | None) -> bool:
-    """Whether a linear on it is the source's."""
+    """Whether a linear on this grid equals the source's."""
     return grid is None or not grid.needs_rounding
 
 
 def _lacks(what: str) -> QuantkitError:
     return QuantkitError(
-        f"the sensitivities do not say {what}",
+        f"the sensitivities lack {what}",
         "measure them on this model for this engine: leave out --sensitivities",
     )
 
 
 def check_sensitivities_option(sensitivities: Path | None, mixture: Mixture) -> None:
-    """Raises QuantkitError where sensitivities are given and no grid is chosen."""
+    """Raises QuantkitError if sensitivities are given and no grid is chosen."""
     if sensitivities is not None and not mixture.chooses:
         raise QuantkitError(
             "sensitivities are for grids that are chosen",
@@ -265,8 +270,8 @@ def check_sensitivities_option(sensitivities: Path | None, mixture: Mixture) -> 
 
 
 def read_sensitivities(path: Path, source: str | None = None) -> Sensitivities:
-    """A file that a run has written. source: the fingerprint of the checkpoint that it must be of.
-    Raises QuantkitError."""
+    """A file written by a run. source: the fingerprint of the checkpoint that it must be of. Raises
+    QuantkitError."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         found = Sensitivities(
@@ -288,12 +293,12 @@ def read_sensitivities(path: Path, source: str | None = None) -> Sensitivities:
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise QuantkitError(
-            f"{path} is no file of sensitivities", "give a sensitivities.json of an earlier run"
+            f"{path} is not a file of sensitivities", "give a sensitivities.json of an earlier run"
         ) from error
     values = [kl for own in found.kl.values() for kl in own.values()]
     if found.tokens < 1 or not all(map(math.isfinite, values)) or min(values, default=0.0) < 0:
         raise QuantkitError(
-            f"{path} holds figures that no run writes",
+            f"{path} holds invalid values",
             "give a sensitivities.json of an earlier run",
         )
     if source is not None and of != source:
@@ -305,13 +310,13 @@ def read_sensitivities(path: Path, source: str | None = None) -> Sensitivities:
 
 
 def sensitivities_file(found: Sensitivities, key: Mapping[str, str]) -> bytes:
-    """What `read_sensitivities` reads. key: what they were measured on, the source's fingerprint
-    among it."""
+    """Content that `read_sensitivities` reads. key: what they were measured on, including the
+    source's fingerprint."""
     return (json.dumps({**key, **asdict(found)}, indent=1) + "\n").encode()
 
 
 def rounded_labels(grids: Mapping[LinearGroup, Sequence[Grid]]) -> str:
-    """A line that tells which grids were asked for: other grids, another file."""
+    """Identifies the measured grids: other grids need another file."""
     return json.dumps(
         {choice.name: [grid_label(grid) for grid in own] for choice, own in grids.items()},
         sort_keys=True,
@@ -329,7 +334,7 @@ def describe_grids(account: Mapping[str, Any]) -> str:
 
 
 POINTS = 9
-"""Of a curve that is told."""
+"""Points of a curve in a plan."""
 MOST_DEVICES = 64
 
 Fits = Callable[[list[tuple[Parameter, int]], int], bool]
@@ -338,10 +343,9 @@ Fits = Callable[[list[tuple[Parameter, int]], int], bool]
 
 @dataclass(frozen=True)
 class PlannedSize:
-    """bits: a weight, of the linears that are chosen for. bytes: of the output. read_bytes: of
-    those linears, for a token on average. kl: predicted, nats a token, None where no sensitivities
-    are known. devices: the fewest that hold it, a power of two or the number that was given; None
-    where none does."""
+    """bits: per weight, of the linears with a choice. bytes: of the output. read_bytes: of those
+    linears, for a token on average. kl: predicted, nats a token, None without sensitivities.
+    devices: the fewest that hold it, a power of two or the given number; None if none do."""
 
     bits: float
     bytes: int
@@ -349,10 +353,10 @@ class PlannedSize:
     kl: float | None
     devices: int | None
 
-    def told(self) -> str:
+    def describe(self) -> str:
         kl = "" if self.kl is None else f", predicted KL {self.kl:.2e}"
         held = (
-            "no number of them holds it"
+            "no number of devices holds it"
             if self.devices is None
             else f"{self.devices} device{'s' if self.devices > 1 else ''} hold it"
         )
@@ -363,15 +367,16 @@ class PlannedSize:
 
 @dataclass(frozen=True)
 class SizeCurve:
-    """job: with the grids of the budget, or as near as bytes alone tell. points: of the curve, with
-    the bytes of each parameter."""
+    """Other budgets: size of the output, expected KL, and the fewest devices that hold it. job:
+    with the budget's grids, or estimated from bytes alone. points: of the curve, with the bytes of
+    each parameter."""
 
     job: Job
     points: Sequence[tuple[CurvePoint, float | None, list[tuple[Parameter, int]]]]
     fits: Fits
 
     def sizes(self, given: int) -> tuple[PlannedSize, ...]:
-        """given: the number of devices that was asked for."""
+        """given: the number of devices requested."""
         counts = sorted({2**power for power in range(MOST_DEVICES.bit_length())} | {given})
         return tuple(
             PlannedSize(
@@ -386,8 +391,8 @@ class SizeCurve:
 
 
 def plan_sizes(options: GridOptions, sensitivities: Sensitivities | None, fits: Fits) -> SizeCurve:
-    """Without sensitivities every choice is taken to cost alike for its weights, so sizes and bytes
-    are those of some allocation."""
+    """Without sensitivities every group is taken to cost alike per weight, so sizes and bytes are
+    those of some allocation."""
     known = sensitivities is not None
     measured = sensitivities if sensitivities is not None else options.by_bytes()
     budgeting = options.budgeting(measured)

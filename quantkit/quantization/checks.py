@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before the first weight is read."""
+"""Validation of the source before the first weight is read."""
 
 import re
 from collections.abc import Mapping
@@ -31,46 +31,46 @@ DROPPED = {
     r".*\.(input_scale|activation_scale)": "a static activation scale of the source's own "
     "quantization",
 }
-"""Tensors that a source may hold beside the parameters, by pattern, and why the output does not
-have them."""
+"""Tensors that a source may hold in addition to the parameters, by pattern, and why they are
+dropped."""
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """The source against its architecture's table. described: config.json as the output has it, but
-    for its quantization. rows: resolved
-    parameters. dropped: tensor -> reason. told: what to say of it: how linears were told where
-    there is no table, or which layers that config.json promises are not stored. cut: the source
-    with stacked experts as tensors of their own, where it has such."""
+    """The source compared with its architecture's table. described: config.json of the output,
+    apart from its quantization. rows: resolved parameters. dropped: tensor -> reason. note: a
+    remark for the user: how linears were identified without a table, or which layers of config.json
+    are not stored. cut: the source with stacked experts split into single tensors, if it has
+    any."""
 
     architecture: Any
     config: Any
     described: Mapping[str, Any]
     rows: list[Parameter]
     dropped: dict[str, str]
-    told: str = ""
+    note: str = ""
     cut: Checkpoint | None = None
 
     @property
     def by_name(self) -> bool:
-        """Of an architecture that quantkit has no file for."""
+        """Whether quantkit has no file for this architecture."""
         return self.architecture is by_name_models or isinstance(
             self.architecture, TracedArchitecture
         )
 
     def embed_and_head(self, source: ParameterReader) -> EmbedAndHead | None:
-        """What is around the layers, where the table does not say it."""
+        """Embedding and head, if the table does not define them."""
         if not isinstance(self.architecture, TracedArchitecture):
             return None
         return self.architecture.embed_and_head(source.checkpoint.read, source.device)
 
 
 def take_inventory(checkpoint: Checkpoint, *, calibrated: bool = True) -> Inventory:
-    """Every tensor of the source is a parameter of the right shape, or dropped for a known reason.
-    Raises QuantkitError otherwise.
+    """Check that every tensor of the source is a parameter of the right shape, or dropped for a
+    known reason. Raises QuantkitError otherwise.
 
-    An architecture that quantkit has no file for is computed by transformers' modules; for a run
-    that is not `calibrated` it is enough to know its linears, by these modules or by name.
+    An architecture without a file in quantkit is computed by transformers' modules; a run without
+    calibration only needs its linears, identified by these modules or by name.
     """
     if not checkpoint.format.is_source:
         raise QuantkitError(
@@ -103,8 +103,8 @@ def take_inventory(checkpoint: Checkpoint, *, calibrated: bool = True) -> Invent
 
 
 def check_companions(path: Path, *, calibrated: bool) -> None:
-    """The files that go with the weights are what their names say: hours later an output without a
-    tokenizer would be of no use.
+    """Check the tokenizer and auxiliary files: after hours of work an output without a tokenizer
+    would be useless.
 
     calibrated: a tokenizer must be there.
     """
@@ -117,18 +117,18 @@ def check_companions(path: Path, *, calibrated: bool) -> None:
 
 
 def check_length(inventory: Inventory, seq_len: int) -> None:
-    """Layers are calibrated one by one, which some can be on short texts only; and some models have
-    no places for longer ones."""
+    """Raise QuantkitError if the calibration sequences are too long: some layers can only be
+    calibrated on short ones, and some models have a maximum length."""
     if isinstance(inventory.architecture, TracedArchitecture):
         inventory.architecture.skeleton.check_length(seq_len)
     longest = inventory.config.max_independent_tokens
     if longest is not None and seq_len > longest:
-        told = (
+        note = (
             f"texts of {seq_len} tokens are asked for, and layers that share an indexer can be "
             f"calibrated on {longest} at most"
         )
         raise QuantkitError(
-            told,
+            note,
             f"use --seq-len {longest} or less, or --scheme rtn-w4a16, which needs no calibration",
         )
 
@@ -148,7 +148,7 @@ def _watched_inventory(checkpoint: Checkpoint) -> Inventory:
 
 
 def _logical_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Of every tensor but the scales of packed ones, by name."""
+    """Of every tensor except scales of packed ones, by name."""
     packed = {name for module in checkpoint.linears for name in checkpoint.parts(module)}
     shapes = {f"{module}.weight": tuple(checkpoint.shape(module)) for module in checkpoint.linears}
     return shapes | {
@@ -159,14 +159,14 @@ def _logical_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 def _inventory_by_name(checkpoint: Checkpoint) -> Inventory:
     tree = read_tree(checkpoint.config)
     cut = checkpoint.split_stacks(tree.stacks)
-    told = (
-        f"linears are told by their names alone, and are those whose inputs 128 divides: {tree.why}"
+    note = (
+        f"linears are identified by name, and those whose inputs 128 divides are quantized: {tree.why}"
         if tree.linears is None
-        else "linears are told by transformers' modules"
+        else "linears are identified by transformers' modules"
     )
     rows = by_name_models.parameters(_logical_shapes(cut), tree.linears)
     return Inventory(
-        by_name_models, by_name_models.Config(), checkpoint.config, rows, {}, told, cut
+        by_name_models, by_name_models.Config(), checkpoint.config, rows, {}, note, cut
     )
 
 
@@ -175,12 +175,12 @@ def _reason(name: str) -> str:
 
 
 GROUP_SIZES = (128, 64, 32)
-"""Of int4, that engines have kernels for."""
+"""Of int4, for which engines have kernels."""
 
 
 def in_whole_groups(linears: list[Parameter], scheme: Scheme) -> list[Parameter]:
-    """Linears of an architecture without a table, less those that the scheme's groups do not
-    divide: experts all or none, for engines hold them in one tensor."""
+    """Linears of an architecture without a table whose inputs the scheme's groups divide: experts
+    all or none, as engines hold them in one tensor."""
     odd = [
         row
         for row in linears
@@ -196,8 +196,8 @@ def in_whole_groups(linears: list[Parameter], scheme: Scheme) -> list[Parameter]
 
 
 def finer_group(rows: list[Parameter], scheme: Scheme) -> int | None:
-    """The largest group size below the scheme's that divides every linear; None where there is
-    none, or no linear needs it."""
+    """The largest group size below the scheme's that divides every linear; None if there is none,
+    or it is not needed."""
     grid = scheme.weight
     linears = [row for row in rows if row.role in ("linear", "kv_b")]
     if (
@@ -224,8 +224,8 @@ def _divides(grid: Grid, row: Parameter) -> bool:
 def check_groups(
     rows: list[Parameter], scheme: Scheme, grids: Mapping[str, Grid], format: Format
 ) -> None:
-    """The group size divides the input channels of every linear that will be quantized, and the
-    format can hold its shape."""
+    """The group size divides the input channels of every linear to quantize, and the format can
+    hold its shape."""
     if scheme.outside is not None and all(row.expert is None for row in rows):
         raise QuantkitError(
             f"{scheme.name} is for routed experts, and the model has none",
@@ -248,8 +248,8 @@ def check_groups(
                 else "use --scheme int8-a8w8c16, which has no groups",
             )
         format.specs(row.module, (row.shape[0], row.shape[1]), grid)
-        if told := format.split_fault(row.module, grid, row_parallel=row.split == "row"):
+        if note := format.split_fault(row.module, grid, row_parallel=row.split == "row"):
             raise QuantkitError(
-                f"{format.name} cannot hold {row.module} for engines: {told}",
+                f"{format.name} cannot hold {row.module} for engines: {note}",
                 "choose another format or scheme",
             )

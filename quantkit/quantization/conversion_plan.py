@@ -1,4 +1,4 @@
-"""What every tensor of a source becomes."""
+"""What every tensor of a source becomes in another format, and how stored values differ from it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -29,8 +29,8 @@ from quantkit.models.table import Parameter
 
 
 def fit_scales(module: str, weight: Weight, target: Format) -> Weight:
-    """The weight with scales rounded to what `target` stores; the same object where they already
-    are."""
+    """The weight with scales rounded to the dtype that `target` stores; the same object if they
+    already are."""
     if isinstance(weight, Tensor):
         return weight
     fitted = weight.with_scale_dtype(target.scale_dtype)
@@ -44,7 +44,7 @@ def fit_scales(module: str, weight: Weight, target: Format) -> Weight:
 
 def cast_values(name: str, values: Tensor, dtype: torch.dtype) -> tuple[dict[str, Tensor], float]:
     """`values`, float32 of any shape, in another dtype under their name, and the largest relative
-    error of that. Raises QuantkitError where a value is not finite, or `dtype` cannot hold it."""
+    error. Raises QuantkitError if a value is not finite, or does not fit `dtype`."""
     extremes = torch.stack(values.aminmax()) if values.numel() else values
     if not bool(torch.isfinite(extremes).all()):
         check_finite(name, values)
@@ -107,8 +107,7 @@ def find_target(checkpoint: Checkpoint, name: str, grid: Grid | None) -> Format:
 
 
 def _takes(format: Format, grid: Grid) -> bool:
-    """Whether it has a place for such weights: what holds them, and NVFP4 for the values of
-    MXFP4."""
+    """Whether it can hold such weights; NVFP4 also takes the values of MXFP4."""
     return any(format.holds(one) for one in (grid, *grid.equivalents))
 
 
@@ -125,12 +124,12 @@ def common_grid(checkpoint: Checkpoint) -> Grid | None:
 
 
 def activation_bits(checkpoint: Checkpoint) -> int:
-    """Of what its quantized linears read: 8 or 4 where some round that, 16 elsewhere."""
+    """Of the inputs of its quantized linears: 8 or 4 if some are quantized, else 16."""
     return min((checkpoint.activation_bits(module) for module in checkpoint.linears), default=16)
 
 
 def plain_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """What a decoded weight is stored in where no dtype was asked for: the model's own 16 bits."""
+    """Dtype of a decoded weight if none was given: the model's own 16 bits."""
     said = checkpoint.config.get("torch_dtype", checkpoint.config.get("dtype"))
     return torch.float16 if said == "float16" else torch.bfloat16
 
@@ -140,8 +139,8 @@ UNIT_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one part of the model: how many weights, and the largest relative difference
-    of any stored value."""
+    """Change of one part of the model: number of weights, and the largest relative difference of
+    any stored value."""
 
     weights: int
     max_relative_error: float
@@ -160,9 +159,9 @@ class Item:
     """A linear that is quantized in the source (`name` is the module), or any other tensor (`name`
     is its own).
 
-    key: under which its change is reported. quantized: whether it is so in the output. stack: of
-    routed experts that the source has one by one and the output, which is plain, as the model is
-    published: all in one tensor. pieces: what they would be one by one, by name.
+    key: under which its change is reported. quantized: whether it is in the output. stack: routed
+    experts that are single tensors in the source, and in the unquantized output one tensor, as
+    published. pieces: the single tensors, by name.
     """
 
     name: str
@@ -175,11 +174,11 @@ class Item:
 
 
 class ConversionPlan:
-    """What every tensor of the source becomes. told: what to say of it, empty without."""
+    """What every tensor of the source becomes. note: a remark for the user, or empty."""
 
     def __init__(self, checkpoint: Checkpoint, target: str, dtype: torch.dtype | None) -> None:
         self.checkpoint = checkpoint
-        self.rows, self.described, self.told = _read(checkpoint)
+        self.rows, self.described, self.note = _read(checkpoint)
         self.grid = None if target == dense.FORMAT.name else common_grid(checkpoint)
         self.target = find_target(checkpoint, target, self.grid)
         self.as_nvfp4 = self.grid == Mxfp4Grid() and not self.target.holds(Mxfp4Grid())
@@ -191,7 +190,7 @@ class ConversionPlan:
         self.plain_dtype = dtype or plain_dtype(checkpoint)
         parts = {name for linear in checkpoint.linears.values() for name in linear.tensors}
         self.items = [self._linear(module) for module in checkpoint.linears]
-        parts |= checkpoint.cache_scale_names  # which no other format describes
+        parts |= checkpoint.cache_scale_names  # no other format describes them
         self.items += [self._tensor(name) for name in checkpoint.tensors if name not in parts]
         if self.target is dense.FORMAT:
             self._stack_items()
@@ -230,8 +229,8 @@ class ConversionPlan:
         return Item(name, False, False, key, (TensorSpec(name, dtype, info.shape),))
 
     def _stack_items(self) -> None:
-        """Put together what is published in one tensor, and was cut up to be quantized:
-        transformers looks for it so."""
+        """Stack experts that are published in one tensor, and were split to be quantized:
+        transformers expects them stacked."""
         own = {item.specs[0].name: item for item in self.items}
         for stack in published_stacks_of(
             self.checkpoint, {name: item.specs[0].shape for name, item in own.items()}
@@ -257,7 +256,7 @@ class ConversionPlan:
         return [spec for item in self.items for spec in item.specs]
 
     def units(self) -> Iterator[list[Item]]:
-        """Items in order, so many together as make UNIT_BYTES of output."""
+        """Items in order, grouped to about UNIT_BYTES of output."""
         unit: list[Item] = []
         size = 0
         for item in self.items:
@@ -271,7 +270,7 @@ class ConversionPlan:
             yield unit
 
     def parts(self, item: Item) -> tuple[str, ...]:
-        """The tensors of the source that it is made from."""
+        """The source tensors from which it is made."""
         if item.stack is not None:
             return tuple(part for piece in item.pieces.values() for part in self.parts(piece))
         return tuple(self.checkpoint.linears[item.name].tensors) if item.linear else (item.name,)
@@ -280,7 +279,7 @@ class ConversionPlan:
         return sum(self.checkpoint.tensors[name].nbytes for name in self.parts(item))
 
     def convert(self, unit: list[Item]) -> tuple[dict[str, Tensor], dict[str, Change]]:
-        """The tensors of a unit, and how they differ from the source."""
+        """The tensors of a unit, and their differences from the source."""
         tensors: dict[str, Tensor] = {}
         changes: dict[str, Change] = {}
         for item in unit:
@@ -319,7 +318,7 @@ class ConversionPlan:
         return {spec.name: whole}, worst
 
     def _fitted(self, module: str, weight: Weight) -> Weight:
-        """As the target stores it."""
+        """The weight as the target stores it."""
         if self.as_nvfp4:
             return Mxfp4Weight.of(weight).to_nvfp4(self._shared_exponent(module))
         return fit_scales(module, weight, self.target)
@@ -365,10 +364,10 @@ class ConversionPlan:
         )
 
     def manifest(self, changes: dict[str, Change]) -> dict[str, Any]:
-        told = {key: asdict(change) for key, change in sorted(changes.items())}
+        note = {key: asdict(change) for key, change in sorted(changes.items())}
         return {
             "converted_from": self.checkpoint.format.name,
-            "changes": told,
+            "changes": note,
             "tensors": self._became(),
         }
 
@@ -392,16 +391,17 @@ class ConversionPlan:
 def published_stacks_of(
     checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[Stack, ...]:
-    """Tensors of all routed experts of a layer that checkpoints of this architecture hold, and
-    transformers looks for. shapes: of the output's tensors by name, experts one by one."""
+    """Tensors of all routed experts of a layer as published checkpoints of this architecture hold
+    them, and transformers expects them. shapes: of the output's tensors by name, experts one by
+    one."""
     if is_known(checkpoint.config):
         return tuple(expected_stacks(checkpoint.config, shapes))
     return read_tree(checkpoint.config).stacks if any(map(is_expert_tensor, shapes)) else ()
 
 
 def _read(checkpoint: Checkpoint) -> tuple[dict[str, Parameter], dict[str, Any], str]:
-    """The table of the architecture by tensor name, config.json as it is told on, and what to say
-    of both. The table of one that quantkit does not compute is empty, and it is converted all the
+    """The architecture's table by tensor name, the described config.json, and a note. An
+    architecture that quantkit does not compute has an empty table, and can be converted all the
     same."""
     if not is_known(checkpoint.config):
         check_listed(checkpoint, [])

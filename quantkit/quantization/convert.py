@@ -1,4 +1,14 @@
-"""convert(): open, check everything, decode format A and encode format B unit by unit, write."""
+"""convert(): decode format A and encode format B unit by unit, without calibration, or to plain
+BF16.
+
+Codes and zero points do not change; MXFP4 becomes NVFP4 with the same values if its powers of two
+allow it (grids/nvfp4.py). The dtype of scales may change, and values that become unquantized; for
+every part of the model the largest relative error is measured and written into manifest.json. Zero
+means bit-exact.
+
+Memory is one unit, UNIT_BYTES of output or the largest single tensor, a few copies of it in
+float32, and what waits to be written (`checkpoint.writer.WAITING`).
+"""
 
 import time
 from dataclasses import asdict, dataclass
@@ -27,11 +37,11 @@ from quantkit.quantization.conversion_plan import (
 
 @dataclass(frozen=True, repr=False)
 class ConversionReport(Result):
-    """What came of a conversion. Bytes are of tensors; peak_memory is this process's largest
-    resident set, in bytes.
+    """Result of a conversion. Bytes are of tensors; peak_memory is this process's largest resident
+    set, in bytes.
 
-    changes: by what happened and where, such as "awq to compressed-tensors: experts" or "copied".
-    activation_bits: of what quantized linears read, in the source and in the output.
+    changes: by kind and part, such as "awq to compressed-tensors: experts" or "copied".
+    activation_bits: of the inputs of quantized linears, in the source and in the output.
     """
 
     out: Path
@@ -44,7 +54,7 @@ class ConversionReport(Result):
     changes: dict[str, Change]
     activation_bits: tuple[int, int]
     done_already: bool = False
-    """Nothing was done: `out` was there, complete, from the same source and settings."""
+    """`out` was already complete, from the same source and settings."""
 
     @property
     def exact(self) -> bool:
@@ -58,7 +68,7 @@ class ConversionReport(Result):
         return "converted"
 
     def facts(self) -> list[tuple[str, str]]:
-        told = "{:,} weights, largest relative difference {:.1e}"
+        line = "{:,} weights, largest relative difference {:.1e}"
         return [
             ("written to", f"{self.out} ({self.format}, from {self.source_format})"),
             ("size", f"{format_bytes(self.output_bytes)}, from {format_bytes(self.source_bytes)}"),
@@ -71,7 +81,7 @@ class ConversionReport(Result):
                 else []
             ),
             *(
-                (f"  {what}", told.format(one.weights, one.max_relative_error))
+                (f"  {what}", line.format(one.weights, one.max_relative_error))
                 for what, one in self.changes.items()
             ),
         ]
@@ -86,12 +96,12 @@ def convert(
     overwrite: bool = False,
     on_event: OnEvent = ignore_event,
 ) -> ConversionReport:
-    """Write the checkpoint `source` to the directory `out` in another format, or plain in `dtype`
-    (bfloat16 or bf16, and so on).
+    """Write the checkpoint `source` to the directory `out` in another format, or unquantized in
+    `dtype` (bfloat16 or bf16, and so on).
 
-    Raises QuantkitError before any work where the format cannot hold the weights: rounding them is
-    what `quantkit quantize` does. A conversion that was stopped goes on when it is called again
-    with the same arguments; of one that is complete the report is told again.
+    Raises QuantkitError before any work if the format cannot hold the weights: rounding them is
+    what `quantkit quantize` does. A stopped conversion resumes when it is called again with the
+    same arguments; a complete one returns its report.
     """
     start = time.perf_counter()
     prepare(out, [source])
@@ -117,8 +127,8 @@ def convert(
             {key: Change(**change) for key, change in manifest["changes"].items()},
             done_already=True,
         )
-    if plan.told:
-        on_event(Note(plan.told))
+    if plan.note:
+        on_event(Note(plan.note))
     writer = CheckpointWriter(
         out,
         plan.specs(),
@@ -139,7 +149,7 @@ def convert(
 def _write(
     plan: ConversionPlan, units: dict[str, list[Item]], writer: CheckpointWriter, on_event: OnEvent
 ) -> dict[str, Change]:
-    """Units that are not written yet, and what changed in all of them."""
+    """Write unfinished units; returns the changes in all of them."""
     changes: dict[str, Change] = {}
     done = 0
     for name, unit in units.items():

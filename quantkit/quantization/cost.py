@@ -1,13 +1,11 @@
-"""How long a run should take: its arithmetic and its bytes over what a machine does of each in a
-second.
+"""Expected run time: arithmetic and bytes divided by a machine's rates.
 
 Operations are counted from the shapes, 2 per multiplication and addition: two forward passes of
 every token, half of a symmetric Hessian for every input, its factorization, and GPTQ of every
-linear, on both sides of what writes to the residual stream. A sweep of descent counts
-as GPTQ does: it has twice the operations, all in large products, which run at about twice the rate
-of everything together. So do the
-products of drift: they count half. What is smaller is left out: searches, steps tried, held-out
-errors, the cost of errors in that stream.
+linear, two-sided for those that write to the residual stream. A sweep of descent counts as GPTQ: it
+has twice the operations, all in large products, which run at about twice the average rate. So do
+the products of drift: they count half. Smaller terms are neglected: scale searches, scale fits,
+held-out errors, output costs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,18 +16,18 @@ from quantkit.quantization.job import Job
 
 _FORWARDS = 2
 _COMPARED = {"expert": 2, "alone": 4}
-"""Forward passes more with drift, of what routed experts and what other linears read: both paths
-are compared, before and after those that read it first are rounded, and the original one goes
-on."""
+"""Additional forward passes with drift, for the linears of routed experts and others: both paths
+are compared, before and after the linears before them are quantized, and the original one
+advances."""
 LINEAR_SECONDS = 0.05
-"""For each linear outside of routed experts, whatever its size: searches, held-out errors, calls of
-small operators."""
+"""For each linear outside of routed experts, whatever its size: searches, held-out errors, small
+operators."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What a machine does: float32 operations a second in matrix products (of one core, for a
-    processor), bytes a second from disk."""
+    """A machine's rates: float32 operations a second in matrix products (of one core, for a CPU),
+    bytes a second from disk."""
 
     name: str
     flops: float
@@ -46,14 +44,14 @@ class Rate:
 
 
 RATES = (Rate("cpu", 50e9, True, 1e9), Rate("h200", 24e12, False, 1.5e9))
-"""Of the operations counted here, with everything not counted in the time: a core with AVX2, whose
-large products alone run at 85 GFLOP/s, and an H200 (benchmarks/r1_shape.py)."""
+"""For the operations counted here, with everything not counted included in the time: a core with
+AVX2, whose large products alone run at 85 GFLOP/s, and an H200 (benchmarks/r1_shape.py)."""
 
 
 @dataclass(frozen=True)
 class RunWork:
-    """What a run does: floating-point operations, bytes read and written, linears that are searched
-    and solved one by one."""
+    """Work of a run: floating-point operations, bytes read and written, linears searched and solved
+    one by one."""
 
     operations: float
     transferred: int
@@ -68,9 +66,9 @@ def work_of(
     sweeps: int = 0,
     drift: bool = False,
 ) -> RunWork:
-    """Of quantizing `linears` on `tokens` tokens, of which every routed expert sees the share
-    `chosen`; no tokens: no calibration. sweeps: of descent behind GPTQ; drift: whether weights make
-    up for it."""
+    """Of quantizing `linears` on `tokens` tokens, of which every routed expert gets the share
+    `chosen`; no tokens: no calibration. sweeps: of descent; drift: whether weights are corrected
+    for drift."""
     if not tokens:
         return RunWork(0.0, transferred, 0)
     alone = sum(row.expert is None for row in linears)  # routed experts are solved many at a time
@@ -80,8 +78,8 @@ def work_of(
 def job_work(
     job: Job, linears: Sequence[Parameter], transferred: int, tokens: int | None = None
 ) -> RunWork:
-    """Of those linears of a job, and so many bytes. tokens: of the calibration text; where it is
-    not known, as many as the recipe takes at most."""
+    """Of those linears of a job, and so many bytes. tokens: of the calibration text; if unknown,
+    the recipe's maximum."""
     recipe, calibrated = job.request.recipe, bool(job.request.methods)
     experts = len({row.expert for row in job.rows if row.expert is not None})
     routing = job.inventory.config.routing if experts and calibrated else None
@@ -99,7 +97,7 @@ def job_work(
 
 
 def expected_seconds(work: RunWork, rate: Rate, cores: int = 1) -> float:
-    """cores: of a processor whose rate is that of one."""
+    """cores: of a CPU whose rate is per core."""
     flops = rate.flops * (cores if rate.per_core else 1)
     return work.operations / flops + work.transferred / rate.disk + work.linears * LINEAR_SECONDS
 
@@ -107,7 +105,8 @@ def expected_seconds(work: RunWork, rate: Rate, cores: int = 1) -> float:
 def operations(
     linears: Iterable[Parameter], tokens: int, chosen: float, sweeps: int, drift: bool
 ) -> float:
-    """Floating-point operations of a calibrated run, those of sweeps and of drift as told above."""
+    """Floating-point operations of a calibrated run, those of sweeps and of drift as described
+    above."""
     total, observed = 0.0, set[str]()
     for row in linears:
         n, k = row.shape

@@ -1,8 +1,7 @@
-"""The opening that quantize() and plan() share: what is asked for, and of which model, with nothing
-known to be wrong.
+"""Requests and jobs, shared by quantize() and plan(): what to quantize and how, validated.
 
-    request = read_request(scheme, format, engine, recipe)      refuses what no model could be quantized to
-    job = open_job(request, checkpoint)                         refuses what this model cannot
+    request = read_request(scheme, format, engine, recipe)      refuses what is invalid for any model
+    job = open_job(request, checkpoint)                         refuses what is invalid for this model
 
 Only headers and small files are read.
 """
@@ -50,13 +49,13 @@ from quantkit.quantization.mixed_precision import Mixture, engine_subset, kept_g
 from quantkit.quantization.pruning import open_pruned
 
 _NAMED = 6
-"""Kinds of tensors that are listed."""
+"""Kinds of tensors listed."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """share: of the weights outside embeddings and heads, those that are quantized. left: how many
-    weights stay as they are, by name with N for numbers, the most first."""
+    """share: of the weights outside embeddings and heads, those quantized. left: number of
+    unquantized weights, by tensor name with N for numbers, the most first."""
 
     share: float
     left: dict[str, int]
@@ -74,8 +73,8 @@ class Coverage:
 def coverage(
     rows: Iterable[Parameter], quantized: Collection[str], config: dict[str, Any]
 ) -> Coverage:
-    """quantized: modules that the output holds so. config: config.json, whose vocab_size tells
-    embeddings and heads."""
+    """quantized: modules that the output holds packed. config: config.json, whose vocab_size
+    identifies embeddings and heads."""
     vocab = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
     total, taken, left = 0, 0, Counter[str]()
     for row in rows:
@@ -94,7 +93,7 @@ NO_MIXTURE = Mixture()
 MIXING: dict[str, Format] = {
     format.name: format for format in (compressed_mixed.FORMAT, modelslim.FORMAT)
 }
-"""Formats whose linears may be on several grids, by the command line's name."""
+"""Formats that can hold linears on several grids, by command-line name."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class Job:
-    """A request of one model. target: the format. grids: of every linear that the output holds
+    """A request for one model. target: the format. grids: of every linear that the output holds
     packed, by module."""
 
     request: JobRequest
@@ -140,7 +139,7 @@ class Job:
 
     @property
     def linears(self) -> list[Parameter]:
-        """Those that are rounded."""
+        """Linears to quantize."""
         return [
             row
             for row in self.rows
@@ -148,8 +147,8 @@ class Job:
         ]
 
     def stored_bytes(self, row: Parameter, grid: Grid | None) -> int:
-        """Of the tensors that a parameter becomes on a grid, and of those beside it; on none it
-        keeps its type, and is BF16 where the source packs it."""
+        """Bytes of the tensors of a parameter on a grid, extra tensors included; with grid None it
+        keeps its dtype, BF16 if the source packs it."""
         extra_specs = sum(spec.nbytes for spec in self.extra_specs.get(row.name, ()))
         if grid is not None:
             return extra_specs + sum(
@@ -163,8 +162,8 @@ class Job:
 
     @cached_property
     def extra_specs(self) -> Mapping[str, tuple[TensorSpec, ...]]:
-        """Tensors that the output holds beside a parameter, by its name: the steps of an int8
-        cache, of layers that are calibrated. An MTP layer of which nothing is rounded is not."""
+        """Tensors added to a parameter, by its name: the scales of an int8 cache, in calibrated
+        layers. An MTP layer without quantized linears is not calibrated."""
         calibrated = {row.layer for row in self.linears}
         rows = [row for row in self.rows if row.layer in calibrated or not row.mtp]
         return (
@@ -180,7 +179,7 @@ class Job:
 
     @cached_property
     def units(self) -> dict[str, list[Parameter]]:
-        """What is written together, by name."""
+        """Work units, by name."""
         layers = sorted({row.layer for row in self.rows if row.layer is not None})
         architecture, config = self.inventory.architecture, self.inventory.config
         return units_of(
@@ -192,25 +191,27 @@ class Job:
 def read_request(
     scheme: Scheme, format: str, engine: str | None, recipe: Recipe, mixture: Mixture = NO_MIXTURE
 ) -> JobRequest:
-    """format: a command-line name, or "auto" for the scheme's first. Raises QuantkitError where no
-    engine, or not `engine`, loads that."""
+    """format: a command-line name, or "auto" for the scheme's first. Raises QuantkitError if no
+    engine, or not `engine`, loads it."""
     asked = None if format == "auto" else format
     if scheme.activation_bits == 4 and recipe.methods == ():
-        told = (
-            f"{scheme.name} has scales for what linears read, which calibration finds, and the "
+        message = (
+            f"{scheme.name} has input scales, which calibration determines, and the "
             "recipe has no methods"
         )
-        raise QuantkitError(told, "leave methods out of the recipe, or use --scheme fp4-w4a16")
+        raise QuantkitError(message, "leave methods out of the recipe, or use --scheme fp4-w4a16")
     if scheme.cache and recipe.methods == ():
-        told = (
-            f"{scheme.name} has steps of a cache, which calibration finds, and the recipe has "
+        message = (
+            f"{scheme.name} has cache scales, which calibration determines, and the recipe has "
             "no methods"
         )
-        raise QuantkitError(told, "leave methods out of the recipe, or use --scheme int8-a8w8c16")
+        raise QuantkitError(
+            message, "leave methods out of the recipe, or use --scheme int8-a8w8c16"
+        )
     for method, before in (("drift", "gptq"), ("descent", "gptq"), ("steps", "descent")):
         if method in (recipe.methods or ()) and before not in (recipe.methods or ()):
             raise QuantkitError(
-                f"the recipe's methods have {method} without {before}, which it works on",
+                f"the recipe's methods have {method} without {before}, on which it is based",
                 f"add {before} before it",
             )
     if mixture.chooses:
@@ -230,7 +231,7 @@ def read_request(
 def _mixed_request(
     scheme: Scheme, format: str | None, engine: str | None, recipe: Recipe, mixture: Mixture
 ) -> JobRequest:
-    """Of grids that are chosen for every linear."""
+    """With a grid chosen for every linear."""
     if recipe.prune:
         raise QuantkitError(
             "grids are not chosen for a model that is pruned",
@@ -238,12 +239,12 @@ def _mixed_request(
         )
     if scheme.activation_bits == 4:
         raise QuantkitError(
-            "grids are chosen for bytes, and rounding activations saves none",
+            "grids are chosen to save bytes, and quantizing activations saves none",
             "use --scheme fp4-w4a16, or awq-w4a16",
         )
     if not (scheme.methods if recipe.methods is None else recipe.methods):
         raise QuantkitError(
-            f"{scheme.name} has no calibration, by which grids are chosen",
+            f"{scheme.name} has no calibration, which is needed to choose grids",
             "use --scheme awq-w4a16 or fp4-w4a16",
         )
     choice = choose_mixture(engine, scheme, format=format) if engine else None
@@ -260,7 +261,8 @@ def _mixed_request(
         able = [one for one in MIXING if one in scheme.formats]
         remedy = f"use --format {' or '.join(able)}" if able else "use --scheme awq-w4a16"
         raise QuantkitError(
-            f"format {name} holds no mixture of grids with those of {scheme.name}", remedy
+            f"format {name} does not support mixed precision with the grids of {scheme.name}",
+            remedy,
         )
     return JobRequest(
         _with_group_size(scheme, recipe, engine),
@@ -282,16 +284,16 @@ def _several(
     except QuantkitError:
         if mixture.preset == "int8-attention":
             raise
-        return None  # what is kept has 16 bits
+        return None  # kept linears have 16 bits
 
 
 def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
-    """Raises QuantkitError where the checkpoint is damaged, is no source for this scheme, or does
-    not fit the format.
+    """Raises QuantkitError if the checkpoint is damaged, cannot be quantized with this scheme, or
+    does not fit the format.
 
-    Of a checkpoint without weights the tokenizer and the files beside it are not checked, nor
-    whether a tied head is the embedding. Where the recipe prunes, the job's checkpoint is what is
-    left (`pruning.open_pruned`).
+    Of a checkpoint without weights the tokenizer and auxiliary files are not checked, nor whether a
+    tied head equals the embedding. If the recipe prunes, the job's checkpoint is the pruned one
+    (`pruning.open_pruned`).
     """
     model_type, path = checkpoint.config.get("model_type"), checkpoint.path
     prune = request.recipe.prune
@@ -327,14 +329,14 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     _check_choice(job)
     if request.mixture.keep or request.mixture.preset:
         job = _without_kept(job)
-    if not request.mixture.chooses:  # whose grids are chosen to fit
+    if not request.mixture.chooses:  # otherwise the chosen grids fit
         check_groups(inventory.rows, scheme, job.grids, job.target)
     if inventory.by_name and job.coverage.share < request.recipe.least_quantized:
-        told = (
+        message = (
             f"model_type {model_type!r} of {path / 'config.json'} is not one that quantkit has "
-            f"a table of ({inventory.told})"
+            f"a table of ({inventory.note})"
         )
-        fault = f"{told}, and the run would quantize {job.coverage}"
+        fault = f"{message}, and the run would quantize {job.coverage}"
         uneven = next(
             (row for row in inventory.rows if has_linear_suffix(row.name) and not fits(row.shape)),
             None,
@@ -353,8 +355,8 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
 
 
 def _without_kept(job: Job) -> Job:
-    """The job without what is to be kept; in a format of several grids where what is left is on
-    more than the scheme's."""
+    """The job without linears to keep; in a mixed-precision format if the rest is on more grids
+    than the scheme's."""
     request, several = job.request, job.request.several
     name = several.format if several else compressed_mixed.FORMAT.name
     free = (
@@ -386,8 +388,7 @@ def _without_kept(job: Job) -> Job:
 
 
 def _check_cache(scheme: Scheme, inventory: Inventory) -> None:
-    """Raise QuantkitError where the scheme has a cache in 8 bits, and the model keeps something
-    else than it holds."""
+    """Raise QuantkitError if the scheme has an int8 cache that does not fit the model."""
     if scheme.cache is None:
         return
     if (
@@ -395,39 +396,39 @@ def _check_cache(scheme: Scheme, inventory: Inventory) -> None:
         or inventory.config.recurrent is not None
         or not supports_cache_scales(inventory.config.cache)
     ):
-        told = (
+        message = (
             f"{scheme.name} has an {scheme.cache} cache of latents, or of keys and values in "
             "every layer, and this model keeps another"
         )
-        raise QuantkitError(told, "use --scheme int8-a8w8c16")
+        raise QuantkitError(message, "use --scheme int8-a8w8c16")
 
 
 def _check_choice(job: Job) -> None:
-    """What the engine takes quantized of this format leaves something to do, and the experts of a
-    model that is calibrated among it."""
+    """Raise QuantkitError if the engine loads nothing of this model quantized in this format, or no
+    routed experts of a model that is calibrated."""
     choice = job.request.choice
     if not isinstance(choice, FormatChoice):
         return
-    told = (
+    message = (
         f"{choice.engine} takes {', '.join(choice.parts).replace('_', ' ')} quantized in "
         f"{choice.format} {choice.variant}"
     )
     if not job.linears:
         raise QuantkitError(
-            f"{told}, and the model has none of these",
+            f"{message}, and the model has none of these",
             "choose another scheme, such as int8-a8w8c16, or another engine",
         )
     routed = any(row.expert is not None for row in job.rows)
     if job.request.methods and routed and all(row.expert is None for row in job.linears):
         raise QuantkitError(
-            f"{told}, not routed experts, and calibration cannot leave those out",
+            f"{message}, not routed experts, and calibration cannot leave those out",
             "choose another format or engine",
         )
 
 
 def _with_group_size(scheme: Scheme, recipe: Recipe, engine: str | None) -> Scheme:
-    """The scheme with the recipe's group size, where it sets one. Raises QuantkitError where there
-    is none to set."""
+    """The scheme with the recipe's group size, if given. Raises QuantkitError if the scheme has
+    none to set."""
     if recipe.group_size is None:
         return scheme
     weight = scheme.weight.with_group_size(recipe.group_size)

@@ -1,5 +1,9 @@
-"""A format as one engine wants it: fewer modules quantized, and the engine's own keys in the config
-block."""
+"""Mixed precision: options for linears on other grids than the scheme's, or kept, and the resulting
+grids.
+
+A kept linear stays as in the source: FP8 blocks if the format holds them and the engine loads them,
+else 16 bits.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,25 +31,24 @@ KINDS: dict[str, Callable[[Parameter], bool]] = {
     "experts": lambda row: row.block == "expert",
     "mtp": lambda row: row.mtp,
 }
-"""Kinds of sublayer that may be kept: of latent or grouped attention, of a dense layer, of shared
-and of routed experts, of MTP layers."""
+"""Kinds of sublayer that may be kept: latent or grouped attention, a dense layer's MLP, shared and
+routed experts, MTP layers."""
 
 PRESETS = ("experts-only", "int8-attention")
-"""experts-only: routed experts are rounded; the rest is kept, in int8 where the source has FP8 that
-the engine does not take. int8-attention: what comes before latent attention is in int8, the rest on
-the scheme's grid: Ascend NPUs have one operator for all of it, which takes int8 and no 4-bit
+"""experts-only: routed experts are quantized; the rest is kept, in int8 if the source has FP8 that
+the engine does not load. int8-attention: the linears before latent attention are int8, the rest on
+the scheme's grid: Ascend NPUs have one operator for all of them, which takes int8 and no 4-bit
 weights."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """What is asked for beside a scheme, whose grid is that of the linears of which nothing else is
-    said.
+    """Mixed precision in addition to a scheme, whose grid applies to all other linears.
 
-    keep: kinds of sublayer that stay as the source has them. preset: one of PRESETS. bits: a weight
-    on average, over the linears that may be rounded, scales included; size: bytes of the output;
-    either of them has grids chosen. read_weight: from 0, where a stored byte is what a grid costs,
-    to 1, where it is a byte read for a token.
+    keep: kinds of sublayer that stay as in the source. preset: one of PRESETS. bits: per weight on
+    average, over the linears that may be quantized, scales included; size: bytes of the output;
+    with either of them grids are chosen. read_weight: from 0, where a grid's cost is its bytes
+    stored, to 1, where it is its bytes read for a token.
     """
 
     keep: tuple[str, ...] = ()
@@ -55,11 +58,11 @@ class Mixture:
     read_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises QuantkitError where no model could be meant."""
+        """Raises QuantkitError for options that are invalid for any model."""
         unknown = [kind for kind in self.keep if kind not in KINDS]
         if unknown:
             raise QuantkitError(
-                f"--keep {unknown[0]!r} is no kind of sublayer", f"kinds are {', '.join(KINDS)}"
+                f"--keep {unknown[0]!r} is not a kind of sublayer", f"kinds are {', '.join(KINDS)}"
             )
         if self.preset is not None and self.preset not in PRESETS:
             raise UsageError(
@@ -71,11 +74,12 @@ class Mixture:
             )
         if self.bits is not None and not 0 < self.bits <= 32:
             raise QuantkitError(
-                f"--bits {self.bits:g} is no number of bits a weight", "give one such as 4.25"
+                f"--bits {self.bits:g} is not a number of bits per weight", "give one such as 4.25"
             )
         if self.preset is not None and (self.keep or self.chooses):
             raise QuantkitError(
-                f"--preset {self.preset} says what is kept", "leave out --keep, --bits and --size"
+                f"--preset {self.preset} already defines what is kept",
+                "leave out --keep, --bits and --size",
             )
         if not 0 <= self.read_weight <= 1:
             raise QuantkitError(
@@ -89,21 +93,21 @@ class Mixture:
 
     @property
     def chooses(self) -> bool:
-        """Whether grids are chosen by what they cost."""
+        """Whether grids are chosen by their cost."""
         return self.bits is not None or self.size is not None
 
     def words(self) -> tuple[str, ...]:
-        """What an output's name tells of it; empty where nothing is asked for."""
-        told = {
+        """Parts of an output's name; empty without mixed precision."""
+        message = {
             self.preset: self.preset,
             f"without-{'-'.join(self.keep)}": self.keep,
             f"{self.bits}-bits": self.bits,
             "by-size": self.size,
         }
-        return tuple(word for word, asked in told.items() if word and asked)
+        return tuple(word for word, asked in message.items() if word and asked)
 
     def options(self) -> list[str]:
-        """As the command line has them."""
+        """As command-line options."""
         given = {
             "--keep": ",".join(self.keep),
             "--preset": self.preset,
@@ -127,7 +131,7 @@ def read_mixture(
     size: str | None = None,
     read_weight: float = 0.0,
 ) -> Mixture:
-    """From options of the command line. keep: kinds with a comma between."""
+    """From command-line options. keep: kinds separated by commas."""
     kinds = (
         tuple(dict.fromkeys(kind.strip() for kind in keep.split(","))) if keep is not None else ()
     )
@@ -143,11 +147,11 @@ def kept_grids(
     *,
     fp8: bool,
 ) -> dict[str, Grid]:
-    """The grids of a scheme without those of what is kept; FP8 that stays is on a grid of its own.
+    """The grids of a scheme without those of kept linears; FP8 that stays is a grid of its own.
 
-    choice: what the engine takes, None where none was named, or where it takes no mixture. fp8:
-    whether the output can hold FP8 blocks. Raises QuantkitError where the model has nothing of a
-    kind that is to be kept, or nothing would be rounded.
+    choice: the engine's formats, None if no engine was named, or it supports no mixed precision.
+    fp8: whether the output can hold FP8 blocks. Raises QuantkitError if the model has nothing of a
+    kind to keep, or nothing would be quantized.
     """
     linears = [row for row in rows if row.role == "linear"]
     if mixture.preset == "int8-attention":
@@ -169,7 +173,7 @@ def kept_grids(
         what = (
             f"--preset {mixture.preset}" if mixture.preset else f"--keep {','.join(mixture.keep)}"
         )
-        raise QuantkitError(f"{what} leaves no linear of this model to be rounded", "keep less")
+        raise QuantkitError(f"{what} leaves no linear of this model to quantize", "keep less")
     return found
 
 
@@ -184,11 +188,11 @@ def _with_int8_attention(
     ]
     if {row.projection for row in before} != set(MLA_PROLOG_PROJECTIONS):
         engine = f" that {choice.engine} takes in int8 beside this scheme's grid" if choice else ""
-        told = (
+        message = (
             "--preset int8-attention: the model has no latent attention with "
             f"{', '.join(MLA_PROLOG_PROJECTIONS)}{engine}"
         )
-        raise QuantkitError(told, "use --scheme alone, or --preset experts-only")
+        raise QuantkitError(message, "use --scheme alone, or --preset experts-only")
     return {**grids, **{row.module: INT8 for row in before}}
 
 
@@ -199,7 +203,7 @@ def _rest(
     choice: MixtureChoice | None,
     fp8: bool,
 ) -> Grid | None:
-    """What a linear that is not rounded with the others is on; None: 16 bits."""
+    """The grid of a kept linear; None: 16 bits."""
     if not is_fp8(checkpoint, row):
         return None
     if fp8 and (choice is None or choice.allows(row, FP8)):
@@ -220,7 +224,8 @@ def is_fp8(checkpoint: Checkpoint, row: Parameter) -> bool:
 def engine_subset(
     target: Format, choice: FormatChoice | MixtureChoice, rows: Iterable[Parameter]
 ) -> Format:
-    """`target`, quantizing only the rows that `choice` allows."""
+    """`target` as one engine loads it: quantizing only the rows that `choice` allows, with the
+    engine's keys in the config block."""
     return cast(Format, _Narrowed(target, choice, rows))
 
 

@@ -1,7 +1,7 @@
-"""What the output holds, unit by unit, and what became of every tensor of the source.
+"""The output: work units written in one format, and the fate of every tensor of the source.
 
 The `UnitStore` of a calibrated run. A unit is packed by the format, written and journaled in one
-step; hidden states lie beside the journal until the output is complete.
+step; hidden states are stored next to the journal until the output is complete.
 """
 
 import json
@@ -25,15 +25,15 @@ from quantkit.models.table import Parameter
 
 
 class HostCopies:
-    """Of tensors that come again under the same names, with other values. Beside a GPU the memory
-    is page-locked."""
+    """Reused host copies of device tensors with recurring names: allocating several GB anew, page
+    by page, takes longer than the copy. Page-locked with a GPU."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies, contiguous; those of the call before are written over, or let go of where shape
-        or dtype is another."""
+        """Contiguous copies; those of the previous call are overwritten, or released if shape or
+        dtype differs."""
         self._kept = {
             name: self._room(name, tensor).copy_(tensor.detach())
             for name, tensor in tensors.items()
@@ -51,11 +51,9 @@ NO_EXTRA_SPECS: Mapping[str, tuple[TensorSpec, ...]] = {}
 
 
 class Output:
-    """Writes units of parameters in one format. grids: by module, of what it holds packed. dropped:
-    tensors of the source left out, with
-    the reason. described: its config.json, but for its quantization. beside: what lies beside a
-    parameter, by its name, and was in no
-    source: steps of a cache."""
+    """Writes units of parameters in one format. grids: of modules it holds packed. dropped: tensors
+    of the source left out, with the reason. described: its config.json, apart from its
+    quantization. extra_specs: tensors added to a parameter, by its name, such as cache scales."""
 
     def __init__(
         self,
@@ -81,7 +79,7 @@ class Output:
         self._copies, self._saving = HostCopies(), False
 
     def specs(self, row: Parameter) -> list[TensorSpec]:
-        """The tensors that one parameter becomes, and those beside it."""
+        """The tensors of one parameter, extra ones included."""
         return [*self._own_specs(row), *self.extra_specs.get(row.name, ())]
 
     def _own_specs(self, row: Parameter) -> list[TensorSpec]:
@@ -110,7 +108,8 @@ class Output:
         }
 
     def source_chosen(self) -> None:
-        """Which of the source's experts the units are made from is known now."""
+        """Update the guarded source tensors after it is known which experts the units are made
+        from."""
         self._guard.set_units(self.source.checkpoint, self._made_from())
 
     def open(
@@ -122,7 +121,7 @@ class Output:
         rank: int = 0,
         inputs: Iterable[Path] = (),
     ) -> CheckpointWriter:
-        """Make or resume OUT.partial. Raises QuantkitError where that may not be."""
+        """Create or resume OUT.partial. Raises QuantkitError if that is not allowed."""
         self._guard = self.source_guard()
         self._writer = CheckpointWriter(
             out,
@@ -145,7 +144,7 @@ class Output:
     # ------------------------------------------------------------------------------------------------------------
 
     def rounds(self, row: Parameter) -> bool:
-        """Whether the parameter is rounded, and not packed as the source has it."""
+        """Whether the parameter is quantized, not copied packed from the source."""
         return row.module in self.grids and self.grids[row.module].needs_rounding
 
     def done(self, unit: str) -> bool:
@@ -176,7 +175,7 @@ class Output:
         self.writer.refresh()
 
     def facts(self, unit: str) -> dict[str, Any]:
-        """What was noted with a finished unit."""
+        """The facts stored with a finished unit."""
         return self.writer.facts(unit)
 
     def load(self, unit: str) -> tuple[dict[str, Weight], dict[str, Tensor], dict[str, Any]]:
@@ -184,7 +183,7 @@ class Output:
         weights, plain = {}, {}
         for row in self.units[unit]:
             if self.rounds(row):
-                # Packed bytes travel, and are unpacked on the device.
+                # Packed bytes are transferred, and unpacked on the device.
                 parts = {
                     spec.name: tensors[spec.name].to(self.source.device)
                     for spec in self._own_specs(row)
@@ -198,9 +197,7 @@ class Output:
     def save_state(self, layer: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         metadata = {"run": self._run, "layer": str(layer), "facts": json.dumps(facts)}
         on_host = self.source.device.type == "cpu"
-        if (
-            self._saving
-        ):  # the copies of a layer before are being written: as a rule they were long ago
+        if self._saving:  # the previous layer's copies may still be being written
             self.writer.wait()
         hidden = (
             {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -215,8 +212,8 @@ class Output:
             fresh.replace(self.writer.state_dir / "hidden.safetensors")
             self._saving = False
 
-        self.writer.run_after(save)  # a layer that is begun has all before it
-        if on_host:  # the states themselves, which go on changing
+        self.writer.run_after(save)  # after the units before it
+        if on_host:  # not copies, and they change next
             self.writer.wait()
 
     def load_state(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
@@ -225,7 +222,7 @@ class Output:
             return None
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
-            if metadata["run"] != self._run:  # of an unfinished output that this one replaced
+            if metadata["run"] != self._run:  # of an unfinished output that was replaced
                 return None
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return int(metadata["layer"]), tensors, json.loads(metadata["facts"])
@@ -234,8 +231,8 @@ class Output:
     # ---------------------------------------------------------------------------------------------------------
 
     def finish(self, grid: Grid, more: dict[str, bytes]) -> None:
-        """Write config, manifest, the files that belong to a model, and `more`; OUT exists when
-        this returns. grid: the scheme's, for descriptions that name one."""
+        """Write config, manifest, auxiliary files, and `more`; OUT exists when this returns. grid:
+        the scheme's, for formats that state one."""
         quantized: dict[str, Grid | None] = {
             row.module: self.grids[row.module]
             for row in self.rows.values()
@@ -257,7 +254,7 @@ class Output:
         )
 
     def bytes_by_part(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Of the source, without what is dropped, and of the output; the largest part of the output
+        """Of the source, without dropped tensors, and of the output; the largest part of the output
         first."""
         before, after = Counter[str](), Counter[str]()
         for row in self.rows.values():

@@ -1,12 +1,17 @@
-"""A model without the routed experts that add least: which sizes it has, what is seen of the
-source, and which experts those are.
+"""Expert pruning: the sizes a model can have, which experts contribute least, and the checkpoint
+without them.
 
     pruned = open_pruned(checkpoint, 0.25)           a checkpoint of the smaller model's names and shapes, from headers
-    found = prune(pruned, ...)                       which experts are kept (quantization/pruning.py), and from now on seen in it
+    found = prune(pruned, ...)                       which experts are kept; from now on the checkpoint holds these
+
+REAP (arXiv 2510.13999, equation 9): the mean over the tokens routed to an expert of its router
+weight times the norm of its output; 0 without tokens. The source is walked sublayer by sublayer,
+experts a batch at a time, as in a calibrated run; the hidden states after each layer are kept, so
+that a stopped walk resumes.
 
 Every layer keeps the same number of experts, and every group of them the same share: engines read
-one number of experts, and groups are equal parts. Router rows and correction biases are cut with
-them, in MTP layers too.
+one number of experts, and groups are equal parts. Router rows and correction biases are removed
+with them, in MTP layers too.
 """
 
 import json
@@ -67,17 +72,17 @@ class SaliencyStore(Protocol):
     def load(self) -> tuple[int, Tensor, Saliency] | None: ...
 
 
-Tell = Callable[[int], None]
+Report = Callable[[int], None]
 """Called with the number of each layer that is begun."""
 
 
 class SaliencyWalk:
-    """One walk over a source. batches: how much is in work at a time."""
+    """One walk over a source. batches: how much is processed at a time."""
 
     def __init__(
-        self, model: SourceModel, batches: Batches, store: SaliencyStore, tell: Tell
+        self, model: SourceModel, batches: Batches, store: SaliencyStore, report: Report
     ) -> None:
-        self.model, self.batches, self.store, self.tell = model, batches, store, tell
+        self.model, self.batches, self.store, self.report = model, batches, store, report
 
     @torch.inference_mode()
     def run(self, sequences: Sequences) -> Saliency:
@@ -121,10 +126,9 @@ class SaliencyWalk:
         return found
 
     # --- one layer
-    # -------------------------------------------------------------------------------------------------------
 
     def _layer(self, layer: int, states: HiddenStates, found: Saliency) -> None:
-        self.tell(layer)
+        self.report(layer)
         self._advance(attend_unit(layer), layer, states, run_attention)
         with feed_forward(self.model, layer, [states]) as run:
             routed = self._advance(feed_forward_unit(layer), layer, states, run)
@@ -147,7 +151,8 @@ class SaliencyWalk:
         return recorder.routed(states.fitted, 0)
 
     def _experts(self, layer: int, states: HiddenStates, routed: RoutedTokens) -> list[float]:
-        """Add the outputs of the layer's experts; what each adds to calibration tokens."""
+        """Add the outputs of the layer's experts; returns each one's saliency on calibration
+        tokens."""
         experts, weights = self.model.experts(layer), self.model.weights
         found: list[float] = []
         batches = list(
@@ -169,15 +174,15 @@ class SaliencyWalk:
 
 
 def mean_contribution(outputs: Tensor, w: Tensor) -> float:
-    """outputs [n, H], router weights [n] -> mean of w |output|; 0 for no token."""
+    """outputs [n, H], router weights [n] -> mean of w |output|; 0 without tokens."""
     return float((w * outputs.norm(dim=1)).double().mean()) if len(w) else 0.0
 
 
 def experts_to_keep(
     saliency: Mapping[int, list[float]], groups: int, share: int
 ) -> dict[int, list[int]]:
-    """The `share` experts of each group that add most, rising, by layer. Groups are equal parts of
-    the experts in their order."""
+    """The `share` experts of each group that contribute most, ascending, by layer. Groups are equal
+    parts of the experts in their order."""
     kept = {}
     for layer, values in saliency.items():
         parts = torch.tensor(values, dtype=torch.float64).view(groups, -1)
@@ -187,7 +192,7 @@ def experts_to_keep(
 
 
 FILE_NAME = "pruning.json"
-"""Of what an output tells of the experts that it lacks."""
+"""An output's record of its pruned experts."""
 COUNT_KEYS = (
     "n_routed_experts",
     "num_routed_experts",
@@ -195,23 +200,22 @@ COUNT_KEYS = (
     "num_local_experts",
     "moe_num_experts",
 )
-"""What architectures call the number of routed experts in config.json."""
+"""Keys of config.json for the number of routed experts."""
 
 
 def open_pruned(checkpoint: Checkpoint, share: float) -> PrunedCheckpoint:
-    """`checkpoint` without a `share` of its routed experts, as many as whole groups allow, the last
-    of each group until it is known which.
+    """`checkpoint` without a `share` of its routed experts, as many as whole groups allow,
+    provisionally the last of each group.
 
-    Raises QuantkitError where the model has none, or where so few are left that no token could
-    choose as many as it does.
+    Raises QuantkitError if the model has none, or if fewer would be left than a token chooses.
     """
     if not is_known(checkpoint.config):
-        told = (
+        message = (
             f"model_type {checkpoint.config.get('model_type')!r} of "
             f"{checkpoint.path / 'config.json'}"
         )
         raise QuantkitError(
-            f"{told} is not one whose experts quantkit knows", "quantize it without --prune"
+            f"{message} is not one whose experts quantkit knows", "quantize it without --prune"
         )
     model = read_model(checkpoint)
     layers = sorted(
@@ -228,11 +232,11 @@ def open_pruned(checkpoint: Checkpoint, share: float) -> PrunedCheckpoint:
             "quantize it without --prune",
         )
     if any(row.role == "router_table" for row in model.rows):
-        told = (
+        message = (
             f"layers of {checkpoint.path} choose experts by token id, and no table says which "
             "others stand for pruned ones"
         )
-        raise QuantkitError(told, "quantize it without --prune")
+        raise QuantkitError(message, "quantize it without --prune")
     first = {
         layer: [
             group * sizes.of_group + number
@@ -269,10 +273,10 @@ def prune(
     device: torch.device,
     batches: Batches,
     state: Path,
-    tell: Tell,
+    report: Report,
 ) -> PrunedExperts:
-    """Find which experts add least, or what an earlier run found and left in the folder `state`,
-    and see the others from now on."""
+    """Find the experts that contribute least, or what an earlier run found and left in the folder
+    `state`, and remove them from the checkpoint."""
     model = read_model(pruned.base)
     store = _Store(
         state, file_stamps(pruned.base.path, {info.shard for info in pruned.base.tensors.values()})
@@ -287,7 +291,7 @@ def prune(
             set(),
             set(),
         )
-        found = SaliencyWalk(source, batches, store, tell).run(sequences)
+        found = SaliencyWalk(source, batches, store, report).run(sequences)
         store.finish(found)
     routing = find_architecture(pruned.config).Config.from_dict(pruned.config).routing
     assert routing is not None
@@ -311,7 +315,7 @@ def prune_as(pruned: PrunedCheckpoint, out: Path) -> None:
 
 
 def describe_pruning(checkpoint: Checkpoint) -> str:
-    """How many experts of a layer are left, in words; empty where none was to go."""
+    """Number of experts kept in a layer, in words; empty without pruning."""
     if not isinstance(checkpoint, PrunedCheckpoint):
         return ""
     counts = [
@@ -340,12 +344,12 @@ def _sizes(model: Model, share: float) -> _Sizes:
         )
     of_group = routing.n_routed_experts // routing.n_group
     left = of_group - int(of_group * share + 1e-9)
-    told = (
+    message = (
         f"--prune {share:.0%} leaves {left} of the {of_group} experts of each of "
         f"{routing.n_group} groups"
     )
     if left == of_group:
-        raise QuantkitError(told, f"give --prune {-(-100 // of_group)}% or more")
+        raise QuantkitError(message, f"give --prune {-(-100 // of_group)}% or more")
     least = max(
         -(-routing.num_experts_per_tok // routing.topk_group),
         2 if routing.topk_group < routing.n_group else 1,
@@ -356,14 +360,14 @@ def _sizes(model: Model, share: float) -> _Sizes:
         )
         most = int(100 * (of_group - least) / of_group)
         raise QuantkitError(
-            f"{told}, and {why}",
+            f"{message}, and {why}",
             f"give --prune {most}% or less" if most > 0 else "leave --prune out: none can go",
         )
     return _Sizes(routing.n_group, of_group, left)
 
 
 def _config(checkpoint: Checkpoint, sizes: _Sizes) -> dict[str, Any]:
-    """config.json with the smaller number, proven by reading it."""
+    """config.json with the smaller number, verified by reading it."""
     before, after = sizes.groups * sizes.of_group, sizes.groups * sizes.kept
     config = _with_count(checkpoint.config, before, after)
     if isinstance(config.get("text_config"), dict):
@@ -384,8 +388,8 @@ def _with_count(config: Mapping[str, Any], before: int, after: int) -> dict[str,
 def _kept(
     checkpoint: Checkpoint, rows: list[Parameter], kept: Mapping[int, list[int]]
 ) -> TensorSelection:
-    """What is seen of a checkpoint whose layers keep these experts, numbered anew in their order.
-    rows: its whole table."""
+    """Names of a checkpoint whose layers keep these experts, renumbered in their order. rows: its
+    whole table."""
     experts = 1 + max(row.expert for row in rows if row.expert is not None)
     names = {name: name for name in checkpoint.tensors}
     cut: dict[str, list[int]] = {}
@@ -414,8 +418,8 @@ def _kept(
 
 
 def _check_alike(checkpoint: Checkpoint, rows: list[Parameter]) -> None:
-    """Raise QuantkitError where experts of a layer are stored in different ways: which are kept
-    would change what is written."""
+    """Raise QuantkitError if experts of a layer are stored differently: the choice would change
+    what is written."""
     found: dict[tuple[int | None, str | None], tuple[object, ...]] = {}
     for row in rows:
         if row.expert is not None:
@@ -435,9 +439,8 @@ class _Store:
     """Files of a walk in the state folder of an unfinished output. stamps: of the source's shards,
     by name.
 
-    What was found in shards that were written to since is not used: the walk begins anew. Units
-    that were made by another choice do not go with what is found then, which the writer's watch
-    tells.
+    Results from shards that were modified since are not used: the walk starts anew. Units made with
+    another choice of experts are detected by the source guard.
     """
 
     folder: Path

@@ -1,9 +1,11 @@
-"""report.json and report.html beside the weights: is it good, what was lost, where, and why, and
-how to make it again. Self-contained.
+"""report.json and report.html next to the weights: the verdict, losses by layer and linear, and how
+to reproduce the output. Self-contained.
 
-All of it follows from the run's settings, but for what stands under "run": when and where it was
-finished and how long it took. The files of a resumed run are those of an undisturbed one in all the
-rest.
+All of it follows from the run's settings, except for "run": when and where it was finished and how
+long it took. The files of a resumed run equal those of an uninterrupted one in everything else.
+
+KL is in nats a token, a mean. exp(KL) bounds the growth of the perplexity on the source's own
+texts, so 0.01 is one percent.
 """
 
 import json
@@ -22,9 +24,10 @@ from quantkit.common.sizes import byte_unit, format_bytes, format_duration
 from quantkit.models.table import Parameter
 
 NEAR, FAR = 0.01, 0.1
-"""KL under the first is close to the source; above the second the answers are another model's."""
+"""KL below the first is close to the source; above the second the outputs are those of another
+model."""
 NO_BETTER = 0.9
-"""Share of plain rounding's KL from which a calibrated scheme was not worth its time."""
+"""Share of round-to-nearest's KL from which a calibrated scheme was not worth its time."""
 USUAL = {
     "awq-w4a16": (0.16, 0.41),
     "fp4-w4a16": (0.16, 0.39),
@@ -32,15 +35,15 @@ USUAL = {
     "int4-w4a8-groups": (0.20, 0.40),
     "nvfp4-w4a4": (0.73, 0.76),
 }
-"""Least and most of plain rounding's KL that a scheme had on the models that judge it
-(docs/lab/2026-11-27-quality.md, of int8 docs/lab/2026-11-27-int8-and-inputs.md)."""
+"""Smallest and largest share of round-to-nearest's KL that a scheme had on the models of its
+evaluation (docs/lab/2026-11-27-quality.md, for int8 docs/lab/2026-11-27-int8-and-inputs.md)."""
 
 Word = Literal["good", "fair", "poor"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """word: of one glance; sentence: what it rests on."""
+    """word: at a glance; sentence: its basis."""
 
     word: Word
     sentence: str
@@ -49,9 +52,9 @@ class Verdict:
 def judge(
     kl: float, top1_agree: float, tokens: int, plain_kl: float | None = None, scheme: str = ""
 ) -> Verdict:
-    """kl, plain_kl: to the source, of the model and of plain rounding to the same grid; top1_agree:
-    share of equal likeliest tokens.
-    scheme: whose usual share of plain rounding's KL is told, if it is known."""
+    """kl, plain_kl: to the source, of the model and of round-to-nearest on the same grid;
+    top1_agree: share of equal most likely tokens. scheme: whose usual share of round-to-nearest's
+    KL is stated, if known."""
     word: Word = "good" if kl < NEAR else "fair" if kl < FAR else "poor"
     beside, useless = "", plain_kl is not None and kl > NO_BETTER * plain_kl and plain_kl > 0
     if plain_kl is not None and plain_kl > 0:
@@ -87,8 +90,8 @@ _COLOURS = (OURS, THEIRS, "#3d8b5f", "#8a4fa0", "#b23a48", "#4aa3b8", "#9a8b2f",
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Of the process that finished the output. seconds: it took; found: units that earlier ones had
-    finished."""
+    """Of the process that finished the output. seconds: its run time; found: units finished by
+    earlier runs."""
 
     finished: str
     seconds: float
@@ -98,10 +101,10 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What a report says besides the findings. Bytes are of tensors, by part of the model. source:
-    its directory; command: what makes the output again; recipe: all its settings. quantized_share,
-    left: as in `Coverage`; told: as in `Inventory`. experts_left: there are routed experts, and
-    none was quantized. allocation: `Chosen.account`, where grids were chosen."""
+    """Content of a report besides the findings. Bytes are of tensors, by part of the model. source:
+    its directory; command: reproduces the output; recipe: all its settings. quantized_share, left:
+    as in `Coverage`; told: the inventory's note. experts_left: there are routed experts, and none
+    was quantized. allocation: `GridAssignment.account`, if grids were chosen."""
 
     model: str
     source: str
@@ -136,7 +139,7 @@ def report_files(
 def summary(
     account: RunDescription, findings: Findings, rows: Iterable[Parameter]
 ) -> dict[str, Any]:
-    """Everything that the page shows, JSON-ready; an error without held-out inputs is null."""
+    """All contents of the page, JSON-ready; an error without held-out inputs is null."""
     starved = {
         layer: [
             expert for expert, tokens in enumerate(counts) if tokens < account.min_expert_tokens
@@ -145,7 +148,7 @@ def summary(
     }
     modules = sorted(
         findings.errors, key=_natural
-    )  # several ranks find them in another order than one
+    )  # several ranks report them in another order than one
     held_out = _held_out(findings)
     return {
         **vars(account),
@@ -170,7 +173,7 @@ def summary(
 
 
 def read_findings(out: Path) -> Findings:
-    """What report_files told of, from a finished output."""
+    """Findings of a finished output, from its report.json."""
     facts = json.loads((out / "report.json").read_text(encoding="utf-8"))
     found = Findings(
         **{name: facts[name] for name in ("methods", "scales", "expert_tokens", "expert_agreement")}
@@ -186,7 +189,7 @@ def read_findings(out: Path) -> Findings:
 
 
 def _verdict(account: RunDescription, held_out: dict[str, float] | None) -> dict[str, str]:
-    """Whether it is good, in a word and a sentence."""
+    """A word and a sentence."""
     if held_out is None:
         compare = (
             f"quantkit ppl OUT --baseline {shlex.quote(account.source)} --text FILE says "
@@ -207,8 +210,8 @@ def _verdict(account: RunDescription, held_out: dict[str, float] | None) -> dict
 
 
 def _held_out(findings: Findings) -> dict[str, float] | None:
-    """Keys as those of `ppl`; None where no tokens were held out. expert_agree is the mean over
-    layers with experts."""
+    """Keys as those of `ppl`; None without held-out tokens. expert_agree is the mean over layers
+    with experts."""
     if not findings.next_token:
         return None
     agreement = findings.expert_agreement.values()
@@ -317,7 +320,7 @@ def _error_plot(kinds: dict[str, dict[str, float]]) -> str:
 
 
 def _tokens_plot(layers: dict[str, list[int]], starved: int) -> str:
-    """Every layer's experts from the busiest to the idlest."""
+    """Every layer's experts in descending order of tokens."""
     axes, plot = draw(7.0, 2.6)
     for counts in layers.values():
         axes.plot(
@@ -343,7 +346,7 @@ def _scale_plot(scales: dict[str, list[float]]) -> str:
 
 
 def curve_plot(allocation: dict[str, Any]) -> str:
-    """Predicted KL over the size of the output, and where this output lies."""
+    """Predicted KL over the size of the output, with this output marked."""
     axes, plot = draw(7.0, 2.6)
     scale, unit = byte_unit(max(point["size"] for point in allocation["curve"]))
     points = [

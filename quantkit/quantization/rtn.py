@@ -1,4 +1,4 @@
-"""Rounding without calibration: unit by unit, limited by the disk."""
+"""Round-to-nearest without calibration: unit by unit, limited by the disk."""
 
 import math
 
@@ -23,10 +23,10 @@ def round_units(
     ranks: Ranks,
     begun: float = 0.0,
 ) -> Findings:
-    """Round every unit that is not finished, this rank's of them, and wait for the others.
+    """Round every unfinished unit of this rank, and wait for the others.
 
-    begun: share of the run's time that is behind it. Errors are of the weights themselves: there
-    are no inputs to weigh them by.
+    begun: share of the run's time that is already over. Errors are those of the weights: there are
+    no inputs to weight them by.
     """
     ranks.sync(output)
     findings = Findings()
@@ -54,7 +54,7 @@ def round_units(
 
 
 def _collected(output: Output) -> Findings:
-    """What was noted with all units, in their order."""
+    """The facts of all units, in their order."""
     findings = Findings()
     for unit in output.units:
         findings.merge(output.facts(unit))

@@ -63,8 +63,8 @@ from quantkit.tokenizer.chat import ChatTokenizer
 
 @dataclass(frozen=True, repr=False)
 class QuantizationReport(Result):
-    """What came of a run. Bytes are of tensors; peak_memory is this process's largest resident set,
-    planned_memory what was expected."""
+    """Result of a run. Bytes are of tensors; peak_memory is this process's largest resident set,
+    planned_memory the expected one."""
 
     out: Path
     scheme: str
@@ -78,21 +78,21 @@ class QuantizationReport(Result):
     findings: Findings
     coverage: Coverage
     pruned: str = ""
-    """How many routed experts a layer keeps, in words, where some were left out."""
+    """How many routed experts a layer keeps, in words, if some were pruned."""
     allocation: dict[str, Any] | None = None
-    """What `GridAssignment.account` tells, where grids were chosen."""
+    """`GridAssignment.account`, if grids were chosen."""
     done_already: bool = False
-    """Nothing was done: `out` was there, complete, from the same source and settings."""
+    """`out` was already complete, from the same source and settings."""
 
     def to_json(self) -> dict[str, Any]:
-        """Without the findings of single linears, which report.json has."""
-        told = {
+        """Without the findings of single linears, which are in report.json."""
+        fields = {
             key: value for key, value in vars(self).items() if key not in ("findings", "coverage")
         }
         if self.allocation is None:
-            del told["allocation"]
-        told |= {"quantized_share": self.coverage.share, "left": self.coverage.left}
-        return told | {
+            del fields["allocation"]
+        fields |= {"quantized_share": self.coverage.share, "left": self.coverage.left}
+        return fields | {
             "mean_error": self.findings.mean_error,
             "next_token": self.findings.next_token,
             "out": str(self.out),
@@ -103,7 +103,7 @@ class QuantizationReport(Result):
         found = self.findings.next_token
         if not found:
             return (
-                "not measured: no text was held out; quantkit ppl says how far it is from the "
+                "not measured: no text was held out; quantkit ppl measures the distance to the "
                 "source"
             )
         usual = self.scheme if self.allocation is None else ""
@@ -138,7 +138,7 @@ class QuantizationReport(Result):
         ]
 
     def pictures(self) -> list[str]:
-        """The error of the hidden states after each layer, where text was held out."""
+        """The error of the hidden states after each layer, with held-out text."""
         layers = {
             int(layer): error
             for layer, error in self.findings.hidden_error.items()
@@ -165,14 +165,12 @@ def quantize(
     """Quantize the checkpoint `source` into the directory `out`.
 
     format: a format's command-line name, or "auto" for the scheme's first. engine: write what this
-    engine loads, or refuse.
-    mixture: which linears stay as they are, or are on other grids; sensitivities: what an earlier
-    run measured for that.
-    recipe.calibration: a file or data set, None for quantkit's own text; not read by schemes that
-    need none. memory: bytes of host memory that the run must keep under. Raises QuantkitError
-    before any long work where the source, the recipe, the memory or the target do not fit; a run
-    that was stopped goes on when it is called again with the same arguments, and of one that is
-    complete the report is told again.
+    engine loads, or refuse. mixture: linears that stay as they are, or are on other grids;
+    sensitivities: measured for that by an earlier run. recipe.calibration: a file or data set, None
+    for quantkit's own text; not used by schemes without calibration. memory: bytes of host memory
+    that the run must not exceed. Raises QuantkitError before any long work if the source, the
+    recipe, the memory or the target do not fit; a stopped run resumes when it is called again with
+    the same arguments, and a complete one returns its report.
     """
     start, ranks = time.perf_counter(), Ranks.join()
     inputs = [source, *(Path(one) for one in (recipe.calibration, sensitivities) if one)]
@@ -193,7 +191,7 @@ def quantize(
     job = run.job
     if (
         ranks.size > 1 and where.type != "cpu"
-    ):  # torchrun allows one thread; on a CPU results depend on their number
+    ):  # torchrun sets one thread; on a CPU results depend on their number
         torch.set_num_threads(ranks.cores)
     source_reader, about = ParameterReader(job.checkpoint, where), job.inventory
     output = Output(
@@ -213,13 +211,13 @@ def quantize(
     if ranks.is_main and run.sequences.summary:
         for line in run.sequences.summary.lines():
             on_event(Note(line))
-    if ranks.is_main and about.told:
-        on_event(Note(about.told))
+    if ranks.is_main and about.note:
+        on_event(Note(about.note))
     if ranks.is_main and not has_tokenizer(source):
         on_event(
             Note(
-                f"warning: {source} has no tokenizer, and so the output has none: engines read it "
-                "beside the weights"
+                f"warning: {source} has no tokenizer, and so the output has none: engines need it "
+                "next to the weights"
             )
         )
     writer = output.open(out, run.fingerprint, overwrite=overwrite, rank=ranks.rank, inputs=inputs)
@@ -254,9 +252,9 @@ def quantize(
 
 @dataclass(frozen=True)
 class _Run:
-    """A job with its calibration text. sequences: none for a run without calibration. fingerprint:
-    everything the output depends on.
-    options: of grids that are to be chosen; chosen: which were, and measured, the file by which."""
+    """A job with its calibration text. sequences: empty without calibration. fingerprint:
+    everything the output depends on. options: of grids to choose; chosen: the chosen ones, and
+    measured, the content of the sensitivities file."""
 
     job: Job
     sequences: Sequences
@@ -273,7 +271,7 @@ class _Run:
 
 
 def _checked(source: Path, request: JobRequest, engine: str | None, memory: int | None) -> _Run:
-    """Everything that can be known to be wrong is, before the first weight is read."""
+    """Validate everything before the first weight is read."""
     job, recipe = open_job(request, Checkpoint.open(source)), request.recipe
     options = GridOptions(job) if request.mixture.chooses else None
     peak, batches = expected_peak(job, memory)
@@ -284,20 +282,20 @@ def _checked(source: Path, request: JobRequest, engine: str | None, memory: int 
     name = job.request.format
     own = recipe.model_copy(
         update={"scheme": request.scheme.name}
-    )  # a recipe of one's own may name another
+    )  # a user's recipe may name another
     fingerprint = _fingerprint(
         job.checkpoint, own, f"{name} for {engine}" if engine else name, sequences
     )
     if batches != Batches():
         fingerprint["batches for --memory"] = str(batches)
     if request.mixture != NO_MIXTURE:
-        fingerprint["grids"] = _told_grids(job)
+        fingerprint["grids"] = _grids_digest(job)
     return _Run(job, sequences, peak, batches, fingerprint, options)
 
 
-def _told_grids(job: Job) -> str:
-    told = {module: grid_label(grid) for module, grid in job.grids.items()}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+def _grids_digest(job: Job) -> str:
+    fields = {module: grid_label(grid) for module, grid in job.grids.items()}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _with_grids(
@@ -309,8 +307,7 @@ def _with_grids(
     device: torch.device,
     on_event: OnEvent,
 ) -> _Run:
-    """The run with grids chosen by what they cost, which the first rank measures where no file says
-    it."""
+    """The run with chosen grids; the first rank measures sensitivities if no file has them."""
     if ranks.is_main:
         find_sensitivities(options, run.sequences, out, given, device, on_event)
     ranks.barrier()
@@ -320,8 +317,10 @@ def _with_grids(
         if path is not None and path.is_file()
     )
     chosen = options.choose(read_sensitivities(path, options.job.checkpoint.fingerprint))
-    told = run.fingerprint | {"grids": _told_grids(chosen.job)}
-    return replace(run, job=chosen.job, fingerprint=told, chosen=chosen, measured=path.read_bytes())
+    fields = run.fingerprint | {"grids": _grids_digest(chosen.job)}
+    return replace(
+        run, job=chosen.job, fingerprint=fields, chosen=chosen, measured=path.read_bytes()
+    )
 
 
 def _report(
@@ -359,14 +358,14 @@ def _pruned(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent) -> Prune
         return None
     total = sum(info.nbytes for info in checkpoint.base.tensors.values())
 
-    def tell(layer: int) -> None:
+    def report(layer: int) -> None:
         on_event(Progress("choosing experts", f"layers.{layer}", 0, total, 0.0, 0, 0.0, False))
 
     found = None
     for turn in (True, False):
         if ranks.is_main == turn:
             found = prune(
-                checkpoint, run.sequences, device, run.batches, output.writer.state_dir, tell
+                checkpoint, run.sequences, device, run.batches, output.writer.state_dir, report
             )
         ranks.barrier()
     output.source_chosen()
@@ -406,8 +405,7 @@ def _round(
 
 
 _WALKED = 0.98
-"""Share of a calibrated run's time that is behind it when what is left has only to be rounded and
-copied."""
+"""Share of a calibrated run's time after which only units to round and copy are left."""
 
 
 def _shares(job: Job) -> dict[str, float]:
@@ -465,13 +463,12 @@ def _account(
         left=run.job.coverage.left,
         allocation=run.chosen.account() if run.chosen else None,
         experts_left=experts and not any(row.expert is not None for row in run.job.linears),
-        told=run.job.inventory.told,
+        told=run.job.inventory.note,
     )
 
 
 def _counts_file(run: _Run, found: Findings) -> dict[str, bytes]:
-    """What the calibration text asked of the routed experts, for `place`; nothing for a run without
-    either."""
+    """Expert token counts of the calibration text, for `place`; empty without them."""
     if not found.expert_tokens:
         return {}
     layers = {int(layer): counts for layer, counts in found.expert_tokens.items()}

@@ -1,8 +1,7 @@
-"""Sensitivities for a run: from the file that was given, from one that an earlier run left, or
-measured now and left beside the output.
+"""Sensitivities for a run: from the given file, from one that an earlier run left, or measured now.
 
-OUT.sensitivities.json           what was measured; OUT holds it as sensitivities.json when it is complete
-OUT.sensitivities.safetensors    the paths of a pass that was stopped, at the input of a layer
+OUT.sensitivities.json           the measurement; part of OUT as sensitivities.json when it is complete
+OUT.sensitivities.safetensors    the paths of a stopped pass, at the input of a layer
 """
 
 import hashlib
@@ -31,7 +30,7 @@ NAME = "sensitivities.json"
 
 
 def sensitivities_path(out: Path) -> Path:
-    """Where they are until the output is complete."""
+    """Where they are stored until the output is complete."""
     return out.with_name(f"{out.name}.{NAME}")
 
 
@@ -43,7 +42,7 @@ def find_sensitivities(
     device: torch.device,
     on_event: OnEvent,
 ) -> Sensitivities:
-    """given: a file to take them from. Raises QuantkitError where that is of another source."""
+    """given: a file to read them from. Raises QuantkitError if it is of another source."""
     source = options.job.checkpoint.fingerprint
     if given is not None:
         return read_sensitivities(given, source)
@@ -73,9 +72,7 @@ def find_sensitivities(
         quantized,
         job.grids.keys() - quantized,
     )
-    on_event(
-        Note(f"measuring what each grid costs, on {sum(map(len, taken)):,} tokens of each path")
-    )
+    on_event(Note(f"measuring sensitivities on {sum(map(len, taken)):,} tokens of each path"))
     found = SensitivityPass(
         model, solvers, options.sensed(), state, job.inventory.embed_and_head(reader)
     ).run(taken)
@@ -87,8 +84,8 @@ def find_sensitivities(
 
 
 def _taken(options: GridOptions, sequences: Sequences) -> list[Tensor]:
-    """As many tokens as keep all paths, of which three copies are alive, under the hidden states of
-    the calibrated run."""
+    """As many tokens as keep all paths, of which three copies are alive, within the memory of the
+    calibrated run's hidden states."""
     layers = {row.layer for row in options.job.rows if row.layer is not None and not row.mtp}
     most = sum(len(one) for one in (*sequences.calibration, *sequences.held_out))
     return pieces(sequences.calibration, len(layers), most // 3)
@@ -103,8 +100,8 @@ def _is_of(path: Path, key: Mapping[str, str]) -> bool:
 
 
 class _State:
-    """The paths of a pass in a file that is replaced whole. key: what another pass would not have;
-    total: bytes of the source."""
+    """The paths of a pass, in a file that is replaced atomically. key: identifies the pass; total:
+    bytes of the source."""
 
     def __init__(self, path: Path, key: str, total: int, on_event: OnEvent) -> None:
         self.path, self.key, self.total, self.on_event = path, key, total, on_event
@@ -124,5 +121,5 @@ class _State:
                 return None
             return int(metadata["layer"]), file.get_tensor("hidden"), json.loads(metadata["facts"])
 
-    def tell(self, unit: str, share: float) -> None:
+    def report(self, unit: str, share: float) -> None:
         self.on_event(Progress("measuring", unit, 0, self.total, 0.0, peak_memory(), 0.0))

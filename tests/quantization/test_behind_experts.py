@@ -120,7 +120,7 @@ def test_of_experts_that_were_left_out_too(tmp_path: Path) -> None:
 
 
 def test_grids_by_their_cost_are_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(QuantkitError, match="behind its experts"):
+    with pytest.raises(QuantkitError, match="after its experts"):
         quantize(
             source,
             tmp_path / "out",

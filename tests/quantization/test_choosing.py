@@ -228,14 +228,14 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
     [
         (["--bits", "3"], "--bits 3 cannot be reached: the smallest is 4."),
         (["--size", "0.1MB"], "cannot be reached: the smallest output is"),
-        (["--bits", "-1"], "--bits -1 is no number of bits a weight"),
-        (["--bits", "nan"], "is no number of bits a weight"),
+        (["--bits", "-1"], "--bits -1 is not a number of bits per weight"),
+        (["--bits", "nan"], "is not a number of bits per weight"),
         (["--bits", "4.5", "--size", "9MB"], "give one of them"),
         (["--size", "9 parrots"], "is not a size"),
-        (["--bits", "4.5", "--format", "awq"], "format awq holds no mixture of grids"),
+        (["--bits", "4.5", "--format", "awq"], "format awq does not support mixed precision"),
         (
             ["--bits", "4.5", "--scheme", "rtn-w4a16"],
-            "has no calibration, by which grids are chosen",
+            "has no calibration, which is needed to choose grids",
         ),
         (["--bits", "4.5", "--engine", "chitu"], "chitu loads one grid per checkpoint, no mixture"),
         (
@@ -255,7 +255,7 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
             ["--bits", "4.5", "--sensitivities", "nowhere.json"],
             "cannot read sensitivities nowhere.json",
         ),
-        (["--bits", "4.5", "--preset", "experts-only"], "says what is kept"),
+        (["--bits", "4.5", "--preset", "experts-only"], "already defines what is kept"),
     ],
 )
 def test_what_cannot_be_is_told_in_a_line(source: Path, asked: list[str], told: str) -> None:

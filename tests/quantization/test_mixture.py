@@ -273,17 +273,17 @@ def test_a_bf16_source_keeps_bf16(dense: Path, text: str, tmp_path: Path) -> Non
     [
         (
             ["--keep", "attn"],
-            "--keep 'attn' is no kind of sublayer; kinds are attention, mlp, shared, experts, mtp",
+            "--keep 'attn' is not a kind of sublayer; kinds are attention, mlp, shared, experts, mtp",
         ),
-        (["--keep", "mlp,"], "--keep '' is no kind"),
+        (["--keep", "mlp,"], "--keep '' is not a kind"),
         (
             ["--preset", "attention-only"],
             "preset 'attention-only' is not known; choose one of experts-only, int8-attention",
         ),
-        (["--preset", "experts-only", "--keep", "mlp"], "says what is kept"),
+        (["--preset", "experts-only", "--keep", "mlp"], "already defines what is kept"),
         (
             ["--scheme", "awq-w4a16", "--keep", "attention,mlp,shared,experts,mtp"],
-            "leaves no linear of this model to be rounded",
+            "leaves no linear of this model to quantize",
         ),
     ],
 )
