@@ -407,12 +407,12 @@ class Engine:
             return self.runner.prefill(step.prefill)
         return self.runner.mixed(step.decode, step.prefill)
 
-    def _finish_pass(self, done: ForwardPass, advanced: list[Sequence]) -> list[Sequence]:
+    def _finish_pass(self, output: ForwardPass, advanced: list[Sequence]) -> list[Sequence]:
         """Sample, draft, append the tokens that all ranks agree on. Returns the sequences that got
         tokens."""
-        score_prompts(done, self.runner.model)
-        sampled = self.sampler.sample(done, self.runner.draw) if done.counts else None
-        drafts = self.speculation.launch(done, sampled) if self._speculates else None
+        score_prompts(output, self.runner.model)
+        sampled = self.sampler.sample(output, self.runner.draw) if output.counts else None
+        drafts = self.speculation.launch(output, sampled) if self._speculates else None
         fetched = None
         if sampled is not None:
             token_ids = sampled.token_ids
@@ -420,35 +420,37 @@ class Engine:
                 token_ids = torch.cat((token_ids, drafts))
             fetched = HostCopy(token_ids)
             # Before listening to other ranks, which may add requests on this rank alone.
-            self._launch_async(done, sampled, None if drafts is None else token_ids)
+            self._launch_async(output, sampled, None if drafts is None else token_ids)
         self.while_computing(advanced)
-        agreed, number = list[int](), len(done.logit_rows)
+        agreed, number = list[int](), len(output.logit_rows)
         if fetched is not None:  # the host waits for the device, once for tokens and drafts
             agreed = self.parallel.agree(fetched)
-            self._append(done, agreed[:number])
-        sequences = [sequence for sequence, _ in done.counts]
+            self._append(output, agreed[:number])
+        sequences = [sequence for sequence, _ in output.counts]
         if self._speculates:
-            self.speculation.finish(done, sequences, agreed[number:])
+            self.speculation.finish(output, sequences, agreed[number:])
         return sequences
 
     def _launch_async(
-        self, done: ForwardPass, sampled: SampledTokens, with_drafts: Tensor | None
+        self, output: ForwardPass, sampled: SampledTokens, with_drafts: Tensor | None
     ) -> None:
         """Launch the next decode pass if it has the same sequences. with_drafts: sampled tokens and
         what `Speculation.launch` returned."""
         if not (
             self.runner.can_launch_async
-            # The logits of `done` are overwritten.
-            and isinstance(done.batch, DecodeRows)
-            and all([sequence.params.logprobs is None for sequence, _ in done.counts])
-            and self.scheduler.decodes_again(done.counts)
+            # The logits of `output` are overwritten.
+            and isinstance(output.batch, DecodeRows)
+            and all([sequence.params.logprobs is None for sequence, _ in output.counts])
+            and self.scheduler.decodes_again(output.counts)
         ):
             return
         if with_drafts is not None:
             if self.speculation.controller.lookup == 0:  # nothing replaces the drafts
-                tokens, number = self.parallel.first(with_drafts), len(done.logit_rows)
-                self.runner.launch_async_verification(done.counts, tokens[:number], tokens[number:])
-        elif not (done.has_drafts or (self._speculates and self.speculation.is_active)):
+                tokens, number = self.parallel.first(with_drafts), len(output.logit_rows)
+                self.runner.launch_async_verification(
+                    output.counts, tokens[:number], tokens[number:]
+                )
+        elif not (output.has_drafts or (self._speculates and self.speculation.is_active)):
             # Greedy tokens are the same on every rank: gathered logits have the same bits.
             self.runner.launch_async_decode(
                 sampled.token_ids
@@ -459,35 +461,35 @@ class Engine:
     def _dp_pass(self, step: DpStep, advanced: list[Sequence]) -> list[Sequence]:
         """A pass of all data-parallel ranks: every rank's tokens are appended to its sequences on
         every rank."""
-        done = step.compute(self.sampler, self.runner)
-        score_prompts(done, self.runner.model)
-        sampled = self.sampler.sample(done, self.runner.draw) if done.counts else None
+        output = step.compute(self.sampler, self.runner)
+        score_prompts(output, self.runner.model)
+        sampled = self.sampler.sample(output, self.runner.draw) if output.counts else None
         if self._speculates:
-            self.speculation.launch(done, sampled)
+            self.speculation.launch(output, sampled)
         self.while_computing(advanced)
         token_ids, others = step.share(
-            done.hidden.new_empty(0) if sampled is None else sampled.token_ids
+            output.hidden.new_empty(0) if sampled is None else sampled.token_ids
         )
         if token_ids:
-            self._append(done, token_ids)
+            self._append(output, token_ids)
         for sequence, tokens in others:
             self._extend(sequence, tokens, time.perf_counter())
         step.report_logprobs()
-        sequences = [sequence for sequence, _ in done.counts + others]
+        sequences = [sequence for sequence, _ in output.counts + others]
         if self._speculates:
-            self.speculation.finish(done, sequences, [])
+            self.speculation.finish(output, sequences, [])
         return sequences
 
-    def _append(self, done: ForwardPass, token_ids: list[int]) -> None:
+    def _append(self, output: ForwardPass, token_ids: list[int]) -> None:
         """Append the rows' tokens to their sequences, for as long as their drafts were accepted."""
-        assert done.logits is not None, done.counts
+        assert output.logits is not None, output.counts
         now, row = time.perf_counter(), 0
-        logprobs = row_logprobs(done.counts, done.logits, token_ids)
-        if not logprobs and len(token_ids) == len(done.counts):  # no drafts
-            for (sequence, _), token_id in zip(done.counts, token_ids):
+        logprobs = row_logprobs(output.counts, output.logits, token_ids)
+        if not logprobs and len(token_ids) == len(output.counts):  # no drafts
+            for (sequence, _), token_id in zip(output.counts, token_ids):
                 sequence.append(token_id, now)
             return
-        for sequence, count in done.counts:
+        for sequence, count in output.counts:
             kept = self._extend(sequence, token_ids[row : row + count], now)
             if logprobs and sequence.params.logprobs is not None:
                 sequence.logprobs += logprobs[row : row + kept]

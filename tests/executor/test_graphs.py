@@ -176,7 +176,7 @@ def test_rows_that_are_wanted_are_those_of_all(tiny_checkpoint: Path) -> None:
     whole = steps.run(rows)
     assert (steps.has(3, 1), steps.num_results(3, 1)) == (True, 0)
     for wanted in ([2], [2, 0, 1], [1]):
-        part = steps.run(rows, kept=torch.tensor(wanted))
+        part = steps.run(rows, result_rows=torch.tensor(wanted))
         for found, expected in zip(part, whole):
             torch.testing.assert_close(found, expected[wanted])
     assert (steps.num_results(3, 1), steps.num_results(4, 1), steps.num_results(2, 1)) == (
@@ -184,9 +184,9 @@ def test_rows_that_are_wanted_are_those_of_all(tiny_checkpoint: Path) -> None:
         1,
         None,
     )
-    buffers = DecodeBuffers(4, 16, torch.device("cpu"), kept=2)
+    buffers = DecodeBuffers(4, 16, torch.device("cpu"), num_results=2)
     for kept in ([3, 2], [1]):
-        buffers.fill(rows, kept=torch.tensor(kept))
-        assert buffers.kept is not None
-        assert buffers.kept.tolist() == [*kept, 0][:2]
+        buffers.fill(rows, result_rows=torch.tensor(kept))
+        assert buffers.result_rows is not None
+        assert buffers.result_rows.tolist() == [*kept, 0][:2]
         assert buffers.tables[:3, 0].tolist() == [1, 2, 3]

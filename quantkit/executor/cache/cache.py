@@ -263,10 +263,10 @@ def plan_cache(
     budget = (
         min(int(free_bytes * _CACHE_SHARE[device_type]), free_bytes - left_bytes) // bytes_per_token
     )
-    wanted = max_model_len or context_len
+    requested = max_model_len or context_len
     if cache_tokens is None:
         tokens = min(
-            max_batch * -(-wanted // block_size) * block_size, budget
+            max_batch * -(-requested // block_size) * block_size, budget
         )  # sequences share no block
         remedy = "lower --max-model-len, or free memory"
     else:
@@ -283,4 +283,4 @@ def plan_cache(
             f"{max_model_len}",
             remedy,
         )
-    return CachePlan(blocks + 1, block_size, min(wanted, blocks * block_size))
+    return CachePlan(blocks + 1, block_size, min(requested, blocks * block_size))

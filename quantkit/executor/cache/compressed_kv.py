@@ -93,11 +93,11 @@ class CompressedKVCache:
             )
             numbers = positions // rate
             # Written to block 0 unless a group ends here.
-            made = attention.compress(raw, numbers)
+            new = attention.compress(raw, numbers)
             address = self._addresses(numbers[:, None], tables, rate)[:, 0].where(
                 (positions + 1) % rate == 0, 0
             )
-            self._kv[layer][address], self._index[layer][address] = made.kv, made.keys
+            self._kv[layer][address], self._index[layer][address] = new.kv, new.keys
             compressed = self._visible(layer, inputs, attention, positions, tables)
         return attention.attend(inputs, positions, kv, at, compressed)
 

@@ -233,11 +233,11 @@ class PromptContext(CachedContext):
                 max(0, chunk.start - window + 1) if window else 0,
             )
             at = torch.arange(first, chunk.start + chunk.length, device=self.cache.device)
-            seen = VisibleTokens(
+            visible = VisibleTokens(
                 chunk.blocks[at // size] * size + at % size,
                 window_mask(self.positions[part], at, window),
             )
-            out.append(attend_latent_window(q[part], cached, seen, attention))
+            out.append(attend_latent_window(q[part], cached, visible, attention))
             row += chunk.length
         return torch.cat(out)
 
@@ -355,18 +355,18 @@ class DecodeContext(CachedContext):
         """As `models.context.Context.convolve`."""
         assert self.states is not None, "rows without state places"
         cache, number = self.cache.rotating_cache, buffer_index(layer, part)
-        seen = cache.rows(number, self.states, self.positions, x.float(), kernel.shape[1])
-        return short_convolve_step(x, self.positions, seen, kernel)
+        visible = cache.rows(number, self.states, self.positions, x.float(), kernel.shape[1])
+        return short_convolve_step(x, self.positions, visible, kernel)
 
     def attend_latent_window(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
         """As `models.context.Context.attend_latent_window`."""
-        seen = (
+        visible = (
             self.selected.visible
             if attention.topk and self.selected is not None
             else self._last(attention.window)
         )
         return attend_latent_window(
-            self.rotate_last(attention.rope, q), self.cache.latents(layer), seen, attention
+            self.rotate_last(attention.rope, q), self.cache.latents(layer), visible, attention
         )
 
     def _last(self, window: int) -> VisibleTokens:

@@ -196,30 +196,30 @@ class AsyncVerification(NamedTuple):
         return self.result if kept == list(range(len(self.result.greedy))) else self.result.at(kept)
 
 
-def accepted(known: Tensor, sampled: Tensor) -> Tensor:
-    """known int64 [B, 2 + most]: of each sequence the row of its newest token, its length, and its
+def accepted(table: Tensor, sampled: Tensor) -> Tensor:
+    """table int64 [B, 2 + most]: of each sequence the row of its newest token, its length, and its
     drafts, padded with -1. sampled int64 [R]: the token sampled after each row. Returns the fields
     of `drafter.DeviceAcceptance`, int64 [3, B]."""
     if has_triton(sampled.device):
         from quantkit.executor.runner.decode_batch_triton import accepted as kernel
 
-        return kernel(known, sampled)
-    return accepted_in_torch(known, sampled)
+        return kernel(table, sampled)
+    return accepted_in_torch(table, sampled)
 
 
-def accepted_in_torch(known: Tensor, sampled: Tensor) -> Tensor:
-    first, newest, drafts = known[:, 0], known[:, 1], known[:, 2:]
+def accepted_in_torch(table: Tensor, sampled: Tensor) -> Tensor:
+    first, newest, drafts = table[:, 0], table[:, 1], table[:, 2:]
     rows = first[:, None] + torch.arange(drafts.shape[1], device=sampled.device)
     same = sampled[rows.clamp(max=len(sampled) - 1)] == drafts
     count = same.long().cumprod(dim=1).sum(dim=1)
     return torch.stack((count, first + count, newest + count))
 
 
-def next_rows(known: Tensor, sampled: Tensor, drafted: Tensor, block_size: int) -> Tensor:
+def next_rows(table: Tensor, sampled: Tensor, drafted: Tensor, block_size: int) -> Tensor:
     """Token ids, positions and slots of the next verification pass, int64 [3, B * each]: the newest
     token of each sequence and its drafts.
 
-    known int32 [B, 2 + n]: of each sequence the row of its newest token in the last pass, its
+    table int32 [B, 2 + n]: of each sequence the row of its newest token in the last pass, its
     length, and its blocks. sampled int64 [R]: the tokens sampled in that pass. drafted int64
     [each * B]: accepted drafts of each sequence, then the new drafts, one row of sequences after
     the other.
@@ -227,16 +227,16 @@ def next_rows(known: Tensor, sampled: Tensor, drafted: Tensor, block_size: int) 
     if has_triton(sampled.device):
         from quantkit.executor.runner.decode_batch_triton import next_rows as kernel
 
-        return kernel(known, sampled, drafted, block_size)
-    return next_rows_in_torch(known, sampled, drafted, block_size)
+        return kernel(table, sampled, drafted, block_size)
+    return next_rows_in_torch(table, sampled, drafted, block_size)
 
 
-def next_rows_in_torch(known: Tensor, sampled: Tensor, drafted: Tensor, block_size: int) -> Tensor:
-    number = len(known)
+def next_rows_in_torch(table: Tensor, sampled: Tensor, drafted: Tensor, block_size: int) -> Tensor:
+    number = len(table)
     each, (count, drafts) = len(drafted) // number, (drafted[:number], drafted[number:])
-    tokens = torch.cat((sampled[known[:, 0] + count], drafts)).view(each, number).t()
-    positions = (known[:, 1] + count)[:, None] + torch.arange(each, device=sampled.device)
-    blocks = known[:, 2:].gather(1, positions // block_size).long()
+    tokens = torch.cat((sampled[table[:, 0] + count], drafts)).view(each, number).t()
+    positions = (table[:, 1] + count)[:, None] + torch.arange(each, device=sampled.device)
+    blocks = table[:, 2:].gather(1, positions // block_size).long()
     slots = blocks * block_size + positions % block_size
     return torch.stack((tokens, positions, slots)).view(3, -1)
 
@@ -254,10 +254,10 @@ def cache_slots(positions: Tensor, tables: Tensor, block_size: int, limit: int) 
 
 def cache_slots_in_torch(positions: Tensor, tables: Tensor, block_size: int, limit: int) -> Tensor:
     end = min(limit, tables.shape[1] * block_size)
-    within = positions.clamp(max=end - 1)
-    blocks = tables.gather(1, (within // block_size)[:, None])[:, 0].long()
+    clamped = positions.clamp(max=end - 1)
+    blocks = tables.gather(1, (clamped // block_size)[:, None])[:, 0].long()
     return torch.stack(
-        (within, torch.where(positions < end, blocks, 0) * block_size + positions % block_size)
+        (clamped, torch.where(positions < end, blocks, 0) * block_size + positions % block_size)
     )
 
 

@@ -41,10 +41,11 @@ def warm_up_graphs(runner: Runner, parallel: Parallel, rows: int, tokens: int) -
     """
     if runner.why_eager or runner.experts.size > 1 or runner.device.type == "npu":
         return 0
-    began, done = time.perf_counter(), 0
+    start_time, done = time.perf_counter(), 0
     for compute in _passes(runner, rows, tokens):
         fits = (
-            time.perf_counter() - began < MAX_SECONDS and free_bytes(runner.device) > MIN_FREE_BYTES
+            time.perf_counter() - start_time < MAX_SECONDS
+            and free_bytes(runner.device) > MIN_FREE_BYTES
         )
         if not parallel.minimum(int(fits)):  # all ranks stop together
             break

@@ -60,11 +60,16 @@ class Capture(Protocol):
 
 
 def compute(
-    model: Forward, inputs: tuple[Tensor, ...], context: DecodeContext, kept: Tensor | None = None
+    model: Forward,
+    inputs: tuple[Tensor, ...],
+    context: DecodeContext,
+    result_rows: Tensor | None = None,
 ) -> StepResult:
-    """One decode step. inputs: token_ids [B], for an MTP layer also hidden [B, H]. kept int64 [K]:
-    the rows whose results are wanted, all by default."""
-    hidden = model(*inputs, context) if kept is None else model(*inputs, context, kept)
+    """One decode step. inputs: token_ids [B], for an MTP layer also hidden [B, H].
+    result_rows int64 [K]: the rows whose results are needed, all by default."""
+    hidden = (
+        model(*inputs, context) if result_rows is None else model(*inputs, context, result_rows)
+    )
     logits = model.logits(hidden)
     return StepResult(hidden, logits, likeliest(logits))
 
@@ -73,8 +78,8 @@ class DecodeBuffers:
     """Static inputs of `rows` rows with tables of `width` blocks, in one tensor. Rows that are not
     filled belong to block 0.
 
-    hidden [B, H]: for a model that also reads hidden states, any of their width and dtype. kept:
-    number of rows whose results are wanted, 0 for all.
+    hidden [B, H]: for a model that also reads hidden states, any of their width and dtype.
+    num_results: number of rows whose results are needed, 0 for all.
     """
 
     def __init__(
@@ -84,15 +89,15 @@ class DecodeBuffers:
         device: torch.device,
         hidden: Tensor | None = None,
         *,
-        kept: int = 0,
+        num_results: int = 0,
     ) -> None:
-        self._host = np.zeros(rows * 4 + -(-rows * width // 2) + kept, dtype=np.int64)
+        self._host = np.zeros(rows * 4 + -(-rows * width // 2) + num_results, dtype=np.int64)
         self._device = torch.zeros(len(self._host), dtype=torch.int64, device=device)
         self.token_ids, self.positions, self.slots, self.states = (
             self._device[: 4 * rows].view(4, rows).unbind()
         )
         self.tables = self._device[4 * rows :].view(torch.int32)[: rows * width].view(rows, width)
-        self.kept = self._device[-kept:] if kept else None
+        self.result_rows = self._device[-num_results:] if num_results else None
         self._rows, self._width = rows, width
         self.lengths = [1] * rows
         """Tokens that each row sees, on the host: always the same list, filled anew."""
@@ -105,10 +110,11 @@ class DecodeBuffers:
         rows: DecodeRows,
         *inputs: Tensor,
         positions: DevicePositions | None = None,
-        kept: Tensor | None = None,
+        result_rows: Tensor | None = None,
     ) -> None:
         """inputs, positions: values that are already on the device, in place of those of `rows`.
-        kept int64 [K]: the rows whose results are wanted; the buffer's further places keep row 0.
+        result_rows int64 [K]: the rows whose results are needed; the buffer's further places have
+        row 0.
 
         The host may write the next values as soon as this returns: CUDA copies from pageable memory
         before it returns, and waits for nothing that was launched before.
@@ -128,8 +134,8 @@ class DecodeBuffers:
         self._device.copy_(torch.from_numpy(self._host), non_blocking=self._device.is_cuda)
         self.lengths[:] = (columns[1] + 1).tolist()
         pairs = [*zip(self.inputs, inputs), *zip((self.positions, self.slots), positions or ())]
-        if self.kept is not None and kept is not None:
-            pairs.append((self.kept, kept))
+        if self.result_rows is not None and result_rows is not None:
+            pairs.append((self.result_rows, result_rows))
         _copy_all(pairs)
 
     def context(self, cache: PagedCache) -> DecodeContext:
@@ -156,15 +162,15 @@ class DecodeSteps:
         rows: DecodeRows,
         *inputs: Tensor,
         positions: DevicePositions | None = None,
-        kept: Tensor | None = None,
+        result_rows: Tensor | None = None,
     ) -> StepResult:
-        """Results of all rows, or of those `kept`. inputs, positions, kept: as of
+        """Results of all rows, or of `result_rows`. inputs, positions, result_rows: as of
         `DecodeBuffers.fill`."""
         if self._capture is None:
             given = inputs or (torch.from_numpy(rows.token_ids).to(self.cache.device),)
-            return compute(self.model, given, rows.context(self.cache, positions), kept)
-        _, step = self.prepare(rows, *inputs, positions=positions, kept=kept)
-        result, count = step(), len(rows.token_ids if kept is None else kept)
+            return compute(self.model, given, rows.context(self.cache, positions), result_rows)
+        _, step = self.prepare(rows, *inputs, positions=positions, result_rows=result_rows)
+        result, count = step(), len(rows.token_ids if result_rows is None else result_rows)
         return StepResult(*(part[:count] for part in result))
 
     def has(self, rows: int, width: int) -> bool:
@@ -176,29 +182,34 @@ class DecodeSteps:
         """Number of results of the step of this size that was prepared before, 0 for all; of
         several the fewest, None without any."""
         found = [size[2] for size in self._steps if size[:2] == _size(rows, width)]
-        return min(found, key=lambda kept: kept or rows, default=None)
+        return min(found, key=lambda count: count or rows, default=None)
 
     def prepare(
         self,
         rows: DecodeRows,
         *inputs: Tensor,
         positions: DevicePositions | None = None,
-        kept: Tensor | None = None,
+        result_rows: Tensor | None = None,
     ) -> tuple[DecodeBuffers, Step]:
         """The step of this size with its buffers filled, captured if it is new."""
-        size = (*_size(*rows.tables.shape), 0 if kept is None else power_of_two(len(kept)))
+        size = (
+            *_size(*rows.tables.shape),
+            0 if result_rows is None else power_of_two(len(result_rows)),
+        )
         if size not in self._steps:
-            buffers = DecodeBuffers(*size[:2], self.cache.device, *inputs[1:], kept=size[2])
+            buffers = DecodeBuffers(*size[:2], self.cache.device, *inputs[1:], num_results=size[2])
             # The warm-up of a capture writes to the cache, so it must compute this pass.
-            buffers.fill(rows, *inputs, positions=positions, kept=kept)
+            buffers.fill(rows, *inputs, positions=positions, result_rows=result_rows)
             self._steps[size] = (buffers, self._captured(buffers))
         buffers, step = self._steps[size]
-        buffers.fill(rows, *inputs, positions=positions, kept=kept)
+        buffers.fill(rows, *inputs, positions=positions, result_rows=result_rows)
         return buffers, step
 
     def _captured(self, buffers: DecodeBuffers) -> Step:
         def step() -> StepResult:
-            return compute(self.model, buffers.inputs, buffers.context(self.cache), buffers.kept)
+            return compute(
+                self.model, buffers.inputs, buffers.context(self.cache), buffers.result_rows
+            )
 
         if self.failure or self._capture is None:
             return step

@@ -200,11 +200,11 @@ class _PassTimes:
         slope = (self.seconds(longer) - (self.seconds(shorter) if shorter else 0.0)) / (
             longer - shorter
         )
-        seen = (_pairs(longer) - _pairs(shorter)) / (longer - shorter)
+        pairs_per_token = (_pairs(longer) - _pairs(shorter)) / (longer - shorter)
         least, half, each = _MIN_SLOPE * took / chunk, chunk // 2, 0.0
         for _ in range(_ITERATIONS):
             # Tokens of a pass see each other, which a token without context does not pay for.
-            token = max(slope / (1 + each * seen), least)
+            token = max(slope / (1 + each * pairs_per_token), least)
             pairs = half * (start + half / 2) - _pairs(chunk)
             each = max((with_context - took) / token + chunk - half, 0.0) / pairs
         return round(1 / each) if each > 1 / _NEVER else 0
@@ -263,9 +263,9 @@ class _Trial:
         return self._spent + seconds <= _MAX_MEASURE_S
 
     def _once(self, compute: Callable[[], torch.Tensor]) -> float:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         compute()[:1].tolist()  # waits for the device
-        return -self._parallel.minimum(-round((time.perf_counter() - began) * 1e9)) * 1e-9
+        return -self._parallel.minimum(-round((time.perf_counter() - start_time) * 1e9)) * 1e-9
 
     def prompt(self, tokens: int) -> torch.Tensor:
         """As a graph, if its size is captured."""

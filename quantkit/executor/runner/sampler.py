@@ -58,19 +58,21 @@ class Sampler:
         """Start what can be computed before the step's logits are there."""
         self._masks.start(step.rows_to_sample if step.has_grammar else ())
 
-    def sample(self, done: ForwardPass, draw: SamplingGraph) -> SampledTokens:
+    def sample(self, output: ForwardPass, draw: SamplingGraph) -> SampledTokens:
         """Of a pass whose step was prepared."""
-        assert done.logits is not None, done.counts
-        assert done.greedy is not None, done.counts
+        assert output.logits is not None, output.counts
+        assert output.greedy is not None, output.counts
         first_masks, allowed = self._masks.result(self._device, self._vocab)
         counts, batch, processed = (
-            self._last if done.counts == self._last.counts else self._params(done.counts)
+            self._last if output.counts == self._last.counts else self._params(output.counts)
         )
-        logits = done.logits
+        logits = output.logits
         if processed or allowed is not None:
             logits = self._processor.process(logits, counts, self._eos_ids(), first_masks, allowed)
         if batch is None:
-            return SampledTokens(done.greedy if logits is done.logits else logits.argmax(dim=-1))
+            return SampledTokens(
+                output.greedy if logits is output.logits else logits.argmax(dim=-1)
+            )
         positions = to_device(
             [len(sequence.token_ids) + i for sequence, count in counts for i in range(count)],
             self._device,
@@ -99,16 +101,16 @@ def token_logprobs(
     counts: list[int | None], logits: Tensor, sampled: list[int]
 ) -> list[TokenLogprob]:
     """One per row of logits [R, V], with as many alternatives as the row's request wants."""
-    found = log_probabilities(
+    result = log_probabilities(
         logits, torch.tensor(sampled, device=logits.device), max(count or 0 for count in counts)
     )
     rows = zip(
         counts,
         sampled,
-        found.chosen.tolist(),
-        found.top_ids.tolist(),
-        found.top_values.tolist(),
-        found.ranks.tolist(),
+        result.chosen.tolist(),
+        result.top_ids.tolist(),
+        result.top_values.tolist(),
+        result.ranks.tolist(),
     )
     return [
         TokenLogprob(token, one, tuple(zip(ids, values))[: count or 0], rank)
@@ -116,14 +118,14 @@ def token_logprobs(
     ]
 
 
-def score_prompts(done: ForwardPass, model: Forward) -> None:
+def score_prompts(output: ForwardPass, model: Forward) -> None:
     """Add log-probabilities of the prompt tokens in the pass to the sequences that ask for them."""
-    if isinstance(done.batch, DecodeRows):
+    if isinstance(output.batch, DecodeRows):
         return
     begin = 0
-    for sequence, start, length in done.spans:
+    for sequence, start, length in output.spans:
         if sequence.params.prompt_logprobs is not None:
-            _score(sequence, start, done.hidden[begin : begin + length], model)
+            _score(sequence, start, output.hidden[begin : begin + length], model)
         begin += length
 
 
@@ -142,9 +144,9 @@ def _score(sequence: Sequence, start: int, hidden: Tensor, model: Forward) -> No
         check_not_nan(sequence, known[begin:])
 
 
-def check_not_nan(sequence: Sequence, found: list[TokenLogprob]) -> None:
+def check_not_nan(sequence: Sequence, result: list[TokenLogprob]) -> None:
     """NaN logits are a fault that ends the request."""
-    if any(math.isnan(one.logprob) for one in found):
+    if any(math.isnan(one.logprob) for one in result):
         sequence.fault = QuantkitError(
             "the model's logits are not numbers", "check the checkpoint with quantkit ppl"
         )

@@ -99,11 +99,11 @@ class Grammars:
         matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise QuantkitError(f"the grammar cannot be used: {matcher.get_error()[:300]}", _REMEDY)
-        begun = matcher.deep_copy()
-        begun.compute_bitmask()
-        if begun.is_error():  # such as a schema that refers to nothing but itself
+        started = matcher.deep_copy()
+        started.compute_bitmask()
+        if started.is_error():  # such as a schema that refers to nothing but itself
             raise QuantkitError(
-                f"the grammar allows no first token: {begun.get_error()[:300]}", _REMEDY
+                f"the grammar allows no first token: {started.get_error()[:300]}", _REMEDY
             )
         return matcher
 
@@ -157,14 +157,14 @@ class Guide:
         kept. Raises QuantkitError if no token can follow.
         """
         if self._after is not None:
-            begun = drafts.index(self._after) + 1 if self._after in drafts else 1 + len(drafts)
+            started = drafts.index(self._after) + 1 if self._after in drafts else 1 + len(drafts)
             for token in self._eos_ids:
-                bits.view(np.uint32)[first : first + begun, token >> 5] &= np.uint32(
+                bits.view(np.uint32)[first : first + started, token >> 5] &= np.uint32(
                     0xFFFFFFFF ^ 1 << (token & 31)
                 )
-            if begun > len(drafts):
+            if started > len(drafts):
                 return
-            first, drafts = first + begun, drafts[begun:]
+            first, drafts = first + started, drafts[started:]
         where = (bits.ctypes.data, bits.shape[1] * 4, len(bits))
         if drafts:
             executor.unsafe_compute_mask_ptr_with_draft_token(
@@ -193,10 +193,10 @@ class Guide:
 def json_schema(schema: dict[str, Any]) -> str:
     """JSON of a schema. Raises QuantkitError if the schema is too large."""
     check_size(json.dumps(schema))
-    made: str = _library().LLMatcher.grammar_from_json_schema(
+    text: str = _library().LLMatcher.grammar_from_json_schema(
         json.dumps(_with_known_formats(schema)), defaults=SPACES
     )
-    return made
+    return text
 
 
 def _with_known_formats(schema: Any) -> Any:
@@ -232,8 +232,8 @@ def _knows_format(name: str) -> bool:
 def regex(expression: str) -> str:
     """The whole output matches the expression (Rust's syntax)."""
     check_size(expression)
-    made: str = _library().LLMatcher.grammar_from_regex(expression)
-    return made
+    text: str = _library().LLMatcher.grammar_from_regex(expression)
+    return text
 
 
 def choice(texts: list[str]) -> str:
@@ -250,8 +250,8 @@ def choice(texts: list[str]) -> str:
 def lark(grammar: str) -> str:
     """A context-free grammar in Lark's notation, as llguidance extends it."""
     check_size(grammar)
-    made: str = _library().LLMatcher.grammar_from_lark(grammar)
-    return made
+    text: str = _library().LLMatcher.grammar_from_lark(grammar)
+    return text
 
 
 def _without_forcing(grammar: str) -> str:

@@ -63,16 +63,16 @@ class PrefixCachingAllocator(BlockAllocator):
     def find(self, sequence: Sequence) -> list[int]:
         """Blocks that hold the sequence's first tokens, one use more of each; at least one token
         remains to be computed."""
-        found: list[int] = []
+        hits: list[int] = []
         for digest in self._digests(sequence, (len(sequence.token_ids) - 1) // self.block_size):
             block = self._block_of.get(digest)
             if block is None:
                 break
-            found.append(block)
-        for block in found:
+            hits.append(block)
+        for block in hits:
             self._evictable.pop(block, None)
             self._users[block] = self._users.get(block, 0) + 1
-        return found
+        return hits
 
     def publish(self, sequence: Sequence) -> None:
         """Make the sequence's full computed blocks findable. Of two blocks with the same tokens the
@@ -89,10 +89,12 @@ class PrefixCachingAllocator(BlockAllocator):
 
     def _digests(self, sequence: Sequence, count: int) -> list[bytes]:
         """Of the sequence's first `count` blocks; computed once."""
-        known = sequence.block_digests
-        for index in range(len(known), count):
+        digests = sequence.block_digests
+        for index in range(len(digests), count):
             tokens = np.array(
                 sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
             )
-            known.append(hashlib.sha256((known[-1] if known else b"") + tokens.tobytes()).digest())
-        return known[:count]
+            digests.append(
+                hashlib.sha256((digests[-1] if digests else b"") + tokens.tobytes()).digest()
+            )
+        return digests[:count]

@@ -50,9 +50,9 @@ class VocabAdapter:
 
     def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
         """As `Model.__call__`; an id beyond the draft model's vocabulary is read as its last."""
-        known = len(self.embedding)
+        limit = len(self.embedding)
         return self._model(
-            token_ids.clamp(max=known - 1) if known < self._vocab else token_ids, context, rows
+            token_ids.clamp(max=limit - 1) if limit < self._vocab else token_ids, context, rows
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -83,32 +83,32 @@ class ModelDrafter(Drafter):
         """Sequences of the last pass with too much to catch up on."""
 
     def _first_logits(
-        self, done: ForwardPass, token_ids: Tensor | None, kept: Tensor | None
+        self, output: ForwardPass, token_ids: Tensor | None, result_rows: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
         self._read_sampled = token_ids is not None and self.count > 0
         self._skipped.clear()
-        if self._read_sampled or not isinstance(done.batch, DecodeRows):
-            self._catch_up(done.spans)
+        if self._read_sampled or not isinstance(output.batch, DecodeRows):
+            self._catch_up(output.spans)
         if token_ids is None or self.count == 0:
             return None
         tokens = [
             (sequence, len(sequence.token_ids) + i)
-            for sequence, count in done.counts
+            for sequence, count in output.counts
             for i in range(count)
         ]
-        within = [row for row, (_, place) in enumerate(tokens) if place < self._max_positions]
-        if not within:
+        in_range = [row for row, (_, place) in enumerate(tokens) if place < self._max_positions]
+        if not in_range:
             return None
-        if len(within) == len(tokens):
+        if len(in_range) == len(tokens):
             rows = self._own.rows([0] * len(tokens), tokens)
-            found = self._own.steps.run(rows, token_ids, kept=kept)
+            found = self._own.steps.run(rows, token_ids, result_rows=result_rows)
             return found.logits, found.greedy
-        rows = self._own.rows([0] * len(within), [tokens[row] for row in within])
-        _, logits, greedy = self._own.steps.run(rows, token_ids[self._tensor(within)])
-        number = {row: i for i, row in enumerate(within)}
+        rows = self._own.rows([0] * len(in_range), [tokens[row] for row in in_range])
+        _, logits, greedy = self._own.steps.run(rows, token_ids[self._tensor(in_range)])
+        number = {row: i for i, row in enumerate(in_range)}
         # Rows beyond the draft model's positions get the first row's draft, which is not used.
         spread = self._tensor([number.get(row, 0) for row in range(len(tokens))])
-        spread = spread if kept is None else spread[kept]
+        spread = spread if result_rows is None else spread[result_rows]
         return logits[spread], greedy[spread]
 
     def _next_logits(
@@ -120,8 +120,8 @@ class ModelDrafter(Drafter):
     ) -> StepResult:
         return self._own.steps.run(batch, drafts, positions=positions)
 
-    def _after_step(self, done: ForwardPass) -> None:
-        advanced = [sequence for sequence, _ in done.counts]
+    def _after_step(self, output: ForwardPass) -> None:
+        advanced = [sequence for sequence, _ in output.counts]
         if self._read_sampled:
             for sequence in advanced:
                 if sequence not in self._skipped:
@@ -153,9 +153,9 @@ class ModelDrafter(Drafter):
         """Read sequences up to the given lengths. Returns whether any token was missing."""
         parts: list[tuple[Sequence, int]] = []
         for sequence, end in ends:
-            known = min(end, len(sequence.token_ids), self._max_positions)
-            if known > sequence.num_drafter_tokens:
-                parts.append((sequence, known))
+            limit = min(end, len(sequence.token_ids), self._max_positions)
+            if limit > sequence.num_drafter_tokens:
+                parts.append((sequence, limit))
         if parts:
             self._own.prefill_runner.run(
                 None,

@@ -44,12 +44,12 @@ class DeviceAcceptance(NamedTuple):
         """counts: rows of each sequence, its newest token's and its drafts'; sampled int64 [R]: the
         token sampled after each row, not appended yet."""
         most = max(count for _, count in counts) - 1
-        known, row = [], 0
+        values, row = [], 0
         for sequence, count in counts:
             drafts = sequence.drafts[: count - 1]
-            known += [row, len(sequence.token_ids), *drafts, *[-1] * (most - len(drafts))]
+            values += [row, len(sequence.token_ids), *drafts, *[-1] * (most - len(drafts))]
             row += count
-        table = to_device(known, sampled.device, torch.int64).view(len(counts), 2 + most)
+        table = to_device(values, sampled.device, torch.int64).view(len(counts), 2 + most)
         return cls(*accepted(table, sampled))
 
 
@@ -83,10 +83,10 @@ class Drafter(ABC):
 
     @abstractmethod
     def _first_logits(
-        self, done: ForwardPass, token_ids: Tensor | None, kept: Tensor | None
+        self, output: ForwardPass, token_ids: Tensor | None, result_rows: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
         """Read the sampled tokens `token_ids` [R] (and the tokens of prompts) -> logits [R, vocab]
-        and likeliest tokens [R] after them, of the rows `kept` if given; None where nothing is
+        and likeliest tokens [R] after them, of `result_rows` if given; None where nothing is
         drafted."""
 
     @abstractmethod
@@ -101,50 +101,55 @@ class Drafter(ABC):
         in order by default. batch, positions: of the drafts, as `DecodeSteps.run` takes them."""
 
     @abstractmethod
-    def _after_step(self, done: ForwardPass) -> None:
+    def _after_step(self, output: ForwardPass) -> None:
         """Called when the pass's tokens were appended and drafts were made."""
 
-    def launch(self, done: ForwardPass, sampled: SampledTokens | None) -> Tensor | None:
+    def launch(self, output: ForwardPass, sampled: SampledTokens | None) -> Tensor | None:
         """As `Proposer.launch`: accepted drafts of each sequence, then new drafts, one row of
         sequences after the other; where the host waits, the first draft after each row."""
         token_ids = None if sampled is None else sampled.token_ids
         if sampled is None or token_ids is None or self.count == 0 or self.waits:
-            found = self._first_logits(done, token_ids, None)
-            if found is None or sampled is None:
+            logits_and_greedy = self._first_logits(output, token_ids, None)
+            if logits_and_greedy is None or sampled is None:
                 return None
-            self._lengths = [len(sequence.token_ids) for sequence, _ in done.counts]
-            self._first = self._sample(found, sampled, None)
+            self._lengths = [len(sequence.token_ids) for sequence, _ in output.counts]
+            self._first = self._sample(logits_and_greedy, sampled, None)
             return self._first
-        acceptance = DeviceAcceptance.of(done.counts, token_ids)
-        kept = acceptance.rows if done.has_drafts else None  # the other rows were rejected
-        if (found := self._first_logits(done, token_ids, kept)) is None:
+        acceptance = DeviceAcceptance.of(output.counts, token_ids)
+        result_rows = acceptance.rows if output.has_drafts else None  # the other rows were rejected
+        if (logits_and_greedy := self._first_logits(output, token_ids, result_rows)) is None:
             return None
-        self._lengths = [len(sequence.token_ids) for sequence, _ in done.counts]
-        return self._draft_chain(done, sampled, acceptance, self._sample(found, sampled, kept))
+        self._lengths = [len(sequence.token_ids) for sequence, _ in output.counts]
+        return self._draft_chain(
+            output, sampled, acceptance, self._sample(logits_and_greedy, sampled, result_rows)
+        )
 
-    def finish(self, done: ForwardPass, advanced: list[Sequence], drafts: list[int]) -> None:
+    def finish(self, output: ForwardPass, advanced: list[Sequence], drafts: list[int]) -> None:
         """As `Proposer.finish`."""
         if drafts and self.waits:
-            self._draft_from_host(done, drafts)
+            self._draft_from_host(output, drafts)
         elif drafts:
-            self._assign(done, drafts)
-        self._after_step(done)
+            self._assign(output, drafts)
+        self._after_step(output)
 
     def _sample(
-        self, found: tuple[Tensor, Tensor], sampled: SampledTokens, kept: Tensor | None
+        self,
+        logits_and_greedy: tuple[Tensor, Tensor],
+        sampled: SampledTokens,
+        result_rows: Tensor | None,
     ) -> Tensor:
         """First drafts from what `_first_logits` returned."""
-        logits, greedy = found
+        logits, greedy = logits_and_greedy
         if sampled.batch is None or sampled.positions is None:
             return greedy
         batch, positions = sampled.batch, sampled.positions
-        if kept is not None:
-            batch, positions = Batch(*(one[kept] for one in batch)), positions[kept]
+        if result_rows is not None:
+            batch, positions = Batch(*(one[result_rows] for one in batch)), positions[result_rows]
         return self._runner.draw(logits, batch, positions + 1)
 
     def _draft_chain(
         self,
-        done: ForwardPass,
+        output: ForwardPass,
         sampled: SampledTokens,
         acceptance: DeviceAcceptance,
         first: Tensor,
@@ -158,7 +163,7 @@ class Drafter(ABC):
             batch = Batch(*(one[acceptance.rows] for one in sampled.batch))
         positions = acceptance.newest + 1 - self._shift
         rows = self._own.rows(
-            [0] * len(done.counts), [(sequence, 0) for sequence, _ in done.counts]
+            [0] * len(output.counts), [(sequence, 0) for sequence, _ in output.counts]
         )
         tables = torch.from_numpy(rows.tables).to(first.device, non_blocking=first.is_cuda)
         for _ in range(1, self.count):
@@ -175,21 +180,21 @@ class Drafter(ABC):
             )
         return torch.cat((acceptance.accepted, *drafts))
 
-    def _assign(self, done: ForwardPass, found: list[int]) -> None:
+    def _assign(self, output: ForwardPass, drafts: list[int]) -> None:
         """Give the sequences the useful drafts of `_draft_chain`'s result."""
-        number = len(done.counts)
-        for place, ((sequence, _), length) in enumerate(zip(done.counts, self._lengths)):
+        number = len(output.counts)
+        for place, ((sequence, _), length) in enumerate(zip(output.counts, self._lengths)):
             assert (
                 sequence.finish_reason is not None
-                or len(sequence.token_ids) == length + 1 + found[place]
+                or len(sequence.token_ids) == length + 1 + drafts[place]
             ), "the device compared"
             useful = max(self._num_useful(sequence), 0)
-            sequence.drafts += found[number + place :: number][:useful]
+            sequence.drafts += drafts[number + place :: number][:useful]
 
-    def _draft_from_host(self, done: ForwardPass, first: list[int]) -> None:
+    def _draft_from_host(self, output: ForwardPass, first: list[int]) -> None:
         """Drafts for the sequences of a pass, given the first draft after each of its rows."""
         waiting, rows, row = [], [], 0
-        for (sequence, count), length in zip(done.counts, self._lengths):
+        for (sequence, count), length in zip(output.counts, self._lengths):
             if self._num_useful(sequence) > 0:
                 waiting.append(sequence)
                 # The row after which the newest token was sampled.
@@ -200,15 +205,15 @@ class Drafter(ABC):
 
     def _draft_further(self, sequences: list[Sequence], rows: list[int]) -> None:
         """Further drafts, each after the one before it; the host waits once for all of them."""
-        found: list[tuple[list[Sequence], Tensor]] = []
-        last, made = self._first, 1
-        while still := [i for i, one in enumerate(sequences) if self._num_useful(one) > made]:
+        made: list[tuple[list[Sequence], Tensor]] = []
+        last, length = self._first, 1
+        while still := [i for i, one in enumerate(sequences) if self._num_useful(one) > length]:
             assert last is not None, "the first drafts were made"
             sequences, at = [sequences[i] for i in still], self._tensor([rows[i] for i in still])
             batch = Batch.of(
                 [one.params for one in sequences], [one.seed for one in sequences], last.device
             )
-            tokens = [(one, len(one.token_ids) + made - 1 - self._shift) for one in sequences]
+            tokens = [(one, len(one.token_ids) + length - 1 - self._shift) for one in sequences]
             result = self._next_logits(
                 last[at], at, self._own.rows([0] * len(sequences), tokens), None
             )
@@ -217,13 +222,13 @@ class Drafter(ABC):
                 last = self._runner.draw(
                     result.logits,
                     batch,
-                    self._tensor([len(one.token_ids) + made for one in sequences]),
+                    self._tensor([len(one.token_ids) + length for one in sequences]),
                 )
-            found.append((sequences, last))
-            rows, made = list(range(len(sequences))), made + 1
-        if found:
-            agreed = iter(self.parallel.agree(torch.cat([drafts for _, drafts in found])))
-            for drafted, _ in found:
+            made.append((sequences, last))
+            rows, length = list(range(len(sequences))), length + 1
+        if made:
+            agreed = iter(self.parallel.agree(torch.cat([drafts for _, drafts in made])))
+            for drafted, _ in made:
                 for sequence in drafted:
                     sequence.drafts.append(next(agreed))
 

@@ -80,8 +80,8 @@ class EagleDrafter(MtpDrafter):
     def _states(self, hidden: Tensor) -> Tensor:
         return self.mtp.combine(hidden[:, -self.mtp.read_width :].contiguous())
 
-    def _context(self, done: ForwardPass) -> PrefillContext | MixedContext:
-        return self._own.prompt_context(done.spans)
+    def _context(self, output: ForwardPass) -> PrefillContext | MixedContext:
+        return self._own.prompt_context(output.spans)
 
 
 def load_eagle_head(path: Path, loaded: LoadedModel, options: EngineOptions) -> LoadedEagleHead:

@@ -148,42 +148,44 @@ class MtpDrafter(Drafter):
         """The layer's input states from the main model's output, [T, H]."""
         return hidden
 
-    def _context(self, done: ForwardPass) -> PrefillContext | MixedContext:
+    def _context(self, output: ForwardPass) -> PrefillContext | MixedContext:
         """Attention context of a pass with prompts."""
-        assert not isinstance(done.batch, DecodeRows), "a pass with prompts"
-        return done.batch()
+        assert not isinstance(output.batch, DecodeRows), "a pass with prompts"
+        return output.batch()
 
     def _first_logits(
-        self, done: ForwardPass, token_ids: Tensor | None, kept: Tensor | None
+        self, output: ForwardPass, token_ids: Tensor | None, result_rows: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
         self._hidden = None
-        if not isinstance(done.batch, DecodeRows):
-            return self._read_prompts(done, token_ids, kept)
+        if not isinstance(output.batch, DecodeRows):
+            return self._read_prompts(output, token_ids, result_rows)
         if self.count == 0:
-            self._backlog.add(done.hidden)  # now, while the device is busy
+            self._backlog.add(output.hidden)  # now, while the device is busy
             return None
-        batch = done.batch
+        batch = output.batch
         if self._backlog:
             batch = batch._replace(tables=batch.tables.copy())  # catching up reuses their memory
             self._catch_up()
         assert token_ids is not None, "every row of a decode pass is sampled"
         self._hidden, logits, greedy = self.steps.run(
-            batch, token_ids, self._states(done.hidden), kept=kept
+            batch, token_ids, self._states(output.hidden), result_rows=result_rows
         )
         return logits, greedy
 
     def _read_prompts(
-        self, done: ForwardPass, token_ids: Tensor | None, kept: Tensor | None
+        self, output: ForwardPass, token_ids: Tensor | None, result_rows: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        self._backlog.recomputed([sequence for sequence, start, _ in done.spans if start == 0])
-        next_ids, rows = self._tensor(_next_tokens(done)), self._tensor(done.logit_rows)
+        self._backlog.recomputed([sequence for sequence, start, _ in output.spans if start == 0])
+        next_ids, rows = self._tensor(_next_tokens(output)), self._tensor(output.logit_rows)
         if token_ids is not None:
             next_ids[rows] = token_ids
         if token_ids is None:
-            wanted = next_ids.new_zeros(1)  # the model returns at least one row
+            output_rows = next_ids.new_zeros(1)  # the model returns at least one row
         else:
-            wanted = rows if kept is None else rows[kept]
-        self._hidden = self.mtp(next_ids, self._states(done.hidden), self._context(done), wanted)
+            output_rows = rows if result_rows is None else rows[result_rows]
+        self._hidden = self.mtp(
+            next_ids, self._states(output.hidden), self._context(output), output_rows
+        )
         if token_ids is None or self.count == 0:
             return None
         logits = self.mtp.logits(self._hidden)
@@ -202,9 +204,9 @@ class MtpDrafter(Drafter):
         self._hidden = result.hidden
         return result
 
-    def _after_step(self, done: ForwardPass) -> None:
+    def _after_step(self, output: ForwardPass) -> None:
         if self._hidden is None:
-            self._backlog.assign(done.spans, len(done.logit_rows))
+            self._backlog.assign(output.spans, len(output.logit_rows))
 
     def _num_useful(self, sequence: Sequence) -> int:
         return 0 if sequence in self._backlog.discarded else super()._num_useful(sequence)
@@ -220,27 +222,27 @@ class MtpDrafter(Drafter):
             for token in sequence.token_ids[start + 1 : start + 1 + length]
         ]
         next_ids, states = self._tensor(following), self._states(hidden)
-        wanted = None
+        num_results = None
         if max(span.length for span in spans) <= self._max_rows:
-            wanted = self.steps.num_results(
+            num_results = self.steps.num_results(
                 len(following), max(len(span.sequence.blocks) for span in spans)
             )
-        if wanted is not None:
+        if num_results is not None:
             # As rows of a captured step: launched eagerly they take the time of several steps.
             tokens = [
                 (sequence, start + i) for sequence, start, length in spans for i in range(length)
             ]
-            kept = next_ids.new_zeros(wanted) if wanted else None
+            result_rows = next_ids.new_zeros(num_results) if num_results else None
             rows = self._own.rows([0] * len(following), tokens)
-            self.steps.run(rows, next_ids, states, kept=kept)
+            self.steps.run(rows, next_ids, states, result_rows=result_rows)
         else:
             self.mtp(next_ids, states, self._own.prompt_context(spans))
 
 
-def _next_tokens(done: ForwardPass) -> list[int]:
+def _next_tokens(output: ForwardPass) -> list[int]:
     """The next token of every token of a pass, 0 where it is not known yet."""
     following: list[int] = []
-    for sequence, start, length in done.spans:
+    for sequence, start, length in output.spans:
         known = sequence.token_ids[start + 1 : start + 1 + length]
         following += known + [0] * (length - len(known))
     return following
@@ -271,36 +273,36 @@ class MultiMtpDrafter:
         self._inputs: WeakKeyDictionary[Sequence, _LayerInputs] = WeakKeyDictionary()
         self._backlog = DraftBacklog()
 
-    def launch(self, done: ForwardPass, sampled: SampledTokens | None) -> Tensor | None:
+    def launch(self, output: ForwardPass, sampled: SampledTokens | None) -> Tensor | None:
         """As `Proposer.launch`: nothing is drafted before the sampled tokens are known. A pass
         without sampled tokens is read here."""
         if sampled is None:
-            self._advance(done, set())
-        elif self.count == 0 and isinstance(done.batch, DecodeRows):
-            self._backlog.add(done.hidden)
+            self._advance(output, set())
+        elif self.count == 0 and isinstance(output.batch, DecodeRows):
+            self._backlog.add(output.hidden)
         return None
 
-    def finish(self, done: ForwardPass, advanced: list[Sequence], drafts: list[int]) -> None:
+    def finish(self, output: ForwardPass, advanced: list[Sequence], drafts: list[int]) -> None:
         """As `Proposer.finish`."""
         if self.count > 0:
             self._catch_up()
-            self._advance(done, {sequence for sequence, _ in done.counts})
-        elif isinstance(done.batch, DecodeRows):
-            self._backlog.assign(done.spans, len(done.logit_rows))
+            self._advance(output, {sequence for sequence, _ in output.counts})
+        elif isinstance(output.batch, DecodeRows):
+            self._backlog.assign(output.spans, len(output.logit_rows))
         else:
-            self._store_decode_rows(done)
-            self._advance(done, set(), min_length=2)
+            self._store_decode_rows(output)
+            self._advance(output, set(), min_length=2)
 
-    def _store_decode_rows(self, done: ForwardPass) -> None:
+    def _store_decode_rows(self, output: ForwardPass) -> None:
         """Add the decoding sequences of a pass with prompts to the backlog."""
         rows, spans, row = [], [], 0
-        for span in done.spans:
+        for span in output.spans:
             if span[2] == 1:
                 spans.append(span)
                 rows.append(row)
             row += span[2]
         if rows:
-            self._backlog.add(done.hidden[to_device(rows, self._runner.device)])
+            self._backlog.add(output.hidden[to_device(rows, self._runner.device)])
             self._backlog.assign(spans, len(rows))
 
     def _catch_up(self) -> None:
@@ -310,19 +312,19 @@ class MultiMtpDrafter:
             for (sequence, start, _), part in zip(spans, hidden.split(lengths)):
                 self._add(sequence, start, part)
 
-    def _advance(self, done: ForwardPass, drafted: set[Sequence], min_length: int = 1) -> None:
+    def _advance(self, output: ForwardPass, drafted: set[Sequence], min_length: int = 1) -> None:
         """Read the spans of a pass of `min_length` tokens and more, and draft for the sequences
         `drafted`."""
         row, counts = 0, dict[Sequence, int]()
-        self._backlog.recomputed([sequence for sequence, start, _ in done.spans if start == 0])
-        for sequence, start, length in done.spans:
+        self._backlog.recomputed([sequence for sequence, start, _ in output.spans if start == 0])
+        for sequence, start, length in output.spans:
             kept = min(length, len(sequence.token_ids) - 1 - start)  # accepted drafts only
             if (
                 length >= min_length
                 and sequence.finish_reason is None
                 and sequence not in self._backlog.discarded
             ):
-                self._add(sequence, start, done.hidden[row : row + kept])
+                self._add(sequence, start, output.hidden[row : row + kept])
                 count = (
                     max(min(self.count, sequence.num_useful_drafts, len(self.layers)), 0)
                     if sequence in drafted
@@ -344,7 +346,7 @@ class MultiMtpDrafter:
     def _compute(self, counts: dict[Sequence, int]) -> None:
         """Every layer reads what it can of these sequences, and drafts for those whose count is
         larger than its number."""
-        made: dict[Sequence, list[Tensor]] = {one: [] for one in counts}
+        drafted_tokens: dict[Sequence, list[Tensor]] = {one: [] for one in counts}
         for number in range(len(self.layers)):
             spans = [
                 span
@@ -362,14 +364,14 @@ class MultiMtpDrafter:
                 for span, end in zip(spans, ends)
                 if counts[span.sequence] > number
             }
-            ids, rows = self._ids(spans, number, made), [*last_rows.values()]
+            ids, rows = self._ids(spans, number, drafted_tokens), [*last_rows.values()]
             hidden, found = self._read(number, spans, ids, states, rows)
             if found is not None:
                 for sequence, draft in zip(last_rows, self._draft(number, [*last_rows], found)):
-                    made[sequence].append(draft)
+                    drafted_tokens[sequence].append(draft)
             for span, part in zip(spans, hidden.split([span.length for span in spans])):
                 self._store(span, number, part)
-        self._assign(made)
+        self._assign(drafted_tokens)
 
     def _read(
         self, number: int, spans: list[Span], ids: Tensor, states: Tensor, rows: list[int]
@@ -398,7 +400,9 @@ class MultiMtpDrafter:
         end = first + len(inputs.pending[number])
         return Span(sequence, first, (end if drafts else max(min(end, known), first)) - first)
 
-    def _ids(self, spans: list[Span], number: int, made: dict[Sequence, list[Tensor]]) -> Tensor:
+    def _ids(
+        self, spans: list[Span], number: int, drafted_tokens: dict[Sequence, list[Tensor]]
+    ) -> Tensor:
         """int64 [T]: the tokens that layer `number` reads along with the states of spans, sampled
         ones, then drafts."""
         ids: list[int] = []
@@ -409,7 +413,7 @@ class MultiMtpDrafter:
             for place in range(first, first + length):
                 if place >= len(tokens):
                     rows.append(len(ids))
-                    drafts.append(made[sequence][place - len(tokens)])
+                    drafts.append(drafted_tokens[sequence][place - len(tokens)])
                 ids.append(tokens[place] if place < len(tokens) else 0)
         found = to_device(ids, self._runner.device, torch.int64)
         if drafts:
@@ -442,10 +446,10 @@ class MultiMtpDrafter:
         inputs.done[number] += final
         inputs.pending[number] = inputs.pending[number][final:].clone()
 
-    def _assign(self, made: dict[Sequence, list[Tensor]]) -> None:
-        drafts = [draft for own in made.values() for draft in own]
+    def _assign(self, drafted_tokens: dict[Sequence, list[Tensor]]) -> None:
+        drafts = [draft for own in drafted_tokens.values() for draft in own]
         if not drafts:
             return
         agreed = iter(self.parallel.agree(torch.stack(drafts)))
-        for sequence, own in made.items():
+        for sequence, own in drafted_tokens.items():
             sequence.drafts += [next(agreed) for _ in own]

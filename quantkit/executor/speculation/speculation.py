@@ -23,13 +23,13 @@ class Proposer(Protocol):
 
     count: int
 
-    def launch(self, done: ForwardPass, sampled: SampledTokens | None) -> Tensor | None:
+    def launch(self, output: ForwardPass, sampled: SampledTokens | None) -> Tensor | None:
         """Draft after the tokens sampled in a pass: [R] on the device; None where nothing is
         computed."""
 
-    def finish(self, done: ForwardPass, advanced: list[Sequence], drafts: list[int]) -> None:
+    def finish(self, output: ForwardPass, advanced: list[Sequence], drafts: list[int]) -> None:
         """Set the drafts of the sequences that got tokens, now appended. drafts: what `launch`
-        returned, empty for None. Where nothing is drafted, tensors of `done` may already belong to
+        returned, empty for None. Where nothing is drafted, tensors of `output` may already belong to
         another pass."""
 
 
@@ -78,16 +78,16 @@ class Speculation:
         """Whether anything is drafted now."""
         return self.controller.drafts + self.controller.lookup > 0
 
-    def launch(self, done: ForwardPass, sampled: SampledTokens | None) -> Tensor | None:
+    def launch(self, output: ForwardPass, sampled: SampledTokens | None) -> Tensor | None:
         """As `Proposer.launch`; prompt lookup computes nothing on the device."""
-        return None if self.drafter is None else self.drafter.launch(done, sampled)
+        return None if self.drafter is None else self.drafter.launch(output, sampled)
 
-    def finish(self, done: ForwardPass, advanced: list[Sequence], drafts: list[int]) -> None:
+    def finish(self, output: ForwardPass, advanced: list[Sequence], drafts: list[int]) -> None:
         """As `Proposer.finish`; prompt lookup may replace what the drafter drafted."""
         if not advanced:
             return
         if self.drafter is not None:
-            self.drafter.finish(done, advanced, drafts)
+            self.drafter.finish(output, advanced, drafts)
         self._lookup.draft(advanced)
 
     def record_step(
