@@ -29,8 +29,8 @@ class Proposer(Protocol):
 
     def finish(self, output: ForwardPass, advanced: list[Sequence], drafts: list[int]) -> None:
         """Set the drafts of the sequences that got tokens, now appended. drafts: what `launch`
-        returned, empty for None. Where nothing is drafted, tensors of `output` may already belong to
-        another pass."""
+        returned, empty for None. Where nothing is drafted, tensors of `output` may already belong
+        to another pass."""
 
 
 @dataclass
