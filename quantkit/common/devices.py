@@ -171,8 +171,8 @@ def _has_npu() -> bool:
 
 
 def describe_machine(device: str = "auto") -> dict[str, str]:
-    """What must accompany a time: the hardware, torch, and on an NPU the versions of torch_npu,
-    CANN and the driver too."""
+    """What must accompany a measured time: hardware, torch version, and on an NPU the versions
+    of torch_npu, CANN and the driver."""
     target = find_device(device)
     about = {"hardware": describe_hardware(device), "torch": torch.__version__}
     if target.type == "npu":

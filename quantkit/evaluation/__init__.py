@@ -1,15 +1,16 @@
-"""Did accuracy hold? Tasks, replies, grades, statistics, reports.
+"""Measure whether a quantized model keeps its accuracy: tasks, replies, grades, statistics,
+reports.
 
-tasks/                  what to ask: YAML tasks under a protocol, rows from files, rendered prompts, texts with hidden numbers
-generators/             one protocol to reach a model, at a server or in this process; is it still the same model?
-openai_server.py        what every client of a server shares: address, key, events, errors
-grading/                from a reply to a grade: reasoning is cut off, typesetting goes, the answer is found (answers, choices, expressions,
-                        programs) and read whole (quantities, values) or compared by math-verify;
-                        IFEval's instructions
-sandbox/                programs of a model, in processes of their own
-statistics/             bounds, figures, held / lost / cannot tell, how much a verdict takes
-results/                the folder a run resumes from, what it found, pages, others' figures beside ours, another tool's format
-asking.py run.py        one task against one model; the straight line through all of it
-regrading.py planning/plan.py   grades made anew from what is kept; what a verdict will take
-distance/ speed/        distance from the original, token by token; how fast it answers
+  run.py          score a model on tasks (run_evaluation); regrading.py grades stored replies again
+  generation.py   one task against one model: prompts, stored and new replies, grades
+  planning.py     how many problems and repeats a verdict needs
+  tasks/          YAML tasks and protocols, their rows, prompts, needle-in-a-haystack texts
+  generators/     one interface to a model, in this process or at an OpenAI-compatible server
+  openai_server.py  HTTP client of such a server: models, streamed events, errors
+  grading/        from a reply to a grade: numbers, choices, expressions, programs, instructions
+  sandbox/        isolated processes for programs that a model wrote
+  statistics/     bounds on means, paired comparison (held / lost / cannot tell), power
+  results/        output folder, results, comparison with a baseline, HTML pages, evalscope export
+  distance/       perplexity, KL divergence and error per layer against the original model
+  speed/          latency and throughput
 """

@@ -1,5 +1,9 @@
-"""One task against one model: what to ask, the replies that are there already, the ones that are
-not, and their grades."""
+"""One task against one model: its prompts, replies stored by earlier runs, new replies, and grades.
+
+A server can serve another model under the same name. So before a run's first request one prompt is
+sent greedily and its reply stored; a resumed run sends it again. A model in this process is
+identified by a hash of its files instead.
+"""
 
 import time
 from collections.abc import Callable
@@ -24,8 +28,8 @@ Stage = Literal["generate", "grade"]
 
 @dataclass(frozen=True)
 class EvaluationProgress:
-    """`done` of `total` samples of a task are through `stage`; `tokens` were generated in
-    `seconds`. `model` says whose turn it is."""
+    """`done` of `total` samples of a task have passed `stage`; `tokens` were generated in
+    `seconds`."""
 
     model: str
     task: str
@@ -41,16 +45,14 @@ Notice = Callable[[str], None]
 
 
 def silent(_: object) -> None:
-    """A report or notice that is dropped."""
+    """Discard a report or notice."""
 
 
 @dataclass(frozen=True)
 class TaskRun:
-    """One task, ready to be asked: settings, problems, shots, and the facts that a reply depends on
-    besides the model.
-
-    `request` is what is needed to make it again: the task's name or file, and the data folder.
-    """
+    """A prepared task: settings, problems, few-shot examples, and the facts (other than the
+    model) that determine a reply. `request` is what regrading needs to prepare it again: the
+    task's name or file, and the data folder."""
 
     setting: Setting
     grader: Grader
@@ -69,7 +71,7 @@ class TaskRun:
         )
 
     def first_prompt(self, problem: Problem) -> prompts.Prompt:
-        """As it is sent in every repeat but for the seed."""
+        """The prompt of the first repeat; other repeats differ in the seed only."""
         return self.prompt(problem, 0)
 
 
@@ -82,7 +84,7 @@ def prepare(
     generation: dict[str, Any] | None,
     seed: int,
 ) -> TaskRun:
-    """Read a task and its data. `facts` are what the fingerprint covers besides the model."""
+    """Read a task and its data. `facts` are what the fingerprint covers, other than the model."""
     task = find_task(name)
     setting = find_setting(task, protocol, repeats=repeats, overrides=generation)
     grader = find_grader(setting.grader)
@@ -124,11 +126,10 @@ def run_task(
     notice: Notice = silent,
     trust_kept: bool = False,
 ) -> TaskResult:
-    """One task against one model. Replies that the journal in `out` already has are not asked
-    again.
+    """Run one task on one model. Replies in the journal of `out` are reused.
 
-    trust_kept: believe that they are this model's, without asking one of them again. notice:
-    receives what is reused, and of whom.
+    trust_kept: skip the check that the stored replies are this model's. notice: receives what is
+    reused.
     """
     start = time.monotonic()
     setting = work.setting
@@ -142,16 +143,18 @@ def run_task(
         check_same_model(
             generator, journal, work.prompt(work.problems[0], 0), setting.generation, notice
         )
-    # Repeats go outermost: a run that is stopped early has asked every problem about equally often.
+    # Repeats are the outer loop: an interrupted run has sampled all problems about equally often.
     keys = [(problem, repeat) for repeat in range(setting.repeats) for problem in work.problems]
     kept = journal.kept if journal else {}
     replies: dict[Key, ModelReply] = {
         (p.id, r): kept[p.id, r] for p, r in keys if (p.id, r) in kept
     }
     reused = len(replies)
-    asked = [(problem, repeat) for problem, repeat in keys if (problem.id, repeat) not in replies]
+    missing = [(problem, repeat) for problem, repeat in keys if (problem.id, repeat) not in replies]
     if reused:
-        notice(f"{setting.task.name}: {reused} replies reused from {out}, {len(asked)} to ask")
+        notice(
+            f"{setting.task.name}: {reused} replies reused from {out}, {len(missing)} to generate"
+        )
     tokens = 0
 
     def report(stage: Stage, done: int) -> None:
@@ -169,10 +172,10 @@ def run_task(
             )
 
     report("generate", reused)
-    if asked:
-        requests = [work.prompt(problem, repeat) for problem, repeat in asked]
+    if missing:
+        requests = [work.prompt(problem, repeat) for problem, repeat in missing]
         for completion in generator.generate(requests, setting.generation):
-            problem, repeat = asked[completion.index]
+            problem, repeat = missing[completion.index]
             replies[problem.id, repeat] = completion
             tokens += completion.completion_tokens
             if journal is not None:
@@ -210,8 +213,7 @@ def grade_samples(
     replies: dict[Key, ModelReply],
     report: Callable[[int], None],
 ) -> list[Sample]:
-    """Grades in the order of `keys`. Programs run beside each other; reading an answer takes no
-    time worth a thread."""
+    """Samples in the order of `keys`. Programs are graded in parallel threads."""
     judge = MathJudge()
     thinking = work.setting.thinking or reasoning.thinks(replies.values())
 
@@ -236,14 +238,14 @@ def grade_samples(
 
 
 def check_not_all_failed(task: str, samples: list[Sample]) -> None:
-    """Raise QuantkitError where no sample says anything of the model."""
+    """Raise QuantkitError where no sample says anything about the model."""
     if not samples:
         return
     first = samples[0].grade
     if all(sample.grade.excluded for sample in samples):
         raise QuantkitError(
             f"every sample of {task} failed: {first.detail}",
-            "fix that and run again; nothing is lost",
+            "fix that and run again; finished replies are stored",
         )
     if all(sample.grade.reason == "context" for sample in samples):
         raise QuantkitError(
@@ -263,11 +265,11 @@ def check_same_model(
     generation: Generation,
     notice: Callable[[str], None],
 ) -> None:
-    """Raise QuantkitError where another model answers now than the one whose replies `journal`
-    keeps. prompt: asked if none was yet.
+    """Raise QuantkitError where the model that answers now is not the one whose replies `journal`
+    holds. `prompt` is used where no probe is stored yet.
 
-    A server that does not answer alike twice cannot be distinguished from another one: that is said
-    with `notice`, and the run goes on.
+    A server with non-deterministic greedy replies cannot be verified: that is reported with
+    `notice`, and the run continues.
     """
     if generator.identity_is_certain:
         return
@@ -279,9 +281,7 @@ def check_same_model(
             journal.add_probe(prompt, reply)
         if journal.kept:
             notice(
-                "it cannot be verified whether the kept replies are this model's: none was kept "
-                "that "
-                "was asked greedily"
+                "the stored replies cannot be verified to be this model's: no greedy reply was stored"
             )
         return
     before = journal.probe.reply
@@ -293,19 +293,16 @@ def check_same_model(
         return
     if not _same_text(now, again):
         notice(
-            f"{generator.name} does not answer alike twice at temperature 0, so the server may set "
-            "a temperature of its own: "
-            "whether the kept replies are this model's cannot be verified; serve it without, or "
-            "give "
-            "another --out"
+            f"{generator.name} gives different replies at temperature 0, so the server may set its "
+            "own temperature: the stored replies cannot be verified to be this model's; serve it "
+            "without, or give another --out"
         )
         return
     raise QuantkitError(
-        f"{generator.name} is not the model whose {len(journal.kept)} replies are kept in "
-        f"{journal.path.parent.parent}: "
-        f"to the same prompt, greedily, it now says {_quote(now)} and said {_quote(before)}",
-        "give another --out or a --model-revision of its own; --trust-kept uses the replies all "
-        "the same",
+        f"{generator.name} is not the model whose {len(journal.kept)} replies are stored in "
+        f"{journal.path.parent.parent}: to the same greedy prompt it replies {_quote(now)} now and "
+        f"{_quote(before)} before",
+        "give another --out or a new --model-revision; --trust-kept uses the stored replies anyway",
     )
 
 
@@ -319,7 +316,7 @@ def _text(reply: ModelReply) -> str:
 
 
 def _same_text(one: ModelReply, other: ModelReply) -> bool:
-    """Equal as far as both go: another token limit may have cut one of them earlier."""
+    """Whether two replies agree; where one of them was cut earlier, as far as both go."""
     a, b = _text(one), _text(other)
     if one.finish_reason == other.finish_reason:
         return a == b

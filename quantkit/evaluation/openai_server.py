@@ -1,8 +1,7 @@
-"""An OpenAI-compatible server as its clients here reach it: address, key, model, the events of a
-streamed reply, what went wrong.
+"""Client of an OpenAI-compatible server: address, key, models, events of a streamed reply, errors.
 
-Streaming keeps a half-hour reply alive through proxies and lets a timeout mean "no event for that
-long". An error sent inside the stream after HTTP 200 counts as an error.
+Streaming keeps a long reply alive through proxies and lets the timeout apply to the time between
+events. An error sent inside the stream after HTTP 200 counts as an error.
 """
 
 import asyncio
@@ -18,19 +17,19 @@ from quantkit.common.errors import QuantkitError
 
 CONNECT_TIMEOUT_S = 10.0
 TIMEOUT_S = 600.0
-LONGEST_TIMEOUT_S = 1e6  # clocks of the event loop take no endless one
-LONGEST_LINE = 64 * 2**20  # bytes; a longer event is a server gone wrong, not a token
+LONGEST_TIMEOUT_S = 1e6  # event loop clocks accept no infinite timeout
+LONGEST_LINE = 64 * 2**20  # bytes; a longer event is a server error
 _MODEL_FACTS = (
     "root",
     "revision",
     "owned_by",
     "max_model_len",
-)  # of an entry of /models, where they say more than its name
+)  # kept from an entry of /models
 _DRAIN_S = 1.0
-_FIELD = re.compile(r"(?:data|event|id|retry)?:")  # of an event, or a comment
+_FIELD = re.compile(r"(?:data|event|id|retry)?:")  # a field of an event, or a comment
 _KEEP_ALIVE = re.compile(
     r"(?i)(?:ping|pong|keep-?_?alive|heartbeat)"
-)  # what some servers send as an event to say that they still work
+)  # keep-alive events of some servers
 
 
 class StreamError(Exception):
@@ -38,16 +37,16 @@ class StreamError(Exception):
 
 
 REQUEST_ERRORS = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, StreamError, TimeoutError)
-"""What a request may raise."""
+"""Exceptions of a request."""
 ABORT_REASONS = {"abort", "error", "cancelled"}
-"""Finish reasons of a reply that its server did not end."""
+"""Finish reasons of an aborted reply."""
 
 
 class OpenAIServer:
-    """`url` is the address, with or without /v1 or a method after it.
+    """`url` is the address, with or without /v1 or a method.
 
-    timeout_s: longest wait for the next event of a reply, or for the whole answer of a server that
-    does not stream. Raises QuantkitError for a time or a key that cannot be.
+    timeout_s: longest wait for the next event of a reply, or for the whole reply of a server that
+    does not stream. Raises QuantkitError for an invalid timeout or key.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class OpenAIServer:
             )
         if api_key and not (api_key.isascii() and api_key.isprintable()):
             raise QuantkitError(
-                "--api-key holds a character that no HTTP header can carry",
+                "--api-key contains a character that is not valid in an HTTP header",
                 "give the key alone, without line breaks",
             )
         self.base = base_url(url)
@@ -73,12 +72,12 @@ class OpenAIServer:
         self._timeout = httpx.Timeout(timeout_s, connect=min(connect_timeout_s, timeout_s))
 
     def models(self) -> list[dict[str, Any]]:
-        """What it says it serves, an entry a model. Raises QuantkitError where it does not
+        """The served models, one entry each. Raises QuantkitError where the server does not
         answer."""
         try:
             answer = httpx.get(f"{self.base}/models", headers=self._headers, timeout=self._timeout)
             if answer.status_code in (404, 405, 501):
-                return []  # a server without the list
+                return []  # a server without this method
             answer.raise_for_status()
             entries = answer.json()["data"]
             return [
@@ -108,11 +107,9 @@ class OpenAIServer:
             ) from error
 
     def find_model(self, name: str | None) -> dict[str, Any]:
-        """Its entry of the model `name`, or of the only one where None. A name that it does not
-        list is believed.
-
-        Raises QuantkitError where it does not answer, or serves several and none is named.
-        """
+        """The entry of the model `name`, or of the only model where None. A name that is not
+        listed is accepted. Raises QuantkitError where the server does not answer, or serves
+        several models and none is named."""
         entries = self.models()
         if name is not None:
             return next((entry for entry in entries if entry["id"] == name), {"id": name})
@@ -120,23 +117,22 @@ class OpenAIServer:
             names = ", ".join(entry["id"] for entry in entries)
             raise QuantkitError(
                 f"{self.base} serves {len(entries)} models: {names}",
-                "say which one with --served-model",
+                "choose one with --served-model",
             )
         return entries[0]
 
     def client(self, connections: int) -> httpx.AsyncClient:
-        """What requests are sent with, at most `connections` at a time."""
+        """An HTTP client with at most `connections` connections."""
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         return httpx.AsyncClient(headers=self._headers, timeout=self._timeout, limits=limits)
 
     async def stream(
         self, client: httpx.AsyncClient, method: str, body: dict[str, Any]
     ) -> AsyncGenerator[dict[str, Any]]:
-        """The events of the reply to `body`, as they come. method: such as "/chat/completions".
-        Raises REQUEST_ERRORS.
+        """Events of the reply to `body` as they arrive. method: such as "/chat/completions". Raises
+        REQUEST_ERRORS.
 
-        Bytes that make no event (comments, half a line) do not put off the timeout: a server that
-        drips them is as silent as one that sends nothing.
+        Bytes that do not form an event (comments, partial lines) do not extend the timeout.
         """
         async with (
             asyncio.timeout(self.timeout_s) as deadline,
@@ -153,7 +149,6 @@ class OpenAIServer:
 
 
 def is_url(model: str) -> bool:
-    """Whether a model is named by the address of a server."""
     return model.startswith(("http://", "https://"))
 
 
@@ -166,7 +161,7 @@ def base_url(url: str) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """In words, with what the server said."""
+    """The error in words, with the server's message."""
     if isinstance(error, httpx.HTTPStatusError):
         moved = error.response.headers.get("location", "") if error.response.is_redirect else ""
         return (
@@ -183,12 +178,11 @@ def describe_error(error: BaseException) -> str:
 async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
     """The JSON objects of a server-sent event stream, up to [DONE].
 
-    A plain JSON body (a server that ignores `stream`) is one event, and so is every line of a body
-    of JSON lines. The first line distinguishes them from a stream where the content type, which
-    proxies change, is another. Servers put an event on one `data:` line; one that is spread over
-    several, as the standard allows, is put together at the empty line that ends it. A line that is
-    no field is a stream gone
-    wrong: text may have been in it.
+    A plain JSON body (a server that ignores `stream`) is one event, and so is every line of a
+    JSON-lines body; the first line distinguishes these from a stream where the content type, which
+    proxies change, does not. Servers send an event as one `data:` line; one spread over several, as
+    the standard allows, is joined at the empty line that ends it. A line without a field name is an
+    error: it may have contained text.
     """
     kind = response.headers.get("content-type", "")
     pieces = response.aiter_bytes()
@@ -198,7 +192,7 @@ async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
     async for line in lines:
         if line.strip() and _FIELD.match(line) is None:
             if is_stream:
-                raise StreamError(f"a line that is no event: {line[:200]!r}")
+                raise StreamError(f"a line that is not an event: {line[:200]!r}")
             async for event in _json_objects(
                 line, lines, f"the answer ({kind or 'no content type'})"
             ):
@@ -223,8 +217,8 @@ async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
 async def _json_objects(
     first: str, lines: AsyncIterator[str], what: str
 ) -> AsyncGenerator[dict[str, Any]]:
-    """The objects of a body that is no event stream: of JSON lines, where the first one is an
-    object by itself, else of one document."""
+    """The objects of a body that is not an event stream: JSON lines where the first line is an
+    object by itself, else one document."""
     try:
         json.loads(first)
     except (ValueError, RecursionError):
@@ -237,16 +231,15 @@ async def _json_objects(
 
 
 def _is_complete(held: list[str]) -> bool:
-    """Whether an event of one line, as servers send them, is there: it need not wait for the empty
-    line."""
+    """Whether a one-line event is complete, without waiting for the empty line."""
     return len(held) == 1 and held[0].startswith("{") and held[0].endswith("}")
 
 
 async def read_lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """Lines of a byte stream without their ends, which are LF or CRLF and nothing else.
+    """Lines of a byte stream without their LF or CRLF.
 
-    A lone CR, U+0085, U+2028 and U+2029, at which str.splitlines breaks, stay inside their line.
-    What follows the last LF is a line too. Raises StreamError for a line without an end in sight.
+    A lone CR, U+0085, U+2028 and U+2029, at which str.splitlines breaks, stay inside a line. Text
+    after the last LF is a line too. Raises StreamError for a line longer than LONGEST_LINE.
     """
     open_line: list[bytes] = []
     size = 0
@@ -268,8 +261,8 @@ def _decode(line: bytes) -> str:
 
 
 async def _drain(pieces: AsyncIterator[bytes]) -> None:
-    """Read what follows [DONE], usually nothing, so that the connection serves the next request; a
-    server that keeps it open is left."""
+    """Read what follows [DONE], usually nothing, so that the connection can be reused; a server
+    that keeps the stream open is abandoned after a timeout."""
     with suppress(TimeoutError, httpx.HTTPError, httpx.StreamError):
         async with asyncio.timeout(_DRAIN_S):
             async for _ in pieces:
@@ -287,7 +280,7 @@ def _parse(text: str, what: str) -> dict[str, Any]:
 
 
 def _message(response: httpx.Response) -> str:
-    """What the server said, or what the status is called where it said nothing."""
+    """The server's message, or the status phrase where there is none."""
     try:
         body = response.json()
         error = body.get("error", body) if isinstance(body, dict) else body

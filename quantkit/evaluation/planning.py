@@ -1,5 +1,4 @@
-"""What a verdict will take, declared before a model is asked: problems, repeats, and what the task
-has."""
+"""How many problems and repeats a verdict will need, computed before any model runs."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,12 +15,12 @@ from quantkit.evaluation.statistics.estimates import accuracy as mean_accuracy
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """What it takes to detect a loss of the margin from none in one task, each in four runs of
-    five.
+    """What is needed to distinguish a loss of the margin from none in one task, each with
+    probability 80 %.
 
-    measured: the noise of sampling is the baseline's; else the most that this accuracy allows.
-    enough: repeats of both models after which the task's own `problems` say held, if nothing is
-    lost; None where they are too few at any number.
+    measured: the sampling noise is the baseline's; else the maximum at this accuracy. enough:
+    repeats of both models after which the task's own `problems` give `held` if nothing is lost;
+    None where no number of repeats suffices.
     """
 
     task: str
@@ -45,11 +44,8 @@ def plan_evaluation(
     accuracy: float | None,
     margin: float,
 ) -> list[TaskPlan]:
-    """A plan for every task. accuracy: what is expected; None takes that of `baseline`, the folder
-    of an earlier run.
-
-    Raises QuantkitError where neither says how accurate the model is.
-    """
+    """A plan for every task. accuracy: the expected one; None uses that of `baseline`, the
+    folder of an earlier run. Raises QuantkitError where neither is given."""
     if not 0 < margin < 1:
         raise QuantkitError(
             f"--margin is {margin}", "give a share between 0 and 1; 0.01 is one point"
@@ -73,8 +69,8 @@ def _plan(
     if accuracy is None:
         if not scores:
             raise QuantkitError(
-                f"how accurate is the model in {task}?",
-                "say it with --accuracy, or give a run of it with --baseline",
+                f"the accuracy of the model in {task} is not known",
+                "give --accuracy, or a run of it with --baseline",
             )
         accuracy = mean_accuracy(scores)
     repeated = [row for row in scores if len(row) > 1]

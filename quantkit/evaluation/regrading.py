@@ -1,7 +1,7 @@
-"""Grades made anew from the replies that a run keeps. No model is loaded and no server asked.
+"""Grade the stored replies of a run again, without loading a model or contacting a server.
 
-A reply counts only for the prompt and the data that it was made from: where these have changed
-since, regrading is refused. The graders may have changed; that is what it is for.
+A reply is valid only for the prompt and data that it was generated from; where these changed,
+regrading is refused. The graders may have changed: that is its purpose.
 """
 
 import json
@@ -40,16 +40,18 @@ def regrade(
     export: str | None = None,
     notice: Notice = silent,
 ) -> EvalResults:
-    """Grade the replies in `out`, the folder of an evaluation, and write its results anew.
+    """Grade the replies in `out`, the folder of an evaluation, and write its results again.
     data_dir: where the tasks' data are now.
 
-    Of every task the replies that were asked for last are graded. Raises QuantkitError where there
-    are none, or they were made from other prompts or data than there are now.
+    Of every task the most recently used journal is graded. Raises QuantkitError where there is
+    none, or prompts or data changed.
     """
     check_export(export, out)
     paths = journals(out)
     if not paths:
-        raise QuantkitError(f"{out} keeps no replies", "give the --out folder of an evaluation")
+        raise QuantkitError(
+            f"{out} has no stored replies", "give the --out folder of an evaluation"
+        )
     reference = None
     if baseline is not None:
         reference = read_baseline(str(baseline))
@@ -67,7 +69,7 @@ def regrade(
         work.setting.task.name: _grade(out, work, facts) for work, (facts, _) in zip(works, heads)
     }
     for name, task in tasks.items():
-        notice(f"{name}: {task.reused} replies reused from {out}, none asked")
+        notice(f"{name}: {task.reused} replies reused from {out}, none generated")
     model, where = _model_and_hardware(out, *heads[-1])
     results = EvalResults(
         model, heads[-1][0]["model"], tasks, where, sandbox_level(works), None, __version__, out
@@ -83,7 +85,9 @@ def _prepare(
 ) -> TaskRun:
     folder = data_dir or (Path(request["data_dir"]) if request.get("data_dir") else None)
     generation = facts["generation"]
-    repeats = 1 if generation["temperature"] == 0 else None  # more of a greedy run are refused
+    repeats = (
+        1 if generation["temperature"] == 0 else None
+    )  # `prepare` refuses repeated greedy runs
     work = prepare(
         request.get("task", facts["task"]),
         facts["protocol"],
@@ -96,7 +100,7 @@ def _prepare(
     if changed := [name for name in _MUST_MATCH if work.facts[name] != facts[name]]:
         raise QuantkitError(
             f"{', '.join(changed)} of {facts['task']} changed since the replies in {path} were made",
-            "restore it, or ask again with eval",
+            "restore it, or run eval again",
         )
     return work
 
@@ -105,10 +109,10 @@ def _grade(out: Path, work: TaskRun, facts: dict[str, Any]) -> TaskResult:
     start = time.monotonic()
     kept = ReplyJournal(out, facts["task"], facts).kept
     by_id = {problem.id: problem for problem in work.problems}
-    if strange := [problem for problem, _ in kept if problem not in by_id]:
+    if unknown := [problem for problem, _ in kept if problem not in by_id]:
         raise QuantkitError(
-            f"{facts['task']} has no problem {strange[0]!r}, to which there is a reply",
-            "give the data it was asked from",
+            f"{facts['task']} has no problem {unknown[0]!r}, which has a stored reply",
+            "give the data that the run used",
         )
     repeats = 1 + max((repeat for _, repeat in kept), default=0)
     keys = [
@@ -138,8 +142,8 @@ def _grade(out: Path, work: TaskRun, facts: dict[str, Any]) -> TaskResult:
 def _model_and_hardware(
     out: Path, facts: dict[str, Any], request: dict[str, Any]
 ) -> tuple[str, str]:
-    """The model's name and the hardware, as the last results have them; of a run that never ended,
-    what the replies say of the model."""
+    """The model's name and the hardware from results.json; for an unfinished run, the name from
+    the journal."""
     try:
         results = json.loads((out / "results.json").read_text(encoding="utf-8"))
         return results["model"], results["hardware"]

@@ -191,11 +191,11 @@ def test_lost_replies_are_told_loudly(task: str, tmp_path: Path) -> None:
     )
     text = " ".join(told["warnings"])
     assert (
-        "30% of replies never left their reasoning (max_tokens 23): they count as wrong; raise "
+        "30% of replies did not finish their reasoning (max_tokens 23): they count as wrong; raise "
         "--max-tokens" in text
     )
     assert "20% of replies give no answer" in text
-    assert "50% of replies are right but not stated as asked" in text
+    assert "50% of replies are right but not in the requested format" in text
 
 
 def test_replies_that_the_context_cut_are_not_cured_by_max_tokens(
@@ -285,7 +285,7 @@ def test_a_baseline_that_is_a_model_or_a_folder_gives_the_same_comparison(
     odd = sum(body["seed"] % 2 for body in sampled if body["messages"][0]["content"] == "14 + 14")
     assert comparison.difference == pytest.approx(-(3 + odd) / 30)
     assert live.to_json()["results"]["sums"]["comparison"]["sentence"].startswith("cannot tell")
-    assert "not like for like" in other.tasks["sums"].notes[0]
+    assert "not directly comparable" in other.tasks["sums"].notes[0]
     assert (tmp_path / "a" / "baseline" / "completions").is_dir()
 
 
@@ -299,7 +299,10 @@ def test_everything_is_refused_before_a_model_is_asked(task: str, tmp_path: Path
         ({"tasks": [task, ""]}, "a name is empty in --tasks .*sums.yaml,; leave out the comma"),
         ({"generation": {"temperature": float("inf")}}, "--temperature is inf; use 0"),
         ({"timeout_s": float("inf")}, "--timeout is inf; give seconds, 1,000,000 at most"),
-        ({"api_key": "key\n"}, "--api-key holds a character that no HTTP header can carry"),
+        (
+            {"api_key": "key\n"},
+            "--api-key contains a character that is not valid in an HTTP header",
+        ),
         ({"api_key": "ключ"}, "--api-key holds a character"),
         ({"limit": 0}, "--limit is 0"),
         ({"repeats": 2, "generation": {"temperature": 0.0}}, "greedy"),
@@ -381,7 +384,7 @@ def test_another_model_under_the_same_name_is_told_before_anything_is_asked(
     with ReplayServer(other) as now:
         with pytest.raises(
             QuantkitError,
-            match=r"replayed is not the model whose 6 replies are kept in .*--trust-kept uses",
+            match=r"replayed is not the model whose 6 replies are stored in .*--trust-kept uses",
         ) as refused:
             run_evaluation(now.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2)
         assert "No idea" in str(refused.value)
@@ -404,7 +407,7 @@ def test_another_model_under_the_same_name_is_told_before_anything_is_asked(
             notice=told.append,
         )
         assert kept.tasks["sums"].reused == 6
-    assert told[-1] == f"sums: 6 replies reused from {out}, 2 to ask"
+    assert told[-1] == f"sums: 6 replies reused from {out}, 2 to generate"
 
 
 def test_the_same_model_at_another_address_keeps_its_replies(task: str, tmp_path: Path) -> None:
@@ -420,7 +423,7 @@ def test_the_same_model_at_another_address_keeps_its_replies(task: str, tmp_path
                 notice=told.append,
             )
     assert (results.tasks["sums"].reused, asked(server)) == (3, [])
-    assert told[-1] == f"sums: 3 replies reused from {tmp_path / 'out'}, 0 to ask"
+    assert told[-1] == f"sums: 3 replies reused from {tmp_path / 'out'}, 0 to generate"
 
 
 def test_a_server_that_samples_when_asked_greedily_is_told(task: str, tmp_path: Path) -> None:
@@ -436,7 +439,7 @@ def test_a_server_that_samples_when_asked_greedily_is_told(task: str, tmp_path: 
                 limit=3,
                 notice=told.append,
             )
-    assert any("does not answer alike twice at temperature 0" in said for said in told)
+    assert any("gives different replies at temperature 0" in said for said in told)
 
 
 def test_too_many_errors_leave_no_verdict(task: str, tmp_path: Path) -> None:

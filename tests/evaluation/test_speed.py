@@ -358,7 +358,7 @@ def test_a_count_that_is_none_is_the_requests_fault(tokens: Any) -> None:
     with (
         FaultyServer(reply) as faulty,
         pytest.raises(
-            QuantkitError, match=r"all 1 .*completion_tokens = .*, which is no number of tokens"
+            QuantkitError, match=r"all 1 .*completion_tokens = .*, which is not a token count"
         ),
     ):
         measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2, requests=1)
@@ -370,9 +370,7 @@ def test_a_whole_reply_is_one_however_it_is_sent(name: str) -> None:
     cut before its usage."""
     with FaultyServer(WHOLE[name]) as faulty:
         (times,) = EndpointTarget(faulty.url).run(Workload(4, 2, requests=1, concurrency=1))
-    assert times.error == (
-        "the reply had no text that was streamed" if name == "not streamed" else None
-    )
+    assert times.error == ("the reply had no streamed text" if name == "not streamed" else None)
     assert times.prompt_tokens >= 0
 
 
@@ -410,7 +408,7 @@ def test_pieces_that_nobody_counted_are_told() -> None:
         ((DONE,), "the stream ended before the reply did"),
         (
             (chunk("", finish_reason="abort"), DONE),
-            "the server gave the reply up (finish_reason 'abort')",
+            "the server aborted the reply (finish_reason 'abort')",
         ),
     ],
 )
@@ -439,15 +437,12 @@ def test_a_reply_without_an_end_is_left() -> None:
 
     with FaultyServer(endless) as faulty:
         (times,) = EndpointTarget(faulty.url).run(Workload(4, 2, requests=1, concurrency=1))
-        assert (
-            times.error
-            == "the reply does not end: it has more than 72 pieces, and 2 tokens were asked for"
-        )
+        assert times.error == "the reply does not end: more than 72 chunks for 2 requested tokens"
         assert left.wait(10)
 
 
 def test_endpoint_failures_are_reported(server: str) -> None:
-    target = EndpointTarget(server, cut=lambda words, count: "refuse")
+    target = EndpointTarget(server, truncate=lambda words, count: "refuse")
     with pytest.raises(QuantkitError, match="HTTP 429"):
         measure_grid(target, [4], [1], output_len=2)
     with pytest.raises(QuantkitError, match="does not answer"):

@@ -222,7 +222,7 @@ def test_what_there_is_not_is_refused(grouped: Path) -> None:
         QuantkitError, match="cache of 'int4' is not known; use --cache int8 or fp8"
     ):
         load_model(grouped, device="cpu", cache="int4")
-    with pytest.raises(QuantkitError, match="has a cache of its own"):
+    with pytest.raises(QuantkitError, match="applies to a model loaded here"):
         open_target(
             "http://127.0.0.1:1",
             max_batch=1,

@@ -353,7 +353,7 @@ def _set(name: str, index: int, value: float) -> Callable[[dict, dict], None]:
     return change
 
 
-REQUEST_ERRORS: dict[str, tuple[Callable[[dict, dict], None], str]] = {
+FAULTS: dict[str, tuple[Callable[[dict, dict], None], str]] = {
     "tensor missing": (
         _drop("model.layers.1.mlp.experts.3.up_proj.weight"),
         "lacks model.layers.1.mlp.experts.3.up_proj.weight",
@@ -383,11 +383,11 @@ REQUEST_ERRORS: dict[str, tuple[Callable[[dict, dict], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", REQUEST_ERRORS)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_the_source_are_named(
     source: Path, text: str, tmp_path: Path, fault: str
 ) -> None:
-    change, says = REQUEST_ERRORS[fault]
+    change, says = FAULTS[fault]
     with pytest.raises(QuantkitError, match=says):
         # Without calibration an unknown architecture will do: its linears are told by name.
         run(

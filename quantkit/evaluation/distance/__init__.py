@@ -1,0 +1,8 @@
+"""Distance of a quantized model from its original.
+
+perplexity.py  `measure`: over texts or sampled replies
+replies.py     replies of the baseline or of a server; greedy replies compared
+documents.py   texts as token ids, sliding windows
+tracing.py     models that record hidden states and routed experts
+quality.py     sums over tokens and the metrics, `Quality`
+"""

@@ -1,5 +1,5 @@
-"""Documents to measure on, as token ids: one document a sequence, so that no model is shown two
-documents in one context."""
+"""Texts to score, as token ids: one document per sequence, so that no context contains two
+documents, and sliding windows over long ones."""
 
 import json
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from quantkit.tokenizer.chat import ChatTokenizer
 
 @dataclass(frozen=True)
 class Window:
-    """ids: int64 [T]. Tokens from `first` on (1 <= first < T) are predicted from those before them;
-    the ones before it are context."""
+    """ids: int64 [T]. Tokens from `first` on (1 <= first < T) are scored, each predicted from
+    all before it; those before `first` are context."""
 
     ids: Tensor
     first: int = 1
@@ -33,9 +33,9 @@ def sliding_windows(document: Tensor, length: int, stride: int) -> Iterator[Wind
     """Windows of `length` tokens, `stride` apart; each scores what no earlier one did, so every
     token but the first is scored once.
 
-    That is the recipe of transformers' page on perplexity: a token is predicted from at least
-    length - stride tokens before it. With a stride of `length` the first token of each window has
-    nothing before it and is not scored.
+    This is the recipe of transformers' page on perplexity: a token is predicted from at least
+    length - stride tokens. With a stride of `length` the first token of each window has no context
+    and is not scored.
     """
     if not 0 < stride <= length:
         raise QuantkitError(
@@ -58,14 +58,14 @@ def read_documents(
 ) -> list[Tensor]:
     """int64 [T], 2 <= T <= seq_len each, in file order.
 
-    A .jsonl holds one document a line, {"text": ...} or {"messages": [...]}, each cut to seq_len;
-    any other file is one text, cut into pieces of seq_len. Without a chat template a conversation
-    is the text of what is said, as in calibration. Raises QuantkitError where the file cannot be
-    read or gives nothing to predict.
+    A .jsonl has one document per line, {"text": ...} or {"messages": [...]}, each truncated to
+    seq_len; any other file is one text, split into pieces of seq_len. Without a chat template a
+    conversation becomes its text, as in calibration. Raises QuantkitError where the file cannot be
+    read or has nothing to predict.
     """
     if path.suffix == ".json":
         raise QuantkitError(
-            f"text {path} is one JSON value",
+            f"text {path} is a single JSON value",
             "write its documents as a .jsonl, one object a line, or as a .txt",
         )
     try:
@@ -88,7 +88,7 @@ def read_documents(
     documents = [document for document in documents if len(document) > 1]
     if not documents:
         raise QuantkitError(
-            f"text {path} holds nothing to predict", "give at least one document of two tokens"
+            f"text {path} has nothing to predict", "give at least one document of two tokens"
         )
     return documents
 
@@ -120,7 +120,7 @@ def _conversation_text(path: Path, number: int, messages: list[dict[str, Any]]) 
         return plain(read_document({"messages": messages}))
     except UnknownRecordFormat as error:
         raise QuantkitError(
-            f"{path}:{number} holds no conversation: {error}", "each message has a role and content"
+            f"{path}:{number} is not a conversation: {error}", "each message has a role and content"
         ) from error
 
 

@@ -1,11 +1,11 @@
-"""How far a quantized model is from its original, token by token: perplexity, KL divergence,
+"""Distance of a quantized model from its original, token by token: perplexity, KL divergence,
 agreement, error per layer.
 
-The baseline is run first and leaves on disk what the comparison needs: the hidden state
-after every layer and the chosen experts. Then it is unloaded (its output head alone stays) and the
-candidate runs over the same documents. Short documents share a pass, each a sequence of its own. So
-memory holds one model and at most seq_len tokens, and disk holds tokens x (layers + 1) x hidden
-values of the baseline's dtype until the end.
+The baseline runs first and writes the hidden state after every layer and the routed experts to
+disk. Then it is unloaded (only its output head stays) and the candidate runs over the same
+documents. Short documents share a forward pass, each as a sequence of its own. So memory holds one
+model and at most seq_len tokens, and disk holds tokens x (layers + 1) x hidden values of the
+baseline's dtype until the end.
 """
 
 import sys
@@ -72,24 +72,25 @@ def measure(
     """Perplexity of `model` over the documents of `text` (.jsonl, .txt, or token ids int64 [T]
     each), and its distance from `baseline`.
 
-    seq_len: longest document in tokens. stride: windows of seq_len that far apart, over whole
-    documents (windows.py). limit: the first
-    documents only. sampled: instead of a text, what the baseline writes to the prompts of this task
-    (protocol r1, sampled with `seed`,
-    `max_tokens` or the task's own number at most), read from `data_dir`; the greedy paths of the
-    two are compared as well. cache: int8 or fp8 lets `model` attend to what a cache of 8 bits would
-    hold; the baseline, which may be the same model, attends to its 16. One of the two may be the
-    URL of a server, `served_model` there with `api_key`, where a task is sampled: the server
-    samples then, and KL is by the log-probabilities that it returns (served.py). Raises
-    QuantkitError where the text is unusable or the two models do not belong together.
+    seq_len: maximum document length in tokens. stride: score whole documents in windows of seq_len
+    tokens, this far apart. limit: the first documents only. sampled: instead of a text, score the
+    baseline's replies to the prompts of this task (protocol r1, sampled with `seed`, at most
+    `max_tokens` or the task's own limit), read from `data_dir`; the two models' greedy replies are
+    compared as well. cache: int8 or fp8 quantizes the KV cache of `model`; the baseline, which may
+    be the same model, keeps its 16 bits. With `sampled`, one of the two may be the URL of a server,
+    with `served_model` and `api_key`: the server samples then, and KL uses the log-probabilities
+    that it returns (replies.py). Raises QuantkitError where the text is unusable or the two models
+    do not match.
     """
     if (text is None) == (sampled is None):
         raise QuantkitError(
-            "a text or a task to sample on is needed, and not both",
+            "either a text or a task to sample on is needed",
             "give --text FILE, or --sampled TASK",
         )
     if sampled is not None and baseline is None:
-        raise QuantkitError("who is to sample?", "give the source with --baseline")
+        raise QuantkitError(
+            "--sampled needs a model that samples", "give the original with --baseline"
+        )
     if is_url(model) or (baseline is not None and is_url(baseline)):
         baseline, sampled = _check_endpoint(model, baseline, sampled, cache, count_experts)
         local, served = (baseline, model) if is_url(model) else (model, baseline)
@@ -150,7 +151,7 @@ def _score(
     cache: str | None,
     report: Report,
 ) -> Quality:
-    """Both models over `windows`, the baseline first."""
+    """Run both models over `windows`, the baseline first."""
     with tempfile.TemporaryDirectory(prefix="quantkit-ppl-") as folder:
         batches = _batches(windows, max(seq_len, *(len(window.ids) for window in windows)))
         head = (
@@ -178,11 +179,11 @@ def _score(
 def _check_endpoint(
     model: str, baseline: str | None, sampled: str | None, cache: str | None, count_experts: bool
 ) -> tuple[str, str]:
-    """The baseline and the task. Refuses what a server cannot be asked."""
+    """(baseline, task). Raises QuantkitError for what a server cannot do."""
     if baseline is None or sampled is None:
         raise QuantkitError(
             "a server returns log-probabilities of its own replies only",
-            "give --sampled TASK, and a model that is loaded here as the other",
+            "give --sampled TASK, and a local model as the other",
         )
     if is_url(model) and is_url(baseline):
         raise QuantkitError(
@@ -192,7 +193,9 @@ def _check_endpoint(
     if is_url(model):
         reject_cache_option(model, cache)
     if count_experts:
-        raise QuantkitError("experts are not counted beside a server", "leave --count-experts out")
+        raise QuantkitError(
+            "experts are not counted in a comparison with a server", "leave --count-experts out"
+        )
     return baseline, sampled
 
 
@@ -213,7 +216,7 @@ def _windows(
 
 
 def _batches(windows: list[Window], tokens: int) -> list[list[Window]]:
-    """Neighbouring windows put together up to `tokens`, the length of the longest."""
+    """Consecutive windows grouped up to `tokens` tokens, the length of the longest."""
     batches: list[list[Window]] = []
     room = 0
     for window in windows:
@@ -226,8 +229,8 @@ def _batches(windows: list[Window], tokens: int) -> list[list[Window]]:
 
 
 def _check_same_tokens(path: Path, base: Path) -> None:
-    """A token id means the same to both. A tokenizer saved anew may have other bytes of
-    the same tokenizer."""
+    """Token ids must have the same meaning in both. A tokenizer that was saved again may differ
+    in bytes."""
     one, other = (ChatTokenizer(folder).tokenizer for folder in (path, base))
     if one.get_vocab() != other.get_vocab():
         raise QuantkitError(
@@ -239,8 +242,8 @@ def _check_same_tokens(path: Path, base: Path) -> None:
 def _run_baseline(
     base: Path, batches: list[list[Window]], folder: Path, device: str, backend: str, report: Report
 ) -> Callable[[Tensor], Tensor]:
-    """Leave a trace of every pass in `folder`; returns the output head, the only part of the
-    baseline that is needed on."""
+    """Write a trace of every forward pass to `folder`; returns the output head, the only part of
+    the baseline still needed."""
     traced = open_traced(base, device, backend)
     done, total = 0, sum(len(window.ids) for batch in batches for window in batch)
     for number, batch in enumerate(batches):
@@ -264,18 +267,13 @@ def _file(folder: Path, number: int) -> Path:
 
 
 def _read(folder: Path, number: int, device: torch.device) -> Trace:
-    """The baseline's trace of one pass; its file is removed."""
+    """The baseline's trace of one forward pass; its file is deleted."""
     file = _file(folder, number)
     tensors = load_file(file, device=str(device))
     file.unlink()
-    hidden = {
-        int(name.removeprefix("hidden.")): value
-        for name, value in tensors.items()
-        if name.startswith("hidden.")
-    }
-    topk_ids = {
-        int(name.removeprefix("topk_ids.")): value
-        for name, value in tensors.items()
-        if name.startswith("topk_ids.")
-    }
-    return Trace(hidden, topk_ids, tensors["final"])
+
+    def layers(kind: str) -> dict[int, Tensor]:
+        found = ((name.partition("."), value) for name, value in tensors.items())
+        return {int(number): value for (name, _, number), value in found if name == kind}
+
+    return Trace(layers("hidden"), layers("topk_ids"), tensors["final"])

@@ -1,8 +1,9 @@
-"""How far a model's next tokens are from another's: the summarize, and how they are printed."""
+"""Distance of a model's next-token predictions from another's: sums over tokens, the resulting
+metrics, and their output."""
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from quantkit.models.expert_counts import ExpertCounts
 
 @dataclass(frozen=True)
 class TextProgress:
-    """`done` of `total` tokens are through the model in `stage`."""
+    """`done` of `total` tokens were scored in `stage`."""
 
     stage: Literal["baseline", "model"]
     done: int
@@ -28,9 +29,9 @@ class TextProgress:
 
 @dataclass(frozen=True)
 class GreedyPaths:
-    """Greedy replies of two models to the same prompts. `same`: share that are equal to their end;
-    `tokens_until_apart`: median, of all prompts, of the tokens before the first that differs, a
-    reply that is the same counting whole."""
+    """Greedy replies of two models to the same prompts. same: share of equal replies;
+    tokens_until_apart: median number of tokens before the first difference, the whole length
+    for equal replies."""
 
     prompts: int
     same: float
@@ -42,15 +43,14 @@ class GreedyPaths:
 
 @dataclass(frozen=True, repr=False)
 class Quality(Result):
-    """Means over predicted tokens. KL is KL(baseline || model) in nats; `kl_stderr` is over documents.
+    """Means over predicted tokens. KL is KL(baseline || model) in nats; `kl_stderr` is over
+    documents.
 
-    expert_agree: share of the baseline's chosen experts, over (token, MoE layer, slot), that the
-    model chose too; None without experts.
-    layer_errors: |h - h_baseline| / |h_baseline| (Frobenius, all tokens) of the hidden state after each layer.
-    named_share: probability of the tokens that a server named; KL beside a server is over those and
-    all others as one.
-    expert_counts: what the model's experts were asked, where that was to be counted; not in the
-    JSON.
+    expert_agree: share of the baseline's routed experts, over (token, MoE layer, slot), that the
+    model chose too; None without experts. layer_errors: |h - h_baseline| / |h_baseline| (Frobenius,
+    all tokens) of the hidden state after each layer. named_share: probability mass of the tokens for
+    which a server returned log-probabilities; KL is then over those and all others as one.
+    expert_counts: tokens routed to the model's experts, where requested; not in the JSON.
     """
 
     ppl: float
@@ -67,28 +67,17 @@ class Quality(Result):
     expert_counts: ExpertCounts | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """ppl, tokens, documents; with a baseline also the rest. Figures that do not apply are left
-        out."""
-        every = {
-            "ppl": self.ppl,
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "baseline_ppl": self.baseline_ppl,
-            "kl": self.kl,
+        """Metrics that do not apply are omitted."""
+        names = "ppl tokens documents baseline_ppl kl kl_stderr top1_agree expert_agree named_share"
+        found: dict[str, Any] = {
+            name: value for name in names.split() if (value := getattr(self, name)) is not None
         }
-        every |= {
-            "kl_stderr": self.kl_stderr,
-            "top1_agree": self.top1_agree,
-            "expert_agree": self.expert_agree,
-        }
-        every |= {"named_share": self.named_share}
-        found: dict[str, Any] = {name: value for name, value in every.items() if value is not None}
         found |= {"layer_errors": self.layer_errors} if self.layer_errors else {}
         return found | ({"greedy": self.greedy.to_json()} if self.greedy else {})
 
     @property
     def heading(self) -> str:
-        return "next tokens" if self.kl is None else "next tokens, beside the baseline's"
+        return "next tokens" if self.kl is None else "next tokens, compared with the baseline"
 
     def facts(self) -> list[tuple[str, str]]:
         rows = [
@@ -106,7 +95,7 @@ class Quality(Result):
             rows.append(
                 (
                     "tokens named by the server",
-                    f"{self.named_share:.4%} of the probability; the KL is at least so large",
+                    f"{self.named_share:.4%} of the probability; the KL is a lower bound",
                 )
             )
         if self.greedy is not None:
@@ -125,15 +114,19 @@ class Quality(Result):
     def pictures(self) -> list[str]:
         """The error after each layer."""
         layers = dict(enumerate(self.layer_errors))
-        return [layer_plot(layers, "error beside the baseline's norm", log=True)] if layers else []
+        return (
+            [layer_plot(layers, "error relative to the baseline's norm", log=True)]
+            if layers
+            else []
+        )
 
 
-_CHUNK = 128  # tokens whose logits are held at a time
+_CHUNK = 128  # tokens per block of logits
 
 
 @dataclass
 class TokenSums:
-    """Totals over documents, in float64; the divergence of every token, by document."""
+    """Sums over documents, in float64; the KL divergence of every token, by document."""
 
     tokens: int = 0
     nll: float = 0.0
@@ -154,10 +147,10 @@ def add_tokens(
     theirs: Trace | None,
     their_head: Callable[[Tensor], Tensor] | None,
 ) -> None:
-    """Next-token summarize of one pass: each position from the one before a window's first scored
-    token on predicts the token after it."""
+    """Add the next-token metrics of one forward pass: positions from the one before a window's
+    first scored token on predict the token after them."""
     device = trace.final.device
-    starts = _starts([len(window.ids) for window in windows])
+    starts = itertools.accumulate((len(window.ids) for window in windows), initial=0)
     rows_of = [
         torch.arange(window.first - 1, len(window.ids) - 1) + start
         for window, start in zip(windows, starts)
@@ -165,8 +158,7 @@ def add_tokens(
     positions = torch.cat(rows_of).to(device)
     targets = torch.cat([window.ids[window.first :] for window in windows]).to(device)
     divergences = []
-    for part in _chunks(len(positions)):
-        rows, wanted = positions[part], targets[part, None]
+    for rows, wanted in zip(positions.split(_CHUNK), targets[:, None].split(_CHUNK)):
         logs = head(trace.final[rows]).float().log_softmax(dim=-1)
         sums.nll -= float(logs.gather(1, wanted).double().sum())
         if theirs is None or their_head is None:
@@ -178,7 +170,7 @@ def add_tokens(
                 "compare a model with its original",
             )
         sums.baseline_nll -= float(base.gather(1, wanted).double().sum())
-        # Rounding alone can make the sum negative where the two agree.
+        # Rounding can make the sum slightly negative.
         divergences.append((base.exp() * (base - logs)).sum(dim=-1).double().clamp(min=0))
         sums.same_top1 += int((base.argmax(dim=-1) == logs.argmax(dim=-1)).sum())
     sums.tokens += len(positions)
@@ -187,14 +179,6 @@ def add_tokens(
             part.tolist()
             for part in torch.cat(divergences).split([window.scored for window in windows])
         ]
-
-
-def _starts(lengths: list[int]) -> list[int]:
-    return [0, *itertools.accumulate(lengths)][:-1]
-
-
-def _chunks(length: int) -> Iterator[slice]:
-    return (slice(start, min(start + _CHUNK, length)) for start in range(0, length, _CHUNK))
 
 
 def add_layers(sums: TokenSums, ours: Trace, theirs: Trace) -> None:
@@ -217,6 +201,7 @@ def add_layers(sums: TokenSums, ours: Trace, theirs: Trace) -> None:
 
 
 def summarize(sums: TokenSums, documents: int, compared: bool) -> Quality:
+    """The metrics of the sums. compared: whether there is a baseline."""
     ppl = math.exp(sums.nll / sums.tokens)
     if not compared:
         return Quality(ppl, sums.tokens, documents)

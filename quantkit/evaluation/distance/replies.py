@@ -1,15 +1,17 @@
-"""How far a model that is served is from one that is loaded here, by the top log-probabilities that
-servers return.
+"""Distance of two models on replies to a task's prompts, sampled by the baseline or by a server.
 
-The server answers the prompts of a task, sampled at temperature 1, where raw and scaled
-log-probabilities are the same, and says for every token of its replies which tokens were likeliest
-and how likely. The model here then scores the same tokens. KL is taken over the tokens that the
-server named and all others as one: putting outcomes together never makes it larger (data processing
-inequality), so the figure is a lower bound, close where the named tokens hold nearly all
-probability.
+Locally the baseline samples, and both models score its tokens; their greedy replies are compared as
+well.
+
+With a server only log-probabilities of its own replies are available: it samples at temperature 1,
+where raw and scaled log-probabilities are the same, and returns the most likely tokens at every
+position. The local model scores the same tokens. KL is taken over the returned tokens and all
+others as one outcome; merging outcomes never increases KL (data processing inequality), so the
+result is a lower bound, tight where the returned tokens have nearly all probability.
 """
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,7 +48,7 @@ def task_prompts(
 def sample_replies(
     path: Path, work: TaskRun, prompts: list[Prompt], *, device: str, backend: str
 ) -> list[Window]:
-    """One reply of the model at `path` to every prompt, sampled as the protocol says: the prompt is
+    """One sampled reply of the model at `path` to every prompt, as windows: the prompt is
     context, the reply is scored."""
     generation = work.setting.generation
     made = _generate(
@@ -65,8 +67,8 @@ def sample_replies(
     ]
     if not windows:
         raise QuantkitError(
-            f"{path} wrote nothing to the prompts of {work.setting.task.name}",
-            "look at it with quantkit run",
+            f"{path} generated no reply to the prompts of {work.setting.task.name}",
+            "check it with quantkit run",
         )
     return windows
 
@@ -81,18 +83,17 @@ def greedy_paths(
     backend: str,
     cache: str | None = None,
 ) -> GreedyPaths:
-    """Both models' greedy replies, token by token. cache: of the model at `path`."""
+    """Compare both models' greedy replies token by token. cache: of the model at `path`."""
     limit = work.setting.generation.max_tokens
     sides = ((path, cache), (base, None))
     ours, theirs = (
         [reply for _, reply in _generate(one, prompts, 0.0, 1.0, limit, device, backend, own)]
         for one, own in sides
     )
-    together = [_common_prefix(a, b) for a, b in zip(ours, theirs)]
     return GreedyPaths(
         len(prompts),
-        sum(a == b for a, b in zip(ours, theirs)) / len(prompts),
-        float(median(together)),
+        sum(map(operator.eq, ours, theirs)) / len(prompts),
+        float(median(map(_common_prefix, ours, theirs))),
     )
 
 
@@ -118,7 +119,7 @@ def _generate(
         longest = model.engine.max_model_len
         if too_long := next((len(ids) for ids in encoded if len(ids) >= longest), None):
             raise QuantkitError(
-                f"a prompt has {too_long} tokens, the context is {longest}", "give another task"
+                f"a prompt has {too_long} tokens, the context is {longest}", "use another task"
             )
         sampling = [
             SamplingParams(
@@ -138,17 +139,14 @@ def _generate(
 
 
 TOP = 20
-"""Tokens that a server is asked to name at each place; 20 is the most that OpenAI's interface
-allows."""
-_MIN_REMAINDER = (
-    1e-6  # least probability of all others: less is the rounding of the server's figures
-)
-_MAX_LOST = 0.02  # share of replies that may be missing
+"""Requested top log-probabilities per position; 20 is the maximum of OpenAI's interface."""
+_MIN_REMAINDER = 1e-6  # minimum probability of all others; less is rounding of the server's values
+_MAX_LOST = 0.02  # share of replies that may fail
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The server's side. url: its address; the rest as for `quantkit eval`."""
+    """url: the server's address; the rest as for `quantkit eval`."""
 
     url: str
     model: str | None = None
@@ -160,8 +158,8 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class ScoredReply:
-    """A reply as `window`, and for each of its tokens the server's log-probabilities by token id;
-    those of its own tokens in `own`."""
+    """A reply as `window`; for each of its tokens the server's top log-probabilities by token id
+    (`top`) and its own (`own`)."""
 
     window: Window
     top: list[dict[int, float]]
@@ -184,10 +182,10 @@ def measure_endpoint(
     cache: str | None = None,
     progress: Callable[[TextProgress], None] | None = None,
 ) -> Quality:
-    """KL(baseline || model) over the replies of the server to a task's prompts. is_baseline: the server's model is the baseline.
+    """KL(baseline || model) over a server's replies to a task's prompts. is_baseline: the server's
+    model is the baseline.
 
-    Raises QuantkitError where more than 2 % of the replies are lost, or the server returns none
-    that can be compared.
+    Raises QuantkitError where more than 2 % of the replies are lost, or none can be compared.
     """
     path, report = find_model(local), progress or (lambda _: None)
     replies = _replies(path, served, task, data_dir, limit, max_tokens, seed)
@@ -226,9 +224,9 @@ def _replies(
         retries=served.retries,
         top_logprobs=TOP,
     )
-    plain = Generation(temperature=1.0, top_p=1.0, max_tokens=work.setting.generation.max_tokens)
+    sampling = Generation(temperature=1.0, top_p=1.0, max_tokens=work.setting.generation.max_tokens)
     texts, replies, lost = _ids_by_text(tokenizer), [], ""
-    for reply in sorted(endpoint.generate(prompts, plain), key=lambda reply: reply.index):
+    for reply in sorted(endpoint.generate(prompts, sampling), key=lambda reply: reply.index):
         try:
             prompt = prompts[reply.index]
             ids = (
@@ -250,7 +248,7 @@ def _replies(
 
 
 def _ids_by_text(tokenizer: ChatTokenizer) -> dict[str, int]:
-    """Token ids by their text, of texts that are one token's alone."""
+    """Token ids by text, for texts that belong to exactly one token."""
     ids = defaultdict(list)
     for token in range(tokenizer.tokenizer.get_vocab_size()):
         ids[tokenizer.token_text(token)].append(token)
@@ -258,13 +256,13 @@ def _ids_by_text(tokenizer: ChatTokenizer) -> dict[str, int]:
 
 
 def _scored_reply(reply: ModelReply, prompt: list[int], texts: dict[str, int]) -> ScoredReply:
-    """What the server said of its reply, up to the first token that its text does not name. Raises
-    ValueError where that is nothing."""
+    """The server's log-probabilities of a reply, up to the first token whose text is not unique.
+    Raises ValueError where there are none."""
     if reply.error is not None or not reply.logprobs:
-        raise ValueError(reply.error or reply.refusal or "no log-probabilities came with the reply")
+        raise ValueError(reply.error or reply.refusal or "the reply has no log-probabilities")
     if reply.prompt_tokens and reply.prompt_tokens != len(prompt):
         raise ValueError(
-            f"the server read {reply.prompt_tokens} tokens of a prompt that has {len(prompt)} here"
+            f"the server counts {reply.prompt_tokens} tokens in a prompt that has {len(prompt)} here"
         )
     ids: list[int] = []
     top: list[dict[int, float]] = []
@@ -283,15 +281,15 @@ def _scored_reply(reply: ModelReply, prompt: list[int], texts: dict[str, int]) -
         top.append(named | {token: own[-1]})
     if not ids:
         raise ValueError(
-            f"its first token {reply.logprobs[0]['token']!r} is none of the tokenizer here"
+            f"its first token {reply.logprobs[0]['token']!r} is not in the local tokenizer"
         )
     return ScoredReply(Window(torch.tensor(prompt + ids, dtype=torch.int64), len(prompt)), top, own)
 
 
 @dataclass
 class _ReplyDivergence:
-    """Of one reply: the divergence of every token, sums of both sides' -log p, equal top tokens,
-    probability that the server named."""
+    """Of one reply: KL of every token, sums of -log p of both sides, equal top-1 tokens, and the
+    probability of the returned tokens."""
 
     divergences: list[float]
     served_nll: float
@@ -301,7 +299,7 @@ class _ReplyDivergence:
 
 
 def _compare(reply: ScoredReply, logs: Tensor, is_baseline: bool) -> _ReplyDivergence:
-    """logs: float32 [tokens of the reply, vocabulary], of the model here."""
+    """logs: float32 [reply tokens, vocabulary], of the local model."""
     row = _ReplyDivergence([], -math.fsum(reply.own), 0.0, 0, 0.0)
     targets = reply.window.ids[reply.window.first :].tolist()
     for place, (named, target) in enumerate(zip(reply.top, targets)):
@@ -319,7 +317,7 @@ def _compare(reply: ScoredReply, logs: Tensor, is_baseline: bool) -> _ReplyDiver
 
 
 def _with_remainder(logs: Tensor) -> Tensor:
-    """Log-probabilities of the named tokens, and of all others as one."""
+    """Log-probabilities of the returned tokens, and of all others as one."""
     rest = (1 - logs.exp().sum()).clamp(min=_MIN_REMAINDER)
     return torch.cat([logs, rest.log()[None]])
 

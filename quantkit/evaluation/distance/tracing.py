@@ -1,4 +1,4 @@
-"""Models whose hidden states and chosen experts are seen as a text passes through them."""
+"""Models that record hidden states and routed experts of a forward pass."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,8 +23,8 @@ from quantkit.models.mlp import MoeMlp
 
 @dataclass
 class Trace:
-    """What one pass leaves: hidden [T, H] after each layer, topk_ids [T, k] of each MoE layer,
-    `final` [T, H] after the last norm."""
+    """Records of one forward pass: hidden [T, H] after each layer, topk_ids [T, k] of each MoE
+    layer, `final` [T, H] after the last norm."""
 
     hidden: dict[int, Tensor] = field(default_factory=dict)
     topk_ids: dict[int, Tensor] = field(default_factory=dict)
@@ -32,10 +32,10 @@ class Trace:
 
 
 class TracedLayer:
-    """A layer that shows what it makes of the residual stream."""
+    """A decoder layer that passes its residual stream to `record`."""
 
-    def __init__(self, layer: DecoderLayer, show: Callable[[Tensor], None]) -> None:
-        self.layer, self.show, self.input_norm = layer, show, layer.input_norm
+    def __init__(self, layer: DecoderLayer, record: Callable[[Tensor], None]) -> None:
+        self.layer, self.record, self.input_norm = layer, record, layer.input_norm
         self.mlp = getattr(layer, "mlp", None)  # expert counting reads it
 
     def __call__(
@@ -47,13 +47,13 @@ class TracedLayer:
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         normed, residual = self.layer(normed, residual, context, next_norm, rows)
-        self.show(residual)
+        self.record(residual)
         return normed, residual
 
 
 class TracedModel:
-    """A loaded model whose layers and experts report their inputs and outputs. The model is changed
-    in place and is for this use only."""
+    """A loaded model whose layers and experts record their outputs. The model is modified in
+    place and is for this use only."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded, self.trace = loaded, Trace()
@@ -75,7 +75,7 @@ class TracedModel:
 
     @property
     def head(self) -> Callable[[Tensor], Tensor]:
-        """Rows after the last norm -> logits."""
+        """Logits of rows after the last norm."""
         made: Callable[[Tensor], Tensor] = self.loaded.model.head
         return made
 
@@ -92,7 +92,7 @@ class TracedModel:
         return run
 
     def __call__(self, documents: list[Tensor]) -> Trace:
-        """Documents as flat sequences, T their tokens together."""
+        """Run documents as independent sequences; T is their total number of tokens."""
         self.trace = Trace()
         device = self.loaded.device
         context = CausalContext(
@@ -103,16 +103,16 @@ class TracedModel:
 
 
 class TracedTransformersModel:
-    """A model that transformers computes, which reports the same, but for its experts."""
+    """The same for a model computed by transformers, without routed experts."""
 
     def __init__(self, model: TransformersModel) -> None:
         self.model, self.device, self.head = model, model.device, model.logits
 
     def __call__(self, documents: list[Tensor]) -> Trace:
-        passed = [self.model.forward(ids) for ids in documents]
-        layers = passed[0].hidden
-        hidden = {number: torch.cat([one.hidden[number] for one in passed]) for number in layers}
-        return Trace(hidden, {}, torch.cat([one.final for one in passed]))
+        passes = [self.model.forward(ids) for ids in documents]
+        layers = passes[0].hidden
+        hidden = {number: torch.cat([one.hidden[number] for one in passes]) for number in layers}
+        return Trace(hidden, {}, torch.cat([one.final for one in passes]))
 
 
 def open_traced(
@@ -122,7 +122,7 @@ def open_traced(
         return TracedModel(load_model(path, device=device, backend=backend, cache=cache))
     if cache is not None:
         raise QuantkitError(
-            f"{path} is computed by transformers, which has no such cache here", "leave --cache out"
+            f"{path} is computed by transformers, without this cache", "leave --cache out"
         )
     return TracedTransformersModel(load_whole(path, device))
 
@@ -130,7 +130,7 @@ def open_traced(
 def make_expert_counter(traced: TracedModel | TracedTransformersModel) -> ExpertCounter:
     if isinstance(traced, TracedTransformersModel):
         raise QuantkitError(
-            "what experts are asked is not counted where transformers computes",
+            "routed tokens are not counted for a model computed by transformers",
             "leave --count-experts out",
         )
     return ExpertCounter(traced.loaded)

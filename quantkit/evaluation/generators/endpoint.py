@@ -1,9 +1,9 @@
-"""Any OpenAI-compatible server as a generator: many requests in flight, retried with backoff, read
-as a stream.
+"""An OpenAI-compatible server as a generator: concurrent streamed requests with retries and
+backoff.
 
-Whatever one request meets is its own sample's error. The run ends only where going on cannot help:
-the server takes no connection any more, it has refused the first requests as one refuses a wrong
-key or address, or none of the first has got a reply, with all its tries.
+An error of one request is the error of its sample. The run stops only where continuing cannot help:
+the server accepts no connection any more, it refused all first requests as for a wrong key or
+address, or none of the first requests got a reply after all retries.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from quantkit.evaluation.openai_server import (
     describe_error,
 )
 
-LARGEST_REPLY = 64 * 2**20  # characters; more is a server that does not stop
+LARGEST_REPLY = 64 * 2**20  # characters
 _STOP_REASONS = {
     "stop",
     "eos",
@@ -46,7 +46,8 @@ _LENGTH_REASONS = {"length", "max_tokens", "model_length"}
 
 @dataclass
 class ReplyReader:
-    """What a stream has brought so far."""
+    """Collects the events of one streamed reply. Malformed events raise StreamError, so they
+    fail one sample only."""
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -57,7 +58,7 @@ class ReplyReader:
     size: int = 0
 
     def add(self, event: dict[str, Any]) -> None:
-        """One event. Raises StreamError where it has no place in a reply."""
+        """Add one event. Raises StreamError where it is malformed."""
         for choice in _objects(event, "choices"):
             if str(choice.get("index") or 0) == "0":
                 self._add_choice(choice)
@@ -84,12 +85,12 @@ class ReplyReader:
         if reason is not None and not isinstance(reason, str):
             raise StreamError(f"finish_reason is {reason!r}")
         reason = reason.lower() if reason else None
-        if reason != "null":  # some servers write it as a word
+        if reason != "null":  # some servers send the string "null"
             self.finish_reason = reason or self.finish_reason
 
     def reply(self, latency_s: float) -> ModelReply:
-        """The whole reply. Raises StreamError where the server sent no end, or gave the reply
-        up."""
+        """The finished reply. Raises StreamError where the server sent no finish reason, or
+        aborted."""
         return ModelReply(
             index=-1,
             text=_join(self.text),
@@ -102,12 +103,12 @@ class ReplyReader:
         )
 
     def _finish_reason(self) -> str:
-        """stop, length, content_filter, or the server's own word where it is none of them."""
+        """stop, length, or the server's own finish reason."""
         if self.finish_reason is None:
             raise StreamError("the stream ended without a finish reason")
         if self.finish_reason in ABORT_REASONS:
             raise StreamError(
-                f"the server gave the reply up (finish_reason {self.finish_reason!r})"
+                f"the server aborted the reply (finish_reason {self.finish_reason!r})"
             )
         return (
             "stop"
@@ -121,26 +122,27 @@ class ReplyReader:
 def _objects(holder: dict[str, Any], name: str) -> list[dict[str, Any]]:
     value = holder.get(name) or []
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise StreamError(f"{name} is no list of objects: {str(value)[:100]!r}")
+        raise StreamError(f"{name} is not a list of objects: {str(value)[:100]!r}")
     return value
 
 
 def _object(holder: dict[str, Any], name: str) -> dict[str, Any]:
     value = holder.get(name) or {}
     if not isinstance(value, dict):
-        raise StreamError(f"{name} is no object: {str(value)[:100]!r}")
+        raise StreamError(f"{name} is not an object: {str(value)[:100]!r}")
     return value
 
 
 def _text(holder: dict[str, Any], name: str) -> str:
     value = holder.get(name) or ""
     if not isinstance(value, str):
-        raise StreamError(f"{name} is no text: {str(value)[:100]!r}")
+        raise StreamError(f"{name} is not a string: {str(value)[:100]!r}")
     return value
 
 
 def _content(part: dict[str, Any]) -> tuple[str, str]:
-    """The text and the reasoning of a content, which some servers send as a list of typed parts."""
+    """The text and the reasoning of a content field, which some servers send as a list of typed
+    parts."""
     if not isinstance(part.get("content"), list):
         return _text(part, "content"), ""
     text, thought = "", ""
@@ -158,16 +160,16 @@ def _content(part: dict[str, Any]) -> tuple[str, str]:
 
 
 def _count(holder: dict[str, Any], name: str) -> int:
-    """A number of tokens; 0 is not known, which some servers write as a negative number."""
+    """A number of tokens; 0 where unknown, which some servers write as a negative number."""
     value = holder.get(name) or 0
     if not isinstance(value, int | float) or value != value // 1:
-        raise StreamError(f"{name} is no count: {str(value)[:100]!r}")
+        raise StreamError(f"{name} is not a token count: {str(value)[:100]!r}")
     return max(int(value), 0)
 
 
 def _join(pieces: list[str]) -> str:
-    """One text: a pair of surrogates that two pieces share becomes its character, a lone one, which
-    no file takes, U+FFFD."""
+    """One text: a surrogate pair split over two pieces becomes its character, a lone surrogate
+    U+FFFD."""
     return "".join(pieces).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -178,9 +180,8 @@ _REFUSAL_STATUS = {
     403,
     404,
     405,
-}  # about the address or the key, if every request gets it; else about one prompt
-# such refusals, or samples without a reply, before there is a single one; or as many as are in
-# flight
+}  # wrong address or key if every request gets it, else one bad prompt
+# refusals, or failed samples, before the first reply; at least the number of concurrent requests
 _MIN_FAILURES = 4
 _CONTEXT_ERRORS = (
     "context length",
@@ -195,7 +196,7 @@ _CONTEXT_ERRORS = (
 
 
 class _Fatal(Exception):
-    """A problem that every further request would meet too, and its remedy."""
+    """An error that every further request would meet too, and its remedy."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(problem)
@@ -203,14 +204,12 @@ class _Fatal(Exception):
 
 
 class Endpoint:
-    """`url` is the server, with or without /v1 or a method after it. `model` defaults to the only
-    one that the server lists.
+    """`url` is the server, with or without /v1 or a method. `model` defaults to the only model
+    listed.
 
-    `identity` says who answers, not where: the model's name, and `revision` where it is given, else
-    what the server reports of it.
-    retries: further tries of a request that failed in passing. timeout_s: longest wait for the next
-    event of a reply. top_logprobs: the number of alternatives returned at every position of a reply
-    to messages.
+    `identity` describes the model, not the address: its name, and `revision` if given, else what
+    the server reports. retries: further attempts after a transient failure. timeout_s: longest wait
+    for the next event. top_logprobs: alternatives returned at every position of a chat reply.
     """
 
     identity_is_certain = False
@@ -249,7 +248,7 @@ class Endpoint:
         self._answered, self._refused, self._failed = 0, 0, 0
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[ModelReply]:
-        """Completions as they finish. Stopping the iteration cancels what is in flight."""
+        """Replies as they finish. Stopping the iteration cancels running requests."""
         arrived: queue.Queue[ModelReply | BaseException | None] = queue.Queue()
         stop = threading.Event()
 
@@ -309,19 +308,17 @@ class Endpoint:
                     task.cancel()
                 await asyncio.gather(
                     watcher, *workers, return_exceptions=True
-                )  # one error is reported, though several may have met it
+                )  # report one error, though several may have occurred
 
     async def _reply(
         self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation
     ) -> ModelReply:
-        """One reply, or what went wrong with it."""
+        """One reply, or its error."""
         try:
             reply = await self._ask(client, prompt, parameters)
         except _Fatal:
             raise
-        except (
-            Exception
-        ) as error:  # whatever a server may make a client do wrong is the matter of this sample
+        except Exception as error:  # any error caused by the server fails this sample only
             reply = ModelReply(index=-1, error=describe_error(error))
         self._answered += reply.error is None
         return reply
@@ -329,7 +326,7 @@ class Endpoint:
     async def _ask(
         self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation
     ) -> ModelReply:
-        """One reply, with retries. A refusal of this prompt (4xx) or the last failed try becomes a
+        """One reply, with retries. A refused prompt (4xx) or the last failed attempt gives a
         reply with `error`."""
         problem, unreachable = "", 0
         for attempt in range(self._retries + 1):
@@ -357,26 +354,25 @@ class Endpoint:
             self._count_failure(problem)
         if unreachable == self._retries + 1:
             raise _Fatal(
-                "the server is gone", "start it and repeat the command; replies in --out are kept"
+                "the server is not reachable any more",
+                "start it and repeat the command; replies in --out are stored",
             )
         return ModelReply(index=-1, error=problem)
 
     def _count_failure(self, problem: str) -> None:
-        """Raise _Fatal where all that it is asked fails, with every try: hours of tries would be no
-        different."""
+        """Raise _Fatal where every request so far failed after all retries."""
         self._failed += 1
         if not self._answered and self._failed > max(_MIN_FAILURES, self._concurrency):
             message = (
-                f"none of the first {self._failed} requests got a reply, the last for: {problem}"
+                f"none of the first {self._failed} requests got a reply; last error: {problem}"
             )
             raise _Fatal(
                 message,
-                "mend the server and repeat the command; `quantkit regrade` grades what an earlier "
-                "run kept",
+                "fix the server and repeat the command; `quantkit regrade` grades stored replies",
             )
 
     def _count_refusal(self, status: int, problem: str) -> None:
-        """Raise _Fatal where it refuses all that it is asked."""
+        """Raise _Fatal where every request so far was refused."""
         self._refused += status in _REFUSAL_STATUS
         if not self._answered and self._refused >= max(_MIN_FAILURES, self._concurrency):
             raise _Fatal(problem, "check the address, the model name and --api-key")
@@ -395,14 +391,11 @@ class Endpoint:
                 async for event in events:
                     reader.add(event)
             except (httpx.TransportError, TimeoutError):
-                if (
-                    reader.finish_reason is None
-                ):  # with one the reply is whole, however the connection ends
+                if reader.finish_reason is None:  # with a finish reason the reply is complete
                     raise
         return reader
 
-    def close(self) -> None:
-        """Nothing is held between calls."""
+    def close(self) -> None: ...
 
 
 def request_body(model: str, prompt: Prompt, parameters: Generation) -> dict[str, Any]:
@@ -425,13 +418,12 @@ def request_body(model: str, prompt: Prompt, parameters: Generation) -> dict[str
 
 
 def _is_context_overflow(status: int, problem: str) -> bool:
-    """Whether a refusal is for the length of the prompt, or of prompt and reply: the model's limit,
-    not an error of the server."""
+    """Whether a refusal is due to the length of the prompt, or of prompt and reply."""
     return status in (400, 413, 422) and any(words in problem.lower() for words in _CONTEXT_ERRORS)
 
 
 async def _wait_retry_after(response: httpx.Response) -> None:
-    """Retry-After in seconds or as a date, a minute at most."""
+    """Wait for Retry-After, given in seconds or as a date; at most a minute."""
     after = response.headers.get("retry-after", "")
     seconds = 0.0
     if after.isdecimal():

@@ -1,8 +1,5 @@
-"""The one protocol through which evaluation reaches a model, in this process (local.py) or at an
-endpoint (endpoint.py).
-
-Everything after the text is the same code for both.
-"""
+"""The interface of evaluation to a model, in this process (local.py) or at a server
+(endpoint.py)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +10,7 @@ from quantkit.common.errors import QuantkitError
 
 @dataclass(frozen=True)
 class Generation:
-    """Sampling parameters. temperature 0 is greedy; max_tokens None leaves the limit to the model's
-    context."""
+    """Sampling parameters. temperature 0 is greedy; max_tokens None: up to the model's context."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -24,8 +20,8 @@ class Generation:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request: chat messages, or a raw text to continue. `think` asks for a reply that starts
-    inside <think>."""
+    """One request: chat messages, or a raw text to continue. `think`: start the reply inside
+    <think>."""
 
     messages: tuple[dict[str, str], ...] = ()
     text: str | None = None
@@ -37,13 +33,12 @@ class Prompt:
 class ModelReply:
     """One reply to `prompts[index]`.
 
-    `think_open` says whether the prompt ended inside <think>, None where that is not known (an
-    endpoint applies its own template).
-    `reasoning` is set where the server parsed the thinking out of the text. `finish_reason` is
-    stop, length, content_filter (a server's filter ended it), context (the request did not fit the
-    model's context; `refusal` says so in the server's words, and there is no text) or a server's
-    own word. With `error` set, there is no reply. Times are seconds. `logprobs`: of every token, as
-    OpenAI's interface returns them, where they were asked for; they are not kept.
+    think_open: whether the prompt ended inside <think>; None where unknown (a server applies its
+    own template). reasoning: set where the server separated it from the text. finish_reason: stop,
+    length, content_filter, context (the request did not fit the model's context; `refusal` is the
+    server's message, and there is no text), or a server's own. error: the request failed and there
+    is no reply. latency_s in seconds. logprobs: of every token, in OpenAI's format, where
+    requested; not stored.
     """
 
     index: int
@@ -60,11 +55,10 @@ class ModelReply:
 
 
 class Generator(Protocol):
-    """A model that answers prompts. `identity` names it for results and fingerprints: what changes
-    when the weights do.
+    """A model that answers prompts. `identity` identifies it in results and fingerprints: it
+    changes when the weights do.
 
-    identity_is_certain: no other model can have this identity. A server's word for its model is not
-    that.
+    identity_is_certain: no other model can have this identity; False for servers.
     """
 
     name: str
@@ -72,16 +66,16 @@ class Generator(Protocol):
     identity_is_certain: bool
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[ModelReply]:
-        """Yield one completion per prompt, in any order, as they finish."""
+        """Yield one reply per prompt, in any order, as they finish."""
         ...
 
     def close(self) -> None: ...
 
 
 def reject_cache_option(url: str, cache: str | None) -> None:
-    """Refuse to choose a server's cache."""
+    """Raise QuantkitError where --cache is given for a server."""
     if cache is not None:
         raise QuantkitError(
-            f"--cache {cache} is for a model loaded here, and {url} has a cache of its own",
+            f"--cache {cache} applies to a model loaded here, and {url} is a server",
             "leave --cache out",
         )

@@ -1,4 +1,4 @@
-"""A local checkpoint as a generator: a thin adapter over the executor."""
+"""A local checkpoint as a generator, on the executor."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,8 @@ from quantkit.tokenizer.reasoning_tags import THINK
 
 
 class Local:
-    """`path` is a checkpoint directory. Prompts run together, up to `concurrency` in a batch.
-    count_experts: a file that closing writes, of what the experts were asked."""
+    """`path` is a checkpoint directory. Up to `concurrency` prompts run in a batch.
+    count_experts: a file for the number of tokens routed to each expert, written by `close`."""
 
     identity_is_certain = True
 
@@ -84,7 +84,7 @@ class Local:
             )
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids that `generate` gives the model."""
+        """The prompt's token ids as `generate` uses them."""
         return _encode(self.engine.tokenizer, prompt)[0]
 
     def close(self) -> None:
@@ -94,8 +94,8 @@ class Local:
 
 
 def _server_defaults(tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """What servers take of generation_config.json where a request does not say it, as no protocol
-    does: the same model scores the same."""
+    """Sampling defaults of generation_config.json that servers apply where a request does not
+    set them, so that a local model scores the same as a served one."""
     defaults = {
         name: tokenizer.sampling_defaults.get(name)
         for name in ("top_k", "min_p", "repetition_penalty")
@@ -109,8 +109,8 @@ def _server_defaults(tokenizer: ChatTokenizer) -> dict[str, Any]:
 
 
 def _encode(tokenizer: ChatTokenizer, prompt: Prompt) -> tuple[list[int], bool]:
-    """Token ids, and whether they end inside <think>: because the template puts it there, or
-    because the protocol asks for it."""
+    """Token ids, and whether they end inside <think>, by the chat template or because the
+    protocol asks for it."""
     if prompt.text is not None:
         return tokenizer.encode(prompt.text), False
     text = tokenizer.render(list(prompt.messages))
@@ -121,15 +121,15 @@ def _encode(tokenizer: ChatTokenizer, prompt: Prompt) -> tuple[list[int], bool]:
 
 
 def template_reasons(path: Path) -> bool | None:
-    """Whether the checkpoint's chat template opens <think>, None where it has none; for choosing a
-    protocol before anything is loaded."""
+    """Whether the checkpoint's chat template opens <think>; None without a chat template. Loads
+    the tokenizer only."""
     tokenizer = ChatTokenizer(path)
     return tokenizer.prefills_think if "default" in tokenizer.templates else None
 
 
 def content_hash(path: Path) -> str:
-    """A hash that changes when the weights, the tokenizer or the chat template do: the checkpoint's
-    fingerprint, and its small files."""
+    """A hash of the weights, the tokenizer and the chat template: the checkpoint's fingerprint
+    and its small files."""
     digest = hashlib.sha256(Checkpoint.open(path).fingerprint.encode())
     for file in sorted(path.iterdir()):
         if file.suffix in (".json", ".jinja"):

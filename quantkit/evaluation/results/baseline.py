@@ -1,5 +1,5 @@
-"""Comparing runs with a baseline: one run task by task, or several finished runs with the first of
-them. Verdicts are holm_corrected for the number of comparisons (Holm)."""
+"""Comparison with a baseline: of one run, task by task, and of several finished runs with the
+first of them. Verdicts are corrected for the number of comparisons (Holm)."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -18,16 +18,14 @@ from quantkit.evaluation.tasks.definitions import EXCLUDED
 
 @dataclass(frozen=True)
 class Baseline:
-    """`scores`: task -> problem -> 0/1 per repeat; `samples`: task -> problem -> sample rows, for
-    reading side by side."""
+    """The run that others are compared with. scores: task -> problem -> 0/1 per repeat; samples:
+    task -> problem -> sample rows; planned: number of samples per task, failed ones included."""
 
     name: str
     scores: dict[str, dict[str, list[float]]]
     samples: dict[str, dict[str, list[dict[str, Any]]]]
     facts: dict[str, dict[str, Any]]
-    planned: dict[str, int] = field(
-        default_factory=dict
-    )  # samples by task, those that failed among them
+    planned: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_results(cls, results: EvalResults) -> "Baseline":
@@ -54,11 +52,10 @@ class Baseline:
         return cls(name, scores, samples, facts, planned)
 
     def graded(self, task: str) -> int:
-        """Samples with a grade."""
         return sum(map(len, self.scores.get(task, {}).values()))
 
     def fault(self, task: str) -> str | None:
-        """Why no verdict can rest on it; None where one can."""
+        """Why no verdict can use this baseline (too many failed samples), or None."""
         lost = self.planned.get(task, 0) - self.graded(task)
         if lost <= MAX_ERROR_SHARE * self.planned.get(task, 0):
             return None
@@ -68,7 +65,7 @@ class Baseline:
         )
 
     def changed_facts(self, task: str, facts: dict[str, Any]) -> list[str]:
-        """Names of the facts besides model and seed that are not the same."""
+        """Names of the facts, other than model and seed, that differ from this run's."""
         theirs = self.facts.get(task, {})
         return [
             name
@@ -77,15 +74,16 @@ class Baseline:
         ]
 
 
-def read_baseline(given: str) -> Baseline | None:
-    """The run in folder (or results.json) `given`; None where it is a model to be run instead."""
-    path = Path(given)
+def read_baseline(name: str) -> Baseline | None:
+    """The run in a folder (or at its results.json); None where `name` is a model that must be
+    run."""
+    path = Path(name)
     folder = path.parent if path.name == "results.json" else path
     results, samples = folder / "results.json", folder / "samples.jsonl"
     if not results.is_file():
         if path.name == "results.json":
             raise QuantkitError(
-                f"baseline {given} does not exist",
+                f"baseline {name} does not exist",
                 "give a model, or the --out folder of an earlier run",
             )
         return None
@@ -95,9 +93,9 @@ def read_baseline(given: str) -> Baseline | None:
             "run it again: a comparison needs every sample",
         )
     try:
-        found = json.loads(results.read_text())
-        facts = {name: task.get("facts", {}) for name, task in found["results"].items()}
-        return Baseline.from_rows(found["model"], read_samples(samples), facts)
+        stored = json.loads(results.read_text())
+        facts = {name: task.get("facts", {}) for name, task in stored["results"].items()}
+        return Baseline.from_rows(stored["model"], read_samples(samples), facts)
     except (ValueError, KeyError, TypeError) as error:
         raise QuantkitError(
             f"baseline {folder} cannot be read ({type(error).__name__}: {error})",
@@ -108,8 +106,8 @@ def read_baseline(given: str) -> Baseline | None:
 def compare_results(
     results: EvalResults, reference: Baseline, margin: float, seed: int
 ) -> EvalResults:
-    """The results with a comparison in every task that shares problems with `reference`, unless
-    either lost too many samples."""
+    """`results` with a comparison in every task that shares problems with `reference`, unless
+    either lost too many samples. `seed` seeds the bounds."""
     looks = Looks(results.out)
     tasks = {
         name: _compare_task(task, reference, margin, seed, looks)
@@ -133,7 +131,7 @@ def _compare_task(
     if not any(problem in scores for problem in ours):
         return replace(
             task,
-            notes=[*task.notes, f"the baseline {reference.name} has no sample of these problems"],
+            notes=[*task.notes, f"the baseline {reference.name} has no samples of these problems"],
         )
     look = looks.number(task.facts, facts, (len(task.graded), reference.graded(task.name)))
     greedy = task.setting.generation.temperature == 0
@@ -141,8 +139,8 @@ def _compare_task(
     notes = list(task.notes)
     if changed := reference.changed_facts(task.name, task.facts):
         notes.append(
-            f"the baseline was run with another {', '.join(changed)}: the comparison is not like "
-            "for like"
+            f"the baseline was run with another {', '.join(changed)}: the two runs are not "
+            "directly comparable"
         )
     return replace(
         task, comparison=comparison, notes=notes, group_differences=_by_group(task, scores, seed)
@@ -152,8 +150,7 @@ def _compare_task(
 def _by_group(
     task: TaskResult, scores: dict[str, list[float]], seed: int
 ) -> dict[str, dict[str, float]]:
-    """Of every group: the baseline's accuracy, and the difference with its 95 % interval, for that
-    group alone."""
+    """Per group: the baseline's accuracy and the difference with its 95 % interval."""
     ours = task.table()
     members: dict[str, list[str]] = {}
     for problem, group in {
@@ -177,8 +174,8 @@ def _by_group(
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run: `tasks` its figures by task, `comparisons` with the baseline where both have the
-    task, `notes` what must be messages of them."""
+    """One run: its metrics by task, comparisons with the baseline for the tasks of both, and
+    notes."""
 
     name: str
     folder: str
@@ -197,7 +194,7 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """The baseline first. Verdicts are holm_corrected for all comparisons together (Holm)."""
+    """Several runs, the baseline first. Verdicts are corrected over all comparisons (Holm)."""
 
     runs: list[ComparedRun]
     margin: float
@@ -215,11 +212,11 @@ class RunComparison:
 
 
 def compare_runs(folders: list[Path], *, margin: float, seed: int = 0) -> RunComparison:
-    """The --out folders of finished evaluations, the baseline's first. Raises QuantkitError where
-    one is not that."""
+    """Compare the --out folders of finished evaluations, the baseline's first. Raises
+    QuantkitError where a folder holds no results."""
     if len(folders) < 2:
         raise QuantkitError(
-            "one run has nothing to be compared with",
+            "one run cannot be compared",
             "give the baseline's folder first, then others",
         )
     if not 0 < margin < 1:
@@ -260,7 +257,7 @@ def _read(folder: Path) -> Baseline:
 
 
 def _names(folders: list[Path], models: list[str]) -> list[str]:
-    """What the models are called; with the folder where two are called alike."""
+    """Model names, with the folder where two runs have the same model."""
     return [
         name if models.count(name) == 1 else f"{name} ({folder})"
         for folder, name in zip(folders, models)
@@ -282,7 +279,7 @@ def _compare_run(
         return None, [f"{task}: no problem in common with {reference.name}"]
     changed = reference.changed_facts(task, facts)
     return comparison, [
-        f"{task}: run with another {', '.join(changed)}; not like for like"
+        f"{task}: run with another {', '.join(changed)}; not directly comparable"
     ] if changed else []
 
 
@@ -301,7 +298,7 @@ def _figures(run: Baseline, task: str) -> dict[str, Any]:
 
 
 def write_page(out: Path, table: RunComparison) -> None:
-    """comparison.html and comparison.json in `out`."""
+    """Write comparison.html and comparison.json to `out`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -328,5 +325,5 @@ def write_page(out: Path, table: RunComparison) -> None:
 
 
 def _label(name: str) -> str:
-    """What fits beside a plot."""
+    """The name, shortened to fit a plot's axis."""
     return name if len(name) <= 40 else f"{name[:18]}...{name[-19:]}"

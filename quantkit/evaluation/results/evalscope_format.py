@@ -1,8 +1,8 @@
 """Export in evalscope's report schema (version 2), one JSON per task, for dashboards that read its
 folders.
 
-Layout: OUT/reports/MODEL/TASK.json. Their format has no place for an interval; those stay in
-results.json.
+Layout: OUT/reports/MODEL/TASK.json. The schema has no field for an interval; those are in
+results.json only.
 """
 
 import json
@@ -28,8 +28,8 @@ def write_reports(out: Path, results: EvalResults) -> list[Path]:
 
 
 def report(model: str, task: TaskResult) -> dict[str, Any]:
-    """One task as evalscope's Report. `num` counts samples, as theirs does; scores are rounded to
-    four digits, as theirs are."""
+    """One task as evalscope's Report. As there, `num` counts samples and scores are rounded to
+    four digits."""
     about = task.setting.task
     dataset = about.name.replace("-", "_")
     groups: dict[str, list[bool]] = {}

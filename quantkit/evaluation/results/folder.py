@@ -1,12 +1,14 @@
-"""The output folder of an evaluation, and what may be reused from it.
+"""The output folder of an evaluation: its lock, and what a resumed run reuses from it.
 
-  completions/TASK-FINGERPRINT.jsonl   replies as they arrive, appended line by line: the journal that a run resumes from
-  looks.json                           which comparisons were made here: a run that grows is looked at more than once
+  completions/TASK-FINGERPRINT.jsonl   journal of replies, one line each, from which a run resumes
+  looks.json                           sample counts of every comparison made here
   samples.jsonl                        every sample of the last run with its grade
+  prompts.jsonl                        every problem's prompt
   results.json, report.html            written last
-A fingerprint covers what makes a reply: model, task, prompt, data, sampling. It leaves out how many
-(limit, repeats, concurrency), so that growing a run reuses what is there, and a change of anything
-else starts a new file next to the old one and is reported.
+
+A fingerprint covers what determines a reply: model, task, prompt, data, sampling. It excludes
+limit, repeats and concurrency, so a larger run reuses existing replies; any other change starts a
+new journal and is reported.
 """
 
 import hashlib
@@ -33,19 +35,18 @@ def fingerprint(facts: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ModelProbe:
-    """A prompt that was asked greedily, with its reply."""
+    """A greedy prompt with its reply, to recognise the model later."""
 
     prompt: Prompt
     reply: ModelReply
 
 
 class ReplyJournal:
-    """Replies of one task under one fingerprint. Failed requests are not kept: they are asked
-    again.
+    """Replies of one task under one fingerprint. Failed requests are not stored, so they are
+    retried.
 
-    `probe`: the current server can be compared with it; None where none was kept.
-    `request` is written beside the facts of a new journal: what regrading needs to know (task file,
-    data folder).
+    `request` is stored in the header of a new journal for regrading (task file, data folder).
+    `probe` is None where none was stored.
     """
 
     def __init__(
@@ -59,12 +60,11 @@ class ReplyJournal:
         self.probe: ModelProbe | None = None
         if not self.path.exists():
             write_atomic(self.path, json.dumps({"facts": facts, "request": request or {}}) + "\n")
-        self.path.touch()  # the one of its task that was used last is regraded
+        self.path.touch()  # regrading uses the most recently used journal of a task
         self._read()
 
     def _read(self) -> None:
-        """A last line cut by a kill is dropped, and cut off the file so that the next one starts
-        clean."""
+        """Read all rows; an incomplete last line (killed process) is truncated from the file."""
         data = self.path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
@@ -102,7 +102,7 @@ def _row(reply: ModelReply) -> dict[str, Any]:
 
 
 def read_journal_header(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(facts, request) of a journal. Raises QuantkitError where the file is not one."""
+    """(facts, request) of a journal. Raises QuantkitError where the file is not a journal."""
     try:
         with path.open(encoding="utf-8") as file:
             head = json.loads(file.readline())
@@ -115,7 +115,7 @@ def read_journal_header(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def journals(out: Path) -> list[Path]:
-    """The journal that was written last of every task below `out`, in the order of their names."""
+    """The most recently used journal of every task in `out`, in order of the file names."""
     last: dict[str, Path] = {}
     for path in sorted(
         (out / "completions").glob(f"*-{'[0-9a-f]' * 16}.jsonl"),
@@ -126,8 +126,8 @@ def journals(out: Path) -> list[Path]:
 
 
 class Looks:
-    """Comparisons that were made in `out`, kept in looks.json: for every pair of runs the numbers
-    of samples that were looked at."""
+    """Comparisons made in `out`, stored in looks.json: for each pair of runs the numbers of
+    samples compared."""
 
     def __init__(self, out: Path | None) -> None:
         self._path = out / "looks.json" if out is not None else None
@@ -136,8 +136,8 @@ class Looks:
             self._made = json.loads(self._path.read_text())
 
     def number(self, ours: dict[str, Any], theirs: dict[str, Any], samples: tuple[int, int]) -> int:
-        """Which look this is at the runs with these facts, 1 being the first. The same samples
-        again are no new look."""
+        """Index, from 1, of this look at the two runs with these facts. Repeating the same
+        sample counts is not a new look."""
         made = self._made.setdefault(f"{fingerprint(ours)}-{fingerprint(theirs)}", [])
         if list(samples) not in made:
             made.append(list(samples))
@@ -147,7 +147,7 @@ class Looks:
 
 
 def _changes(folder: Path, task: str, facts: dict[str, Any]) -> list[str]:
-    """Which facts differ from the most recent other journal of this task."""
+    """Names of the facts that differ from the most recent other journal of this task."""
     others = sorted(
         folder.glob(f"{task}-{'[0-9a-f]' * 16}.jsonl"), key=lambda path: path.stat().st_mtime
     )
@@ -164,13 +164,13 @@ def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
 def read_samples(path: Path) -> list[dict[str, Any]]:
     return [
         json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line
-    ]  # not at U+2028
+    ]  # splitlines would also split at U+2028
 
 
 @contextmanager
 def results_folder(out: Path | None, *models: str | None) -> Iterator[None]:
-    """Hold the folder for this process; None is no folder. Raises QuantkitError where it would
-    write among a model's files."""
+    """Lock the folder for this process; None does nothing. Raises QuantkitError where `out`
+    contains a model's files."""
     if out is None:
         yield
         return
@@ -192,7 +192,7 @@ def results_folder(out: Path | None, *models: str | None) -> Iterator[None]:
 
 
 def local_models(names: Iterable[str | None]) -> list[Path]:
-    """Those that are directories here."""
+    """Paths of those models that are local directories."""
     paths = [
         builtin_model(name) if name in BUILTIN_MODELS else Path(name).expanduser()
         for name in names

@@ -1,5 +1,5 @@
-"""HTML pages of evaluation results: self-contained, from the Jinja2 templates in this folder, with
-plots as inline SVG."""
+"""HTML pages of evaluation results: self-contained, from the Jinja2 templates in this folder,
+with plots as inline SVG."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +12,7 @@ from quantkit.evaluation.statistics.comparison import Comparison
 
 
 def render(template: str, **values: object) -> str:
-    """The page from a template beside this file. Text is escaped; plots are marked safe where they
-    are."""
+    """Render a template of this folder. Text is escaped; the templates mark plots as safe."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -37,24 +36,28 @@ def points(share: float | None) -> str:
 
 
 def signed(share: Any) -> str:
-    """A difference in points."""
+    """A difference in percentage points, with its sign."""
     return f"{100 * share:+.1f}"
 
 
+def _bar(axes: Any, low: float, high: float, place: int, colour: str, width: int) -> None:
+    axes.plot(
+        [100 * low, 100 * high],
+        [place, place],
+        color=colour,
+        linewidth=width,
+        alpha=0.4,
+        solid_capstyle="butt",
+    )
+
+
 def accuracy_plot(rows: Sequence[tuple[str, float, float, float, bool]]) -> str:
-    """Accuracies with intervals: (label, share, low, high, is ours); others' published figures have
-    low == high."""
+    """Accuracies with intervals: (label, share, low, high, is ours); low == high for published
+    scores."""
     axes, figure = draw(7.0, 0.6 + 0.34 * len(rows))
     for place, (_label, share, low, high, ours) in enumerate(rows):
         colour = OURS if ours else GREY
-        axes.plot(
-            [100 * low, 100 * high],
-            [place, place],
-            color=colour,
-            linewidth=3,
-            alpha=0.4,
-            solid_capstyle="butt",
-        )
+        _bar(axes, low, high, place, colour, 3)
         axes.plot([100 * share], [place], marker="o" if ours else "D", color=colour)
     axes.set_yticks(range(len(rows)), [row[0] for row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -64,7 +67,7 @@ def accuracy_plot(rows: Sequence[tuple[str, float, float, float, bool]]) -> str:
 
 
 def tokens_plot(right: Sequence[int], wrong: Sequence[int], limit: int | None) -> str:
-    """Histogram of reply lengths, right and wrong ones."""
+    """Histogram of reply lengths in tokens, of right and wrong replies."""
     axes, figure = draw(7.0, 2.2)
     top = max([*right, *wrong, 1])
     edges = [top * i / 30 for i in range(31)]
@@ -87,14 +90,7 @@ def tokens_plot(right: Sequence[int], wrong: Sequence[int], limit: int | None) -
 def difference_plot(comparison: Comparison) -> str:
     """The paired difference with its interval, zero, and the margin."""
     axes, figure = draw(7.0, 1.1)
-    axes.plot(
-        [100 * comparison.low, 100 * comparison.high],
-        [0, 0],
-        color=OURS,
-        linewidth=4,
-        alpha=0.4,
-        solid_capstyle="butt",
-    )
+    _bar(axes, comparison.low, comparison.high, 0, OURS, 4)
     axes.plot([100 * comparison.difference], [0], marker="o", color=OURS)
     axes.axvline(0, color="black", linewidth=1)
     axes.axvline(-100 * comparison.margin, color=THEIRS, linewidth=1, linestyle="--")
@@ -107,17 +103,10 @@ def difference_plot(comparison: Comparison) -> str:
 
 
 def differences_plot(comparisons: Sequence[tuple[str, Comparison]]) -> str:
-    """Differences of several runs from one baseline with their intervals: (label, comparison)."""
+    """Paired differences of several runs from one baseline, with intervals: (label, comparison)."""
     axes, figure = draw(7.0, 0.6 + 0.34 * len(comparisons))
     for place, (_label, one) in enumerate(comparisons):
-        axes.plot(
-            [100 * one.low, 100 * one.high],
-            [place, place],
-            color=OURS,
-            linewidth=3,
-            alpha=0.4,
-            solid_capstyle="butt",
-        )
+        _bar(axes, one.low, one.high, place, OURS, 3)
         axes.plot([100 * one.difference], [place], marker="o", color=OURS)
     axes.axvline(0, color="black", linewidth=1)
     axes.axvline(-100 * comparisons[0][1].margin, color=THEIRS, linewidth=1, linestyle="--")
@@ -129,7 +118,7 @@ def differences_plot(comparisons: Sequence[tuple[str, Comparison]]) -> str:
 
 
 def problems_plot(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """Problem means of candidate against baseline; the size of a dot counts the problems on it."""
+    """Mean score per problem, candidate over baseline; dot size is the number of problems."""
     axes, figure = draw(3.4, 3.2)
     counts: dict[tuple[float, float], int] = {}
     for pair in zip(theirs, ours):

@@ -1,4 +1,4 @@
-"""Figures that others published (eval/reference), as data with their source. Shown beside ours
+"""Results published by others (eval/reference), as data with their source. Shown next to ours
 under their own heading, never merged."""
 
 import re
@@ -18,16 +18,18 @@ class PublishedEntry(Strict):
 
 
 class AccuracyTable(Strict):
+    """`wording`: task name -> the name that the source uses."""
+
     source: str
     hardware: str
     harness: str
     remark: str
     entries: list[PublishedEntry]
-    wording: dict[str, str]  # task name -> how the source calls it
+    wording: dict[str, str]
 
 
 class SpeedTable(Strict):
-    """`rows` under `columns`; None where the source gives no figure."""
+    """`rows` under `columns`; None where the source gives no value."""
 
     name: str
     source: str
@@ -73,8 +75,8 @@ def speed_tables() -> tuple[SpeedTable, ...]:
 
 
 def published_speeds() -> list[dict[str, Any]]:
-    """The speed tables, all of Ascend boxes, JSON-ready: what they are of, and their rows as
-    records without the figures not given."""
+    """The speed tables, all of Ascend machines, as JSON: metadata and rows as records without
+    the values not given."""
     return [
         table.model_dump(exclude={"columns", "rows"})
         | {
@@ -88,9 +90,9 @@ def published_speeds() -> list[dict[str, Any]]:
 
 
 def published_speeds_for(model: str) -> list[dict[str, Any]]:
-    """Those of `published_speeds` that are of this model, by the name of its folder or of a
-    server's model: another release of it, and a model distilled from it, are others; words of a
-    quantization do not count."""
+    """Those of `published_speeds` for this model, by the name of its folder or of a server's
+    model. Other releases and distilled models do not match; quantization suffixes are
+    ignored."""
     return [table for table in published_speeds() if _matches(model, table["model"])]
 
 

@@ -1,8 +1,8 @@
-"""report.html: one self-contained page per run.
+"""The files of a finished run: samples, prompts, results.json, and report.html.
 
-Figures, warnings, the verdict against the baseline, plots, and replies to read side by side:
-failures first, right ones after them, each with the prompt as it was sent. Replies are filtered by
-their reason without a script.
+report.html is one self-contained page: scores, warnings, the verdict against the baseline, plots,
+and replies next to the baseline's with the prompts as sent, failures first. Replies are filtered by
+reason without a script.
 """
 
 import json
@@ -34,7 +34,7 @@ from quantkit.evaluation.tasks.prompts import prompt_parts
 def write_results(
     results: EvalResults, reference: Baseline | None, export: str | None = None
 ) -> None:
-    """results.out must be a folder. export: "evalscope" or None."""
+    """Write all files of the run to results.out; results.json last. export: "evalscope" or None."""
     assert results.out is not None
     write_samples(results.out / "samples.jsonl", results.samples())
     write_samples(results.out / "prompts.jsonl", _prompts(results))
@@ -146,8 +146,8 @@ def _plots(
 
 @dataclass(frozen=True)
 class _ReplyPair:
-    """One reply to a problem: a wrong one where there is one. `solved` and the baseline's are
-    shares over repeats."""
+    """One reply to a problem (a wrong one if there is any) and the baseline's rows for that
+    problem. `solved` and `baseline_solved` are shares over repeats."""
 
     sample: Sample
     solved: float
@@ -161,7 +161,7 @@ class _ReplyPair:
 
 
 def _select_replies(task: TaskResult, baseline: Baseline | None) -> list[_ReplyPair]:
-    """Failures first, and of those the ones that the baseline solves; then what is right."""
+    """One reply per problem: failures first, of those the ones that the baseline solves first."""
     first: dict[str, Sample] = {}
     for sample in task.graded:
         before = first.setdefault(sample.problem.id, sample)
@@ -179,7 +179,7 @@ def _select_replies(task: TaskResult, baseline: Baseline | None) -> list[_ReplyP
 
 
 def _limit_replies(chosen: list[_ReplyPair]) -> list[_ReplyPair]:
-    """As many failures and successes as a page takes."""
+    """The failures and successes that the page shows."""
     wrong = [one for one in chosen if not one.sample.grade.correct]
     right = [one for one in chosen if one.sample.grade.correct]
     return wrong[:FAILURES] + right[:SUCCESSES]
@@ -187,7 +187,7 @@ def _limit_replies(chosen: list[_ReplyPair]) -> list[_ReplyPair]:
 
 def _reply_pair_json(task: TaskResult, one: _ReplyPair) -> dict[str, Any]:
     sample, problem = one.sample, one.sample.problem
-    # The same repeat where there is one, else the first: what the two models made of the same draw.
+    # Prefer the same repeat: both models then answered the same draw.
     other = next(
         (row for row in one.theirs if row["repeat"] == sample.repeat),
         one.theirs[0] if one.theirs else None,
@@ -207,7 +207,7 @@ def _reply_pair_json(task: TaskResult, one: _ReplyPair) -> dict[str, Any]:
 
 
 def _options(problem: Problem) -> list[dict[str, Any]]:
-    """The options of a choice in order, the right one marked; empty for another task."""
+    """The options of a multiple-choice problem in order, with the right one marked; else empty."""
     options = problem.fields.get("options")
     if not isinstance(options, list):
         return []
@@ -232,6 +232,6 @@ def _shorten(text: str) -> str:
     if len(text) <= _MAX_CHARS:
         return text
     return (
-        f"{text[: _MAX_CHARS // 2]}\n\n[... {len(text) - _MAX_CHARS} characters left out "
+        f"{text[: _MAX_CHARS // 2]}\n\n[... {len(text) - _MAX_CHARS} characters omitted "
         f"...]\n\n{text[-_MAX_CHARS // 2 :]}"
     )

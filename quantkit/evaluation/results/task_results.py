@@ -1,5 +1,5 @@
-"""What an evaluation found: samples, the figures made from them, and the sentences that keep a
-figure from being misread."""
+"""Results of an evaluation: graded samples, the scores computed from them, and warnings where a
+score needs explanation."""
 
 import math
 from collections import Counter
@@ -15,9 +15,9 @@ from quantkit.evaluation.statistics.comparison import Comparison
 from quantkit.evaluation.tasks.definitions import MISSING, Grade, Problem, Setting
 
 WARNING_SHARE = (
-    0.02  # a share of replies lost to anything but a wrong answer that a reader must hear about
+    0.02  # share of replies lost to something other than a wrong answer that gives a warning
 )
-MAX_ERROR_SHARE = 0.02  # a share of samples without a reply, above which there is no verdict
+MAX_ERROR_SHARE = 0.02  # share of failed samples above which there is no verdict
 _FINISH_REASONS = {"stop", "length", "content_filter", "context"}
 
 
@@ -51,8 +51,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """All samples of one task. `planned` counts the samples asked for; what failed is excluded from
-    every score and counted in `errors`."""
+    """All samples of one task. `planned` is the number of requested samples; failed ones are
+    excluded from every score and counted in `errors`. `render` returns the prompt of a
+    problem as it was sent."""
 
     setting: Setting
     samples: list[Sample]
@@ -66,7 +67,7 @@ class TaskResult:
     comparison: Comparison | None = None
     group_differences: dict[str, dict[str, float]] = field(default_factory=dict)
     baseline_fault: str | None = None
-    render: Callable[[Problem], Prompt] | None = None  # the prompt of a problem as it was sent
+    render: Callable[[Problem], Prompt] | None = None
 
     @property
     def name(self) -> str:
@@ -86,12 +87,7 @@ class TaskResult:
         return rows
 
     def share(self, *reasons: str) -> float:
-        graded = self.graded
-        return (
-            sum(sample.grade.reason in reasons for sample in graded) / len(graded)
-            if graded
-            else math.nan
-        )
+        return _mean([sample.grade.reason in reasons for sample in self.graded])
 
     @property
     def unfinished(self) -> float:
@@ -99,20 +95,15 @@ class TaskResult:
 
     @property
     def no_answer(self) -> float:
-        """Share of replies that ended their reasoning, if any, and gave no answer."""
+        """Share of replies without an answer that did finish their reasoning."""
         return self.share(
             *(reason for reason in MISSING if reason not in ("unfinished", "context", "filtered"))
         )
 
     @property
     def truncated(self) -> float:
-        """Share of replies that the token limit cut, wherever."""
-        graded = self.graded
-        return (
-            sum(sample.completion.finish_reason == "length" for sample in graded) / len(graded)
-            if graded
-            else math.nan
-        )
+        """Share of replies that ended at the token limit."""
+        return _mean([sample.completion.finish_reason == "length" for sample in self.graded])
 
     @property
     def errors(self) -> int:
@@ -124,8 +115,7 @@ class TaskResult:
 
     @property
     def fault(self) -> str | None:
-        """Why there can be no verdict: the score would be that of the samples that survived. None
-        where there can."""
+        """Why the task has no verdict (too many samples failed), or None."""
         if self.errors <= MAX_ERROR_SHARE * self.planned:
             return self.baseline_fault
         return (
@@ -134,8 +124,7 @@ class TaskResult:
         )
 
     def _limit_and_remedy(self) -> tuple[str, str]:
-        """What cut replies, and what to do: max_tokens, or before it the model's context, which no
-        option makes longer."""
+        """The limit that cut replies, max_tokens or the model's context, and the remedy."""
         limit = self.setting.generation.max_tokens
         cut = [
             sample.completion.completion_tokens
@@ -150,60 +139,59 @@ class TaskResult:
         return f"max_tokens {limit}", "raise --max-tokens"
 
     def warnings(self) -> list[str]:
-        """Loud sentences: what explains the score better than the model's ability."""
-        messages = []
-        limit, remedy = self._limit_and_remedy()
-        if self.unfinished >= WARNING_SHARE:
-            messages.append(
-                f"{self.unfinished:.0%} of replies never left their reasoning ({limit}): they "
-                f"count as wrong; {remedy}"
-            )
-        if self.truncated - self.unfinished >= WARNING_SHARE:
-            messages.append(
-                f"{self.truncated:.0%} of replies were cut by the token limit ({limit}); {remedy}"
-            )
-        if (refused := self.share("context")) > 0:
-            messages.append(
-                f"{refused:.1%} of requests were refused as longer than the model's context: they "
-                "count as wrong; "
-                "lower --max-tokens, or serve a longer context"
-            )
-        if (filtered := self.share("filtered")) > 0:
-            messages.append(
-                f"{filtered:.1%} of replies were cut by the server's content filter: they count as "
-                "wrong"
-            )
-        if self.no_answer >= WARNING_SHARE:
-            messages.append(
-                f"{self.no_answer:.0%} of replies give no answer: look at them before believing "
-                "the score"
-            )
+        """What may explain the score other than the model's ability."""
         graded = self.graded
-        loose = sum(sample.grade.correct and not sample.grade.strict for sample in graded)
-        if graded and loose / len(graded) >= WARNING_SHARE:
-            messages.append(
-                f"{loose / len(graded):.0%} of replies are right but not stated as asked: the "
-                "strict score leaves them out"
-            )
-        if self.errors:
-            messages.append(
-                f"{self.errors} of {self.planned} samples failed and are left out; run again to "
-                "ask them again. "
-                f"The first: {self._first_error}"
-            )
-        if strange := sorted(
-            {c.finish_reason for c in (sample.completion for sample in graded)} - _FINISH_REASONS
-        ):
-            messages.append(
-                f"the server ended replies for reasons of its own: {', '.join(strange)}; they are "
-                "read as whole"
-            )
-        if any(
+        limit, remedy = self._limit_and_remedy()
+        refused, filtered = self.share("context"), self.share("filtered")
+        loose = _mean([sample.grade.correct and not sample.grade.strict for sample in graded])
+        unknown = sorted({sample.completion.finish_reason for sample in graded} - _FINISH_REASONS)
+        uncounted = any(
             sample.completion.finish_reason == "stop" and sample.completion.completion_tokens == 0
             for sample in graded
-        ):
-            messages.append("the endpoint reports no token counts")
-        return [*self.notes, *messages]
+        )
+        checks = [
+            (
+                self.unfinished >= WARNING_SHARE,
+                f"{self.unfinished:.0%} of replies did not finish their reasoning ({limit}): they "
+                f"count as wrong; {remedy}",
+            ),
+            (
+                self.truncated - self.unfinished >= WARNING_SHARE,
+                f"{self.truncated:.0%} of replies were cut by the token limit ({limit}); {remedy}",
+            ),
+            (
+                refused > 0,
+                f"{refused:.1%} of requests were refused as longer than the model's context: they "
+                "count as wrong; lower --max-tokens, or serve a longer context",
+            ),
+            (
+                filtered > 0,
+                f"{filtered:.1%} of replies were cut by the server's content filter: they count as "
+                "wrong",
+            ),
+            (
+                self.no_answer >= WARNING_SHARE,
+                f"{self.no_answer:.0%} of replies give no answer: read some before trusting the "
+                "score",
+            ),
+            (
+                loose >= WARNING_SHARE,
+                f"{loose:.0%} of replies are right but not in the requested format: the strict "
+                "score counts them as wrong",
+            ),
+            (
+                self.errors > 0,
+                f"{self.errors} of {self.planned} samples failed and are excluded; run again to "
+                f"retry them. The first: {self._first_error}",
+            ),
+            (
+                bool(unknown),
+                f"the server reported unknown finish reasons: {', '.join(unknown)}; these replies "
+                "are graded as complete",
+            ),
+            (uncounted, "the endpoint reports no token counts"),
+        ]
+        return [*self.notes, *(text for applies, text in checks if applies)]
 
     def to_json(self) -> dict[str, Any]:
         table = self.table()
@@ -255,8 +243,7 @@ class TaskResult:
         }
 
     def _measures(self) -> dict[str, float]:
-        """The task's other scores: points over all replies, as a share of what they could have
-        had."""
+        """The task's other metrics: points over all replies, as a share of the possible points."""
         rows = [sample.grade.measures for sample in self.graded]
         return {
             name: sum(row[name][0] for row in rows) / sum(row[name][1] for row in rows)
@@ -264,8 +251,8 @@ class TaskResult:
         }
 
     def _groups(self) -> dict[str, dict[str, Any]]:
-        """Accuracy by subject or number of steps with its interval, and the difference from the
-        baseline, where there are several."""
+        """Accuracy per group (subject, number of steps) with its interval, and the difference
+        from the baseline; empty with fewer than two groups."""
         tables: dict[str, dict[str, list[float]]] = {}
         for sample in self.graded:
             if sample.problem.group:
@@ -303,7 +290,7 @@ class TaskResult:
 
 @dataclass(frozen=True, repr=False)
 class EvalResults(Result):
-    """Every task of one run. `out` is where it was written, None where it was not."""
+    """Every task of one run. `out` is its output folder, None where nothing was written."""
 
     model: str
     identity: dict[str, Any]
@@ -329,12 +316,14 @@ class EvalResults(Result):
 
     @property
     def faults(self) -> list[str]:
-        """Why tasks have no verdict; empty in a run that went well."""
+        """Why tasks have no verdict; empty for a complete run."""
         return [task.fault for task in self.tasks.values() if task.fault is not None]
 
     @property
     def heading(self) -> str:
-        return self.model if self.baseline is None else f"{self.model} beside {self.baseline}"
+        return (
+            self.model if self.baseline is None else f"{self.model} compared with {self.baseline}"
+        )
 
     def facts(self) -> list[tuple[str, str]]:
         rows = []
@@ -360,6 +349,10 @@ class EvalResults(Result):
         return [
             sample.to_json(name) for name, task in self.tasks.items() for sample in task.samples
         ]
+
+
+def _mean(values: list[bool]) -> float:
+    return sum(values) / len(values) if values else math.nan
 
 
 def _finite(value: float) -> float | None:

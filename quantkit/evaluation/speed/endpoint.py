@@ -1,10 +1,10 @@
-"""Requests to an OpenAI-compatible server, streamed, so that the first token's time is seen.
+"""Requests to an OpenAI-compatible server, streamed, so that the first token's time is measured.
 
-Prompts are random words, others in every run: a server may keep what it computed of the last one's.
-A tokenizer, where one is given, cuts them to the exact length. Token counts come from the server's
-`usage`; of a reply without one, pieces are counted, and the row says so. A reply that neither ends
-with a reason nor has a usage was cut, and failed. Only a chunk that carries output (text or
-reasoning) counts as a token's arrival: role-only first chunks come before any computation.
+Prompts are random words, different in every run, since a server may cache prefixes. `truncate` cuts
+them to the exact token length where it is given. Token counts come from the server's `usage`;
+without one, chunks are counted, and the row says so. A reply with neither a finish reason nor a
+usage failed. Only a chunk with output (text or reasoning) counts as a token's arrival: role-only
+first chunks come before any computation.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from quantkit.evaluation.openai_server import (
 )
 from quantkit.evaluation.speed.measure import RequestTimes, Workload, now
 
-WORDS = (
+WORDS = [
     "time",
     "person",
     "year",
@@ -42,18 +42,17 @@ WORDS = (
     "place",
     "work",
     "week",
-)
+]
 _CHUNKS_PER_TOKEN, _EXTRA_CHUNKS = 4, 64
-"""More than any server sends of as many tokens as were asked for; one that does not count would go
-on for ever."""
+"""Limit on the chunks of a reply: a server that ignores max_tokens would never end."""
 _MOST_TOKENS = 2**31
 _OUTPUT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
 class EndpointTarget:
-    """`url` is the server, `model` its name there; None: the only one that it serves. `cut(words,
-    n)` returns a text of n tokens; None: one word a token is assumed. Raises QuantkitError where
-    the server does not answer."""
+    """`url` is the server, `model` its name there; None: the only model that it serves.
+    `truncate(words, n)` returns a text of n tokens; None: one word per token is assumed.
+    Raises QuantkitError where the server does not answer."""
 
     def __init__(
         self,
@@ -61,16 +60,15 @@ class EndpointTarget:
         model: str | None = None,
         *,
         api_key: str | None = None,
-        cut: Callable[[str, int], str] | None = None,
+        truncate: Callable[[str, int], str] | None = None,
     ) -> None:
         self.server = OpenAIServer(url, api_key=api_key)
-        self.name, self.cut = url, cut
+        self.name, self.truncate = url, truncate
         self._run = secrets.token_hex(8)
         self.model = str(self.server.find_model(model)["id"])
 
     def check(self, work: Workload) -> None:
-        """Nothing is known of a server's limits before it is asked; what it refuses is reported as
-        failed."""
+        """A server's limits are not known in advance; refused requests are reported as failed."""
 
     def run(self, work: Workload) -> Iterator[RequestTimes]:
         yield from asyncio.run(self._all(self._prompts(work), work))
@@ -80,14 +78,12 @@ class EndpointTarget:
             return [work.prompts[number % len(work.prompts)] for number in range(work.requests)]
         generator = work.rng(self._run)
         texts = (" ".join(generator.choices(WORDS, k=work.input_len)) for _ in range(work.requests))
-        return [self.cut(text, work.input_len) if self.cut else text for text in texts]
+        return [self.truncate(text, work.input_len) if self.truncate else text for text in texts]
 
-    def close(self) -> None:
-        """The server is not ours."""
+    def close(self) -> None: ...
 
     async def _all(self, prompts: list[str], work: Workload) -> list[RequestTimes]:
-        """At a rate a request is sent when it arrives; the time that it waits for one of
-        `concurrency` slots counts."""
+        """With a rate, the time that a request waits for one of `concurrency` slots counts."""
         slots = asyncio.Semaphore(work.concurrency)
         async with self.server.client(work.concurrency) as client:
             start = now()
@@ -129,12 +125,12 @@ class EndpointTarget:
                         moments.append(now())
                     if len(moments) > most:
                         raise StreamError(
-                            f"the reply does not end: it has more than {most} pieces, and "
-                            f"{work.output_len} tokens were asked for"
+                            f"the reply does not end: more than {most} chunks for "
+                            f"{work.output_len} requested tokens"
                         )
             if ended in ABORT_REASONS or not (ended or usage):
                 raise StreamError(
-                    f"the server gave the reply up (finish_reason {ended!r})"
+                    f"the server aborted the reply (finish_reason {ended!r})"
                     if ended
                     else "the stream ended before the reply did"
                 )
@@ -146,10 +142,10 @@ class EndpointTarget:
             *REQUEST_ERRORS,
             AttributeError,
             TypeError,
-        ) as error:  # the last two: JSON of another shape than a reply's
+        ) as error:  # the last two: JSON of another structure
             return RequestTimes(sent, 0, 0, 0, 0, describe_error(error))
         if not moments:
-            return RequestTimes(sent, 0, 0, 0, 0, "the reply had no text that was streamed")
+            return RequestTimes(sent, 0, 0, 0, 0, "the reply had no streamed text")
         gaps = tuple(after - before for before, after in itertools.pairwise(moments))
         output_tokens = counted or len(moments)
         return RequestTimes(
@@ -164,15 +160,15 @@ class EndpointTarget:
 
 
 def _token_count(usage: dict[str, Any], name: str) -> int | None:
-    """None where the server does not know, which some say by a negative one. Raises StreamError for
-    what is no number of tokens."""
+    """None where the server does not know it, which some report as a negative value. Raises
+    StreamError for an invalid number."""
     value = usage.get(name)
     if value is None:
         return None
     if type(value) in (int, float) and value <= _MOST_TOKENS and value == value // 1:
         return int(value) if value >= 0 else None
     raise StreamError(
-        f"the usage of the reply has {name} = {str(value)[:50]}, which is no number of tokens"
+        f"the usage of the reply has {name} = {str(value)[:50]}, which is not a token count"
     )
 
 
@@ -185,7 +181,7 @@ def _has_output(event: dict[str, Any]) -> bool:
 
 
 def _finish_reason(event: dict[str, Any]) -> str:
-    """In small letters; empty where the event has none, or the word null."""
+    """In lower case; empty where the event has none, or the string "null"."""
     said = next(
         (
             str(reason).lower()

@@ -1,5 +1,4 @@
-"""Requests to the engine in this process: no server in between, and no tokenizer unless prompts are
-given."""
+"""The engine in this process as a target, and `open_target` for either kind of target."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -8,6 +7,7 @@ from itertools import pairwise
 from quantkit.checkpoint.hub import find_model
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import reject_cache_option
+from quantkit.evaluation.openai_server import is_url
 from quantkit.evaluation.speed.endpoint import EndpointTarget
 from quantkit.evaluation.speed.measure import RequestTimes, Target, Workload, now
 from quantkit.executor.engine import Engine
@@ -17,7 +17,7 @@ from quantkit.tokenizer.chat import ChatTokenizer
 
 
 def encode_prompt(tokenizer: ChatTokenizer, text: str) -> list[int]:
-    """Token ids of a prompt that is given as text."""
+    """Token ids of a text prompt, as a chat message."""
     return tokenizer.encode_chat([{"role": "user", "content": text}])
 
 
@@ -40,11 +40,8 @@ class EngineTarget:
             )
 
     def run(self, work: Workload) -> Iterator[RequestTimes]:
-        """Closed loop: a new request is sent the moment one finishes. At a rate: at its time, or
-        when there is room after it.
-
-        The time that a request waited for room counts: it is sent when it arrives.
-        """
+        """Closed loop: send a new request as soon as one finishes. With a rate: at its arrival
+        time, or when a slot is free after it; the waiting time counts as part of the request."""
         params = SamplingParams(max_new_tokens=work.output_len, ignore_eos=not work.prompts)
         prompts, arrivals = iter(self._prompts(work)), list(work.arrivals())
         start, sent = now(), 0
@@ -88,8 +85,8 @@ class EngineTarget:
 
 
 class _OpenRequest:
-    """An open request, and when its tokens came. arrived: None where it was sent the moment there
-    was room."""
+    """A running request and the times of its tokens. arrived: None where it was sent as soon as
+    a slot was free."""
 
     def __init__(self, sequence: EngineSequence, arrived: float | None) -> None:
         self.sequence = sequence
@@ -97,13 +94,13 @@ class _OpenRequest:
         self.count, self.moments = 0, list[float]()
 
     def record(self) -> None:
-        """After a step."""
+        """Record a new token after an engine step."""
         if len(self.sequence.generated) > self.count:
             self.count = len(self.sequence.generated)
             self.moments.append(self.sequence.last_token)
 
     def times(self) -> RequestTimes:
-        """Raises what was wrong with the request, if anything was."""
+        """Raises the request's error, if any."""
         one = self.sequence
         if one.fault is not None:
             raise one.fault
@@ -133,14 +130,13 @@ def open_target(
     api_key: str | None = None,
     model: str | None = None,
 ) -> Target:
-    """A URL is a server, anything else a model to load. input_len, output_len: of the longest
-    prompt and reply, tokens; prompts: in the place of random ones, which the model's tokenizer
-    counts. `model` is the server's name for it.
+    """A URL is a server, anything else a model to load. input_len, output_len: longest prompt and
+    reply in tokens; prompts: instead of random ones; `model` is the server's name for it.
 
-    cache, tp, dp: of a model loaded here, as `EngineOptions` has them. Raises QuantkitError where a
-    server is to have another cache.
+    cache, tp, dp: of a local model, as in `EngineOptions`. Raises QuantkitError where --cache is
+    given for a server.
     """
-    if name.startswith(("http://", "https://")):
+    if is_url(name):
         reject_cache_option(name, cache)
         return EndpointTarget(name, model, api_key=api_key)
     from quantkit.executor.options import EngineOptions

@@ -1,18 +1,17 @@
-"""Times of single requests, and the figures of one cell of the grid.
+"""Workloads, times of single requests, and the metrics of one cell of the grid.
 
-Definitions are those of evalscope perf (1.14) and `vllm bench serve`, which agree, so that figures
-can be laid beside published ones: latency = last token - send; TTFT = first token - send; TPOT =
+Definitions are those of evalscope perf (1.14) and `vllm bench serve`, which agree, so that results
+are comparable with published ones: latency = last token - send; TTFT = first token - send; TPOT =
 (latency - TTFT) / (output_tokens - 1), per request, then the mean; ITL = the time between two
-pieces of output, of all requests together (a server may send several tokens in a piece); TPS = 1000
-/ mean TPOT, tokens per second as one user sees them; system TPS = output tokens of all requests /
-wall time, from the first send to the last token; request rate = finished requests / wall time;
-goodput = those of them that met every limit / wall time. Failed requests and the warm-up are left
-out; replies of one token have no TPOT.
-What is asked of a target while it is measured: prompts, lengths, and when requests are sent.
+chunks of output, over all requests (a server may send several tokens in a chunk); TPS = 1000 / mean
+TPOT, tokens per second of one request; system TPS = output tokens of all requests / wall time, from
+the first send to the last token; request rate = finished requests / wall time; goodput = finished
+requests that met every limit / wall time. Failed requests and the warm-up are excluded; replies of
+one token have no TPOT.
 
-Either `concurrency` users each send a request the moment their last one is answered (closed loop),
-or requests arrive by themselves at a rate, with exponential times between them (Poisson, as `vllm
-bench serve --request-rate`), at most `concurrency` at a time being open.
+Either `concurrency` clients each send a request when their last one is answered (closed loop), or
+requests arrive at a rate with exponential intervals (Poisson, as `vllm bench serve
+--request-rate`), at most `concurrency` of them running.
 """
 
 import json
@@ -32,7 +31,7 @@ from quantkit.common.errors import QuantkitError
 @dataclass(frozen=True)
 class Workload:
     """`requests` random prompts of `input_len` tokens, or `prompts` in turn, with `output_len`
-    tokens each; rate in requests/s or None."""
+    output tokens each. rate in requests/s; None for the closed loop."""
 
     input_len: int
     output_len: int
@@ -43,18 +42,18 @@ class Workload:
     prompts: tuple[str, ...] = ()
 
     def warmup(self, requests: int, seed: int) -> "Workload":
-        """A few short requests of the same kind, as fast as they are answered."""
+        """Short requests of the same kind in a closed loop."""
         return replace(
             self, output_len=min(self.output_len, 8), requests=requests, seed=seed, rate=None
         )
 
     def rng(self, run: str = "") -> random.Random:
-        """Of its prompts and arrivals. By text: of a number Python's generator looks at the size
-        alone, and -1 would be 1."""
+        """Generator of prompts and arrivals. Seeded by text: seeding with an int would ignore
+        its sign."""
         return random.Random(f"{run} {self.seed}")
 
     def arrivals(self) -> Iterator[float]:
-        """Seconds after the start at which requests arrive; all at once without a rate."""
+        """Arrival times of the requests in seconds after the start; all 0 without a rate."""
         generator = self.rng()
         at = 0.0
         for _ in range(self.requests):
@@ -64,10 +63,10 @@ class Workload:
 
 def read_prompts(path: Path) -> list[str]:
     """Prompts of a file: a .jsonl of {"prompt"}, {"text"} or {"messages"}, a .json like ShareGPT's,
-    or a .txt with a prompt a line.
+    or a .txt with one prompt per line.
 
-    Of a conversation it is the first message of the user. Raises QuantkitError where the file
-    cannot be read or holds none.
+    Of a conversation, the first user message. Raises QuantkitError where the file cannot be read or
+    holds no prompt.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -89,7 +88,7 @@ def read_prompts(path: Path) -> list[str]:
     ]
     if not found:
         raise QuantkitError(
-            f"prompts {path} holds none",
+            f"prompts {path} holds no prompt",
             'a line is {"prompt": ...}, {"text": ...}, {"messages": [...]} or {"conversations": '
             "[...]}",
         )
@@ -117,16 +116,14 @@ def _prompt(record: Any) -> str:
 
 PERCENTILES = (50, 90, 99)
 LIMITS = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "latency"}
-"""What a limit of goodput may be on, in milliseconds; the names are those of `vllm bench serve
---goodput`."""
+"""Metrics of goodput limits, in milliseconds, named as in `vllm bench serve --goodput`."""
 
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """One finished request. Seconds on one clock; `error` is set, and the rest meaningless, where
-    it failed. gaps: between its pieces.
-    counted: whether output_tokens is a count of tokens; otherwise it is one of pieces, which may
-    hold several."""
+    """One finished request; times in seconds on one clock. With `error` set the rest is
+    meaningless. gaps: intervals between chunks. counted: whether output_tokens counts tokens;
+    otherwise it counts chunks."""
 
     sent: float
     first_token: float
@@ -147,15 +144,14 @@ class RequestTimes:
 
     @property
     def tpot_ms(self) -> float | None:
-        """None for a reply of one token, or one that came in one piece: of the others nothing is
-        known."""
+        """None for a reply of one token or one chunk."""
         if self.output_tokens < 2 or self.last_token == self.first_token:
             return None
         return 1e3 * (self.last_token - self.first_token) / (self.output_tokens - 1)
 
     def meets(self, limits: dict[str, float]) -> bool:
-        """Whether no limit, milliseconds by name of LIMITS, is passed. A reply of one token has no
-        TPOT to pass one with."""
+        """Whether no limit (milliseconds by name of LIMITS) is exceeded. A missing TPOT exceeds
+        none."""
         seen = {
             "ttft": 1e3 * self.ttft_s,
             "tpot": self.tpot_ms or 0.0,
@@ -169,12 +165,9 @@ class SpeedRow:
     """One cell: means over its requests, percentiles by name such as `ttft_s_p99`. tps is per
     request, system_tps over all.
 
-    `left_out`: percentiles that its requests are too few for; the p-th takes 100 / (100 - p) of
-    them, else it is their maximum.
-    `offered_rate`: requests/s that were sent, None where `concurrency` users each waited for their
-    reply. `goodput`: None without limits.
-    `uncounted`: replies whose server reported no number of tokens, so that every piece counts as
-    one.
+    left_out: percentiles with too few requests; the p-th needs 100 / (100 - p). offered_rate:
+    requests/s sent; None for the closed loop. goodput: None without limits. uncounted: replies
+    without a token count from the server, so that every chunk counts as one token.
     """
 
     input_len: int
@@ -203,7 +196,7 @@ class SpeedRow:
 
 
 class Target(Protocol):
-    """Something that answers requests: the engine in this process, or a server."""
+    """What is measured: the engine in this process, or a server."""
 
     name: str
 
@@ -211,10 +204,10 @@ class Target(Protocol):
         """Raise QuantkitError where such requests cannot be served."""
 
     def run(self, work: Workload) -> Iterator[RequestTimes]:
-        """Answer what the workload asks, as it asks."""
+        """Run the workload and yield the times of its requests as they finish."""
 
     def close(self) -> None:
-        """End what answers, where it was started for this."""
+        """Release resources held by this process."""
 
 
 def measure_grid(
@@ -232,12 +225,12 @@ def measure_grid(
     limits: dict[str, float] | None = None,
     on_row: Callable[[SpeedRow], None] = lambda row: None,
 ) -> list[SpeedRow]:
-    """Every input length at every concurrency, smallest first, or, with `rates`, at every rate of
-    arrival (requests/s, Poisson).
+    """Measure every input length at every concurrency, smallest first, or, with `rates`, at every
+    arrival rate (requests/s, Poisson).
 
-    A cell answers `requests`, or concurrency * requests_per_slot where that is None. prompts: these
-    in turn instead of random ones; the input length is then not looked at. The whole grid is
-    checked before the first request. `warmup` requests a slot are left out.
+    A cell has `requests` requests, or concurrency * requests_per_slot where that is None. prompts:
+    used in turn instead of random ones; input lengths are then ignored. The whole grid is checked
+    before the first request. `warmup` requests per slot are excluded.
     """
     cells = _cells(
         input_lens, concurrencies, output_len, rates, prompts, requests_per_slot, requests, seed
@@ -277,18 +270,18 @@ def _cells(
 ) -> list[Workload]:
     lengths = [0] if prompts else sorted(input_lens)
     loads: list[tuple[int, float | None]] = [(max(concurrencies), rate) for rate in sorted(rates)]
-    loads = loads or [(users, None) for users in sorted(concurrencies)]
+    loads = loads or [(slots, None) for slots in sorted(concurrencies)]
     return [
         Workload(
             length,
             output_len,
-            requests or users * requests_per_slot,
-            users,
+            requests or slots * requests_per_slot,
+            slots,
             seed + number,
             rate,
             tuple(prompts),
         )
-        for number, (length, (users, rate)) in enumerate(
+        for number, (length, (slots, rate)) in enumerate(
             (length, load) for length in lengths for load in loads
         )
     ]
@@ -302,7 +295,7 @@ def summarize(
     rate: float | None = None,
     limits: dict[str, float] | None = None,
 ) -> SpeedRow:
-    """Raises QuantkitError where every request failed: there is nothing to report then."""
+    """Raises QuantkitError where every request failed."""
     good = [one for one in times if one.error is None]
     errors = [one.error for one in times if one.error is not None]
     if not good:
@@ -344,7 +337,7 @@ def summarize(
 
 
 def _percentiles(series: dict[str, list[float]]) -> tuple[dict[str, float], list[str]]:
-    """Those that there are values enough for, and the names of the others."""
+    """The percentiles with enough values, and the names of the others."""
     found, left_out = {}, []
     for name, values in series.items():
         for percent in PERCENTILES if values else ():
@@ -356,7 +349,7 @@ def _percentiles(series: dict[str, list[float]]) -> tuple[dict[str, float], list
 
 
 def min_values(percent: int) -> int:
-    """Values that the percentile takes: with fewer, none of them lies beyond it."""
+    """Number of values that the percentile needs: with fewer, none lies beyond it."""
     return -(-100 // (100 - percent))
 
 

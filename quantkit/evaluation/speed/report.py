@@ -1,5 +1,5 @@
-"""bench.json and bench.html of one grid: plots, the table, and published figures under their own
-hardware, never mixed with ours."""
+"""bench.json and bench.html of one grid: plots, the table, and published results under their own
+hardware."""
 
 import json
 from pathlib import Path
@@ -20,13 +20,13 @@ COLUMNS = {
     "system_tps": "tokens/s all",
     "latency_s": "latency, s",
 }
-"""Columns of published figures, as the page names them."""
+"""Labels of the columns of published results."""
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
 def write_report(out: Path, result: dict[str, Any]) -> None:
     """`result` as `quantkit bench --json` prints it: `hardware` is the machine in one line,
-    `published` what others published of this model."""
+    `published` what others published for this model."""
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "bench.json", json.dumps(result, indent=1) + "\n")
     environment = Environment(
@@ -45,7 +45,7 @@ def write_report(out: Path, result: dict[str, Any]) -> None:
 
 
 def _curves(rows: list[dict[str, Any]], key: str, label: str) -> str:
-    """One line an input length, over concurrency, or over the rate of arrival."""
+    """One line per input length, over concurrency or the arrival rate."""
     across = "concurrency" if rows[0]["offered_rate"] is None else "offered_rate"
     axes, figure = plots.draw(7.0, 2.6)
     for input_len in sorted({row["input_len"] for row in rows}):

@@ -1,15 +1,14 @@
-"""Did accuracy hold? A paired comparison with a baseline over the same problems, and a plain
-verdict.
+"""Paired comparison with a baseline over the same problems, and a verdict.
 
 With d the mean over problems of (candidate - baseline):
   held         d <= -margin is rejected: a loss of `margin` or more is excluded
-  lost         d >= 0 is rejected: a loss of some size is shown
-  cannot tell  neither; `repeats_needed` (or `problems_needed`) would settle it in four runs of
-  five.
-Both tests and the interval are Gaffke's bounds over problems (bounds.py). A first look errs in 2.5
-% of the cases on either side. A run
-that grows is looked at again: look j > 1 errs with 2.5 % / (j (j - 1)), so that all looks together
-stay below 5 %. Several tasks of one run are holm_corrected by Holm's method.
+  lost         d >= 0 is rejected: some loss is shown
+  cannot tell  neither; `repeats_needed` (or `problems_needed`) would decide with probability 80 %
+
+Both tests and the interval use Gaffke's bounds over problems (estimates.py). The first look has an
+error of 2.5 % on either side. A growing run is tested repeatedly: look j > 1 has an error of 2.5 %
+/ (j (j - 1)), so all looks together stay below 5 %. Several tasks of one run are corrected by
+Holm's method.
 """
 
 import math
@@ -29,7 +28,7 @@ from quantkit.evaluation.statistics.power import (
 
 Verdict = Literal["held", "lost", "cannot tell"]
 MARGIN = 0.01
-_NO_LOSS_IMPLAUSIBLE = 0.1  # p_lost below which no loss is not planned for
+_NO_LOSS_IMPLAUSIBLE = 0.1  # below this p_lost, planning ignores the case of no loss
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,9 @@ class Comparison:
     """Candidate against baseline on `n` shared problems; differences are shares (0.01 is one
     point).
 
-    [low, high] has the confidence `level` of this look. p_held is of the hypothesis that `margin`
-    or more is lost, p_lost of the one that nothing is; after `holm_corrected` for `tasks` they hold for
-    all tasks together, and `alone` is the verdict that the task by itself had.
+    [low, high] has confidence `level`. p_held tests that `margin` or more is lost, p_lost that
+    nothing is lost. After `holm_corrected` over `tasks` they hold for all tasks jointly, and
+    `alone` is the uncorrected verdict.
     """
 
     verdict: Verdict
@@ -65,7 +64,6 @@ class Comparison:
     alone: Verdict | None = None
 
     def sentence(self) -> str:
-        """The verdict in words."""
         span = f"{100 * self.level:.3g} %: {100 * self.low:+.1f} to {100 * self.high:+.1f}"
         seen = f"{100 * self.difference:+.1f} points ({span}) on {self.n} problems"
         if self.look > 1:
@@ -91,8 +89,8 @@ class Comparison:
 
 
 def one_sided_error(look: int) -> float:
-    """The share of false verdicts, on either side, that look number `look` may give: 0.025, and
-    0.025 for all further ones together."""
+    """Allowed one-sided error of look number `look`: 0.025 for the first, 0.025 for all later
+    ones together."""
     return ONE_SIDED if look == 1 else ONE_SIDED / (look * (look - 1))
 
 
@@ -105,10 +103,10 @@ def compare(
     greedy: bool = False,
     look: int = 1,
 ) -> Comparison | None:
-    """Compare two runs, each problem id -> 0/1 per repeat. None where they share no problem.
-    greedy: repeats would change nothing.
+    """Compare two runs, each problem id -> 0/1 per repeat; None where they share no problem.
 
-    look: how often these two runs were compared as they grew, this time included.
+    greedy: repeats would change nothing. look: how often these runs were compared while they grew,
+    this time included.
     """
     shared = [problem for problem in candidate if problem in baseline]
     if not shared:
@@ -156,8 +154,7 @@ def compare(
 
 
 def holm_corrected(comparisons: Mapping[str, Comparison]) -> dict[str, Comparison]:
-    """Comparisons of several tasks, with verdicts that are false for any of them no more often than
-    that of one alone (Holm 1979)."""
+    """Comparisons of several tasks with family-wise corrected verdicts and p-values (Holm 1979)."""
     held = _holm({name: one.p_held for name, one in comparisons.items()})
     lost = _holm({name: one.p_lost for name, one in comparisons.items()})
     return {
@@ -178,7 +175,7 @@ def _verdict(p_held: float, p_lost: float, error: float) -> Verdict:
 
 
 def _holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Adjusted p-values: the i-th smallest of m times m - i + 1, never below the one before."""
+    """Adjusted p-values: the i-th smallest of m times m - i + 1, monotone."""
     adjusted, before = {}, 0.0
     for place, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
         before = min(1.0, max(before, (len(p_values) - place) * p_values[name]))
@@ -189,8 +186,8 @@ def _holm(p_values: Mapping[str, float]) -> dict[str, float]:
 def _sampling_variance(
     ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]
 ) -> float | None:
-    """Mean over problems of the variance that sampling gives one repeat of the difference; None at
-    a single repeat."""
+    """Mean over problems of the sampling variance of one repeat of the difference; None with a
+    single repeat."""
     if any(len(row) < 2 for row in (*ours, *theirs)):
         return None
     return float(np.mean([np.var(a, ddof=1) + np.var(b, ddof=1) for a, b in zip(ours, theirs)]))
@@ -199,10 +196,9 @@ def _sampling_variance(
 def _undecided_look(
     differences: np.ndarray, sampling: float | None, repeats: int, no_loss_plausible: bool
 ) -> UndecidedLook:
-    """What is planned with. With one repeat half of the spread is taken for sampling; else what is
-    not gets a standard error more, since repeats do not lessen it. One discordant reply is the
-    least spread a finite sample can exclude.
-    """
+    """Input for planning. With one repeat, half of the variance is assumed to be sampling; else
+    the part between problems gets one standard error more, since repeats do not reduce it.
+    The minimum variance is that of one discordant reply."""
     n = len(differences)
     spread = max(float(differences.var(ddof=1)) if n > 1 else 0.0, 1.0 / (n * repeats))
     sampling = spread / 2 if sampling is None else max(sampling, 1.0 / n)
@@ -219,6 +215,6 @@ def _needed(
 ) -> tuple[int | None, int | None]:
     """(repeats, None) or (None, problems) for a verdict at the next look."""
     error = one_sided_error(look + 1)
-    if not greedy and (asked := repeats_needed(seen, margin, error)) is not None:
-        return asked, None
+    if not greedy and (count := repeats_needed(seen, margin, error)) is not None:
+        return count, None
     return None, problems_needed(seen, margin, error)

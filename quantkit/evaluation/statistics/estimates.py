@@ -1,19 +1,16 @@
-"""Statistics of repeated, graded samples: problems are the unit, repeats are noise within a
-problem.
+"""Estimates from repeated, graded samples, and bounds on the mean of a bounded quantity. Problems
+are the unit; repeats are noise within a problem.
 
-`table` is [n, k] in spirit but ragged in practice (a failed request leaves a gap), so a score table
-is a list over problems of lists over repeats of 0/1. Intervals are 95 %.
-Bounds on the mean of a bounded quantity over the population that the problems of a task
-represent.
+A score table is a list over problems of lists over repeats of 0/1, ragged where requests failed.
+Intervals are 95 %.
 
-Gaffke's bound (Gaffke 2005; Learned-Miller and Thomas 2019, arXiv:1905.06208): with n values in
-[minimum, maximum], the upper bound at level 1 - alpha is the (1 - alpha) quantile of sum_i W_i x_i +
-W_(n+1) maximum, the weights uniform on the simplex (Dirichlet of ones). It is the Bayesian bootstrap
-with one more problem, unseen, at the worst end; for the lower bound that problem is at `minimum`. So
-what was not seen
-counts problems: n equal values leave room for a share of 1 - alpha^(1/n) of others, whatever the
-number of repeats of each value. For values of 0 and 1 it is Clopper and Pearson's exact bound;
-in general its coverage is conjectured, and in no simulation was it found short.
+Bounds are Gaffke's (Gaffke 2005; Learned-Miller and Thomas 2019, arXiv:1905.06208): with n values
+in [minimum, maximum], the upper bound at level 1 - alpha is the (1 - alpha) quantile of sum_i W_i
+x_i + W_(n+1) maximum, with weights uniform on the simplex (Dirichlet of ones). That is the Bayesian
+bootstrap with one more, unseen problem at the worst end; for the lower bound it is at `minimum`. So
+the number of problems limits the bound: n equal values leave room for a share of 1 - alpha^(1/n) of
+others, whatever the number of repeats of each value. For values of 0 and 1 it is Clopper and
+Pearson's exact bound; in general its coverage is conjectured, and no simulation found it short.
 
 Weights of equal values are drawn together, as Dirichlet(counts), so the cost does not grow with the
 number of problems.
@@ -41,21 +38,17 @@ def accuracy(table: Scores) -> float:
 
 def clustered_stderr(table: Scores) -> float:
     """Standard error of the accuracy over the draw of problems: sample deviation of the problem
-    means / sqrt(n).
+    means / sqrt(n); nan for one problem.
 
-    At one repeat this is the figure lm-evaluation-harness prints. Not defined for one problem
-    (nan).
+    With one repeat this is the value that lm-evaluation-harness prints.
     """
     means = problem_means(table)
     return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
 
 
 def sampling_stderr(table: Scores) -> float:
-    """Standard error of the accuracy on these very problems, from sampling alone: sqrt(sum_i p_i (1
-    - p_i) / (k_i - 1)) / n.
-
-    nan where a problem has a single repeat: one draw does not show its own spread.
-    """
+    """Standard error of the accuracy on these problems from sampling alone: sqrt(sum_i p_i (1 -
+    p_i) / (k_i - 1)) / n; nan where a problem has a single repeat."""
     if any(len(row) < 2 for row in table):
         return math.nan
     variance = sum(p * (1 - p) / (len(row) - 1) for p, row in zip(problem_means(table), table))
@@ -63,17 +56,13 @@ def sampling_stderr(table: Scores) -> float:
 
 
 def interval(table: Scores) -> tuple[float, float]:
-    """95 % interval of the accuracy over problems: Gaffke's bounds, which at one repeat are Clopper
-    and Pearson's."""
+    """95 % interval of the accuracy over problems; with one repeat it is Clopper and Pearson's."""
     return mean_bounds(problem_means(table), 0, 1).interval()
 
 
 def pass_at_k(table: Scores, k: int) -> float:
     """Probability that one of k samples is right, over problems with m >= k repeats, c of them
-    right.
-
-    Mean of 1 - C(m - c, k) / C(m, k) (Chen et al. 2021).
-    """
+    right: mean of 1 - C(m - c, k) / C(m, k) (Chen et al. 2021)."""
     values = [
         1 - math.comb(len(row) - round(sum(row)), k) / math.comb(len(row), k)
         for row in table
@@ -83,10 +72,8 @@ def pass_at_k(table: Scores, k: int) -> float:
 
 
 def majority(votes: Sequence[tuple[str | None, bool]]) -> float:
-    """Score of one problem by majority over (answer, right).
-
-    Replies without an answer don't vote; a tie counts as the share of the winners that is right.
-    """
+    """Score of one problem by majority vote over (answer, right). Replies without an answer do
+    not vote; a tie counts as the share of the winning answers that is right."""
     counts = Counter(answer for answer, _ in votes if answer is not None)
     if not counts:
         return 0.0
@@ -97,7 +84,7 @@ def majority(votes: Sequence[tuple[str | None, bool]]) -> float:
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Exact two-sided McNemar p-value from the problems only one side solved."""
+    """Exact two-sided McNemar p-value from the numbers of problems that only one side solved."""
     total = gained + lost
     if total == 0:
         return 1.0
@@ -112,24 +99,25 @@ ONE_SIDED = 0.025  # each end of a 95 % interval
 
 @dataclass(frozen=True)
 class MeanBounds:
-    """Draws of the mean with the unseen problem at the lower and at the upper end, [DRAWS] float64
-    each, ascending."""
+    """Draws of the mean with the unseen problem at the lower and at the upper end: [DRAWS]
+    float64 each, ascending."""
 
     lower: np.ndarray
     upper: np.ndarray
 
     def interval(self, one_sided: float = ONE_SIDED) -> tuple[float, float]:
-        """(low, high): each end is passed by the true mean with probability `one_sided` at most."""
+        """(low, high); each end is exceeded by the true mean with probability at most
+        `one_sided`."""
         return float(np.quantile(self.lower, one_sided)), float(
             np.quantile(self.upper, 1 - one_sided)
         )
 
     def p_at_most(self, mean: float) -> float:
-        """p-value of the hypothesis that the true mean is `mean` or less."""
+        """p-value of the hypothesis that the true mean is at most `mean`."""
         return _p_value(int(np.searchsorted(self.lower, mean, side="right")), len(self.lower))
 
     def p_at_least(self, mean: float) -> float:
-        """p-value of the hypothesis that the true mean is `mean` or more."""
+        """p-value of the hypothesis that the true mean is at least `mean`."""
         return _p_value(
             len(self.upper) - int(np.searchsorted(self.upper, mean, side="left")), len(self.upper)
         )

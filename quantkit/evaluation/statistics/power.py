@@ -1,13 +1,13 @@
-"""How many problems and repeats a verdict takes, with a probability of 80 %.
+"""How many problems and repeats a verdict needs, with probability 80 %.
 
-Advice after an inconclusive look is for the difference seen, known as badly as it is then,
-and for no loss at all as long as that may
-be so: the difference seen flatters itself, and a run without loss must end too.
+After an inconclusive look, plans assume the observed difference with its uncertainty, and also no
+loss as long as that is plausible: the observed difference is biased, and a run without loss must
+end too.
 
-The bounds are Gaffke's (bounds.py); their distance from the mean is approximated by the first three
-moments of the weights (Cornish and Fisher), which includes the unseen problem. Var(mean) = (between
-+ sampling / repeats) / problems, where `between` is the variance over problems of the true
-difference and `sampling` what one repeat of both models adds.
+The bounds are Gaffke's (estimates.py); their distance from the mean is approximated with the first
+three moments of the weights (Cornish and Fisher), which includes the unseen problem. Var(mean) =
+(between + sampling / repeats) / problems, where `between` is the variance over problems of the true
+difference and `sampling` the variance that one repeat of both models adds.
 """
 
 import math
@@ -18,7 +18,7 @@ from statistics import NormalDist
 from quantkit.evaluation.statistics.estimates import ONE_SIDED
 
 POWER = 0.8
-POWER_OF_NO_LOSS = 0.88  # a look may take no loss for an unlikely one; with those it is 80 % in all
+POWER_OF_NO_LOSS = 0.88  # a look may reject no loss as implausible; overall this gives 80 %
 MAX_REPEATS = 1024
 MAX_PROBLEMS = 10_000_000
 _NORMAL = NormalDist()
@@ -26,8 +26,8 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class Spread:
-    """Variances of a difference for one problem: `between` problems, and `sampling` of one repeat
-    of both models."""
+    """Variances of a difference for one problem: `between` problems, and `sampling` of one
+    repeat of both models."""
 
     between: float
     sampling: float
@@ -39,8 +39,8 @@ class Spread:
 def bound_distance(
     mean: float, variance: float, problems: int, one_sided: float = ONE_SIDED
 ) -> float:
-    """How far below the mean the lower bound lies for differences in [-1, 1]; of -mean, how far
-    above the upper one."""
+    """Distance of the lower bound from the mean for differences in [-1, 1]; of -mean, that of
+    the upper bound."""
     total = problems + 1
     centre = (problems * mean - 1) / total
     second = problems * (variance + (mean - centre) ** 2) + (1 + centre) ** 2
@@ -53,8 +53,8 @@ def bound_distance(
 
 @dataclass(frozen=True)
 class UndecidedLook:
-    """An inconclusive look: the difference on `problems`, each repeats `repeats` times of both
-    models. May nothing be lost?"""
+    """An inconclusive look: the difference on `problems`, each sampled `repeats` times from both
+    models."""
 
     difference: float
     spread: Spread
@@ -71,8 +71,8 @@ def power(
     margin: float,
     one_sided: float,
 ) -> float:
-    """Probability of held or lost where the mean seen is normal around `difference` with deviation
-    `uncertainty`."""
+    """Probability of held or lost where the observed mean is normal around `difference` with
+    standard deviation `uncertainty`."""
     floor = (
         bound_distance(difference, variance, problems, one_sided) - margin
     )  # held at this mean and above
@@ -84,7 +84,8 @@ def power(
 
 
 def repeats_needed(seen: UndecidedLook, margin: float, one_sided: float = ONE_SIDED) -> int | None:
-    """Repeats of both on the same problems that give a verdict with POWER; None where none do."""
+    """Repeats of both models on the same problems that give a verdict with probability POWER;
+    None where no number does."""
 
     def enough(repeats: int) -> bool:
         fresh = seen.spread.sampling / (repeats * seen.problems)
@@ -97,15 +98,15 @@ def repeats_needed(seen: UndecidedLook, margin: float, one_sided: float = ONE_SI
 
 
 def problems_needed(seen: UndecidedLook, margin: float, one_sided: float = ONE_SIDED) -> int:
-    """Problems, repeats as often as now, that give a verdict with POWER."""
+    """Problems, with the present repeats, that give a verdict with probability POWER."""
     variance = seen.spread.total(seen.repeats)
 
-    def enough(repeats: int) -> bool:
+    def enough(problems: int) -> bool:
         return _is_decisive(
             seen,
             variance,
-            repeats,
-            (variance / repeats, variance / seen.problems),
+            problems,
+            (variance / problems, variance / seen.problems),
             margin,
             one_sided,
         )
@@ -121,7 +122,7 @@ def _is_decisive(
     margin: float,
     one_sided: float,
 ) -> bool:
-    """noise: variance of the mean to come, and of the one that was seen."""
+    """noise: variance of the future mean, and of the observed one."""
     fresh, doubt = noise
     if (
         seen.no_loss_plausible
@@ -136,8 +137,8 @@ def _is_decisive(
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """Problems needed at `repeats` of both models: to say held where nothing is lost, and lost
-    where `margin` is."""
+    """Problems needed at `repeats` of both models for `held` where nothing is lost, and for
+    `lost` where `margin` is."""
 
     repeats: int
     held: int
@@ -145,12 +146,12 @@ class PlannedRow:
 
 
 def plan(accuracy: float, margin: float, sampling: float | None = None) -> list[PlannedRow]:
-    """What it takes to detect a loss of `margin` from none at this accuracy, each with POWER. Both
-    are shares.
+    """Problems needed at this accuracy to distinguish a loss of `margin` from none, each with
+    probability POWER. Both are shares.
 
-    sampling: variance that one repeat of both models adds, as measured; None is the most there can
-    be, 2 p (1 - p): no problem easier than another. A loss is taken to hit whole problems, which is
-    the hardest to see.
+    sampling: measured variance that one repeat of both models adds; None is its maximum, 2 p (1 -
+    p), where no problem is easier than another. A loss is assumed to hit whole problems, which is
+    the hardest to detect.
     """
     noise = 2 * accuracy * (1 - accuracy) if sampling is None else sampling
     rows = []
@@ -160,51 +161,40 @@ def plan(accuracy: float, margin: float, sampling: float | None = None) -> list[
             Spread(margin * (1 - margin), noise).total(repeats),
         )
         rows.append(
-            PlannedRow(repeats, _problems_for_held(same, margin), _problems_for_lost(worse, margin))
+            PlannedRow(
+                repeats, _problems_for(_p_held, same, margin), _problems_for(_p_lost, worse, margin)
+            )
         )
     return rows
 
 
 def repeats_for_held(problems: int, margin: float, sampling: float) -> int | None:
-    """Repeats of both that say held on `problems` where nothing is lost, with POWER; None where
-    there are too few problems."""
-
-    def enough(repeats: int) -> bool:
-        variance = sampling / repeats
-        return (
-            _normal_cdf(
-                margin - bound_distance(0.0, variance, problems),
-                0.0,
-                math.sqrt(variance / problems),
-            )
-            >= POWER
-        )
-
-    return _smallest(enough, 1, MAX_REPEATS)
+    """Repeats of both models that give `held` on `problems` where nothing is lost, with probability
+    POWER; None where there are too few problems."""
+    return _smallest(
+        lambda repeats: _p_held(sampling / repeats, problems, margin) >= POWER, 1, MAX_REPEATS
+    )
 
 
-def _problems_for_held(variance: float, margin: float) -> int:
-    def enough(repeats: int) -> bool:
-        return (
-            _normal_cdf(
-                margin - bound_distance(0.0, variance, repeats), 0.0, math.sqrt(variance / repeats)
-            )
-            >= POWER
-        )
-
-    return _smallest(enough, 1, MAX_PROBLEMS) or MAX_PROBLEMS
+def _p_held(variance: float, problems: int, margin: float) -> float:
+    """Probability of `held` where nothing is lost."""
+    bound = margin - bound_distance(0.0, variance, problems)
+    return _normal_cdf(bound, 0.0, math.sqrt(variance / problems))
 
 
-def _problems_for_lost(variance: float, margin: float) -> int:
-    def enough(repeats: int) -> bool:
-        return (
-            _normal_cdf(
-                -bound_distance(margin, variance, repeats), -margin, math.sqrt(variance / repeats)
-            )
-            >= POWER
-        )
+def _p_lost(variance: float, problems: int, margin: float) -> float:
+    """Probability of `lost` where `margin` is lost."""
+    bound = -bound_distance(margin, variance, problems)
+    return _normal_cdf(bound, -margin, math.sqrt(variance / problems))
 
-    return _smallest(enough, 1, MAX_PROBLEMS) or MAX_PROBLEMS
+
+def _problems_for(
+    probability: Callable[[float, int, float], float], variance: float, margin: float
+) -> int:
+    return (
+        _smallest(lambda count: probability(variance, count, margin) >= POWER, 1, MAX_PROBLEMS)
+        or MAX_PROBLEMS
+    )
 
 
 def _normal_cdf(bound: float, mean: float, deviation: float) -> float:
@@ -213,8 +203,8 @@ def _normal_cdf(bound: float, mean: float, deviation: float) -> float:
 
 
 def _smallest(enough: Callable[[int], bool], first: int, most: int) -> int | None:
-    """The least whole number from `first` to `most` that is enough, where more is never worse; None
-    where none is."""
+    """The smallest integer in [first, most] for which the monotone predicate `enough` holds;
+    None where none does."""
     low, high = first, first
     while not enough(high):
         if high >= most:

@@ -1,8 +1,8 @@
-"""Rows of a task: from quantkit itself, from a file below --data-dir, or through the `datasets`
+"""Rows of a task: shipped with quantkit, from a file below --data-dir, or through the `datasets`
 extra. quantkit ships no public data set.
 
-Files may be .jsonl, .jsonl.gz, .json, .csv or .parquet. The hash of what was read goes into every
-result, so that two scores are known to be on the same questions.
+Files may be .jsonl, .jsonl.gz, .json, .csv or .parquet. The hash of the data goes into every
+result, so that two scores are known to use the same questions.
 """
 
 import csv
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class TaskRows:
-    """Rows with where they came from and the SHA-256 of the bytes (a hub's rows: of their JSON)."""
+    """Rows, their origin, and the SHA-256 of the files' bytes (for a hub's rows: of their JSON)."""
 
     rows: list[Row]
     origin: str
@@ -60,7 +60,7 @@ def read_rows(task: str, source: DataSource, data_dir: Path | None) -> TaskRows:
 
 
 def problems(setting: Setting, grader: Grader, rows: list[Row]) -> list[Problem]:
-    """Problems in file order, ids made unique by row number where the file has none."""
+    """Problems in file order; the id is the row number where the file has none."""
     found: list[Problem] = []
     seen: set[str] = set()
     for number, row in enumerate(rows):
@@ -82,15 +82,15 @@ def problems(setting: Setting, grader: Grader, rows: list[Row]) -> list[Problem]
         found.append(Problem(name, fields, gold, str(fields.get("group", ""))))
     if not found:
         raise QuantkitError(
-            f"{setting.task.name}: no problem is left",
-            "look at the data file and the protocol's dates",
+            f"{setting.task.name}: no problem remains",
+            "check the data file and the protocol's dates",
         )
     return found
 
 
 def map_fields(task: Task, row: Row, number: int) -> Row:
-    """The row under the task's field names; a list of names takes the first that the row has, an
-    optional field may be missing."""
+    """The row under the task's field names. Of several names the first present is used; optional
+    fields may be missing."""
     fields: Row = {name: row.get(key) or "" for name, key in task.optional.items()}
     if missing := [
         column
@@ -121,8 +121,7 @@ def map_fields(task: Task, row: Row, number: int) -> Row:
 
 
 def _shuffle(options: list[str], question: str) -> list[str]:
-    """Options in an order that depends on the question alone, and is the one that evalscope
-    uses."""
+    """Options in an order that depends on the question only, the same as evalscope's."""
     shuffled = list(options)
     seed = int.from_bytes(hashlib.sha256(question.strip().encode()).digest()[:8], "big")
     random.Random(seed).shuffle(shuffled)
@@ -130,7 +129,7 @@ def _shuffle(options: list[str], question: str) -> list[str]:
 
 
 def stratify(problems: list[Problem], limit: int | None) -> list[Problem]:
-    """`limit` problems from all groups in proportion, in file order. A larger limit has all
+    """`limit` problems from all groups in proportion, in file order. A larger limit includes all
     problems of a smaller one."""
     if limit is None or limit >= len(problems):
         return problems
@@ -150,8 +149,8 @@ def _in_range(fields: Row, dates: Dates) -> bool:
 
 
 def _find_files(source: DataSource, data_dir: Path | None) -> list[Path]:
-    """The file of a source, or all files of the first name with a * that has some; none where there
-    is none."""
+    """The file of a source, or all files of the first name with a * that matches; empty where
+    there is none."""
     if source.builtin is not None:
         return [asset("eval", *source.builtin.split("/"))]
     if data_dir is None:
@@ -178,7 +177,7 @@ def _subject(path: Path) -> str:
 
 
 def _read_file(path: Path) -> Iterator[Row]:
-    """Raises QuantkitError naming the file, and of lines the line."""
+    """Raises QuantkitError with the file, and the line where it applies."""
     try:
         yield from _read_parquet(path) if path.suffix == ".parquet" else _read_text(path)
     except UnicodeDecodeError as error:
@@ -206,7 +205,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _read_text(path: Path) -> Iterator[Row]:
-    """Files that were saved on Windows may begin with a byte order mark."""
+    """Files saved on Windows may begin with a byte order mark."""
     if path.suffix == ".csv":
         with path.open(encoding="utf-8-sig", newline="") as table:
             yield from csv.DictReader(table)
@@ -248,7 +247,7 @@ def _read_examples(path: Path) -> Iterator[Row]:
     rows = content.get("examples") if isinstance(content, dict) else content
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise QuantkitError(
-            f"{path} is no list of objects",
+            f"{path} is not a list of objects",
             "a list of objects, or one below `examples`, is expected",
         )
     yield from rows
@@ -259,20 +258,19 @@ def _read_hub(task: str, source: DataSource) -> TaskRows:
     instead = (
         f"put {source.files[0]} below --data-dir ({source.where})"
         if source.files
-        else "look at the task's hub entry"
+        else "check the task's hub entry"
     )
     try:
         import datasets
     except ImportError as error:
         raise QuantkitError(
-            f"data of {task} not found: no --data-dir given and the datasets extra is not installed",
+            f"data of {task} not found: no --data-dir given and the datasets extra is not "
+            "installed",
             f"{instead}, or pip install 'quantkit[datasets]'",
         ) from error
     try:
         rows = [dict(row) for row in datasets.load_dataset(**source.hub)]
-    except (
-        Exception
-    ) as error:  # the library raises many kinds, all meaning: not to be had from here
+    except Exception as error:  # the library raises many kinds of errors
         raise QuantkitError(
             f"data of {task} cannot be loaded from the hub ({type(error).__name__})", instead
         ) from error

@@ -1,9 +1,9 @@
-"""Evaluation tasks: what to ask, how to grade, under which protocol. A task is one YAML file in
+"""Evaluation tasks: prompts, graders and protocols; problems and grades. A task is one YAML file in
 eval/tasks or anywhere on disk.
 
-A protocol fixes everything that moves a score besides the model: prompt, system prompt, shots,
-sampling, repeats. Its defaults are in eval/protocols.yaml; a task adds its prompt and overrides
-what differs. `find_setting` joins the two into one `Setting`.
+A protocol fixes everything other than the model that affects a score: prompt, system prompt,
+few-shot examples, sampling, repeats. Its defaults are in eval/protocols.yaml; a task adds its
+prompt and overrides. `find_setting` combines the two into one `Setting`.
 """
 
 import math
@@ -18,7 +18,7 @@ from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.common.settings import Strict, find_yaml, read_yaml
 from quantkit.evaluation.generators.generator import Generation
 
-# Reason code -> what it means. The first group counts as right.
+# Reason code -> meaning. The first group counts as right.
 RIGHT = {
     "right": "right, stated as asked",
     "right-loose": "right, but found only by the flexible reading",
@@ -44,14 +44,14 @@ MISSING = {
 EXCLUDED = {
     "error": "the request failed",
     "sandbox-error": "the sandbox failed",
-}  # no verdict on the model: not in the score
+}  # not in the score
 REASONS = RIGHT | WRONG | MISSING | EXCLUDED
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One row of a task with the task's own field names. `gold` is the right answer in one line,
-    for people to read."""
+    """One row of a task under the task's field names. `gold` is the right answer as one readable
+    line."""
 
     id: str
     fields: dict[str, Any]
@@ -61,11 +61,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Grade:
-    """Verdict on one reply. `correct` is the flexible reading, `strict` wants the answer where the
-    prompt asked for it.
+    """Verdict on one reply. `correct`: right by the flexible reading; `strict`: right where the
+    prompt asked for the answer.
 
-    `measures`: other scores of a task by name, as (points, of how many); they are summed over
-    replies.
+    measures: other metrics of the task by name, as (points, possible points); summed over replies.
     """
 
     reason: str
@@ -81,11 +80,11 @@ class Grade:
 
 
 class DataSource(Strict):
-    """Where rows come from: a file that ships with quantkit, a file below --data-dir, or the
+    """Where rows come from: a file shipped with quantkit, a file below --data-dir, or the
     `datasets` extra.
 
-    A name in `files` with a * means all files that match, one a subject: their rows get the
-    field `file`, the file's name without its ending and without _test, _val or _dev.
+    A name in `files` with a * means all matching files, one per subject: their rows get the field
+    `file`, the file's name without its extension and without _test, _val or _dev.
     """
 
     builtin: str | None = None
@@ -103,56 +102,55 @@ class Dates(Strict):
 
 
 class TaskProtocol(Strict):
-    """What a task says about one protocol. `generation` and `single_pass` override single sampling
-    parameters."""
+    """A task's settings for one protocol. `generation` and `single_pass` override sampling
+    parameters; `single_pass` only where every problem has one repeat. raw: a completion
+    prompt, without a chat template."""
 
     prompt: str
     system: str | None = None
-    raw: bool = False  # a plain completion prompt: no chat template
+    raw: bool = False
     shots: int = 0
     shots_same_group: bool = False
     repeats: int | None = None
     grader: str | None = None
     dates: Dates | None = None
     generation: dict[str, Any] = Field({})
-    single_pass: dict[str, Any] = Field(
-        {}
-    )  # on top of `generation` when every problem is asked once
+    single_pass: dict[str, Any] = Field({})
 
 
 class Task(Strict):
+    """fields: our field name -> the row's name, or its possible names; optional: likewise, empty
+    where the row has none. option_columns: columns that make up `options` where the row has
+    no list. right_option: the column of the right option where it is not among those; all are
+    then shuffled by the question's hash."""
+
     name: str
     version: int
     title: str
     summary: str
     data: DataSource
     shots: DataSource | None = None
-    fields: dict[str, str | list[str]]  # our name -> the row's, or the names it may have
-    optional: dict[str, str] = Field({})  # likewise; empty where the row has none
-    option_columns: list[str] = Field(
-        []
-    )  # the columns that make up `options`, where the options are no list
-    right_option: str | None = (
-        # the column with the right option, where it is none of those: all are shuffled, by the
-        # question's hash
-        None
-    )
+    fields: dict[str, str | list[str]]
+    optional: dict[str, str] = Field({})
+    option_columns: list[str] = Field([])
+    right_option: str | None = None
     grader: str
     protocols: dict[str, TaskProtocol]
 
 
 class Protocol(Strict):
-    """`like`: the protocol whose prompts a task uses where it says nothing about this one."""
+    """`like`: the protocol whose prompts a task uses where it does not define this one.
+    thinking: replies are expected to begin inside <think>."""
 
     summary: str
     like: str | None = None
-    thinking: bool  # replies are expected to begin inside <think>
+    thinking: bool
     generation: dict[str, Any]
     repeats: int
 
 
 class Setting(Strict):
-    """One task under one protocol, everything resolved. The prompt is a Jinja2 template."""
+    """One task under one protocol, fully resolved. The prompt is a Jinja2 template."""
 
     task: Task
     protocol: str
@@ -173,7 +171,7 @@ def task_names() -> list[str]:
 
 
 def find_task(name: str) -> Task:
-    """The task called `name` in eval/tasks, or the task in the YAML file `name`."""
+    """The task `name` of eval/tasks, or the task in the YAML file `name`."""
     path = find_yaml(name, "eval", "tasks")
     if path is None:
         raise UsageError(
@@ -188,11 +186,6 @@ def protocols() -> dict[str, Protocol]:
     return read_yaml(asset("eval", "protocols.yaml"), dict[str, Protocol], "restore that file")
 
 
-def _without_repeats(own: TaskProtocol | None) -> TaskProtocol | None:
-    """Another protocol's prompts, without its number of replies."""
-    return own.model_copy(update={"repeats": None}) if own is not None else None
-
-
 def find_setting(
     task: Task,
     protocol: str,
@@ -200,26 +193,26 @@ def find_setting(
     repeats: int | None = None,
     overrides: dict[str, Any] | None = None,
 ) -> Setting:
-    """The task under `protocol`; `overrides` replaces single sampling parameters (temperature,
-    top_p, max_tokens)."""
+    """The task under `protocol`; `overrides` replaces sampling parameters (temperature, top_p,
+    max_tokens)."""
     if protocol not in protocols():
         raise UsageError(
             f"protocol {protocol!r} is not known", f"choose one of {', '.join(protocols())}"
         )
     base = protocols()[protocol]
-    own = task.protocols.get(protocol) or (
-        _without_repeats(task.protocols.get(base.like)) if base.like else None
-    )
+    own = task.protocols.get(protocol)
+    if own is None and base.like and (like := task.protocols.get(base.like)):
+        own = like.model_copy(update={"repeats": None})
     if own is None:
         raise QuantkitError(
             f"task {task.name} does not define protocol {protocol}",
             f"use {' or '.join(task.protocols)}",
         )
-    asked = repeats or own.repeats or base.repeats
+    count = repeats or own.repeats or base.repeats
     parameters = (
         base.generation
         | own.generation
-        | (own.single_pass if asked == 1 else {})
+        | (own.single_pass if count == 1 else {})
         | (overrides or {})
     )
     generation = Generation(**parameters | {"stop": tuple(parameters.get("stop", ()))})
@@ -227,9 +220,9 @@ def find_setting(
         raise QuantkitError(
             f"--temperature is {generation.temperature}", "use 0 (greedy), or a number above it"
         )
-    if asked > 1 and generation.temperature == 0:
+    if count > 1 and generation.temperature == 0:
         raise QuantkitError(
-            f"{asked} repeats of {task.name} would be {asked} times the same greedy reply",
+            f"{count} repeats of {task.name} would be {count} times the same greedy reply",
             "use --repeats 1 or set a --temperature above 0",
         )
     return Setting(
@@ -243,6 +236,6 @@ def find_setting(
         shots_same_group=own.shots_same_group,
         dates=own.dates,
         grader=own.grader or task.grader,
-        repeats=asked,
+        repeats=count,
         generation=generation,
     )

@@ -1,9 +1,9 @@
-"""Numbers hidden in long texts, of exact length in tokens of any tokenizer, after the retrieval
-tasks of RULER (Hsieh et al., 2024).
+"""Needle-in-a-haystack texts of exact token length for any tokenizer, after the retrieval tasks of
+RULER (Hsieh et al., 2024).
 
-`single`: one number in a text about nothing. `multikey`: eight numbers under different names, of
-which one is asked. `keys`: the text holds nothing but named numbers. Every text is made anew from
-the seed; the same seed, length and tokenizer give the same rows.
+`single`: one number in irrelevant text. `multikey`: eight named numbers, one of which is asked for.
+`keys`: the text consists of named numbers only. Texts are generated from the seed: the same seed,
+length and tokenizer give the same rows.
 """
 
 import random
@@ -21,9 +21,9 @@ _FIRST = (
 )
 _SECOND = (
     "anchor barrel canyon drawer engine feather garden hammer island jacket kettle lantern "
-    "meadow needle orchard pillow quarry river saddle"
+    "meadow needle orchard pillow quarry river saddle "
+    "tunnel umbrella valley window yard"
 )
-_SECOND += " tunnel umbrella valley window yard"
 _PLACES = (
     "the harbor, the station, the old mill, the market, the library, the bridge, the "
     "school, the workshop, the hill, the lake"
@@ -34,10 +34,8 @@ _PEOPLE = (
 )
 _DEEDS = (
     "waited for the rain, sold a few apples, read the morning paper, counted the boats, "
-    "mended a fence, swept the floor, drew a map"
-)
-_DEEDS += (
-    ", told a long story, looked for a lost key, carried some wood, wrote a letter, slept "
+    "mended a fence, swept the floor, drew a map, "
+    "told a long story, looked for a lost key, carried some wood, wrote a letter, slept "
     "until noon"
 )
 _TIMES = (
@@ -55,8 +53,8 @@ _QUESTION = "Which number does the text give for {name}? Reply with the number a
 def needle_rows(
     count_tokens: Callable[[str], int], lengths: list[int], kinds: list[str], count: int, seed: int
 ) -> Iterator[dict[str, Any]]:
-    """`count` problems for every length and kind, the asked-for number at depths that are evenly
-    spread.
+    """`count` problems for every length and kind, with the requested number at evenly spaced
+    depths.
 
     A row has id, problem, answer (seven digits), length, kind, depth (0: at the beginning) and
     tokens, which is at most the length.
@@ -121,7 +119,7 @@ def _row(
 
 
 def _named_numbers(draw: random.Random) -> Iterator[tuple[str, str]]:
-    """Names and numbers of seven digits, none twice."""
+    """Unique names with unique seven-digit numbers."""
     names = [f"{first} {second}" for first in _FIRST.split() for second in _SECOND.split()]
     draw.shuffle(names)
     numbers = draw.sample(range(10**6, 10**7), 100_000)

@@ -1,4 +1,4 @@
-"""Rendering prompts: a task's Jinja2 template over one problem and its shots."""
+"""Rendering prompts: a task's Jinja2 template over one problem and its few-shot examples."""
 
 import hashlib
 import json
@@ -23,8 +23,8 @@ _environment.globals["letters"] = LETTERS
 
 
 def render(setting: Setting, problem: Problem, shots: list[Shot], seed: int) -> Prompt:
-    """The prompt of one problem. `shots` are the fields of the rows to draw from, in order; the
-    first that fit are taken."""
+    """The prompt of one problem. `shots` are the fields of candidate examples; the first that
+    apply are used."""
     if setting.shots_same_group:
         shots = [shot for shot in shots if shot.get("group") == problem.group]
     shots = shots[: setting.shots]
@@ -49,16 +49,15 @@ def render(setting: Setting, problem: Problem, shots: list[Shot], seed: int) -> 
 
 
 def prompt_parts(prompt: Prompt) -> list[tuple[str, str]]:
-    """(role, text) of what is sent; a raw prompt is one part. A chat template is applied after it,
-    by the server or the tokenizer."""
+    """(role, text) of the sent messages; a raw prompt is one part. The server or tokenizer
+    applies the chat template to them."""
     if prompt.text is not None:
         return [("raw prompt", prompt.text)]
     return [(message["role"], message["content"]) for message in prompt.messages]
 
 
 def sample_seed(seed: int, problem: str, repeat: int) -> int:
-    """A seed per sample, so that a run with more problems or repeats draws the earlier ones the
-    same."""
+    """The seed of one sample; independent of the number of problems and repeats."""
     return (
         int.from_bytes(
             hashlib.sha256(json.dumps([seed, problem, repeat]).encode()).digest()[:4], "big"

@@ -204,7 +204,7 @@ def test_a_conversation_is_plain_text_to_a_model_without_a_template(
     )
     chat.write_text(json.dumps({"messages": [{"role": "user"}]}) + "\n")
     with pytest.raises(
-        QuantkitError, match=r":1 holds no conversation: messages\[0\] has no content"
+        QuantkitError, match=r":1 is not a conversation:  messages\[0\] has no content"
     ):
         read_documents(chat, tokenizer, seq_len=99)
 
@@ -228,7 +228,7 @@ def test_unusable_text_is_named(
     with pytest.raises(QuantkitError, match="cannot be read"):
         measure(str(tiny_dense_checkpoint), tmp_path / "missing.txt")
     with pytest.raises(
-        QuantkitError, match=r"x\.json is one JSON value; write its documents as a \.jsonl"
+        QuantkitError, match=r"x\.json is a single JSON value; write its documents as a \.jsonl"
     ):
         measure(str(tiny_dense_checkpoint), tmp_path / "x.json")
 

@@ -94,9 +94,9 @@ def test_distance_on_what_the_source_writes(
 
 
 def test_what_is_asked_for_must_be_one_thing(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(QuantkitError, match="a text or a task"):
+    with pytest.raises(QuantkitError, match="either a text or a task"):
         measure(str(tiny_checkpoint))
-    with pytest.raises(QuantkitError, match="a text or a task"):
+    with pytest.raises(QuantkitError, match="either a text or a task"):
         measure(str(tiny_checkpoint), tmp_path / "x.txt", sampled="tiny-math")
-    with pytest.raises(QuantkitError, match="who is to sample"):
+    with pytest.raises(QuantkitError, match="needs a model that samples"):
         measure(str(tiny_checkpoint), sampled="tiny-math")

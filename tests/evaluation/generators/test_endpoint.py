@@ -141,7 +141,10 @@ def test_a_server_that_goes_away_ends_the_run() -> None:
     server = ReplayServer(lambda question, body: "fine")
     with server:
         endpoint = Endpoint(server.url, backoff_s=0.01)
-    with pytest.raises(QuantkitError, match=r"the server is gone; start it and repeat the command"):
+    with pytest.raises(
+        QuantkitError,
+        match=r"the server is not reachable any more; start it and repeat the command",
+    ):
         list(endpoint.generate([chat("q") for _ in range(50)], Generation()))
 
 

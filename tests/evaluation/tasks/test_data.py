@@ -135,7 +135,7 @@ def test_dates_are_inclusive() -> None:
     ]
     made = problems(setting("live_code_bench"), find_grader("contest-tests"), rows)
     assert [p.id for p in made] == ["2024-08-01", "2025-01-31"]
-    with pytest.raises(QuantkitError, match="no problem is left"):
+    with pytest.raises(QuantkitError, match="no problem remains"):
         problems(setting("live_code_bench"), find_grader("contest-tests"), rows[:1])
 
 
