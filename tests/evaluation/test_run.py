@@ -303,7 +303,7 @@ def test_everything_is_refused_before_a_model_is_asked(task: str, tmp_path: Path
             {"api_key": "key\n"},
             "--api-key contains a character that is not valid in an HTTP header",
         ),
-        ({"api_key": "ключ"}, "--api-key holds a character"),
+        ({"api_key": "ключ"}, "--api-key contains a character"),
         ({"limit": 0}, "--limit is 0"),
         ({"repeats": 2, "generation": {"temperature": 0.0}}, "greedy"),
         ({"protocol": "lm-eval"}, "does not define protocol"),

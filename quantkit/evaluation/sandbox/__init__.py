@@ -1,18 +1,18 @@
 """Running untrusted, model-written Python.
 
-A program runs in a box: a fresh interpreter inside namespaces, limits and a filter of system calls.
-What judges it runs elsewhere: the output of a script is compared here, and a function is called by
-a judge in a box of its own, with arguments and results crossing as plain data. So neither tests,
-nor expected values, nor the verdict are ever in a process, a descriptor or a file that the program
-can reach.
+A program runs in a fresh interpreter inside namespaces, resource limits and a system call filter.
+Its judge runs outside that process: the output of a script is compared here, and a function is
+called by a judge in a second isolated process, with arguments and results exchanged as plain data.
+So neither tests, nor expected values, nor the verdict are ever in a process, a descriptor or a file
+that the program can reach.
 
-Once the first line of a program may have run, everything that goes wrong counts against it; before
-that it is a fault of the sandbox, tried again, and in the end left out of the score.
+From the first line of a program on, every failure counts against the program; before that it is a
+failure of the sandbox, which is retried and finally excluded from the score.
 
-boxes.py    one process tree inside walls: start, watch its memory, end
-cgroup.py   memory held by the kernel, where this process may make groups
-runs.py     a program and its judge, a script, and which level of walls this machine gives
-inside/     what runs inside the walls
+  process.py   one isolated process tree: start, check its memory, kill
+  cgroup.py    memory limited by the kernel, where this process may create cgroups
+  programs.py  a program with its judge, a script, and the isolation level of this machine
+  inside/      code that runs inside the isolation
 """
 
 from quantkit.evaluation.sandbox.process import Level

@@ -1,8 +1,8 @@
-"""A control group (v2) for every box, where this process may make one: the kernel then counts
+"""A control group (v2) for each sandbox, where this process may create one: the kernel then counts
 memory of every kind, and processes.
 
-Used where the cgroup of this process or the one above it is writable and hands the memory
-controller down. boxes.py watches besides.
+Used where the cgroup of this process or its parent is writable and delegates the memory controller.
+process.py checks limits as well.
 """
 
 import contextlib
@@ -17,8 +17,7 @@ _numbers = itertools.count()
 
 
 class Group:
-    """Limits for the processes that are added, and for those they start. `processes` counts threads
-    as well."""
+    """Limits for added processes and their descendants. `processes` includes threads."""
 
     def __init__(self, path: Path, memory: int, processes: int) -> None:
         self._path = path
@@ -30,7 +29,7 @@ class Group:
                 ("memory.oom.group", "1"),
                 ("pids.max", str(processes)),
             ):
-                with contextlib.suppress(OSError):  # a controller that is not handed down
+                with contextlib.suppress(OSError):  # the controller is not delegated
                     (path / name).write_text(value)
         except OSError:
             self.remove()
@@ -40,8 +39,8 @@ class Group:
         (self._path / "cgroup.procs").write_text(str(pid))
 
     def remove(self) -> None:
-        """A group can be removed once its last process is gone, which the kernel may notice a
-        moment after the wait."""
+        """A group can be removed once its last process is gone, which the kernel may notice
+        shortly after the wait."""
         for _ in range(50):
             try:
                 return self._path.rmdir()
@@ -62,7 +61,7 @@ def new_group(memory: int, processes: int) -> Group | None:
 
 @cache
 def usable() -> Path | None:
-    """The group in which groups of ours can be made, or None."""
+    """The group in which we can create groups, or None."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
         own = [
@@ -80,8 +79,8 @@ def usable() -> Path | None:
 
 
 def _works(above: Path) -> bool:
-    """Whether a group with a limit of memory can be made in `above`, and a process of ours moved
-    into it."""
+    """Whether a group with a memory limit can be created in `above`, and a process moved into
+    it."""
     try:
         if "memory" not in (above / "cgroup.subtree_control").read_text().split():
             return False

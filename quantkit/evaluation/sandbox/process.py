@@ -1,5 +1,4 @@
-"""Starting a process inside the walls, watching what it holds, and ending it with everything it
-started."""
+"""Start an isolated process tree, check its resource use, and kill it."""
 
 import contextlib
 import json
@@ -24,27 +23,27 @@ from quantkit.evaluation.sandbox import cgroup
 Level = Literal["namespaces", "rlimits"]
 
 MIB = 1 << 20
-MEMORY = 2048 * MIB  # of every process, and of all processes of a box together
-OUTPUT = 16 * MIB  # of every file, so of what is printed
+MEMORY = 2048 * MIB  # of each process, and of all processes of a sandbox together
+OUTPUT = 16 * MIB  # of each file, so also of stdout
 DISK_MIB, PROCESSES, FILES, STACK = 64, 48, 128, 64 * MIB
-CPUS = 8  # a pool of processes has one for each that it sees
-OWN_PROCESSES = 4  # processes of a box that are between us and the program, and one of grace
-START_S = 30.0  # for building the walls, on a machine that is busy
+CPUS = 8  # process pools start one worker per visible CPU
+OWN_PROCESSES = 4  # processes of a sandbox between this process and the program, and one spare
+START_S = 30.0  # for setting up the isolation on a busy machine
 WATCH_S = 0.05
 INSIDE = Path(__file__).with_name("inside")
 
 
 class SandboxError(Exception):
-    """The walls could not be built. Says nothing about the program, of which no line has run."""
+    """The isolation could not be set up. Says nothing about the program, which has not started."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """What runs in a box: arguments of the interpreter, its streams (None: dropped), and pipes that
-    it keeps.
+    """What runs in the sandbox: interpreter arguments, streams (None: discarded), and inherited
+    pipes.
 
-    files: text files in its directory. views: more of our files that it sees, as (source, path
-    inside, writable); with namespaces only.
+    files: text files in its directory. views: more host files that it sees, as (source, path
+    inside, writable); only with namespaces.
     """
 
     arguments: list[str]
@@ -57,8 +56,7 @@ class Command:
 
 
 class SandboxProcess:
-    """One process tree inside walls of `level`. `cpu_s`: seconds of processor time for each
-    process."""
+    """One process tree isolated at `level`. cpu_s: seconds of CPU time for each process."""
 
     def __init__(self, level: Level, command: Command, cpu_s: float) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="quantkit-sandbox-"))
@@ -95,12 +93,12 @@ class SandboxProcess:
         with (
             contextlib.suppress(BrokenPipeError),
             process.stdin as pipe,
-        ):  # a gate that died is noticed by its silence
+        ):  # a dead launcher is detected in wait_started
             pipe.write(json.dumps(request).encode())
         return process
 
     def wait_started(self) -> None:
-        """Returns once the walls are up. Raises SandboxError."""
+        """Return once the isolation is set up. Raises SandboxError."""
         data, deadline = b"", time.monotonic() + START_S
         while select.select([self._started], [], [], max(0.0, deadline - time.monotonic()))[0]:
             chunk = os.read(self._started, 4096)
@@ -110,29 +108,27 @@ class SandboxProcess:
         if data != b"ready":
             raise SandboxError(
                 data.removeprefix(b"ready").decode(errors="replace")
-                or "the walls were not built in time"
+                or "the isolation was not set up in time"
             )
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; 128 + n for an end by signal n."""
+        """None while it runs; 128 + n after signal n."""
         return self._process.poll()
 
     def excess(self) -> str:
-        """What its processes together have too much of, or nothing. Memory: private, shared,
-        swapped and page tables."""
+        """The limit that the process tree exceeds, or an empty string. Memory: private, shared,
+        swapped, page tables."""
         pids, threads = tree(self._process.pid)
-        if (
-            threads > PROCESSES + OWN_PROCESSES
-        ):  # root without a second id has no limit of processes
+        if threads > PROCESSES + OWN_PROCESSES:  # root without a second id has no process limit
             return f"more than {PROCESSES} processes and threads"
-        # The sum that counts shared pages once is read only where the quick sum is too much.
+        # The exact sum is slow, so it is read only where the fast one exceeds the limit.
         if sum(map(_private_bytes, pids)) > MEMORY and sum(map(_proportional_bytes, pids)) > MEMORY:
             return f"more than {MEMORY >> 20} MiB of memory"
         return ""
 
     def close(self) -> None:
-        """End every process and remove every trace."""
+        """Kill every process and remove all files."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -199,14 +195,14 @@ def _request(level: Level, command: Command, root: Path, cpu_s: float) -> dict[s
 
 
 def _interpreter() -> str:
-    """The real interpreter of a virtual environment, which sees the standard library only."""
+    """The real interpreter of a virtual environment, with the standard library only."""
     return os.path.realpath(sys.executable)
 
 
 @cache
 def _system_paths() -> list[str]:
-    """What a program may read besides its scratch space: system libraries and the interpreter's own
-    files."""
+    """What a program may read in addition to its scratch space: system libraries and the
+    interpreter."""
     paths = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache"]
     prefix = os.path.realpath(sys.base_prefix)
     return paths if prefix.startswith("/usr") else [*paths, f"{prefix}/bin", f"{prefix}/lib"]
@@ -214,7 +210,7 @@ def _system_paths() -> list[str]:
 
 @cache
 def _packages() -> list[Path]:
-    """numpy, which contest solutions expect, and the libraries beside it."""
+    """numpy, which contest solutions expect, and its bundled libraries."""
     spec = find_spec("numpy")
     if spec is None or spec.origin is None:
         raise QuantkitError("numpy is not installed", "reinstall quantkit")
@@ -223,15 +219,14 @@ def _packages() -> list[Path]:
 
 
 def _has_namespace_process_limits() -> bool:
-    """Whether the kernel counts a user's processes in each user namespace by itself (Linux
-    5.14)."""
+    """Whether the kernel counts a user's processes per user namespace (Linux 5.14)."""
     major, minor = os.uname().release.split(".")[:2]
     return (int(major), int("".join(c for c in minor if c.isdigit()) or 0)) >= (5, 14)
 
 
 def _count_user_threads() -> int:
-    """Threads that count against the limit of processes beside those of the box: this user's, and
-    user user nobody's for the boxes of root."""
+    """Threads outside the sandbox that count against its process limit: those of this user, and
+    of uid 65534, which root's sandboxes use."""
     users, count = {os.getuid(), 65534}, 0
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -239,11 +234,8 @@ def _count_user_threads() -> int:
     return count
 
 
-# ----------------------------------------------------------------------------------------------------------- what a box holds
-
-
 def tree(pid: int) -> tuple[list[int], int]:
-    """A process with its descendants, and how many threads they are."""
+    """A process with its descendants, and their number of threads."""
     found, threads = [pid], 0
     for one in found:
         with contextlib.suppress(OSError, ValueError):
@@ -261,7 +253,7 @@ def _private_bytes(pid: int) -> int:
 
 
 def _proportional_bytes(pid: int) -> int:
-    """Pages in proportion to how many processes have them, where the kernel reports it; else as
+    """Shared pages divided by the number of their processes, where the kernel reports it; else
     `_private_bytes`."""
     try:
         return _fields(f"/proc/{pid}/smaps_rollup", ("Pss_Anon", "Pss_Shmem", "SwapPss")) + _fields(
@@ -272,7 +264,7 @@ def _proportional_bytes(pid: int) -> int:
 
 
 def _fields(path: str, names: tuple[str, ...]) -> int:
-    """The sum of some fields in kB of a file in /proc, in bytes; 0 for a process that has ended."""
+    """The sum of some kB fields of a file in /proc, in bytes; 0 for a process that has ended."""
     try:
         lines = Path(path).read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""One program in one box, and beside it, in a second box, the judge that calls it."""
+"""Run one program in a sandbox, with its judge in a second one."""
 
 import contextlib
 import json
@@ -28,14 +28,14 @@ Status = Literal["passed", "failed", "timeout", "no-verdict", "sandbox-error"]
 
 TIMEOUT_S = 10.0
 _TRIES, _PAUSE_S, _POLL_S = 3, 0.3, 0.005
-_TAIL = 4000  # bytes of stderr in which an exception is looked for
+_TAIL = 4000  # bytes of stderr searched for an exception
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ProgramRun:
-    """What one program did. `output` is a script's stdout. `sandbox-error` says nothing about the
-    program: none of its lines ran."""
+    """Result of one program. `output` is a script's stdout. `sandbox-error`: no line of the
+    program ran."""
 
     status: Status
     detail: str = ""
@@ -45,8 +45,8 @@ class ProgramRun:
 
 @dataclass(frozen=True)
 class Program:
-    """Source that runs part after part in one namespace, and the function it must define, at its
-    top or in a class Solution."""
+    """Source that runs part after part in one namespace, and the function it must define, at top
+    level or in a class Solution."""
 
     parts: tuple[str, ...]
     entry_point: str
@@ -62,16 +62,20 @@ def run_tests(
 ) -> ProgramRun:
     """Passed if `tests`, which call the function by its name, return in the judge's process;
     `helpers` is trusted source that they use."""
-    request = {
+    request = _check_request(program, helpers, tests)
+    return _run_with_retries(
+        lambda level: _run_judged(program, request, timeout_s or TIMEOUT_S, level), level
+    )
+
+
+def _check_request(program: Program, helpers: str, tests: str) -> dict[str, Any]:
+    return {
         "kind": "check",
         "helpers": helpers,
         "tests": tests,
         "entry_point": program.entry_point,
         "call_timeout_s": None,
     }
-    return _run_with_retries(
-        lambda level: _run_judged(program, request, timeout_s or TIMEOUT_S, level), level
-    )
 
 
 def run_calls(
@@ -81,8 +85,8 @@ def run_calls(
     timeout_s: float,
     level: Level | None = None,
 ) -> ProgramRun:
-    """Passed if every call of the function with a case's arguments gives the case's result, as JSON
-    values, each within `timeout_s`."""
+    """Passed if every call of the function with a case's arguments returns the case's result, as
+    JSON values, each within `timeout_s`."""
     request = {"kind": "cases", "cases": cases, "call_timeout_s": timeout_s}
     return _run_with_retries(
         lambda level: _run_judged(program, request, timeout_s * (len(cases) + 1), level), level
@@ -92,15 +96,15 @@ def run_calls(
 def run_script(
     source: str, stdin: str, *, timeout_s: float | None = None, level: Level | None = None
 ) -> ProgramRun:
-    """Passed if `source`, run as a file, ended by itself, by sys.exit or by os._exit; what it
-    printed is in `output`."""
+    """Passed if `source`, run as a file, ended by itself, by sys.exit or by os._exit; its stdout
+    is in `output`."""
     return _run_with_retries(
         lambda level: _run_script(source, stdin, timeout_s or TIMEOUT_S, level), level
     )
 
 
 def _run_with_retries(attempt: Callable[[Level], ProgramRun], level: Level | None) -> ProgramRun:
-    """A fault of the sandbox itself is tried again, and in the end reported as such."""
+    """Retry failures of the sandbox itself; finally report them as sandbox-error."""
     level = level or active_level()
     problem = ""
     for number in range(_TRIES):
@@ -110,7 +114,7 @@ def _run_with_retries(attempt: Callable[[Level], ProgramRun], level: Level | Non
         except (
             SandboxError,
             OSError,
-        ) as fault:  # an OSError is ours: no room for a file, no descriptor left
+        ) as fault:  # an OSError is a failure of this process: disk full, no descriptor left
             problem = str(fault)
     return ProgramRun("sandbox-error", problem)
 
@@ -118,12 +122,12 @@ def _run_with_retries(attempt: Callable[[Level], ProgramRun], level: Level | Non
 def _run_judged(
     program: Program, request: dict[str, Any], timeout_s: float, level: Level
 ) -> ProgramRun:
-    """The judge starts first and waits; the program begins when both are inside their walls and the
-    judge asks for it."""
+    """The judge starts first and waits; the program begins when both are isolated and the judge
+    requests it."""
     with contextlib.ExitStack() as stack:
         calls, replies, report = (stack.enter_context(_Pipe()) for _ in range(3))
-        boxes = []
-        for script, asked, keep in (
+        sandboxes = []
+        for script, message, keep in (
             ("judge.py", request, (calls.write, replies.read, report.write)),
             (
                 "candidate.py",
@@ -131,24 +135,24 @@ def _run_judged(
                 (calls.read, replies.write),
             ),
         ):
-            stdin = stack.enter_context(_anonymous_file(json.dumps(asked).encode()))
+            stdin = stack.enter_context(_anonymous_file(json.dumps(message).encode()))
             command = Command([f"{{inside}}/{script}", *map(str, keep)], stdin, keep=keep)
-            boxes.append(
+            sandboxes.append(
                 stack.enter_context(contextlib.closing(SandboxProcess(level, command, timeout_s)))
             )
         for pipe in (calls, replies):
             pipe.close()
         report.close_write()
-        for box in boxes:
-            box.wait_started()
+        for sandbox in sandboxes:
+            sandbox.wait_started()
         lines = _Lines(report.read)
         start = time.monotonic()
         try:
-            ready = _wait(lines.next, boxes, START_S)
+            ready = _wait(lines.next, sandboxes, START_S)
             if ready != b"ready":
                 raise SandboxError(_judge_error(ready))
             start = time.monotonic()
-            line = _wait(lines.next, boxes, timeout_s)
+            line = _wait(lines.next, sandboxes, timeout_s)
         except LimitExceeded as error:
             return ProgramRun("failed", str(error), seconds=time.monotonic() - start)
         return _verdict(line, time.monotonic() - start)
@@ -171,16 +175,14 @@ def _run_script(source: str, stdin: str, timeout_s: float, level: Level) -> Prog
             stack.enter_context((folder / name).open(mode)) for name, mode in _STREAMS.items()
         )
         for name in _STREAMS:
-            (folder / name).chmod(
-                0o666
-            )  # a program with an id of its own opens /dev/stdout by name
+            (folder / name).chmod(0o666)  # a program with its own uid opens /dev/stdout by name
         views = tuple((str(folder / name), f"/dev/{name}", name != "stdin") for name in _STREAMS)
         command = Command(["main.py"], given, out, verdict, files={"main.py": source}, views=views)
-        box = stack.enter_context(contextlib.closing(SandboxProcess(level, command, timeout_s)))
-        box.wait_started()
+        sandbox = stack.enter_context(contextlib.closing(SandboxProcess(level, command, timeout_s)))
+        sandbox.wait_started()
         start = time.monotonic()
         try:
-            code = _wait(lambda: _ended(box), [box], timeout_s)
+            code = _wait(lambda: _poll_exit(sandbox), [sandbox], timeout_s)
         except LimitExceeded as error:
             return ProgramRun("failed", str(error), seconds=time.monotonic() - start)
         seconds = time.monotonic() - start
@@ -197,8 +199,7 @@ _STREAMS = {"stdin": "rb", "stdout": "wb", "stderr": "wb"}
 
 
 def _problem(code: int, errors: str) -> str:
-    """What an end was, if it was no good one: a signal, or an uncaught exception.
-    sys.exit may give any code."""
+    """A failed end of a script: a signal, or an uncaught exception. sys.exit may give any code."""
     if code > 128:
         return f"ended by signal {code - 128}"
     if code == 1 and re.search(
@@ -211,41 +212,44 @@ def _problem(code: int, errors: str) -> str:
 
 
 class LimitExceeded(Exception):
-    """The processes of a box together hold more than they may."""
+    """The processes of a sandbox together exceed a limit."""
 
 
-def _wait(look: Callable[[], T | None], boxes: list[SandboxProcess], timeout_s: float) -> T | None:
-    """What `look` finds, asked again and again, or None after `timeout_s`. Raises LimitExceeded, also for
-    what is held when it is found: on a busy machine the looks between are few."""
+def _wait(
+    poll: Callable[[], T | None], sandboxes: list[SandboxProcess], timeout_s: float
+) -> T | None:
+    """The first result of `poll` that is not None, or None after `timeout_s`. Raises
+    LimitExceeded, also right after the result, since checks in between are rare on a busy
+    machine."""
     deadline, watched = time.monotonic() + timeout_s, time.monotonic()
-    while (found := look()) is None and time.monotonic() < deadline:
+    while (found := poll()) is None and time.monotonic() < deadline:
         if time.monotonic() - watched > WATCH_S:
             watched = time.monotonic()
-            _check_limits(boxes)
-    _check_limits(boxes)
+            _check_limits(sandboxes)
+    _check_limits(sandboxes)
     return found
 
 
-def _check_limits(boxes: list[SandboxProcess]) -> None:
-    for box in boxes:
-        if excess := box.excess():
+def _check_limits(sandboxes: list[SandboxProcess]) -> None:
+    for sandbox in sandboxes:
+        if excess := sandbox.excess():
             raise LimitExceeded(excess)
 
 
-def _ended(box: SandboxProcess) -> int | None:
-    if box.exit_code is None:
+def _poll_exit(sandbox: SandboxProcess) -> int | None:
+    if sandbox.exit_code is None:
         time.sleep(_POLL_S)
-    return box.exit_code
+    return sandbox.exit_code
 
 
 class _Lines:
-    """Lines of the judge's report, as they come; the last is b"" when the judge has ended."""
+    """Lines of the judge's report as they come; b"" after the judge has ended."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._data = descriptor, b""
 
     def next(self) -> bytes | None:
-        """A line, or None if none came within a moment."""
+        """The next line, or None if none came within WATCH_S."""
         while b"\n" not in self._data and select.select([self._descriptor], [], [], WATCH_S)[0]:
             chunk = os.read(self._descriptor, 1 << 16)
             self._data += chunk
@@ -265,13 +269,13 @@ def _judge_error(line: bytes | None) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without lone surrogates, which no file takes."""
+    """Escape lone surrogates, which cannot be encoded."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 @contextlib.contextmanager
 def _anonymous_file(data: bytes) -> Iterator[IO[bytes]]:
-    """A file without a name: nothing but who inherits it can read it."""
+    """A file without a name, readable only by inheritance."""
     with tempfile.TemporaryFile() as file:
         file.write(data)
         file.seek(0)
@@ -298,15 +302,13 @@ class _Pipe:
         os.close(self.write)
 
 
-# ---------------------------------------------------------------------------------------------------------------------- level
-
 _PROBES, _PROBE_PAUSE_S = 5, 0.4
 _PROBE = Program(("def f(x): return x",), "f")
 
 
 @dataclass(frozen=True)
 class IsolationLevel:
-    """The strongest level that works here, and why it is not a stronger one."""
+    """The strongest level available on this machine, and why not a stronger one."""
 
     level: Level
     reason: str = ""
@@ -326,13 +328,14 @@ class IsolationLevel:
 
 @cache
 def find_level() -> IsolationLevel:
-    """Runs a trivial program inside each kind of wall. One that fails is tried again: a busy
-    machine refuses at times."""
+    """Runs a trivial program in namespaces, with retries, since a busy machine may fail; falls
+    back to rlimits."""
     reason = ""
+    request = _check_request(_PROBE, "", "assert f((1, 'a')) == (1, 'a')")
     for number in range(_PROBES):
         time.sleep(number * _PROBE_PAUSE_S)
         try:
-            run = _run_judged(_PROBE, _PROBE_TEST, TIMEOUT_S, "namespaces")
+            run = _run_judged(_PROBE, request, TIMEOUT_S, "namespaces")
         except (SandboxError, OSError) as fault:
             reason = str(fault)
             continue
@@ -346,16 +349,7 @@ def active_level() -> Level:
     return find_level().level
 
 
-_PROBE_TEST = {
-    "kind": "check",
-    "helpers": "",
-    "tests": "assert f((1, 'a')) == (1, 'a')",
-    "entry_point": "f",
-    "call_timeout_s": None,
-}
-
-
 def workers() -> int:
-    """Programs to run beside each other: one per core this process may use, so that the wall clock
-    stays fair."""
+    """Programs to run in parallel: one per CPU that this process may use, so that wall-clock
+    limits stay fair."""
     return len(os.sched_getaffinity(0))

@@ -204,7 +204,7 @@ def test_a_conversation_is_plain_text_to_a_model_without_a_template(
     )
     chat.write_text(json.dumps({"messages": [{"role": "user"}]}) + "\n")
     with pytest.raises(
-        QuantkitError, match=r":1 is not a conversation:  messages\[0\] has no content"
+        QuantkitError, match=r":1 is not a conversation: messages\[0\] has no content"
     ):
         read_documents(chat, tokenizer, seq_len=99)
 

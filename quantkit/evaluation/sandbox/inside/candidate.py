@@ -1,5 +1,5 @@
-"""The untrusted side: defines the program's names, then answers calls of one function, message by
-message.
+"""The untrusted side: defines the program's names, then answers calls of one function, one message
+each.
 
     python candidate.py CALLS REPLIES < request
 
@@ -61,7 +61,7 @@ def find(request: dict[str, Any]) -> Any:
 
 
 def describe(error: BaseException) -> list:
-    """Names of the exception's classes, nearest first, and its message."""
+    """Names of the exception's classes in MRO order, and its message."""
     try:
         message = str(error)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Namespaces, a root of its own, and the loss of every privilege. Linux only."""
+"""Namespaces, a private root file system, and dropping all privileges. Linux only."""
 
 import ctypes
 import os
@@ -55,17 +55,17 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
 
 
 def exit_with_child(child: int) -> None:
-    """Pass a child's end on as this process's own."""
+    """Wait for a child and exit with its status."""
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
 
 
 def enter_namespaces(close: int) -> bool:
-    """Fork a child into new namespaces and become it; the parent writes its id maps, closes
+    """Fork a child into new namespaces and continue as it; the parent writes its id maps, closes
     `close`, and waits.
 
-    Returns whether the program has an id of its own there.
+    Returns whether the program has its own user id there.
     """
     ready_read, ready_write = os.pipe()
     mapped_read, mapped_write = os.pipe()
@@ -82,7 +82,7 @@ def enter_namespaces(close: int) -> bool:
     os.close(mapped_write)
     die_with_parent()
     check(libc.unshare(NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS), "unshare")
-    die_with_parent()  # new credentials cleared it
+    die_with_parent()  # new credentials reset it
     os.write(ready_write, b"1")
     answer = os.read(mapped_read, 500)
     if answer not in (ONE_ID, TWO_IDS):
@@ -93,8 +93,8 @@ def enter_namespaces(close: int) -> bool:
 
 
 def map_ids(child: int) -> bytes:
-    """Root maps a second, unprivileged id for the program where it may; one id otherwise. Returns
-    ONE_ID, TWO_IDS or what went wrong."""
+    """As root, map a second, unprivileged id for the program if possible; else one id. Returns
+    ONE_ID, TWO_IDS or an error message."""
     second = f"\n{PROGRAM} {NOBODY} 1"
     problem = ""
     for ids in (second, "") if os.geteuid() == 0 else ("",):
@@ -102,7 +102,7 @@ def map_ids(child: int) -> bytes:
             if not ids:
                 write(
                     f"/proc/{child}/setgroups", "deny"
-                )  # else one who is not root may not map a group
+                )  # required for mapping a group without root
             write(f"/proc/{child}/gid_map", f"0 {os.getegid()} 1{ids}")
             write(f"/proc/{child}/uid_map", f"0 {os.geteuid()} 1{ids}")
             return TWO_IDS if ids else ONE_ID
@@ -117,8 +117,8 @@ def write(path: str, text: str) -> None:
 
 
 def become_init(close: int) -> None:
-    """Fork process 1 of the pid namespace and become it. When it ends, the kernel kills whatever
-    the program left over."""
+    """Fork process 1 of the pid namespace and continue as it. When it ends, the kernel kills all
+    remaining processes."""
     child = os.fork()
     if child:
         os.close(close)
@@ -127,8 +127,8 @@ def become_init(close: int) -> None:
 
 
 def mount_root(root: str, views: list[list[Any]], size_mib: int) -> None:
-    """Replace / by a read-only tmpfs with views of some of the host's files; /work, /tmp and
-    /dev/shm are writable, `size_mib` together.
+    """Replace / by a read-only tmpfs with views of some host files; /work, /tmp and /dev/shm are
+    writable, `size_mib` in total.
 
     views: (source, path in the new root, writable).
     """
@@ -187,8 +187,7 @@ def bind(source: str, target: str, writable: bool) -> None:
 
 
 def drop_privileges(own_id: bool) -> None:
-    """Become the mapped unprivileged id, where there is one; lose every capability and the ways to
-    regain one."""
+    """Switch to the mapped unprivileged id if there is one; drop every capability for good."""
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     if own_id:
@@ -201,8 +200,8 @@ def drop_privileges(own_id: bool) -> None:
 
 
 def set_limits(limits: dict[str, int]) -> None:
-    """Hard limits, never above those that hold already. STACK stays soft: programs that recurse
-    raise it."""
+    """Set hard limits, never above the present ones. STACK keeps its hard limit: recursive
+    programs raise it."""
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]

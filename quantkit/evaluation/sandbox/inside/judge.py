@@ -1,15 +1,13 @@
-"""The trusted side: runs the tests. The function under test is a proxy that sends its arguments
-to the other process.
+"""The trusted side: runs the tests. The function under test is a proxy that sends its arguments to
+the other process.
 
     python judge.py CALLS REPLIES REPORT < request
 
-REPORT gets "ready" once everything of ours is prepared, which is before the first line of the
-program runs, then one JSON object with status and detail. From "ready" on whatever goes wrong is
-the program's fault.
+REPORT gets "ready" once the tests are prepared, before the first line of the program runs, then one
+JSON object with status and detail. From "ready" on every failure is the program's.
 
-What the proxy returns is built by values.loads, so an equality, a length or a truth that the
-tests ask for is Python's own. Arguments
-are copies: the program cannot change what a test compares with.
+The proxy's return values are built by values.loads, so their equality, length and truth are
+Python's own. Arguments are copies: the program cannot change what a test compares with.
 """
 
 import builtins
@@ -25,8 +23,8 @@ import values
 
 
 class ProgramFault(BaseException):
-    """The program broke off, or answered with what is not a value. Tests that catch everything
-    still do not pass."""
+    """The program ended early, or replied with something that is not a value. A BaseException,
+    so that tests that catch Exception do not pass."""
 
     def __init__(self, status: str, detail: str) -> None:
         self.status, self.detail = status, detail
@@ -41,7 +39,7 @@ class Candidate:
         self.fault: ProgramFault | None = None
 
     def load(self) -> None:
-        """Have the program define its names. Raises what that raised."""
+        """Let the program define its names. Raises the program's exception."""
         self._ask(b"")
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -77,7 +75,7 @@ class Candidate:
 
     def _to_exception(self, names: list[str], text: str) -> BaseException:
         """The program's exception as the nearest builtin one, so that tests may expect it;
-        SystemExit and its like end the tests."""
+        SystemExit and the like end the tests."""
         for name in names:
             kind = getattr(builtins, name, None)
             if isinstance(kind, type) and issubclass(kind, Exception):
@@ -90,13 +88,12 @@ class Candidate:
 def _make_exception(kind: type[Exception], text: str) -> Exception:
     try:
         return kind(text)
-    except TypeError:  # the Unicode errors want five arguments
+    except TypeError:  # Unicode errors need five arguments
         return Exception(text)
 
 
 def check(request: dict[str, Any], candidate: Candidate) -> Any:
-    """The tests' code, after the prompt's own helpers and with `entry_point` as the
-    candidate."""
+    """Run the tests' code after the prompt's helpers, with `entry_point` bound to the candidate."""
     space: dict[str, Any] = {"__name__": "tests"}
     if request["helpers"]:
         exec(compile(request["helpers"], "<prompt>", "exec", dont_inherit=True), space)
@@ -110,7 +107,7 @@ def check(request: dict[str, Any], candidate: Candidate) -> Any:
 
 
 def cases(request: dict[str, Any], candidate: Candidate) -> Any:
-    """Calls with their expected results, compared as JSON values."""
+    """Calls with expected results, compared as JSON values."""
 
     def run() -> None:
         for number, (arguments, expected) in enumerate(request["cases"], start=1):
@@ -121,7 +118,7 @@ def cases(request: dict[str, Any], candidate: Candidate) -> Any:
                 raise
             with contextlib.suppress(
                 TypeError, ValueError
-            ):  # a value that JSON has no word for is compared as it is
+            ):  # a value without a JSON form is compared as it is
                 got = json.loads(json.dumps(got))
             if got != expected:
                 raise ProgramFault(
@@ -176,10 +173,10 @@ def main() -> None:
     os.write(report, b"ready\n")
     try:
         status, detail = verdict(run, candidate)
-    except BaseException as error:  # even reporting the failure failed
+    except BaseException as error:  # formatting the failure failed
         status, detail = "failed", type(error).__name__
     os.write(report, json.dumps({"status": status, "detail": detail}).encode() + b"\n")
-    # until it is ended: the program ends with this process, and what it holds is looked at first
+    # wait to be killed: the caller checks the memory of both processes first
     while True:
         signal.pause()
 

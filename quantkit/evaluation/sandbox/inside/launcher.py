@@ -1,13 +1,13 @@
-"""Builds the isolation, then becomes the process that runs inside them.
+"""Sets up the isolation, then becomes the process that runs inside it.
 
-Run by path as `python -I -S -B launcher.py`. The request is one JSON object on stdin, made by process.py.
-Its descriptor `started`, a pipe, gets the word "ready" and is closed before anything untrusted
-runs, or gets what went wrong.
+Run by path as `python -I -S -B launcher.py`. The request is one JSON object on stdin (process.py).
+The pipe `started` gets "ready" and is closed before anything untrusted runs, or gets the error
+message.
 
 With isolate, three processes are between the caller and the program:
-  gate     waits for the child in the new namespaces, whose id maps it wrote
-  init     process 1 of the pid namespace; mounts the new root, then waits
-  program  drops every privilege, sets its limits and its filter of system calls, executes
+  launcher  waits for the child in the new namespaces, whose id maps it wrote
+  init      process 1 of the pid namespace; mounts the new root, then waits
+  program   drops all privileges, sets its limits and its system call filter, executes
 """
 
 import json

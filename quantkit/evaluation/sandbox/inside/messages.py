@@ -1,4 +1,4 @@
-"""Messages over a pipe: eight bytes of length, then that many bytes."""
+"""Messages over a pipe: eight bytes of length, then the data."""
 
 import os
 import select
@@ -18,12 +18,12 @@ def send(descriptor: int, data: bytes) -> None:
 
 
 def receive(descriptor: int, timeout_s: float | None = None) -> bytes:
-    """One message. Raises Closed at the end of the pipe, TimeoutError after `timeout_s`, ValueError
-    for more than LIMIT bytes."""
+    """One message. Raises Closed at the end of the pipe, TimeoutError after `timeout_s`,
+    ValueError for more than LIMIT bytes."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     length = int.from_bytes(_exactly(descriptor, 8, deadline), "big")
     if length > LIMIT:
-        raise ValueError(f"a message of {length} bytes (at most {LIMIT} cross)")
+        raise ValueError(f"a message of {length} bytes (the limit is {LIMIT})")
     return _exactly(descriptor, length, deadline)
 
 

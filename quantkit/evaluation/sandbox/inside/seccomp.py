@@ -1,9 +1,9 @@
-"""A filter of system calls: what a program never needs and what has let programs out of their
-walls, or past their limits, before.
+"""A system call filter: denies calls that a program never needs and that allowed escapes from
+isolation or limits before.
 
-Everything is allowed but a stated list: a denied call answers EPERM, a call newer than this list
-ENOSYS, and clone3 too, whose flags a filter cannot read (the C library then uses clone). Sockets
-are of the Unix family only. Numbers: Linux 6.x, x86-64 and AArch64.
+Everything else is allowed. A denied call returns EPERM; a call newer than the list returns ENOSYS,
+and clone3 too, whose flags a filter cannot read (the C library then uses clone). Sockets are of the
+Unix family only. Numbers: Linux 6.x, x86-64 and AArch64.
 """
 
 import ctypes
@@ -40,12 +40,12 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     # other processes
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272), "pidfd_getfd": (438, 438),
     "process_madvise": (440, 440), "process_mrelease": (448, 448), "move_pages": (279, 239), "migrate_pages": (256, 238),
-    # wide doors into the kernel
+    # large kernel attack surface
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "init_module": (175, 105), "finit_module": (313, 273),
     "delete_module": (176, 106), "create_module": (174, None), "kexec_load": (246, 104), "kexec_file_load": (320, 294),
     "personality": (135, 92), "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None),
-    # memory that no limit of a process counts
+    # memory not counted by process limits
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195),
     "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
 }  # fmt: skip
@@ -73,7 +73,7 @@ def program(machine: str) -> bytes:
     step(JUMP_EQUAL, AUDIT[machine], yes=1)
     answer(KILL)  # 32-bit calls
     step(LOAD, NUMBER)
-    step(JUMP_AT_LEAST, LAST_KNOWN + 1, no=1)  # the x32 numbers as well: they begin at 2^30
+    step(JUMP_AT_LEAST, LAST_KNOWN + 1, no=1)  # also the x32 numbers, which begin at 2^30
     answer(DENY | errno.ENOSYS)
     step(JUMP_EQUAL, CLONE3, no=1)
     answer(DENY | errno.ENOSYS)
@@ -97,15 +97,15 @@ def program(machine: str) -> bytes:
 
 
 def install() -> None:
-    """Filter this process and what it starts, for good. Raises OSError where the kernel or the
-    architecture has no filters."""
+    """Filter this process and its descendants permanently. Raises OSError where the kernel or
+    the architecture has no filters."""
     machine = os.uname().machine
     if machine not in AUDIT:
         raise OSError(errno.ENOSYS, f"no system call filter for {machine}")
     libc = ctypes.CDLL(None, use_errno=True)
     code = program(machine)
     instructions = ctypes.create_string_buffer(code, len(code))
-    # struct sock_fprog: a count of 16 bits, then a pointer at its natural place
+    # struct sock_fprog: 16-bit count, then an aligned pointer
     header = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(instructions))
     for arguments in (
         (PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),

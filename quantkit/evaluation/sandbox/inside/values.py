@@ -1,15 +1,14 @@
-"""Values as data: what an argument or a returned value may be, and how it crosses between two
-processes.
+"""Serialization of argument and return values between two processes.
 
-Stated types: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset,
-dict, OrderedDict, Counter, deque, range, Fraction, Decimal, date, datetime, time, timedelta,
-iterators and the views of a dict. On the way out a subclass becomes its stated base (a defaultdict
-or TypedDict a dict, a namedtuple a tuple, an IntEnum an int), a numpy scalar a number, a numpy
-array nested lists. On the way in every object is built here, of exactly these types: nothing that
-arrives can carry a method of the sender's.
+Supported types: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set,
+frozenset, dict, OrderedDict, Counter, deque, range, Fraction, Decimal, date, datetime, time,
+timedelta, iterators and the views of a dict. A subclass is sent as its supported base (a
+defaultdict or TypedDict as dict, a namedtuple as tuple, an IntEnum as int), a numpy scalar as a
+number, a numpy array as nested lists. The receiver builds objects of exactly these types: nothing
+received can carry a method of the sender's.
 
-The text is JSON. None, bool, int, float, str and list are themselves; every other type is an
-object with one key, its tag.
+The text is JSON. None, bool, int, float, str and list are themselves; every other type is an object
+with one key, its tag.
 """
 
 import base64
@@ -27,11 +26,11 @@ _PLAIN = {type(None), bool, int, float, str}
 
 
 class Unsupported(TypeError):
-    """A value of a type that cannot cross, or nested too deep."""
+    """A value of an unsupported type, or nested too deeply."""
 
 
 def dumps(value: Any) -> bytes:
-    """Raises Unsupported; RecursionError never, whatever the nesting."""
+    """Raises Unsupported; never RecursionError."""
     sys.set_int_max_str_digits(0)
     return json.dumps(_pack(value, DEPTH)).encode()
 
@@ -49,10 +48,7 @@ def loads(data: bytes) -> Any:
         RecursionError,
         TypeError,
     ) as error:
-        raise ValueError(f"not a value that crosses ({type(error).__name__}: {error})") from None
-
-
-# ------------------------------------------------------------------------------------------------------------------- outwards
+        raise ValueError(f"not a serialized value ({type(error).__name__}: {error})") from None
 
 
 _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
@@ -65,12 +61,10 @@ _MAPPINGS: dict[type, str] = {
 _TEXTS: dict[type, tuple[str, Callable[[Any], str]]] = {
     Fraction: ("fraction", str),
     Decimal: ("decimal", str),
-}
-_TEXTS |= {
     datetime.datetime: ("datetime", datetime.datetime.isoformat),
     datetime.date: ("date", datetime.date.isoformat),
+    datetime.time: ("time", datetime.time.isoformat),
 }
-_TEXTS |= {datetime.time: ("time", datetime.time.isoformat)}
 _BYTES = {bytes: "bytes", bytearray: "bytearray"}
 _BASES = (
     bool,
@@ -136,13 +130,11 @@ def _pack_rare(value: Any, kind: type, depth: int) -> Any:
 
 
 def _as_base(value: Any, base: type) -> Any:
-    """The value without its subclass. Types that are rebuilt from a text go through it."""
+    """The value as an instance of `base`. Types that are rebuilt from text are converted through
+    it."""
     if base in _TEXTS:
         return _MAKERS[_TEXTS[base][0]](_TEXTS[base][1](value), 1)
     return base(value)
-
-
-# -------------------------------------------------------------------------------------------------------------------- inwards
 
 
 def _unpack(value: Any, depth: int) -> Any:
