@@ -101,10 +101,8 @@ def describe(
         and not packed
         and not any(tensor.dtype.itemsize == 1 for tensor in survey.tensors.values())
     ):
-        evidence = _format_label(survey)
-        findings.add(
-            "nothing-quantized", "config.json", f"it says {evidence}, and no tensor is quantized"
-        )
+        evidence = f"it says {_format_label(survey)}, and no tensor is quantized"
+        findings.add("nothing-quantized", "config.json", evidence)
         return description
     if not _read_format(survey, detected, shapes, description, findings):
         return description
@@ -222,14 +220,14 @@ def _report_unread(
         modules = [module for module in named if module is not None and module in shapes][
             :_NUM_TRIED
         ]
-        fit = [
-            one
-            for one in _grids(survey, format, modules)
-            if _are_complete(survey, format, one, modules, shapes)
+        grids = [
+            grid
+            for grid in _grids(survey, format, modules)
+            if all(_fits(survey, format, grid, module, shapes[module]) for module in modules)
         ]
-        if modules and fit:
+        if grids:
             kind = f"{format.name} {format.variant}" + (
-                f", {grid_label(fit[0])}" if fit[0] is not None else ""
+                f", {grid_label(grids[0])}" if grids[0] is not None else ""
             )
             findings.add(
                 "description-wrong",
@@ -254,17 +252,12 @@ def _grids(survey: Survey, format: Format, modules: list[str]) -> list[Grid | No
     return [None] if format.is_source else [grid for grid in grids if format.holds(grid)]
 
 
-def _are_complete(
-    survey: Survey,
-    format: Format,
-    grid: Grid | None,
-    modules: list[str],
-    shapes: Mapping[str, tuple[int, ...]],
+def _fits(
+    survey: Survey, format: Format, grid: Grid | None, module: str, shape: object = None
 ) -> bool:
+    """Whether the linear is complete on that grid, with that shape if one is given."""
     try:
-        return all(
-            _linear(survey, format, grid, module).shape == shapes[module] for module in modules
-        )
+        return shape in (None, _linear(survey, format, grid, module).shape)
     except QuantkitError:
         return False
 
@@ -387,8 +380,7 @@ def _collect(survey: Survey, description: Description, findings: Findings) -> No
             kind = "description-wrong" if "is described as" in fault.problem else kind
             faults.setdefault(kind, []).append((module, fault.problem))
             description.broken.add(module)
-    for kind, entries in faults.items():
-        findings.add(kind, [module for module, _ in entries], entries[0][1])
+    findings.add_groups(faults)
     _find_orphans(survey, description, format, findings)
 
 
@@ -417,9 +409,10 @@ def _corrected_grid(
     if not sizes:
         return grid
     size, count = sizes.most_common(1)[0]
-    fits = _is_complete_on(survey, format, modules, grid)
-    corrected = grid.with_group_size(size)
-    if fits or corrected is None or not _is_complete_on(survey, format, modules, corrected):
+    corrected, own = grid.with_group_size(size), [m for m, one in modules.items() if one is format]
+    if corrected is None or any(_fits(survey, format, grid, module) for module in own):
+        return grid
+    if not any(_fits(survey, format, corrected, module) for module in own):
         return grid
     description.corrections["group_size"] = size
     findings.add(
@@ -428,20 +421,6 @@ def _corrected_grid(
         f"it says {grid.group_size}, and the scales of {count} linears have {size}",
     )
     return corrected
-
-
-def _is_complete_on(
-    survey: Survey, format: Format, modules: Mapping[str, Format], grid: Grid
-) -> bool:
-    """Whether any linear is complete on that grid."""
-    for module, own in modules.items():
-        if own is format:
-            try:
-                _linear(survey, own, grid, module)
-            except QuantkitError:
-                continue
-            return True
-    return False
 
 
 def _group_size(survey: Survey, format: Format, grid: Grid, module: str) -> int | None:

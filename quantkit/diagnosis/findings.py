@@ -1,7 +1,7 @@
 """All findings by name, in the order of harm. docs/check.md explains each; a test keeps the two in
 sync."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -226,6 +226,12 @@ class Findings:
         kind = CATALOGUE[name]
         places = where if isinstance(where, str) else join_names(where)
         self.found.append(Finding(name, kind.severity, places, evidence, remedy or kind.remedy))
+
+    def add_groups(self, faults: Mapping[str, list[tuple[str, str]]]) -> None:
+        """faults: places and evidence by name. One finding per name, with the first evidence."""
+        for name, entries in faults.items():
+            if entries:
+                self.add(name, [place for place, _ in entries], entries[0][1])
 
     def has(self, *names: str) -> bool:
         return any(finding.name in names for finding in self.found)

@@ -137,9 +137,7 @@ def measure(rows: SampledRows, tensors: Mapping[str, Tensor]) -> Measures:
         step = 0.5 if rows.is_e2m1 else 1.0
         codes = CodeHistogram.of(rows.codes, step)
         centred = (
-            codes
-            if rows.zero_point is None
-            else CodeHistogram.of(rows.codes - rows.by_input(rows.zero_point), step)
+            codes if rows.zero_point is None else CodeHistogram.of(rows.centred(rows.codes), step)
         )
         offset, spread = _mean_inside(rows, codes, centred), centred.rms / 2.0 ** (rows.bits - 1)
         ends, next_to_ends, commonest, positive = (
@@ -295,8 +293,7 @@ def outlier_group(rows: SampledRows) -> str:
     # Scales first, which are few: codes of one linear have about the same size in all groups.
     if not _outlier_evidence(rows.scale.abs(), _OUTLIER / 2):
         return ""
-    centred = rows.codes if rows.zero_point is None else rows.codes - rows.by_input(rows.zero_point)
-    full = rows.group_means(centred.square()).sqrt()
+    full = rows.group_means(rows.centred(rows.codes).square()).sqrt()
     size = full * rows.scale.abs()
     return _outlier_evidence(
         torch.where(full >= _FULL_SIZE * full.median(), size, size.clamp(max=float(size.median()))),
@@ -414,9 +411,7 @@ def _is_ternary(rows: SampledRows) -> bool:
     weights rounded to nearest. With a scale that is too small, codes next to the zero point are as
     many as those on it; with one four times too small, they are half of the range away."""
     assert rows.codes is not None
-    off = (
-        rows.codes if rows.zero_point is None else rows.codes - rows.by_input(rows.zero_point)
-    ).abs()
+    off = rows.centred(rows.codes).abs()
     between = float(((off > 0) & (off < 0.75 * off.max())).float().mean())
     return between < _MAX_BETWEEN and float((off == 0).float().mean()) > 4 * _MAX_BETWEEN
 

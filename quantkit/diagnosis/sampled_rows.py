@@ -48,6 +48,10 @@ class SampledRows:
             return of_groups.repeat_interleave(len(self.of_group) // of_groups.shape[1], 1)
         return of_groups[:, self.of_group]
 
+    def centred(self, codes: Tensor) -> Tensor:
+        """Codes [n, K] minus their zero points."""
+        return codes if self.zero_point is None else codes - self.by_input(self.zero_point)
+
     def group_means(self, of_inputs: Tensor) -> Tensor:
         """[n, K] -> [n, G]: means over the inputs of each group."""
         assert self.of_group is not None
@@ -166,8 +170,7 @@ def _from_weight(weight: Weight, of_group: Tensor | None) -> SampledRows:
     in_order = of_group is None and group * scale.shape[1] == count
     groups = torch.arange(count) // group if of_group is None else of_group
     rows = SampledRows(codes, (), codes, zero, scale, groups, bits, is_e2m1, in_order)
-    centred = codes if zero is None else codes - rows.by_input(zero)
-    return replace(rows, values=centred * rows.by_input(scale))
+    return replace(rows, values=rows.centred(codes) * rows.by_input(scale))
 
 
 def _concatenate(rows: list[SampledRows], ranges: tuple[tuple[int, int], ...]) -> SampledRows:

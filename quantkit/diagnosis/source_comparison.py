@@ -76,12 +76,8 @@ class SourceComparison:
         findings: Findings,
     ) -> None:
         self.checkpoint: Checkpoint = open_headers(source)
-        self.survey, self.structure, self.description, self.findings = (
-            survey,
-            structure,
-            description,
-            findings,
-        )
+        self.survey, self.structure = survey, structure
+        self.description, self.findings = description, findings
         self.rows = {row.module: row for row in structure.rows if len(row.shape) == 2}
         self.gain_offsets = {
             row.module: row.gain_offset for row in structure.rows if row.role == "norm"
@@ -110,10 +106,8 @@ class SourceComparison:
         """Norms and linears whose outputs writers may scale, with their consumers."""
         if self.structure.config is None:
             return []
-        architecture, layers = (
-            find_architecture(self.survey.config),
-            {row.layer for row in self.structure.rows if row.layer is not None},
-        )
+        architecture = find_architecture(self.survey.config)
+        layers = {row.layer for row in self.structure.rows if row.layer is not None}
         return [
             group
             for layer in sorted(layers)
@@ -122,19 +116,14 @@ class SourceComparison:
 
     def add(self, module: str, rows: SampledRows) -> None:
         """The sampled rows of a linear, quantized or not."""
-        theirs = self._rows_of(module, rows.ranges)
-        if (
-            theirs is None
-            or theirs.shape != rows.values.shape
-            or not bool(torch.isfinite(rows.values).all())
-        ):
+        theirs = self._source_rows(module, rows)
+        if theirs is None:
             return
         found = fit(rows.values, theirs)
         self.errors[module] = (found.error, rows.bits)
         row = self.rows.get(module)
-        if (
-            row is None or row.expert is None or row.expert < 8
-        ):  # a few experts suffice: all were folded together
+        # A few experts suffice: all were folded together.
+        if row is None or row.expert is None or row.expert < 8:
             self.columns[module] = found.columns
             self.noise[module] = column_noise(rows.values, theirs, found)
             self.row_factors[module] = found.rows, rows.ranges
@@ -142,108 +131,75 @@ class SourceComparison:
         if found.error <= _ALLOWED[rows.bits] and abs(shift) < 0.6:
             self.matching.add(module)
             self.gains[module] = Gain.of(found.rows, found.columns)
-            if abs(shift) > _TRUNCATED:
-                self._fault(
-                    "error-large",
-                    module,
-                    f"values are {shift:+.2f} steps off the source's in the mean: truncated, "
-                    "not rounded",
-                )
-                return
-            self._check_parts(module, rows, theirs, found)
-            return
-        if rows.codes is None and found.error < _ON_GRID and is_on_grid(rows.values):
-            self.matching.add(module)
-            self.findings.add(
-                "values-on-grid",
-                module,
-                f"stored unquantized, on at most {GRID_VALUES} levels, and {found.error:.0%} "
-                "off the source's",
+            evidence = (
+                f"values are {shift:+.2f} steps off the source's in the mean: truncated, not rounded"
+                if abs(shift) > _TRUNCATED
+                else self._part_fault(module, rows, theirs, found)
             )
-            return
-        self._explain(module, rows, theirs, found, shift)
+            if evidence:
+                self._fault("error-large", module, evidence)
+        elif rows.codes is None and found.error < _ON_GRID and is_on_grid(rows.values):
+            self.matching.add(module)
+            self._report_on_grid(module, found.error)
+        else:
+            name, evidence = self._explain(module, rows, theirs, found, shift)
+            self._fault(name, module, evidence)
 
-    def _check_parts(
-        self, module: str, rows: SampledRows, theirs: Tensor, found: SourceFit
-    ) -> None:
-        """For a linear that matches the source overall: its sign, and rows and columns that do not
-        match."""
+    def _report_on_grid(self, where: str, error: float) -> None:
+        self.findings.add(
+            "values-on-grid",
+            where,
+            f"stored unquantized, on at most {GRID_VALUES} levels, and {error:.0%} off the source's",
+        )
+
+    def _part_fault(self, module: str, rows: SampledRows, theirs: Tensor, found: SourceFit) -> str:
+        """For a linear that matches the source overall: a fault of its sign, or of rows and columns
+        that do not match; empty if there is none."""
         part = theirs * found.rows[:, None] * found.columns
         if float((rows.values * theirs).sum()) < 0:
-            self._fault(
-                "error-large", module, ("its values are the source's with the opposite sign")
+            return "its values are the source's with the opposite sign"
+        scalable = not self.producers or module in self.producers
+        if module in self.rows and not scalable and are_uneven(found.rows):
+            return (
+                "its rows have other sizes than the source's, which no other linear can compensate"
             )
-            return
-        if (
-            module in self.rows
-            and self.producers
-            and module not in self.producers
-            and are_uneven(found.rows)
-        ):
-            self._fault(
-                "error-large",
-                module,
-                "its rows have other sizes than the source's, which no other linear can compensate",
-            )
-            return
-        if evidence := group_fault(rows, part) or step_fault(rows, found):
-            self._fault("error-large", module, evidence)
-            return
         left = rows.values - part
-        if evidence := low_rank_fault(rows, left):
-            self._fault("error-large", module, evidence)
-            return
+        if evidence := (
+            group_fault(rows, part) or step_fault(rows, found) or low_rank_fault(rows, left)
+        ):
+            return evidence
         left = left.square()
         for axis, what in ((1, "rows"), (0, "columns")):
             size = rows.values.square().mean(axis)
             far = (left.mean(axis) > _UNRELATED**2 * size) & (size > SMALL * size.median())
             if int(far.sum()) >= _MIN_UNRELATED and float(far.float().mean()) < 0.5:
-                first = int(far.nonzero()[0])
-                evidence = (
+                return (
                     f"{int(far.sum())} of {len(far)} sampled {what} are unrelated to the "
-                    f"source's, such as number {first}"
+                    f"source's, such as number {int(far.nonzero()[0])}"
                 )
-                self._fault("error-large", module, evidence)
-                return
+        return ""
 
     def _explain(
         self, module: str, rows: SampledRows, theirs: Tensor, found: SourceFit, shift: float
-    ) -> None:
+    ) -> tuple[str, str]:
+        """Name and evidence of the fault that explains a large error."""
         evidence = (
             f"error {found.error:.2g}, and {rows.bits} bits cause at most {_ALLOWED[rows.bits]:.2g}"
         )
-        if (
-            rows.codes is not None
-            and 0.6 < abs(shift) < 1.4
-            and rows.bits < 16
-            and found.error < 0.95
-        ):
+        shifted = 0.6 < abs(shift) < 1.4 and found.error < 0.95
+        if rows.codes is not None and shifted and rows.bits < 16:
             self.offsets[module] = shift
-            self._fault(
-                "zero-points-off", module, f"all values are {shift:+.2f} steps off the source's"
-            )
-            return
-        order = self._order(rows, theirs)
-        if order:
-            self._fault(
-                "packing-order", module, (f"{evidence}; with {order} it matches the source")
-            )
-            return
-        if (
-            rows.values.shape[0] == rows.values.shape[1]
-            and cosine(rows.values, theirs.T.contiguous()) > _SAME_MATRIX
-        ):
-            self._fault("transposed", module, f"{evidence}; it is the source's matrix transposed")
-            return
-        other = self._find_match(module, rows)
-        if other:
-            self._fault(
-                _name_exchange(module, other), module, f"{evidence}; it is the source's {other}"
-            )
-            return
+            return "zero-points-off", f"all values are {shift:+.2f} steps off the source's"
+        if order := self._order(rows, theirs):
+            return "packing-order", f"{evidence}; with {order} it matches the source"
+        square = rows.values.shape[0] == rows.values.shape[1]
+        if square and cosine(rows.values, theirs.T.contiguous()) > _SAME_MATRIX:
+            return "transposed", f"{evidence}; it is the source's matrix transposed"
+        if other := self._find_match(module, rows):
+            return _name_exchange(module, other), f"{evidence}; it is the source's {other}"
         if found.error > 0.9:
             self.unrelated.append(module)
-        self._fault("error-large", module, evidence)
+        return "error-large", evidence
 
     def _order(self, rows: SampledRows, theirs: Tensor) -> str:
         if rows.codes is None or rows.scale is None or rows.of_group is None:
@@ -253,22 +209,16 @@ class SourceComparison:
                 codes = reordered(rows, order, axis)
                 if codes is None:
                     continue
-                centred = (
-                    codes if rows.zero_point is None else codes - rows.by_input(rows.zero_point)
-                )
-                if cosine(centred * rows.by_input(rows.scale), theirs) > _SAME_MATRIX:
+                values = rows.centred(codes) * rows.by_input(rows.scale)
+                if cosine(values, theirs) > _SAME_MATRIX:
                     return f"{name}, along the {along}"
         return ""
 
     def _find_match(self, module: str, rows: SampledRows) -> str:
         """Another linear of the source that this one matches."""
         for candidate in self._candidates(module):
-            theirs = self._rows_of(candidate, rows.ranges)
-            if (
-                theirs is not None
-                and theirs.shape == rows.values.shape
-                and cosine(rows.values, theirs) > _SAME_MATRIX
-            ):
+            theirs = self._source_rows(candidate, rows)
+            if theirs is not None and cosine(rows.values, theirs) > _SAME_MATRIX:
                 return candidate
         return ""
 
@@ -297,6 +247,13 @@ class SourceComparison:
         ]
         return [other.module for other in [*near, *far]][:512]
 
+    def _source_rows(self, module: str, rows: SampledRows) -> Tensor | None:
+        """The same rows of the source; None if it lacks them or has another shape, or if `rows` are
+        not finite."""
+        theirs = self._rows_of(module, rows.ranges)
+        comparable = theirs is not None and theirs.shape == rows.values.shape
+        return theirs if comparable and bool(torch.isfinite(rows.values).all()) else None
+
     def _rows_of(self, module: str, ranges: tuple[tuple[int, int], ...]) -> Tensor | None:
         if not (module in self.checkpoint.linears or self.checkpoint.has(f"{module}.weight")):
             return None
@@ -321,9 +278,9 @@ class SourceComparison:
             self.findings.add("unlike-source", self.unrelated, evidence)
             return
         self._compare_tables()
-        for name, pairs in self.faults.items():
-            if not self.findings.has(name):
-                self.findings.add(name, [module for module, _ in pairs], pairs[0][1])
+        self.findings.add_groups(
+            {name: pairs for name, pairs in self.faults.items() if not self.findings.has(name)}
+        )
         if not self.findings.has("packing-order", "transposed"):
             self._check_folding()
             self._check_sizes()
@@ -334,41 +291,28 @@ class SourceComparison:
         for row in self.structure.rows:
             outside = row.role in ("embedding", "head") or (row.layer is None and not row.mtp)
             unchanged = outside or row.role == "router_bias" or self._is_unscaled_norm(row)
-            if (
-                not unchanged
-                or row.name not in self.survey.tensors
-                or row.module in self.description.linears
-            ):
+            info = self.survey.tensors.get(row.name)
+            if not unchanged or info is None or row.module in self.description.linears:
                 continue
             if (
                 not self.checkpoint.has(row.name)
-                or self.survey.tensors[row.name].shape != self.checkpoint.tensors[row.name].shape
+                or info.shape != self.checkpoint.tensors[row.name].shape
             ):
                 continue
             if len(row.shape) == 2:
                 rows = sample_unquantized_rows(self.survey, row.name)
                 ours, theirs = rows.values, self._rows_of(row.module, rows.ranges)
             else:
-                ours, theirs = (
-                    self.survey.shards.read(self.survey.tensors[row.name]).float(),
-                    self.checkpoint.read(row.name).float(),
-                )
+                ours = self.survey.shards.read(info).float()
+                theirs = self.checkpoint.read(row.name).float()
             if theirs is None or not bool(torch.isfinite(ours).all()):
                 continue
             error = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-20))
             if len(row.shape) == 2 and 0.02 < error < _ON_GRID and is_on_grid(ours):
-                self.findings.add(
-                    "values-on-grid",
-                    row.name,
-                    f"stored unquantized, on at most {GRID_VALUES} levels, and {error:.0%} off "
-                    "the source's",
-                )
+                self._report_on_grid(row.name, error)
             elif error > 0.02:
-                self._fault(
-                    "error-large",
-                    row.name,
-                    (f"stored unquantized, and {error:.0%} off the source's"),
-                )
+                evidence = f"stored unquantized, and {error:.0%} off the source's"
+                self._fault("error-large", row.name, evidence)
 
     def _is_unscaled_norm(self, row: Parameter) -> bool:
         return row.role == "norm" and bool(self.producers) and row.module not in self.producers
@@ -381,8 +325,7 @@ class SourceComparison:
                 self._check_group(group, wrong)
             else:
                 self._check_chain(group, wrong)
-        for name, pairs in wrong.items():
-            self.findings.add(name, [module for module, _ in pairs], pairs[0][1])
+        self.findings.add_groups(wrong)
 
     def _check_sizes(self) -> None:
         """For each chain of linears: what one lost in size, the next must have gained."""
@@ -395,9 +338,9 @@ class SourceComparison:
             if group.producer_is_norm and (gains := self._norm_gains(group.producer)) is not None:
                 ours, theirs = gains
                 lost[group.producer] = mean_log(theirs) - mean_log(ours)
-        evidence = list(size_faults(self.groups, self.gains, lost))
-        if evidence and not self.findings.has("scales-absurd"):
-            self.findings.add("scales-absurd", [module for module, _ in evidence], evidence[0][1])
+        faults = list(size_faults(self.groups, self.gains, lost))
+        if faults and not self.findings.has("scales-absurd"):
+            self.findings.add_groups({"scales-absurd": faults})
 
     def _check_group(self, group: ScaleGroup, wrong: dict[str, list[tuple[str, str]]]) -> None:
         gains = self._norm_gains(group.producer)
@@ -425,9 +368,9 @@ class SourceComparison:
                 router = module in self.rows and self.rows[module].role == "router"
                 evidence = (
                     f"{group.producer} was divided by scales of median "
-                    f"{float(lost.median()):.3g} (spread {moved:.2f}), and the columns of "
+                    f"{float(lost.median()):.3g} (spread {moved:.2f}), and the columns of {module} "
+                    f"were multiplied by others (off by {off:.2f} in log)"
                 )
-                evidence += f"{module} were multiplied by others (off by {off:.2f} in log)"
                 wrong.setdefault(
                     "router-not-compensated" if router else "folding-broken", []
                 ).append((module, evidence))
@@ -438,10 +381,8 @@ class SourceComparison:
         name = f"{module}.weight"
         if name not in self.survey.tensors or not self.checkpoint.has(name):
             return None
-        ours, theirs = (
-            self.survey.shards.read(self.survey.tensors[name]).float(),
-            self.checkpoint.read(name).float(),
-        )
+        ours = self.survey.shards.read(self.survey.tensors[name]).float()
+        theirs = self.checkpoint.read(name).float()
         offset = self.gain_offsets.get(module, 0.0)
         return (ours + offset, theirs + offset) if ours.shape == theirs.shape else None
 
@@ -476,12 +417,8 @@ class SourceComparison:
         if not self.is_plain(name):
             return None
         rows = sample_unquantized_rows(self.survey, name)
-        theirs = self._rows_of(module, rows.ranges)
-        if (
-            theirs is None
-            or theirs.shape != rows.values.shape
-            or not bool(torch.isfinite(rows.values).all())
-        ):
+        theirs = self._source_rows(module, rows)
+        if theirs is None:
             return None
         found = fit(rows.values, theirs)
         self.noise[module] = column_noise(rows.values, theirs, found)
@@ -491,14 +428,13 @@ class SourceComparison:
         """Whether a matrix's stored values are its weights: 16 or 32 bits, and no scale of any
         format."""
         module, info = name.removesuffix(".weight"), self.survey.tensors.get(name)
-        if (
-            info is None
-            or len(info.shape) != 2
-            or info.dtype not in FLOAT_DTYPES
-            or module in self.description.linears
-        ):
-            return False
-        return module not in self.scaled
+        return (
+            info is not None
+            and len(info.shape) == 2
+            and info.dtype in FLOAT_DTYPES
+            and module not in self.description.linears
+            and module not in self.scaled
+        )
 
 
 def _name_exchange(module: str, other: str) -> str:

@@ -93,14 +93,10 @@ class TensorCheck:
         self._compare()
         self.unquantized_check.finish(matching)
         self.activation_scales.finish(self.findings)
-        for name, entries in self.recorded.items():
-            left = [
-                (module, evidence)
-                for module, evidence in entries
-                if name not in _RELATIVE_FINDINGS or module not in matching
-            ]
-            if left:
-                self.findings.add(name, [module for module, _ in left], left[0][1])
+        for name in self.recorded.keys() & set(_RELATIVE_FINDINGS):
+            entries = self.recorded[name]
+            self.recorded[name] = [entry for entry in entries if entry[0] not in matching]
+        self.findings.add_groups(self.recorded)
         self.recorded.clear()
 
     def unquantized(self, name: str) -> None:
