@@ -105,7 +105,7 @@ def rows(hardware: Hardware) -> list[dict[str, Any]]:
     return compare_published(W4A16, "awq-w4a16", hardware)
 
 
-def test_every_published_row_stands_beside_a_prediction(rows: list[dict[str, Any]]) -> None:
+def test_every_published_row_has_a_prediction(rows: list[dict[str, Any]]) -> None:
     """Fused is below all 30 rows; captured lies from a quarter below (one and two sequences) to
     four fifths above (32)."""
     assert len(rows) == len(W4A16["rows"]) == 30
@@ -381,7 +381,7 @@ def test_a_dense_model_has_no_experts(hardware: Hardware) -> None:
     assert two.weights == linears / 2
 
 
-def test_faults_are_told(tmp_path: Path) -> None:
+def test_faults_are_reported(tmp_path: Path) -> None:
     with pytest.raises(QuantkitError, match="910b9"):
         load_hardware("910b9")
     values = yaml.safe_load(asset("recipes", "hardware", "910b1.yaml").read_text())

@@ -1,4 +1,4 @@
-"""Addresses of servers: taken before a model is loaded, and told where they cannot be."""
+"""Addresses of servers: bound before a model is loaded, with an error if they cannot be."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def taken() -> Iterator[int]:
         yield listening.getsockname()[1]
 
 
-def test_nobody_connects_before_somebody_listens() -> None:
+def test_connections_are_refused_before_the_server_listens() -> None:
     with bind("127.0.0.1", 0) as (one,):
         url_address = one.getsockname()
         with pytest.raises(ConnectionRefusedError):
@@ -62,7 +62,7 @@ def test_an_address_of_another_machine(host: str, said: str) -> None:
         ("proxy", "--prefill", "http://a", "--decode", "http://b"),
     ],
 )
-def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(
+def test_a_port_in_use_is_reported_before_a_model_is_loaded(
     arguments: tuple[str, ...], taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -88,7 +88,7 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(
         (("--chat-template", "BROKEN"), "is not a template: Expected an expression", 1),
     ],
 )
-def test_what_a_server_cannot_use_is_told_before_a_model_is_loaded(
+def test_an_unusable_address_is_reported_before_a_model_is_loaded(
     asked: tuple[str, ...], said: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

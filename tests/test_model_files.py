@@ -57,7 +57,7 @@ def test_a_folder_called_snapshots_is_no_hub_cache(tmp_path: Path) -> None:
         read_json(model / "config.json")
 
 
-def test_pointers_of_git_lfs_are_told(folder: Path) -> None:
+def test_pointers_of_git_lfs_are_reported(folder: Path) -> None:
     """A clone without Git LFS has them in place of shards and tokenizer.json."""
     for name in ("model.safetensors", "tokenizer.json"):
         (folder / name).write_text(
@@ -107,7 +107,7 @@ def test_a_licence_that_leads_out_is_not_copied(target: str, folder: Path) -> No
         (lambda path: os.mknod(path, 0o600 | 0o140000), "is a socket, not a file"),
     ],
 )
-def test_what_is_no_file_is_told_without_waiting(
+def test_a_special_file_is_reported_without_blocking(
     make: Callable[[Path], object], fault: str, folder: Path
 ) -> None:
     make(folder / "config.json")

@@ -51,8 +51,8 @@ def r1(r1_source: Checkpoint) -> dict[str, Plan]:
 
 
 def test_r1_in_four_bits_fits_one_box(r1: dict[str, Plan]) -> None:
-    """The published footprint of W4A16, 353 GB, counts the main model; the MTP layer is written
-    beside it."""
+    """The published footprint of W4A16, 353 GB, counts the main model; the MTP layer is
+    additional."""
     found = r1["awq-w4a16"]
     assert round(found.output_bytes_without_mtp / 1e9) == 353
     assert (
@@ -263,8 +263,8 @@ def test_roles_of_a_layout_keep_tokens_in_as_many_bits_as_the_engine_has(
 def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(
     r1_source: Checkpoint, cut_source: Checkpoint
 ) -> None:
-    """What `deploy` tells of the output, from the source's headers: memory, experts and the rate
-    beside the published one."""
+    """What `deploy` reports for the output, from the source's headers: memory, experts and the
+    predicted rate next to the published one."""
     scheme = find_scheme("int8-a8w8c16")
     planned = plan(r1_source, scheme, engine="vllm-ascend", layout="four-boxes")
     found = planned.layout
@@ -297,7 +297,7 @@ def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(
 
 
 def test_a_layout_is_planned_on_the_machines_that_are_given(cut_source: Checkpoint) -> None:
-    """--devices were not looked at beside --layout: 64 devices held what 32 do."""
+    """--devices were ignored with --layout: 64 devices held what 32 do."""
     scheme = find_scheme("int8-a8w8c16")
 
     def laid_out(layout: str, devices: str | None) -> PlannedLayout:
@@ -365,7 +365,7 @@ def test_samples_are_the_recipes_unless_given(tiny_checkpoint: Path) -> None:
     )
 
 
-def test_devices_are_read_and_faults_told() -> None:
+def test_devices_are_parsed_and_faults_reported() -> None:
     assert read_devices("8x64GiB") == Devices(8, 64 * 2**30)
     assert read_devices("4x141GB") == Devices(4, 141 * 10**9)
     assert read_devices("2x8gib") == Devices(2, 8 * 2**30)

@@ -70,7 +70,7 @@ def shown(stream: io.StringIO, seconds: float, steps: int) -> list[str]:
 
 
 def test_a_log_gets_a_line_now_and_then() -> None:
-    assert shown(io.StringIO(), 5, 10) == [], "short work is not told of"
+    assert shown(io.StringIO(), 5, 10) == [], "short work prints nothing"
     lines = shown(io.StringIO(), 200, 100)
     assert lines[0] == "working: 5%, 3 min 10 s left, part 5\\x1b[31m"
     assert 5 < len(lines) < 10

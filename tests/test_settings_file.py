@@ -1,5 +1,5 @@
-"""YAML settings: a fault is one line with the file, the place in it and the remedy, whoever reads
-it."""
+"""YAML settings: for every reader a fault is one line with the file, the place in it and the
+remedy."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +41,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("content", FAULTS, ids=lambda content: repr(content[:20]))
-def test_a_fault_is_told_with_file_and_place(content: bytes, tmp_path: Path) -> None:
+def test_a_fault_is_reported_with_file_and_place(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(content)
     with pytest.raises(QuantkitError) as told:
@@ -51,7 +51,7 @@ def test_a_fault_is_told_with_file_and_place(content: bytes, tmp_path: Path) -> 
     assert told.value.remedy == "see the page"
 
 
-def test_parts_of_a_list_and_of_a_dict_are_told_by_their_place(tmp_path: Path) -> None:
+def test_faults_in_a_list_or_dict_name_their_place(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("- size: 1\n- size: x\n")
     with pytest.raises(QuantkitError, match=r"not valid: 1\.size: "):
@@ -72,7 +72,7 @@ def test_a_file_is_found_by_its_path_or_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("read", READERS, ids=lambda read: str(read.__name__))
 @pytest.mark.parametrize("name", ["unheard-of", "un.heard", "unheard-of.yaml", 300 * "x"])
-def test_what_is_not_there_is_told_by_its_name(read: Callable[[str], Any], name: str) -> None:
+def test_a_missing_file_is_named(read: Callable[[str], Any], name: str) -> None:
     with pytest.raises(QuantkitError, match=name) as told:
         read(name)
     assert "reinstall" not in told.value.remedy
@@ -80,7 +80,9 @@ def test_what_is_not_there_is_told_by_its_name(read: Callable[[str], Any], name:
 
 
 @pytest.mark.parametrize("read", READERS, ids=lambda read: str(read.__name__))
-def test_every_reader_tells_a_fault_alike(read: Callable[[str], Any], tmp_path: Path) -> None:
+def test_every_reader_reports_faults_the_same_way(
+    read: Callable[[str], Any], tmp_path: Path
+) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("nothing: known\n")
     with pytest.raises(QuantkitError, match=rf"{path} is not valid: \w+: "):

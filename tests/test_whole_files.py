@@ -27,7 +27,7 @@ def _room_for(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_what_stood_there_stays_and_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_the_old_file_stays_and_no_partial_file_remains(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     write_atomic(path, "before")
     with (
@@ -41,7 +41,7 @@ def test_what_stood_there_stays_and_nothing_is_left_behind(tmp_path: Path) -> No
     assert [one.name for one in tmp_path.iterdir()] == ["results.json"]
 
 
-def test_a_file_that_could_not_be_written_is_told_before(tmp_path: Path) -> None:
+def test_a_file_that_could_not_be_written_is_reported_before(tmp_path: Path) -> None:
     check_writable(tmp_path / "c.json", "--out")
     assert not list(tmp_path.iterdir())
     for path, said in (
@@ -84,7 +84,7 @@ def test_commands_refuse_first(
     assert "File name too long" in answer.error
 
 
-def test_findings_are_told_where_the_page_cannot_be_written(tmp_path: Path) -> None:
+def test_findings_are_reported_where_the_page_cannot_be_written(tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     with _room_for(200):  # enough for the look beforehand
         answer = command("check", "tiny-r1", "--depth", "headers", "--report", str(report))

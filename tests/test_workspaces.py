@@ -1,5 +1,5 @@
-"""What a step of DeepSeek-R1 takes of an Ascend card beside weights and cache, by hand; and that
-the documented command leaves it."""
+"""Memory that a step of DeepSeek-R1 takes of an Ascend card in addition to weights and cache,
+computed by hand; and that the documented command leaves it free."""
 
 import re
 

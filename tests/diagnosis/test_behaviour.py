@@ -1,4 +1,4 @@
-"""Both models compute a text: the sublayer where they part is named, and rounding alone is no
+"""Both models compute a text: the first sublayer that differs is named, and rounding alone is not a
 finding."""
 
 from pathlib import Path
@@ -74,9 +74,7 @@ def test_a_router_that_was_left_unscaled_is_named(
     ]
 
 
-def test_a_source_of_other_sizes_is_not_computed_beside_it(
-    models: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_source_of_other_sizes_is_not_compared(models: tuple[Path, Path], tmp_path: Path) -> None:
     """Linears and layers that do not go together: the check ended with an error of torch."""
     for number, changes in enumerate(
         ({"intermediate_size": 2 * CONFIG["intermediate_size"]}, {"num_hidden_layers": 2})
@@ -101,7 +99,7 @@ def test_behaviour_needs_a_source(models: tuple[Path, Path]) -> None:
         diagnose(str(models[0]), depth="behaviour")
 
 
-def test_a_text_that_cannot_be_read_is_told_first_and_is_no_fault_of_the_checkpoint(
+def test_an_unreadable_text_is_reported_first_and_is_not_a_fault_of_the_checkpoint(
     models: tuple[Path, Path],
 ) -> None:
     told: list[str] = []

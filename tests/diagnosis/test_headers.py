@@ -1,4 +1,4 @@
-"""Faults that headers and the files beside the weights show: each is found, and a good checkpoint
+"""Faults visible in headers and the files next to the weights: each is found, and a good checkpoint
 has none."""
 
 import json
@@ -112,7 +112,7 @@ def test_findings_are_in_the_order_of_harm() -> None:
     ]
 
 
-def test_the_page_tells_what_each_finding_means() -> None:
+def test_the_page_explains_each_finding() -> None:
     page = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
     told = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
     assert told == set(CATALOGUE)

@@ -1,5 +1,5 @@
-"""`check` of a model that is on the hub alone: what headers tell is told as of a folder, and no
-weight is asked for."""
+"""`check` of a model that is only on the Hub: headers give the same findings as a folder, and no
+weight is downloaded."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -1,5 +1,5 @@
-"""What is odd and legal has no finding above a note: padded vocabularies, files more and less,
-experts that nobody asked, equal experts."""
+"""Unusual but valid checkpoints have no finding above a note: padded vocabularies, additional or
+fewer files, experts without tokens, equal experts."""
 
 import json
 import re
@@ -82,7 +82,7 @@ def test_files_and_fields_may_differ(
 
 @pytest.mark.parametrize("format", ["ct-int4", "awq", "modelopt"])
 @pytest.mark.parametrize("size", [0.0, 1e-5])
-def test_an_expert_that_nobody_asked_is_a_note(
+def test_an_expert_without_tokens_is_a_note(
     size: float, format: str, tensors: dict[str, Tensor], tmp_path: Path
 ) -> None:
     small = {
@@ -137,8 +137,7 @@ def test_a_linear_that_was_folded_on_both_sides_has_any_size(
 
 
 def test_scales_that_were_folded_into_norms_around_one_are_no_fault(tmp_path: Path) -> None:
-    """Such a norm stores what its gain is beside 1, and a folded one has no fixed ratio to its
-    source's."""
+    """Such a norm stores its gain minus 1, and a folded one has no fixed ratio to its source's."""
     from test_architectures import CONFIGS, random_tensors
 
     config = CONFIGS["qwen3_next"] | {"architectures": ["Qwen3NextForCausalLM"]}
@@ -244,7 +243,7 @@ def test_a_command_that_needs_a_file_says_so(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_of_pickles_is_told_so(tmp_path: Path) -> None:
+def test_a_folder_of_pickles_is_reported(tmp_path: Path) -> None:
     source = make_model.write_dense(
         tmp_path / "model", CONFIG, good_checkpoints.random_weights(CONFIG)
     )

@@ -43,7 +43,7 @@ def test_every_result_is_of_a_rule() -> None:
         assert any(one.grid in load.grids and one.device in load.devices for load in rules), one
 
 
-def test_loaded_is_said_where_all_was_right_and_every_fault_found(
+def test_evidence_is_loaded_if_all_loads_are_right_and_every_fault_is_found(
     int8: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = next(
@@ -78,7 +78,7 @@ def test_loaded_is_said_where_all_was_right_and_every_fault_found(
     assert said(loads=0, right=0) == "by source"
 
 
-def test_who_reads_steps_of_a_cache_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evidence_of_cache_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     ascend = find_engine("vllm-ascend")
     assert (
         cache_evidence(ascend, "int8")
@@ -105,7 +105,7 @@ def test_every_run_is_of_a_layout() -> None:
         assert run.passed <= (run.equal > 0 and run.compared >= run.equal), run
 
 
-def test_a_layout_is_said_to_run_where_its_tokens_were_right(
+def test_a_layout_counts_as_run_if_its_tokens_were_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right = LayoutRun(

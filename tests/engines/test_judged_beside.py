@@ -156,7 +156,7 @@ def test_servers_of_both_are_up_before_cells_are_measured_in_turns(
 SLEEPS = "import time\nprint('loading', flush=True)\ntime.sleep(60)"
 
 
-def test_a_server_of_ours_that_does_not_come_up_says_where_it_stands_and_is_started_once_more(
+def test_a_server_of_ours_that_does_not_start_reports_its_state_and_is_started_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(

@@ -61,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def test_the_printed_command_is_run_with_what_is_said(model: Path) -> None:
+def test_the_printed_command_is_run_with_the_given_options(model: Path) -> None:
     _, words = command_of(model, "PYTHON", 2, 21064, 1)
     ((_, printed),) = (
         deploy(
@@ -103,7 +103,7 @@ def test_answers_are_read_and_the_server_ends(tmp_path: Path) -> None:
     assert json.dumps(str(program))[1:-1] in (tmp_path / "log").read_text().splitlines()[0]
 
 
-def test_a_server_that_ends_is_told(tmp_path: Path) -> None:
+def test_a_server_that_ends_is_reported(tmp_path: Path) -> None:
     server = SglangServer(
         [sys.executable, "-c", "raise SystemExit(3)"], {}, 21995, tmp_path / "log"
     )

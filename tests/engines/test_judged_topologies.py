@@ -37,7 +37,7 @@ MODELS = {
 
 
 def ties(path: Path, name: str) -> int:
-    """Tokens of 120 whose experts BF16 may tell otherwise."""
+    """Tokens of 120 whose experts may differ in BF16."""
     config = middle_models.MIDDLE[name] | MODELS[name]
     write_dense(path, config, middle_models.weights(config))
     generator = torch.Generator().manual_seed(1)
@@ -153,7 +153,7 @@ def test_a_result_says_that_its_server_was_compiled(tmp_path: Path) -> None:
         ]
 
 
-def test_who_compares_elsewhere_is_told_how_the_servers_ran(
+def test_a_comparison_on_another_machine_gets_the_servers_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers of compiled servers on cards, compared on a CPU without --device."""
@@ -172,7 +172,7 @@ def test_who_compares_elsewhere_is_told_how_the_servers_ran(
     assert told == ["compiled --attention-backend TRITON_ATTN"]
 
 
-def test_an_attention_that_is_asked_for_reaches_the_mtp_layer() -> None:
+def test_a_given_attention_backend_reaches_the_mtp_layer() -> None:
     assert attention("", 1) == []
     assert attention("TRITON_ATTN", 0) == ["--attention-backend", "TRITON_ATTN"]
     *model, option, said = attention("TRITON_ATTN", 1)

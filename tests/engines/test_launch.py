@@ -169,7 +169,9 @@ def test_one_box_with_an_address_listens_there(int8: Path) -> None:
     assert "eth0" not in alone, "an interface that the machine may not have"
 
 
-def test_an_engine_that_does_not_load_the_checkpoint_is_told(int8: Path, tmp_path: Path) -> None:
+def test_an_engine_that_does_not_load_the_checkpoint_is_reported(
+    int8: Path, tmp_path: Path
+) -> None:
     config = tiny_config()
     path = write_packed(
         tmp_path / "awq",
@@ -205,7 +207,7 @@ def test_questions_without_an_answer(int8: Path) -> None:
         deploy(int8, "chitu")
 
 
-def test_a_longer_request_than_the_model_takes_is_told(tmp_path: Path) -> None:
+def test_a_longer_request_than_the_model_accepts_is_reported(tmp_path: Path) -> None:
     """Engines refuse to start with it. YaRN extends what it begins with, whatever
     max_position_embeddings says; vLLM goes by it."""
 
@@ -237,7 +239,7 @@ def test_a_longer_request_than_the_model_takes_is_told(tmp_path: Path) -> None:
     ]
 
 
-def test_a_checkpoint_without_a_tokenizer_is_told(int8: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_tokenizer_is_reported(int8: Path, tmp_path: Path) -> None:
     """`inspect` and `deploy` go by headers, and a server ends with a traceback."""
     assert not [one for one in deploy(int8, "vllm").problems if "tokenizer" in one.problem]
     without = shutil.copytree(int8, tmp_path / "without")
@@ -302,7 +304,7 @@ def test_heads_and_layers_come_out_even(int8: Path, tmp_path: Path) -> None:
     )
 
 
-def test_an_mtp_layer_that_guesses_is_held(int8: Path) -> None:
+def test_an_mtp_layer_for_speculation_takes_memory(int8: Path) -> None:
     without, guessing = (
         deploy(int8, "vllm", devices=1, draft_length=guesses).memory["server"] for guesses in (0, 1)
     )
@@ -333,7 +335,7 @@ def test_a_split_that_does_not_divide_is_named(tmp_path: Path) -> None:
     assert found.remedy == "use fewer tensor-parallel ranks, or a layout with expert parallelism"
 
 
-def test_a_bias_behind_a_sum_over_ranks_is_not_cut(tmp_path: Path) -> None:
+def test_a_bias_after_a_sum_over_ranks_is_not_split(tmp_path: Path) -> None:
     """gpt-oss and openPangu-Embedded have o_proj.bias."""
     from test_architectures import CONFIGS
     from test_architectures import random_tensors as of_any
@@ -418,7 +420,7 @@ def test_a_layout_on_another_number_of_boxes(int8: Path) -> None:
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
 @pytest.mark.parametrize("devices", [8, 16])
-def test_commands_are_of_the_machines_that_were_asked_for(
+def test_commands_are_for_the_given_machines(
     int8: Path, engine: str, device: str, layout: str, devices: int
 ) -> None:
     """SGLang's boxes, and the sizes that prefill and decode know of each other, were those of the
@@ -448,7 +450,7 @@ def test_commands_are_of_the_machines_that_were_asked_for(
     assert not [note for note in made.notes if "$" in note]
 
 
-def test_boxes_of_sglang_are_as_many_as_are_asked_for(int8: Path) -> None:
+def test_the_number_of_boxes_of_sglang(int8: Path) -> None:
     for layout, boxes in (("two-boxes", 3), ("four-boxes", 8)):
         for number, launch in enumerate(
             deploy(int8, "sglang", layout=layout, boxes=boxes, device="cuda").launches
@@ -497,7 +499,7 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
-def test_a_model_without_experts_is_asked_for_none(
+def test_a_model_without_experts_gets_no_expert_options(
     dense: Path, engine: str, device: str, layout: str
 ) -> None:
     """vLLM ends with "Number of experts in the model must be greater than 0 when expert parallelism
@@ -511,7 +513,7 @@ def test_a_model_without_experts_is_asked_for_none(
             )
 
 
-def test_guesses_of_the_mtp_layer(int8: Path, tmp_path: Path) -> None:
+def test_speculation_with_the_mtp_layer(int8: Path, tmp_path: Path) -> None:
     ((_, command),) = deploy(int8, "vllm", draft_length=2).launches[0].commands
     assert json.loads(command[command.index("--speculative-config") + 1]) == {
         "method": "mtp",

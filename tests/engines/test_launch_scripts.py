@@ -109,8 +109,8 @@ def test_the_engine_gets_every_word_as_it_was_meant(
 def test_ipv6_addresses_have_brackets_before_a_port(
     odd: Path, engine: str, device: Device, layout: str
 ) -> None:
-    """SGLang 0.5.23 (utils/network.py) refuses fd00::1:5000; where an address stands alone, it has
-    none."""
+    """SGLang 0.5.23 (utils/network.py) refuses fd00::1:5000; an address by itself has no
+    brackets."""
     boxes = len(deploy(odd, engine, layout=layout, device=device).launches)
     hosts = [f"fd00::{box + 1:x}" for box in range(boxes)]
     made = deploy(odd, engine, layout=layout, device=device, hosts=hosts)

@@ -305,7 +305,9 @@ def test_what_an_engine_refuses(
     )
 
 
-def test_plain_linears_that_sglang_looks_for_by_another_name(packed: Any, tmp_path: Path) -> None:
+def test_unquantized_linears_that_sglang_looks_up_by_another_name(
+    packed: Any, tmp_path: Path
+) -> None:
     """As its 0.5.23 did on a CPU: KeyError 'model.layers.0.mlp.gate_up_proj.weight'."""
     path = shutil.copytree(packed(compressed_int8.FORMAT, INT8, expert), tmp_path / "model")
     config = json.loads((path / "config.json").read_text())
@@ -327,7 +329,7 @@ def test_fp4_siblings_must_share_their_scale(packed: Any) -> None:
     assert any("costs accuracy" in problem for problem in warnings("vllm", path))
 
 
-def test_fp4_scales_that_cannot_be_read_are_told(packed: Any) -> None:
+def test_fp4_scales_that_cannot_be_read_are_reported(packed: Any) -> None:
     checkpoint = Checkpoint.open(packed(modelopt.FORMAT, Nvfp4Grid(), no_mtp, share_scales=False))
     checkpoint.has_weights = False
     for engine in ("vllm", "sglang"):
@@ -449,7 +451,7 @@ def test_published_layouts(tiny_checkpoint: Path, tiny_dense_checkpoint: Path) -
 def test_a_tied_head_must_be_listed(
     tmp_path: Path, engine: str, format: Any, grid: Any, file: str, keys: tuple[str, ...]
 ) -> None:
-    """As it is now; and a checkpoint made before it was is told, with what to add."""
+    """As written now; an older checkpoint without the entry gets an error that says what to add."""
     path = write_packed(tmp_path / "model", TIED, tied_tensors(), format, grid, linear)
     assert errors(engine, path) == []
     described = json.loads((path / file).read_text())

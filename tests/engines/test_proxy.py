@@ -1,5 +1,5 @@
-"""The proxy between servers of this process: what each is asked, what the client gets, and what it
-is told when a server is dead."""
+"""The proxy between servers of this process: the requests that each gets, the client's answers, and
+errors when a server is dead."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ from quantkit.deploy.proxy import REMOTE
 
 @pytest.fixture
 def dead() -> Iterator[str]:
-    """An address where nobody listens. Its port is held, so that no other server gets it."""
+    """An address without a listening server. Its port is bound, so that no other server gets it."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
@@ -87,7 +87,7 @@ def test_what_one_cache_is_not_enough_for_goes_to_decode_alone(
     assert body == ASKED | asked | ({} if alone else {"kv_transfer_params": PLACE})
 
 
-def test_what_a_client_is_told_of_the_dead(dead: str) -> None:
+def test_errors_that_name_unreachable_servers(dead: str) -> None:
     with answering() as alive:
         for role, prefill, decode in (("prefill", dead, alive.url), ("decode", alive.url, dead)):
             with running([prefill], [decode]) as url:
@@ -209,7 +209,7 @@ def is_up(url: str) -> bool:
     return False
 
 
-def test_an_address_of_the_api_is_told_what_to_leave_out() -> None:
+def test_an_address_with_an_api_path_is_refused() -> None:
     said = command(
         "proxy", "--prefill", "http://127.0.0.1:8100/v1/", "--decode", "http://127.0.0.1:8200"
     )

@@ -34,7 +34,7 @@ def digits() -> Iterator[None]:
 
 @pytest.fixture
 def dead() -> Iterator[str]:
-    """An address where nobody listens. Its port is held, so that no other server gets it."""
+    """An address without a listening server. Its port is bound, so that no other server gets it."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
@@ -106,7 +106,7 @@ def test_a_request_larger_than_a_proxy_should_hold(
     )
 
 
-def test_what_is_not_served_is_told_in_the_servers_shape(pair: tuple[Any, Any, str]) -> None:
+def test_unknown_paths_have_errors_in_the_servers_shape(pair: tuple[Any, Any, str]) -> None:
     *_, url = pair
     for method, path, status in (
         ("GET", "/v1/completions", 405),
@@ -131,7 +131,7 @@ def test_keys_and_names_of_any_bytes_go_on(pair: tuple[Any, Any, str]) -> None:
     assert first.asked[-1][1]["X-Request-Id"] == "\xfc"
 
 
-def test_requests_one_behind_the_other_on_one_connection(pair: tuple[Any, Any, str]) -> None:
+def test_consecutive_requests_on_one_connection(pair: tuple[Any, Any, str]) -> None:
     """Three sent at once, the second of them nothing; then httpx, whose client keeps its
     connection."""
     *_, url = pair
@@ -192,8 +192,8 @@ def slow() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_what_a_client_that_goes_had_asked_is_dropped(role: str) -> None:
-    """Else an engine goes on with answers that nobody reads."""
+def test_requests_of_a_disconnected_client_are_cancelled(role: str) -> None:
+    """Otherwise an engine continues with answers that no client reads."""
     content = json.dumps(ASKED | {"stream": True}).encode()
     with ExitStack() as open_ones:
         quick, server = open_ones.enter_context(answering()), open_ones.enter_context(slow())
@@ -204,7 +204,7 @@ def test_what_a_client_that_goes_had_asked_is_dropped(role: str) -> None:
             wait_for(lambda: server.asked)
             if role == "decode":
                 assert client.recv(9).startswith(b"HTTP/1.1")
-        assert server.left.wait(10), "the server was never told that the client had gone"
+        assert server.left.wait(10), "the server was not notified that the client had disconnected"
         assert len(quick.asked) == (0 if role == "prefill" else 1)
         assert httpx.post(f"{url}/v1/completions", content=b"[]").status_code == 400, "it serves on"
 
@@ -230,7 +230,7 @@ def test_a_request_that_never_gets_whole_is_refused(
     assert b"the request was not complete after 0.3 s" in told
 
 
-def test_looking_takes_nobodys_turn_and_says_who_is_there(dead: str) -> None:
+def test_status_requests_do_not_advance_the_turn(dead: str) -> None:
     """A probe between two requests sent all of them to the same of two servers."""
     with answering() as first, answering() as other, answering() as second:
         with running([first.url, other.url], [dead, second.url]) as url:
@@ -265,7 +265,7 @@ def test_a_server_that_says_nothing_holds_up_no_probe(monkeypatch: pytest.Monkey
             )
 
 
-def test_one_that_could_not_be_reached_is_asked_last_for_a_while(dead: str) -> None:
+def test_an_unreachable_server_is_tried_last_for_a_while(dead: str) -> None:
     servers = proxy.RoleServers("decode", [dead, "http://a", "http://b"])
     servers._lost[dead] = time.monotonic()
     assert [servers.in_turn()[-1] for _ in range(3)] == [dead] * 3
@@ -287,7 +287,7 @@ def test_a_prefill_server_that_is_none_is_named() -> None:
 
 
 @pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
-def test_only_a_stream_is_told_by_an_event(kind: str) -> None:
+def test_only_a_stream_gets_an_error_event(kind: str) -> None:
     """JSON that is cut stays cut: an event in it would be neither."""
 
     class Stopping(Answering):

@@ -8,7 +8,7 @@ A module holds the faults of one part of a checkpoint. `replays` names the publi
 fault is taken from, where there is one.
 """
 
-from faulty import against_source, codes, description, files, mtp, plain, settings, structure
+from faulty import against_source, codes, description, files, mtp, settings, structure, unquantized
 from faulty.contents import Contents
 from faulty.fault import FAULTS, Fault
 
@@ -21,7 +21,7 @@ __all__ = [
     "description",
     "files",
     "mtp",
-    "plain",
     "settings",
     "structure",
+    "unquantized",
 ]

@@ -85,7 +85,7 @@ def has_codes_around_zero(c: Contents) -> bool:
     "codes-saturated", "codes-constant", suits=of_format("awq", "gptq", "compressed-tensors pack")
 )
 def codes_are_saturated(c: Contents) -> None:
-    """Two of their bits are always zero, which is told where channels are wide and few codes reach
+    """Two of their bits are always zero, which is found where channels are wide and few codes reach
     an end."""
     multiply_codes(c, 4)
 

@@ -91,7 +91,8 @@ def the_index_leaves_tensors_out(c: Contents) -> None:
 
 
 def copied(change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
-    """The last tensor of the second shard also in the first, changed; the index does not tell."""
+    """The last tensor of the second shard also in the first, changed; the index does not list the
+    copy."""
 
     def apply(folder: Path) -> None:
         tensors = load_file(folder / SHARD.format(1))

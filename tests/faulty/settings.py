@@ -1,4 +1,4 @@
-"""Faults of what stands beside the weights: tokenizer, template, ends of a text, fields of
+"""Faults of the files next to the weights: tokenizer, template, end-of-text tokens, fields of
 config.json."""
 
 from faulty.contents import Contents

@@ -60,5 +60,5 @@ def test_skewed_experts_are_even_on_other_tokens(devices: int, redundant: int) -
         assert balance(np.arange(256).reshape(devices, -1), held_out) < 0.7
 
 
-def test_a_layer_that_nobody_asks_is_even() -> None:
+def test_a_layer_without_load_is_even() -> None:
     assert balance(place_layer(np.zeros(8), 4, 2), np.zeros(8)) == 1.0

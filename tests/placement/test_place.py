@@ -143,7 +143,7 @@ def test_layers_share_copies_where_the_engine_allows_it() -> None:
         ({}, {"--out": "/nowhere/file"}, "cannot write /nowhere/file"),
     ],
 )
-def test_what_does_not_belong_together_is_told_in_a_line(
+def test_mismatched_inputs_are_one_line_errors(
     tiny_checkpoint: Path,
     tmp_path: Path,
     changes: dict[str, Any],
@@ -176,7 +176,7 @@ def test_what_does_not_belong_together_is_told_in_a_line(
         '{"quantkit": "expert counts", "layers": {"x": []}}',
     ],
 )
-def test_a_file_that_is_none_is_told(tiny_checkpoint: Path, tmp_path: Path, text: str) -> None:
+def test_an_invalid_file_is_reported(tiny_checkpoint: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "counts.json").write_text(text)
     answer = command(
         "place",
@@ -193,7 +193,7 @@ def test_a_file_that_is_none_is_told(tiny_checkpoint: Path, tmp_path: Path, text
 
 
 def chosen_by_hand(checkpoint: Path, ids: list[int]) -> dict[int, list[int]]:
-    """Counts from the model's own forward, its routers asked beside it."""
+    """Counts from the model's own forward, with its routers called separately."""
     loaded = load_model(checkpoint, device="cpu")
     found: dict[int, list[int]] = {}
     for number, layer in enumerate(loaded.model.layers):

@@ -123,7 +123,7 @@ def test_probabilities_and_answers_are_the_engines(rounded: Playground) -> None:
     assert texts[0] != texts[1]
 
 
-def test_a_model_beside_itself_is_the_same(tiny_checkpoint: Path) -> None:
+def test_a_model_equals_itself(tiny_checkpoint: Path) -> None:
     events = told(opened(tiny_checkpoint, tiny_checkpoint), "What is 2+3?", max_new_tokens=5)
     scored = [event for event in events if event["kind"] == "scored"]
     assert [token["kl"] for token in scored[0]["tokens"]] == [0.0] * 5
@@ -191,7 +191,7 @@ def test_bad_questions_are_refused(url: str, body: dict[str, Any], said: str) ->
     assert said in answer.json()["error"]
 
 
-def test_a_prompt_that_is_too_long_is_told(url: str) -> None:
+def test_a_prompt_that_is_too_long_is_reported(url: str) -> None:
     (line,) = httpx.post(f"{url}/play", json={"prompt": "x" * 600, "raw": True}).text.splitlines()
     assert "the context holds 512" in json.loads(line)["message"]
 
@@ -202,7 +202,7 @@ def test_who_goes_stops_the_work(scripted: Playground, url: str) -> None:
         next(answer.iter_lines())
     until = time.monotonic() + 20
     while any(model.engine.has_work for model in scripted.models):
-        assert time.monotonic() < until, "it goes on for nobody"
+        assert time.monotonic() < until, "it continues after the client disconnected"
         time.sleep(0.02)
     assert (
         httpx.post(f"{url}/play", json={"prompt": "a", "max_new_tokens": 2}, timeout=30).status_code
