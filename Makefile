@@ -15,7 +15,7 @@ test: $(VENV)/test.stamp lint
 
 # Tests that compare numbers, by the instructions of another processor, then by 16 threads: what they hold numbers to is no processor's own.
 NUMBERS := tests/models/test_gqa.py tests/models/test_qwen3_5.py tests/models/test_sparse.py tests/kernels/test_cpu_few_rows.py \
-	tests/executor/test_speculation.py::test_tokens_are_those_without_guesses \
+	tests/executor/test_speculation.py::test_tokens_are_those_of_plain_decoding \
 	$(patsubst %,'tests/test_architectures.py::test_a_quantized_model_computes_its_dequantized_weights[%]',gpt_oss qwen2_moe qwen3_5)
 test-numbers: $(VENV)/test.stamp
 	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 $(BIN)/pytest $(NUMBERS)

@@ -104,7 +104,7 @@ def head_of_eagle(drafts: int, rows: int) -> float:
 
 @pytest.mark.parametrize(("most", "cost"), [(3, box_of_four), (4, head_of_eagle)])
 @pytest.mark.parametrize(("tokens", "most_lost"), [(192, 0.02), (512, 0.01), (4000, 0.0075)])
-def test_guesses_that_are_never_right_cost_little(
+def test_drafts_that_are_never_accepted_cost_little(
     tokens: int, most_lost: float, most: int, cost: Callable[[int, int], float]
 ) -> None:
     """From the first token on, where nothing is known of them; over many answers, what chance
@@ -115,7 +115,7 @@ def test_guesses_that_are_never_right_cost_little(
 
 
 @pytest.mark.parametrize(("rate", "tokens"), [(0.69, 512), (0.85, 512), (0.69, 4000)])
-def test_guesses_that_pay_are_soon_made(rate: float, tokens: int) -> None:
+def test_drafting_that_pays_starts_soon(rate: float, tokens: int) -> None:
     """Three guesses of R1's layer, of which 0.69 are right as was published: within 4 % of the best
     number from the first token on."""
     runs = [Simulated(rate, 1, 3, box_of_four, seed) for seed in range(8)]
@@ -130,7 +130,7 @@ def test_guesses_that_pay_are_soon_made(rate: float, tokens: int) -> None:
         (32, {32: 22.1, 64: 31.0, 96: 42.5, 128: 43.0}),
     ],
 )
-def test_the_number_that_measured_costs_say_is_best(answers: int, steps: dict[int, float]) -> None:
+def test_the_fastest_draft_length_is_chosen(answers: int, steps: dict[int, float]) -> None:
     """R1 on four H200, milliseconds by rows: of 8 users one guess is best, of 32 three, and two are
     worse than one for both."""
 
@@ -146,7 +146,7 @@ def test_the_number_that_measured_costs_say_is_best(answers: int, steps: dict[in
     assert taken <= 1.02 * min(fixed), (taken, fixed)
 
 
-def test_guesses_that_become_right_are_made_again() -> None:
+def test_drafting_restarts_when_acceptance_rises() -> None:
     """And no more where they are wrong from then on."""
     run = Simulated(0.0, 1, 3, box_of_four)
     run.until(3000)
@@ -167,7 +167,7 @@ def rank_of_four(answers: int) -> Callable[[int, int], float]:
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.45])
 @pytest.mark.parametrize(("answers", "reading"), [(1, 10.0), (8, 7.0), (8, 40.0)])
-def test_guesses_that_are_seldom_right_cost_little_where_reading_is_dear(
+def test_rarely_accepted_drafts_cost_little_with_slow_catching_up(
     rate: float, answers: int, reading: float
 ) -> None:
     """As measured: what a layer reads behind a pause takes 20 ms, 130 the first time, which was
@@ -178,7 +178,7 @@ def test_guesses_that_are_seldom_right_cost_little_where_reading_is_dear(
 
 
 @pytest.mark.parametrize("reading", [7.0, 10.0])
-def test_guesses_that_pay_are_begun_again_although_reading_is_dear(reading: float) -> None:
+def test_drafting_that_pays_restarts_despite_slow_catching_up(reading: float) -> None:
     """Soon where there is credit, and at the latest when it was saved up."""
     run = Simulated(0.0, 1, 3, rank_of_four(1), reading=reading)
     run.until(3000)
@@ -186,7 +186,7 @@ def test_guesses_that_pay_are_begun_again_although_reading_is_dear(reading: floa
     assert run.until(3000) <= 0.85
 
 
-def test_new_answers_are_guessed_for_without_reading_others() -> None:
+def test_new_sequences_are_drafted_for_without_catching_up() -> None:
     """Guesses of a text were never right, and to begin anew for its answers costs ten steps. Other
     answers owe nothing of that."""
     run = Simulated(0.0, 1, 3, rank_of_four(1), reading=10.0)
@@ -236,7 +236,7 @@ def runs_of(
     ("costs", "users"), [(costs, users) for costs in (PROCESSOR, CARD) for users in costs]
 )
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.36, 0.5, 0.69, 0.81])
-def test_measured_costs(
+def test_measured_step_times(
     costs: dict[int, tuple[list[float], float]], users: int, rate: float
 ) -> None:
     """At most 2 % are lost of any answer of 512 tokens, though the machine was slow at first. In

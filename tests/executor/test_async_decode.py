@@ -146,7 +146,7 @@ def test_no_token_changes(
     assert ahead.scheduler.num_preempted > 3
 
 
-def test_a_prompt_begins_behind_the_launched_pass(
+def test_a_prompt_waits_for_the_pass_in_flight(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where passes are mixed every chunk is in one with the answers, so that these have a token
@@ -173,7 +173,7 @@ def test_a_prompt_begins_behind_the_launched_pass(
 
 
 @pytest.mark.parametrize(("drafts", "seed", "mixed"), [(1, 1, False), (2, 3, True), (3, 3, False)])
-def test_no_token_changes_with_guesses(
+def test_no_token_changes_with_drafts(
     easy_checkpoint: Path,
     launched_with_guesses: list[tuple[int, int]],
     drafts: int,
@@ -198,9 +198,7 @@ def test_no_token_changes_with_guesses(
     assert {rows for number, rows in launched_with_guesses if number == 1} == {1 + drafts}
 
 
-def test_no_token_changes_with_a_shared_beginning(
-    tiny_checkpoint: Path, launched: list[int]
-) -> None:
+def test_no_token_changes_with_a_shared_prefix(tiny_checkpoint: Path, launched: list[int]) -> None:
     """Blocks of ended answers are found by later requests."""
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)
     found = []
@@ -220,7 +218,7 @@ def test_no_token_changes_with_a_shared_beginning(
     assert len(launched) > 50
 
 
-def test_guesses_come_and_go(
+def test_drafting_starts_and_stops(
     tiny_checkpoint: Path,
     launched: list[int],
     launched_with_guesses: list[tuple[int, int]],
@@ -259,7 +257,7 @@ def test_guesses_come_and_go(
     assert len(launched_with_guesses) > 5
 
 
-def test_the_next_pass_is_launched_before_tokens_are_waited_for(
+def test_the_next_pass_is_launched_before_the_host_waits(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And before others are listened to; the last one's tokens need no further pass."""
@@ -285,7 +283,7 @@ def test_the_next_pass_is_launched_before_tokens_are_waited_for(
     assert not engine.runner.has_async
 
 
-def test_a_failing_row_takes_nothing_from_the_others(
+def test_a_failing_row_does_not_affect_others(
     tiny_checkpoint: Path, launched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pass fails while another is under way: each answer is computed alone then, and goes on."""
@@ -312,7 +310,7 @@ def test_a_failing_row_takes_nothing_from_the_others(
     assert len(launched) > 20
 
 
-def test_rank_0_chooses_for_all(tmp_path: Path) -> None:
+def test_rank_0_samples_for_all(tmp_path: Path) -> None:
     def compute(parallel: Parallel) -> list[list[int]]:
         return [
             parallel.first(torch.arange(count) * (1 << 18) + parallel.rank).tolist()
@@ -323,7 +321,7 @@ def test_rank_0_chooses_for_all(tmp_path: Path) -> None:
     assert found[0] == found[1] == [[i * (1 << 18) for i in range(count)] for count in (1, 2, 5)]
 
 
-def test_what_was_fetched_is_not_written_over() -> None:
+def test_fetched_tokens_are_not_overwritten() -> None:
     values = torch.arange(3)
     fetched = HostCopy(values)
     values.zero_()

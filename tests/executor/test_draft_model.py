@@ -149,7 +149,7 @@ def test_after_a_pause_guesses_are_as_good(
     assert measured(engine) == 1
 
 
-def test_what_fell_far_behind_is_not_read_and_not_guessed_for(
+def test_sequences_beyond_the_backlog_are_not_drafted_for(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long nothing is guessed, it costs nothing; who came later is guessed for. Tokens are

@@ -54,7 +54,7 @@ def tokens(engine: Engine, asked: list[SamplingParams]) -> list[list[int]]:
     return [one.token_ids for one in done]
 
 
-def test_lookup_finds_what_followed_last() -> None:
+def test_prompt_lookup_drafts_the_tokens_after_the_last_occurrence() -> None:
     looked = NgramIndex()
     said = [1, 2, 3, 4, 5, 1, 2, 3]
     assert looked.draft(said, 4) == [4, 5, 1, 2]
@@ -64,7 +64,7 @@ def test_lookup_finds_what_followed_last() -> None:
     assert NgramIndex().draft([1, 2], 3) == []
 
 
-def test_lookup_is_that_of_a_plain_search() -> None:
+def test_prompt_lookup_equals_a_linear_search() -> None:
     draw = random.Random(3)
     looked, said = NgramIndex(), [draw.randrange(4) for _ in range(5)]
     for _ in range(300):
@@ -80,7 +80,7 @@ def test_lookup_is_that_of_a_plain_search() -> None:
         ({"num_looked_up": 3, "num_drafts": 2, "cache_tokens": 512}, 0.7),
     ],
 )
-def test_tokens_are_those_without_guesses(
+def test_tokens_are_those_of_plain_decoding(
     options: dict[str, int], temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """tiny-r1's reasoning repeats the question's numbers. torch's float32 products give a row other
@@ -114,7 +114,7 @@ def test_tokens_are_those_without_guesses(
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_the_layer_catches_up(
+def test_the_mtp_layer_catches_up_after_a_pause(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, captured: bool
 ) -> None:
     """Where guesses were switched off for a while, those after it are the ones that were made
@@ -160,7 +160,7 @@ def test_the_layer_catches_up(
 
 
 @pytest.mark.parametrize("by_rows", [True, False])
-def test_rows_of_what_is_behind_leave_those_of_the_pass(
+def test_catching_up_does_not_change_the_rows_of_the_pass(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, by_rows: bool
 ) -> None:
     """As many rows, of the same sequences, with drafts of another source among those of the pass;
@@ -215,7 +215,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, drafter: Any) -> Counter[str]:
     return found
 
 
-def test_a_layer_without_guesses_reads_in_large_passes(
+def test_the_mtp_layer_reads_its_backlog_in_one_pass(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of it is computed in a step without guesses: neither the layer, nor what it makes of
@@ -241,7 +241,7 @@ def test_a_layer_without_guesses_reads_in_large_passes(
     assert read == [len(PROMPTS[0]), 40, 1], "what was behind at once, then the step's own"
 
 
-def test_what_fell_far_behind_is_not_read_and_not_guessed_for(
+def test_sequences_beyond_the_backlog_are_not_drafted_for(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long guesses are off, they cost nothing; who came later is guessed for, and so is who
@@ -282,7 +282,7 @@ def test_what_fell_far_behind_is_not_read_and_not_guessed_for(
     assert {one.index: one.token_ids for one in expected} == {0: old.generated, 1: recent.generated}
 
 
-def test_costs_lie_between_known_ones() -> None:
+def test_step_times_are_interpolated() -> None:
     costs = StepTimes()
     assert costs.seconds(4) is None
     for rows, seconds in ((4, 1.0), (8, 3.0)):
@@ -293,7 +293,7 @@ def test_costs_lie_between_known_ones() -> None:
     assert not costs.tried(20)
 
 
-def test_rates_are_of_guesses_whose_predecessors_were_right() -> None:
+def test_acceptance_rates_are_conditional_on_earlier_drafts() -> None:
     rates = AcceptanceRates()
     for number in range(4000):
         rates.add(2, (0, 1, 2, 2)[number % 4])
@@ -302,7 +302,7 @@ def test_rates_are_of_guesses_whose_predecessors_were_right() -> None:
 
 
 @torch.inference_mode()
-def test_a_measured_engine_answers_the_same(tiny_checkpoint: Path) -> None:
+def test_an_adaptive_draft_length_changes_no_token(tiny_checkpoint: Path) -> None:
     asked = params(0.0)
     engine = load(
         tiny_checkpoint, max_model_len=128, num_drafts=2, num_looked_up=3, measure_steps=True
@@ -313,7 +313,7 @@ def test_a_measured_engine_answers_the_same(tiny_checkpoint: Path) -> None:
     assert engine.speculation.controller.step_times[1].by_rows()
 
 
-def test_steps_on_a_processor_take_what_their_thread_computes(
+def test_steps_on_a_cpu_are_timed_by_thread_time(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What else the machine does is no cost of guesses."""
@@ -331,7 +331,7 @@ def test_steps_on_a_processor_take_what_their_thread_computes(
     assert 0 < max(seconds) < 0.4
 
 
-def test_the_other_ranks_guess_as_many() -> None:
+def test_other_ranks_get_the_draft_length() -> None:
     told: list[Any] = []
     leader = Leader(SimpleNamespace(size=2, rank=0, broadcast=told.append))  # type: ignore[arg-type]
     leader.guess(2, 5)
@@ -350,7 +350,7 @@ def test_the_other_ranks_guess_as_many() -> None:
 @pytest.mark.parametrize(
     "asked", [{"num_drafts": 129}, {"num_looked_up": 100_000}, {"num_looked_up": -1}]
 )
-def test_guesses_that_no_step_can_check_are_refused(asked: dict[str, int]) -> None:
+def test_draft_lengths_out_of_bounds_are_refused(asked: dict[str, int]) -> None:
     (count,) = asked.values()
     with pytest.raises(
         QuantkitError, match=f"^{count} guesses a step are asked for; use 0 to {MAX_GUESSES}$"
@@ -358,7 +358,7 @@ def test_guesses_that_no_step_can_check_are_refused(asked: dict[str, int]) -> No
         Engine.load(find_model("tiny-r1"), **asked)  # type: ignore[arg-type]
 
 
-def test_rates_are_summed_once_for_all_numbers_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expected_acceptance_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """A choice looks at each number that may be looked up."""
     summed, places = AcceptanceRates._sums, []
     monkeypatch.setattr(

@@ -1,0 +1,1 @@
+"""Forward passes of the engine: attention contexts, captured steps, prefill, sampling."""

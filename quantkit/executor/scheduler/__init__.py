@@ -1,0 +1,1 @@
+"""Continuous batching: sequences, the scheduler, the prefix cache, data-parallel scheduling."""

@@ -1,0 +1,1 @@
+"""Speculative decoding: drafters, prompt lookup, and the adaptive draft length."""
