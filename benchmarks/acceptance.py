@@ -50,9 +50,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     kinds = {
-        "one": {"num_drafts": 1},
-        "several": {"num_drafts": options.drafts},
-        "looked up": {"num_looked_up": options.looked_up},
+        "one": {"draft_length": 1},
+        "several": {"draft_length": options.drafts},
+        "looked up": {"prompt_lookup": options.looked_up},
     }
     report: dict[str, Any] = {
         "count": options.count,

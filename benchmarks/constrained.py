@@ -66,7 +66,7 @@ def main() -> None:
             device="cpu",
             max_batch=options.users,
             max_model_len=256,
-            num_drafts=drafts,
+            draft_length=drafts,
         )
         seconds(engine, options.users, 4, schema)
         rounds = [

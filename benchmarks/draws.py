@@ -83,9 +83,9 @@ def same_tokens() -> dict[str, Any]:
     path, found = find_model("tiny-r1"), []
     for options, mixed in (
         ({}, False),
-        ({"num_drafts": 3}, True),
-        ({"num_looked_up": 4}, True),
-        ({"num_drafts": 2, "measure_steps": True}, False),
+        ({"draft_length": 3}, True),
+        ({"prompt_lookup": 4}, True),
+        ({"draft_length": 2, "measure_steps": True}, False),
     ):
         engine = Engine.load(
             path, device="cuda", dtype="float32", max_batch=8, max_model_len=512, **options

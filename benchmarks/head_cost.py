@@ -28,6 +28,7 @@ from quantkit.evaluation.speed.measure import Workload
 from quantkit.executor.cache.cache import BLOCK_SIZE, CachePlan
 from quantkit.executor.engine import Engine
 from quantkit.executor.memory_budget import default_step_tokens
+from quantkit.executor.options import EngineOptions
 from quantkit.executor.speculation.eagle_head import LoadedEagleHead
 from quantkit.executor.weights.load import LoadedModel
 from quantkit.models.eagle3 import Eagle3Head, HeadConfig, parameters
@@ -64,19 +65,13 @@ def made(
     chosen: bool = True,
 ) -> Engine:
     plan = CachePlan(users * (-(-(length + 2 * GUESSES) // BLOCK_SIZE) + 1) + 1, BLOCK_SIZE, length)
-    tokenizer, given = (
-        ChatTokenizer(find_model("tiny-r1")),
-        {"max_batch": users, "prefill_tokens": default_step_tokens(loaded.device)},
-    )
-    return Engine(
-        loaded,
-        tokenizer,
-        plan,
-        **given,
-        draft=head,
-        num_drafts=GUESSES if head else 0,
+    options = EngineOptions(
+        max_batch=users,
+        chunk_tokens=default_step_tokens(loaded.device),
+        draft_length=GUESSES if head else 0,
         measure_steps=chosen,
     )
+    return Engine(loaded, ChatTokenizer(find_model("tiny-r1")), plan, options, head)
 
 
 @torch.inference_mode()

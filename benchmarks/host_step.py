@@ -115,13 +115,13 @@ def microseconds(
     }
 
 
-def loaded(users: int, num_drafts: int = 0) -> Engine:
+def loaded(users: int, draft_length: int = 0) -> Engine:
     engine = Engine.load(
         find_model("tiny-r1"),
         device="cpu",
         max_batch=users,
         max_model_len=512,
-        num_drafts=num_drafts,
+        draft_length=draft_length,
     )
     vocab, tokenizer = engine.loaded.config.vocab_size, engine.tokenizer.tokenizer
     # A fifth of this small vocabulary are bytes of characters of several, which texts have few of.
@@ -150,7 +150,7 @@ def main() -> None:
     torch.set_num_threads(1)
     plain, found = loaded(options.users), {}
     for kind, fields in {**KINDS, GUESSES_OFF: {}}.items():
-        engine = loaded(options.users, num_drafts=1) if kind == GUESSES_OFF else plain
+        engine = loaded(options.users, draft_length=1) if kind == GUESSES_OFF else plain
         found[kind] = one = microseconds(engine, options.users, options.steps, fields)
         told = f"{one['step']:.0f} us a step at {options.users} users, {one['least']:.0f} at least"
         print(f"{kind}: {told}, {one['texts']:.0f} us of texts beside the device", flush=True)

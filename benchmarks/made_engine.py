@@ -15,7 +15,7 @@ from quantkit.checkpoint.hub import find_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.cache.cache import BLOCK_SIZE, CachePlan
 from quantkit.executor.engine import Engine
-from quantkit.executor.memory_budget import default_chunk_tokens
+from quantkit.executor.options import EngineOptions
 from quantkit.executor.rank0 import follow
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner.graph_warmup import warm_up_graphs
@@ -47,22 +47,15 @@ def made_engine(
     length: int,
     *,
     homes: int = 1,
-    num_drafts: int = 0,
+    draft_length: int = 0,
     kind: type[Engine] = Engine,
 ) -> Engine:
     """Room for `batch` requests of `length` tokens, shared out over `homes` ranks; the tokenizer
     only marks ends of answers, which benchmarks ignore."""
-    blocks = -(-(length + 2 * num_drafts) // BLOCK_SIZE) + 1
+    blocks = -(-(length + 2 * draft_length) // BLOCK_SIZE) + 1
     plan = CachePlan(-(-batch // homes) * blocks + 1, BLOCK_SIZE, length)
     tokenizer = ChatTokenizer(find_model("tiny-r1"))
-    return kind(
-        loaded,
-        tokenizer,
-        plan,
-        max_batch=batch,
-        prefill_tokens=default_chunk_tokens(loaded, plan),
-        num_drafts=num_drafts,
-    )
+    return kind(loaded, tokenizer, plan, EngineOptions(max_batch=batch, draft_length=draft_length))
 
 
 def served_engine(loaded: LoadedModel, blocks: int, length: int, batch: int) -> Engine:
@@ -73,14 +66,7 @@ def served_engine(loaded: LoadedModel, blocks: int, length: int, batch: int) -> 
         CachePlan(blocks + 1, BLOCK_SIZE, length),
         ChatTokenizer(find_model("tiny-r1")),
     )
-    engine = Engine(
-        loaded,
-        tokenizer,
-        plan,
-        max_batch=batch,
-        prefill_tokens=default_chunk_tokens(loaded, plan),
-        measure_steps=True,
-    )
+    engine = Engine(loaded, tokenizer, plan, EngineOptions(max_batch=batch, measure_steps=True))
     engine.scheduler.budget = measure(
         engine.runner, engine.parallel, engine.scheduler.budget, batch, fixed_chunk=False
     )

@@ -105,9 +105,7 @@ def grid(engine: Engine, options: argparse.Namespace, output_len: int) -> list[d
     ):  # every size of a step is captured
         list(target.run(Workload(options.input_len, 4, users, users, seed=-1)))
     engine.speculation.acceptance = Acceptance()
-    rows = measure_grid(
-        target, [options.input_len], batches, output_len, requests_per_slot=1, warmup=1
-    )
+    rows = measure_grid(target, [options.input_len], batches, output_len, requests=1, warmup=1)
     alone = list(target.run(Workload(options.input_len, 2, 7, 1, seed=-2)))
     engine.leader.dismiss()
     return [
@@ -288,12 +286,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for name, count, ms in one["kernels"]:
             say(f"  {ms:>8.3f} ms {count:>6} {name}")
     report["rows_mtp"] = []
-    for num_drafts, users in [*((1, users) for users in batches), (3, 1)]:
+    for draft_length, users in [*((1, users) for users in batches), (3, 1)]:
         drafting = made_engine(
             loaded,
             max(batches),
             options.input_len + options.output_len,
-            num_drafts=num_drafts,
+            draft_length=draft_length,
             kind=DraftingEngine,
         )
         (row,) = grid(
@@ -302,7 +300,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             options.output_len,
         ) or [{}]
         assert drafting.speculation.drafter is not None, "made with drafts"
-        row |= {"num_drafts": num_drafts, "acceptance": drafting.speculation.acceptance.rate}
+        row |= {"num_drafts": draft_length, "acceptance": drafting.speculation.acceptance.rate}
         row |= {
             "step_device": device_steps(drafting.runner.steps),
             "mtp_device": device_steps(drafting.speculation.drafter.steps),

@@ -200,7 +200,9 @@ def row(
     0."""
     length = options.input_len + options.tokens
     if drafts:
-        engine = made_engine(loaded, options.users, length, num_drafts=drafts, kind=DraftingEngine)
+        engine = made_engine(
+            loaded, options.users, length, draft_length=drafts, kind=DraftingEngine
+        )
         assert isinstance(engine, DraftingEngine)
         engine.acceptance, engine.sampler = PUBLISHED, HeldSampler(engine)
     else:

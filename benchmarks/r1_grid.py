@@ -330,7 +330,7 @@ def measure_guesses(box: GridRun, loaded: LoadedModel) -> None:
         loaded,
         max(box.sizes.users),
         input_len + output_len,
-        num_drafts=MOST_GUESSES,
+        draft_length=MOST_GUESSES,
         kind=DraftingEngine,
     )
     assert isinstance(engine, DraftingEngine)

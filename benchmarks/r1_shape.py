@@ -45,6 +45,7 @@ from quantkit.common.sizes import parse_bytes
 from quantkit.grids.schemes import find_scheme
 from quantkit.models import find_architecture
 from quantkit.models.table import Parameter
+from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
 
@@ -326,7 +327,7 @@ def run(
     }
     recipe = load_recipe(name).model_copy(update=settings)
     scheme = find_scheme(recipe.scheme)
-    planned = plan(path, scheme, recipe=recipe, samples=samples, seq_len=seq_len)
+    planned = plan(path, scheme, PlanOptions(recipe=recipe, samples=samples, seq_len=seq_len))
     phases = Phases()
     ceiling = parse_bytes(memory) if memory else None
     before = resource.getrusage(resource.RUSAGE_SELF)

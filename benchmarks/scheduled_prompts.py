@@ -96,7 +96,7 @@ def cell(
     scheduler = Scheduler(
         CachePlan(users * (-(-total // BLOCK_SIZE) + 1) + 1, BLOCK_SIZE, total),
         max_batch=users,
-        prefill_tokens=budget.prefill_only,
+        chunk_tokens=budget.prefill_only,
     )
     scheduler.budget = budget
     requests = [

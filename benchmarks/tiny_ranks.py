@@ -1,7 +1,7 @@
 """tiny-r1 on one and several ranks in float32: greedy tokens compared, and its own MTP layer's
 acceptance and gain.
 
-    python benchmarks/tiny_ranks.py [--tp 1,4] [--device cuda] [--dtype float32] [--num-drafts 1,2]
+    python benchmarks/tiny_ranks.py [--tp 1,4] [--device cuda] [--dtype float32] [--draft-length 1,2]
     [--count 16]
 
 The trained model on questions of its own kind, greedy to the answers' ends for the tokens, 96
@@ -17,8 +17,8 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
 
 
-def load(options: argparse.Namespace, tp: int, num_drafts: int) -> Engine:
-    sizes = {"max_batch": 8, "max_model_len": 512, "num_drafts": num_drafts, "tp": tp}
+def load(options: argparse.Namespace, tp: int, draft_length: int) -> Engine:
+    sizes = {"max_batch": 8, "max_model_len": 512, "draft_length": draft_length, "tp": tp}
     return Engine.load(find_model("tiny-r1"), device=options.device, dtype=options.dtype, **sizes)
 
 
@@ -54,13 +54,13 @@ def main() -> None:
     parser.add_argument("--tp", default="1,4")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--num-drafts", default="1")
+    parser.add_argument("--draft-length", default="1")
     parser.add_argument("--count", type=int, default=16)
     options = parser.parse_args()
     first: list[list[int]] = []
     for tp in map(int, options.tp.split(",")):
-        for num_drafts in (0, *map(int, options.num_drafts.split(","))):
-            engine = load(options, tp, num_drafts)
+        for draft_length in (0, *map(int, options.draft_length.split(","))):
+            engine = load(options, tp, draft_length)
             found = measure(engine, questions(engine, options.count))
             engine.close()
             answers = found.pop("answers")
@@ -71,7 +71,7 @@ def main() -> None:
                 for key, value in found.items()
             )
             print(
-                f"tp {tp}, {num_drafts} drafts: {same} of {len(first)} answers as the first's, "
+                f"tp {tp}, {draft_length} drafts: {same} of {len(first)} answers as the first's, "
                 f"{numbers}",
                 flush=True,
             )

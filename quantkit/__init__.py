@@ -1,7 +1,7 @@
 """quantkit: quantize DeepSeek-R1 class models, run them on one box, and show that accuracy held.
 
-The functions and classes below are imported when they are first asked for, so that `import
-quantkit` takes no time (docs/python.md).
+The functions and classes below are imported on first use, so that `import quantkit` takes no time
+(docs/python.md).
 """
 
 from importlib import import_module
@@ -22,27 +22,28 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from quantkit.api import convert, evaluate, inspect, perplexity, plan, quantize
+    from quantkit.api import convert, inspect, plan, quantize
     from quantkit.common.errors import QuantkitError
+    from quantkit.evaluation.api import evaluate, perplexity
     from quantkit.executor.engine import Engine
     from quantkit.executor.sampling.params import SamplingParams
-else:  # a type checker must not believe that every name is here
-    _HOMES = {
+else:  # hidden from type checkers, which would then accept any name
+    _MODULES = {
         "Engine": "quantkit.executor.engine",
         "QuantkitError": "quantkit.common.errors",
         "SamplingParams": "quantkit.executor.sampling.params",
         "convert": "quantkit.api",
-        "evaluate": "quantkit.api",
+        "evaluate": "quantkit.evaluation.api",
         "inspect": "quantkit.api",
-        "perplexity": "quantkit.api",
+        "perplexity": "quantkit.evaluation.api",
         "plan": "quantkit.api",
         "quantize": "quantkit.api",
     }
 
     def __getattr__(name: str) -> object:
-        if name not in _HOMES:
+        if name not in _MODULES:
             raise AttributeError(f"module 'quantkit' has no attribute {name!r}")
-        return getattr(import_module(_HOMES[name]), name)
+        return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

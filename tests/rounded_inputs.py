@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quantkit.evaluation.distance.perplexity import measure
+from quantkit.evaluation.options import PerplexityOptions
 from quantkit.quantization.convert import convert
 
 
@@ -23,7 +24,7 @@ def distances(written: Path, source: Path, directory: Path) -> Distances:
     text.write_text(json.dumps({"text": "3 4 7 11 18 29 47 76 " * 8}) + "\n")
     convert(written, directory / "plain", dtype="fp32")
     found = [
-        measure(str(written), text, baseline=str(other)).kl
+        measure(str(written), text, PerplexityOptions(baseline=str(other))).kl
         for other in (source, directory / "plain")
     ]
     assert found[0] is not None

@@ -7,9 +7,9 @@ import io
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 
@@ -61,6 +61,16 @@ def test_importing_quantkit_imports_nothing_of_it() -> None:
     assert done.stdout == "['quantkit']\n"
 
 
+def test_quantize_loads_nothing_of_evaluation_or_serving() -> None:
+    probe = (
+        "import sys, quantkit; quantkit.quantize; print([name for name in sys.modules if "
+        "name.startswith(('quantkit.evaluation', 'quantkit.executor.server', 'quantkit.engines')) "
+        "or name in ('fastapi', 'matplotlib', 'torch', 'numpy')])"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_are_typed_and_documented(name: str) -> None:
     """And no folder of the name of a function hides it, whatever was imported before."""
@@ -68,7 +78,7 @@ def test_functions_are_typed_and_documented(name: str) -> None:
     assert inspect.isfunction(function)
     assert function.__doc__
     parameters = inspect.signature(function).parameters
-    assert get_type_hints(function).keys() == {*parameters, "return"}
+    assert function.__annotations__.keys() == {*parameters, "return"}
 
 
 def test_every_name_is_there() -> None:
@@ -109,6 +119,50 @@ def test_the_scheme_may_be_the_recipes_or_a_mixtures(
     assert pruned < whole
     with pytest.raises(quantkit.QuantkitError, match="no scheme is named"):
         quantkit.plan(tiny_checkpoint)
+
+
+def test_options_are_keywords_or_a_value_or_both(tiny_checkpoint: Path) -> None:
+    by_keyword = quantkit.plan(tiny_checkpoint, "rtn-w4a16", devices="1x8GiB", context=128)
+    value = PlanOptions(devices="1x8GiB", context=64)
+    assert quantkit.plan(tiny_checkpoint, "rtn-w4a16", options=value, context=128) == by_keyword
+    kept = quantkit.plan(tiny_checkpoint, preset="experts-only")
+    assert kept == quantkit.plan(tiny_checkpoint, mixture=Mixture(preset="experts-only"))
+    assert "    samples: Calibration sequences" in str(quantkit.quantize.__doc__)
+
+
+@pytest.mark.parametrize(
+    ("work", "name", "closest"),
+    [
+        (quantkit.plan, "sample", "samples"),
+        (quantkit.quantize, "seeds", "seed"),
+        (quantkit.evaluate, "repeat", "repeats"),
+        (quantkit.perplexity, "seqlen", "seq_len"),
+        (quantkit.Engine.load, "max_bach", "max_batch"),
+    ],
+)
+def test_an_unknown_keyword_names_the_closest(
+    work: Callable[..., Any], name: str, closest: str
+) -> None:
+    second = () if work == quantkit.Engine.load else ("x",)
+    said = f"unexpected keyword argument '{name}'; did you mean '{closest}'"
+    with pytest.raises(TypeError, match=said):
+        work("tiny-r1", *second, **{name: 1})
+    with pytest.raises(TypeError, match="'qqqq'$"):
+        read_options(PlanOptions, None, {"qqqq": 1})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("prefill_tokens", "chunk_tokens"),
+        ("num_drafts", "draft_length"),
+        ("num_looked_up", "prompt_lookup"),
+    ],
+)
+def test_an_old_name_works_and_warns(old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
+        options = read_options(EngineOptions, None, {old: 3})
+    assert getattr(options, new) == 3
 
 
 @pytest.mark.parametrize(

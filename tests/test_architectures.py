@@ -17,6 +17,7 @@ from ulp_bound import assert_near, write_nudged
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
+from quantkit.evaluation.options import EvaluateOptions
 from quantkit.evaluation.run import run_evaluation
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner.runner import Runner
@@ -355,8 +356,10 @@ def test_eval_scores_it(any_source: Path, tmp_path: Path) -> None:
     """A random model answers nothing right; what counts is that every reply is made, graded and
     given its reason."""
     _skip_unasked(any_source, any_source.name not in SHARED)
-    asked: Any = {"limit": 3, "repeats": 2, "protocol": "r1", "generation": {"max_tokens": 12}}
-    results = run_evaluation(str(any_source), ["tiny-math"], out=tmp_path / "out", **asked)
+    asked: Any = {"limit": 3, "repeats": 2, "protocol": "r1", "max_tokens": 12}
+    results = run_evaluation(
+        str(any_source), ["tiny-math"], EvaluateOptions(out=tmp_path / "out", **asked)
+    )
     score = results.to_json()["results"]["tiny-math"]
     assert (score["n"], score["errors"], sum(score["reasons"].values())) == (3, 0, 6)
     rows = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
@@ -402,14 +405,14 @@ def test_captured_decode_steps_give_the_eager_tokens(
         )
     drafts = json.loads((model / "config.json").read_text()).get("num_nextn_predict_layers", 0)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
-    for num_drafts in {0, drafts}:
+    for draft_length in {0, drafts}:
         engine = Engine.load(
             model,
             device="cuda",
             dtype="bfloat16",
             max_batch=4,
             max_model_len=128,
-            num_drafts=num_drafts,
+            draft_length=draft_length,
         )
         captured = list(engine.generate(PROMPTS, params))
         assert engine.runner.why_eager == ""
@@ -425,7 +428,7 @@ def test_captured_decode_steps_give_the_eager_tokens(
             } == {""}
             engine.speculation = Speculation(
                 make_mtp_drafter(
-                    engine.loaded.mtp_layers, engine.runner, num_drafts, engine.parallel
+                    engine.loaded.mtp_layers, engine.runner, draft_length, engine.parallel
                 ),
                 0,
             )
@@ -488,7 +491,7 @@ def test_drafts_of_the_mtp_layer_change_no_token(name: str, tmp_path: Path) -> N
     they guess at random."""
     model = make_model.write_dense(tmp_path / "model", CONFIGS[name], random_tensors(CONFIGS[name]))
     engine = Engine.load(
-        model, device="cpu", dtype="float32", max_batch=4, max_model_len=128, num_drafts=1
+        model, device="cpu", dtype="float32", max_batch=4, max_model_len=128, draft_length=1
     )
     done = sorted(
         engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True)),

@@ -368,7 +368,7 @@ def test_bench_says_that_its_folder_cannot_be_before_it_opens_a_model(
     opened: list[str] = []
     monkeypatch.setattr(
         "quantkit.evaluation.speed.engine.open_target",
-        lambda model, **options: opened.append(model),
+        lambda model, *_, **options: opened.append(model),
     )
     (tmp_path / "file").touch()
     assert str(tmp_path / "file") in refusal(
@@ -530,7 +530,7 @@ def test_a_server_whose_cache_holds_no_whole_request_is_refused() -> None:
     assert "the cache holds 64 tokens, fewer than the context of 128; raise --cache-tokens" in told
 
 
-@pytest.mark.parametrize("option", ["--prompt-lookup", "--drafts"])
+@pytest.mark.parametrize("option", ["--prompt-lookup", "--draft-length"])
 def test_more_guesses_than_a_step_can_choose_from_are_refused(option: str) -> None:
     """With 100,000 a server answered nobody: it chose how many to make."""
     done = command("serve", "tiny-r1", "--device", "cpu", option, "100000")

@@ -10,9 +10,9 @@ from typer.core import TyperGroup
 
 from quantkit.cli import COMMANDS, app
 from quantkit.cli.examples import EXAMPLES
-from quantkit.cli.options import names_of_engines
 from quantkit.engines.profiles import engine_names
 from quantkit.grids.schemes import SCHEMES
+from quantkit.quantization.options import names_of_engines
 
 GROUP = typer.main.get_command(app)
 assert isinstance(GROUP, TyperGroup)
@@ -77,15 +77,15 @@ def test_an_answers_length_has_the_name_of_eval_too() -> None:
     [
         (
             "eval tiny-r1 --tasks tiny-math --accuracy 0.9",
-            "Invalid value for --accuracy: it is expected for --plan alone",
+            "Invalid value for --accuracy: it is only for --plan",
         ),
         (
             "ppl tiny-r1 --text a.txt --data-dir .",
-            "Invalid value for --data-dir: it is for --sampled alone; see quantkit ppl --help",
+            "Invalid value for --data-dir: it is only for --sampled; see quantkit ppl --help",
         ),
         (
             "ppl tiny-r1 --text a.txt --max-tokens 9",
-            "Invalid value for --max-tokens: it is for --sampled alone; see quantkit ppl --help",
+            "Invalid value for --max-tokens: it is only for --sampled; see quantkit ppl --help",
         ),
         (
             "check tiny-r1 --text a.txt --depth headers",
@@ -114,3 +114,19 @@ def test_sampling_is_checked_before_a_model_is_loaded(monkeypatch: pytest.Monkey
         1,
         "error: top_p is 0.0; use a number above 0 and at most 1\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["run", "tiny-r1", "--drafts", "3"], "--drafts", 3),
+        (["serve", "tiny-r1", "--drafts=3"], "--drafts", 3),
+        (["deploy", "out", "--engine", "vllm", "--draft-length", "2"], "--draft-length", 2),
+    ],
+)
+def test_an_old_flag_works_and_names_the_new_one(
+    words: list[str], name: str, value: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    context = GROUP.commands[words[0]].make_context(words[0], words[1:])
+    assert context.params["draft_length"] == value
+    assert name not in command(words[0], "--help").out

@@ -18,6 +18,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.inspect import describe
 from quantkit.engines.check import check_checkpoint
 from quantkit.evaluation.distance.perplexity import measure
+from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.weights.weights import operand
 from quantkit.grids.base import dequantize
 from quantkit.grids.int_groups import IntGrid, IntWeight
@@ -139,7 +140,9 @@ def test_compensation_beats_rounding_in_int4(
         json.dumps({"text": " ".join(str((5 * j) % 97) for j in range(60))}) + "\n"
     )
     found = [
-        measure(str(path), tmp_path / "text.jsonl", baseline=str(tiny_checkpoint)).kl
+        measure(
+            str(path), tmp_path / "text.jsonl", PerplexityOptions(baseline=str(tiny_checkpoint))
+        ).kl
         for path in (written, tmp_path / "nearest")
     ]
     assert found[0] is not None

@@ -24,6 +24,7 @@ from quantkit.grids.int_groups import IntGrid, IntWeight
 from quantkit.grids.schemes import find_scheme
 from quantkit.planning.cost_model import predict
 from quantkit.planning.hardware import load_hardware
+from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
 from quantkit.quantization.convert import convert
@@ -161,9 +162,9 @@ def test_weights_that_read_apart_are_not_stacked() -> None:
 
 def test_what_cannot_be_is_refused(written: Path, source: Path, tmp_path: Path) -> None:
     with pytest.raises(QuantkitError, match="no engine loads int4-w4a8-groups in format awq"):
-        plan(source, SCHEME, format="awq")
+        plan(source, SCHEME, PlanOptions(format="awq"))
     with pytest.raises(QuantkitError, match="groups"):
-        plan(source, SCHEME, engine="vllm-ascend")
+        plan(source, SCHEME, PlanOptions(engine="vllm-ascend"))
     with pytest.raises(QuantkitError, match="decoding times of int4-w4a8-groups are not predicted"):
         predict(tiny_config(), SCHEME, load_hardware("910B1"), devices=8, batches=(1,), context=640)
     with pytest.raises(QuantkitError, match="cannot"):

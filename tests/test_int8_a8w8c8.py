@@ -33,6 +33,7 @@ from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.grids.schemes import find_scheme
 from quantkit.models.cache_scales import power_of_two_ratios
 from quantkit.models.context import CausalContext
+from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
 from quantkit.quantization.convert import convert
@@ -293,7 +294,7 @@ def test_drafts_change_no_token(outputs: dict[str, Path]) -> None:
             for one in sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)
         ]
 
-    assert tokens(num_drafts=1) == tokens()
+    assert tokens(draft_length=1) == tokens()
 
 
 def test_without_cache_it_is_a_model_like_any_other(outputs: dict[str, Path], kind: str) -> None:
@@ -407,7 +408,8 @@ def test_plan_counts_the_tensors_and_the_cache(
 ) -> None:
     scheme = find_scheme("int8-a8w8c8")
     found, wide = (
-        plan(sources[kind], one, devices="1x16GiB") for one in (scheme, find_scheme("int8-a8w8c16"))
+        plan(sources[kind], one, PlanOptions(devices="1x16GiB"))
+        for one in (scheme, find_scheme("int8-a8w8c16"))
     )
     written = Checkpoint.open(outputs[kind])
     if kind == "keys":  # of the FP8 source both count what its MTP layer becomes

@@ -84,7 +84,9 @@ def test_it_runs_as_transformers_computes_it(saved: Path) -> None:
     )
     assert answer.code == 0, answer.err
     assert answer.err.count(TOLD) == 1
-    refused = command("run", str(saved), "--prompt", "1+1?", "--drafts", "1", "--device", "cpu")
+    refused = command(
+        "run", str(saved), "--prompt", "1+1?", "--draft-length", "1", "--device", "cpu"
+    )
     assert f"{TOLD}; run without drafts" in refused.error
 
 
@@ -122,7 +124,7 @@ def test_convert_and_place_and_inspect_go_on_too(saved: Path, tmp_path: Path) ->
     assert diagnose(str(saved)).findings.has(
         "mtp-missing"
     )  # whose verdict is a warning: the source may have had one
-    launched = command("deploy", str(saved), "--engine", "vllm", "--mtp", "1")
+    launched = command("deploy", str(saved), "--engine", "vllm", "--draft-length", "1")
     assert "has no MTP layer for speculative decoding" in launched.error
 
 

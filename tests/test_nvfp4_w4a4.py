@@ -27,6 +27,7 @@ from quantkit.grids.nvfp4 import Nvfp4Grid, Nvfp4Weight
 from quantkit.grids.schemes import find_scheme
 from quantkit.planning.cost_model import predict
 from quantkit.planning.hardware import load_hardware
+from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
 from quantkit.quantization.convert import convert
@@ -207,7 +208,7 @@ def test_what_is_not_computed_is_refused(
         lambda: quantize(
             source, tmp_path / "out", SCHEME, "auto", recipe.with_given(methods=()), device="cpu"
         ),
-        lambda: plan(source, SCHEME, recipe=recipe.with_given(methods=())),
+        lambda: plan(source, SCHEME, PlanOptions(recipe=recipe.with_given(methods=()))),
     ):
         with pytest.raises(
             QuantkitError,
@@ -215,7 +216,7 @@ def test_what_is_not_computed_is_refused(
         ):
             refused()
     with pytest.raises(QuantkitError, match="rounding activations saves none"):
-        plan(source, SCHEME, mixture=Mixture(bits=4.6))
+        plan(source, SCHEME, PlanOptions(mixture=Mixture(bits=4.6)))
     with pytest.raises(QuantkitError, match="decoding times of nvfp4-w4a4 are not predicted"):
         predict(tiny_config(), SCHEME, load_hardware("910B1"), devices=8, batches=(1,), context=640)
     with pytest.raises(

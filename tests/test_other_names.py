@@ -25,6 +25,7 @@ from quantkit.grids.schemes import find_scheme
 from quantkit.models.context import CausalContext
 from quantkit.models.mlp import MoeMlp
 from quantkit.models.stored_parameters import read_model
+from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quantization import QuantizationReport, quantize
 
@@ -70,7 +71,9 @@ def as_planned(model: Path, out: Path, format: str, settings: Recipe) -> Quantiz
     """The model quantized: as large as plan() says, every linear of the table packed, nothing
     missing or left over."""
     scheme = find_scheme(settings.scheme)
-    told = plan(model, scheme, format, recipe=settings, devices="2x1GiB", context=256)
+    told = plan(
+        model, scheme, PlanOptions(format=format, recipe=settings, devices="2x1GiB", context=256)
+    )
     report = quantize(model, out, scheme, format, settings, device="cpu")
     found = Checkpoint.open(report.out)
     linears = {row.module for row in read_model(found).rows if row.role == "linear"}

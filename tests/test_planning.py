@@ -16,7 +16,8 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.schemes import SCHEMES, find_scheme
 from quantkit.planning.clusters import PlannedLayout
-from quantkit.planning.devices import Devices, read_devices, read_number
+from quantkit.planning.devices import Devices, read_devices
+from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import Plan, plan
 from quantkit.quantization import quantize
 
@@ -45,7 +46,7 @@ def cut_source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="module")
 def r1(r1_source: Checkpoint) -> dict[str, Plan]:
     return {
-        scheme: plan(r1_source, find_scheme(scheme), devices="8x64GiB")
+        scheme: plan(r1_source, find_scheme(scheme), PlanOptions(devices="8x64GiB"))
         for scheme in ("awq-w4a16", "int8-a8w8c16")
     }
 
@@ -69,7 +70,7 @@ def test_r1_in_four_bits_fits_one_box(r1: dict[str, Plan]) -> None:
 
 def test_a_cache_in_8_bits_has_room_for_more(tiny_checkpoint: Path) -> None:
     wide, narrow = (
-        plan(tiny_checkpoint, find_scheme("awq-w4a16"), cache=cache).devices
+        plan(tiny_checkpoint, find_scheme("awq-w4a16"), PlanOptions(cache=cache)).devices
         for cache in (None, "int8")
     )
     assert narrow.cache_bytes_per_token == 3 * (128 + 2 * 16 + 4)
@@ -81,7 +82,7 @@ def test_a_cache_in_8_bits_has_room_for_more(tiny_checkpoint: Path) -> None:
     )
     assert "8-bit cache" in narrow.assumption
     with pytest.raises(QuantkitError, match="cache of 'int4' is not known"):
-        plan(tiny_checkpoint, find_scheme("awq-w4a16"), cache="int4")
+        plan(tiny_checkpoint, find_scheme("awq-w4a16"), PlanOptions(cache="int4"))
 
 
 def test_a_draft_model_is_whole_on_every_device(
@@ -89,7 +90,7 @@ def test_a_draft_model_is_whole_on_every_device(
 ) -> None:
     scheme = find_scheme("awq-w4a16")
     alone, beside = (
-        plan(tiny_checkpoint, scheme, devices="2x64GiB", draft=draft).devices
+        plan(tiny_checkpoint, scheme, PlanOptions(devices="2x64GiB", draft=draft)).devices
         for draft in (None, tiny_dense_checkpoint)
     )
     stored = Checkpoint.open(tiny_dense_checkpoint).tensors
@@ -100,7 +101,11 @@ def test_a_draft_model_is_whole_on_every_device(
     assert beside.cache_bytes_per_token == 2 * (alone.cache_bytes_per_token or 0)
     assert beside.cache_tokens == pytest.approx((alone.cache_tokens or 0) / 2, rel=0.01)
     with pytest.raises(QuantkitError, match="--dp does not go with --draft"):
-        plan(tiny_checkpoint, scheme, devices="2x64GiB", dp=2, draft=tiny_dense_checkpoint)
+        plan(
+            tiny_checkpoint,
+            scheme,
+            PlanOptions(devices="2x64GiB", dp=2, draft=tiny_dense_checkpoint),
+        )
 
 
 def test_r1_in_eight_bits_does_not(r1: dict[str, Plan]) -> None:
@@ -122,7 +127,7 @@ def test_memory_does_not_grow_with_the_model(r1: dict[str, Plan], tmp_path: Path
         r1_headers.write_headers(tmp_path / "cut", cut, shards=4), find_scheme("awq-w4a16")
     )
     assert small.host_peak_bytes == r1["awq-w4a16"].host_peak_bytes
-    fewer = plan(tmp_path / "cut", find_scheme("awq-w4a16"), samples=16)
+    fewer = plan(tmp_path / "cut", find_scheme("awq-w4a16"), PlanOptions(samples=16))
     assert fewer.host_peak_bytes < small.host_peak_bytes
 
 
@@ -152,7 +157,7 @@ def test_output_bytes_for_an_engine_are_those_written(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     scheme, recipe = find_scheme("awq-w4a16"), Recipe(scheme="awq-w4a16", methods=(), fit_points=1)
-    planned = plan(tiny_checkpoint, scheme, engine="vllm-ascend", recipe=recipe)
+    planned = plan(tiny_checkpoint, scheme, PlanOptions(engine="vllm-ascend", recipe=recipe))
     report = quantize(
         tiny_checkpoint,
         tmp_path / "out",
@@ -163,7 +168,10 @@ def test_output_bytes_for_an_engine_are_those_written(
         device="cpu",
     )
     assert (planned.format, planned.output_bytes) == (report.format, report.output_bytes)
-    assert planned.output_bytes != plan(tiny_checkpoint, scheme, recipe=recipe).output_bytes
+    assert (
+        planned.output_bytes
+        != plan(tiny_checkpoint, scheme, PlanOptions(recipe=recipe)).output_bytes
+    )
 
 
 def test_an_unknown_architecture_is_planned_without_a_cache(tmp_path: Path) -> None:
@@ -190,23 +198,32 @@ def test_an_unknown_architecture_is_planned_without_a_cache(tmp_path: Path) -> N
 
 
 def test_known_hardware_is_predicted_too() -> None:
-    planned = plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x910B1", context=4096)
+    planned = plan(
+        "tiny-r1", find_scheme("awq-w4a16"), PlanOptions(devices="8x910B1", context=4096)
+    )
     assert planned.devices.count == 8
     assert planned.cost_model is not None
     assert (planned.cost_model["hardware"], planned.cost_model["context"]) == ("910B1", 384)
     assert (
         planned.devices.memory_bytes
-        == plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64GiB").devices.memory_bytes
+        == plan(
+            "tiny-r1", find_scheme("awq-w4a16"), PlanOptions(devices="8x64GiB")
+        ).devices.memory_bytes
     )
-    assert plan("tiny-r1", find_scheme("awq-w4a16"), devices="4x141GB").cost_model is None
+    assert (
+        plan("tiny-r1", find_scheme("awq-w4a16"), PlanOptions(devices="4x141GB")).cost_model is None
+    )
     assert sum(planned.devices.workspace_bytes.values()) <= planned.devices.reserve_bytes
     assert (
-        plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64GiB").devices.workspace_bytes == {}
+        plan(
+            "tiny-r1", find_scheme("awq-w4a16"), PlanOptions(devices="8x64GiB")
+        ).devices.workspace_bytes
+        == {}
     )
-    named = plan("tiny-r1", find_scheme("awq-w4a16"), devices="8xh100")
+    named = plan("tiny-r1", find_scheme("awq-w4a16"), PlanOptions(devices="8xh100"))
     assert (named.devices.memory_bytes, named.cost_model) == (79 * 2**30, None)
     with pytest.raises(QuantkitError, match="hardware FOO is not known"):
-        plan("tiny-r1", find_scheme("awq-w4a16"), devices="8xFOO")
+        plan("tiny-r1", find_scheme("awq-w4a16"), PlanOptions(devices="8xFOO"))
 
 
 def test_roles_of_a_layout_keep_tokens_in_as_many_bits_as_the_engine_has(
@@ -236,7 +253,9 @@ def test_roles_of_a_layout_keep_tokens_in_as_many_bits_as_the_engine_has(
     keys = write_random(tmp_path / "qwen3", grouped)
 
     def token_bytes(source: Path | Checkpoint, scheme: str, layout: str) -> dict[str, int]:
-        found = plan(source, find_scheme(scheme), engine="vllm-ascend", layout=layout).layout
+        found = plan(
+            source, find_scheme(scheme), PlanOptions(engine="vllm-ascend", layout=layout)
+        ).layout
         assert found is not None
         return {role: held.cache_bytes_per_token for role, held in found.memory.items()}
 
@@ -266,12 +285,12 @@ def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(
     """What `deploy` reports for the output, from the source's headers: memory, experts and the
     predicted rate next to the published one."""
     scheme = find_scheme("int8-a8w8c16")
-    planned = plan(r1_source, scheme, engine="vllm-ascend", layout="four-boxes")
+    planned = plan(r1_source, scheme, PlanOptions(engine="vllm-ascend", layout="four-boxes"))
     found = planned.layout
     assert found is not None
     assert planned.fits
     assert not plan(
-        r1_source, scheme, engine="vllm-ascend"
+        r1_source, scheme, PlanOptions(engine="vllm-ascend")
     ).fits  # on the 8x64GiB that are meant otherwise
     assert (found.devices, found.experts) == ({"server": 32}, {"server": 8})
     assert round(found.memory["server"].weight_bytes / 1e9, 1) == 27.7, (
@@ -284,16 +303,20 @@ def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(
         1070,
         426,
     )
-    copies = plan(r1_source, scheme, engine="vllm-ascend", layout="four-boxes", redundant=32).layout
+    copies = plan(
+        r1_source, scheme, PlanOptions(engine="vllm-ascend", layout="four-boxes", redundant=32)
+    ).layout
     assert copies is not None
     assert copies.experts == {"server": 9}
     assert copies.memory["server"].weight_bytes > found.memory["server"].weight_bytes
     with pytest.raises(QuantkitError, match="layout 'four-boxes' needs an engine; give --engine"):
-        plan(cut_source, scheme, layout="four-boxes")
+        plan(cut_source, scheme, PlanOptions(layout="four-boxes"))
     with pytest.raises(QuantkitError, match="--cache does not go with --layout"):
-        plan(cut_source, scheme, engine="vllm-ascend", layout="four-boxes", cache="int8")
+        plan(
+            cut_source, scheme, PlanOptions(engine="vllm-ascend", layout="four-boxes", cache="int8")
+        )
     with pytest.raises(QuantkitError, match="vllm-ascend has no layout none; its layouts"):
-        plan(cut_source, scheme, engine="vllm-ascend", layout="none")
+        plan(cut_source, scheme, PlanOptions(engine="vllm-ascend", layout="none"))
 
 
 def test_a_layout_is_planned_on_the_machines_that_are_given(cut_source: Checkpoint) -> None:
@@ -302,7 +325,7 @@ def test_a_layout_is_planned_on_the_machines_that_are_given(cut_source: Checkpoi
 
     def laid_out(layout: str, devices: str | None) -> PlannedLayout:
         found = plan(
-            cut_source, scheme, engine="vllm-ascend", layout=layout, devices=devices
+            cut_source, scheme, PlanOptions(engine="vllm-ascend", layout=layout, devices=devices)
         ).layout
         assert found is not None
         return found
@@ -327,13 +350,17 @@ def test_a_layout_is_planned_on_the_machines_that_are_given(cut_source: Checkpoi
 
 
 def test_a_layout_that_cannot_be_split_so_does_not_fit() -> None:
-    planned = plan("tiny-r1", find_scheme("awq-w4a16"), engine="vllm", layout="two-boxes")
+    planned = plan(
+        "tiny-r1", find_scheme("awq-w4a16"), PlanOptions(engine="vllm", layout="two-boxes")
+    )
     assert planned.layout is not None
     assert not planned.fits
     told = dict(planned.layout.facts())["  server cannot be split this way"]
     assert "which 8 ranks cannot share in steps of" in told
     on_two = plan(
-        "tiny-r1", find_scheme("int8-a8w8c16"), engine="vllm", layout="two-boxes", devices="2xH100"
+        "tiny-r1",
+        find_scheme("int8-a8w8c16"),
+        PlanOptions(engine="vllm", layout="two-boxes", devices="2xH100"),
     )
     assert (on_two.fits, on_two.layout and on_two.layout.problems) == (True, {})
 
@@ -356,12 +383,18 @@ def test_the_command_prints_a_layout_and_its_published_rate(r1_source: Checkpoin
 
 def test_samples_are_the_recipes_unless_given(tiny_checkpoint: Path) -> None:
     scheme, recipe = find_scheme("awq-w4a16"), Recipe(scheme="awq-w4a16", samples=16, seq_len=64)
-    by_recipe = plan(tiny_checkpoint, scheme, recipe=recipe).host_peak.hidden_states
+    by_recipe = plan(tiny_checkpoint, scheme, PlanOptions(recipe=recipe)).host_peak.hidden_states
     assert (
-        by_recipe == plan(tiny_checkpoint, scheme, samples=16, seq_len=64).host_peak.hidden_states
+        by_recipe
+        == plan(
+            tiny_checkpoint, scheme, PlanOptions(samples=16, seq_len=64)
+        ).host_peak.hidden_states
     )
     assert (
-        by_recipe < plan(tiny_checkpoint, scheme, recipe=recipe, samples=32).host_peak.hidden_states
+        by_recipe
+        < plan(
+            tiny_checkpoint, scheme, PlanOptions(recipe=recipe, samples=32)
+        ).host_peak.hidden_states
     )
 
 
@@ -370,8 +403,10 @@ def test_devices_are_parsed_and_faults_reported() -> None:
     assert read_devices("4x141GB") == Devices(4, 141 * 10**9)
     assert read_devices("2x8gib") == Devices(2, 8 * 2**30)
     assert read_devices("cpu") == Devices(1, psutil.virtual_memory().total, device="cpu")
-    assert read_devices("8") == read_devices("8x64GiB")
-    assert (read_number("8"), read_number("2xh100")) == (8, Devices(2, 79 * 2**30, device="cuda"))
+    assert (read_devices("8"), read_devices("2xh100")) == (
+        Devices(8),
+        Devices(2, 79 * 2**30, device="cuda"),
+    )
     for text in ("8x", "0", "0x64GiB", "8x64", "8xGiB", "8x-1GiB", ""):
         with pytest.raises(
             QuantkitError,
@@ -383,4 +418,4 @@ def test_devices_are_parsed_and_faults_reported() -> None:
 def test_copies_of_experts_that_are_not_there_are_refused(tmp_path: Path) -> None:
     dense = make_model.write_dense(tmp_path / "dense", TIED, tied_tensors())
     with pytest.raises(QuantkitError, match="no routed experts to copy; leave out --redundant"):
-        plan(dense, find_scheme("awq-w4a16"), redundant=2)
+        plan(dense, find_scheme("awq-w4a16"), PlanOptions(redundant=2))

@@ -22,6 +22,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.inspect import describe
 from quantkit.engines.check import check_checkpoint
 from quantkit.evaluation.distance.perplexity import measure
+from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.grids.base import dequantize
@@ -112,14 +113,18 @@ def test_an_fp8_mtp_layer_beside_fp4_runs_and_converts(
     convert(fp4_with_fp8_mtp, tmp_path / "plain", dtype="fp32")
     report = convert(fp4_with_fp8_mtp, tmp_path / "ct", format="compressed-tensors")
     assert report.changes["fp8-block to bfloat16: experts"].weights == 24
-    tokens, acceptance = generate(fp4_with_fp8_mtp, num_drafts=1)
-    assert (tokens, acceptance) == generate(tmp_path / "plain", num_drafts=1)
+    tokens, acceptance = generate(fp4_with_fp8_mtp, draft_length=1)
+    assert (tokens, acceptance) == generate(tmp_path / "plain", draft_length=1)
     assert tokens == generate(tmp_path / "ct")[0]
     assert problems("vllm", tmp_path / "ct") == []
     (tmp_path / "text.jsonl").write_text(
         json.dumps({"text": "12 sheep and 30 goats are 42 animals"}) + "\n"
     )
-    told = measure(str(fp4_with_fp8_mtp), tmp_path / "text.jsonl", baseline=str(tmp_path / "plain"))
+    told = measure(
+        str(fp4_with_fp8_mtp),
+        tmp_path / "text.jsonl",
+        PerplexityOptions(baseline=str(tmp_path / "plain")),
+    )
     assert told.kl is not None
     assert told.kl < 1e-6
 
@@ -255,7 +260,7 @@ def test_openpangu_int8_is_written_and_read(tmp_path: Path) -> None:
         (theirs / name).write_bytes((source / name).read_bytes())
     assert Checkpoint.open(theirs).linears.keys() == ours.linears.keys()
     assert problems("omni-infer", theirs) == []
-    tokens, _ = generate(theirs, num_drafts=1)
+    tokens, _ = generate(theirs, draft_length=1)
     assert tokens == generate(tmp_path / "ours")[0]
     assert convert(theirs, tmp_path / "modelslim", format="modelslim").exact
     back = Checkpoint.open(tmp_path / "modelslim")

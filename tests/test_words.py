@@ -268,8 +268,8 @@ def test_a_stopped_run_says_how_to_go_on(
     assert said.code == 128 + number
     again = "quantkit " + " ".join(f"'{part}'" if " " in part else part for part in JOBS[name])
     found = re.search(
-        r"(interrupted|terminated): 3 of (\d+) units are done, kept in .*/an out\.partial; this "
-        r"goes on: (.*)",
+        r"(interrupted|terminated): 3 of (\d+) units are done, kept in .*/an out\.partial; to "
+        r"resume: (.*)",
         said.err,
     )
     assert found, said.err
@@ -308,7 +308,7 @@ def test_a_stopped_evaluation_says_how_to_go_on(
             said = ask(server.url, "--out", "e")
         assert said.code == 130
         kept = re.search(
-            r"([23]) of 8 replies of replayed to tiny-math are there, kept in e; this goes on: "
+            r"([23]) of 8 replies of replayed to tiny-math are complete, stored in e; to resume: "
             r"quantkit eval http",
             said.err,
         )

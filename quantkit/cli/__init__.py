@@ -7,6 +7,7 @@ once. Results go to stdout (with --json one JSON object and nothing else), progr
 Ctrl-C or SIGTERM ended it.
 """
 
+import io
 import os
 import sys
 import warnings
@@ -16,26 +17,11 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import __version__
-from quantkit.cli import (
-    bench,
-    check,
-    compare,
-    evaluate,
-    go,
-    inspect,
-    needle,
-    perplexity,
-    place,
-    playground,
-    proxy,
-    quantize,
-    regrade,
-    run,
-)
+from quantkit.cli import bench, deploy, evaluate, go, inspect, quantize, run
+from quantkit.cli.command import Command, Stopped
 from quantkit.cli.console import tell, tell_error
 from quantkit.cli.examples import epilog
-from quantkit.cli.stopping import StoppableCommand, Stopped
-from quantkit.cli.streams import open_streams
+from quantkit.cli.options import flat
 from quantkit.common.errors import QuantkitError, UsageError
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[
@@ -56,23 +42,23 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("plan", quantize.plan),
     ("convert", quantize.convert),
     ("inspect", inspect.inspect),
-    ("check", check.check),
+    ("check", inspect.check),
     ("run", run.run),
     ("eval", evaluate.evaluate),
-    ("ppl", perplexity.ppl),
-    ("regrade", regrade.regrade),
-    ("compare", compare.compare),
+    ("ppl", evaluate.ppl),
+    ("regrade", evaluate.regrade),
+    ("compare", evaluate.compare),
     ("bench", bench.bench),
-    ("needle", needle.needle),
+    ("needle", evaluate.needle),
     ("serve", run.serve),
-    ("playground", playground.playground),
+    ("playground", run.playground),
     ("kernels", inspect.kernels),
-    ("deploy", run.deploy),
-    ("place", place.place),
-    ("proxy", proxy.proxy),
+    ("deploy", deploy.deploy),
+    ("place", deploy.place),
+    ("proxy", deploy.proxy),
 )
 for name, command in COMMANDS:
-    app.command(name, cls=StoppableCommand, epilog=epilog(name))(command)
+    app.command(name, cls=Command, epilog=epilog(name))(flat(command))
 
 
 def _show_version(asked: bool) -> None:
@@ -99,7 +85,7 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
-    open_streams()
+    _open_streams()
     warnings.showwarning = lambda message, *_, **__: tell(f"warning: {message}")
     try:
         code = _run(debug, "--json" in sys.argv)
@@ -114,6 +100,22 @@ def main() -> None:
     raise SystemExit(code)
 
 
+def _open_streams() -> None:
+    """Open /dev/null for a standard stream that the parent closed; otherwise the next opened file
+    would get its number. Let any character be printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may lack a character
+
+
 def _run(debug: bool, as_json: bool) -> int:
     """Run the command; returns the exit code."""
     try:
@@ -124,7 +126,7 @@ def _run(debug: bool, as_json: bool) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except Stopped as stopped:
-        tell_error(*stopped.told(), title="", as_json=as_json)
+        tell_error(*stopped.message(), title="", as_json=as_json)
         return stopped.exit_code
     except _UsageError as error:
         return _tell_usage(error, as_json)

@@ -1,213 +1,266 @@
-"""eval: scores of a model's answers."""
+"""Accuracy and distance: eval, regrade, compare, ppl, and needle, which makes a task's texts."""
 
+import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quantkit.cli import bars, console
+from quantkit.cli.command import stoppable
 from quantkit.cli.console import print_json
-from quantkit.cli.options import (
-    AsJson,
-    Backend,
-    Cache,
-    CountExperts,
-    Device,
-    Key,
-    Seed,
-    ServedName,
-    Target,
-)
-from quantkit.cli.stopping import stoppable
+from quantkit.cli.options import AsJson, Margin, Seed, Target
+from quantkit.common.atomic_write import check_writable, make_folder, write_atomic
+from quantkit.common.errors import QuantkitError
+from quantkit.evaluation.options import EvaluateOptions, PerplexityOptions, RegradeOptions
 
 if TYPE_CHECKING:
     from quantkit.evaluation.results.task_results import EvalResults
 
 
-Tasks = Annotated[
-    str,
-    typer.Option(
-        help="Comma-separated names of eval/tasks (tiny-math, gsm8k, aime24, mmlu_pro, ...), or a "
-        "YAML."
-    ),
-]
-DataDir = Annotated[Path | None, typer.Option(help="Folder with the tasks' data files.")]
-Limit = Annotated[
-    int | None, typer.Option(min=1, help="So many problems of each task, of all its subjects.")
-]
-Repeats = Annotated[
-    int | None, typer.Option(min=1, help="Replies per problem; the task's own number otherwise.")
-]
-Protocol = Annotated[str | None, typer.Option(help="r1, r1-0528, report, evalscope or lm-eval.")]
-Baseline = Annotated[
-    str | None,
-    typer.Option(help="A model, or the --out folder of an earlier run, to compare with."),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        help="Folder for results, samples and the report; an interrupted run resumes there.",
-    ),
-]
-MaxTokens = Annotated[
-    int | None, typer.Option(min=1, help="Longest reply, tokens; the protocol's otherwise.")
-]
-Temperature = Annotated[
-    float | None, typer.Option(min=0, help="0 is greedy; the protocol's otherwise.")
-]
-MaybeTopP = Annotated[
-    float | None, typer.Option(min=0, max=1, help="As for run; the protocol's otherwise.")
-]
-Margin = Annotated[float, typer.Option(help="Loss that counts as lost, as a share.")]
-Concurrency = Annotated[int, typer.Option(min=1, help="Requests in flight, or prompts in a batch.")]
-RunCode = Annotated[bool, typer.Option(help="Run programs the model wrote, in the sandbox.")]
-RunWeakly = Annotated[bool, typer.Option(help="Run them even where only limits hold them.")]
-Revision = Annotated[
-    str | None,
-    typer.Option(help="What the server runs, if it does not say so: a revision, a hash."),
-]
-Timeout = Annotated[
-    float,
-    typer.Option(min=0.1, help="Longest wait for the next piece of a server's reply, seconds."),
-]
-Retries = Annotated[
-    int, typer.Option(min=0, help="Further tries of a request that failed in passing.")
-]
-TrustKept = Annotated[
-    bool, typer.Option(help="Reuse kept replies without asking whether it is still the same model.")
-]
-AsPlan = Annotated[
-    bool,
-    typer.Option(
-        "--plan", help="Ask nobody: how many problems and repeats would tell a loss of --margin."
-    ),
-]
-Expected = Annotated[
-    float | None,
-    typer.Option(
-        min=0, max=1, help="For --plan: the accuracy expected; taken from --baseline otherwise."
-    ),
-]
-Export = Annotated[
-    str | None, typer.Option("--format", help="Also write the results as: evalscope.")
-]
-
-
 def evaluate(
     model: Target,
-    tasks: Tasks,
-    data_dir: DataDir = None,
-    limit: Limit = None,
-    repeats: Repeats = None,
-    protocol: Protocol = None,
-    baseline: Baseline = None,
-    out_dir: Out = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: MaybeTopP = None,
-    margin: Margin = 0.01,
-    seed: Seed = 0,
-    concurrency: Concurrency = 64,
-    allow_code_exec: RunCode = False,
-    allow_weak_sandbox: RunWeakly = False,
-    served_model: ServedName = None,
-    api_key: Key = None,
-    model_revision: Revision = None,
-    timeout: Timeout = 600.0,
-    retries: Retries = 5,
-    trust_kept: TrustKept = False,
-    plan: AsPlan = False,
-    accuracy: Expected = None,
-    export: Export = None,
-    count_experts: CountExperts = None,
-    cache: Cache = None,
-    device: Device = "auto",
-    backend: Backend = "auto",
+    *,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated names from eval/tasks (tiny-math, gsm8k, aime24, mmlu_pro, ...), "
+            "or a YAML file."
+        ),
+    ],
+    options: EvaluateOptions,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            help="Run nothing: print how many problems and repeats would resolve a loss of "
+            "--margin.",
+        ),
+    ] = False,
+    accuracy: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="For --plan: the expected accuracy; that of --baseline by default."
+        ),
+    ] = None,
     json_: AsJson = False,
 ) -> None:
     """Score a model on tasks, with error bars, and say whether accuracy held against a baseline."""
     names = [name.strip() for name in tasks.split(",")]
     if plan:
-        from quantkit.cli.plan_evaluation import show_plan
-
-        return show_plan(
-            names, data_dir, limit, protocol or "r1", baseline, accuracy, margin, json_
-        )
+        return _show_plan(names, options, accuracy, json_)
     if accuracy is not None:
-        raise typer.BadParameter("it is expected for --plan alone", param_hint="--accuracy")
-    sampling = (("max_tokens", max_tokens), ("temperature", temperature), ("top_p", top_p))
-    options: dict[str, Any] = {
-        "data_dir": data_dir,
-        "limit": limit,
-        "repeats": repeats,
-        "protocol": protocol,
-        "baseline": baseline,
-    }
-    options |= {
-        "out": out_dir,
-        "generation": {name: value for name, value in sampling if value is not None},
-        "margin": margin,
-    }
-    options |= {
-        "seed": seed,
-        "concurrency": concurrency,
-        "device": device,
-        "backend": backend,
-        "cache": cache,
-        "export": export,
-    }
-    options |= {
-        "allow_code_exec": allow_code_exec,
-        "allow_weak_sandbox": allow_weak_sandbox,
-        "count_experts": count_experts,
-    }
-    options |= {
-        "model_name": served_model,
-        "api_key": api_key,
-        "model_revision": model_revision,
-        "trust_kept": trust_kept,
-    }
-    results = _run(model, names, out_dir, options | {"timeout_s": timeout, "retries": retries})
-    show_results(results.to_json(), json_)
+        raise typer.BadParameter("it is only for --plan", param_hint="--accuracy")
+    _show_results(_evaluated(model, names, options).to_json(), json_)
 
 
-def _run(
-    model: str, names: list[str], out_dir: Path | None, options: dict[str, Any]
-) -> "EvalResults":
-    """The evaluation, with its progress shown, and what is kept told where it is stopped."""
+def _show_plan(
+    tasks: list[str], options: EvaluateOptions, accuracy: float | None, json_: bool
+) -> None:
+    """Problems and repeats that a verdict takes, for every task."""
+    from quantkit.evaluation.planning import plan_evaluation
+
+    plans = plan_evaluation(tasks, options, accuracy)
+    if json_:
+        return print_json({"margin": options.margin, "plans": [plan.to_json() for plan in plans]})
+    for plan in plans:
+        console.show_needed(plan.to_json(), options.margin)
+
+
+def _evaluated(model: str, names: list[str], options: EvaluateOptions) -> "EvalResults":
+    """Evaluate with progress; if stopped, say what is stored."""
     from quantkit.evaluation.results.folder import results_folder
     from quantkit.evaluation.run import EvaluationProgress, run_evaluation
 
-    done = ""
+    done, out = "", options.out
+    baseline = None if options.baseline is None else str(options.baseline)
 
-    def kept() -> str:
-        return f"{done or 'no reply has come'}, kept in {out_dir}" if out_dir else ""
+    def stored() -> str:
+        return f"{done or 'no reply yet'}, stored in {out}" if out else ""
 
-    with (
-        stoppable(kept),
-        results_folder(out_dir, model, options["baseline"]),
-        bars.samples_bar() as bar,
-    ):
+    with stoppable(stored), results_folder(out, model, baseline), bars.samples_bar() as bar:
         counts = bars.counts(bar)
 
         def show(p: EvaluationProgress) -> None:
             nonlocal done
             if p.stage == "generate":
-                done = f"{p.done} of {p.total} replies of {p.model} to {p.task} are there"
+                done = f"{p.done} of {p.total} replies of {p.model} to {p.task} are complete"
             speed = f"{p.tokens / p.seconds:.0f} tokens/s" if p.seconds and p.tokens else ""
             counts((p.model, p.task, p.stage), f"{p.task} {p.stage}", p.done, p.total, speed)
 
-        return run_evaluation(model, names, progress=show, notice=console.tell, **options)
+        return run_evaluation(model, names, options, progress=show, notice=console.tell)
 
 
-def show_results(results: dict[str, Any], json_: bool) -> None:
-    """Print them; exit 1 where too many samples failed for a verdict."""
+def _show_results(results: dict[str, Any], json_: bool) -> None:
+    """Print them; exit 1 if too many samples failed for a verdict."""
     if json_:
         print_json(results)
     else:
         console.show_scores(results)
     for fault in results["faults"]:
-        console.tell(f"error: {fault}; run again: only what failed is asked")
+        console.tell(f"error: {fault}; run again: only failed requests are repeated")
     if results["faults"]:
         raise typer.Exit(1)
+
+
+def regrade(
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The --out folder of eval, finished or not.")
+    ],
+    *,
+    options: RegradeOptions,
+    json_: AsJson = False,
+) -> None:
+    """Grade the replies stored in OUT again and rewrite its results; no model or server is used."""
+    from quantkit.evaluation.regrading import regrade as grade_again
+    from quantkit.evaluation.results.folder import results_folder
+
+    with results_folder(out):
+        results = grade_again(out, options, notice=console.tell)
+    _show_results(results.to_json(), json_)
+
+
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="BASELINE RUN...", help="The --out folders of eval; the first is the baseline."
+        ),
+    ],
+    *,
+    margin: Margin = 0.01,
+    seed: Seed = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for comparison.html and comparison.json.")
+    ] = None,
+    json_: AsJson = False,
+) -> None:
+    """Compare finished evaluations, paired over the problems they share: held, lost or unresolved."""
+    from quantkit.evaluation.results.baseline import compare_runs, write_page
+
+    table = compare_runs(runs, margin=margin, seed=seed)
+    if out is not None:
+        write_page(out, table)
+    if json_:
+        return print_json(table.to_json())
+    console.show_comparison(table.to_json())
+    if out is not None:
+        console.tell(f"page: {out}/comparison.html")
+
+
+def ppl(
+    model: Target,
+    *,
+    text: Annotated[
+        Path | None, typer.Option(help="A .txt, or a .jsonl of {'text': ...}: one document a line.")
+    ] = None,
+    options: PerplexityOptions,
+    json_: AsJson = False,
+) -> None:
+    """Perplexity of a text; with a baseline also the distance from it, by token and by layer. One
+    of the two may be a server."""
+    from quantkit.checkpoint.hub import find_model
+    from quantkit.evaluation.distance.perplexity import measure
+    from quantkit.evaluation.openai_server import is_url
+    from quantkit.executor.hf_engine import slow
+
+    if options.sampled is None:
+        for flag, value in (("--data-dir", options.data_dir), ("--max-tokens", options.max_tokens)):
+            if value is not None:
+                raise typer.BadParameter("it is only for --sampled", param_hint=flag)
+    warning = "" if is_url(model) else slow(find_model(model))
+    with bars.samples_bar() as bar:
+        counts = bars.counts(bar)
+
+        def show(p: Any) -> None:
+            nonlocal warning
+            if warning:
+                console.tell(warning)
+                warning = ""
+            counts(p.stage, f"tokens through the {p.stage}", p.done, p.total)
+
+        quality = measure(model, text, options, progress=show)
+    if json_:
+        print_json(quality.to_json())
+    else:
+        console.facts(model, quality.facts())
+    for name, perplexity in ((model, quality.ppl), (options.baseline, quality.baseline_ppl)):
+        if perplexity is not None and math.isnan(perplexity):
+            # The error per layer, printed above, shows where it begins.
+            console.tell_error(
+                f"the logits of {name} are NaN",
+                "quantkit check names the damaged tensor",
+                as_json=False,
+            )
+            raise typer.Exit(1)
+
+
+def needle(
+    tokenizer: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder whose tokenizer.json counts the lengths, or tiny-r1.",
+        ),
+    ],
+    *,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="The .jsonl to write; the task reads needle/test.jsonl below --data-dir."
+        ),
+    ],
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of a prompt, comma-separated; 4k is 4096.")
+    ] = "4k,8k,16k,32k,60k",
+    kinds: Annotated[
+        str, typer.Option(help="single, multikey, keys, comma-separated.")
+    ] = "single,multikey,keys",
+    count: Annotated[int, typer.Option(min=1, help="Problems of every length and kind.")] = 10,
+    seed: Seed = 0,
+) -> None:
+    """Make long texts with hidden numbers, of 4K to 60K tokens and more, for eval's task `needle`."""
+    from quantkit.checkpoint.hub import find_local
+    from quantkit.evaluation.tasks.needle import KINDS, needle_rows
+    from quantkit.tokenizer.chat import ChatTokenizer
+
+    folder = find_local(tokenizer)
+    if folder is None:
+        raise QuantkitError(
+            f"{tokenizer} is not a folder here",
+            "give one with the model's tokenizer.json; no other file is needed",
+        )
+    chosen = [kind.strip() for kind in kinds.split(",")]
+    if unknown := [kind for kind in chosen if kind not in KINDS]:
+        raise typer.BadParameter(
+            f"{unknown[0]!r} is none of {', '.join(KINDS)}", param_hint="--kinds"
+        )
+    make_folder(out.parent)
+    check_writable(out, "--out")
+    tokens = ChatTokenizer(folder)
+    rows = list(
+        needle_rows(
+            lambda text: len(tokens.encode_rendered(text)), _lengths(lengths), chosen, count, seed
+        )
+    )
+    write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
+    console.tell(
+        f"{len(rows)} problems in {out}; quantkit eval MODEL --tasks needle --data-dir "
+        f"{out.parent.parent}"
+    )
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        found = [
+            int(part[:-1]) * 1024 if part.strip().lower().endswith("k") else int(part)
+            for part in map(str.strip, text.split(","))
+        ]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise typer.BadParameter(
+            f"{text!r} is not a list of lengths such as 4k,8k", param_hint="--lengths"
+        )
+    return found

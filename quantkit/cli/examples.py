@@ -4,7 +4,7 @@ files of one's own in their places."""
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "go": (
         "quantkit go tiny-r1 --devices cpu",
-        "quantkit go deepseek-ai/DeepSeek-R1 --devices 8x64GiB --out R1",
+        "quantkit go deepseek-ai/DeepSeek-R1 --devices 8x910B1 --out R1",
         "quantkit go MODEL --devices 1xH100 --calibration text.jsonl --score --yes",
     ),
     "quantize": (
@@ -86,7 +86,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "quantkit deploy out/awq --engine vllm --devices 4",
         "quantkit deploy out/awq --engine vllm --devices 2x80GiB",
         "quantkit deploy out/awq --engine vllm-ascend --boxes 2 --context 32768",
-        "quantkit deploy out/awq --engine vllm --layout four-boxes --boxes 2 --mtp 1",
+        "quantkit deploy out/awq --engine vllm --layout four-boxes --draft-length 1",
     ),
     "proxy": ("quantkit proxy --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8200",),
 }

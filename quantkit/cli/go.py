@@ -9,9 +9,10 @@ import typer
 
 from quantkit.checkpoint.hub import model_basename
 from quantkit.cli import bars, console
-from quantkit.cli.options import AsJson, EngineName, Model, scheme_names
-from quantkit.cli.stopping import stoppable
+from quantkit.cli.command import stoppable
+from quantkit.cli.options import AsJson, Model
 from quantkit.common.errors import QuantkitError
+from quantkit.guide.options import GoOptions
 
 if TYPE_CHECKING:
     from quantkit.guide.job import GoRequest, Listeners
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _TITLES = {
     "download": "model",
     "quantize": "quantizing",
-    "measure": "measuring beside the source",
+    "measure": "measuring against the source",
     "score": "scoring",
     "launch": "launch",
 }
@@ -28,77 +29,37 @@ _TITLES = {
 
 def go(
     model: Model,
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            help="What shall serve it: 8x64GiB, 8xH100, 8x910B1 or cpu; what this machine has "
-            "otherwise."
-        ),
-    ] = None,
-    out_dir: Annotated[
-        Path | None,
-        typer.Option("--out", help="Folder for all that comes of it; MODEL-go otherwise."),
-    ] = None,
-    scheme: Annotated[
-        str | None,
-        typer.Option(
-            help="This one, where the choice is not to be quantkit's.", autocompletion=scheme_names
-        ),
-    ] = None,
-    engine: EngineName = None,
-    calibration: Annotated[str | None, typer.Option(help="As for quantize.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Calibration sequences.")] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(min=8, help="Tokens of a calibration sequence.")
-    ] = None,
-    context: Annotated[
-        int, typer.Option(min=1, help="Tokens of the longest request to serve.")
-    ] = 4096,
-    score: Annotated[
-        bool, typer.Option("--score", help="Also score tasks beside the source.")
-    ] = False,
-    tasks: Annotated[
-        str, typer.Option(help="For --score, comma-separated: as for eval.")
-    ] = "tiny-math",
-    limit: Annotated[
-        int, typer.Option(min=1, help="For --score: the first problems of each task.")
-    ] = 50,
+    *,
+    options: GoOptions,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json_: AsJson = False,
 ) -> None:
     """From a model to its launch: choose scheme and engine for your devices, quantize, measure.
-    Stopped, it goes on when given again."""
-    out = out_dir or Path(f"{model_basename(model)}-go")
-    if not yes and not sys.stdin.isatty() and not (out / "go.json").exists():
-        raise QuantkitError(
-            "quantkit go asks before it begins, and there is no terminal to ask on", "give --yes"
-        )
-    with console.status("looking at the machine"):
+    Resumes when stopped and given again."""
+    out = options.out or Path(f"{model_basename(model)}-go")
+    if not (out / "go.json").exists():
+        _check_terminal(yes)
+    with console.status("reading the machine"):
+        from quantkit.evaluation.results.folder import results_folder
         from quantkit.guide.job import GoRequest, GuidedJob
         from quantkit.guide.record import Agreed, Record
-        from quantkit.planning.boxes import read_box
+        from quantkit.planning.devices import find_devices
 
-        box = read_box(devices)
-    from quantkit.evaluation.results.folder import results_folder
+        request = GoRequest(model, out, find_devices(options.devices), options)
 
-    named = tuple(name.strip() for name in tasks.split(",")) if score else ()
-    request = GoRequest(model, out, box, context, calibration, samples, seq_len, named, limit)
+    def stored() -> str:
+        return f"finished steps are stored in {out}" if (out / "go.json").exists() else ""
 
-    def kept() -> str:
-        return f"what is done is kept in {out}" if (out / "go.json").exists() else ""
-
-    with stoppable(kept), results_folder(out, model):
-        record = Record(out, request.asked(scheme, engine))
+    with stoppable(stored), results_folder(out, model):
+        record = Record(out, request.record())
         choice, expected = record.choice, None
         if choice is None:
-            proposal = _agreed(request, scheme, engine, yes=yes)
-            choice, expected = (
-                Agreed(proposal.chosen.scheme, proposal.chosen.engine, proposal.chosen.devices),
-                proposal.seconds,
-            )
+            proposal = _agreed(request, yes=yes)
+            chosen, expected = proposal.chosen, proposal.seconds
+            choice = Agreed(chosen.scheme, chosen.engine, chosen.devices)
             record.agree(choice)
         else:
-            console.tell(f"going on in {out}: {choice.scheme} for {choice.engine}, as agreed")
+            console.tell(f"resuming in {out}: {choice.scheme} for {choice.engine}, as agreed")
         with bars.samples_bar() as counted, bars.bytes_bar() as units:
             outcome = GuidedJob(request, choice, record, _listeners(counted, units, expected)).run()
     if json_:
@@ -108,18 +69,20 @@ def go(
         console.out.print(script, soft_wrap=True)
 
 
-def _agreed(
-    request: "GoRequest", scheme: str | None, engine: str | None, *, yes: bool
-) -> "Proposal":
-    """The proposal, shown and agreed to."""
-    from quantkit.guide.propose import propose
-
+def _check_terminal(yes: bool) -> None:
     if not yes and not sys.stdin.isatty():
         raise QuantkitError(
             "quantkit go asks before it begins, and there is no terminal to ask on", "give --yes"
         )
+
+
+def _agreed(request: "GoRequest", *, yes: bool) -> "Proposal":
+    """The proposal, shown and agreed to."""
+    from quantkit.guide.propose import propose
+
+    _check_terminal(yes)
     with console.status(f"reading the headers of {request.model}"):
-        proposal = propose(request, scheme=scheme, engine=engine)
+        proposal = propose(request)
     console.show_aside(proposal)
     if not yes and not _confirmed():
         raise QuantkitError(

@@ -1,89 +1,93 @@
-"""Arguments and options that several commands take."""
+"""Arguments and options that several commands take, and `flat`, which makes command-line options
+of the fields of options dataclasses."""
 
+import inspect
+from collections.abc import Callable
+from dataclasses import Field, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from quantkit.common.assets import asset
-from quantkit.executor.options import MAX_GUESSES
-from quantkit.grids.names import SchemeName, WritableFormat
+from quantkit.common.options import Option, options_of
+from quantkit.grids.schemes import SCHEMES
+
+
+def flat(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with one command-line option for each field of its options dataclasses, in place of
+    the parameters that take these; `Annotated[Options, ("field", ...)]` has these fields only. The
+    attribute `renamed` maps old flags to new ones."""
+    signature, renamed = inspect.signature(command), dict[str, str]()
+    parameters, groups = list[inspect.Parameter](), dict[str, tuple[type, list[str]]]()
+    for one in signature.parameters.values():
+        parts: list[Any] = (
+            list(get_args(one.annotation)) if _is_group(one.annotation) else [one.annotation]
+        )
+        kind, *names = parts
+        if not (isinstance(kind, type) and is_dataclass(kind)):
+            parameters.append(one.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        chosen = {
+            field: about
+            for field, about in options_of(kind).items()
+            if about.cli and (not names or field.name in names[0])
+        }
+        groups[one.name] = kind, [field.name for field in chosen]
+        for field, about in chosen.items():
+            parameters.append(_parameter(field, about))
+            new = about.flags[0] if about.flags else f"--{field.name.replace('_', '-')}"
+            renamed |= {old: new for old in about.old if old.startswith("--")}
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        options = {
+            name: kind(**{field: values.pop(field) for field in fields})
+            for name, (kind, fields) in groups.items()
+        }
+        command(**values, **options)
+
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    run.renamed = renamed  # type: ignore[attr-defined]
+    return run
+
+
+def _is_group(annotation: Any) -> bool:
+    return get_origin(annotation) is Annotated and is_dataclass(get_args(annotation)[0])
+
+
+def _parameter(field: Field[Any], about: Option) -> inspect.Parameter:
+    """A field that takes a str or something else is a str on the command line."""
+    types = get_args(field.type)
+    kind = field.type if str not in types else str | None if type(None) in types else str
+    made = typer.Option(
+        *about.flags,
+        help=about.help,
+        min=about.min,
+        max=about.max,
+        metavar=about.metavar,
+        envvar=about.envvar,
+        autocompletion=about.complete,
+    )
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=field.default,
+        annotation=Annotated[kind, made],
+    )
 
 
 def scheme_names() -> list[str]:
-    return list(get_args(SchemeName))
-
-
-def names_of_engines() -> list[str]:
-    """As `engines.profiles.engine_names`, without importing what models need: a shell waits for
-    it."""
-    return sorted(path.stem for path in asset("recipes", "engines").glob("*.yaml"))
-
-
-def format_names() -> list[str]:
-    return ["auto", *get_args(WritableFormat)]
-
-
-def device_names() -> list[str]:
-    return ["auto", "cpu", "cuda", "npu"]
+    return list(SCHEMES)
 
 
 MaybeScheme = Annotated[
     str | None,
     typer.Option(
         help=f"{', '.join(scheme_names()[:-1])} or {scheme_names()[-1]}; with --preset, --bits or "
-        "--size awq-w4a16 otherwise.",
+        "--size awq-w4a16 by default.",
         autocompletion=scheme_names,
-    ),
-]
-Keep = Annotated[
-    str | None,
-    typer.Option(
-        help="Kinds of sublayer to leave as they are: attention, mlp, shared, experts, mtp; a "
-        "comma between."
-    ),
-]
-Preset = Annotated[
-    str | None,
-    typer.Option(
-        help="experts-only: routed experts are rounded, the rest stays. int8-attention: before "
-        "latent attention int8."
-    ),
-]
-Bits = Annotated[
-    float | None,
-    typer.Option(
-        help="Bits a weight on average, scales included: grids are chosen for every linear."
-    ),
-]
-Size = Annotated[str | None, typer.Option(help="The same by bytes of the output, such as 380GB.")]
-Sensed = Annotated[
-    Path | None,
-    typer.Option(
-        help="What --bits and --size go by: the sensitivities.json of an earlier run on this "
-        "model; else measured."
-    ),
-]
-ReadWeight = Annotated[
-    float,
-    typer.Option(
-        help="What --bits and --size count as the cost of a grid: 0 bytes stored, 1 bytes read for "
-        "a token."
-    ),
-]
-FormatName = Annotated[
-    str,
-    typer.Option(
-        "--format",
-        help=f"{', '.join(format_names()[:-1])} or {format_names()[-1]}.",
-        autocompletion=format_names,
-    ),
-]
-EngineName = Annotated[
-    str | None,
-    typer.Option(
-        help="Write what vllm, sglang, vllm-ascend, omni-infer or chitu loads, or refuse.",
-        autocompletion=names_of_engines,
     ),
 ]
 Model = Annotated[
@@ -95,101 +99,17 @@ Target = Annotated[
         metavar="MODEL|URL", help="A model to run in this process, or an OpenAI-compatible server."
     ),
 ]
-GroupSize = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Input channels of int4 that share a scale: 128, 64 or 32; 128 otherwise."
-    ),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or npu.", autocompletion=device_names)]
-Backend = Annotated[str, typer.Option(help="Kernel backend; see `quantkit kernels`.")]
-Cache = Annotated[
-    str | None,
-    typer.Option(
-        help="int8 or fp8: keys and values, or latents, are kept in 8 bits; in the model's 16 "
-        "otherwise."
-    ),
-]
-Drafts = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        max=MAX_GUESSES,
-        help="Tokens a step that the MTP layer, or --draft's model, guesses at most; the answers "
-        "stay the same.",
-    ),
-]
-DraftHeld = Annotated[
-    str | None,
-    typer.Option(
-        "--draft",
-        metavar="MODEL",
-        help="A model that is to guess: every device holds it whole, and its cache.",
-    ),
-]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="A small model with the same tokens, or a head of EAGLE-3, which guesses instead of "
-        "an MTP layer: 4, or --drafts.",
-    ),
-]
-PromptLookup = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        max=MAX_GUESSES,
-        help="Tokens a step guessed from what prompt and answer said before; answers stay the same.",
-    ),
-]
-Tp = Annotated[
-    int,
-    typer.Option(min=1, help="Ranks that share the model, one per device; all are started here."),
-]
-Dp = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="Ranks, one per device, that answer requests of their own and share routed experts; "
-        "not with --tp.",
-    ),
-]
-Collectives = Annotated[
-    str | None,
-    typer.Option(
-        help="int8 or fp8: the ranks add prompts in 8 bits a value; in the model's 16 otherwise."
-    ),
-]
-Prune = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SHARE",
-        help="Leave out this share of every layer's routed experts, those that add least: 25%.",
-    ),
-]
 CountExperts = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Write how often the tokens asked each routed expert, for `quantkit place`.",
+        help="Write how many tokens were routed to each expert, for `quantkit place`.",
     ),
 ]
-ServedName = Annotated[
-    str | None, typer.Option(help="The server's name of the model; asked of it otherwise.")
-]
-Key = Annotated[str | None, typer.Option(help="For a server.")]
-TopP = Annotated[
-    float,
-    typer.Option(
-        min=0, max=1, help="Tokens are drawn from the likeliest that have this share together."
-    ),
-]
-Seed = Annotated[
-    int, typer.Option(help="Of what is drawn at random; the same seed draws the same.")
-]
+Margin = Annotated[float, typer.Option(help="Loss that counts as lost, as a share.")]
+Seed = Annotated[int, typer.Option(help="Random seed; the same seed draws the same.")]
 Host = Annotated[
-    str, typer.Option(help="The address to listen on; 0.0.0.0 is every one of this machine.")
+    str, typer.Option(help="Address to listen on; 0.0.0.0 is every address of the machine.")
 ]
-Port = Annotated[int, typer.Option(min=1, max=65535, help="The port to listen on.")]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

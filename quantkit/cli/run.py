@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from socket import socket
 from typing import Annotated, Any
@@ -12,33 +13,29 @@ import typer
 from quantkit.checkpoint.hub import find_model, model_basename
 from quantkit.cli import console
 from quantkit.cli.console import err, out, print_json
-from quantkit.cli.options import (
-    AsJson,
-    Backend,
-    Cache,
-    Collectives,
-    CountExperts,
-    Device,
-    Dp,
-    Draft,
-    Drafts,
-    Host,
-    Model,
-    Port,
-    PromptLookup,
-    Seed,
-    TopP,
-    Tp,
-    names_of_engines,
-)
+from quantkit.cli.options import AsJson, CountExperts, Model, Port, Seed
 from quantkit.common.atomic_write import check_writable
 from quantkit.common.errors import QuantkitError
-from quantkit.executor.server.tools.formats import NAMES as TOOL_PARSERS
+from quantkit.executor.options import EngineOptions
+from quantkit.executor.server.options import ServerOptions
 from quantkit.executor.server.tools.formats import named_format
+
+_RUN_OPTIONS = (
+    "draft_length",
+    "draft",
+    "prompt_lookup",
+    "tp",
+    "dp",
+    "collectives",
+    "cache",
+    "device",
+    "backend",
+)
 
 
 def run(
     model: Model,
+    *,
     prompt: Annotated[str | None, typer.Option(help="One question; without it, a chat.")] = None,
     raw: Annotated[
         bool,
@@ -50,23 +47,16 @@ def run(
         int, typer.Option("--max-new-tokens", "--max-tokens", min=1, help="Longest answer, tokens.")
     ] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    top_p: TopP = 1.0,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Nucleus sampling: share of probability to keep.")
+    ] = 1.0,
     seed: Seed = 0,
-    drafts: Drafts = 0,
-    draft: Draft = None,
-    prompt_lookup: PromptLookup = 0,
     count_experts: CountExperts = None,
-    cache: Cache = None,
-    tp: Tp = 1,
-    dp: Dp = 1,
-    collectives: Collectives = None,
-    device: Device = "auto",
-    backend: Backend = "auto",
+    engine: Annotated[EngineOptions, _RUN_OPTIONS],
     json_: AsJson = False,
 ) -> None:
     """Answer one prompt, or chat; with --raw continue a text."""
     from quantkit.executor.hf_engine import open_engine
-    from quantkit.executor.options import EngineOptions
     from quantkit.executor.sampling.params import SamplingParams
 
     if json_ and prompt is None:
@@ -76,39 +66,23 @@ def run(
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
-    counted = _counting(count_experts)
-    path = find_model(model)
-    options = EngineOptions(
-        path,
-        device,
-        backend,
-        max_batch=1,
-        measure_steps=True,
-        cache=cache,
-        tp=tp,
-        dp=dp,
-        collectives=collectives,
-        count_experts=counted,
-        num_drafts=drafts,
-        draft=_draft(draft),
-        num_looked_up=prompt_lookup,
-    )
+    options = _resolved(engine, model, count_experts, max_batch=1)
     with console.status(f"loading {model}"):
-        engine = open_engine(options)
-    if engine.loaded.warning:
-        console.tell(engine.loaded.warning)
-    with closing(engine), _written(engine, count_experts):
+        running = open_engine(options)
+    if running.loaded.warning:
+        console.tell(running.loaded.warning)
+    with closing(running), _written(running, count_experts):
         if prompt is not None:
-            tokenizer = engine.tokenizer
+            tokenizer = running.tokenizer
             ids = (
                 tokenizer.encode(prompt)
                 if raw
                 else tokenizer.encode_chat([{"role": "user", "content": prompt}])
             )
-            _answer(engine, ids, params, json_)
+            _answer(running, ids, params, json_)
             return
-        err.print(f"{model} on {engine.loaded.device}. An empty line or Ctrl-D ends the chat.")
-        _chat(engine, params)
+        err.print(f"{model} on {running.loaded.device}. An empty line or Ctrl-D ends the chat.")
+        _chat(running, params)
 
 
 def _chat(engine: Any, params: Any) -> None:
@@ -168,121 +142,43 @@ def _guesses(engine: Any) -> str:
 
 def serve(
     model: Model,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="QUANTKIT_API_KEY", help="Ask for this key.")
-    ] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Requests computed together.")] = 64,
-    max_model_len: Annotated[
-        int | None, typer.Option(min=2, help="Longest prompt plus answer, tokens.")
-    ] = None,
-    cache_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens of the cache, of all requests together; as many as memory holds otherwise.",
-        ),
-    ] = None,
-    chunk_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Prompt tokens of a step; measured otherwise.")
-    ] = None,
-    max_queue: Annotated[int, typer.Option(min=0, help="Requests that may wait.")] = 256,
-    max_input: Annotated[int | None, typer.Option(min=1, help="Longest prompt, tokens.")] = None,
-    max_output: Annotated[int | None, typer.Option(min=1, help="Longest answer, tokens.")] = None,
-    served_name: Annotated[
-        str | None, typer.Option(help="Name that clients use; MODEL otherwise.")
-    ] = None,
-    tool_parser: Annotated[
-        str,
-        typer.Option(
-            help=f"Format of tool calls: auto (the chat template's), {', '.join(TOOL_PARSERS)}."
-        ),
-    ] = "auto",
-    chat_template: Annotated[
-        Path | None, typer.Option(help="A chat template, instead of the model's own.")
-    ] = None,
-    log_requests: Annotated[
-        bool, typer.Option("--log-requests", help="A line on stderr for every request.")
-    ] = False,
-    drafts: Drafts = 0,
-    draft: Draft = None,
-    prompt_lookup: PromptLookup = 0,
-    prefix_cache: Annotated[
-        bool,
-        typer.Option(
-            "--prefix-cache", help="Requests that begin alike share what is computed of that."
-        ),
-    ] = False,
+    *,
+    server: ServerOptions,
     count_experts: CountExperts = None,
-    cache: Cache = None,
-    tp: Tp = 1,
-    dp: Dp = 1,
-    collectives: Collectives = None,
-    device: Device = "auto",
-    backend: Backend = "auto",
+    engine: EngineOptions,
 ) -> None:
     """Serve an OpenAI-compatible API: chat, completions and responses, tools, JSON schemas,
     streaming, metrics."""
     from quantkit.common.bind import url_address
     from quantkit.common.model_files import read_text
-    from quantkit.executor.options import EngineOptions
-    from quantkit.executor.server.app import Limits
-    from quantkit.executor.server.serve import ServeOptions
     from quantkit.executor.server.serve import serve as run_server
     from quantkit.executor.worker import lead_or_follow
     from quantkit.tokenizer.template import ChatTemplate
 
-    counted = _counting(count_experts)
-    if tool_parser != "auto":
-        named_format(tool_parser)
-    template = (
-        None
-        if chat_template is None
-        else ChatTemplate(read_text(chat_template), str(chat_template))
-    )
+    if server.tool_parser != "auto":
+        named_format(server.tool_parser)
+    file = server.chat_template
+    template = None if file is None else ChatTemplate(read_text(file), str(file))
     if template is not None:
         template.check()
-    path = find_model(model)
-    asked = EngineOptions(
-        path,
-        device=device,
-        backend=backend,
-        max_batch=max_batch,
-        max_model_len=max_model_len,
-        cache_tokens=cache_tokens,
-        prefill_tokens=chunk_tokens,
-        measure_steps=True,
-        num_drafts=drafts,
-        draft=_draft(draft),
-        num_looked_up=prompt_lookup,
-        prefix_cache=prefix_cache,
-        cache=cache,
-        tp=tp,
-        dp=dp,
-        collectives=collectives,
-        count_experts=counted,
-    )
-    with _sockets(host, port) as sockets:
+    options = _resolved(engine, model, count_experts)
+    with _sockets(server.host, server.port) as sockets:
         with console.status(f"loading {model}"):
-            engine = lead_or_follow(asked, console.tell)
-        if engine.loaded.warning:
-            console.tell(engine.loaded.warning)
+            running = lead_or_follow(options, console.tell)
+        if running.loaded.warning:
+            console.tell(running.loaded.warning)
         if template is not None:
-            engine.tokenizer.use_template(template)
-        elif not engine.tokenizer.templates:
+            running.tokenizer.use_template(template)
+        elif not running.tokenizer.templates:
             console.tell(
-                f"{model} has no chat template: chats and responses are refused, and "
-                "--chat-template FILE brings one"
+                f"{model} has no chat template: chats and responses are refused; "
+                "--chat-template FILE sets one"
             )
-        err.print(f"serving {model} on http://{url_address(host, port)}/v1", soft_wrap=True)
-        limits = Limits(max_input=max_input, max_output=max_output)
-        log = console.tell if log_requests else None
-        options = ServeOptions(
-            host, port, api_key, max_queue, limits=limits, tool_parser=tool_parser, log=log
-        )
-        with closing(engine), _written(engine, count_experts):
-            run_server(engine, served_name or model_basename(model), options, sockets)
+        url = f"http://{url_address(server.host, server.port)}/v1"
+        err.print(f"serving {model} on {url}", soft_wrap=True)
+        log = console.tell if server.log_requests else None
+        with closing(running), _written(running, count_experts):
+            run_server(running, server.served_name or model_basename(model), server, sockets, log)
 
 
 def _sockets(host: str, port: int) -> AbstractContextManager[list[socket]]:
@@ -292,16 +188,21 @@ def _sockets(host: str, port: int) -> AbstractContextManager[list[socket]]:
     return bind(host, port) if os.environ.get("RANK", "0") == "0" else nullcontext([])
 
 
-def _draft(name: str | None) -> Path | None:
-    """Where a draft model is."""
-    return None if name is None else find_model(name)
-
-
-def _counting(file: Path | None) -> bool:
-    """Whether experts are counted. Refuses a file that could not be written at the end."""
-    if file is not None:
-        check_writable(file, "--count-experts")
-    return file is not None
+def _resolved(
+    options: EngineOptions, model: str, count_experts: Path | None, **changes: Any
+) -> EngineOptions:
+    """`options` with the model and the draft model found or downloaded, for an engine that measures
+    its steps. Refuses a file for expert counts that cannot be written."""
+    if count_experts is not None:
+        check_writable(count_experts, "--count-experts")
+    return replace(
+        options,
+        model_path=find_model(model),
+        draft=None if options.draft is None else find_model(str(options.draft)),
+        count_experts=count_experts is not None,
+        measure_steps=True,
+        **changes,
+    )
 
 
 @contextmanager
@@ -314,85 +215,28 @@ def _written(engine: Any, file: Path | None) -> Iterator[None]:
             engine.expert_counter.counts.write(file)
 
 
-def deploy(
+def playground(
     model: Model,
-    engine: Annotated[
-        str,
-        typer.Option(
-            help="vllm, sglang, vllm-ascend or omni-infer.", autocompletion=names_of_engines
-        ),
-    ],
-    boxes: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Machines that share the model; those of the layout otherwise, or one."
-        ),
+    other: Annotated[
+        str | None, typer.Argument(metavar="OTHER", help="A second model, such as MODEL quantized.")
     ] = None,
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a machine: 4, 4x80GiB or 4xH100; those of the layout otherwise, mostly 8."
-        ),
-    ] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(help="A layout by name, such as one with prefill and decode apart."),
-    ] = None,
+    *,
+    port: Port = 8001,
     context: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Tokens of the longest request; 16384 otherwise, or what the model takes."
-        ),
-    ] = None,
-    hosts: Annotated[
-        str | None, typer.Option(help="Addresses of the boxes, comma-separated.")
-    ] = None,
-    nic: Annotated[str, typer.Option(help="The network interface of these addresses.")] = "eth0",
-    mtp: Annotated[
-        int, typer.Option(min=0, help="Tokens that the MTP layer guesses a step; 0 leaves it out.")
-    ] = 0,
-    json_: AsJson = False,
+        int, typer.Option(min=16, help="Longest prompt plus answer, tokens.")
+    ] = 4096,
+    engine: Annotated[EngineOptions, ("device", "backend")],
 ) -> None:
-    """Print the exact commands that serve a checkpoint with another engine, on one box or many, and
-    whether it fits.
+    """Chat in the browser: answers side by side, tokens coloured by divergence, changed experts."""
+    from quantkit.common.bind import bind
+    from quantkit.playground.app import HOST, serve
+    from quantkit.playground.play import Playground
 
-    The exit code is 1 where the engine does not load it.
-    """
-    from quantkit.checkpoint.remote import open_headers
-    from quantkit.deploy.launch import deploy as plan
-    from quantkit.engines.layouts import find_topology
-    from quantkit.planning.clusters import compare_checkpoint
-    from quantkit.planning.devices import Devices, read_number
-
-    given = None if devices is None else read_number(devices)
-    known = given if isinstance(given, Devices) else None
-    checkpoint = open_headers(model)
-    addresses = [host.strip() for host in hosts.split(",")] if hosts else None
-    machine: dict[str, Any] = {
-        "boxes": boxes,
-        "devices": known.count if known else given,
-        "device": known and known.device,
-    }
-    memory = None if known is None else known.memory_bytes / 2**30
-    machine_of = {**machine, "hosts": addresses, "nic": nic, "memory_gib": memory}
-    planned = plan(
-        checkpoint,
-        engine,
-        layout=layout,
-        context=context,
-        draft_length=mtp,
-        name=model_basename(model),
-        **machine_of,
-    )
-    told = planned.as_dict() | {
-        "decoding": compare_checkpoint(
-            checkpoint, find_topology(engine, name=layout, **machine), planned.memory
-        )
-    }
-    if json_:
-        print_json(told)
-    else:
-        console.show_deployment(told, [launch.script() for launch in planned.launches])
-    if planned.refusal is not None:
-        console.tell_error(planned.refusal.problem, planned.refusal.remedy, as_json=False)
-        raise typer.Exit(1)
+    models = [(name, find_model(name)) for name in (model, other) if name is not None]
+    with bind(HOST, port) as sockets:
+        with console.status(f"loading {' and '.join(name for name, _ in models)}"):
+            opened = Playground.open(
+                models, device=engine.device, backend=engine.backend, context=context
+            )
+        err.print(f"the playground is on http://{HOST}:{port}/ (Ctrl-C ends it)", soft_wrap=True)
+        serve(opened, port, sockets)

@@ -323,11 +323,12 @@ def _speculation(recipe: LaunchRecipe, checkpoint: Checkpoint, draft_length: int
         raise QuantkitError(
             f"the recipe of {recipe.engine} has no options for speculative decoding with an "
             "MTP layer",
-            "leave out --mtp",
+            "leave out --draft-length",
         )
     if not any(row.mtp for row in read_model(checkpoint).rows):
         raise QuantkitError(
-            f"{checkpoint.path} has no MTP layer for speculative decoding", "leave out --mtp"
+            f"{checkpoint.path} has no MTP layer for speculative decoding",
+            "leave out --draft-length",
         )
     return recipe.speculation
 

@@ -1,14 +1,15 @@
 """How many problems and repeats a verdict will need, computed before any model runs."""
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generation import prepare
+from quantkit.evaluation.options import EvaluateOptions
 from quantkit.evaluation.results.baseline import Baseline, read_baseline
+from quantkit.evaluation.run import check_margin
 from quantkit.evaluation.statistics import power
 from quantkit.evaluation.statistics.estimates import accuracy as mean_accuracy
 
@@ -35,35 +36,21 @@ class TaskPlan:
 
 
 def plan_evaluation(
-    tasks: list[str],
-    *,
-    data_dir: Path | None,
-    limit: int | None,
-    protocol: str,
-    baseline: str | None,
-    accuracy: float | None,
-    margin: float,
+    tasks: list[str], options: EvaluateOptions, accuracy: float | None
 ) -> list[TaskPlan]:
-    """A plan for every task. accuracy: the expected one; None uses that of `baseline`, the
-    folder of an earlier run. Raises QuantkitError where neither is given."""
-    if not 0 < margin < 1:
-        raise QuantkitError(
-            f"--margin is {margin}", "give a share between 0 and 1; 0.01 is one point"
-        )
-    reference = read_baseline(baseline) if baseline is not None else None
-    return [_plan(task, data_dir, limit, protocol, reference, accuracy, margin) for task in tasks]
+    """A plan for every task. accuracy: the expected one; None takes that of the baseline, the
+    folder of an earlier run. Raises QuantkitError if neither is known."""
+    check_margin(options.margin)
+    baseline = options.baseline
+    reference = read_baseline(str(baseline)) if baseline is not None else None
+    return [_plan(task, options, reference, accuracy) for task in tasks]
 
 
 def _plan(
-    name: str,
-    data_dir: Path | None,
-    limit: int | None,
-    protocol: str,
-    reference: Baseline | None,
-    accuracy: float | None,
-    margin: float,
+    name: str, options: EvaluateOptions, reference: Baseline | None, accuracy: float | None
 ) -> TaskPlan:
-    work = prepare(name, protocol, data_dir, limit, None, None, 0)
+    protocol = options.protocol or "r1"
+    work = prepare(name, protocol, options.data_dir, options.limit, None, None, 0)
     task = work.setting.task.name
     scores = list(reference.scores.get(task, {}).values()) if reference is not None else []
     if accuracy is None:
@@ -76,12 +63,14 @@ def _plan(
     repeated = [row for row in scores if len(row) > 1]
     noise = 2 * float(np.mean([np.var(row, ddof=1) for row in repeated])) if repeated else None
     worst = 2 * accuracy * (1 - accuracy)
-    enough = power.repeats_for_held(len(work.problems), margin, worst if noise is None else noise)
+    enough = power.repeats_for_held(
+        len(work.problems), options.margin, worst if noise is None else noise
+    )
     return TaskPlan(
         task,
         len(work.problems),
         accuracy,
         noise is not None,
         enough,
-        power.plan(accuracy, margin, noise),
+        power.plan(accuracy, options.margin, noise),
     )

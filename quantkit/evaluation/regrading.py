@@ -19,34 +19,26 @@ from quantkit.evaluation.generation import (
     prepare,
     silent,
 )
+from quantkit.evaluation.options import RegradeOptions
 from quantkit.evaluation.results.baseline import compare_results, read_baseline
 from quantkit.evaluation.results.folder import ReplyJournal, journals, read_journal_header
 from quantkit.evaluation.results.report import write_results
 from quantkit.evaluation.results.task_results import EvalResults, TaskResult
 from quantkit.evaluation.run import check_consent, check_export, sandbox_level
-from quantkit.evaluation.statistics.comparison import MARGIN
 
 _MUST_MATCH = ("prompt", "system", "shots", "data", "generation")
 
 
 def regrade(
-    out: Path,
-    *,
-    data_dir: Path | None = None,
-    baseline: Path | None = None,
-    margin: float = MARGIN,
-    allow_code_exec: bool = False,
-    allow_weak_sandbox: bool = False,
-    export: str | None = None,
-    notice: Notice = silent,
+    out: Path, options: RegradeOptions = RegradeOptions(), *, notice: Notice = silent
 ) -> EvalResults:
-    """Grade the replies in `out`, the folder of an evaluation, and write its results again.
-    data_dir: where the tasks' data are now.
+    """Grade the replies in `out`, the folder of an evaluation, again and rewrite its results.
 
-    Of every task the most recently used journal is graded. Raises QuantkitError where there is
-    none, or prompts or data changed.
+    Of every task the latest replies are graded. Raises QuantkitError where there are none, or they
+    were made from other prompts or data than there are now.
     """
-    check_export(export, out)
+    check_export(options.format, out)
+    baseline = options.baseline
     paths = journals(out)
     if not paths:
         raise QuantkitError(
@@ -62,9 +54,10 @@ def regrade(
             )
     heads = [read_journal_header(path) for path in paths]
     works = [
-        _prepare(path, facts, request, data_dir) for path, (facts, request) in zip(paths, heads)
+        _prepare(path, facts, request, options.data_dir)
+        for path, (facts, request) in zip(paths, heads)
     ]
-    check_consent(works, allow_code_exec, allow_weak_sandbox, notice)
+    check_consent(works, options, notice)
     tasks = {
         work.setting.task.name: _grade(out, work, facts) for work, (facts, _) in zip(works, heads)
     }
@@ -75,8 +68,8 @@ def regrade(
         model, heads[-1][0]["model"], tasks, where, sandbox_level(works), None, __version__, out
     )
     if reference is not None:
-        results = compare_results(results, reference, margin, seed=0)
-    write_results(results, reference, export)
+        results = compare_results(results, reference, options.margin, seed=0)
+    write_results(results, reference, options.format)
     return results
 
 

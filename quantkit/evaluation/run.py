@@ -1,12 +1,10 @@
-"""The straight line of an evaluation: tasks -> prompts -> replies -> grades -> figures -> files.
+"""An evaluation: tasks -> prompts -> replies -> grades -> figures -> files.
 
-Everything that can be refused is refused before the model is loaded: tasks, data, protocol, consent
-to run code, the baseline.
+Tasks, data, protocol, consent to run code and the baseline are checked before the model is loaded.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from quantkit import __version__
 from quantkit.checkpoint.hub import find_model
@@ -25,119 +23,85 @@ from quantkit.evaluation.generation import (
 )
 from quantkit.evaluation.generators.generator import Generator, reject_cache_option
 from quantkit.evaluation.openai_server import is_url
+from quantkit.evaluation.options import EvaluateOptions, GradingOptions
 from quantkit.evaluation.results.baseline import Baseline, compare_results, read_baseline
 from quantkit.evaluation.results.report import write_results
 from quantkit.evaluation.results.task_results import EvalResults
-from quantkit.evaluation.statistics.comparison import MARGIN
+from quantkit.executor.options import EngineOptions
 
 __all__ = ["EvaluationProgress", "prepare", "run_evaluation", "run_task"]
-
-TIMEOUT_S, RETRIES = 600.0, 5
 
 
 def run_evaluation(
     model: str,
     tasks: list[str],
+    options: EvaluateOptions = EvaluateOptions(),
     *,
-    data_dir: Path | None = None,
-    limit: int | None = None,
-    repeats: int | None = None,
-    protocol: str | None = None,
-    baseline: str | None = None,
-    out: Path | None = None,
-    seed: int = 0,
-    allow_code_exec: bool = False,
-    allow_weak_sandbox: bool = False,
-    concurrency: int = 32,
-    generation: dict[str, Any] | None = None,
-    margin: float = MARGIN,
-    model_name: str | None = None,
-    api_key: str | None = None,
-    device: str = "auto",
-    backend: str = "auto",
-    cache: str | None = None,
-    export: str | None = None,
-    count_experts: Path | None = None,
-    timeout_s: float = TIMEOUT_S,
-    retries: int = RETRIES,
-    model_revision: str | None = None,
-    trust_kept: bool = False,
     progress: Report | None = None,
     notice: Notice = silent,
 ) -> EvalResults:
     """Score `model` (a directory, a built-in name, a hub id, or the URL of an OpenAI-compatible
     server) on `tasks`.
 
-    protocol None: chosen by `_default_protocol`, which reports it.
-    generation: sampling parameters to replace (temperature, top_p, max_tokens). limit: so many
-    problems of each task, of all subjects.
-    baseline: another model, or the `out` folder of an earlier run; adds a paired comparison at
-    `margin` (0.01: one point).
-    out: where samples.jsonl, results.json, report.html go and from where an interrupted run
-    resumes; None keeps everything in memory.
-    allow_weak_sandbox: run programs where only limits hold them. notice: receives the protocol, how
-    programs are held, what is reused.
-    cache: of `model` where it is loaded here, int8 or fp8 for 8 bits; a baseline that is loaded
-    here has the model's 16.
-    export: "evalscope" also writes its report schema below out. count_experts: a file for what the
-    model's experts were asked by the replies that were generated now; of a model in this process.
-    concurrency: requests in flight, or prompts in a batch.
-    Of a server: timeout_s, the longest wait for an event; retries, further tries of a request;
-    model_revision, what it serves, where it does not say so itself; trust_kept, reuse replies in
-    `out` without asking whether it is still the model that gave them. Results with `faults` carry
-    no verdict. Raises QuantkitError for anything that cannot run, before anything long starts.
+    Without a protocol, `_default_protocol` chooses one. A baseline adds a paired comparison; it is
+    loaded with the model's own 16-bit cache. notice: takes lines about the protocol, the sandbox
+    and reused replies. Results with `faults` have no verdict. Raises QuantkitError for anything
+    that cannot run, before anything long starts.
     """
-    _check(tasks, limit, repeats, margin, export, out)
+    _check(tasks, options)
+    protocol, out, baseline = options.protocol, options.out, options.baseline
     protocol = protocol or _default_protocol(model, notice)
-    works = [prepare(name, protocol, data_dir, limit, repeats, generation, seed) for name in tasks]
-    check_consent(works, allow_code_exec, allow_weak_sandbox, notice)
-    reference = read_baseline(baseline) if baseline is not None else None
-    ask = _Asking(
-        concurrency,
-        _Server(model_name, model_revision, api_key, timeout_s, retries),
-        trust_kept,
-        device,
-        backend,
-        progress,
-        notice,
-    )
-    ask.check(model, cache)
-    check_countable(model, count_experts)
-    if reference is None and baseline is not None:
-        ask.check(baseline)
-        reference = Baseline.from_results(
-            ask.run(baseline, works, out / "baseline" if out else None)
+    works = [
+        prepare(
+            name,
+            protocol,
+            options.data_dir,
+            options.limit,
+            options.repeats,
+            options.generation,
+            options.seed,
         )
-    results = ask.run(model, works, out, cache, count_experts)
+        for name in tasks
+    ]
+    check_consent(works, options, notice)
+    baseline = None if baseline is None else str(baseline)
+    reference = read_baseline(baseline) if baseline is not None else None
+    run = _Run(options, progress, notice)
+    run.check(model)
+    check_countable(model, options.count_experts)
+    if reference is None and baseline is not None:
+        base = replace(run, options=replace(options, cache=None, count_experts=None))
+        base.check(baseline)
+        reference = Baseline.from_results(
+            base.evaluate(baseline, works, out / "baseline" if out else None)
+        )
+    results = run.evaluate(model, works, out)
     if reference is not None:
-        results = compare_results(results, reference, margin, seed)
+        results = compare_results(results, reference, options.margin, options.seed)
     if out is not None:
-        write_results(results, reference, export)
+        write_results(results, reference, options.format)
     return results
 
 
-def _check(
-    tasks: list[str],
-    limit: int | None,
-    repeats: int | None,
-    margin: float,
-    export: str | None,
-    out: Path | None,
-) -> None:
+def _check(tasks: list[str], options: EvaluateOptions) -> None:
     if not any(tasks):
         raise QuantkitError("no task given", "name one with --tasks")
     if not all(tasks):
         raise QuantkitError(f"a name is empty in --tasks {','.join(tasks)}", "leave out the comma")
     if len(set(tasks)) < len(tasks):
         raise QuantkitError(f"a task is named twice in {', '.join(tasks)}", "name each once")
-    for name, value in (("limit", limit), ("repeats", repeats)):
+    for name, value in (("limit", options.limit), ("repeats", options.repeats)):
         if value is not None and value < 1:
             raise QuantkitError(f"--{name} is {value}", "give 1 or more")
+    check_margin(options.margin)
+    check_export(options.format, options.out)
+
+
+def check_margin(margin: float) -> None:
     if not 0 < margin < 1:
         raise QuantkitError(
             f"--margin is {margin}", "give a share between 0 and 1; 0.01 is one point"
         )
-    check_export(export, out)
 
 
 def check_export(export: str | None, out: Path | None) -> None:
@@ -147,21 +111,19 @@ def check_export(export: str | None, out: Path | None) -> None:
         raise QuantkitError("an export needs a folder", "give --out")
 
 
-def check_consent(
-    works: list[TaskRun], allow_code_exec: bool, allow_weak_sandbox: bool, notice: Notice
-) -> None:
-    """Refuse to run the model's programs without a yes, and without walls; report to `notice` how
-    they are held."""
+def check_consent(works: list[TaskRun], options: GradingOptions, notice: Notice) -> None:
+    """Refuse to run the model's programs without consent or without isolation; pass the kind of
+    isolation to `notice`."""
     names = [work.setting.task.name for work in works if work.grader.runs_code]
     if not names:
         return
-    if not allow_code_exec:
+    if not options.allow_code_exec:
         raise QuantkitError(
             f"{', '.join(names)} runs programs that the model wrote",
             "allow it with --allow-code-exec",
         )
     found = sandbox.find_level()
-    if found.level == "rlimits" and not allow_weak_sandbox:
+    if found.level == "rlimits" and not options.allow_weak_sandbox:
         raise QuantkitError(
             f"programs cannot be isolated on this machine ({found.reason})",
             "allow user namespaces (docs/evaluation.md), or, in a virtual machine that may be "
@@ -171,13 +133,12 @@ def check_consent(
 
 
 def check_countable(model: str, file: Path | None) -> None:
-    """`file` None: nothing is counted. Refuse to count the experts of a server, or into a file that
-    cannot be written."""
+    """Refuse to count the experts of a server, or a file that cannot be written."""
     if file is None:
         return
     if is_url(model):
         raise QuantkitError(
-            f"the experts of {model} are asked elsewhere",
+            f"the experts of {model}, a server, cannot be counted here",
             "give --count-experts to the quantkit serve that runs the model",
         )
     check_writable(file, "--count-experts")
@@ -203,37 +164,15 @@ def _default_protocol(model: str, notice: Notice) -> str:
 
 
 @dataclass(frozen=True)
-class _Server:
-    """How to speak with servers, shared by candidate and baseline."""
+class _Run:
+    """How a model, candidate or baseline, is reached and its replies are graded."""
 
-    model: str | None
-    revision: str | None
-    api_key: str | None
-    timeout_s: float
-    retries: int
-
-
-@dataclass(frozen=True)
-class _Asking:
-    """How to reach models, shared by candidate and baseline."""
-
-    concurrency: int
-    server: _Server
-    trust_kept: bool
-    device: str
-    backend: str
+    options: EvaluateOptions
     progress: Report | None
     notice: Notice
 
-    def run(
-        self,
-        model: str,
-        works: list[TaskRun],
-        out: Path | None,
-        cache: str | None = None,
-        count_experts: Path | None = None,
-    ) -> EvalResults:
-        generator = self._open(model, cache, count_experts)
+    def evaluate(self, model: str, works: list[TaskRun], out: Path | None) -> EvalResults:
+        generator = self._open(model)
         try:
             tasks = {
                 work.setting.task.name: run_task(
@@ -242,13 +181,15 @@ class _Asking:
                     out,
                     self.progress,
                     notice=self.notice,
-                    trust_kept=self.trust_kept,
+                    trust_kept=self.options.trust_kept,
                 )
                 for work in works
             }
         finally:
             generator.close()
-        where = "not known (an endpoint)" if is_url(model) else describe_hardware(self.device)
+        where = (
+            "not known (an endpoint)" if is_url(model) else describe_hardware(self.options.device)
+        )
         return EvalResults(
             generator.name,
             generator.identity,
@@ -260,11 +201,11 @@ class _Asking:
             out,
         )
 
-    def check(self, model: str, cache: str | None = None) -> None:
-        """Refuse a model that is not there, or a server with another cache, without loading one
-        that is."""
+    def check(self, model: str) -> None:
+        """Refuse a model that does not exist, or options that a server does not have, before
+        anything is loaded."""
         if is_url(model):
-            reject_cache_option(model, cache)
+            reject_cache_option(model, self.options.cache)
             self._endpoint(model).close()
         else:
             find_model(model)
@@ -272,30 +213,34 @@ class _Asking:
     def _endpoint(self, url: str) -> Generator:
         from quantkit.evaluation.generators.endpoint import Endpoint
 
-        about = self.server
+        options = self.options
         return Endpoint(
             url,
-            model=about.model,
-            revision=about.revision,
-            api_key=about.api_key,
-            concurrency=self.concurrency,
-            timeout_s=about.timeout_s,
-            retries=about.retries,
+            model=options.served_model,
+            revision=options.model_revision,
+            api_key=options.api_key,
+            concurrency=options.concurrency,
+            timeout_s=options.timeout,
+            retries=options.retries,
         )
 
-    def _open(self, model: str, cache: str | None, count_experts: Path | None) -> Generator:
+    def _open(self, model: str) -> Generator:
         if is_url(model):
             return self._endpoint(model)
         from quantkit.evaluation.generators.local import Local
 
-        name = self.server.model or (Path(model).resolve().name if Path(model).is_dir() else model)
-        options: dict[str, Any] = {
-            "concurrency": self.concurrency,
-            "device": self.device,
-            "backend": self.backend,
-            "cache": cache,
-        }
-        made = Local(find_model(model), name=name, count_experts=count_experts, **options)
+        options = self.options
+        name = options.served_model or (
+            Path(model).resolve().name if Path(model).is_dir() else model
+        )
+        engine = EngineOptions(
+            find_model(model),
+            device=options.device,
+            backend=options.backend,
+            cache=options.cache,
+            max_batch=options.concurrency,
+        )
+        made = Local(engine, name=name, count_experts=options.count_experts)
         if made.engine.loaded.warning:
             self.notice(made.engine.loaded.warning)
         return made

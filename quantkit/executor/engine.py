@@ -16,18 +16,21 @@ can be computed any more.
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.common.devices import HostCopy, set_current_device
+from quantkit.common.options import documented, read_options
 from quantkit.executor.cache.cache import CachePlan
 from quantkit.executor.checks import check_amounts, check_request, check_usable
 from quantkit.executor.dp_step import DpStep
 from quantkit.executor.memory_budget import check_finite_logits, default_chunk_tokens, plan_kv_cache
-from quantkit.executor.options import EngineOptions, lookahead_of
+from quantkit.executor.options import EngineOptions
 from quantkit.executor.rank0 import Leader
 from quantkit.executor.ranks.parallel import SINGLE, join
 from quantkit.executor.ranks.rank_processes import environment_rank
@@ -62,16 +65,12 @@ class Engine:
         loaded: LoadedModel,
         tokenizer: ChatTokenizer,
         plan: CachePlan,
-        *,
-        max_batch: int,
-        prefill_tokens: int,
-        num_drafts: int = 0,
-        num_looked_up: int = 0,
-        measure_steps: bool = False,
-        prefix_cache: bool = False,
-        count_experts: bool = False,
+        options: EngineOptions,
         draft: LoadedModel | LoadedEagleHead | None = None,
     ) -> None:
+        """draft: the model or head that `options.draft` names."""
+        chunk_tokens = options.chunk_tokens or default_chunk_tokens(loaded, plan, draft)
+        draft_length, lookahead = options.max_draft_length, options.lookahead
         self.loaded, self.tokenizer, self.plan, self.max_model_len = (
             loaded,
             tokenizer,
@@ -79,12 +78,11 @@ class Engine:
             plan.max_model_len,
         )
         self.parallel, dp_size = loaded.weights.ranks, loaded.weights.expert_ranks.size
-        rank_batch = -(-max_batch // dp_size)
-        lookahead = lookahead_of(num_drafts, num_looked_up)
+        rank_batch = -(-options.max_batch // dp_size)
         self._speculates = lookahead > 0
         self.cache = loaded.new_cache(plan.num_blocks, rank_batch, lookahead)
         self.expert_counter: ExpertCounter | None = None
-        eager = "experts are counted" if count_experts else ""
+        eager = "experts are counted" if options.count_experts else ""
         self.runner = Runner(
             loaded.model, self.cache, eager=eager, experts=loaded.weights.expert_ranks
         )
@@ -92,9 +90,9 @@ class Engine:
             Scheduler,
             plan,
             max_batch=rank_batch,
-            prefill_tokens=-(-prefill_tokens // dp_size),
+            chunk_tokens=-(-chunk_tokens // dp_size),
             lookahead=max(lookahead, int(self.runner.can_launch_async)),
-            prefix_cache=prefix_cache,
+            prefix_cache=options.prefix_cache,
         )
         self.scheduler: Scheduler | DataParallelScheduler = (
             make() if dp_size == 1 else DataParallelScheduler(dp_size, make)
@@ -102,15 +100,23 @@ class Engine:
         drafter: Proposer | None = None
         if draft is not None:
             drafter = make_drafter(
-                draft, loaded, plan, self.runner, num_drafts, self.parallel, shared=prefix_cache
+                draft,
+                loaded,
+                plan,
+                self.runner,
+                draft_length,
+                self.parallel,
+                shared=options.prefix_cache,
             )
-        elif num_drafts:
-            drafter = make_mtp_drafter(loaded.mtp_layers, self.runner, num_drafts, self.parallel)
-        self.runner.prefill_runner.keep_all_hidden = drafter is not None or count_experts
+        elif draft_length:
+            drafter = make_mtp_drafter(loaded.mtp_layers, self.runner, draft_length, self.parallel)
+        self.runner.prefill_runner.keep_all_hidden = drafter is not None or options.count_experts
         # On a CPU with one rank, thread time is not disturbed by other work on the machine.
         one_cpu_rank = loaded.device.type == "cpu" and self.parallel.size == dp_size == 1
         self._clock = time.thread_time if one_cpu_rank else time.perf_counter
-        self.speculation = Speculation(drafter, num_looked_up, adaptive=measure_steps)
+        self.speculation = Speculation(
+            drafter, options.prompt_lookup, adaptive=options.measure_steps
+        )
         self.leader = Leader(self.parallel)
         self.grammars = Grammars(tokenizer.tokenizer, loaded.config.vocab_size, tokenizer.eos_ids)
         self.sampler = Sampler(
@@ -122,75 +128,19 @@ class Engine:
         prompts computed after them."""
 
     @classmethod
+    @documented(EngineOptions)
     def load(
-        cls,
-        model_path: Path | str,
-        *,
-        device: str = "auto",
-        backend: str = "auto",
-        dtype: str | None = None,
-        max_batch: int = 64,
-        max_model_len: int | None = None,
-        cache_tokens: int | None = None,
-        prefill_tokens: int | None = None,
-        measure_steps: bool = False,
-        num_drafts: int = 0,
-        draft: Path | str | None = None,
-        num_looked_up: int = 0,
-        prefix_cache: bool = False,
-        cache: str | None = None,
-        tp: int = 1,
-        dp: int = 1,
-        collectives: str | None = None,
-        count_experts: bool = False,
+        cls, model_path: Path | str, options: EngineOptions | None = None, **keywords: Any
     ) -> "Engine":
-        """Load a checkpoint directory. Raises QuantkitError where options do not fit the model or
-        the machine.
+        """Load a checkpoint directory. Options are a value, keywords, or both. Raises QuantkitError
+        where options do not fit the model or the machine.
 
-        max_batch: requests computed together. max_model_len: longest prompt plus output (None: what
-        model and cache allow). cache_tokens: tokens in the cache, over all requests (None: what
-        max_batch full contexts need, within a share of the memory).
-        prefill_tokens: prompt tokens of a step (None: `memory_budget.default_chunk_tokens`).
-        measure_steps: for servers, where latency counts: measure how many prompt tokens a step
-        computes while sequences decode, if prefill_tokens is None, and whether in one pass with
-        them (prefill_tuner.py), and adapt the draft length to measured step times
-        (adaptive_draft_length.py).
-        num_drafts: draft tokens a step by the checkpoint's MTP layers (0: none); the output is the
-        same, `speculation` counts. draft: a checkpoint directory of a smaller model with the same
-        tokens, or of an EAGLE-3 head, that drafts instead; up to 4 tokens if num_drafts is 0.
-        num_looked_up: draft tokens a step by prompt lookup.
-        prefix_cache: whether requests share the cache blocks of a common prefix. cache: int8 or fp8
-        keeps keys and values, or latent KV, in 8 bits instead of the model's 16.
-        tp: tensor-parallel ranks; this process is rank 0 and starts the others on this machine,
-        unless torchrun started them all: then each gets its rank's engine, and those above 0 are
-        for `rank0.follow` (`worker.lead_or_follow` does both). dp: ranks with requests of their own
-        that share only the routed experts; max_batch, cache_tokens and prefill_tokens are of all
-        together. collectives: int8 or fp8 sums prompts over ranks in 8 bits.
-        count_experts: `expert_counter` counts the tokens routed to each expert; decode steps are
-        then not captured.
+        With several ranks this process is rank 0 and starts the others on this machine, unless
+        torchrun started them all: then each gets its rank's engine, and those above 0 are for
+        `rank0.follow` (`worker.lead_or_follow` does both).
         """
-        return cls.open(
-            EngineOptions(
-                Path(model_path),
-                device=device,
-                backend=backend,
-                dtype=dtype,
-                max_batch=max_batch,
-                max_model_len=max_model_len,
-                cache_tokens=cache_tokens,
-                prefill_tokens=prefill_tokens,
-                measure_steps=measure_steps,
-                num_drafts=num_drafts,
-                draft=None if draft is None else Path(draft),
-                num_looked_up=num_looked_up,
-                prefix_cache=prefix_cache,
-                cache=cache,
-                tp=tp,
-                dp=dp,
-                collectives=collectives,
-                count_experts=count_experts,
-            )
-        )
+        chosen = read_options(EngineOptions, options, keywords)
+        return cls.open(replace(chosen, model_path=Path(model_path)))
 
     @classmethod
     def open(
@@ -201,8 +151,9 @@ class Engine:
         check_amounts(options)
         tokenizer = ChatTokenizer(path)
         check_defaults(tokenizer.sampling_defaults, path / "generation_config.json")
-        if options.draft is not None:
-            check_draft(options.draft, tokenizer)
+        draft_path = None if options.draft is None else Path(options.draft)
+        if draft_path is not None:
+            check_draft(draft_path, tokenizer)
         # Open before other ranks start, so that a fault here ends nothing; a rank started by rank 0
         # reports its fault to the ranks it has met.
         opened = (
@@ -217,31 +168,16 @@ class Engine:
             loaded = prepare(opened, *ranks)
             log(f"weights loaded after {time.perf_counter() - began:.1f} s")
             check_finite_logits(loaded)
-            draft = None if options.draft is None else load_draft(options.draft, loaded, options)
+            draft = None if draft_path is None else load_draft(draft_path, loaded, options)
             plan = plan_kv_cache(loaded, options, draft)
-            chunk = options.prefill_tokens
-            engine = cls(
-                loaded,
-                tokenizer,
-                plan,
-                max_batch=options.max_batch,
-                prefill_tokens=default_chunk_tokens(loaded, plan, draft)
-                if chunk is None
-                else chunk,
-                num_drafts=options.most_drafts,
-                num_looked_up=options.num_looked_up,
-                measure_steps=options.measure_steps,
-                prefix_cache=options.prefix_cache,
-                count_experts=options.count_experts,
-                draft=draft,
-            )
+            engine = cls(loaded, tokenizer, plan, options, draft)
             if options.measure_steps:
                 engine.scheduler.budget = measure(
                     engine.runner,
                     parallel,
                     engine.scheduler.budget,
                     options.max_batch,
-                    fixed_chunk=chunk is not None,
+                    fixed_chunk=options.chunk_tokens is not None,
                 )
                 log(
                     f"steps measured after {time.perf_counter() - began:.1f} s: "

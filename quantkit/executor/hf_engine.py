@@ -45,9 +45,9 @@ class WholeEngine:
             "--tp": options.tp > 1,
             "--dp": options.dp > 1,
             "--collectives": options.collectives,
-            "--drafts": options.num_drafts,
+            "--draft-length": options.draft_length,
             "--draft": options.draft,
-            "--prompt-lookup": options.num_looked_up,
+            "--prompt-lookup": options.prompt_lookup,
             "--cache": options.cache,
             "--count-experts": options.count_experts,
         }

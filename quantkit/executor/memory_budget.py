@@ -92,7 +92,7 @@ def plan_kv_cache(
     many blocks. By default the cache leaves room for long steps, if the requested context still
     fits."""
     device = loaded.device
-    tokens = options.prefill_tokens or default_step_tokens(device)
+    tokens = options.chunk_tokens or default_step_tokens(device)
     if isinstance(draft, LoadedModel):
         free_cache_bytes(draft, tokens)
     free = free_cache_bytes(loaded, tokens)
@@ -122,7 +122,7 @@ def plan_kv_cache(
     )
     for_steps = long_step_bytes(loaded) or 0
     if (
-        options.prefill_tokens is None
+        options.chunk_tokens is None
         and options.cache_tokens is None
         and 0 < for_steps <= _MAX_STEP_SHARE * free
     ):

@@ -28,56 +28,56 @@ from quantkit.common.sizes import format_bytes
 from quantkit.deploy.launch import deploy
 from quantkit.evaluation.distance.perplexity import Report as TextReport
 from quantkit.evaluation.distance.perplexity import measure
+from quantkit.evaluation.options import EvaluateOptions, PerplexityOptions
 from quantkit.evaluation.run import Report as EvalReport
 from quantkit.evaluation.run import run_evaluation
 from quantkit.grids.schemes import find_scheme
+from quantkit.guide.options import GoOptions
 from quantkit.guide.proposal import QUANTKIT
 from quantkit.guide.record import Agreed, Record
-from quantkit.planning.boxes import DeviceBox
+from quantkit.planning.devices import Devices
 from quantkit.quantization import run as quantization
 from quantkit.quantization.report import judge
 from quantkit.tokenizer.chat import ChatTokenizer
 
 STEPS = ("quantize", "measure", "score", "launch")
 DOCUMENTS = 24
-"""That are measured on, of at most the recipe's seq_len tokens each."""
+"""Documents to measure on, of at most the recipe's seq_len tokens each."""
+_CONCURRENCY = 32
 
 
 @dataclass(frozen=True)
 class GoRequest:
-    """What a user asks for. tasks: to score; empty where nothing is to be scored, limit: problems
-    of each. context: tokens of the longest request to serve."""
+    """`quantkit go`, with the devices of `options` read and the output folder chosen."""
 
     model: str
     out: Path
-    box: DeviceBox
-    context: int = 4096
-    calibration: str | None = None
-    samples: int | None = None
-    seq_len: int | None = None
-    tasks: tuple[str, ...] = ()
-    limit: int = 50
+    box: Devices
+    options: GoOptions = GoOptions()
 
-    def asked(self, scheme: str | None, engine: str | None) -> dict[str, Any]:
-        """What go.json holds a later run against."""
+    def record(self) -> dict[str, Any]:
+        """What go.json stores, and a resumed run must match."""
+        options = self.options
         return {
             "model": self.model,
             "devices": f"{self.box.count} x {self.box.memory_bytes} bytes ({self.box.device})",
-            "scheme": scheme,
-            "engine": engine,
-            "calibration": self.calibration,
-            "samples": self.samples,
-            "seq_len": self.seq_len,
+            "scheme": options.scheme,
+            "engine": options.engine,
+            "calibration": options.calibration,
+            "samples": options.samples,
+            "seq_len": options.seq_len,
         }
 
     @property
     def scored(self) -> str:
-        return f"{self.limit} problems of {', '.join(self.tasks)}"
+        return f"{self.options.limit} problems of {', '.join(self.options.scored_tasks)}"
 
     def recipe(self, scheme: str) -> Recipe:
         """The scheme's, with what was given."""
         return load_recipe(scheme).with_given(
-            calibration=self.calibration, samples=self.samples, seq_len=self.seq_len
+            calibration=self.options.calibration,
+            samples=self.options.samples,
+            seq_len=self.options.seq_len,
         )
 
 
@@ -158,10 +158,10 @@ class GuidedJob:
         quality = self._step("measure", lambda: self._measure(source, recipe))
         scores = (
             self._step("score", lambda: self._score(source), self.request.scored)
-            if self.request.tasks
+            if self.request.options.scored_tasks
             else {}
         )
-        launched = self._step("launch", self._launch, f"context {self.request.context}")
+        launched = self._step("launch", self._launch, f"context {self.request.options.context}")
         verdict = judge(
             quality["kl"], quality["top1_agree"], quality["tokens"], quality.get("plain_kl")
         )
@@ -230,7 +230,10 @@ class GuidedJob:
             }
         documents, told = self._documents(source, recipe)
         quality = measure(
-            str(self.target), documents, baseline=str(source), progress=self.tell.text
+            str(self.target),
+            documents,
+            PerplexityOptions(baseline=str(source)),
+            progress=self.tell.text,
         )
         found = quality.to_json()
         if "plain_kl" in held_out:  # on other tokens, so as a share
@@ -273,10 +276,13 @@ class GuidedJob:
         baseline = str(source) if _run_bytes(source) <= free_bytes(find_device("auto")) else None
         results = run_evaluation(
             str(self.target),
-            list(self.request.tasks),
-            limit=self.request.limit,
-            baseline=baseline,
-            out=self.request.out / "scores",
+            list(self.request.options.scored_tasks),
+            EvaluateOptions(
+                limit=self.request.options.limit,
+                baseline=baseline,
+                out=self.request.out / "scores",
+                concurrency=_CONCURRENCY,
+            ),
             progress=self.tell.replies,
             notice=self.tell.notice,
         )
@@ -303,7 +309,7 @@ class GuidedJob:
             self.target,
             self.choice.engine,
             device=box.device,
-            context=self.request.context,
+            context=self.request.options.context,
             memory_gib=memory,
             **options,
         )

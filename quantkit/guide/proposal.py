@@ -9,7 +9,6 @@ possible.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
@@ -23,8 +22,8 @@ from quantkit.engines.memory import ParallelSizes, find_split_problem
 from quantkit.engines.profiles import Device, choose, find_engine
 from quantkit.grids.schemes import SCHEMES, Scheme, find_scheme
 from quantkit.models import find_architecture
-from quantkit.planning.boxes import DeviceBox
 from quantkit.planning.devices import Devices
+from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import Plan, plan
 from quantkit.quantization.job import JobRequest, open_job, read_request
 
@@ -78,7 +77,7 @@ class Proposal(Result):
     `factor` either way. why: the choice in words."""
 
     model: str
-    box: DeviceBox
+    box: Devices
     candidates: tuple[SchemeCandidate, ...]
     chosen: SchemeCandidate
     why: str
@@ -92,7 +91,7 @@ class Proposal(Result):
 
     @property
     def heading(self) -> str:
-        return f"{self.model} on {self.box.named}"
+        return f"{self.model} on {self.box.name}"
 
     def facts(self) -> list[tuple[str, str]]:
         planned, placed = self.plan, self.plan.devices
@@ -162,7 +161,7 @@ class Wanted:
     tokens: int | None = None
 
 
-def candidates(checkpoint: Checkpoint, box: DeviceBox, wanted: Wanted) -> list[SchemeCandidate]:
+def candidates(checkpoint: Checkpoint, box: Devices, wanted: Wanted) -> list[SchemeCandidate]:
     """Every scheme, or the one that was asked for, in order of expected loss, on the first engine
     of the box's kind that loads it."""
     if wanted.scheme is not None:
@@ -174,7 +173,7 @@ def candidates(checkpoint: Checkpoint, box: DeviceBox, wanted: Wanted) -> list[S
     ]
 
 
-def choose_candidate(found: list[SchemeCandidate], box: DeviceBox) -> tuple[SchemeCandidate, str]:
+def choose_candidate(found: list[SchemeCandidate], box: Devices) -> tuple[SchemeCandidate, str]:
     """The first that fits, and why. Raises QuantkitError where none does, with the devices that the
     smallest needs."""
     for place, one in enumerate(found):
@@ -202,7 +201,7 @@ def choose_candidate(found: list[SchemeCandidate], box: DeviceBox) -> tuple[Sche
     placed = smallest.plan.devices
     needed, there = placed.weight_bytes + placed.reserve_bytes, placed.usable_bytes
     raise QuantkitError(
-        f"no scheme fits {box.named}: {smallest.scheme}, the smallest, needs {format_bytes(needed)} of "
+        f"no scheme fits {box.name}: {smallest.scheme}, the smallest, needs {format_bytes(needed)} of "
         f"each of {smallest.devices} devices "
         f"and a cache of {placed.context} tokens, where {format_bytes(there)} may be used",
         "give more or larger devices, or a smaller model",
@@ -210,7 +209,7 @@ def choose_candidate(found: list[SchemeCandidate], box: DeviceBox) -> tuple[Sche
 
 
 def _candidate(
-    checkpoint: Checkpoint, box: DeviceBox, scheme: Scheme, wanted: Wanted
+    checkpoint: Checkpoint, box: Devices, scheme: Scheme, wanted: Wanted
 ) -> SchemeCandidate:
     refusals, recipe = [], wanted.settings(scheme.name)
     for name in _engines(box, wanted.engine):
@@ -219,13 +218,13 @@ def _candidate(
             devices = _ranks(
                 checkpoint, read_request(scheme, "auto", _format_for(name), recipe), box
             )
-            options: dict[str, Any] = {
-                "devices": Devices(devices, box.memory_bytes),
-                "context": wanted.context,
-                "tokens": wanted.tokens,
-            }
+            options = PlanOptions(engine=_format_for(name), recipe=recipe, context=wanted.context)
             planned = plan(
-                checkpoint, scheme, "auto", engine=_format_for(name), recipe=recipe, **options
+                checkpoint,
+                scheme,
+                options,
+                devices=Devices(devices, box.memory_bytes),
+                tokens=wanted.tokens,
             )
             _check_smaller(planned, name, checkpoint, box)
             return SchemeCandidate(scheme.name, name, devices, planned)
@@ -234,18 +233,19 @@ def _candidate(
     return SchemeCandidate(scheme.name, "", refused=refusals[0])
 
 
-def _engines(box: DeviceBox, asked: str | None) -> tuple[str, ...]:
+def _engines(box: Devices, asked: str | None) -> tuple[str, ...]:
     if asked is not None and asked != QUANTKIT:
         find_engine(asked)
+    assert box.device is not None
     there = ENGINES[box.device]
     if asked is not None and asked not in there:
         raise QuantkitError(
-            f"{asked} is not launched on {box.named}", f"engines for it are {', '.join(there)}"
+            f"{asked} is not launched on {box.name}", f"engines for it are {', '.join(there)}"
         )
     return (asked,) if asked else there
 
 
-def _check_engine(engine: str, scheme: Scheme, box: DeviceBox, checkpoint: Checkpoint) -> None:
+def _check_engine(engine: str, scheme: Scheme, box: Devices, checkpoint: Checkpoint) -> None:
     """It loads the scheme on such devices, and runs the model."""
     if engine == QUANTKIT:
         find_architecture(checkpoint.config)
@@ -255,7 +255,7 @@ def _check_engine(engine: str, scheme: Scheme, box: DeviceBox, checkpoint: Check
         raise QuantkitError(unfit.problem, unfit.remedy)
 
 
-def _check_smaller(planned: Plan, engine: str, checkpoint: Checkpoint, box: DeviceBox) -> None:
+def _check_smaller(planned: Plan, engine: str, checkpoint: Checkpoint, box: Devices) -> None:
     """A scheme that saves nothing is not for a source that the engine loads as it is."""
     loads = engine == QUANTKIT or find_load(engine, checkpoint, box.device) is not None
     if loads and planned.output_bytes > LEAST_SAVED * planned.source_bytes:
@@ -273,7 +273,7 @@ def _format_for(engine: str) -> str | None:
     return None if engine == QUANTKIT else engine
 
 
-def _ranks(checkpoint: Checkpoint, request: JobRequest, box: DeviceBox) -> int:
+def _ranks(checkpoint: Checkpoint, request: JobRequest, box: Devices) -> int:
     """The most devices of the box that can share the model's linears, as the engine cuts them.
     Whole machines where there are several."""
     if box.count == 1 or box.boxes > 1:

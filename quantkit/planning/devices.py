@@ -1,34 +1,42 @@
-"""The devices that a result is to run on, as a command names them: their number, their memory, and
-what is known of their speed."""
+"""The devices of `--devices`: their number, memory and kind, and what is known of their speed."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 
 from quantkit.common.assets import asset
-from quantkit.common.errors import QuantkitError
+from quantkit.common.devices import find_device
+from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.common.settings import Strict, find_yaml, read_yaml
 from quantkit.common.sizes import parse_bytes
 from quantkit.engines.profiles import Device
 from quantkit.planning.hardware import Hardware, load_hardware
 
+STANDARD_DEVICES = "8x64GiB"
+"""The default of `plan`."""
+PER_BOX = 8
+"""Devices of one machine, in the layouts of recipes/deploy."""
 _GIB = 2**30
-STANDARD_GIB = 64
-"""Of a device whose memory is not given: a 910B's, for which the recipes are."""
-STANDARD_DEVICES = f"8x{STANDARD_GIB}GiB"
-"""Where no devices are given."""
+_SYNTAX = "write 8x64GiB, 8xH100, 8x910B1 or cpu"
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What the result is to run on. hardware: what is known of one device; device: its kind; None
-    where only its memory was given."""
+    """`count` devices of `memory_bytes` each; 0 where only a number was given. hardware: the speed
+    of one, if known. device: their kind; None where only number and memory were given. name: in
+    words."""
 
     count: int
-    memory_bytes: int
+    memory_bytes: int = 0
     hardware: Hardware | None = None
     device: Device | None = None
+    name: str = field(default="", compare=False)
+
+    @property
+    def boxes(self) -> int:
+        """Machines of at most PER_BOX devices."""
+        return -(-self.count // PER_BOX)
 
 
 class Accelerator(Strict):
@@ -39,43 +47,82 @@ class Accelerator(Strict):
     memory_gib: int
 
 
-def accelerators() -> tuple[Accelerator, ...]:
-    return read_yaml(
-        asset("recipes", "go", "devices.yaml"), tuple[Accelerator, ...], "restore that file"
-    )
-
-
-def find_accelerator(name: str) -> Accelerator | None:
-    """By its name in any case; None where it is not in the list."""
-    return next((known for known in accelerators() if known.name.lower() == name.lower()), None)
+def accelerators() -> dict[str, Accelerator]:
+    """By name in lower case."""
+    path = asset("recipes", "go", "devices.yaml")
+    listed = read_yaml(path, tuple[Accelerator, ...], "restore that file")
+    return {known.name.lower(): known for known in listed}
 
 
 def read_devices(text: str) -> Devices:
     """ "8x64GiB", "8xH100" by a name of recipes/go/devices.yaml, "8x910B1" or "8xFILE.yaml" of
-    hardware whose speed is known too, "8" of STANDARD_GIB each, or "cpu": this machine's memory.
+    hardware whose speed is known too, "8" of unknown memory, or "cpu": this machine's memory.
     Raises QuantkitError for anything else."""
     if text.lower() in ("cpu", "1xcpu"):
-        return Devices(1, psutil.virtual_memory().total, device="cpu")
+        return _cpu()
     found = re.fullmatch(r"(\d{1,6})(?:x(.+))?", text)
     if not found or int(found[1]) < 1 or re.fullmatch(r"[\d.]+", found[2] or ""):
-        raise QuantkitError(
-            f"devices {text!r} make no sense", "write 8, 8x64GiB, 8xH100, 8x910B1 or cpu"
-        )
+        raise QuantkitError(f"devices {text!r} make no sense", f"{_SYNTAX}, or 8 alone")
     count, kind = int(found[1]), found[2]
     if kind is None:
-        return Devices(count, STANDARD_GIB * _GIB)
+        return Devices(count)
     if re.fullmatch(r".*[kmgt]i?b", kind, re.IGNORECASE):
-        return Devices(count, parse_bytes(kind))
-    known = find_accelerator(kind)
+        memory = parse_bytes(kind)
+        return Devices(count, memory, name=f"{count} x {memory / _GIB:g} GiB")
+    listed = accelerators()
+    known = listed.get(kind.lower())
     if known is not None and find_yaml(kind.lower(), "recipes", "hardware") is None:
-        return Devices(count, known.memory_gib * _GIB, device=known.device)
-    hardware = load_hardware(kind)
-    return Devices(
-        count, round(hardware.memory_gb) * _GIB, hardware, None if known is None else known.device
-    )
+        hardware, gib = None, known.memory_gib
+    else:
+        try:
+            hardware = load_hardware(kind)
+        except UsageError as error:
+            names = ", ".join(one.name for one in listed.values())
+            raise UsageError(error.problem, f"{error.remedy}; known are {names}") from error
+        gib = round(hardware.memory_gb)
+    # Hardware files describe Ascend NPUs: their rates are those of cube and vector cores.
+    name = f"{count} x {kind if known is None else known.name} of {gib} GiB"
+    return Devices(count, gib * _GIB, hardware, "npu" if known is None else known.device, name)
 
 
-def read_number(text: str) -> int | Devices:
-    """A number alone, where the caller knows their memory or needs none; else as read_devices, and
-    with its errors."""
-    return int(text) if re.fullmatch(r"[1-9]\d{0,5}", text) else read_devices(text)
+def find_devices(text: str | None) -> Devices:
+    """Devices of a known kind and memory that fill their machines; this machine's where `text` is
+    None. Devices without a name are of the kind of this machine's accelerator, if it has one, else
+    NVIDIA's. Raises QuantkitError as `read_devices`."""
+    found = _here() if text is None else read_devices(text)
+    if not found.memory_bytes:
+        raise QuantkitError(f"the memory of devices {text!r} is not known", _SYNTAX)
+    if found.count > PER_BOX and found.count % PER_BOX:
+        raise QuantkitError(
+            f"{found.count} devices do not fill machines of {PER_BOX}",
+            f"give up to {PER_BOX}, or a multiple of {PER_BOX}",
+        )
+    if found.device is not None:
+        return found
+    here, count = find_device("auto").type, found.count
+    if here in ("cuda", "npu"):
+        kind: Device = "npu" if here == "npu" else "cuda"
+        name = f"{found.name}, of this machine's kind ({here})"
+    else:
+        kind = "cuda"
+        name = f"{found.name}, assumed to be NVIDIA's: name others, as in {count}x910B1"
+    return Devices(count, found.memory_bytes, device=kind, name=name)
+
+
+def _here() -> Devices:
+    """The accelerators of this machine, at most PER_BOX, or its processor."""
+    import torch
+
+    where = find_device("auto")
+    if where.type == "cpu":
+        return _cpu()
+    module = torch.get_device_module(where)
+    count, memory = min(module.device_count(), PER_BOX), module.mem_get_info(where)[1]
+    name = f"{count} x {module.get_device_name(where)}, found here"
+    return Devices(count, memory, device="npu" if where.type == "npu" else "cuda", name=name)
+
+
+def _cpu() -> Devices:
+    memory = psutil.virtual_memory().total
+    name = f"this machine's processor and {memory / _GIB:.0f} GiB of memory"
+    return Devices(1, memory, device="cpu", name=name)

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
 from quantkit.common.errors import QuantkitError
@@ -28,7 +27,8 @@ from quantkit.models.architecture import CacheBits
 from quantkit.models.table import Parameter
 from quantkit.planning.clusters import PlannedLayout, plan_layout
 from quantkit.planning.cost_model import predict
-from quantkit.planning.devices import STANDARD_DEVICES, Devices, read_devices, read_number
+from quantkit.planning.devices import STANDARD_DEVICES, Devices, read_devices
+from quantkit.planning.options import PlanOptions
 from quantkit.planning.workspace import workspace_bytes
 from quantkit.quantization.bit_allocation import (
     GridOptions,
@@ -39,9 +39,8 @@ from quantkit.quantization.bit_allocation import (
     read_sensitivities,
 )
 from quantkit.quantization.cost import RATES, RunWork, expected_seconds, job_work
-from quantkit.quantization.job import NO_MIXTURE, Job, open_job, read_request
+from quantkit.quantization.job import Job, open_job, read_request, read_scheme
 from quantkit.quantization.memory import expected_peak
-from quantkit.quantization.mixed_precision import Mixture
 
 MEMORY_FRACTION = 0.9
 """Share of a device's memory that an engine uses."""
@@ -110,10 +109,7 @@ class DeviceShare:
         room = "" if self.cache_tokens is None else f", {self.cache_tokens:,} tokens"
         return [
             (
-                (
-                    f"  {self.count} device{'s' if self.count > 1 else ''} of "
-                    f"{format_bytes(self.memory_bytes)}"
-                ),
+                f"  {self.count} device{'s' if self.count > 1 else ''} of {format_bytes(self.memory_bytes)}",
                 f"{format_bytes(self.weight_bytes)} of weights each",
             ),
             ("  room for the cache", f"{format_bytes(self.cache_bytes)} each{room}"),
@@ -193,10 +189,7 @@ class Plan(Result):
             ("host memory, peak", f"{format_bytes(self.host_peak_bytes)} (at {host.where})"),
             (
                 "disk",
-                (
-                    f"{format_bytes(self.disk_bytes)} needed, "
-                    f"{format_bytes(self.disk_free_bytes)} free here"
-                ),
+                f"{format_bytes(self.disk_bytes)} needed, {format_bytes(self.disk_free_bytes)} free here",
             ),
             *(
                 (
@@ -210,60 +203,38 @@ class Plan(Result):
 
 def plan(
     model: str | Path | Checkpoint,
-    scheme: Scheme,
-    format: str = "auto",
+    scheme: str | Scheme | None = None,
+    options: PlanOptions = PlanOptions(),
     *,
-    engine: str | None = None,
-    mixture: Mixture = NO_MIXTURE,
-    sensitivities: Path | None = None,
-    recipe: Recipe | None = None,
-    devices: str | Devices | None = None,
-    samples: int | None = None,
-    seq_len: int | None = None,
-    context: int = 4096,
-    redundant: int = 0,
+    devices: Devices | None = None,
     tokens: int | None = None,
-    cache: str | None = None,
-    dp: int = 1,
-    draft: str | Path | None = None,
-    layout: str | None = None,
 ) -> Plan:
     """What quantize() with the same arguments writes and needs, and whether its output serves
-    `context` tokens on `devices`.
+    `context` tokens on the devices.
 
-    model: a directory, a built-in name, a Hub id, or an open checkpoint. recipe: the scheme's own
-    by default, overridden by samples and seq_len. devices: "8x64GiB" (the default), with tensor
-    parallelism over all of them, or "8x910B1" to predict decode times as well. redundant: copies of
-    routed experts per layer; experts then are whole on a device. tokens: of the calibration text,
-    for the time estimate; by default the recipe's maximum. cache: int8 or fp8 for an 8-bit cache;
-    by default, and in a layout, the scheme's. dp: the number of devices for data parallelism, with
-    routed experts shared out and everything else whole on each device. draft: a draft model, held
-    whole with its own cache by every device. layout: name of an engine's layout, as in `deploy`;
-    `devices` then are those of one of its machines.
-
-    Raises QuantkitError where quantize() would refuse the source.
+    model: a directory, a built-in name, a Hub id, or an open checkpoint. devices: in place of
+    `options.devices`. tokens: of the calibration text, for the time estimate; by default the
+    recipe's maximum. Raises QuantkitError where quantize() would refuse the source.
     """
+    scheme, settings, mixture = read_scheme(scheme, options)
+    sensitivities, layout = options.sensitivities, options.layout
+    context, redundant, dp = options.context, options.redundant, options.dp
     check_sensitivities_option(sensitivities, mixture)
-    if layout is not None and cache is not None:
+    if layout is not None and options.cache is not None:
         remedy = (
             "leave out --cache; --scheme int8-a8w8c8 has the scales of an 8-bit "
             "cache, which roles with such a cache read"
         )
         raise QuantkitError(
-            (
-                "--cache does not go with --layout: a layout's engine decides the cache "
-                "dtype of its roles"
-            ),
+            "--cache does not go with --layout: a layout's engine decides the cache dtype of its roles",
             remedy,
         )
-    settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
-    request = read_request(scheme, format, engine, settings, mixture)
-    target = (
-        devices
-        if isinstance(devices, Devices)
-        else read_devices(STANDARD_DEVICES if devices is None else devices)
-    )
-    serving = _read_request(target.count, context, redundant, cache or scheme.cache, dp, draft)
+    request = read_request(scheme, options.format, options.engine, settings, mixture)
+    target = devices or read_devices(options.devices or STANDARD_DEVICES)
+    if not target.memory_bytes:
+        target = replace(target, memory_bytes=read_devices(STANDARD_DEVICES).memory_bytes)
+    cache = options.cache or scheme.cache
+    serving = _read_request(target.count, context, redundant, cache, dp, options.draft)
     job = open_job(request, model if isinstance(model, Checkpoint) else open_headers(str(model)))
     check_experts(job.rows, dp)
     if redundant and all(row.expert is None for row in job.rows):
@@ -273,9 +244,7 @@ def plan(
     rows = [(row, job.stored_bytes(row, job.grids.get(row.module))) for row in job.rows]
     output = sum(nbytes for _, nbytes in rows)
     fits, device_share = _fit_devices(rows, job, target, serving)
-    planned_layout = (
-        None if layout is None else _plan_layout(rows, job, engine, layout, serving, devices)
-    )
+    planned_layout = None if layout is None else _plan_layout(rows, job, options, serving)
     peak, least = (expected_peak(job, memory)[0] for memory in (None, 0))
     stored = sum(tensor.nbytes for tensor in job.checkpoint.unpruned.tensors.values())
     work = job_work(job, job.linears, stored + output, tokens)
@@ -305,29 +274,22 @@ def plan(
 
 
 def _plan_layout(
-    rows: list[tuple[Parameter, int]],
-    job: Job,
-    engine: str | None,
-    layout: str,
-    serving: RequestSizes,
-    devices: str | Devices | None,
+    rows: list[tuple[Parameter, int]], job: Job, options: PlanOptions, serving: RequestSizes
 ) -> PlannedLayout:
-    """devices: of one machine, as `deploy` takes them; by default the layout's."""
+    """`options.devices` are those of one machine; the layout's own by default."""
+    engine, layout, devices = options.engine, options.layout, options.devices
+    assert layout is not None
     if engine is None:
         raise QuantkitError(f"layout {layout!r} needs an engine", "give --engine")
     if job.inventory.by_name:
         raise QuantkitError(
             "layouts are planned for architectures that quantkit knows", "leave out --layout"
         )
-    machine_devices = read_number(devices) if isinstance(devices, str) else devices
-    machine: dict[str, Any] = {"devices": machine_devices}
-    if isinstance(machine_devices, Devices):
-        machine = {
-            "devices": machine_devices.count,
-            "memory_gib": machine_devices.memory_bytes / 2**30,
-            "device": machine_devices.device,
-        }
-    options = {**machine, "grid": job.grids.get}
+    given = None if devices is None else read_devices(devices)
+    machine: dict[str, Any] = {}
+    if given is not None:
+        memory = given.memory_bytes / 2**30 or None
+        machine = {"devices": given.count, "memory_gib": memory, "device": given.device}
     return plan_layout(
         engine,
         layout,
@@ -336,7 +298,8 @@ def _plan_layout(
         job.request.scheme,
         serving.context,
         serving.redundant,
-        **options,
+        grid=job.grids.get,
+        **machine,
     )
 
 

@@ -12,15 +12,17 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from quantkit.calibrate.recipe import Recipe
+from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.calibrate.source_model import units_of
 from quantkit.checkpoint.formats import compressed_mixed, find_format, modelslim
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
+from quantkit.common.sizes import parse_share
 from quantkit.engines.check import check_cache, check_model
 from quantkit.engines.profiles import (
     FormatChoice,
@@ -31,7 +33,7 @@ from quantkit.engines.profiles import (
 )
 from quantkit.grids.base import Grid
 from quantkit.grids.names import Method
-from quantkit.grids.schemes import Scheme, check_pair
+from quantkit.grids.schemes import SCHEMES, Scheme, check_pair, find_scheme
 from quantkit.models.cache_scales import cache_scale_specs, supports_cache_scales
 from quantkit.models.stored_parameters import check_stored_head
 from quantkit.models.table import Parameter
@@ -45,7 +47,8 @@ from quantkit.quantization.checks import (
     in_whole_groups,
     take_inventory,
 )
-from quantkit.quantization.mixed_precision import Mixture, engine_subset, kept_grids
+from quantkit.quantization.mixed_precision import Mixture, engine_subset, kept_grids, read_mixture
+from quantkit.quantization.options import SchemeOptions
 from quantkit.quantization.pruning import open_pruned
 
 _NAMED = 6
@@ -186,6 +189,40 @@ class Job:
             self.rows,
             [group for layer in layers for group in architecture.scale_groups(config, layer)],
         )
+
+
+def read_scheme(
+    scheme: str | Scheme | None, options: SchemeOptions
+) -> tuple[Scheme, Recipe, Mixture]:
+    """What `options` say is quantized, and how: the scheme that is named, else the recipe's, else
+    awq-w4a16 for a mixture; and the recipe, or the scheme's own, with the values given."""
+    found, share = options.recipe, options.prune
+    recipe = load_recipe(str(found)) if isinstance(found, str | Path) else found
+    mixture = options.mixture or read_mixture(
+        keep=options.keep,
+        preset=options.preset,
+        bits=options.bits,
+        size=options.size,
+        read_weight=options.read_weight,
+    )
+    if scheme is None and recipe is None and not mixture.words():
+        raise QuantkitError("no scheme is named", "give one, or a recipe or a mixture")
+    named = scheme or (recipe.scheme if recipe is not None else "awq-w4a16")
+    chosen = find_scheme(named) if isinstance(named, str) else named
+    if recipe is None:  # a scheme given by value has no recipe of its own
+        registered = chosen.name in SCHEMES
+        recipe = (
+            load_recipe(chosen.name)
+            if registered
+            else Recipe.model_validate({"scheme": chosen.name})
+        )
+    settings = recipe.with_given(
+        prune=parse_share(share) if isinstance(share, str) else share,
+        samples=options.samples,
+        seq_len=options.seq_len,
+        group_size=options.group_size,
+    )
+    return chosen, settings, mixture
 
 
 def read_request(

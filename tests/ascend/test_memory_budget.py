@@ -42,7 +42,7 @@ def test_the_engine_asks_so(
     monkeypatch.setattr(memory_budget, "free_cache_bytes", free)
     loaded = load_model(quantized("rtn-w4a16"), device="cpu", dtype="bfloat16", backend="reference")
     planned = memory_budget.plan_kv_cache(
-        loaded, EngineOptions("model", prefill_tokens=96, max_batch=64)
+        loaded, EngineOptions("model", chunk_tokens=96, max_batch=64)
     )
     per_token = loaded.num_cached_layers * loaded.cache_width * loaded.cache_dtype.itemsize
     assert planned.tokens <= (1 << 18) // per_token + planned.block_size  # a quarter of it on a CPU

@@ -243,8 +243,8 @@ def test_every_way_to_run(
     tokens of plain steps."""
     options = {
         "captured": {},
-        "chunked": {"prefill_tokens": 16},
-        "drafts": {"num_drafts": 2},
+        "chunked": {"chunk_tokens": 16},
+        "drafts": {"draft_length": 2},
         "prefix": {"prefix_cache": True},
     }[option]
     expected = plain(scheme)

@@ -22,6 +22,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Event, Progress
 from quantkit.grids.schemes import find_scheme
 from quantkit.models import find_architecture
+from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quant.gptq import Curvature, damp_
 from quantkit.quantization.cost import operations
@@ -175,8 +176,10 @@ def test_a_stopped_run_and_two_ranks_write_the_same_bytes(
 
 def test_it_is_planned_and_needs_gptq(source: Path) -> None:
     scheme, recipe = find_scheme("awq-w4a16"), load_recipe("awq-w4a16-quick")
-    without = plan(source, scheme, recipe=recipe)
-    planned = plan(source, scheme, recipe=recipe.model_copy(update={"methods": METHODS}))
+    without = plan(source, scheme, PlanOptions(recipe=recipe))
+    planned = plan(
+        source, scheme, PlanOptions(recipe=recipe.model_copy(update={"methods": METHODS}))
+    )
     assert planned.host_peak_bytes - without.host_peak_bytes >= 128 * 512 * 256 * 4, (
         "calibration tokens are held twice"
     )

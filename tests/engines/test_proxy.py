@@ -171,7 +171,7 @@ def test_an_address_that_is_none_is_refused_before_anything_listens(wrong: str) 
     )
     assert (said.code, said.errors) == (1, 1)
     assert (
-        f"{wrong!r} is no address of a server; give one such as http://10.0.0.1:8100" in said.error
+        f"{wrong!r} is not the URL of a server; give one such as http://10.0.0.1:8100" in said.error
     )
 
 
@@ -196,7 +196,7 @@ def test_the_command_says_where_it_listens_and_ends(dead: str) -> None:
         assert process.stderr is not None
         assert (
             process.stderr.readline()
-            == f"in front of 2 for prefill and 1 for decode on http://[::1]:{port}/v1\n"
+            == f"proxy for 2 prefill and 1 decode servers on http://[::1]:{port}/v1\n"
         )
         wait_for(lambda: is_up(f"http://[::1]:{port}/health"))
         process.terminate()
@@ -214,7 +214,7 @@ def test_an_address_with_an_api_path_is_refused() -> None:
         "proxy", "--prefill", "http://127.0.0.1:8100/v1/", "--decode", "http://127.0.0.1:8200"
     )
     assert (
-        "http://127.0.0.1:8100/v1/ is where the API of a server begins; give http://127.0.0.1:8100"
+        "http://127.0.0.1:8100/v1/ is the base of a server's API; give http://127.0.0.1:8100"
         in said.error
     )
 

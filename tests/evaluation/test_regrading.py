@@ -8,6 +8,7 @@ import pytest
 from replay_server import ReplayServer, Reply
 
 from quantkit.common.errors import QuantkitError
+from quantkit.evaluation.options import EvaluateOptions, RegradeOptions
 from quantkit.evaluation.regrading import regrade
 from quantkit.evaluation.results.baseline import compare_runs, write_page
 from quantkit.evaluation.run import run_evaluation
@@ -54,9 +55,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             run_evaluation(
                 server.url,
                 [str(folder / "sums.yaml")],
-                data_dir=folder,
-                out=folder / name,
-                repeats=2,
+                EvaluateOptions(data_dir=folder, out=folder / name, repeats=2),
             )
     shutil.copytree(folder, kept)
     return folder, kept
@@ -105,9 +104,7 @@ def test_kept_replies_are_read_by_their_question(tmp_path: Path) -> None:
         run_evaluation(
             server.url,
             [str(tmp_path / "sums.yaml")],
-            data_dir=tmp_path,
-            out=tmp_path / "run",
-            repeats=1,
+            EvaluateOptions(data_dir=tmp_path, out=tmp_path / "run", repeats=1),
         )
     for _ in range(2):
         found = [
@@ -140,24 +137,27 @@ def test_replies_to_something_else_are_refused(
 def test_data_that_moved_are_found(runs: Path) -> None:
     (runs / "moved").mkdir()
     (runs / "sums.jsonl").rename(runs / "moved" / "sums.jsonl")
-    assert regrade(runs / "good", data_dir=runs / "moved").tasks["sums"].reused == 20
+    assert (
+        regrade(runs / "good", RegradeOptions(data_dir=runs / "moved")).tasks["sums"].reused == 20
+    )
 
 
 def test_a_run_that_never_ended_is_graded_too(runs: Path) -> None:
     (runs / "good" / "results.json").unlink()
     journal = next((runs / "good" / "completions").glob("*.jsonl"))
     journal.write_text("\n".join(journal.read_text().split("\n")[:9]) + "\n{cut")
-    results = regrade(runs / "good", baseline=None)
+    results = regrade(runs / "good", RegradeOptions(baseline=None))
     assert (results.model, results.tasks["sums"].planned) == ("good", 7)
 
 
 def test_a_regraded_run_is_compared_with_another(runs: Path) -> None:
-    results = regrade(runs / "good", baseline=runs / "poor")
+    results = regrade(runs / "good", RegradeOptions(baseline=runs / "poor"))
     assert results.tasks["sums"].comparison is None
     assert results.faults == ["2 of 20 samples of sums failed with the baseline poor: no verdict"]
-    assert regrade(runs / "poor", baseline=runs / "good").tasks["sums"].comparison is not None, (
-        "what failed is not kept"
-    )
+    assert (
+        regrade(runs / "poor", RegradeOptions(baseline=runs / "good")).tasks["sums"].comparison
+        is not None
+    ), "what failed is not kept"
 
 
 def test_finished_runs_are_compared_without_a_server(runs: Path) -> None:
@@ -189,7 +189,7 @@ def test_what_cannot_be_compared_is_refused(runs: Path, folders: list[str]) -> N
 
 
 def test_groups_have_their_own_figures_beside_the_baselines(runs: Path) -> None:
-    regrade(runs / "poor", baseline=runs / "good")
+    regrade(runs / "poor", RegradeOptions(baseline=runs / "good"))
     told = json.loads((runs / "poor" / "results.json").read_text())["results"]["sums"]["groups"]
     assert list(told) == ["1", "2"]
     assert told["1"]["n"] == 5

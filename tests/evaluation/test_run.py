@@ -9,6 +9,7 @@ from replay_server import ReplayServer, Reply
 from quantkit.common.assets import builtin_model
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generation import PROBE_TOKENS
+from quantkit.evaluation.options import EvaluateOptions
 from quantkit.evaluation.run import EvaluationProgress, run_evaluation
 
 TASK = """
@@ -56,9 +57,7 @@ def test_the_straight_line(task: str, tmp_path: Path) -> None:
         results = run_evaluation(
             server.url,
             [task],
-            data_dir=tmp_path,
-            out=tmp_path / "out",
-            limit=4,
+            EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=4),
             progress=events.append,
         )
     told = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -94,15 +93,21 @@ def test_the_straight_line(task: str, tmp_path: Path) -> None:
 def test_growing_a_run_asks_only_what_is_new(task: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with ReplayServer(solve) as server:
-        run_evaluation(server.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2)
+        run_evaluation(
+            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=out, limit=4, repeats=2)
+        )
         assert len(asked(server)) == 8
         first = (out / "samples.jsonl").read_text()
         run_evaluation(
-            server.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2, concurrency=2
+            server.url,
+            [task],
+            EvaluateOptions(data_dir=tmp_path, out=out, limit=4, repeats=2, concurrency=2),
         )
         assert len(asked(server)) == 8
         assert (out / "samples.jsonl").read_text() == first
-        grown = run_evaluation(server.url, [task], data_dir=tmp_path, out=out, limit=6, repeats=3)
+        grown = run_evaluation(
+            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=out, limit=6, repeats=3)
+        )
         assert len(asked(server)) == 18
         assert grown.tasks["sums"].reused == 8
         seeds = [body["seed"] for body in asked(server)]
@@ -119,20 +124,18 @@ def test_a_killed_run_resumes_and_ends_the_same(task: str, tmp_path: Path) -> No
 
     with ReplayServer(solve) as server:
         whole = run_evaluation(
-            server.url, [task], data_dir=tmp_path, out=tmp_path / "whole"
+            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "whole")
         ).to_json()["results"]["sums"]
         with pytest.raises(Killed):
             run_evaluation(
                 server.url,
                 [task],
-                data_dir=tmp_path,
-                out=tmp_path / "cut",
+                EvaluateOptions(data_dir=tmp_path, out=tmp_path / "cut", concurrency=1),
                 progress=kill,
-                concurrency=1,
             )
         assert not (tmp_path / "cut" / "results.json").exists()
         resumed = run_evaluation(
-            server.url, [task], data_dir=tmp_path, out=tmp_path / "cut"
+            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "cut")
         ).to_json()["results"]["sums"]
     assert resumed["reused"] == 5
     for name in ("accuracy", "stderr", "reasons", "tokens", "interval"):
@@ -142,7 +145,7 @@ def test_a_killed_run_resumes_and_ends_the_same(task: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"generation": {"temperature": 0.9}}, "generation"),
+        ({"temperature": 0.9}, "generation"),
         ({"seed": 5}, "seed"),
         ({"protocol": "evalscope"}, "prompt"),
     ],
@@ -151,22 +154,32 @@ def test_a_changed_setting_is_noticed_and_nothing_old_is_reused(
     task: str, tmp_path: Path, changed: dict, named: str
 ) -> None:
     with ReplayServer(solve) as server:
-        run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=3)
+        run_evaluation(
+            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=3)
+        )
         again = run_evaluation(
-            server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=3, **changed
+            server.url,
+            [task],
+            EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=3, **changed),
         )
         assert len(asked(server)) == 6
         assert named in again.tasks["sums"].notes[0]
-        back = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=3)
+        back = run_evaluation(
+            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=3)
+        )
         assert (back.tasks["sums"].reused, len(asked(server))) == (3, 6)
 
 
 def test_changed_data_are_noticed(task: str, tmp_path: Path) -> None:
     with ReplayServer(solve) as server:
-        run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=2)
+        run_evaluation(
+            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=2)
+        )
         with (tmp_path / "sums.jsonl").open("a") as file:
             file.write(json.dumps({"id": "new", "question": "1 + 1", "answer": "2"}) + "\n")
-        again = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=2)
+        again = run_evaluation(
+            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=2)
+        )
     assert again.tasks["sums"].notes == [
         "changed since the last run in this folder: data; its replies are not reused"
     ]
@@ -181,7 +194,7 @@ def test_lost_replies_are_told_loudly(task: str, tmp_path: Path) -> None:
 
     with ReplayServer(answer) as server:
         told = run_evaluation(
-            server.url, [task], data_dir=tmp_path, generation={"max_tokens": 23}
+            server.url, [task], EvaluateOptions(data_dir=tmp_path, max_tokens=23)
         ).to_json()["results"]["sums"]
     assert (told["accuracy"], told["strict"], told["unfinished"], told["no_answer"]) == (
         0.5,
@@ -203,7 +216,7 @@ def test_replies_that_the_context_cut_are_not_cured_by_max_tokens(
 ) -> None:
     with ReplayServer(lambda question, body: Reply("let me think and think", "length")) as server:
         results = run_evaluation(
-            server.url, [task], data_dir=tmp_path, generation={"max_tokens": 10**6}
+            server.url, [task], EvaluateOptions(data_dir=tmp_path, max_tokens=10**6)
         )
     (told, *_) = results.tasks["sums"].warnings()
     assert re.search(
@@ -225,7 +238,7 @@ def test_failed_requests_are_left_out_and_asked_again(task: str, tmp_path: Path)
 
     with ReplayServer(answer) as server:
         first = run_evaluation(
-            server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=4
+            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=4)
         ).to_json()["results"]["sums"]
         assert (first["n"], first["errors"], first["planned"], first["accuracy"]) == (
             3,
@@ -236,7 +249,7 @@ def test_failed_requests_are_left_out_and_asked_again(task: str, tmp_path: Path)
         assert "1 of 4 samples failed" in first["warnings"][0]
         broken = False
         second = run_evaluation(
-            server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=4
+            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=4)
         ).to_json()["results"]["sums"]
         assert (second["n"], second["errors"], second["reused"]) == (4, 0, 3)
 
@@ -247,7 +260,7 @@ def test_a_run_in_which_everything_fails_says_why(task: str, tmp_path: Path) -> 
         server,
         pytest.raises(QuantkitError, match="every sample of sums failed: HTTP 400: bad prompt"),
     ):
-        run_evaluation(server.url, [task], data_dir=tmp_path)
+        run_evaluation(server.url, [task], EvaluateOptions(data_dir=tmp_path))
 
 
 def test_a_baseline_that_is_a_model_or_a_folder_gives_the_same_comparison(
@@ -256,24 +269,26 @@ def test_a_baseline_that_is_a_model_or_a_folder_gives_the_same_comparison(
     good = ReplayServer(lambda question, body: f"</think>\\boxed{{{2 * int(question.split()[0])}}}")
     with good, ReplayServer(solve) as worse:
         live = run_evaluation(
-            worse.url, [task], data_dir=tmp_path, out=tmp_path / "a", baseline=good.url, repeats=3
+            worse.url,
+            [task],
+            EvaluateOptions(data_dir=tmp_path, out=tmp_path / "a", baseline=good.url, repeats=3),
         )
-        run_evaluation(good.url, [task], data_dir=tmp_path, out=tmp_path / "b", repeats=3)
+        run_evaluation(
+            good.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "b", repeats=3)
+        )
         kept = run_evaluation(
             worse.url,
             [task],
-            data_dir=tmp_path,
-            out=tmp_path / "a",
-            baseline=str(tmp_path / "b"),
-            repeats=3,
+            EvaluateOptions(
+                data_dir=tmp_path, out=tmp_path / "a", baseline=str(tmp_path / "b"), repeats=3
+            ),
         )
         other = run_evaluation(
             worse.url,
             [task],
-            data_dir=tmp_path,
-            baseline=str(tmp_path / "b"),
-            repeats=3,
-            generation={"temperature": 0.9},
+            EvaluateOptions(
+                data_dir=tmp_path, baseline=str(tmp_path / "b"), repeats=3, temperature=0.9
+            ),
         )
     comparison = live.tasks["sums"].comparison
     assert comparison is not None
@@ -297,24 +312,24 @@ def test_everything_is_refused_before_a_model_is_asked(task: str, tmp_path: Path
         ({"tasks": []}, "no task"),
         ({"tasks": ["", ""]}, "no task given; name one with --tasks"),
         ({"tasks": [task, ""]}, "a name is empty in --tasks .*sums.yaml,; leave out the comma"),
-        ({"generation": {"temperature": float("inf")}}, "--temperature is inf; use 0"),
-        ({"timeout_s": float("inf")}, "--timeout is inf; give seconds, 1,000,000 at most"),
+        ({"temperature": float("inf")}, "--temperature is inf; use 0"),
+        ({"timeout": float("inf")}, "--timeout is inf; give seconds, 1,000,000 at most"),
         (
             {"api_key": "key\n"},
             "--api-key contains a character that is not valid in an HTTP header",
         ),
         ({"api_key": "ключ"}, "--api-key contains a character"),
         ({"limit": 0}, "--limit is 0"),
-        ({"repeats": 2, "generation": {"temperature": 0.0}}, "greedy"),
+        ({"repeats": 2, "temperature": 0.0}, "greedy"),
         ({"protocol": "lm-eval"}, "does not define protocol"),
         ({"data_dir": tmp_path / "nowhere"}, "not a directory"),
-        ({"export": "helm", "out": tmp_path / "x"}, "--format evalscope"),
+        ({"format": "helm", "out": tmp_path / "x"}, "--format evalscope"),
         ({"baseline": str(tmp_path / "results.json")}, "does not exist"),
         ({"tasks": ["tiny-math"], "margin": 0}, "--margin"),
     ]:
         options = {"tasks": [task], "data_dir": tmp_path, **wrong}
         with pytest.raises(QuantkitError, match=told):
-            run_evaluation(nobody, options.pop("tasks"), **options)
+            run_evaluation(nobody, options.pop("tasks"), EvaluateOptions(**options))
 
 
 def test_a_missing_model_is_found_before_its_baseline_is_run(task: str, tmp_path: Path) -> None:
@@ -324,9 +339,15 @@ def test_a_missing_model_is_found_before_its_baseline_is_run(task: str, tmp_path
             ("no-such-model", "no-such-model does not exist"),
         ]:
             with pytest.raises(QuantkitError, match=told):
-                run_evaluation(model, [task], data_dir=tmp_path, protocol="r1", baseline=server.url)
+                run_evaluation(
+                    model,
+                    [task],
+                    EvaluateOptions(data_dir=tmp_path, protocol="r1", baseline=server.url),
+                )
             with pytest.raises(QuantkitError, match=told):
-                run_evaluation(server.url, [task], data_dir=tmp_path, baseline=model)
+                run_evaluation(
+                    server.url, [task], EvaluateOptions(data_dir=tmp_path, baseline=model)
+                )
         assert server.requests == []
 
 
@@ -342,17 +363,21 @@ def test_running_the_models_programs_needs_consent(tmp_path: Path) -> None:
         lambda question, body: "hm\n</think>\n```python\ndef two():\n    return 2\n```"
     ) as server:
         with pytest.raises(QuantkitError, match="--allow-code-exec"):
-            run_evaluation(server.url, ["humaneval"], data_dir=tmp_path, repeats=1)
+            run_evaluation(server.url, ["humaneval"], EvaluateOptions(data_dir=tmp_path, repeats=1))
         assert server.requests == []
         told = run_evaluation(
-            server.url, ["humaneval"], data_dir=tmp_path, repeats=2, allow_code_exec=True
+            server.url,
+            ["humaneval"],
+            EvaluateOptions(data_dir=tmp_path, repeats=2, allow_code_exec=True),
         ).to_json()
     assert told["sandbox"] in ("namespaces", "rlimits")
     assert told["results"]["humaneval"]["reasons"] == {"passed": 2}
 
 
 def test_a_local_model_answers_in_process(tmp_path: Path) -> None:
-    told = run_evaluation("tiny-r1", ["tiny-math"], limit=4, out=tmp_path / "out").to_json()
+    told = run_evaluation(
+        "tiny-r1", ["tiny-math"], EvaluateOptions(limit=4, out=tmp_path / "out")
+    ).to_json()
     math = told["results"]["tiny-math"]
     assert (math["n"], math["protocol"], math["facts"]["generation"]["temperature"]) == (
         4,
@@ -366,7 +391,7 @@ def test_a_local_model_answers_in_process(tmp_path: Path) -> None:
     assert math["accuracy"] >= 0.5
     assert len(told["identity"]["checkpoint"]) == 64
     again = run_evaluation(
-        str(builtin_model("tiny-r1")), ["tiny-math"], limit=4, out=tmp_path / "out"
+        str(builtin_model("tiny-r1")), ["tiny-math"], EvaluateOptions(limit=4, out=tmp_path / "out")
     )
     assert again.tasks["tiny-math"].reused == 4
 
@@ -380,17 +405,25 @@ def test_another_model_under_the_same_name_is_told_before_anything_is_asked(
     told: list[str] = []
     out = tmp_path / "out"
     with ReplayServer(solve) as before:
-        run_evaluation(before.url, [task], data_dir=tmp_path, out=out, limit=3, repeats=2)
+        run_evaluation(
+            before.url, [task], EvaluateOptions(data_dir=tmp_path, out=out, limit=3, repeats=2)
+        )
     with ReplayServer(other) as now:
         with pytest.raises(
             QuantkitError,
             match=r"replayed is not the model whose 6 replies are stored in .*--trust-kept uses",
         ) as refused:
-            run_evaluation(now.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2)
+            run_evaluation(
+                now.url, [task], EvaluateOptions(data_dir=tmp_path, out=out, limit=4, repeats=2)
+            )
         assert "No idea" in str(refused.value)
         assert asked(now) == []
         own = run_evaluation(
-            now.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2, model_revision="second"
+            now.url,
+            [task],
+            EvaluateOptions(
+                data_dir=tmp_path, out=out, limit=4, repeats=2, model_revision="second"
+            ),
         )
         assert (own.tasks["sums"].reused, own.identity) == (
             0,
@@ -399,11 +432,7 @@ def test_another_model_under_the_same_name_is_told_before_anything_is_asked(
         kept = run_evaluation(
             now.url,
             [task],
-            data_dir=tmp_path,
-            out=out,
-            limit=4,
-            repeats=2,
-            trust_kept=True,
+            EvaluateOptions(data_dir=tmp_path, out=out, limit=4, repeats=2, trust_kept=True),
             notice=told.append,
         )
         assert kept.tasks["sums"].reused == 6
@@ -417,9 +446,7 @@ def test_the_same_model_at_another_address_keeps_its_replies(task: str, tmp_path
             results = run_evaluation(
                 server.url,
                 [task],
-                data_dir=tmp_path,
-                out=tmp_path / "out",
-                limit=3,
+                EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=3),
                 notice=told.append,
             )
     assert (results.tasks["sums"].reused, asked(server)) == (3, [])
@@ -434,9 +461,7 @@ def test_a_server_that_samples_when_asked_greedily_is_told(task: str, tmp_path: 
             run_evaluation(
                 server.url,
                 [task],
-                data_dir=tmp_path,
-                out=tmp_path / "out",
-                limit=3,
+                EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=3),
                 notice=told.append,
             )
     assert any("gives different replies at temperature 0" in said for said in told)
@@ -452,19 +477,23 @@ def test_too_many_errors_leave_no_verdict(task: str, tmp_path: Path) -> None:
 
     with ReplayServer(solve) as whole, ReplayServer(answer) as server:
         good = run_evaluation(
-            whole.url, [task], data_dir=tmp_path, out=tmp_path / "good", repeats=2
+            whole.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "good", repeats=2)
         )
         results = run_evaluation(
             server.url,
             [task],
-            data_dir=tmp_path,
-            out=tmp_path / "out",
-            baseline=str(tmp_path / "good"),
-            repeats=2,
-            concurrency=1,
+            EvaluateOptions(
+                data_dir=tmp_path,
+                out=tmp_path / "out",
+                baseline=str(tmp_path / "good"),
+                repeats=2,
+                concurrency=1,
+            ),
         )
         beside = run_evaluation(
-            whole.url, [task], data_dir=tmp_path, baseline=str(tmp_path / "out"), repeats=2
+            whole.url,
+            [task],
+            EvaluateOptions(data_dir=tmp_path, baseline=str(tmp_path / "out"), repeats=2),
         )
     assert results.tasks["sums"].comparison is None
     assert good.faults == []
@@ -490,7 +519,9 @@ def test_a_refused_context_counts_as_a_miss(task: str, tmp_path: Path) -> None:
 
     with ReplayServer(answer) as server:
         results = run_evaluation(
-            server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=4, concurrency=1
+            server.url,
+            [task],
+            EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=4, concurrency=1),
         )
     told = results.to_json()["results"]["sums"]
     assert (told["n"], told["errors"], told["accuracy"], told["reasons"]["context"]) == (
@@ -510,7 +541,7 @@ def test_a_refused_context_counts_as_a_miss(task: str, tmp_path: Path) -> None:
             match="refused as too long: HTTP 400: maximum context length is 16; lower --max-tokens",
         ),
     ):
-        run_evaluation(refusing.url, [task], data_dir=tmp_path, limit=4)
+        run_evaluation(refusing.url, [task], EvaluateOptions(data_dir=tmp_path, limit=4))
 
 
 def test_a_grown_run_is_looked_at_with_more_care(task: str, tmp_path: Path) -> None:
@@ -520,16 +551,20 @@ def test_a_grown_run_is_looked_at_with_more_care(task: str, tmp_path: Path) -> N
         ) as good,
         ReplayServer(solve) as worse,
     ):
-        run_evaluation(good.url, [task], data_dir=tmp_path, out=tmp_path / "good", repeats=3)
+        run_evaluation(
+            good.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "good", repeats=3)
+        )
         looks = []
         for repeats in (2, 2, 3):
             results = run_evaluation(
                 worse.url,
                 [task],
-                data_dir=tmp_path,
-                out=tmp_path / "out",
-                repeats=repeats,
-                baseline=str(tmp_path / "good"),
+                EvaluateOptions(
+                    data_dir=tmp_path,
+                    out=tmp_path / "out",
+                    repeats=repeats,
+                    baseline=str(tmp_path / "good"),
+                ),
             )
             looks.append(results.tasks["sums"].comparison)
     assert [(look.look, look.level) for look in looks if look] == [(1, 0.95), (1, 0.95), (2, 0.975)]

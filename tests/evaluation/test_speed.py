@@ -169,7 +169,7 @@ def test_engine_grid(tiny_checkpoint: Path) -> None:
         4,
         prompts=["1 + 1", "7"],
         rates=[50.0],
-        requests=5,
+        num_prompts=5,
         limits={"e2el": 1e9},
         warmup=1,
     )
@@ -203,7 +203,7 @@ def test_given_prompts_are_counted_in_tokens(tiny_checkpoint: Path, tmp_path: Pa
     assert command(*asked, "--output-len", "4").code == 0
     refused = command(*asked, "--output-len", "100")
     assert refused.code == 2
-    assert "tokens asked for, the model has 100" in refused.error
+    assert "tokens was requested, the model has 100" in refused.error
 
 
 def test_report_shows_ours_and_the_published_apart(tmp_path: Path) -> None:
@@ -322,9 +322,7 @@ def test_no_prompt_is_sent_twice() -> None:
 
     with FaultyServer(note) as faulty:
         for _ in range(2):
-            measure_grid(
-                EndpointTarget(faulty.url), [24, 48], [1, 3], output_len=2, requests_per_slot=1
-            )
+            measure_grid(EndpointTarget(faulty.url), [24, 48], [1, 3], output_len=2, requests=1)
     assert len(sent) == 2 * 2 * 2 * (1 + 3)
     assert len({words[: len(" time" * 20)] for words in sent}) == len(sent)
 
@@ -361,7 +359,7 @@ def test_a_count_that_is_none_is_the_requests_fault(tokens: Any) -> None:
             QuantkitError, match=r"all 1 .*completion_tokens = .*, which is not a token count"
         ),
     ):
-        measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2, requests=1)
+        measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2, num_prompts=1)
 
 
 @pytest.mark.parametrize("name", sorted(set(WHOLE) - {"gone behind the finish reason"}))
@@ -389,12 +387,12 @@ def test_pieces_that_nobody_counted_are_told() -> None:
             "--warmup",
             "0",
         )
-        row = measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2, requests=3)[0]
+        row = measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2, num_prompts=3)[0]
     assert (row.output_len, row.uncounted) == (2, 3)
     assert "of 2 replies the server told no number of tokens" in " ".join(answer.err.split())
     with FaultyServer(WHOLE["plain"]) as faulty:
         assert (
-            measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2, requests=3)[
+            measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2, num_prompts=3)[
                 0
             ].uncounted
             == 0

@@ -24,23 +24,23 @@ MOST = 4
 """Requests that run together."""
 
 
-def load(path: Path, *, ahead: bool, num_drafts: int = 0, **options: Any) -> Engine:
+def load(path: Path, *, ahead: bool, draft_length: int = 0, **options: Any) -> Engine:
     engine = Engine.load(
         path,
         device="cpu",
         dtype="float32",
         max_batch=MOST,
         max_model_len=256,
-        num_drafts=num_drafts,
+        draft_length=draft_length,
         **options,
     )
     engine.runner = Runner(engine.loaded.model, engine.cache, in_place)
     engine.runner._may_launch_async = ahead
     assert isinstance(engine.scheduler, Scheduler)
-    engine.scheduler.lookahead = max(num_drafts, 1)
-    if num_drafts:
+    engine.scheduler.lookahead = max(draft_length, 1)
+    if draft_length:
         engine.speculation = Speculation(
-            MtpDrafter(engine.loaded.mtp_layers[0], engine.runner, num_drafts, engine.parallel), 0
+            MtpDrafter(engine.loaded.mtp_layers[0], engine.runner, draft_length, engine.parallel), 0
         )
     return engine
 
@@ -185,7 +185,7 @@ def test_no_token_changes_with_drafts(
     launched: other steps check them then."""
     found, kept = [], []
     for ahead in (False, True):
-        engine = load(easy_checkpoint, ahead=ahead, num_drafts=drafts, cache_tokens=768)
+        engine = load(easy_checkpoint, ahead=ahead, draft_length=drafts, cache_tokens=768)
         engine.scheduler.budget = StepBudget(96, 32, mixed)
         found.append(answers(engine, count=12, seed=seed))
         kept.append((engine.speculation.acceptance.accepted, engine.speculation.acceptance.drafted))
@@ -244,7 +244,7 @@ def test_drafting_starts_and_stops(
     found = []
     for ahead in (False, True):
         guesses.append([])
-        steps[0], engine = 0, load(tiny_checkpoint, ahead=ahead, num_drafts=2)
+        steps[0], engine = 0, load(tiny_checkpoint, ahead=ahead, draft_length=2)
         params = SamplingParams(max_new_tokens=32, ignore_eos=True)
         sequences = [engine.submit([9 + 5 * index, 3], params, index) for index in range(3)]
         while engine.has_work:

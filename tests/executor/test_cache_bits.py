@@ -12,6 +12,7 @@ from torch import Tensor
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.generators.local import Local
+from quantkit.evaluation.options import PerplexityOptions
 from quantkit.evaluation.speed.engine import open_target
 from quantkit.executor.cache.cache import cache_dtype
 from quantkit.executor.engine import Engine
@@ -94,7 +95,7 @@ def test_through_the_cache_tokens_attend_to_its_codes(path: Path, cache: str) ->
 
 @KINDS
 @pytest.mark.parametrize(
-    "options", [{"prefix_cache": True}, {"prefill_tokens": 9, "cache_tokens": 320}], ids=str
+    "options", [{"prefix_cache": True}, {"chunk_tokens": 9, "cache_tokens": 320}], ids=str
 )
 def test_tokens_are_the_same_however_they_were_scheduled(
     path: Path, cache: str, options: dict[str, int]
@@ -104,7 +105,7 @@ def test_tokens_are_the_same_however_they_were_scheduled(
 
 @KINDS
 def test_drafts_change_no_token(tiny_checkpoint: Path, cache: str) -> None:
-    assert tokens(tiny_checkpoint, cache, num_drafts=2) == tokens(tiny_checkpoint, cache)
+    assert tokens(tiny_checkpoint, cache, draft_length=2) == tokens(tiny_checkpoint, cache)
 
 
 def test_two_ranks_have_the_same_tokens_as_one(grouped: Path) -> None:
@@ -140,8 +141,10 @@ def test_bytes_of_models_that_are_served() -> None:
 @KINDS
 def test_perplexity_tells_what_the_cache_costs(path: Path, cache: str) -> None:
     text = [torch.tensor(ids) for ids in PROMPTS]
-    same = measure(str(path), text, baseline=str(path), device="cpu")
-    coded = measure(str(path), text, baseline=str(path), device="cpu", cache=cache)
+    same = measure(str(path), text, PerplexityOptions(baseline=str(path), device="cpu"))
+    coded = measure(
+        str(path), text, PerplexityOptions(baseline=str(path), device="cpu", cache=cache)
+    )
     assert same.kl == 0
     assert coded.kl is not None
     assert 0 < coded.kl < 0.05
@@ -192,9 +195,13 @@ def test_channels_are_of_one_size_in_the_cache(
             prompts, CausalContext(lengths)
         )
         assert torch.equal(even.model(prompts, CausalContext(lengths)), plain)
-    found = measure(str(source), text, baseline=str(source), device="cpu", cache="int8").kl
+    found = measure(
+        str(source), text, PerplexityOptions(baseline=str(source), device="cpu", cache="int8")
+    ).kl
     monkeypatch.setattr(load, "equalize_kv_channels", lambda *_: None)
-    before = measure(str(source), text, baseline=str(source), device="cpu", cache="int8").kl
+    before = measure(
+        str(source), text, PerplexityOptions(baseline=str(source), device="cpu", cache="int8")
+    ).kl
     assert found is not None
     assert before is not None
     assert found < 0.2 * before
@@ -202,7 +209,7 @@ def test_channels_are_of_one_size_in_the_cache(
 
 @pytest.fixture
 def local(grouped: Path) -> Iterator[Local]:
-    model = Local(grouped, name="grouped", concurrency=1, device="cpu", cache="fp8")
+    model = Local(EngineOptions(grouped, max_batch=1, device="cpu", cache="fp8"), name="grouped")
     yield model
     model.close()
 
@@ -223,13 +230,5 @@ def test_what_there_is_not_is_refused(grouped: Path) -> None:
     ):
         load_model(grouped, device="cpu", cache="int4")
     with pytest.raises(QuantkitError, match="applies to a model loaded here"):
-        open_target(
-            "http://127.0.0.1:1",
-            max_batch=1,
-            input_len=4,
-            output_len=4,
-            device="cpu",
-            backend="auto",
-            cache="int8",
-        )
+        open_target("http://127.0.0.1:1", EngineOptions(cache="int8"), input_len=4, output_len=4)
     assert cache_dtype(None) is None

@@ -23,7 +23,7 @@ def nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         *(
             {name: value}
-            for name in ("max_batch", "max_model_len", "cache_tokens", "prefill_tokens", "tp", "dp")
+            for name in ("max_batch", "max_model_len", "cache_tokens", "chunk_tokens", "tp", "dp")
             for value in (0, -3)
         ),
         *({"max_batch": value} for value in (2.5, "8", True)),

@@ -24,33 +24,33 @@ cache keeps 16, and experts that score alike change places. In 228 such runs ove
 0.0043 at most, here 0.013, and no token was another."""
 CASES: dict[str, tuple[dict[str, Any], StepBudget]] = {
     "llama": (
-        {"prefill_tokens": 13, "prefix_cache": True},
+        {"chunk_tokens": 13, "prefix_cache": True},
         StepBudget(130, 16, mixed=True, doubles_at=50),
     ),
-    "gpt_oss": ({"prefill_tokens": 97, "num_looked_up": 4}, StepBudget(97, 33, mixed=True)),
+    "gpt_oss": ({"chunk_tokens": 97, "prompt_lookup": 4}, StepBudget(97, 33, mixed=True)),
     "mistral": (
-        {"prefill_tokens": 33, "prefix_cache": True, "cache_tokens": 512},
+        {"chunk_tokens": 33, "prefix_cache": True, "cache_tokens": 512},
         StepBudget(64, 50, doubles_at=200),
     ),
-    "qwen3_moe": ({"prefill_tokens": 200, "cache_tokens": 512}, StepBudget(200, 8, mixed=True)),
-    "qwen3_next": ({"prefill_tokens": 65}, StepBudget(65, 16, mixed=True, doubles_at=100)),
+    "qwen3_moe": ({"chunk_tokens": 200, "cache_tokens": 512}, StepBudget(200, 8, mixed=True)),
+    "qwen3_next": ({"chunk_tokens": 65}, StepBudget(65, 16, mixed=True, doubles_at=100)),
     "hy_v3": (
-        {"num_drafts": 2, "prefix_cache": True},
+        {"draft_length": 2, "prefix_cache": True},
         StepBudget(300, 96, mixed=True, doubles_at=50),
     ),
     "deepseek_v3": (
-        {"num_drafts": 1, "prefix_cache": True, "cache_tokens": 512},
+        {"draft_length": 1, "prefix_cache": True, "cache_tokens": 512},
         StepBudget(130, 50, mixed=True),
     ),
     "deepseek_v32": (
-        {"prefill_tokens": 33, "prefix_cache": True},
+        {"chunk_tokens": 33, "prefix_cache": True},
         StepBudget(33, 33, mixed=True, doubles_at=200),
     ),
     "pangu_ultra_moe": (
-        {"prefill_tokens": 97, "prefix_cache": True},
+        {"chunk_tokens": 97, "prefix_cache": True},
         StepBudget(97, 33, mixed=True),
     ),
-    "openpangu_v2": ({"prefill_tokens": 65}, StepBudget(65, 16, mixed=True)),
+    "openpangu_v2": ({"chunk_tokens": 65}, StepBudget(65, 16, mixed=True)),
 }
 
 

@@ -123,12 +123,12 @@ def test_what_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_of_answers_are_exact() -> None:
     """However many guesses they check; and no sum of few rows is coded."""
     options = EngineOptions(
-        Path("model"), max_batch=20, num_drafts=1, num_looked_up=3, tp=2, collectives="int8"
+        Path("model"), max_batch=20, draft_length=1, prompt_lookup=3, tp=2, collectives="int8"
     )
     sums = CodedSums(torch.int8, 2, options.answer_rows)
     assert not sums.takes(torch.zeros(80, GROUP))
     assert sums.takes(torch.zeros(81, GROUP))
-    few = CodedSums(torch.int8, 2, replace(options, max_batch=1, num_looked_up=0).answer_rows)
+    few = CodedSums(torch.int8, 2, replace(options, max_batch=1, prompt_lookup=0).answer_rows)
     assert not few.takes(torch.zeros(LEAST_ROWS - 1, GROUP))
     assert few.takes(torch.zeros(LEAST_ROWS, GROUP))
 

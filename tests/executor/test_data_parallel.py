@@ -30,6 +30,7 @@ from quantkit.executor.scheduler.sequence import Completion, Sequence
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import find_scheme
 from quantkit.models.stored_parameters import read_model
+from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -53,14 +54,14 @@ def load(path: Path, dp: int, **options: object) -> Engine:
         "max_model_len": 192,
         "cache_tokens": 256 * dp,
         "prefix_cache": True,
-        "num_looked_up": 2,
+        "prompt_lookup": 2,
     }
     return Engine.load(
         path,
         device="cpu",
         dtype="float32",
         max_batch=2 * dp,
-        prefill_tokens=32 * dp,
+        chunk_tokens=32 * dp,
         dp=dp,
         **cache,
         **options,
@@ -112,9 +113,8 @@ def test_grouped_query_attention_with_experts_alone(tmp_path: Path) -> None:
 
     def answers(parallel: Parallel) -> list[list[int]]:
         loaded = load_model(path, device="cpu", dtype="float32", expert_parallel=parallel)
-        engine = Engine(
-            loaded, ChatTokenizer(path), CachePlan(9, 64, 192), max_batch=4, prefill_tokens=64
-        )
+        options = EngineOptions(path, max_batch=4, chunk_tokens=64)
+        engine = Engine(loaded, ChatTokenizer(path), CachePlan(9, 64, 192), options)
         engine.runner = Runner(
             loaded.model, engine.cache, lambda step, _: step, experts=loaded.weights.expert_ranks
         )
@@ -149,7 +149,9 @@ def test_memory_is_counted_as_it_is_held(tiny_checkpoint: Path) -> None:
     assert whole.nbytes - half.nbytes == pytest.approx(experts * 4 / 2, rel=0.01), "float32"
     assert half.cache_token_bytes == whole.cache_token_bytes
     one, two = (
-        plan(tiny_checkpoint, find_scheme("awq-w4a16"), devices="2x64GiB", dp=dp).devices
+        plan(
+            tiny_checkpoint, find_scheme("awq-w4a16"), PlanOptions(devices="2x64GiB", dp=dp)
+        ).devices
         for dp in (1, 2)
     )
     assert one.cache_bytes_per_token == two.cache_bytes_per_token
@@ -164,8 +166,8 @@ def test_memory_is_counted_as_it_is_held(tiny_checkpoint: Path) -> None:
     [
         ({"tp": 2}, "--dp 2 does not go with --tp"),
         (
-            {"num_drafts": 1, "count_experts": True},
-            "--dp 2 does not go with --drafts, --count-experts",
+            {"draft_length": 1, "count_experts": True},
+            "--dp 2 does not go with --draft-length, --count-experts",
         ),
         ({"collectives": "int8"}, "--collectives int8 is for several ranks"),
     ],
@@ -183,9 +185,9 @@ def test_models_whose_experts_cannot_be_shared(tiny_checkpoint: Path, tmp_path: 
     ):
         load_model(tiny_checkpoint, device="cpu", expert_parallel=Parallel(0, 3))
     with pytest.raises(QuantkitError, match="layer 1 has 8 routed experts"):
-        plan(tiny_checkpoint, find_scheme("awq-w4a16"), devices="3x64GiB", dp=3)
+        plan(tiny_checkpoint, find_scheme("awq-w4a16"), PlanOptions(devices="3x64GiB", dp=3))
     with pytest.raises(QuantkitError, match="--dp 4 is for as many devices, and there are 2"):
-        plan(tiny_checkpoint, find_scheme("awq-w4a16"), devices="2x64GiB", dp=4)
+        plan(tiny_checkpoint, find_scheme("awq-w4a16"), PlanOptions(devices="2x64GiB", dp=4))
     config, tensors = good_checkpoints.models()["qwen3"]
     dense = make_model.write_dense(tmp_path / "dense", config, tensors)
     with pytest.raises(QuantkitError, match="no routed experts, which --dp 2 shares out"):
@@ -196,7 +198,7 @@ def test_a_request_goes_where_it_is_expected_soonest() -> None:
     """To the rank with the fewest requests; of those, to the one that knows its beginning."""
     plan = CachePlan(9, 4, 32)
     homes = DataParallelScheduler(
-        3, lambda: Scheduler(plan, max_batch=2, prefill_tokens=8, prefix_cache=True)
+        3, lambda: Scheduler(plan, max_batch=2, chunk_tokens=8, prefix_cache=True)
     )
 
     def request(first: int) -> Sequence:

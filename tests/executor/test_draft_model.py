@@ -88,7 +88,7 @@ def test_tokens_are_those_of_plain_decoding(
 ) -> None:
     """Greedy and sampled, in a batch, prompts in chunks. A draft model that is the model itself is
     always right."""
-    engine = load(models[target], models[draft], num_drafts=3, prefill_tokens=19)
+    engine = load(models[target], models[draft], draft_length=3, chunk_tokens=19)
     engine.scheduler.budget = StepBudget(19, 7, mixed=True)
     assert tokens(engine, MIXED) == plain[target]
     assert least <= measured(engine) <= most
@@ -112,7 +112,7 @@ def test_prefixes_and_preemption_keep_both_caches_in_step(models: dict[str, Path
     engine = load(
         models["qwen3"],
         models["qwen3"],
-        num_drafts=2,
+        draft_length=2,
         prefix_cache=True,
         max_model_len=256,
         cache_tokens=448,
@@ -133,7 +133,7 @@ def test_after_a_pause_guesses_are_as_good(
     """Answers are not read while nothing is guessed, and are read before the next guess, or before
     their blocks are others'."""
     engine = load(
-        models["qwen3"], models["qwen3"], num_drafts=2, prefix_cache=True, max_model_len=256
+        models["qwen3"], models["qwen3"], draft_length=2, prefix_cache=True, max_model_len=256
     )
     expected = tokens(load(models["qwen3"], max_model_len=256), GREEDY)
     for most_read in (8, 1024):
@@ -156,7 +156,7 @@ def test_sequences_beyond_the_backlog_are_not_drafted_for(
     the same."""
     monkeypatch.setattr("quantkit.executor.speculation.draft_model._MAX_CATCH_UP", 8)
     engine, asked = (
-        load(models["qwen3"], models["qwen3"], num_drafts=2),
+        load(models["qwen3"], models["qwen3"], draft_length=2),
         SamplingParams(max_new_tokens=60, ignore_eos=True),
     )
     drafter: Any = engine.speculation.drafter
@@ -199,7 +199,7 @@ def test_nothing_is_guessed_behind_the_draft_models_positions(
         return extend(self, chosen, now)
 
     monkeypatch.setattr(Sequence, "extend", kept)
-    engine = load(models["qwen3"], models["near"], num_drafts=3)
+    engine = load(models["qwen3"], models["near"], draft_length=3)
     assert tokens(engine, MIXED) == plain["qwen3"]
     assert max(guessed) == 47
     assert max(len(prompt) for prompt in PROMPTS) > 48
@@ -210,7 +210,7 @@ def test_captured_steps_change_no_token(
 ) -> None:
     """Guesses in static buffers, as graphs have them; the results of a pass lie where the next one
     of its size leaves its own."""
-    engine = load(models["qwen3"], models["near"], num_drafts=3)
+    engine = load(models["qwen3"], models["near"], draft_length=3)
     draft = load_model(models["qwen3"], device="cpu", dtype="float32")
     drafter = make_drafter(
         draft, engine.loaded, engine.plan, engine.runner, 3, SINGLE, shared=False, capture=in_place
@@ -238,19 +238,13 @@ def test_two_ranks_guess_as_one(
             max_model_len=128,
             max_batch=4,
             draft=models["qwen3"],
+            draft_length=3,
+            prompt_lookup=2,
+            chunk_tokens=31,
         )
         draft = load_draft(models["qwen3"], loaded, options)
         cache = plan_kv_cache(loaded, options, draft)
-        engine = Engine(
-            loaded,
-            ChatTokenizer(models["qwen3"]),
-            cache,
-            max_batch=4,
-            prefill_tokens=31,
-            num_drafts=3,
-            num_looked_up=2,
-            draft=draft,
-        )
+        engine = Engine(loaded, ChatTokenizer(models["qwen3"]), cache, options, draft)
         if parallel.rank:
             follow(engine)
             return [draft.nbytes, loaded.nbytes]

@@ -36,10 +36,10 @@ def tokens(engine: Engine, params: SamplingParams | list[SamplingParams]) -> lis
     ]
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize("draft_length", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_tokens_are_those_of_plain_decoding(
-    easy_checkpoint: Path, num_drafts: int, temperature: float
+    easy_checkpoint: Path, draft_length: int, temperature: float
 ) -> None:
     params = [
         SamplingParams(
@@ -47,7 +47,7 @@ def test_tokens_are_those_of_plain_decoding(
         )
         for i in range(6)
     ]
-    drafting = load(easy_checkpoint, num_drafts=num_drafts)
+    drafting = load(easy_checkpoint, draft_length=draft_length)
     assert tokens(drafting, params) == tokens(load(easy_checkpoint), params)
     assert 0.2 < drafting.speculation.acceptance.rate < 1, (
         "all or no guesses are right: the test tests half"
@@ -73,7 +73,7 @@ def test_guesses_are_the_same_however_they_are_computed(
 
     monkeypatch.setattr(Parallel, "agree", counted)
     for kind in ("waits", "chain", "captured"):
-        engine = load(easy_checkpoint, num_drafts=3)
+        engine = load(easy_checkpoint, draft_length=3)
         if kind == "captured":
             engine.runner = Runner(engine.loaded.model, engine.cache, lambda step, _: step)
             engine.speculation = Speculation(
@@ -148,7 +148,7 @@ def test_behind_a_step_the_layer_goes_on_with_the_newest_rows_alone(
     easy_checkpoint: Path, captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its cache gets all of them; experts and head are asked for one row of a sequence."""
-    engine = load(easy_checkpoint, num_drafts=2)
+    engine = load(easy_checkpoint, draft_length=2)
     if captured:
         engine.runner = Runner(engine.loaded.model, engine.cache, lambda step, _: step)
         engine.speculation = Speculation(
@@ -196,7 +196,7 @@ def test_places_that_are_nobodys_lie_in_block_0() -> None:
 
 
 def test_guesses_save_steps(easy_checkpoint: Path) -> None:
-    engine = load(easy_checkpoint, num_drafts=2)
+    engine = load(easy_checkpoint, draft_length=2)
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)
     sequence = engine.submit(PROMPTS[0], params)
     steps = 0
@@ -211,7 +211,7 @@ def test_with_chunks_preemption_stops_and_the_end_of_the_context(easy_checkpoint
     plain = load(easy_checkpoint)
     long = SamplingParams(max_new_tokens=250, ignore_eos=True)
     expected = tokens(plain, long)
-    tight = load(easy_checkpoint, num_drafts=3, cache_tokens=320, prefill_tokens=7)
+    tight = load(easy_checkpoint, draft_length=3, cache_tokens=320, chunk_tokens=7)
     assert tokens(tight, long) == expected
     assert tight.scheduler.num_preempted > 0
     assert tight.scheduler.allocator.num_free == tight.scheduler.allocator.num_blocks
@@ -224,7 +224,7 @@ def test_with_chunks_preemption_stops_and_the_end_of_the_context(easy_checkpoint
 def test_logprobs_belong_to_the_kept_tokens(easy_checkpoint: Path) -> None:
     params = SamplingParams(max_new_tokens=15, logprobs=1, ignore_eos=True)
     plain, drafting = (
-        next(iter(load(easy_checkpoint, num_drafts=n).generate(PROMPTS[:1], params)))
+        next(iter(load(easy_checkpoint, draft_length=n).generate(PROMPTS[:1], params)))
         for n in (0, 2)
     )
     assert drafting.logprobs is not None
@@ -238,7 +238,7 @@ def test_guesses_follow_the_mtp_layer(tiny_checkpoint: Path) -> None:
     """The first guess is the argmax of a plain causal pass of the layer over the whole prompt."""
     from quantkit.models.context import CausalContext
 
-    engine = load(tiny_checkpoint, num_drafts=1)
+    engine = load(tiny_checkpoint, draft_length=1)
     sequence = engine.submit(PROMPTS[2], SamplingParams(max_new_tokens=9, ignore_eos=True))
     engine.step()
     with torch.inference_mode():
@@ -255,7 +255,7 @@ def test_a_model_without_the_layer_is_refused(tmp_path: Path) -> None:
     config = make_model.tiny_config(num_nextn_predict_layers=0)
     make_model.write_dense(tmp_path / "none", config, make_model.random_tensors(config))
     with pytest.raises(QuantkitError, match="no MTP layer"):
-        load(tmp_path / "none", num_drafts=1)
+        load(tmp_path / "none", draft_length=1)
     make_model.write_dense(
         tmp_path / "dropped", make_model.tiny_config(), make_model.random_tensors(config)
     )
@@ -263,4 +263,4 @@ def test_a_model_without_the_layer_is_refused(tmp_path: Path) -> None:
         QuantkitError,
         match="promises MTP layer 3, of which no tensor is stored: left out; run without drafts",
     ):
-        load(tmp_path / "dropped", num_drafts=1)
+        load(tmp_path / "dropped", draft_length=1)

@@ -198,7 +198,7 @@ def test_the_first_guess_is_that_of_the_published_forward(
     """Two prompts, one of them in chunks; layers 2, 4 and 5 of eight are read, as their inputs
     come."""
     engine = load(
-        models["target"], models[head], num_drafts=1, prefill_tokens=50, max_model_len=256
+        models["target"], models[head], draft_length=1, chunk_tokens=50, max_model_len=256
     )
     tensors, model = random_head(), engine.loaded.model
     assert model.aux_layers == (2, 4, 5)
@@ -231,15 +231,15 @@ def test_tokens_are_those_of_plain_decoding(
     engine = load(
         models["target"],
         models["knowing"],
-        num_drafts=3,
-        prefill_tokens=29,
+        draft_length=3,
+        chunk_tokens=29,
         prefix_cache=True,
         cache_tokens=320,
     )
     for _ in range(2):
         assert tokens(engine, MIXED) == plain
         assert 0.4 < measured(engine) < 0.99
-    rarely = load(models["target"], models["random"], num_drafts=3)
+    rarely = load(models["target"], models["random"], draft_length=3)
     assert tokens(rarely, MIXED[:2], PROMPTS[:2]) == plain[:2]
     assert measured(rarely) < 0.1
 
@@ -253,12 +253,17 @@ def test_two_ranks_guess_as_one(
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         parallel._open_channel(torch.device("cpu"))
         loaded = load_model(models["target"], device="cpu", dtype="float32", parallel=parallel)
-        options = EngineOptions(models["target"], device="cpu", max_model_len=128, max_batch=4)
+        options = EngineOptions(
+            models["target"],
+            device="cpu",
+            max_model_len=128,
+            max_batch=4,
+            chunk_tokens=31,
+            draft_length=2,
+        )
         head = load_eagle_head(models["knowing"], loaded, options)
         tokenizer, cache = ChatTokenizer(models["target"]), plan_kv_cache(loaded, options, head)
-        engine = Engine(
-            loaded, tokenizer, cache, max_batch=4, prefill_tokens=31, num_drafts=2, draft=head
-        )
+        engine = Engine(loaded, tokenizer, cache, options, head)
         if parallel.rank:
             follow(engine)
             return []
@@ -277,7 +282,7 @@ def test_further_guesses_read_its_own_output(
     """In static buffers, as graphs have them, its own and the model's, guesses are as good as
     without, and as many right in a row."""
     monkeypatch.setattr(prefill_graphs, "RUNS_BEFORE_CAPTURE", 1)
-    eager, static = (load(models["target"], models["knowing"], num_drafts=3) for _ in range(2))
+    eager, static = (load(models["target"], models["knowing"], draft_length=3) for _ in range(2))
     head = load_eagle_head(models["knowing"], static.loaded, EngineOptions(models["target"]))
     static.runner = Runner(static.loaded.model, static.cache, in_place)
     drafter = head.drafter(static.plan, static.runner, 3, static.parallel, in_place)
@@ -292,7 +297,7 @@ def test_further_guesses_read_its_own_output(
 
 def test_its_memory_is_planned(models: dict[str, Path]) -> None:
     sizes = draft_sizes(Checkpoint.open(models["knowing"]))
-    engine = load(models["target"], models["knowing"], num_drafts=3)
+    engine = load(models["target"], models["knowing"], draft_length=3)
     assert sizes.token_bytes == 2 * 2 * HIDDEN
     assert sizes.weight_bytes == sum(tensor.nbytes for tensor in knowing_head().values())
     assert engine.speculation.drafter is not None

@@ -88,7 +88,7 @@ def test_chunked_prefill_and_preemption_change_nothing(
         max_batch=8,
         max_model_len=128,
         cache_tokens=320,
-        prefill_tokens=9,
+        chunk_tokens=9,
     )
     done = run(tight, prompts, params)
     assert tight.scheduler.num_preempted > 0, (

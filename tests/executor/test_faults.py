@@ -27,7 +27,7 @@ BAD = 2
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["plain", "drafts"])
 def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
-    options: dict[str, Any] = {"num_drafts": request.param, "prefix_cache": True}
+    options: dict[str, Any] = {"draft_length": request.param, "prefix_cache": True}
     return Engine.load(
         tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256, **options
     )

@@ -54,7 +54,12 @@ def test_json_fits_its_schema_with_drafts_and_without(
         assert value["city"] in ("Oslo", "Rome")
         assert 1 <= value["days"] <= 14
     drafting = Engine.load(
-        tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256, num_drafts=2
+        tiny_checkpoint,
+        device="cpu",
+        dtype="float32",
+        max_batch=4,
+        max_model_len=256,
+        draft_length=2,
     )
     assert answers(drafting, **asked) == found
     assert drafting.speculation.acceptance.drafted > 0
@@ -211,7 +216,7 @@ def test_thinking_is_closed_before_an_answer_that_is_held_ends(
         dtype="float32",
         max_batch=4,
         max_model_len=256,
-        num_drafts=drafts,
+        draft_length=drafts,
     )
     end, eos = engine.tokenizer.end_think, next(iter(engine.tokenizer.eos_ids))
     assert end is not None

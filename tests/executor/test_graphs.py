@@ -48,15 +48,22 @@ def refuse(step: Step, lengths: list[int]) -> Step:
         raise RuntimeError("operation failed due to a previous error during capture")
 
 
-def load(path: Path, capture: Capture | None, num_drafts: int = 0) -> Engine:
+def load(path: Path, capture: Capture | None, draft_length: int = 0) -> Engine:
     engine = Engine.load(
-        path, device="cpu", dtype="float32", max_batch=8, max_model_len=256, num_drafts=num_drafts
+        path,
+        device="cpu",
+        dtype="float32",
+        max_batch=8,
+        max_model_len=256,
+        draft_length=draft_length,
     )
     if capture is not None:
         engine.runner = Runner(engine.loaded.model, engine.cache, capture)
         if engine.speculation.drafter is not None:
             engine.speculation = Speculation(
-                MtpDrafter(engine.loaded.mtp_layers[0], engine.runner, num_drafts, engine.parallel),
+                MtpDrafter(
+                    engine.loaded.mtp_layers[0], engine.runner, draft_length, engine.parallel
+                ),
                 0,
             )
     return engine
@@ -91,13 +98,13 @@ def expected(tiny_checkpoint: Path) -> list[list[int]]:
     return tokens(engine)
 
 
-@pytest.mark.parametrize("num_drafts", [0, 2])
+@pytest.mark.parametrize("draft_length", [0, 2])
 def test_static_buffers_change_no_token(
-    tiny_checkpoint: Path, expected: list[list[int]], num_drafts: int
+    tiny_checkpoint: Path, expected: list[list[int]], draft_length: int
 ) -> None:
     """Batches of 1 to 8 (24 rows with drafts) shrink and grow, greedy and sampled, through padded
     steps."""
-    engine = load(tiny_checkpoint, in_place, num_drafts)
+    engine = load(tiny_checkpoint, in_place, draft_length)
     assert tokens(engine) == expected
     assert engine.runner.why_eager == ""
     assert {rows for rows, _ in engine.runner.draw._sizes} >= {4, 8}, "draws are captured too"

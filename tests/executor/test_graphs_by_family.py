@@ -62,7 +62,7 @@ def test_a_step_has_no_traffic_with_the_host(name: str, tmp_path: Path) -> None:
         config.get("num_nextn_predict_layers", 0),
     )
     engine = Engine.load(
-        path, device="cpu", dtype="float32", max_batch=3, max_model_len=128, num_drafts=drafts
+        path, device="cpu", dtype="float32", max_batch=3, max_model_len=128, draft_length=drafts
     )
     engine.runner = Runner(engine.loaded.model, engine.cache, watched)
     engine.runner.prefill_runner._capture = None

@@ -144,8 +144,8 @@ def test_with_drafts_chunks_and_shared_prefixes_it_is_the_same(
         dtype="float32",
         max_batch=4,
         max_model_len=256,
-        num_drafts=2,
-        prefill_tokens=31,
+        draft_length=2,
+        chunk_tokens=31,
         prefix_cache=True,
     )
     for params in (

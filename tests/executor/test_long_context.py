@@ -56,7 +56,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_and_gives_everything_back(
         max_model_len=INPUT + OUTPUT,
         cache_tokens=None,
     )
-    scheduler = Scheduler(plan, max_batch=1, prefill_tokens=CHUNK)
+    scheduler = Scheduler(plan, max_batch=1, chunk_tokens=CHUNK)
     params = SamplingParams(max_new_tokens=3, ignore_eos=True)
     sequence = Sequence(
         0, [5] * INPUT, params, ChatTokenizer(tiny_dense_checkpoint), INPUT + OUTPUT, streams=False

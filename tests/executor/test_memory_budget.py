@@ -117,7 +117,7 @@ def test_the_cache_leaves_room_and_nothing_is_refused_for_it(
     free(monkeypatch, whole)
     plan = plan_kv_cache(loaded, options)
     assert abs(whole - needed - (plan.num_blocks - 1) * per_block) < 2 * per_block
-    chosen = plan_kv_cache(loaded, replace(options, prefill_tokens=4096))
+    chosen = plan_kv_cache(loaded, replace(options, chunk_tokens=4096))
     assert abs(0.9 * whole - (chosen.num_blocks - 1) * per_block) < 2 * per_block
     few = 3 * needed  # a third of it for steps would be too much
     free(monkeypatch, few)

@@ -44,7 +44,7 @@ def tokens(engine: Engine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_drafts": 2, "prefix_cache": True, "cache_tokens": 512}]
+    "options", [{}, {"draft_length": 2, "prefix_cache": True, "cache_tokens": 512}]
 )
 def test_tokens_are_those_of_passes_apart(
     tiny_checkpoint: Path, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
@@ -341,7 +341,7 @@ def test_what_is_measured_is_a_budget(tiny_checkpoint: Path) -> None:
     assert found.prefill_only == 1024
     assert 32 <= found.with_decodes <= 1024
     asked = load(
-        tiny_checkpoint, measure_steps=True, prefill_tokens=48, max_model_len=256
+        tiny_checkpoint, measure_steps=True, chunk_tokens=48, max_model_len=256
     ).scheduler.budget
     assert (asked.prefill_only, asked.with_decodes) == (48, 48)
     alone = prefill_tuner.measure(engine.runner, SINGLE, StepBudget(512, 512), 1, fixed_chunk=False)

@@ -79,7 +79,7 @@ def _check_sockets(tp: int) -> None:
     assert {ip.removeprefix("::ffff:") for ip in listening} <= {"127.0.0.1", "::1"}
 
 
-def load(path: Path, tp: int, num_drafts: int = 0) -> Engine:
+def load(path: Path, tp: int, draft_length: int = 0) -> Engine:
     return Engine.load(
         path,
         device="cpu",
@@ -87,7 +87,7 @@ def load(path: Path, tp: int, num_drafts: int = 0) -> Engine:
         max_batch=4,
         max_model_len=256,
         tp=tp,
-        num_drafts=num_drafts,
+        draft_length=draft_length,
     )
 
 
@@ -95,12 +95,12 @@ def run(engine: Engine) -> list[Completion]:
     return sorted(engine.generate(PROMPTS, PARAMS), key=lambda completion: completion.index)
 
 
-@pytest.mark.parametrize(("tp", "num_drafts"), [(2, 1), (4, 0)])
-def test_ranks_together_are_one(tiny_checkpoint: Path, tp: int, num_drafts: int) -> None:
+@pytest.mark.parametrize(("tp", "draft_length"), [(2, 1), (4, 0)])
+def test_ranks_together_are_one(tiny_checkpoint: Path, tp: int, draft_length: int) -> None:
     """Greedy and sampled tokens identical, log-probabilities to float tolerance; a request left
     early stops on every rank."""
     alone = run(load(tiny_checkpoint, 1))
-    engine = load(tiny_checkpoint, tp, num_drafts)
+    engine = load(tiny_checkpoint, tp, draft_length)
     stream = engine.stream(PROMPTS[0], PARAMS[0])
     next(stream)
     stream.close()
@@ -121,7 +121,7 @@ def test_ranks_together_are_one(tiny_checkpoint: Path, tp: int, num_drafts: int)
         assert max(differences) < 0.02, (
             "the cache is bfloat16: sums in another order may round to its other neighbour"
         )
-    assert engine.loaded.nbytes < load(tiny_checkpoint, 1, num_drafts).loaded.nbytes * (
+    assert engine.loaded.nbytes < load(tiny_checkpoint, 1, draft_length).loaded.nbytes * (
         0.7 if tp == 2 else 0.5
     )
 
@@ -150,7 +150,10 @@ def test_a_rank_that_dies_is_named_within_seconds(tiny_checkpoint: Path) -> None
             "2 or 4",
         ),
         ({"dp": 3}, "layer 1 has 8 routed experts, which 3 ranks cannot share evenly"),
-        ({"tp": 2, "max_model_len": 10**6}, "context of 1000000 tokens asked for, the model has"),
+        (
+            {"tp": 2, "max_model_len": 10**6},
+            "context of 1000000 tokens was requested, the model has",
+        ),
         ({"tp": 2, "max_model_len": 1}, "a context of 1 has no room for a prompt and an answer"),
     ],
 )

@@ -62,7 +62,7 @@ def in_place(step: Callable[[], object], lengths: list[int]) -> Callable[[], obj
 
 
 def load(
-    path: Path, capture: Capture | None, num_drafts: int = 0, budget: StepBudget | None = None
+    path: Path, capture: Capture | None, draft_length: int = 0, budget: StepBudget | None = None
 ) -> Engine:
     engine = Engine.load(
         path,
@@ -70,7 +70,7 @@ def load(
         dtype="float32",
         max_batch=4,
         max_model_len=320,
-        num_drafts=num_drafts,
+        draft_length=draft_length,
         prefix_cache=True,
     )
     if capture is not None:
@@ -79,7 +79,9 @@ def load(
         engine.runner.prefill_runner.keep_all_hidden = keep_all_hidden
         if engine.speculation.drafter is not None:
             engine.speculation = Speculation(
-                MtpDrafter(engine.loaded.mtp_layers[0], engine.runner, num_drafts, engine.parallel),
+                MtpDrafter(
+                    engine.loaded.mtp_layers[0], engine.runner, draft_length, engine.parallel
+                ),
                 0,
             )
     engine.scheduler.budget = budget or StepBudget(512, 48)
@@ -173,7 +175,7 @@ def test_last_tokens_alone_go_through_the_last_mlp(
     assert {size.all_hidden for size in prompts._graphs} == {False}
 
 
-@pytest.mark.parametrize("asked", [{"num_drafts": 1}, {"count_experts": True}])
+@pytest.mark.parametrize("asked", [{"draft_length": 1}, {"count_experts": True}])
 def test_guesses_and_counted_experts_read_all_tokens(
     tiny_checkpoint: Path, asked: dict[str, Any]
 ) -> None:

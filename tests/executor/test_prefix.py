@@ -63,9 +63,11 @@ def part_at_a_tie(one: Completion, other: Completion) -> bool:
     return True
 
 
-@pytest.mark.parametrize("num_drafts", [0, 1])
-def test_tokens_are_those_without(tiny_checkpoint: Path, without: Engine, num_drafts: int) -> None:
-    engine = load(tiny_checkpoint, True, num_drafts=num_drafts)
+@pytest.mark.parametrize("draft_length", [0, 1])
+def test_tokens_are_those_without(
+    tiny_checkpoint: Path, without: Engine, draft_length: int
+) -> None:
+    engine = load(tiny_checkpoint, True, draft_length=draft_length)
     prompts, params = requests(10)
     first, again = run(engine, prompts, params), run(engine, prompts, params)
     assert tokens(first) == tokens(again) == tokens(run(without, prompts, params))
@@ -91,7 +93,7 @@ def test_an_answer_is_found_as_the_next_turns_prompt(
 def test_a_full_cache_evicts_and_preempts_and_loses_nothing(
     tiny_checkpoint: Path, without: Engine
 ) -> None:
-    engine = load(tiny_checkpoint, True, cache_tokens=640, prefill_tokens=70)
+    engine = load(tiny_checkpoint, True, cache_tokens=640, chunk_tokens=70)
     prompts, params = requests(12, new_tokens=90)
     params = [replace(one, logprobs=2) for one in params]
     pairs = list(zip(run(engine, prompts, params), run(without, prompts, params)))

@@ -274,7 +274,7 @@ def test_answers_do_not_wait_for_the_prompts_of_their_step(
         dtype="float32",
         max_batch=2,
         max_model_len=256,
-        prefill_tokens=32,
+        chunk_tokens=32,
     )
     told, prefill, agree = list[tuple[str, int]](), Runner.prefill, engine.parallel.agree
     answer = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=8, ignore_eos=True))

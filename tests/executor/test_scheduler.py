@@ -28,7 +28,7 @@ def schedule(
 ) -> list[dict[int, int]]:
     """Steps until every prompt is computed: tokens of each prompt, by its number. beside: a budget,
     for prompts beside an answer."""
-    scheduler = Scheduler(CachePlan(200, 64, 8192), max_batch=max_batch, prefill_tokens=BUDGET)
+    scheduler = Scheduler(CachePlan(200, 64, 8192), max_batch=max_batch, chunk_tokens=BUDGET)
     if beside is not None:
         scheduler.budget = beside
         scheduler.add(
@@ -112,7 +112,7 @@ def test_what_costs_more_leaves_less_to_others(tokenizer: ChatTokenizer) -> None
 
 
 def test_where_nobody_answers_all_tokens_cost_the_same(tokenizer: ChatTokenizer) -> None:
-    scheduler = Scheduler(CachePlan(200, 64, 8192), max_batch=2, prefill_tokens=BUDGET)
+    scheduler = Scheduler(CachePlan(200, 64, 8192), max_batch=2, chunk_tokens=BUDGET)
     scheduler.budget = StepBudget(512, 128, doubles_at=100)
     scheduler.add(long := Sequence(0, [1] * 1500, SamplingParams(), tokenizer, 8192, streams=False))
     for expected in (512, 512, 476):
@@ -122,7 +122,7 @@ def test_where_nobody_answers_all_tokens_cost_the_same(tokenizer: ChatTokenizer)
 
 def test_tokens_are_those_of_computing_alone(tiny_checkpoint: Path) -> None:
     options = {"device": "cpu", "dtype": "float32", "max_model_len": 512}
-    engine = Engine.load(tiny_checkpoint, max_batch=4, prefill_tokens=16, **options)  # type: ignore[arg-type]
+    engine = Engine.load(tiny_checkpoint, max_batch=4, chunk_tokens=16, **options)  # type: ignore[arg-type]
     prompts = [[7 + i] * length for i, length in enumerate((150, 4, 120, 30, 9))]
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
     together = sorted(engine.generate(prompts, params), key=lambda one: one.index)

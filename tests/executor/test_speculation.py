@@ -18,7 +18,7 @@ from running_server import load
 from quantkit.checkpoint.hub import find_model
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.options import MAX_GUESSES
+from quantkit.executor.options import MAX_DRAFT_LENGTH
 from quantkit.executor.rank0 import Leader, follow
 from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.sampling.params import SamplingParams
@@ -76,8 +76,8 @@ def test_prompt_lookup_equals_a_linear_search() -> None:
 @pytest.mark.parametrize(
     ("options", "temperature"),
     [
-        ({"num_looked_up": 4}, 0.0),
-        ({"num_looked_up": 3, "num_drafts": 2, "cache_tokens": 512}, 0.7),
+        ({"prompt_lookup": 4}, 0.0),
+        ({"prompt_lookup": 3, "draft_length": 2, "cache_tokens": 512}, 0.7),
     ],
 )
 def test_tokens_are_those_of_plain_decoding(
@@ -119,9 +119,9 @@ def test_the_mtp_layer_catches_up_after_a_pause(
 ) -> None:
     """Where guesses were switched off for a while, those after it are the ones that were made
     without a pause; read as a prompt, or by the rows of a step that is captured already."""
-    always = load(tiny_checkpoint, max_model_len=128, num_drafts=1)
+    always = load(tiny_checkpoint, max_model_len=128, draft_length=1)
     expected = tokens(always, params(0.0))
-    paused = load(tiny_checkpoint, max_model_len=128, num_drafts=1)
+    paused = load(tiny_checkpoint, max_model_len=128, draft_length=1)
     drafter: Any = paused.speculation.drafter
     if captured:
         drafter.steps = DecodeSteps(drafter.mtp, paused.cache, lambda step, lengths: step)
@@ -165,7 +165,7 @@ def test_catching_up_does_not_change_the_rows_of_the_pass(
 ) -> None:
     """As many rows, of the same sequences, with drafts of another source among those of the pass;
     and no rows where a sequence would have more of them than there are with guesses."""
-    engine = load(tiny_checkpoint, max_model_len=128, num_drafts=4)
+    engine = load(tiny_checkpoint, max_model_len=128, draft_length=4)
     drafter: Any = engine.speculation.drafter
     drafter.steps = DecodeSteps(drafter.mtp, engine.cache, lambda step, lengths: step)
     asked = SamplingParams(max_new_tokens=80, ignore_eos=True)
@@ -220,7 +220,7 @@ def test_the_mtp_layer_reads_its_backlog_in_one_pass(
 ) -> None:
     """Nothing of it is computed in a step without guesses: neither the layer, nor what it makes of
     hidden states."""
-    engine = load(tiny_checkpoint, max_model_len=128, num_drafts=1)
+    engine = load(tiny_checkpoint, max_model_len=128, draft_length=1)
     drafter: Any = engine.speculation.drafter
     read: list[int] = []
     states = drafter._states
@@ -247,7 +247,7 @@ def test_sequences_beyond_the_backlog_are_not_drafted_for(
     """However long guesses are off, they cost nothing; who came later is guessed for, and so is who
     was computed again."""
     monkeypatch.setattr("quantkit.executor.speculation.mtp_drafter._BACKLOG_TOKENS", 8)
-    engine = load(tiny_checkpoint, max_model_len=256, num_drafts=1)
+    engine = load(tiny_checkpoint, max_model_len=256, draft_length=1)
     drafter: Any = engine.speculation.drafter
     read: list[int] = []
     states = drafter._states
@@ -305,7 +305,7 @@ def test_acceptance_rates_are_conditional_on_earlier_drafts() -> None:
 def test_an_adaptive_draft_length_changes_no_token(tiny_checkpoint: Path) -> None:
     asked = params(0.0)
     engine = load(
-        tiny_checkpoint, max_model_len=128, num_drafts=2, num_looked_up=3, measure_steps=True
+        tiny_checkpoint, max_model_len=128, draft_length=2, prompt_lookup=3, measure_steps=True
     )
     plain = tokens(load(tiny_checkpoint, max_model_len=128), asked)
     for _ in range(2):
@@ -317,7 +317,7 @@ def test_steps_on_a_cpu_are_timed_by_thread_time(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What else the machine does is no cost of guesses."""
-    engine = load(tiny_checkpoint, max_model_len=128, num_drafts=1, measure_steps=True)
+    engine = load(tiny_checkpoint, max_model_len=128, draft_length=1, measure_steps=True)
     decode, seconds = engine.runner.decode, list[float]()
     monkeypatch.setattr(engine.runner, "decode", lambda *given: time.sleep(0.5) or decode(*given))
     record = DraftLengthController.record_step
@@ -348,12 +348,13 @@ def test_other_ranks_get_the_draft_length() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"num_drafts": 129}, {"num_looked_up": 100_000}, {"num_looked_up": -1}]
+    "asked", [{"draft_length": 129}, {"prompt_lookup": 100_000}, {"prompt_lookup": -1}]
 )
 def test_draft_lengths_out_of_bounds_are_refused(asked: dict[str, int]) -> None:
     (count,) = asked.values()
     with pytest.raises(
-        QuantkitError, match=f"^{count} guesses a step are asked for; use 0 to {MAX_GUESSES}$"
+        QuantkitError,
+        match=f"^{count} draft tokens per step are too many or too few; use 0 to {MAX_DRAFT_LENGTH}$",
     ):
         Engine.load(find_model("tiny-r1"), **asked)  # type: ignore[arg-type]
 
@@ -366,8 +367,8 @@ def test_expected_acceptance_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     rates = AcceptanceRates()
     rates.add(4, 2)
-    found = [rates.expected(count) for count in range(MAX_GUESSES + 1)]
-    assert sum(places) <= 4 * MAX_GUESSES
+    found = [rates.expected(count) for count in range(MAX_DRAFT_LENGTH + 1)]
+    assert sum(places) <= 4 * MAX_DRAFT_LENGTH
     assert found[0] == 0 < found[1]
     steps = [after - before for before, after in itertools.pairwise(found)]
     assert all(later <= sooner for sooner, later in itertools.pairwise(steps))

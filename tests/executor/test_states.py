@@ -166,12 +166,12 @@ def test_what_cannot_be_shared_or_guessed_is_refused(model: Path) -> None:
     with pytest.raises(QuantkitError, match="whose state requests cannot share"):
         Engine.load(model, device="cpu", prefix_cache=True)
     with pytest.raises(QuantkitError, match="no MTP layer"):
-        Engine.load(model, device="cpu", num_drafts=1)
+        Engine.load(model, device="cpu", draft_length=1)
     with pytest.raises(
         QuantkitError,
         match="cannot be rolled back after a rejected draft; run it without --prompt-lookup",
     ):
-        Engine.load(model, device="cpu", num_looked_up=2)
+        Engine.load(model, device="cpu", prompt_lookup=2)
     with pytest.raises(
         QuantkitError, match="cannot be rolled back after a rejected draft; run it without --draft"
     ):

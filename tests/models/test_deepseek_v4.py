@@ -251,10 +251,10 @@ PROMPTS = [list(range(6 + i, 30 + 13 * i)) for i in range(5)]
 
 
 def drafted(
-    path: Path, num_drafts: int, budget: StepBudget | None = None, **options: Any
+    path: Path, draft_length: int, budget: StepBudget | None = None, **options: Any
 ) -> tuple[list[list[int]], float]:
     """Tokens, greedy and drawn, and the share of guesses that were kept."""
-    options = {"max_batch": 3, "max_model_len": 128, "num_drafts": num_drafts, **options}
+    options = {"max_batch": 3, "max_model_len": 128, "draft_length": draft_length, **options}
     engine = Engine.load(path, device="cpu", dtype="float32", **options)
     if budget is not None:
         engine.scheduler.budget = budget
@@ -290,7 +290,7 @@ def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (None, {}),
         (StepBudget(16, 7, mixed=True), {}),
         (None, {"cache_tokens": 192, "max_model_len": 192}),
-        (None, {"num_looked_up": 2}),
+        (None, {"prompt_lookup": 2}),
     ],
     ids=["plain", "chunks", "preempted", "looked-up"],
 )

@@ -328,10 +328,10 @@ def test_logits_equal_the_description(case: str) -> None:
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(
-    ("num_drafts", "captured", "paused"), [(1, False, False), (3, True, False), (3, True, True)]
+    ("draft_length", "captured", "paused"), [(1, False, False), (3, True, False), (3, True, True)]
 )
 def test_guesses_are_those_of_the_description(
-    num_drafts: int, captured: bool, paused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    draft_length: int, captured: bool, paused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each layer computed anew over the whole text, one behind the other, gives the guesses that
     the engine makes over its caches, in static buffers too, as graphs have them, and where none
@@ -365,14 +365,14 @@ def test_guesses_are_those_of_the_description(
         dtype="float32",
         max_batch=3,
         max_model_len=128,
-        num_drafts=num_drafts,
-        prefill_tokens=25,
+        draft_length=draft_length,
+        chunk_tokens=25,
     )
     if captured:
         engine.runner = Runner(engine.loaded.model, engine.cache, in_place)
         engine.speculation = Speculation(
             heads := MultiMtpDrafter(
-                engine.loaded.mtp_layers, engine.runner, num_drafts, engine.parallel
+                engine.loaded.mtp_layers, engine.runner, draft_length, engine.parallel
             ),
             0,
         )
@@ -383,7 +383,7 @@ def test_guesses_are_those_of_the_description(
     while engine.has_work:
         steps += 1
         if paused:
-            engine.speculation.set_lengths(0 if steps % 7 in (0, 3, 4, 5) else num_drafts, 0)
+            engine.speculation.set_lengths(0 if steps % 7 in (0, 3, 4, 5) else draft_length, 0)
         engine.step()
         unread += bool(heads._backlog) if captured else 0
         for one in sequences:

@@ -26,6 +26,7 @@ from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.grids.schemes import find_scheme
 from quantkit.models.stored_parameters import read_model
+from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quantization import QuantizationReport, quantize
 from quantkit.quantization.bit_allocation import GridOptions
@@ -150,7 +151,9 @@ def test_it_writes_the_same_bytes_from_a_file_of_sensitivities(
         source, tmp_path / "out", text, Mixture(bits=5.0), sensitivities=tmp_path / "s.json"
     )
     assert files(again.out) == files(chosen[0].out)
-    planned = plan(source, SCHEME, mixture=Mixture(bits=5.0), sensitivities=tmp_path / "s.json")
+    planned = plan(
+        source, SCHEME, PlanOptions(mixture=Mixture(bits=5.0), sensitivities=tmp_path / "s.json")
+    )
     assert planned.output_bytes == again.output_bytes
     kls = [one.kl for one in planned.sizes]
     assert kls == sorted(kls, reverse=True)

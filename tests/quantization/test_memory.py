@@ -14,12 +14,13 @@ from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import parse_bytes
 from quantkit.grids.schemes import find_scheme
+from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
 
 
 def planned(source: Path, scheme: str, **changes: Any) -> int:
-    return plan(source, find_scheme(scheme), **changes).host_peak_bytes
+    return plan(source, find_scheme(scheme), PlanOptions(**changes)).host_peak_bytes
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,8 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_written(
 def test_a_refusal_names_the_most_texts_that_fit(source: Path, tmp_path: Path) -> None:
     recipe = load_recipe("awq-w4a16")
     few, fewer = (
-        plan(source, find_scheme("awq-w4a16"), samples=count).host_least_bytes for count in (41, 42)
+        plan(source, find_scheme("awq-w4a16"), PlanOptions(samples=count)).host_least_bytes
+        for count in (41, 42)
     )
     with pytest.raises(QuantkitError, match="--samples 41, which fits"):
         quantize(
@@ -100,7 +102,7 @@ def test_states_are_kept_once_more_where_something_is_behind_the_experts_in_the_
     streams = 4 * config["hidden_size"] + 1
     quick = load_recipe("awq-w4a16-quick")
     assert plan(
-        path, find_scheme("awq-w4a16"), recipe=quick
+        path, find_scheme("awq-w4a16"), PlanOptions(recipe=quick)
     ).host_peak.hidden_states == 4 * tokens * (streams + config["hidden_size"])
 
 
@@ -110,7 +112,9 @@ def test_a_calibrated_run_keeps_under_the_least_it_may_be_given(
     """As the operating system counts, in a process of its own. A byte less is refused."""
     text = write_letters(tmp_path / "calibration.txt", 4000)
     recipe = Recipe(scheme="awq-w4a16", **quantize_job.SMALL)
-    about = plan(source, find_scheme("awq-w4a16"), samples=6, seq_len=32, recipe=recipe)
+    about = plan(
+        source, find_scheme("awq-w4a16"), PlanOptions(samples=6, seq_len=32, recipe=recipe)
+    )
     least = about.host_least_bytes
     assert least < about.host_peak_bytes
     arguments = [str(source), str(text), str(tmp_path / "out"), "once"]

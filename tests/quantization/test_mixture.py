@@ -28,6 +28,7 @@ from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.grids.schemes import find_scheme
 from quantkit.models.context import CausalContext
 from quantkit.models.stored_parameters import read_model
+from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quantization import QuantizationReport, quantize
 from quantkit.quantization.job import open_job, read_request
@@ -142,7 +143,9 @@ def test_the_doctor_finds_nothing_wrong(experts_only: QuantizationReport) -> Non
 def test_the_plan_counts_the_bytes_that_are_written(
     fp8: Path, experts_only: QuantizationReport
 ) -> None:
-    planned = plan(fp8, find_scheme("awq-w4a16"), mixture=Mixture(preset="experts-only"))
+    planned = plan(
+        fp8, find_scheme("awq-w4a16"), PlanOptions(mixture=Mixture(preset="experts-only"))
+    )
     assert (
         planned.output_bytes
         == experts_only.output_bytes
@@ -259,7 +262,9 @@ def test_the_rest_of_experts_only_is_what_the_engine_takes(
 
 
 def test_a_bf16_source_keeps_bf16(dense: Path, text: str, tmp_path: Path) -> None:
-    planned = plan(dense, find_scheme("awq-w4a16"), mixture=Mixture(preset="experts-only"))
+    planned = plan(
+        dense, find_scheme("awq-w4a16"), PlanOptions(mixture=Mixture(preset="experts-only"))
+    )
     assert planned.format == "awq"
     assert planned.output_bytes_by_part["attention"] == sum(
         t.nbytes
@@ -300,9 +305,9 @@ def test_a_model_without_the_kind_says_what_it_has(tmp_path: Path) -> None:
     )
     path = make_model.write_dense(tmp_path / "m", config, make_model.random_tensors(config))
     with pytest.raises(QuantkitError, match="it has attention, mlp"):
-        plan(path, find_scheme("awq-w4a16"), mixture=Mixture(keep=("experts",)))
+        plan(path, find_scheme("awq-w4a16"), PlanOptions(mixture=Mixture(keep=("experts",))))
     with pytest.raises(QuantkitError, match="leaves no linear"):
-        plan(path, find_scheme("awq-w4a16"), mixture=Mixture(preset="experts-only"))
+        plan(path, find_scheme("awq-w4a16"), PlanOptions(mixture=Mixture(preset="experts-only")))
 
 
 def test_profiles_name_formats_that_mix() -> None:
@@ -385,8 +390,7 @@ def test_int8_before_latent_attention(dense: Path, tmp_path: Path) -> None:
     beside = plan(
         dense,
         find_scheme("awq-w4a16"),
-        engine="vllm-ascend",
-        mixture=Mixture(preset="int8-attention"),
+        PlanOptions(engine="vllm-ascend", mixture=Mixture(preset="int8-attention")),
     )
     assert beside.format == "compressed-tensors"
     query = "model.layers.0.self_attn.q_a_proj"
@@ -398,7 +402,7 @@ def test_int8_before_latent_attention_is_refused(fp8: Path) -> None:
     """Where an engine takes one grid a checkpoint, and where attention is not latent."""
     mixture = Mixture(preset="int8-attention")
     with pytest.raises(QuantkitError, match="one grid per checkpoint"):
-        plan(fp8, find_scheme("fp4-w4a16"), engine="sglang", mixture=mixture)
+        plan(fp8, find_scheme("fp4-w4a16"), PlanOptions(engine="sglang", mixture=mixture))
     checkpoint = Checkpoint.open(fp8)
     grouped = [row for row in read_model(checkpoint).rows if row.projection not in ("q_a", "kv_a")]
     with pytest.raises(QuantkitError, match="no latent attention with q_a, q_b, kv_a"):

@@ -15,6 +15,7 @@ from torch import Tensor
 from quantkit.calibrate.recipe import Recipe
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.schemes import find_scheme
+from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quantization import run
 
@@ -220,7 +221,7 @@ def test_plan_says_what_quantize_says(name: str, text: str, tmp_path: Path) -> N
     write(source)
     recipe = Recipe(scheme=scheme, calibration=text, **{**SMALL, **changes})
     wanted = {"format": "auto", **arguments}
-    planned = outcome(lambda: plan(source, chosen, recipe=recipe, **wanted))
+    planned = outcome(lambda: plan(source, chosen, PlanOptions(recipe=recipe, **wanted)))
     assert planned == outcome(
         lambda: run.quantize(
             source, tmp_path / "out", chosen, recipe=recipe, device="cpu", **wanted

@@ -24,6 +24,7 @@ from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import find_scheme
 from quantkit.models.context import CausalContext
 from quantkit.models.mlp import MoeMlp
+from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
 from quantkit.quantization.convert import convert
@@ -252,7 +253,9 @@ def test_every_tensor_of_the_source_is_accounted_for(source: Path, pruned: Path)
 
 
 def test_plan_tells_the_bytes(source: Path, pruned: Path) -> None:
-    planned = plan(source, find_scheme("awq-w4a16"), recipe=Recipe(scheme="awq-w4a16", prune=0.5))
+    planned = plan(
+        source, find_scheme("awq-w4a16"), PlanOptions(recipe=Recipe(scheme="awq-w4a16", prune=0.5))
+    )
     assert planned.output_bytes == sum(
         tensor.nbytes for tensor in Checkpoint.open(pruned).tensors.values()
     )

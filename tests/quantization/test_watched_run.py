@@ -23,6 +23,7 @@ from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.evaluation.distance.perplexity import measure
+from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.hf_engine import open_engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.sampling.params import SamplingParams
@@ -89,7 +90,9 @@ def is_rounded_alone(source: Path, told: str) -> None:
     """Rounded to nearest and measured; calibration refuses it and says `told`."""
     run(source, source.parent / "out", "rtn-w4a16")
     found = measure(
-        str(source.parent / "out"), [torch.arange(5, 40)], baseline=str(source), device="cpu"
+        str(source.parent / "out"),
+        [torch.arange(5, 40)],
+        PerplexityOptions(baseline=str(source), device="cpu"),
     )
     assert found.kl is not None
     assert 0 < found.kl < 0.5
@@ -314,7 +317,11 @@ def test_what_was_made_is_measured_and_run(model_type: str, scheme: str, tmp_pat
         "seed": recipe.seed,
     }
     sequences = load_sequences(recipe.calibration, ChatTokenizer(source), **sizes)
-    found = measure(str(tmp_path / "out"), sequences.held_out, baseline=str(source), device="cpu")
+    found = measure(
+        str(tmp_path / "out"),
+        sequences.held_out,
+        PerplexityOptions(baseline=str(source), device="cpu"),
+    )
     tokens = sum(len(one) for one in sequences.held_out)
     assert found.kl is not None
     assert found.kl == pytest.approx(
@@ -479,12 +486,14 @@ def test_experts_that_are_stacked_either_way(turned: bool, tmp_path: Path) -> No
             .gather(1, ids[1:, None])
             .mean()
         )
-    assert measure(str(source), [ids], device="cpu").ppl == pytest.approx(
+    assert measure(str(source), [ids], PerplexityOptions(device="cpu")).ppl == pytest.approx(
         float((-expected).exp()), rel=1e-4
     )
     report = run(source, tmp_path / "out", "awq-w4a16")
     assert report.coverage.share > 0.75  # beside a vision tower
-    found = measure(str(report.out), [ids], baseline=str(source), device="cpu").kl
+    found = measure(
+        str(report.out), [ids], PerplexityOptions(baseline=str(source), device="cpu")
+    ).kl
     assert found is not None
     assert 0 < found < 0.01
 

@@ -13,13 +13,13 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.checkpoint.hub import find_model
+from quantkit.common.atomic_write import check_writable
 from quantkit.common.devices import find_device
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.documents import Window, read_documents, sliding_windows
@@ -32,7 +32,6 @@ from quantkit.evaluation.distance.quality import (
     summarize,
 )
 from quantkit.evaluation.distance.replies import (
-    ServerOptions,
     greedy_paths,
     measure_endpoint,
     sample_replies,
@@ -41,10 +40,11 @@ from quantkit.evaluation.distance.replies import (
 from quantkit.evaluation.distance.tracing import Trace, make_expert_counter, open_traced
 from quantkit.evaluation.generators.generator import reject_cache_option
 from quantkit.evaluation.openai_server import is_url
+from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.cache.cache import check_cache_dtype
+from quantkit.executor.options import EngineOptions
 from quantkit.tokenizer.chat import ChatTokenizer
 
-SEQ_LEN = 2048
 Report = Callable[[TextProgress], None]
 
 
@@ -52,36 +52,24 @@ Report = Callable[[TextProgress], None]
 def measure(
     model: str,
     text: Path | list[Tensor] | None = None,
+    options: PerplexityOptions = PerplexityOptions(),
     *,
-    baseline: str | None = None,
-    seq_len: int = SEQ_LEN,
-    stride: int | None = None,
-    limit: int | None = None,
-    sampled: str | None = None,
-    data_dir: Path | None = None,
-    max_tokens: int | None = None,
-    seed: int = 0,
-    count_experts: bool = False,
-    device: str = "auto",
-    backend: str = "auto",
-    cache: str | None = None,
-    served_model: str | None = None,
-    api_key: str | None = None,
     progress: Report | None = None,
 ) -> Quality:
     """Perplexity of `model` over the documents of `text` (.jsonl, .txt, or token ids int64 [T]
-    each), and its distance from `baseline`.
+    each), and its distance from the baseline.
 
-    seq_len: maximum document length in tokens. stride: score whole documents in windows of seq_len
-    tokens, this far apart. limit: the first documents only. sampled: instead of a text, score the
-    baseline's replies to the prompts of this task (protocol r1, sampled with `seed`, at most
-    `max_tokens` or the task's own limit), read from `data_dir`; the two models' greedy replies are
-    compared as well. cache: int8 or fp8 quantizes the KV cache of `model`; the baseline, which may
-    be the same model, keeps its 16 bits. With `sampled`, one of the two may be the URL of a server,
-    with `served_model` and `api_key`: the server samples then, and KL uses the log-probabilities
-    that it returns (replies.py). Raises QuantkitError where the text is unusable or the two models
-    do not match.
+    Without a text, the baseline's replies to the prompts of the task `sampled` are scored (protocol
+    r1), and the greedy replies of the two models are compared as well. `cache` is that of `model`;
+    the baseline, which may be the same model, has 16 bits. One of the two may be the URL of a
+    server if a task is sampled: the server then samples, and KL is from its log-probabilities
+    (replies.py). Raises QuantkitError where the text is unusable or the two models do not belong
+    together.
     """
+    sampled, cache = options.sampled, options.cache
+    baseline = None if options.baseline is None else str(options.baseline)
+    if options.count_experts is not None:
+        check_writable(options.count_experts, "--count-experts")
     if (text is None) == (sampled is None):
         raise QuantkitError(
             "either a text or a task to sample on is needed",
@@ -92,75 +80,48 @@ def measure(
             "--sampled needs a model that samples", "give the original with --baseline"
         )
     if is_url(model) or (baseline is not None and is_url(baseline)):
-        baseline, sampled = _check_endpoint(model, baseline, sampled, cache, count_experts)
+        baseline = _check_endpoint(model, baseline, options)
         local, served = (baseline, model) if is_url(model) else (model, baseline)
-        asked = ServerOptions(served, model=served_model, api_key=api_key)
-        options: dict[str, Any] = {
-            "data_dir": data_dir,
-            "limit": limit,
-            "max_tokens": max_tokens,
-            "seed": seed,
-            "device": device,
-            "backend": backend,
-        }
         return measure_endpoint(
-            local,
-            asked,
-            is_baseline=served is baseline,
-            task=sampled,
-            cache=cache,
-            progress=progress,
-            **options,
+            local, served, options, is_baseline=served is baseline, progress=progress
         )
     path, base = find_model(model), find_model(baseline) if baseline is not None else None
     if base is not None:
         _check_same_tokens(path, base)
-    check_cache_dtype(cache, find_device(device))
+    check_cache_dtype(cache, find_device(options.device))
     paths = None
     if sampled is not None and base is not None:
-        work, prompts = task_prompts(sampled, data_dir, limit, seed, max_tokens)
-        windows = sample_replies(base, work, prompts, device=device, backend=backend)
-        paths = greedy_paths(path, base, work, prompts, device=device, backend=backend, cache=cache)
+        work, prompts = task_prompts(options)
+        engine = EngineOptions(device=options.device, backend=options.backend)
+        windows = sample_replies(base, work, prompts, engine)
+        paths = greedy_paths(path, base, work, prompts, replace(engine, cache=cache))
     else:
         assert text is not None
-        windows = _windows(text, path, seq_len, stride, limit)
-    return replace(
-        _score(
-            path,
-            base,
-            windows,
-            seq_len,
-            count_experts,
-            device,
-            backend,
-            cache,
-            progress or (lambda _: None),
-        ),
-        greedy=paths,
-    )
+        windows = _windows(text, path, options)
+    quality = _score(path, base, windows, options, progress or (lambda _: None))
+    if options.count_experts is not None and quality.expert_counts is not None:
+        quality.expert_counts.write(options.count_experts)
+    return replace(quality, greedy=paths)
 
 
 def _score(
     path: Path,
     base: Path | None,
     windows: list[Window],
-    seq_len: int,
-    count_experts: bool,
-    device: str,
-    backend: str,
-    cache: str | None,
+    options: PerplexityOptions,
     report: Report,
 ) -> Quality:
-    """Run both models over `windows`, the baseline first."""
+    """Both models over `windows`, the baseline first."""
+    device, backend = options.device, options.backend
     with tempfile.TemporaryDirectory(prefix="quantkit-ppl-") as folder:
-        batches = _batches(windows, max(seq_len, *(len(window.ids) for window in windows)))
+        batches = _batches(windows, max(options.seq_len, *(len(window.ids) for window in windows)))
         head = (
             _run_baseline(base, batches, Path(folder), device, backend, report)
             if base is not None
             else None
         )
-        traced = open_traced(path, device, backend, cache)
-        counter = make_expert_counter(traced) if count_experts else None
+        traced = open_traced(path, device, backend, options.cache)
+        counter = make_expert_counter(traced) if options.count_experts is not None else None
         sums, done, total = TokenSums(), 0, sum(len(window.ids) for window in windows)
         for number, batch in enumerate(batches):
             trace = traced([window.ids for window in batch])
@@ -176,11 +137,9 @@ def _score(
     )
 
 
-def _check_endpoint(
-    model: str, baseline: str | None, sampled: str | None, cache: str | None, count_experts: bool
-) -> tuple[str, str]:
-    """(baseline, task). Raises QuantkitError for what a server cannot do."""
-    if baseline is None or sampled is None:
+def _check_endpoint(model: str, baseline: str | None, options: PerplexityOptions) -> str:
+    """The baseline. Refuses what a server cannot do."""
+    if baseline is None or options.sampled is None:
         raise QuantkitError(
             "a server returns log-probabilities of its own replies only",
             "give --sampled TASK, and a local model as the other",
@@ -191,22 +150,21 @@ def _check_endpoint(
             "load one of the two models here, by its folder or name",
         )
     if is_url(model):
-        reject_cache_option(model, cache)
-    if count_experts:
+        reject_cache_option(model, options.cache)
+    if options.count_experts is not None:
         raise QuantkitError(
             "experts are not counted in a comparison with a server", "leave --count-experts out"
         )
-    return baseline, sampled
+    return baseline
 
 
-def _windows(
-    text: Path | list[Tensor], model: Path, seq_len: int, stride: int | None, limit: int | None
-) -> list[Window]:
+def _windows(text: Path | list[Tensor], model: Path, options: PerplexityOptions) -> list[Window]:
+    seq_len, stride = options.seq_len, options.stride
     longest = seq_len if stride is None else sys.maxsize
     documents = (
         text
         if isinstance(text, list)
-        else read_documents(text, ChatTokenizer(model), seq_len=longest, limit=limit)
+        else read_documents(text, ChatTokenizer(model), seq_len=longest, limit=options.limit)
     )
     if stride is None:
         return [Window(ids) for ids in documents]

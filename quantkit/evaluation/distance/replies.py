@@ -14,7 +14,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -30,35 +30,35 @@ from quantkit.evaluation.generation import TaskRun, prepare
 from quantkit.evaluation.generators.endpoint import Endpoint
 from quantkit.evaluation.generators.generator import Generation, ModelReply
 from quantkit.evaluation.generators.local import Local
+from quantkit.evaluation.options import PerplexityOptions
 from quantkit.evaluation.tasks.prompts import Prompt
+from quantkit.executor.options import EngineOptions
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
-def task_prompts(
-    task: str, data_dir: Path | None, limit: int | None, seed: int, max_tokens: int | None
-) -> tuple[TaskRun, list[Prompt]]:
-    """A task under protocol r1, and its prompts in order, each with its seed."""
+def task_prompts(options: PerplexityOptions) -> tuple[TaskRun, list[Prompt]]:
+    """The task `options.sampled` under protocol r1, and its prompts in order, each with its seed."""
+    assert options.sampled is not None
+    generation = {"max_tokens": options.max_tokens} if options.max_tokens else None
     work = prepare(
-        task, "r1", data_dir, limit, 2, {"max_tokens": max_tokens} if max_tokens else None, seed
+        options.sampled, "r1", options.data_dir, options.limit, 2, generation, options.seed
     )
     return work, [work.prompt(problem, 0) for problem in work.problems]
 
 
 def sample_replies(
-    path: Path, work: TaskRun, prompts: list[Prompt], *, device: str, backend: str
+    path: Path, work: TaskRun, prompts: list[Prompt], options: EngineOptions
 ) -> list[Window]:
     """One sampled reply of the model at `path` to every prompt, as windows: the prompt is
     context, the reply is scored."""
     generation = work.setting.generation
     made = _generate(
-        path,
+        replace(options, model_path=path),
         prompts,
         generation.temperature,
         generation.top_p,
         generation.max_tokens,
-        device,
-        backend,
     )
     windows = [
         Window(torch.tensor(ids + reply, dtype=torch.int64), len(ids))
@@ -74,21 +74,14 @@ def sample_replies(
 
 
 def greedy_paths(
-    path: Path,
-    base: Path,
-    work: TaskRun,
-    prompts: list[Prompt],
-    *,
-    device: str,
-    backend: str,
-    cache: str | None = None,
+    path: Path, base: Path, work: TaskRun, prompts: list[Prompt], options: EngineOptions
 ) -> GreedyPaths:
-    """Compare both models' greedy replies token by token. cache: of the model at `path`."""
+    """Both models' greedy replies, token by token. options: of the model at `path`; the baseline's
+    cache has 16 bits."""
     limit = work.setting.generation.max_tokens
-    sides = ((path, cache), (base, None))
+    sides = replace(options, model_path=path), replace(options, model_path=base, cache=None)
     ours, theirs = (
-        [reply for _, reply in _generate(one, prompts, 0.0, 1.0, limit, device, backend, own)]
-        for one, own in sides
+        [reply for _, reply in _generate(side, prompts, 0.0, 1.0, limit)] for side in sides
     )
     return GreedyPaths(
         len(prompts),
@@ -103,17 +96,14 @@ def _common_prefix(one: list[int], other: list[int]) -> int:
 
 
 def _generate(
-    path: Path,
+    options: EngineOptions,
     prompts: list[Prompt],
     temperature: float,
     top_p: float,
     limit: int | None,
-    device: str,
-    backend: str,
-    cache: str | None = None,
 ) -> list[tuple[list[int], list[int]]]:
     """(prompt, reply) as token ids, for every prompt in order."""
-    model = Local(path, name=path.name, device=device, backend=backend, cache=cache)
+    model = Local(options, name=options.model_path.name)
     try:
         encoded = [model.encode(prompt) for prompt in prompts]
         longest = model.engine.max_model_len
@@ -141,19 +131,8 @@ def _generate(
 TOP = 20
 """Requested top log-probabilities per position; 20 is the maximum of OpenAI's interface."""
 _MIN_REMAINDER = 1e-6  # minimum probability of all others; less is rounding of the server's values
+_CONCURRENCY, _TIMEOUT_S, _RETRIES = 8, 600.0, 5
 _MAX_LOST = 0.02  # share of replies that may fail
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """url: the server's address; the rest as for `quantkit eval`."""
-
-    url: str
-    model: str | None = None
-    api_key: str | None = None
-    concurrency: int = 8
-    timeout_s: float = 600.0
-    retries: int = 5
 
 
 @dataclass(frozen=True)
@@ -169,27 +148,20 @@ class ScoredReply:
 @torch.inference_mode()
 def measure_endpoint(
     local: str,
-    served: ServerOptions,
+    url: str,
+    options: PerplexityOptions,
     *,
     is_baseline: bool,
-    task: str,
-    data_dir: Path | None = None,
-    limit: int | None = None,
-    max_tokens: int | None = None,
-    seed: int = 0,
-    device: str = "auto",
-    backend: str = "auto",
-    cache: str | None = None,
     progress: Callable[[TextProgress], None] | None = None,
 ) -> Quality:
-    """KL(baseline || model) over a server's replies to a task's prompts. is_baseline: the server's
-    model is the baseline.
+    """KL(baseline || model) over the replies of the server at `url` to the prompts of
+    `options.sampled`. is_baseline: the server's model is the baseline.
 
     Raises QuantkitError where more than 2 % of the replies are lost, or none can be compared.
     """
     path, report = find_model(local), progress or (lambda _: None)
-    replies = _replies(path, served, task, data_dir, limit, max_tokens, seed)
-    traced = open_traced(path, device, backend, cache)
+    replies = _replies(path, url, options)
+    traced = open_traced(path, options.device, options.backend, options.cache)
     total, done = sum(len(reply.window.ids) for reply in replies), 0
     found: list[_ReplyDivergence] = []
     for reply in replies:
@@ -204,24 +176,16 @@ def measure_endpoint(
     return _quality(found, is_baseline)
 
 
-def _replies(
-    path: Path,
-    served: ServerOptions,
-    task: str,
-    data_dir: Path | None,
-    limit: int | None,
-    max_tokens: int | None,
-    seed: int,
-) -> list[ScoredReply]:
-    work, prompts = task_prompts(task, data_dir, limit, seed, max_tokens)
+def _replies(path: Path, url: str, options: PerplexityOptions) -> list[ScoredReply]:
+    work, prompts = task_prompts(options)
     tokenizer = ChatTokenizer(path)
     endpoint = Endpoint(
-        served.url,
-        model=served.model,
-        api_key=served.api_key,
-        concurrency=served.concurrency,
-        timeout_s=served.timeout_s,
-        retries=served.retries,
+        url,
+        model=options.served_model,
+        api_key=options.api_key,
+        concurrency=_CONCURRENCY,
+        timeout_s=_TIMEOUT_S,
+        retries=_RETRIES,
         top_logprobs=TOP,
     )
     sampling = Generation(temperature=1.0, top_p=1.0, max_tokens=work.setting.generation.max_tokens)
@@ -239,7 +203,7 @@ def _replies(
             lost = str(error)
     if len(replies) < (1 - _MAX_LOST) * len(prompts):
         raise QuantkitError(
-            f"{len(prompts) - len(replies)} of {len(prompts)} replies of {served.url} cannot be "
+            f"{len(prompts) - len(replies)} of {len(prompts)} replies of {url} cannot be "
             f"compared: {lost}",
             "compare with a server that returns log-probabilities (top_logprobs) and applies the "
             "same tokenizer and chat template",

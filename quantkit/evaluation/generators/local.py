@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +17,19 @@ from quantkit.tokenizer.reasoning_tags import THINK
 
 
 class Local:
-    """`path` is a checkpoint directory. Up to `concurrency` prompts run in a batch.
-    count_experts: a file for the number of tokens routed to each expert, written by `close`."""
+    """Prompts run together, up to `options.max_batch` in a batch. count_experts: a file that `close`
+    writes, with the tokens routed to each expert."""
 
     identity_is_certain = True
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        name: str,
-        concurrency: int = 64,
-        device: str = "auto",
-        backend: str = "auto",
-        cache: str | None = None,
-        count_experts: Path | None = None,
+        self, options: EngineOptions, *, name: str, count_experts: Path | None = None
     ) -> None:
         self.name, self._counts_file = name, count_experts
-        self.identity: dict[str, Any] = {"checkpoint": content_hash(path)}
-        if cache is not None:
-            self.identity |= {"cache": cache}
-        counted = count_experts is not None
-        options = EngineOptions(
-            path,
-            device=device,
-            backend=backend,
-            max_batch=concurrency,
-            cache=cache,
-            count_experts=counted,
-        )
-        self.engine = open_engine(options)
+        self.identity: dict[str, Any] = {"checkpoint": content_hash(options.model_path)}
+        if options.cache is not None:
+            self.identity |= {"cache": options.cache}
+        self.engine = open_engine(replace(options, count_experts=count_experts is not None))
         self._defaults = _server_defaults(self.engine.tokenizer)
         if self._defaults:
             self.identity |= {"sampling": self._defaults}

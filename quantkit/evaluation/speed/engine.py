@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from quantkit.checkpoint.hub import find_model
@@ -11,6 +12,7 @@ from quantkit.evaluation.openai_server import is_url
 from quantkit.evaluation.speed.endpoint import EndpointTarget
 from quantkit.evaluation.speed.measure import RequestTimes, Target, Workload, now
 from quantkit.executor.engine import Engine
+from quantkit.executor.options import EngineOptions
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Sequence as EngineSequence
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -117,29 +119,24 @@ class _OpenRequest:
 
 def open_target(
     name: str,
+    options: EngineOptions,
     *,
-    max_batch: int,
     input_len: int,
     output_len: int,
     prompts: Sequence[str] = (),
-    device: str,
-    backend: str,
-    cache: str | None = None,
-    tp: int = 1,
-    dp: int = 1,
     api_key: str | None = None,
-    model: str | None = None,
+    served_model: str | None = None,
 ) -> Target:
-    """A URL is a server, anything else a model to load. input_len, output_len: longest prompt and
-    reply in tokens; prompts: instead of random ones; `model` is the server's name for it.
+    """A URL is a server, anything else a model to load with `options`, for contexts of the longest
+    prompt and reply.
 
-    cache, tp, dp: of a local model, as in `EngineOptions`. Raises QuantkitError where --cache is
-    given for a server.
+    input_len, output_len: their tokens; prompts: used instead of random ones, and counted by the
+    model's tokenizer. served_model: the server's name for the model. Raises QuantkitError for a
+    server if `options` sets the cache's precision.
     """
     if is_url(name):
-        reject_cache_option(name, cache)
-        return EndpointTarget(name, model, api_key=api_key)
-    from quantkit.executor.options import EngineOptions
+        reject_cache_option(name, options.cache)
+        return EndpointTarget(name, served_model, api_key=api_key)
     from quantkit.executor.worker import lead_or_follow
 
     path = find_model(name)
@@ -147,8 +144,5 @@ def open_target(
     longest = output_len + (
         max(len(encode_prompt(tokenizer, text)) for text in prompts) if prompts else input_len
     )
-    options = EngineOptions(
-        path, device, backend, max_batch=max_batch, max_model_len=longest, cache=cache, tp=tp, dp=dp
-    )
-    engine = lead_or_follow(options)
-    return EngineTarget(engine, f"{name} on {engine.loaded.device}", max_batch)
+    engine = lead_or_follow(replace(options, model_path=path, max_model_len=longest))
+    return EngineTarget(engine, f"{name} on {engine.loaded.device}", options.max_batch)

@@ -218,8 +218,8 @@ def measure_grid(
     *,
     rates: Sequence[float] = (),
     prompts: Sequence[str] = (),
-    requests_per_slot: int = 2,
-    requests: int | None = None,
+    requests: int = 2,
+    num_prompts: int | None = None,
     warmup: int = 1,
     seed: int = 0,
     limits: dict[str, float] | None = None,
@@ -228,12 +228,12 @@ def measure_grid(
     """Measure every input length at every concurrency, smallest first, or, with `rates`, at every
     arrival rate (requests/s, Poisson).
 
-    A cell has `requests` requests, or concurrency * requests_per_slot where that is None. prompts:
-    used in turn instead of random ones; input lengths are then ignored. The whole grid is checked
-    before the first request. `warmup` requests per slot are excluded.
+    A cell answers `num_prompts`, or concurrency * requests where that is None. prompts: these
+    in turn instead of random ones; the input length is then not looked at. The whole grid is
+    checked before the first request. `warmup` requests a slot are left out.
     """
     cells = _cells(
-        input_lens, concurrencies, output_len, rates, prompts, requests_per_slot, requests, seed
+        input_lens, concurrencies, output_len, rates, prompts, requests, num_prompts, seed
     )
     for cell in cells:
         target.check(cell)
@@ -264,8 +264,8 @@ def _cells(
     output_len: int,
     rates: Sequence[float],
     prompts: Sequence[str],
-    requests_per_slot: int,
-    requests: int | None,
+    requests: int,
+    num_prompts: int | None,
     seed: int,
 ) -> list[Workload]:
     lengths = [0] if prompts else sorted(input_lens)
@@ -275,7 +275,7 @@ def _cells(
         Workload(
             length,
             output_len,
-            requests or slots * requests_per_slot,
+            num_prompts or slots * requests,
             slots,
             seed + number,
             rate,

@@ -138,7 +138,7 @@ def check_recurrent_options(keeps: bool, can_roll_back: bool, options: EngineOpt
         raise QuantkitError(
             f"{layers} requests cannot share block by block", "run it without --prefix-cache"
         )
-    drafters = {"--prompt-lookup": options.num_looked_up, "--draft": options.draft}
+    drafters = {"--prompt-lookup": options.prompt_lookup, "--draft": options.draft}
     if (
         keeps
         and not can_roll_back

@@ -284,7 +284,7 @@ def _check_data_parallel(options: EngineOptions, device: torch.device) -> None:
         return
     asked = {
         "--tp": options.tp > 1,
-        "--drafts": options.num_drafts,
+        "--draft-length": options.draft_length,
         "--draft": options.draft,
         "--count-experts": options.count_experts,
     }

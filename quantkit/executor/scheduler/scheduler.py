@@ -107,7 +107,7 @@ class StepBudget:
 
 
 class Scheduler:
-    """max_batch: sequences that may run together. prefill_tokens: prompt tokens of a step; `budget`
+    """max_batch: sequences that may run together. chunk_tokens: prompt tokens of a step; `budget`
     may be set later. lookahead: tokens beyond its own that a sequence needs blocks for, with
     drafts. prefix_cache: whether sequences share the blocks of a common prefix.
     """
@@ -117,7 +117,7 @@ class Scheduler:
         plan: CachePlan,
         *,
         max_batch: int,
-        prefill_tokens: int,
+        chunk_tokens: int,
         lookahead: int = 0,
         prefix_cache: bool = False,
     ) -> None:
@@ -127,7 +127,7 @@ class Scheduler:
         self.allocator = self.prefix or BlockAllocator(plan.num_blocks)
         self.block_size = plan.block_size
         self.max_batch, self.lookahead = max_batch, lookahead
-        self.budget = StepBudget(prefill_tokens, prefill_tokens)
+        self.budget = StepBudget(chunk_tokens, chunk_tokens)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._free_states = list(range(max_batch, 0, -1))

@@ -5,7 +5,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from socket import socket
 from typing import Any
 
@@ -15,6 +14,7 @@ from quantkit.common.bind import bind_error
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.server.app import Limits, create_app
+from quantkit.executor.server.options import ServerOptions
 from quantkit.executor.server.service import Service
 
 SILENT_SECONDS = 60.0
@@ -92,32 +92,18 @@ _SWITCH_SECONDS = 0.0005
 added to every decode step."""
 
 
-@dataclass(frozen=True)
-class ServeOptions:
-    """max_queue: requests that wait beyond those that run. grace_s: time that running answers get
-    when the server is stopped.
-
-    tool_parser: the format of tool calls, or auto. log: takes a line for every request.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    max_queue: int = 256
-    grace_s: int = 30
-    limits: Limits = field(default_factory=Limits)
-    tool_parser: str = "auto"
-    log: Callable[[str], None] | None = None
-
-
 def serve(
-    engine: Engine, model_name: str, options: ServeOptions, sockets: Sequence[socket]
+    engine: Engine,
+    model_name: str,
+    options: ServerOptions,
+    sockets: Sequence[socket],
+    log: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM: then no new connections, running answers finish within
-    grace_s, the rest is cancelled.
+    """Serve until SIGINT or SIGTERM: then new connections are refused, running answers may finish
+    within grace_s, and the rest is cancelled.
 
-    sockets: of `listening.bound`. Raises QuantkitError where another listens there by now, or the
-    engine broke.
+    sockets: of `bind.bind`. log: takes a line for every request. Raises QuantkitError where another
+    process took the port meanwhile, or the engine failed.
     """
     service = Service(
         engine, max_queue=options.max_queue, on_fault=lambda: setattr(server, "should_exit", True)
@@ -126,9 +112,9 @@ def serve(
         service,
         model_name,
         api_key=options.api_key,
-        limits=options.limits,
+        limits=Limits(max_input=options.max_input, max_output=options.max_output),
         tool_parser=options.tool_parser,
-        log=options.log,
+        log=log,
     )
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=options.grace_s

@@ -246,7 +246,7 @@ def open_asked(options: EngineOptions, eos_ids: Iterable[object]) -> OpenedModel
         device=options.device,
         backend=options.backend,
         dtype=options.dtype,
-        mtp=options.num_drafts if options.draft is None else 0,
+        mtp=options.draft_length if options.draft is None else 0,
         cache=options.cache,
         tp=options.tp,
         dp=options.dp,

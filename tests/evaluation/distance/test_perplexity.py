@@ -12,6 +12,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.documents import read_documents
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.distance.quality import TextProgress
+from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -63,7 +64,9 @@ def test_perplexity_is_that_of_one_plain_forward_a_document(
 
 
 def test_a_model_is_no_distance_from_itself(tiny_dense_checkpoint: Path, text: Path) -> None:
-    told = measure(str(tiny_dense_checkpoint), text, baseline=str(tiny_dense_checkpoint))
+    told = measure(
+        str(tiny_dense_checkpoint), text, PerplexityOptions(baseline=str(tiny_dense_checkpoint))
+    )
     assert (told.kl, told.top1_agree, told.expert_agree) == (0.0, 1.0, 1.0)
     assert told.baseline_ppl == told.ppl
     assert told.layer_errors == [0.0] * len(told.layer_errors)
@@ -107,7 +110,7 @@ def test_distance_is_what_the_definitions_say(
         kl += float((base.exp() * (base - ours)).sum())
         same += int((base.argmax(-1) == ours.argmax(-1)).sum())
         tokens += len(ids) - 1
-    told = measure(str(changed), text, baseline=str(tiny_dense_checkpoint))
+    told = measure(str(changed), text, PerplexityOptions(baseline=str(tiny_dense_checkpoint)))
     assert told.kl == pytest.approx(kl / tokens, rel=2e-2)
     assert told.kl > 0
     assert told.top1_agree == pytest.approx(same / tokens, abs=1.5 / tokens)
@@ -130,12 +133,15 @@ def test_distance_is_what_the_definitions_say(
 def test_short_passes_give_the_same_figures_as_long_ones(
     tiny_dense_checkpoint: Path, changed: Path, text: Path
 ) -> None:
-    one = measure(str(changed), text, baseline=str(tiny_dense_checkpoint), seq_len=2048)
+    one = measure(
+        str(changed), text, PerplexityOptions(baseline=str(tiny_dense_checkpoint), seq_len=2048)
+    )
     other = measure(
         str(changed),
         text,
-        baseline=str(tiny_dense_checkpoint),
-        seq_len=max(len(line) for line in TEXTS),
+        PerplexityOptions(
+            baseline=str(tiny_dense_checkpoint), seq_len=max(len(line) for line in TEXTS)
+        ),
     )
     assert other.tokens == one.tokens
     assert other.kl == pytest.approx(one.kl, rel=2e-2)
@@ -146,7 +152,7 @@ def test_progress_counts_both_passes(tiny_dense_checkpoint: Path, text: Path) ->
     measure(
         str(tiny_dense_checkpoint),
         text,
-        baseline=str(tiny_dense_checkpoint),
+        PerplexityOptions(baseline=str(tiny_dense_checkpoint)),
         progress=events.append,
     )
     assert [event.stage for event in events] == sorted(event.stage for event in events)
@@ -237,4 +243,4 @@ def test_models_with_other_tokenizers_are_not_compared(
     tiny_dense_checkpoint: Path, text: Path
 ) -> None:
     with pytest.raises(QuantkitError, match="different tokenizers"):
-        measure("tiny-r1", text, baseline=str(tiny_dense_checkpoint))
+        measure("tiny-r1", text, PerplexityOptions(baseline=str(tiny_dense_checkpoint)))

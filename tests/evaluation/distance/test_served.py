@@ -19,10 +19,10 @@ from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.distance.replies import (
     TOP,
     ScoredReply,
-    ServerOptions,
     _compare,
     measure_endpoint,
 )
+from quantkit.evaluation.options import PerplexityOptions
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,10 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_model_is_no_distance_from_itself_behind_a_server(server: str) -> None:
-    told = measure(server, baseline="tiny-r1", sampled="tiny-math", limit=3, max_tokens=40)
+    told = measure(
+        server,
+        options=PerplexityOptions(baseline="tiny-r1", sampled="tiny-math", limit=3, max_tokens=40),
+    )
     assert told.documents == 3
     assert told.tokens > 60
     assert told.kl is not None
@@ -65,9 +68,15 @@ def test_a_model_is_no_distance_from_itself_behind_a_server(server: str) -> None
 
 def test_which_side_the_server_is(server: str, changed: Path) -> None:
     as_baseline = measure(
-        str(changed), baseline=server, sampled="tiny-math", limit=3, max_tokens=40
+        str(changed),
+        options=PerplexityOptions(baseline=server, sampled="tiny-math", limit=3, max_tokens=40),
     )
-    as_model = measure(server, baseline=str(changed), sampled="tiny-math", limit=3, max_tokens=40)
+    as_model = measure(
+        server,
+        options=PerplexityOptions(
+            baseline=str(changed), sampled="tiny-math", limit=3, max_tokens=40
+        ),
+    )
     assert as_baseline.baseline_ppl == pytest.approx(as_model.ppl)
     assert as_baseline.ppl == pytest.approx(as_model.baseline_ppl)
     assert as_baseline.kl is not None
@@ -102,17 +111,17 @@ def test_the_divergence_is_a_lower_bound_that_named_tokens_close() -> None:
 
 def test_what_cannot_be_compared_is_told(server: str, tiny_checkpoint: Path) -> None:
     with pytest.raises(QuantkitError, match="two servers cannot"):
-        measure(server, baseline=server, sampled="tiny-math")
+        measure(server, options=PerplexityOptions(baseline=server, sampled="tiny-math"))
     with pytest.raises(QuantkitError, match="replies only; give --sampled TASK"):
         measure(server, asset("eval", "data", "tiny-heldout.jsonl"))
     with pytest.raises(QuantkitError, match="applies to a model loaded here"):
-        measure(server, baseline="tiny-r1", sampled="tiny-math", cache="int8")
+        measure(
+            server, options=PerplexityOptions(baseline="tiny-r1", sampled="tiny-math", cache="int8")
+        )
     with pytest.raises(QuantkitError, match=r"1 of 1 replies of .* cannot be compared"):
         measure_endpoint(
             str(tiny_checkpoint),
-            ServerOptions(server),
+            server,
+            PerplexityOptions(sampled="tiny-math", limit=1, max_tokens=8),
             is_baseline=False,
-            task="tiny-math",
-            limit=1,
-            max_tokens=8,
         )

@@ -10,6 +10,7 @@ import torch
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.documents import Window, sliding_windows
 from quantkit.evaluation.distance.perplexity import measure
+from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -53,7 +54,11 @@ def test_perplexity_is_that_of_the_usual_recipe(
     (tmp_path / "text.txt").write_text(
         "1 + 1 = 2 and 2 + 2 = 4, while 7 * 8 = 56 and 30 goats are 12 sheep less"
     )
-    told = measure(str(tiny_dense_checkpoint), tmp_path / "text.txt", seq_len=length, stride=stride)
+    told = measure(
+        str(tiny_dense_checkpoint),
+        tmp_path / "text.txt",
+        PerplexityOptions(seq_len=length, stride=stride),
+    )
     loaded = load_model(tiny_dense_checkpoint)
     ids = torch.tensor(
         ChatTokenizer(tiny_dense_checkpoint).encode((tmp_path / "text.txt").read_text())
@@ -83,11 +88,16 @@ def test_distance_on_what_the_source_writes(
     tiny_checkpoint: Path, tiny_dense_checkpoint: Path
 ) -> None:
     options = {"sampled": "tiny-math", "limit": 3, "max_tokens": 6, "device": "cpu"}
-    same = measure(str(tiny_checkpoint), baseline=str(tiny_checkpoint), **options)
+    same = measure(
+        str(tiny_checkpoint), options=PerplexityOptions(baseline=str(tiny_checkpoint), **options)
+    )
     assert same.greedy is not None
     assert (same.kl, same.greedy.same, same.greedy.prompts) == (pytest.approx(0, abs=1e-6), 1.0, 3)
     assert 3 <= same.tokens <= 18, "replies are scored, prompts are not"
-    other = measure(str(tiny_checkpoint), baseline=str(tiny_dense_checkpoint), **options)
+    other = measure(
+        str(tiny_checkpoint),
+        options=PerplexityOptions(baseline=str(tiny_dense_checkpoint), **options),
+    )
     assert other.kl is not None
     assert other.kl > 0
     assert other.to_json()["greedy"]["prompts"] == 3
@@ -97,6 +107,6 @@ def test_what_is_asked_for_must_be_one_thing(tiny_checkpoint: Path, tmp_path: Pa
     with pytest.raises(QuantkitError, match="either a text or a task"):
         measure(str(tiny_checkpoint))
     with pytest.raises(QuantkitError, match="either a text or a task"):
-        measure(str(tiny_checkpoint), tmp_path / "x.txt", sampled="tiny-math")
+        measure(str(tiny_checkpoint), tmp_path / "x.txt", PerplexityOptions(sampled="tiny-math"))
     with pytest.raises(QuantkitError, match="needs a model that samples"):
-        measure(str(tiny_checkpoint), sampled="tiny-math")
+        measure(str(tiny_checkpoint), options=PerplexityOptions(sampled="tiny-math"))

@@ -6,11 +6,12 @@ import pytest
 
 from quantkit.evaluation.generators.generator import Generation, Prompt
 from quantkit.evaluation.generators.local import Local, content_hash, template_reasons
+from quantkit.executor.options import EngineOptions
 
 
 @pytest.fixture(scope="module")
 def model(tiny_checkpoint: Path) -> Local:
-    return Local(tiny_checkpoint, name="tiny", concurrency=8)
+    return Local(EngineOptions(tiny_checkpoint, max_batch=8), name="tiny")
 
 
 def chat(text: str, seed: int = 0, think: bool = True) -> Prompt:
@@ -74,7 +75,7 @@ def test_what_servers_take_of_the_models_own_settings_is_taken_here_too(
     file = copy / "generation_config.json"
     settings = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(settings | {"temperature": 0.6, "top_p": 0.95, "top_k": 1}))
-    own = Local(copy, name="own", concurrency=2)
+    own = Local(EngineOptions(copy, max_batch=2), name="own")
     (drawn,) = own.generate([chat("7 + 5", seed=3)], Generation(temperature=1.0, max_tokens=8))
     (greedy,) = model.generate([chat("7 + 5")], Generation(max_tokens=8))
     (free,) = model.generate([chat("7 + 5", seed=3)], Generation(temperature=1.0, max_tokens=8))

@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 import pytest
 from replay_server import ReplayServer
 
+from quantkit.evaluation.options import EvaluateOptions
 from quantkit.evaluation.results.evalscope_format import report
 from quantkit.evaluation.run import run_evaluation
 
@@ -62,11 +63,13 @@ def run(tmp_path_factory: pytest.TempPathFactory):
         results = run_evaluation(
             quantized.url,
             ["aime24"],
-            data_dir=place,
-            repeats=2,
-            baseline=source.url,
-            out=place / "out",
-            export="evalscope",
+            EvaluateOptions(
+                data_dir=place,
+                repeats=2,
+                baseline=source.url,
+                out=place / "out",
+                format="evalscope",
+            ),
         )
     return results, place / "out"
 

@@ -209,7 +209,7 @@ def test_an_answer_goes_on_beside_a_prompt(
 ) -> None:
     """Its token of a step is sent before the prompt of that step is done: else two chunks lie
     between two tokens of an answer."""
-    engine = load(tiny_checkpoint, max_batch=2, prefill_tokens=32)
+    engine = load(tiny_checkpoint, max_batch=2, chunk_tokens=32)
     slow, waits, decodes_again = (threading.Event() for _ in range(3))
     prefill, agree = Runner.prefill, engine.parallel.agree
     tokens: list[str] = []
@@ -490,12 +490,13 @@ SERVE = """
 import sys
 from quantkit.tokenizer.chat import TextStream
 from quantkit.executor.engine import Engine
-from quantkit.executor.server.serve import ServeOptions, serve
+from quantkit.executor.server.options import ServerOptions
+from quantkit.executor.server.serve import serve
 from quantkit.common.bind import bind
 engine = Engine.load(sys.argv[1], device="cpu", dtype="float32", max_batch=4, max_model_len=1024)
 print("loaded", flush=True)
 with bind("127.0.0.1", int(sys.argv[2])) as sockets:
-    serve(engine, "tiny", ServeOptions(port=int(sys.argv[2])), sockets)
+    serve(engine, "tiny", ServerOptions(port=int(sys.argv[2])), sockets)
 """
 
 

@@ -1,0 +1,119 @@
+"""Options of `eval`, `regrade` and `ppl` and of the Python functions `evaluate` and `perplexity`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.common.options import option
+from quantkit.executor.options import ModelOptions
+
+
+def seed_option() -> Any:
+    return option(0, "Random seed; the same seed draws the same.")
+
+
+@dataclass(frozen=True)
+class ServerModelOptions:
+    """A model behind an OpenAI-compatible server."""
+
+    served_model: str | None = option(
+        None, "The server's name for the model; the server is asked by default."
+    )
+    api_key: str | None = option(None, "API key of the server.")
+
+
+@dataclass(frozen=True)
+class GradingOptions:
+    """How replies are graded and compared with a baseline."""
+
+    margin: float = option(0.01, "Loss that counts as lost, as a share.")
+    allow_code_exec: bool = option(False, "Run programs that the model wrote, in the sandbox.")
+    allow_weak_sandbox: bool = option(
+        False, "Run them even where only resource limits contain them."
+    )
+    format: str | None = option(None, "Also write the results as: evalscope.", "--format")
+
+
+@dataclass(frozen=True)
+class RegradeOptions(GradingOptions):
+    """Options of `quantkit regrade`."""
+
+    data_dir: Path | None = option(None, "Folder with the tasks' data files, if it has moved.")
+    baseline: Path | None = option(None, "The --out folder of another run, to compare with.")
+
+
+@dataclass(frozen=True)
+class EvaluateOptions(GradingOptions, ServerModelOptions, ModelOptions):
+    """Options of `evaluate`."""
+
+    data_dir: Path | None = option(None, "Folder with the tasks' data files.")
+    limit: int | None = option(None, "Problems of each task, over all its subjects.", min=1)
+    repeats: int | None = option(
+        None, "Replies per problem; the task's own number by default.", min=1
+    )
+    protocol: str | None = option(None, "r1, r1-0528, report, evalscope or lm-eval.")
+    baseline: str | Path | None = option(
+        None, "A model, or the --out folder of an earlier run, to compare with."
+    )
+    out: Path | None = option(
+        None, "Folder for results, samples and the report; an interrupted run resumes there."
+    )
+    max_tokens: int | None = option(
+        None, "Longest reply, tokens; the protocol's by default.", min=1
+    )
+    temperature: float | None = option(None, "0 is greedy; the protocol's by default.", min=0)
+    top_p: float | None = option(None, "Nucleus sampling; the protocol's by default.", min=0, max=1)
+    seed: int = seed_option()
+    concurrency: int = option(64, "Requests in flight, or prompts in a batch.", min=1)
+    model_revision: str | None = option(
+        None, "What the server runs, if it does not say so: a revision, a hash."
+    )
+    timeout: float = option(
+        600.0, "Longest wait for the next piece of a server's reply, seconds.", min=0.1
+    )
+    retries: int = option(5, "Further attempts of a request that failed temporarily.", min=0)
+    trust_kept: bool = option(
+        False, "Reuse stored replies without checking that it is still the same model."
+    )
+    count_experts: Path | None = option(
+        None,
+        "Write how many tokens were routed to each expert, for `quantkit place`.",
+        metavar="FILE",
+    )
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """Sampling parameters that replace the protocol's."""
+        given = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p")}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class PerplexityOptions(ServerModelOptions, ModelOptions):
+    """Options of `perplexity`."""
+
+    baseline: str | Path | None = option(
+        None,
+        "The source model: adds KL divergence and agreement at the scored tokens, and the error "
+        "per layer.",
+    )
+    seq_len: int = option(2048, "Longest document, tokens; longer ones are cut into pieces.", min=2)
+    stride: int | None = option(
+        None,
+        "Distance of sliding windows of --seq-len tokens over whole documents; each scores its new "
+        "tokens.",
+        min=1,
+    )
+    sampled: str | None = option(
+        None,
+        "Instead of a text: a task on whose prompts the baseline, or the server, samples reasoning.",
+    )
+    data_dir: Path | None = option(None, "Folder with that task's data files.")
+    max_tokens: int | None = option(None, "Longest sampled reply, tokens.", min=1)
+    seed: int = seed_option()
+    limit: int | None = option(None, "Only the first documents, or problems.", min=1)
+    count_experts: Path | None = option(
+        None,
+        "Write how many tokens were routed to each expert, for `quantkit place`.",
+        metavar="FILE",
+    )

@@ -1,0 +1,103 @@
+"""Options of `quantize` and of what shares them: `plan` plans the same output."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.common.assets import asset
+from quantkit.common.options import device_option, option
+from quantkit.grids.schemes import SCHEMES
+
+
+def format_names() -> list[str]:
+    return ["auto", *dict.fromkeys(name for scheme in SCHEMES.values() for name in scheme.formats)]
+
+
+def names_of_engines() -> list[str]:
+    """Same as `engines.profiles.engine_names`, without its imports: a shell completes these."""
+    return sorted(path.stem for path in asset("recipes", "engines").glob("*.yaml"))
+
+
+def samples_option() -> Any:
+    return option(None, "Calibration sequences; the recipe's by default.", min=1)
+
+
+def seq_len_option() -> Any:
+    return option(None, "Tokens of a calibration sequence; the recipe's by default.", min=8)
+
+
+@dataclass(frozen=True)
+class SchemeOptions:
+    """What the output is. recipe: also a `Recipe`. mixture: a `Mixture`, in place of keep, preset,
+    bits, size and read_weight."""
+
+    format: str = option(
+        "auto",
+        f"{', '.join(format_names()[:-1])} or {format_names()[-1]}; auto is the scheme's first.",
+        "--format",
+        complete=format_names,
+    )
+    engine: str | None = option(
+        None,
+        "Write what vllm, sglang, vllm-ascend, omni-infer or chitu loads, or refuse.",
+        complete=names_of_engines,
+    )
+    keep: str | None = option(
+        None,
+        "Kinds of sublayer to leave unquantized, comma-separated: attention, mlp, shared, experts, "
+        "mtp.",
+    )
+    preset: str | None = option(
+        None,
+        "experts-only: quantize the routed experts only. int8-attention: int8 for the projections "
+        "before latent attention.",
+    )
+    bits: float | None = option(
+        None, "Bits per weight on average, scales included: each linear gets its own grid."
+    )
+    size: str | None = option(None, "Same as --bits, by bytes of the output, such as 380GB.")
+    read_weight: float = option(
+        0.0,
+        "What --bits and --size count as the cost of a grid: 0 bytes stored, 1 bytes read per "
+        "token.",
+    )
+    mixture: Any = option(None, "A Mixture, instead of these five.", cli=False)
+    sensitivities: Path | None = option(
+        None,
+        "For --bits and --size: the sensitivities.json of an earlier run on this model; measured "
+        "by default.",
+    )
+    recipe: str | Path | Any | None = option(
+        None, "A recipe's name or YAML file; the scheme's own recipe by default."
+    )
+    samples: int | None = samples_option()
+    seq_len: int | None = seq_len_option()
+    group_size: int | None = option(
+        None, "Input channels of int4 that share a scale: 128, 64 or 32; 128 by default.", min=1
+    )
+    prune: str | float | None = option(
+        None,
+        "Remove this share of each layer's routed experts, those that contribute least: 25%.",
+        metavar="SHARE",
+    )
+
+
+@dataclass(frozen=True)
+class QuantizeOptions(SchemeOptions):
+    """Options of `quantize`."""
+
+    calibration: str | Path | None = option(
+        None,
+        "A .txt, .jsonl, .json, .csv or .parquet file, or a `datasets` id; the text that the model "
+        "ships, or quantkit's own, by default.",
+    )
+    seed: int | None = option(
+        None, "Random seed of the choice of calibration documents; the recipe's by default."
+    )
+    device: str = device_option()
+    memory: str | int | None = option(
+        None, "Host memory to stay under, such as 16GiB; refused at the start if impossible."
+    )
+    overwrite: bool = option(
+        False, "Replace the output directory if it holds nothing but what quantkit wrote."
+    )
