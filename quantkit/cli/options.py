@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from quantkit.common.options import Option, options_of
-from quantkit.grids.schemes import SCHEMES
+from quantkit.quantization.options import scheme_names
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:
@@ -76,10 +76,6 @@ def _parameter(field: Field[Any], about: Option) -> inspect.Parameter:
         default=field.default,
         annotation=Annotated[kind, made],
     )
-
-
-def scheme_names() -> list[str]:
-    return list(SCHEMES)
 
 
 MaybeScheme = Annotated[

@@ -4,8 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.common.options import option
-from quantkit.grids.schemes import SCHEMES
-from quantkit.quantization.options import names_of_engines, samples_option, seq_len_option
+from quantkit.quantization.options import (
+    names_of_engines,
+    samples_option,
+    scheme_names,
+    seq_len_option,
+)
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,7 @@ class GoOptions:
     )
     out: Path | None = option(None, "Folder for all output; MODEL-go by default.")
     scheme: str | None = option(
-        None, "Use this scheme instead of choosing one.", complete=lambda: list(SCHEMES)
+        None, "Use this scheme instead of choosing one.", complete=scheme_names
     )
     engine: str | None = option(
         None, "Use this engine: vllm, sglang, vllm-ascend, omni-infer.", complete=names_of_engines

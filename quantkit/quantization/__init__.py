@@ -9,6 +9,18 @@ report            report.json, report.html and the verdict
 convert           convert(); conversion_plan: what every tensor becomes
 """
 
-from quantkit.quantization.run import QuantizationReport, quantize
+from typing import TYPE_CHECKING
 
 __all__ = ["QuantizationReport", "quantize"]
+
+if TYPE_CHECKING:
+    from quantkit.quantization.run import QuantizationReport, quantize
+else:
+
+    def __getattr__(name: str) -> object:
+        """On first use: options.py is imported without torch."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from quantkit.quantization import run
+
+        return getattr(run, name)

@@ -2,15 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from quantkit.common.assets import asset
 from quantkit.common.options import device_option, option
-from quantkit.grids.schemes import SCHEMES
+from quantkit.grids.names import SchemeName, WritableFormat
 
 
 def format_names() -> list[str]:
-    return ["auto", *dict.fromkeys(name for scheme in SCHEMES.values() for name in scheme.formats)]
+    return ["auto", *get_args(WritableFormat)]
+
+
+def scheme_names() -> list[str]:
+    return list(get_args(SchemeName))
 
 
 def names_of_engines() -> list[str]:
