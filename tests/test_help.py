@@ -121,7 +121,7 @@ def test_sampling_is_checked_before_a_model_is_loaded(monkeypatch: pytest.Monkey
     [
         (["run", "tiny-r1", "--drafts", "3"], "--drafts", 3),
         (["serve", "tiny-r1", "--drafts=3"], "--drafts", 3),
-        (["deploy", "out", "--engine", "vllm", "--draft-length", "2"], "--draft-length", 2),
+        (["deploy", "out", "--engine", "vllm", "--mtp", "2"], "--mtp", 2),
     ],
 )
 def test_an_old_flag_works_and_names_the_new_one(
@@ -129,4 +129,5 @@ def test_an_old_flag_works_and_names_the_new_one(
 ) -> None:
     context = GROUP.commands[words[0]].make_context(words[0], words[1:])
     assert context.params["draft_length"] == value
+    assert f"{name} is now --draft-length" in capsys.readouterr().err
     assert name not in command(words[0], "--help").out
