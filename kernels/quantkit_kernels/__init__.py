@@ -74,6 +74,7 @@ from quantkit_kernels.prompts import (
 from quantkit_kernels.routing import Routing, moe_gate, route
 from quantkit_kernels.self_check import Measurement, check
 from quantkit_kernels.weights import (
+    W8A16,
     Dense,
     Fp4,
     Int4,
@@ -91,6 +92,7 @@ __all__ = [
     "NO_EXPERT",
     "OPERATORS",
     "SILU",
+    "W8A16",
     "CacheLayout",
     "CodeSteps",
     "CodedKeys",

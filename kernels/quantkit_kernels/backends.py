@@ -17,7 +17,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-KINDS = ("int4", "int8", "fp4", "dense")
+KINDS = ("int4", "int8", "w8a16", "fp4", "dense")
 OPERATORS = (
     *(f"linear_{kind}" for kind in KINDS),
     *(f"experts_{kind}" for kind in KINDS),

@@ -20,6 +20,7 @@ from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation, by_slot, e
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference.grouped import picked
 from quantkit_kernels.weights import (
+    W8A16,
     Dense,
     Fp4,
     Int4,
@@ -30,7 +31,10 @@ from quantkit_kernels.weights import (
     dequantize,
 )
 
-GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "int8", "fp4", "dense")
+GRIDS = (
+    *("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128"),
+    *("int8", "w8a16-32", "w8a16-128", "w8a16-channel", "fp4", "dense"),
+)
 # By norm ratio: what rounding of the result, and inside 16-bit operators of operands and scales
 # too, explains.
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -48,6 +52,13 @@ def random_weight(grid: str, n: int, k: int, rng: torch.Generator) -> Weight:
     if grid == "int8":
         scale = (0.5 + torch.rand(n, 1, generator=rng, device=device)) / (70 * k**0.5)
         return Int8(
+            torch.randint(-127, 128, (n, k), dtype=torch.int8, generator=rng, device=device), scale
+        )
+    if grid.startswith("w8a16"):
+        group = grid.removeprefix("w8a16-")
+        groups = 1 if group == "channel" else k // int(group)
+        scale = (0.5 + torch.rand(n, groups, generator=rng, device=device)) / (70 * k**0.5)
+        return W8A16(
             torch.randint(-127, 128, (n, k), dtype=torch.int8, generator=rng, device=device), scale
         )
     if grid == "int8-narrow":

@@ -13,6 +13,8 @@ from torch import Tensor
 from quantkit_kernels.arguments import FLOAT_DTYPES, check_tensor, require
 
 INT4_GROUP_SIZES = (32, 64, 128)
+W8A16_GROUP_SIZES = (32, 64, 128)
+"""And multiples of the largest."""
 FP4_GROUP_SIZE = 16
 
 
@@ -45,6 +47,18 @@ class Int8(NamedTuple):
     scale: Tensor
 
 
+class W8A16(NamedTuple):
+    """Weight-only int8: w = codes * scale, one scale per group of K/scale.shape[1] input features;
+    activations keep their dtype.
+
+    codes int8 [N, K] in -127..127; scale float32 [N, G]: groups of 32, 64 or multiples of 128, or
+    one group.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+
 class NarrowInt8(Int8):
     """Codes are of four bits, -8..7, as W4A8 has them: a backend may hold them so, and every one
     may hold a byte a code."""
@@ -71,11 +85,11 @@ class Dense(NamedTuple):
     weight: Tensor
 
 
-Weight = Int4 | Int8 | Fp4 | Dense
+Weight = Int4 | Int8 | W8A16 | Fp4 | Dense
 
 
 def kind(weight: Weight) -> str:
-    """The name of a weight's grid in operator names: int4, int8, fp4 or dense."""
+    """The name of a weight's grid in operator names: int4, int8, w8a16, fp4 or dense."""
     return (
         "int8"
         if isinstance(weight, Int8)
@@ -90,7 +104,7 @@ def shape(weight: Weight) -> tuple[int, int]:
     return weight[0].shape[0], weight[0].shape[1]
 
 
-def group_size(weight: Int4) -> int:
+def group_size(weight: Int4 | W8A16) -> int:
     return weight.codes.shape[1] // weight.scale.shape[1]
 
 
@@ -107,6 +121,15 @@ def check_weight(weight: Weight) -> None:
     elif isinstance(weight, Int8):
         check_tensor("codes", weight.codes, (n, k), (torch.int8,))
         check_tensor("scale", weight.scale, (n, 1), (torch.float32,))
+    elif isinstance(weight, W8A16):
+        check_tensor("codes", weight.codes, (n, k), (torch.int8,))
+        check_tensor("scale", weight.scale, (n, None), (torch.float32,))
+        groups = weight.scale.shape[1]
+        require(
+            groups > 0 and k % groups == 0 and w8a16_groups(k, k // groups),
+            f"scale: {groups} groups for {k} input features, expected one group, or groups of "
+            f"{', '.join(map(str, W8A16_GROUP_SIZES))} or a multiple",
+        )
     elif isinstance(weight, Int4):
         check_tensor("codes", weight.codes, (n, k), (torch.int8,))
         check_tensor("scale", weight.scale, (n, None), (torch.float32,))
@@ -138,6 +161,11 @@ def check_weight(weight: Weight) -> None:
             check_tensor("input_divisor", weight.input_divisor, (), (torch.float32,))
 
 
+def w8a16_groups(k: int, size: int) -> bool:
+    """Whether weight-only int8 of k input features may have groups of this size."""
+    return size in (k, *W8A16_GROUP_SIZES) or size % W8A16_GROUP_SIZES[-1] == 0
+
+
 def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     """W[N, K] as numbers. The arithmetic is in `dtype`, so float64 gives the exact values the codes
     represent."""
@@ -146,9 +174,9 @@ def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     if isinstance(weight, Int8):
         return weight.codes.to(dtype) * weight.scale.to(dtype)
     n, k = shape(weight)
-    if isinstance(weight, Int4):
+    if isinstance(weight, Int4 | W8A16):
         codes = weight.codes.to(dtype).view(n, weight.scale.shape[1], -1)
-        if weight.zero_point is not None:
+        if isinstance(weight, Int4) and weight.zero_point is not None:
             codes = codes - weight.zero_point.to(dtype).unsqueeze(-1)
         return (codes * weight.scale.to(dtype).unsqueeze(-1)).view(n, k)
     values = decode_e2m1(weight.codes).to(dtype)
@@ -173,7 +201,7 @@ def rows(weight: Weight, start: int, stop: int) -> Weight:
     """The output features start..stop of a weight, without copying."""
     if isinstance(weight, Dense):
         return Dense(weight.weight[start:stop])
-    if isinstance(weight, Int8):
+    if isinstance(weight, Int8 | W8A16):
         return type(weight)(weight.codes[start:stop], weight.scale[start:stop])
     if isinstance(weight, Int4):
         zero_point = None if weight.zero_point is None else weight.zero_point[start:stop]
@@ -190,6 +218,8 @@ def can_stack(first: Weight, second: Weight) -> bool:
     """Whether both can be rows of one weight: the same grid, group size and zero points."""
     if type(first) is not type(second) or first[0].shape[1] != second[0].shape[1]:
         return False
+    if isinstance(first, W8A16) and isinstance(second, W8A16):
+        return first.scale.shape[1] == second.scale.shape[1]
     if isinstance(first, Int4) and isinstance(second, Int4):
         return first.scale.shape[1] == second.scale.shape[1] and (first.zero_point is None) == (
             second.zero_point is None
@@ -226,6 +256,12 @@ def stack(first: Weight, second: Weight) -> Weight:
         return joined(
             torch.cat([first.codes, second.codes]), torch.cat([first.scale, second.scale])
         )
+    if isinstance(first, W8A16) and isinstance(second, W8A16):
+        require(
+            group_size(first) == group_size(second),
+            "cannot stack weight-only int8 weights that differ in group size",
+        )
+        return W8A16(torch.cat([first.codes, second.codes]), torch.cat([first.scale, second.scale]))
     if isinstance(first, Fp4) and isinstance(second, Fp4):
         scale = torch.cat([first.scale.view(torch.uint8), second.scale.view(torch.uint8)]).view(
             torch.float8_e4m3fn

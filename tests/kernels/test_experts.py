@@ -78,7 +78,7 @@ def test_experts_round_what_is_between_to_nvfp4_too(backend: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("grid", ["int4-asym-128", "int8", "dense"])
+@pytest.mark.parametrize("grid", ["int4-asym-128", "int8", "w8a16-128", "dense"])
 def test_ids_of_no_expert_add_nothing(grid: str, backend: str) -> None:
     """The numbers are those of the experts that are named: a part of them, or none."""
     skip_unusable(grid, backend, torch.float32)

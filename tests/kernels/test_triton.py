@@ -101,7 +101,7 @@ def test_linears_of_any_shape(grid: str, poisoned_memory: None) -> None:
             )
 
 
-@pytest.mark.parametrize("grid", ["int4-asym-64", "fp4", "int8"])
+@pytest.mark.parametrize("grid", ["int4-asym-64", "fp4", "int8", "w8a16-32"])
 def test_programs_that_share_k_add_up_in_order(grid: str) -> None:
     """K is long and N short: the same bits again, for the counters are left at zero."""
     rng = generator()
@@ -164,7 +164,9 @@ def test_activations_are_rounded_as_the_operator_states(width: int) -> None:
     assert torch.equal(codes.cpu(), expected[0])
 
 
-@pytest.mark.parametrize("grid", ["int4-asym-32", "int4-sym-128", "int8", "fp4"])
+@pytest.mark.parametrize(
+    "grid", ["int4-asym-32", "int4-sym-128", "int8", "w8a16-32", "w8a16-128", "fp4"]
+)
 def test_experts_few_and_many(grid: str) -> None:
     """Ragged, empty and doubled: expert 5 is asked by none, and one token names an expert twice."""
     rng = torch.Generator()

@@ -40,6 +40,8 @@ def refused(operator: str, dtype: torch.dtype | None, shape: Shape | None) -> st
     family, _, weight_kind = operator.partition("_")
     if family not in ("linear", "experts") or weight_kind == "dense":
         return "has quantized weights only"
+    if weight_kind == "w8a16":
+        return "int8 with activations of 8 bits only"
     if weight_kind == "fp4" and dtype not in (None, torch.bfloat16):
         return "the FP4 kernel's decoded weights fit bfloat16 only"
     if dtype not in (None, torch.bfloat16, torch.float16):

@@ -12,6 +12,7 @@ int8   int8.cpp: any number of rows on a processor with VNNI and no AMX, whose e
        `onednn.qlinear_pointwise` with u8 activations where the processor has VNNI (it saturates in
        16 bits without, which a test product finds out), over the same packed weight; else
        `_weight_int8pack_mm` and float32 products of expanded blocks.
+w8a16  w8a16.cpp for few rows; many by torch's matmul over expanded blocks.
 fp4    fp4.cpp, AVX-512 or AVX2; 4.5 bits per weight.
 gqa    gqa.cpp, decoding over pages, of latents in 16 and 32 bits too. Prompts: prompts.cpp, keys and values expanded from latents too.
 norms  norm.cpp in bf16 and float32, which turns queries and keys of gqa, too; in fp16 torch.

@@ -25,7 +25,7 @@ _LEVELS = {
     "int4_rows": ("AVX2", "AVX512", "VNNI", "BF16"),
     "int8_experts": ("VNNI",),
     **dict.fromkeys(
-        ("dense", "gqa", "int4", "int8", "norm", "prompts", "round_block", "silu"),
+        ("dense", "gqa", "int4", "int8", "norm", "prompts", "round_block", "silu", "w8a16"),
         ("AVX2", "AVX512", "VNNI", "PORTABLE"),
     ),
 }
@@ -42,6 +42,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "prompts": {"qk_prompt_attend": (6, 9)},
     "round_block": {"qk_round_block": (6, 8)},
     "silu": {"qk_silu_and_mul": (2, 4)},
+    "w8a16": {"qk_w8a16_linear": (4, 5)},
 }
 """Of each library, and how many pointers, then integers, then numbers they take. Blocks are for
 VNNI alone."""
@@ -49,7 +50,7 @@ VNNI alone."""
 
 _HEADERS = {
     **dict.fromkeys(
-        ("dense", "gqa", "int4_rows", "norm", "prompts", "round_block"), ("vectors.h",)
+        ("dense", "gqa", "int4_rows", "norm", "prompts", "round_block", "w8a16"), ("vectors.h",)
     ),
     "silu": ("silu.h", "vectors.h"),
     "int8": ("int8.h",),

@@ -8,8 +8,9 @@ from quantkit_kernels.cpu import int4, int8
 from quantkit_kernels.cpu.build import why_no_library
 from quantkit_kernels.cpu.fp4 import Fp4Linear
 from quantkit_kernels.cpu.units import has_unit
+from quantkit_kernels.cpu.w8a16 import W8A16Linear
 from quantkit_kernels.linear import Linear
-from quantkit_kernels.weights import Fp4, Int4, Int8, Weight, group_size, kind, shape
+from quantkit_kernels.weights import W8A16, Fp4, Int4, Int8, Weight, group_size, kind, shape
 
 # Of torch's operator, where the C++ cannot be had. Others are multiplied number by number: float16
 # is 15 times as slow as bfloat16 on AVX2.
@@ -91,6 +92,8 @@ def _packed(weight: Int4, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
     if isinstance(weight, Int8):
         return int8.linear(weight, dtype)
+    if isinstance(weight, W8A16):
+        return W8A16Linear(weight, dtype)
     if isinstance(weight, Fp4):
         return Fp4Linear(weight, dtype)
     assert isinstance(weight, Int4), kind(weight)

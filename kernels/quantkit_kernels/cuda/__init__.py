@@ -58,6 +58,8 @@ def unusable(
     if missing is not None:
         return missing
     family, _, kind = operator.partition("_")
+    if kind == "w8a16":
+        return "the Triton backend's kernels read weight-only int8"
     return _refused(kind, dtype, shapes) if family in ("linear", "experts") else None
 
 

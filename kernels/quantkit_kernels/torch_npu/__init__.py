@@ -93,6 +93,8 @@ def unusable(
         return "silu_and_mul only"
     if operator == "likeliest":
         return "torch's own argmax"
+    if operator.endswith("_w8a16"):
+        return "int8 with activations of 8 bits only"
     missing = [name for name in NEEDS[operator] if not has_kernel(name, device)]
     if missing and not torch._C._dispatch_has_kernel(f"npu::{missing[0]}"):
         return "torch_npu is not installed"

@@ -102,7 +102,7 @@ class LinearPlan:
 EXPAND_TOKENS = 1024
 """From more tokens on a 4-bit weight is decoded to 16 bits and multiplied by the vendor's library,
 whatever a table says."""
-_EXPANDED = {"int4": 512, "fp4": 256}
+_EXPANDED = {"int4": 512, "w8a16": 512, "fp4": 256}
 """From so many tokens on the rule says so, by kind."""
 _FEWEST, _FEW, _SOME = 8, 16, 64
 """Tokens up to which a product is bound by reading weights, and by latency: then several programs
@@ -223,7 +223,7 @@ def experts_split(
 def stage_bytes(plan: LinearPlan, kind: str, doubled: bool = False) -> int:
     """Shared memory of a stage: of a step the codes and scales of a tile, twice for gate and up,
     and the tokens."""
-    of_row = 128 if kind == "int8" else 64 + 8
+    of_row = {"int8": 128, "w8a16": 128 + 16}.get(kind, 64 + 8)
     of_token = 128 if kind == "int8" else 256
     return plan.rows * of_row * (2 if doubled else 1) + plan.tokens * of_token
 

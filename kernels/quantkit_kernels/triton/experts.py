@@ -162,7 +162,7 @@ class TritonExpertsLayout(BiasedExpertsLayout):
     ) -> None:
         self._gating, self._biases = gating, list[Tensor]()
         self._count, self._dtype, self._device = num_experts, dtype, device
-        self._kind, self._group = kind(gate), group_of(gate)
+        self._kind, self._groups = kind(gate), (group_of(gate), group_of(gate))
         self._intermediate, self._hidden = shape(gate)
         self._layers: list[PackedSteps] = []
 
@@ -173,6 +173,7 @@ class TritonExpertsLayout(BiasedExpertsLayout):
             pack(to_device(weight, self._device)) for weight in (gate, up, down)
         )
         packed = [_side_by_side(first, second), third]
+        self._groups = group_of(gate), group_of(down)
         if not self._layers:
             self._layers = [
                 PackedSteps(*(part.new_empty(self._count, *part.shape) for part in one))
@@ -201,9 +202,11 @@ class TritonExpertsLayout(BiasedExpertsLayout):
         gate_up, down = self._layers
         biases = self._biases or (None, None)
         first = Packed(
-            gate_up, self._kind, self._group, 2 * self._intermediate, self._hidden, biases[0]
+            gate_up, self._kind, self._groups[0], 2 * self._intermediate, self._hidden, biases[0]
         )
-        second = Packed(down, self._kind, self._group, self._hidden, self._intermediate, biases[1])
+        second = Packed(
+            down, self._kind, self._groups[1], self._hidden, self._intermediate, biases[1]
+        )
         return TritonExperts(first, second, self._count, self._dtype, self._device, self._gating)
 
 

@@ -11,8 +11,8 @@ from quantkit_kernels.triton.cards import LinearPlan, interpreted, overlapped
 from quantkit_kernels.triton.layout import PackedSteps
 from quantkit_kernels.workspace import workspace
 
-KINDS = {"int4": 0, "fp4": 1, "int8": 2}
-COLUMNS = {"int4": 32, "fp4": 16, "int8": 32}
+KINDS = {"int4": 0, "fp4": 1, "int8": 2, "w8a16": 3}
+COLUMNS = {"int4": 32, "fp4": 16, "int8": 32, "w8a16": 32}
 STORE, SILU_MUL, WEIGH = range(3)
 
 

@@ -5,8 +5,8 @@ each step all output features.
              int4: C = 32, P = 1, code + 8 in bits 4 i .. 4 i + 3. FP4: C = 16, P = 2, bits as
              bfloat16 has them, shifted right by 3 i (sign 15, magnitude 8..6), but plane 3, which
              has sign, exponents and mantissa in bits 14, 13, 11 and 10
-    int8     int8 [E, K/128, N, 128]
-    scales   of a step and output feature. int4: 32 bits a group, scale as float16 and zero point + 8: int32 [E, K/128, N] for groups of
+    int8     int8 [E, K/128, N, 128]; w8a16 the same
+    scales   of a step and output feature. w8a16: float32 [E, K/g, N], groups of g at most 128. int4: 32 bits a group, scale as float16 and zero point + 8: int32 [E, K/128, N] for groups of
              128, int64 for 64, int64 [E, K/128, 2, N] for 32. FP4: int64, a byte a group, 5 bits of
              exponent and 3 of mantissa
 
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit_kernels.weights import Fp4, Int4, Int8, Weight, group_size, shape
+from quantkit_kernels.weights import W8A16, Fp4, Int4, Int8, Weight, group_size, shape
 
 SPAN, STRIP = 128, 64
 FP4_SCALE_BIAS, FP4_FACTOR = 16, 2.0**45
@@ -40,17 +40,14 @@ def pack(weight: Weight) -> PackedSteps:
     n, k = shape(weight)
     below, beside = -n % STRIP, -k % SPAN
     if isinstance(weight, Int8):
-        codes = (
-            F.pad(weight.codes, (0, beside, 0, below))
-            .unflatten(1, (-1, SPAN))
-            .transpose(0, 1)
-            .contiguous()
-        )
+        codes = _byte_steps(weight.codes, below, beside)
         return PackedSteps(
             codes,
             torch.zeros(1, dtype=torch.int32, device=codes.device),
             F.pad(weight.scale[:, 0], (0, below)),
         )
+    if isinstance(weight, W8A16):
+        return _pack_w8a16(weight, below, beside)
     if isinstance(weight, Int4):
         return _pack_int4(weight, below, beside)
     assert isinstance(weight, Fp4), type(weight)
@@ -58,7 +55,28 @@ def pack(weight: Weight) -> PackedSteps:
 
 
 def group_of(weight: Weight) -> int:
+    """Input features of a scale as they are packed; 0 for int8, whose rows have one."""
+    if isinstance(weight, W8A16):
+        return SPAN if weight.scale.shape[1] == 1 else min(group_size(weight), SPAN)
     return group_size(weight) if isinstance(weight, Int4) else 16 if isinstance(weight, Fp4) else 0
+
+
+def _byte_steps(codes: Tensor, below: int, beside: int) -> Tensor:
+    """int8 [N, K] -> [K/128, N, 128], padded with zeros."""
+    return F.pad(codes, (0, beside, 0, below)).unflatten(1, (-1, SPAN)).transpose(0, 1).contiguous()
+
+
+def _pack_w8a16(weight: W8A16, below: int, beside: int) -> PackedSteps:
+    columns = (weight.codes.shape[1] + beside) // group_of(weight)
+    if weight.scale.shape[1] == 1:
+        scale = weight.scale.expand(-1, columns)
+    else:
+        copies = group_size(weight) // group_of(weight)
+        scale = weight.scale.repeat_interleave(copies, dim=1)
+        scale = F.pad(scale, (0, columns - scale.shape[1]))
+    scales = F.pad(scale, (0, 0, 0, below)).T.contiguous()
+    ones = torch.ones(len(weight.codes) + below, device=scales.device)
+    return PackedSteps(_byte_steps(weight.codes, below, beside), scales, ones)
 
 
 def _planes(codes: Tensor, columns: int) -> Tensor:

@@ -15,8 +15,10 @@ from quantkit_kernels.triton.weights_kernel import (
     INT4,
     INT8,
     SPAN,
+    W8A16,
     dot,
     fetch,
+    from_int8,
     int4_factors,
     int4_plane,
     load_scales,
@@ -127,6 +129,35 @@ def add_int8_step(acc, step, x, places, k, there, codes, n, rows, EVEN_K: tl.con
 
 
 @triton.jit
+def add_w8a16_step(acc, step, x, places, k, there, codes, scales, n, rows, GROUP: tl.constexpr,
+DTYPE: tl.constexpr, EVEN_K: tl.constexpr):  # fmt: skip
+    """acc float32 [BN, BM] plus the product over 128 input features of weight-only int8: codes are
+    multiplied, and the sums of each group scaled."""
+    BN: tl.constexpr = acc.shape[0]
+    BM: tl.constexpr = acc.shape[1]
+    PARTS: tl.constexpr = SPAN // GROUP
+    column = tl.arange(0, GROUP)
+    for part in tl.static_range(PARTS):
+        at = step * SPAN + part * GROUP
+        weights = tl.load(
+            codes + step * n * SPAN + rows[:, None] * SPAN + part * GROUP + column[None, :]
+        )
+        feature = at + column
+        if EVEN_K:
+            some = tl.load(x + places[None, :] + feature[:, None], mask=there[None, :], other=0.0)
+        else:
+            some = tl.load(
+                x + places[None, :] + feature[:, None],
+                mask=there[None, :] & (feature[:, None] < k),
+                other=0.0,
+            )
+        scale = tl.load(scales + (step * PARTS + part) * n + rows)
+        sums = dot(from_int8(weights, DTYPE), some, tl.zeros((BN, BM), tl.float32))
+        acc += sums * scale[:, None]
+    return acc
+
+
+@triton.jit
 def sum_of_parts(
     acc, more, partial, arrived, tile, part,
     SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PAIR: tl.constexpr,
@@ -209,8 +240,9 @@ def multiply(
     slots = token_tile * BM + tl.arange(0, BM)
     begin = steps * part // SPLIT
     end = steps * (part + 1) // SPLIT
-    WIDTH: tl.constexpr = SPAN if KIND == INT8 else SPAN // 4
-    BYTES: tl.constexpr = BN * SPAN if KIND == INT8 else BN * SPAN // 2
+    BYTE_CODES: tl.constexpr = KIND >= INT8  # and W8A16
+    WIDTH: tl.constexpr = SPAN if BYTE_CODES else SPAN // 4
+    BYTES: tl.constexpr = BN * SPAN if BYTE_CODES else BN * SPAN // 2
     if PDL and EVEN_N and not EXPERTS:  # weights are there before the tokens are
         for ahead in tl.static_range(STAGES - 1):
             fetch(
@@ -241,7 +273,9 @@ def multiply(
     n = n.to(tl.int64)
     weight_rows = n * expert
     codes += weight_rows * steps * WIDTH
-    PER_STEP: tl.constexpr = 2 if KIND == INT4 and GROUP == 32 else 1
+    PER_STEP: tl.constexpr = (
+        SPAN // GROUP if KIND == W8A16 else 2 if KIND == INT4 and GROUP == 32 else 1
+    )
     scales += weight_rows * steps * PER_STEP
     row_scale += weight_rows
     if BIASED:
@@ -253,6 +287,15 @@ def multiply(
             acc = add_int8_step(acc, step, x, places, k, there, codes, n, rows, EVEN_K)
             if EPILOGUE == SILU_MUL:
                 more = add_int8_step(more, step, x, places, k, there, codes, n, rows + up, EVEN_K)
+        elif KIND == W8A16:
+            acc = add_w8a16_step(
+                acc, step, x, places, k, there, codes, scales, n, rows, GROUP, DTYPE, EVEN_K
+            )
+            if EPILOGUE == SILU_MUL:
+                more = add_w8a16_step(
+                    more, step, x, places, k, there, codes, scales, n, rows + up, GROUP, DTYPE,
+                    EVEN_K
+                )  # fmt: skip
         elif SCALED_SUMS:
             acc = add_codes_step(
                 acc, step, x, places, k, there, codes, scales, n, rows, GROUP, DTYPE, EVEN_K, NVIDIA

@@ -17,7 +17,7 @@ INTERPRETED = tl.constexpr(interpreted())
 SPAN = tl.constexpr(128)
 """Input features of a step."""
 FROM_FLOAT16 = tl.constexpr(2.0**-112)
-INT4, FP4, INT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+INT4, FP4, INT8, W8A16 = (tl.constexpr(kind) for kind in range(4))
 
 
 def _int4_plane(shift, magic):
@@ -107,6 +107,16 @@ def rounded(values, DTYPE: tl.constexpr):
         return bits.to(tl.float32, bitcast=True).to(DTYPE)
     else:
         return values.to(DTYPE)
+
+
+@triton.jit
+def from_int8(codes, DTYPE: tl.constexpr):
+    """int8 codes as numbers of DTYPE, which holds them exactly. The interpreter multiplies bfloat16
+    as float32."""
+    if INTERPRETED:
+        return codes.to(tl.float32)
+    else:
+        return codes.to(DTYPE)
 
 
 @triton.jit
