@@ -170,7 +170,15 @@ class EngineProfile(Strict):
         devices = sorted({device for load in self.loads for device in load.devices})
         if device is not None and device not in devices:
             return f"it runs on {' and '.join(devices)}"
+        if not self._names(grid):
+            return f"its profile does not say whether it reads {grid} weights"
         return "it has no reader for that"
+
+    def _names(self, grid: str) -> bool:
+        """Whether any rule or refusal is about this grid."""
+        rules = any(grid in rule.grids for rule in self.loads)
+        mixtures = any(grid in mixture.grids for mixture in self.mixtures)
+        return rules or mixtures or any(grid in refusal.grids for refusal in self.refuses)
 
 
 @cache

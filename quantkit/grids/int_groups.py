@@ -67,6 +67,8 @@ class IntGrid(Grid):
         match self.bits, self.group_size, self.symmetric, self.activation_bits:
             case 8, None, True, 16:
                 return "int8"
+            case 8, _, True, 16:
+                return "int8-groups"
             case 4, _, _, 8:
                 return "int4-w4a8"
             case 4, None, _, 16:
@@ -90,12 +92,12 @@ class IntGrid(Grid):
 
     def rank_multiple(self, *, inputs: bool) -> int:
         """Four bits are packed eight to a word along the outputs."""
-        if self.bits != 4:
-            return 1
-        return (self.group_size or 1) if inputs else 8
+        if inputs:
+            return self.group_size or 1
+        return 8 if self.bits == 4 else 1
 
     def check_inputs(self, name: str, width: int) -> None:
-        if self.bits == 4:
+        if self.bits == 4 or self.group_size:
             stored = self.group_size or width
             check_group(name, math.gcd(stored, width), _SMALLEST_GROUP, stored, width)
 
@@ -157,8 +159,7 @@ class IntWeight(QuantizedWeight):
 
     def columns(self, name: str, start: int, stop: int) -> "IntWeight":
         codes = self.codes[:, start:stop].contiguous()
-        if self.bits == 8:
-            assert self.per_channel, f"{name}: int8 in groups"
+        if self.bits == 8 and self.per_channel:
             return replace(self, codes=codes)
         stored, group = self.group_size, math.gcd(self.group_size, stop - start)
         check_group(name, group, _SMALLEST_GROUP, stored, stop - start)
@@ -176,9 +177,10 @@ class IntWeight(QuantizedWeight):
     ) -> "KernelWeight":
         """Symmetric weights per channel run with int8 activations where the format has them, int4
         codes a byte each; other int4 is weight-only, or rounds its inputs to int8 where it is
-        symmetric in groups. Groups longer than the operators' have their scales repeated.
-        Weight-only int8 is dense."""
-        from quantkit_kernels import Int4, Int4Int8, Int8
+        symmetric in groups. Groups longer than the operators' have their scales repeated. Other
+        int8 is weight-only where it is symmetric; with zero points it is dense."""
+        from quantkit_kernels import W8A16, Int4, Int4Int8, Int8
+        from quantkit_kernels.weights import w8a16_groups
 
         symmetric = self.zero_point is None
         one_scale = self.per_channel and not (self.bits == 4 and in_groups)
@@ -193,6 +195,8 @@ class IntWeight(QuantizedWeight):
             )
             operand = Int4Int8 if activation_bits == 8 and symmetric else Int4
             return operand(self.codes, self.scale.repeat_interleave(copies, 1), points)
+        if self.bits == 8 and symmetric and w8a16_groups(self.shape[1], self.group_size):
+            return W8A16(self.codes, self.scale)
         return super().kernel_weight(dtype)
 
     def levels(self) -> Levels:

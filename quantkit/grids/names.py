@@ -9,6 +9,7 @@ GridName = Literal[
     "int4-channel",
     "int4-w4a8",
     "int8",
+    "int8-groups",
     "nvfp4",
     "nvfp4-w4a4",
     "mxfp4",
@@ -27,9 +28,10 @@ SchemeName = Literal[
     "int8-a8w8c8",
     "int4-w4a8",
     "int4-w4a8-groups",
+    "w8a16",
 ]
 
-WritableFormat = Literal["awq", "compressed-tensors", "modelopt", "modelslim"]
+WritableFormat = Literal["awq", "compressed-tensors", "modelopt", "modelslim", "gptq"]
 """Formats that some scheme is written in."""
 
 CacheCodes = Literal["int8"]

@@ -124,6 +124,14 @@ SCHEMES: dict[str, Scheme] = {
             ("compressed-tensors",),
             "int4 in groups of 128 without zero points, int8 activations per token",
         ),
+        Scheme(
+            "w8a16",
+            IntGrid(bits=8, group_size=128, symmetric=True),
+            16,
+            ("awq", "gptq", "drift", "descent"),
+            ("compressed-tensors", "gptq"),
+            "int8 in groups of 128, 16-bit activations",
+        ),
     )
 }
 

@@ -59,9 +59,10 @@ def find_format(name: str, scheme: Scheme) -> Format:
             f"format {name!r} is not known",
             f"choose one of {', '.join(dict.fromkeys(format.name for format in FORMATS))}",
         )
-    for format in named:
-        if format.holds(scheme.weight):
-            return format
+    holders = [format for format in named if format.holds(scheme.weight)]
+    bits = scheme.activation_bits
+    for format in sorted(holders, key=lambda one: one.activation_bits_of(scheme.weight) != bits):
+        return format
     raise QuantkitError(
         f"format {name} cannot hold {scheme.name}", f"use --format {' or '.join(scheme.formats)}"
     )
