@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,21 +46,21 @@ class Measures:
     """
 
     rms: float
-    offset: float
-    spread: float
-    ends: float
-    next_to_ends: float
-    commonest: float
-    follows: float | None
-    constant_rows: float
-    constant_columns: float
     outlier: float
-    positive: float
-    dead_bit: int | None
-    common_scale: float
     unwritten: bool
     digest: str
     bits: int
+    common_scale: float
+    offset: float = 0.0
+    spread: float = 0.0
+    ends: float = 0.0
+    next_to_ends: float = 0.0
+    commonest: float = 0.0
+    follows: float | None = None
+    constant_rows: float = 0.0
+    constant_columns: float = 0.0
+    positive: float = 0.5
+    dead_bit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -130,25 +131,7 @@ def measure(rows: SampledRows, tensors: Mapping[str, Tensor]) -> Measures:
     """tensors: all stored tensors of the linear."""
     row_rms = torch.linalg.vector_norm(rows.values, dim=1) / rows.values.shape[1] ** 0.5
     middle, rms = float(row_rms.median()), float(row_rms.square().mean().sqrt())
-    outlier = float(row_rms.max()) / middle if middle > 0 else 1.0
-    offset = spread = ends = next_to_ends = commonest = common_scale = 0.0
-    follows, positive, dead, constant = None, 0.5, None, [0.0, 0.0]
-    if rows.codes is not None:
-        step = 0.5 if rows.is_e2m1 else 1.0
-        codes = CodeHistogram.of(rows.codes, step)
-        centred = (
-            codes if rows.zero_point is None else CodeHistogram.of(rows.centred(rows.codes), step)
-        )
-        offset, spread = _mean_inside(rows, codes, centred), centred.rms / 2.0 ** (rows.bits - 1)
-        ends, next_to_ends, commonest, positive = (
-            codes.ends(0),
-            codes.ends(1),
-            codes.commonest,
-            centred.positive,
-        )
-        constant = [_share_of_constant(rows.codes, along) for along in (1, 0)]
-        follows = correlation_with_zeros(rows, rows.codes)
-        dead = _dead_bit(rows, codes)
+    common_scale = 0.0
     if rows.scale is not None and rows.scale.numel() >= _MIN_SCALES:
         common_scale = float((rows.scale == rows.scale.flatten().mode().values).float().mean())
     unwritten = rms == 0 and not any(
@@ -156,22 +139,32 @@ def measure(rows: SampledRows, tensors: Mapping[str, Tensor]) -> Measures:
     )
     return Measures(
         rms=rms,
-        offset=offset,
-        spread=spread,
-        ends=ends,
-        next_to_ends=next_to_ends,
-        commonest=commonest,
-        follows=follows,
-        constant_rows=constant[0],
-        constant_columns=constant[1],
-        outlier=outlier,
-        positive=positive,
-        dead_bit=dead,
-        common_scale=common_scale,
+        outlier=float(row_rms.max()) / middle if middle > 0 else 1.0,
         unwritten=unwritten,
         digest=_digest(tensors),
         bits=rows.bits,
+        common_scale=common_scale,
+        **({} if rows.codes is None else _code_measures(rows, rows.codes)),
     )
+
+
+def _code_measures(rows: SampledRows, values: Tensor) -> dict[str, Any]:
+    step = 0.5 if rows.is_e2m1 else 1.0
+    codes = centred = CodeHistogram.of(values, step)
+    if rows.zero_point is not None:
+        centred = CodeHistogram.of(rows.centred(values), step)
+    return {
+        "offset": _mean_inside(rows, codes, centred),
+        "spread": centred.rms / 2.0 ** (rows.bits - 1),
+        "ends": codes.ends(0),
+        "next_to_ends": codes.ends(1),
+        "commonest": codes.commonest,
+        "follows": correlation_with_zeros(rows, values),
+        "constant_rows": _share_of_constant(values, 1),
+        "constant_columns": _share_of_constant(values, 0),
+        "positive": centred.positive,
+        "dead_bit": _dead_bit(rows, codes),
+    }
 
 
 def _share_of_constant(codes: Tensor, along: int) -> float:
