@@ -208,7 +208,7 @@ class ExpertLayer:
             lambda one: one.original(routed.x[held_out]),
         )
         if plain is not None and plain.routed is not None:
-            asked, own = plain.asked(expert)
+            asked, own = plain.routed.of(expert)
             yield _Path(
                 plain.states,
                 asked,
@@ -220,7 +220,7 @@ class ExpertLayer:
         if path is not None and path.routed is not None:
             yield _Path(
                 path.states,
-                *path.asked(expert),
+                *path.routed.of(expert),
                 lambda one: path.expert_outputs(expert, one.original),
             )
 

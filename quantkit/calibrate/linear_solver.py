@@ -7,7 +7,7 @@ round-to-nearest is compared by that cost.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -66,27 +66,17 @@ class LinearSolution:
         return LinearResult(self.weight, self.error, self.method)
 
 
+@dataclass(eq=False)
 class LinearSolver:
     """Quantizes linears to one grid by one recipe. `methods` decides whether weights are
     compensated or rounded to nearest. activation_bits: of the inputs of quantized linears."""
 
-    def __init__(
-        self,
-        grid: Grid,
-        scale_dtype: torch.dtype,
-        recipe: Recipe,
-        methods: tuple[Method, ...],
-        activation_bits: int,
-        piece_values: int = PIECE_VALUES,
-    ) -> None:
-        self.grid, self.scale_dtype, self.recipe, self.methods, self.piece_values = (
-            grid,
-            scale_dtype,
-            recipe,
-            methods,
-            piece_values,
-        )
-        self.activation_bits = activation_bits
+    grid: Grid
+    scale_dtype: torch.dtype
+    recipe: Recipe
+    methods: tuple[Method, ...]
+    activation_bits: int
+    piece_values: int = PIECE_VALUES
 
     @property
     def group_size(self) -> int | None:
@@ -355,9 +345,9 @@ class _Part:
 def _errors(
     w: Tensor, candidates: tuple[Tensor, ...], sample: Tensor, judge: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """What some rows of W tell of candidates Q. For each row x of `sample` [S, K]: ||W x||^2, then ||(W - Q) x||^2 of every candidate,
-    float32 [1 + n, S]; and these rows' share in J^T (W - Q) x, [n, C, S], J the same rows of a
-    whole `sample_output_directions`."""
+    """Errors of candidates Q for some rows of W. For each row x of `sample` [S, K]: ||W x||^2, then
+    ||(W - Q) x||^2 of every candidate, float32 [1 + n, S]; and these rows' share in J^T (W - Q) x,
+    [n, C, S], J the same rows of a whole `sample_output_directions`."""
     outputs = [x @ sample.t() for x in (w, *(w - values for values in candidates))]
     judged = None if judge is None else torch.stack([judge.t() @ output for output in outputs[1:]])
     return torch.stack([output.square_().sum(0) for output in outputs]), judged
@@ -400,26 +390,17 @@ def _rows(scales: Scales, rows: slice | int) -> Scales:
     return scales.map(lambda t: t[rows])
 
 
+@dataclass
 class SolverTable:
     """The solver of every linear of one output, whose linears may be on several grids. grid_of: of
     a module to quantize. format: determines the dtype of scales and the activation bits."""
 
-    def __init__(
-        self,
-        format: Format,
-        grid_of: Callable[[str], Grid],
-        recipe: Recipe,
-        methods: tuple[Method, ...],
-        piece_values: int = PIECE_VALUES,
-    ) -> None:
-        self.format, self.grid_of, self.recipe, self.methods, self.piece_values = (
-            format,
-            grid_of,
-            recipe,
-            methods,
-            piece_values,
-        )
-        self._by_grid: dict[Grid, LinearSolver] = {}
+    format: Format
+    grid_of: Callable[[str], Grid]
+    recipe: Recipe
+    methods: tuple[Method, ...]
+    piece_values: int = PIECE_VALUES
+    _by_grid: dict[Grid, LinearSolver] = field(default_factory=dict, init=False)
 
     @property
     def compensates(self) -> bool:
@@ -432,12 +413,13 @@ class SolverTable:
     def on(self, grid: Grid) -> LinearSolver:
         """The solver of this grid; the same object for all linears on it."""
         if grid not in self._by_grid:
-            scale_dtype, bits = (
-                self.format.scale_dtype_of(grid),
-                self.format.activation_bits_of(grid),
-            )
             self._by_grid[grid] = LinearSolver(
-                grid, scale_dtype, self.recipe, self.methods, bits, self.piece_values
+                grid,
+                self.format.scale_dtype_of(grid),
+                self.recipe,
+                self.methods,
+                self.format.activation_bits_of(grid),
+                self.piece_values,
             )
         return self._by_grid[grid]
 

@@ -52,11 +52,6 @@ class ReferenceRun:
         )
         self.routed = recorder.routed(len(self.states.hidden), len(self.states.hidden))
 
-    def asked(self, number: int) -> tuple[Tensor, Tensor]:
-        """Tokens [n] routed to an expert, and their routing weights [n]."""
-        assert self.routed is not None, "a sublayer with routed experts"
-        return self.routed.of(number)
-
     @tensor_core_products()
     def expert_outputs(self, number: int, original: ExpertWeights) -> Tensor:
         """One expert's outputs [n, H], unweighted, for the tokens routed to it."""
@@ -99,11 +94,6 @@ class RtnRun:
             no_experts if sublayer.experts is None else recorder,
         )
         self.routed = recorder.routed(0, 0)
-
-    def asked(self, number: int) -> tuple[Tensor, Tensor]:
-        """Tokens [n] routed to an expert, and their routing weights [n]."""
-        assert self.routed is not None, "a sublayer with routed experts"
-        return self.routed.of(number)
 
     def expert_outputs(
         self, number: int, rows: GatedMlp, original: ExpertWeights, solver: LinearSolver | None

@@ -209,7 +209,7 @@ def feed_forward(model: SourceModel, layer: int, paths: Iterable[HiddenStates]) 
     if not any(row.after_experts for row in model.layer_rows(layer)):
         yield run_feed_forward
         return
-    width, beside = (
+    width, extra = (
         model.config.hidden_size,
         sum(row.shape[0] for row in model.layer_rows(layer) if row.parallel_to_experts),
     )
@@ -217,7 +217,7 @@ def feed_forward(model: SourceModel, layer: int, paths: Iterable[HiddenStates]) 
         (path, path.hidden[:, :width].clone()) for path in paths
     ]  # experts only add to these channels
     for path, _ in kept:
-        path.hidden = F.pad(path.hidden, (0, beside)) if beside else path.hidden
+        path.hidden = F.pad(path.hidden, (0, extra)) if extra else path.hidden
     yield run_without_post_moe
     rows = [
         row
@@ -236,4 +236,4 @@ def feed_forward(model: SourceModel, layer: int, paths: Iterable[HiddenStates]) 
                 states, summed, CausalContext(batch.lengths, states.device)
             )
             states[:, : after.shape[1]] = after
-        path.hidden = path.hidden[:, : path.hidden.shape[1] - beside].contiguous()
+        path.hidden = path.hidden[:, : path.hidden.shape[1] - extra].contiguous()

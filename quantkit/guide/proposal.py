@@ -115,7 +115,7 @@ class Proposal(Result):
             ),
             (
                 "loss to expect",
-                f"{expected_losses()[self.chosen.scheme].told()} (tiny-r1's; plain rounding's "
+                f"{expected_losses()[self.chosen.scheme].told()} (tiny-r1's; round-to-nearest's "
                 f"{_plain()})",
             ),
             (

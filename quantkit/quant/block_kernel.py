@@ -1,14 +1,15 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""A block of columns of `gptq` in one launch on a GPU, where PyTorch takes some ten small ones for
-each column.
+"""A block of GPTQ's columns in one kernel launch on a GPU, where PyTorch needs some ten small ones
+per column.
 
-A program holds all columns of ROWS rows and goes from column to column: find its steps, round it,
-tell what it missed, and let the columns after it make up for that. The operations are those of
-`IntQuantizer.quantize` and `Nvfp4Quantizer.quantize`; clamping comes before rounding, which is the same where the
-ends are whole levels and keeps every number where adding and taking away 1.5 * 2^23 rounds to even.
+A program holds all columns of ROWS rows and processes them in order: look up the scale, round,
+store the error, and update the remaining columns. The operations are those of
+`IntQuantizer.quantize` and `Nvfp4Quantizer.quantize`; clamping precedes rounding, which is the same
+if the limits are whole levels, and keeps every number where adding and subtracting 1.5 * 2^23
+rounds to even.
 
-A linear of many columns waits for the host: launches count, so what is done with each number before
-and after is done here, too.
+A linear of many columns is limited by launches from the host, so the elementwise operations before
+and after are done here, too.
 """
 
 import triton
@@ -20,8 +21,8 @@ from quantkit.grids.e2m1 import E2M1_MAX
 from quantkit.quant.block_rounding import BlockParts, ColumnScales
 
 ROWS, FEW_ROWS = 16, 8
-"""Of a program, which is one warp: columns wait for each other, so a program is as fast as the
-fewest instructions of a column. FEW_ROWS where all of them are programs enough for a card."""
+"""Of a program, which is one warp: columns depend on each other, so a program's speed is the number
+of instructions of a column. FEW_ROWS if all rows are enough programs for the GPU."""
 FEW = 2048
 """Rows, over a batch, up to which programs have FEW_ROWS."""
 HALF_EVEN = tl.constexpr(12582912.0)
@@ -30,7 +31,7 @@ FP4_END = tl.constexpr(E2M1_MAX)
 
 @triton.jit
 def _whole(x):
-    """To the nearest whole number, ties to even; |x| below 2^22."""
+    """Round to the nearest integer, ties to even; |x| below 2^22."""
     return (x + HALF_EVEN) - HALF_EVEN
 
 
@@ -71,11 +72,11 @@ def _round_block(
     was = tl.load(before, mask=inside, other=0.0)
     inverse_t = tl.load(answers, mask=(column > 0) & (column < COLUMNS), other=0.0)
     for i in range(COLUMNS):
-        # What the next column needs is on its way while this one is rounded: the columns wait for
-        # each other as it is.
+        # The next column's inputs are loaded while this one is rounded: the columns depend on
+        # each other anyway.
         more = inside & (
             (i + 1) * rows_all + row < COLUMNS * rows_all
-        )  # of tensors: Triton 3.2's interpreter has no mask of a plain bool
+        )  # a tensor: Triton 3.2's interpreter does not take a Python bool as mask
         next_size = tl.load(sizes + group * rows_all, mask=more, other=1.0)
         next_nought = tl.load(noughts + group * rows_all, mask=more, other=0.0)
         next_was = tl.load(before + (i + 1) * rows_all, mask=more, other=0.0)
@@ -129,7 +130,7 @@ def round_block(
     own = ROWS if rows * batch > FEW else FEW_ROWS
     _round_block[(triton.cdiv(rows, own), batch)](
         target, update_t, size, nought, groups, factor, *in_all,
-        rows, _apart(size), groups.stride(0) if groups.dim() == 2 else 0, *map(_apart, in_all),
+        rows, _batch_stride(size), groups.stride(0) if groups.dim() == 2 else 0, *map(_batch_stride, in_all),
         float(low), float(high),
         COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), ROWS=own,
         FP4=quantizer.code_range is None, ZERO=zero is not None,
@@ -137,6 +138,6 @@ def round_block(
     )  # fmt: skip
 
 
-def _apart(t: Tensor) -> int:
+def _batch_stride(t: Tensor) -> int:
     """From one of a batch to the next."""
     return t.stride(0) if t.dim() == 3 else 0

@@ -178,10 +178,10 @@ class GridOptions:
         stored, label = self._stored(choice, grid), grid_label(grid)
         read = 0.0 if choice.rows[0].mtp else float(stored)
         if choice.of_experts and read:
-            asked = sensitivities.asked.get(str(choice.layer))
-            if asked is None:
+            counts = sensitivities.asked.get(str(choice.layer))
+            if counts is None:
                 raise _lacks(f"the expert token counts of layer {choice.layer}")
-            read *= sum(asked) / len(asked) / sensitivities.tokens
+            read *= sum(counts) / len(counts) / sensitivities.tokens
         if _exact(grid) or choice.rows[0].mtp:
             return Option(grid, stored, read, 0.0)
         kl = sensitivities.kl.get(choice.name, {}).get(label)
@@ -200,22 +200,24 @@ class GridOptions:
 
     def _allowed(self, choice: LinearGroup) -> list[Grid | None]:
         """The grids that the source, the format, the engine and the shapes allow."""
-        several, checkpoint = self.job.request.several, self.job.checkpoint
+        mixed_choice, checkpoint = self.job.request.mixed_choice, self.job.checkpoint
         base = self.job.request.scheme.grid(expert=choice.of_experts, mtp=choice.rows[0].mtp)
         fine = base.with_group_size(FINE_GROUP) if base.group_size else None
         fp8 = all(is_fp8(checkpoint, row) for row in choice.rows)
-        asked = dict.fromkeys((base, fine, Nvfp4Grid(), INT8, *([FP8] if fp8 else [])))
+        candidates = dict.fromkeys((base, fine, Nvfp4Grid(), INT8, *([FP8] if fp8 else [])))
         held = (
             grid
-            for grid in asked
-            if grid is not None and all(self._holds(row, grid, several) for row in choice.rows)
+            for grid in candidates
+            if grid is not None and all(self._holds(row, grid, mixed_choice) for row in choice.rows)
         )
         allowed: list[Grid | None] = list(held)
         return allowed if FP8 in allowed else [*allowed, None]
 
-    def _holds(self, row: Parameter, grid: Grid, several: MixtureChoice | None) -> bool:
+    def _holds(self, row: Parameter, grid: Grid, mixed_choice: MixtureChoice | None) -> bool:
         target, shape = self.job.request.target, (row.shape[0], row.shape[1])
-        if not target.takes(grid) or (several is not None and not several.allows(row, grid)):
+        if not target.takes(grid) or (
+            mixed_choice is not None and not mixed_choice.allows(row, grid)
+        ):
             return False
         if grid.group_size is not None and shape[1] % grid.group_size:
             return False

@@ -124,7 +124,7 @@ def check_length(inventory: Inventory, seq_len: int) -> None:
     longest = inventory.config.max_independent_tokens
     if longest is not None and seq_len > longest:
         note = (
-            f"texts of {seq_len} tokens are asked for, and layers that share an indexer can be "
+            f"sequences of {seq_len} tokens are requested, and layers that share an indexer can be "
             f"calibrated on {longest} at most"
         )
         raise QuantkitError(

@@ -101,27 +101,30 @@ MIXING: dict[str, Format] = {
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What is asked for, before a model is looked at.
+    """What to quantize to, before a model is known.
 
-    scheme: on the grid that the engine takes, with the recipe's group size. target: the format,
-    `format` its command-line name.
-    choice: what the engine loads; None where none was named. mixture: what is asked for besides;
-    several: what the engine loads of linears on several grids, None where none was named or it
-    loads no such checkpoint. asked: the format that was named.
+    scheme: on the grid that the engine loads, with the recipe's group size. target: the format.
+    choice: what the engine loads; None if no engine was named. mixture: mixed precision;
+    mixed_choice: what the engine loads on several grids, None if no engine was named or it loads no
+    such checkpoint. named_format: the format given by the user, if any.
     """
 
     scheme: Scheme
-    format: str
     target: Format
     recipe: Recipe
     choice: FormatChoice | MixtureChoice | None
     mixture: Mixture = NO_MIXTURE
-    several: MixtureChoice | None = None
-    asked: str | None = None
+    mixed_choice: MixtureChoice | None = None
+    named_format: str | None = None
+
+    @property
+    def format(self) -> str:
+        """The format's command-line name."""
+        return self.target.name
 
     @property
     def methods(self) -> tuple[Method, ...]:
-        """None for a run without calibration."""
+        """Empty for a run without calibration."""
         return self.scheme.methods if self.recipe.methods is None else self.recipe.methods
 
 
@@ -230,7 +233,7 @@ def read_request(
 ) -> JobRequest:
     """format: a command-line name, or "auto" for the scheme's first. Raises QuantkitError if no
     engine, or not `engine`, loads it."""
-    asked = None if format == "auto" else format
+    named_format = None if format == "auto" else format
     if scheme.activation_bits == 4 and recipe.methods == ():
         message = (
             f"{scheme.name} has input scales, which calibration determines, and the "
@@ -252,16 +255,20 @@ def read_request(
                 f"add {before} before it",
             )
     if mixture.chooses:
-        return _mixed_request(scheme, asked, engine, recipe, mixture)
-    choice = choose(engine, scheme, format=asked) if engine else None
+        return _mixed_request(scheme, named_format, engine, recipe, mixture)
+    choice = choose(engine, scheme, format=named_format) if engine else None
     if choice is not None:
         scheme = replace(scheme, weight=choice.grid)
     name = choice.format if choice else scheme.formats[0] if format == "auto" else format
     check_pair(scheme, name)
     scheme = _with_group_size(scheme, recipe, engine)
-    several = _several(engine, scheme, asked, mixture) if mixture != NO_MIXTURE and engine else None
+    mixed_choice = (
+        _mixed_choice(engine, scheme, named_format, mixture)
+        if mixture != NO_MIXTURE and engine
+        else None
+    )
     return JobRequest(
-        scheme, name, find_format(name, scheme), recipe, choice, mixture, several, asked
+        scheme, find_format(name, scheme), recipe, choice, mixture, mixed_choice, named_format
     )
 
 
@@ -303,7 +310,6 @@ def _mixed_request(
         )
     return JobRequest(
         _with_group_size(scheme, recipe, engine),
-        name,
         target,
         recipe,
         choice,
@@ -313,7 +319,7 @@ def _mixed_request(
     )
 
 
-def _several(
+def _mixed_choice(
     engine: str, scheme: Scheme, format: str | None, mixture: Mixture
 ) -> MixtureChoice | None:
     try:
@@ -394,33 +400,36 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
 def _without_kept(job: Job) -> Job:
     """The job without linears to keep; in a mixed-precision format if the rest is on more grids
     than the scheme's."""
-    request, several = job.request, job.request.several
-    name = several.format if several else compressed_mixed.FORMAT.name
+    request, mixed_choice = job.request, job.request.mixed_choice
+    name = mixed_choice.format if mixed_choice else compressed_mixed.FORMAT.name
     free = (
-        request.choice is None and request.asked in (None, name) and name in request.scheme.formats
+        request.choice is None
+        and request.named_format in (None, name)
+        and name in request.scheme.formats
     )
     grids = kept_grids(
         request.mixture,
         job.rows,
         job.grids,
         job.checkpoint,
-        several,
-        fp8=several is not None or free,
+        mixed_choice,
+        fp8=mixed_choice is not None or free,
     )
     if set(grids.values()) <= set(job.grids.values()):
         return replace(job, grids=grids)
-    base = several.base if several else request.scheme.weight
+    base = mixed_choice.base if mixed_choice else request.scheme.weight
     grids = {
         module: base if grid == request.scheme.weight else grid for module, grid in grids.items()
     }
     request = replace(
         request,
-        format=name,
         target=MIXING[name],
-        choice=several,
+        choice=mixed_choice,
         scheme=replace(request.scheme, weight=base),
     )
-    target = engine_subset(request.target, several, job.rows) if several else request.target
+    target = (
+        engine_subset(request.target, mixed_choice, job.rows) if mixed_choice else request.target
+    )
     return replace(job, request=request, target=target, grids=grids)
 
 

@@ -98,13 +98,13 @@ class Mixture:
 
     def words(self) -> tuple[str, ...]:
         """Parts of an output's name; empty without mixed precision."""
-        message = {
+        words = {
             self.preset: self.preset,
             f"without-{'-'.join(self.keep)}": self.keep,
             f"{self.bits}-bits": self.bits,
             "by-size": self.size,
         }
-        return tuple(word for word, asked in message.items() if word and asked)
+        return tuple(word for word, given in words.items() if word and given)
 
     def options(self) -> list[str]:
         """As command-line options."""
@@ -187,7 +187,11 @@ def _with_int8_attention(
         if row.block == "attention" and row.projection in MLA_PROLOG_PROJECTIONS
     ]
     if {row.projection for row in before} != set(MLA_PROLOG_PROJECTIONS):
-        engine = f" that {choice.engine} takes in int8 beside this scheme's grid" if choice else ""
+        engine = (
+            f" that {choice.engine} takes in int8 together with this scheme's grid"
+            if choice
+            else ""
+        )
         message = (
             "--preset int8-attention: the model has no latent attention with "
             f"{', '.join(MLA_PROLOG_PROJECTIONS)}{engine}"

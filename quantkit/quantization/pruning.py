@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -62,40 +62,28 @@ class Saliency:
     held_out: Tensor | None = None
 
 
-class SaliencyStore(Protocol):
-    """What a walk keeps for a restart."""
-
-    def save(self, layer: int, hidden: Tensor, found: Saliency) -> None:
-        """Keep the hidden states at the input of decoder layer `layer`, and what was found before
-        it."""
-
-    def load(self) -> tuple[int, Tensor, Saliency] | None: ...
-
-
-Report = Callable[[int], None]
-"""Called with the number of each layer that is begun."""
-
-
+@dataclass(frozen=True)
 class SaliencyWalk:
-    """One walk over a source. batches: how much is processed at a time."""
+    """One walk over a source. batches: how much is processed at a time. report: called with the
+    number of each layer at its start."""
 
-    def __init__(
-        self, model: SourceModel, batches: Batches, store: SaliencyStore, report: Report
-    ) -> None:
-        self.model, self.batches, self.store, self.report = model, batches, store, report
+    model: SourceModel
+    batches: Batches
+    store: "_Store"
+    report: Callable[[int], None]
 
     @torch.inference_mode()
     def run(self, sequences: Sequences) -> Saliency:
         keep_freed_blocks()
-        begun = self.store.load()
-        if begun is None:
+        saved = self.store.load()
+        if saved is None:
             first, states, found = (
                 self.model.layers[0],
                 self._states(self._embedded(sequences), sequences),
                 Saliency(),
             )
         else:
-            first, hidden, found = begun
+            first, hidden, found = saved
             states = self._states(hidden, sequences)
         for layer in self.model.layers:
             if layer >= first:
@@ -273,7 +261,7 @@ def prune(
     device: torch.device,
     batches: Batches,
     state: Path,
-    report: Report,
+    report: Callable[[int], None],
 ) -> PrunedExperts:
     """Find the experts that contribute least, or what an earlier run found and left in the folder
     `state`, and remove them from the checkpoint."""

@@ -56,17 +56,17 @@ def judge(
     top1_agree: share of equal most likely tokens. scheme: whose usual share of round-to-nearest's
     KL is stated, if known."""
     word: Word = "good" if kl < NEAR else "fair" if kl < FAR else "poor"
-    beside, useless = "", plain_kl is not None and kl > NO_BETTER * plain_kl and plain_kl > 0
+    compared, useless = "", plain_kl is not None and kl > NO_BETTER * plain_kl and plain_kl > 0
     if plain_kl is not None and plain_kl > 0:
-        beside = f", {kl / plain_kl:.2f} of plain rounding's {plain_kl:.2e}"
+        compared = f", {kl / plain_kl:.2f} of round-to-nearest's {plain_kl:.2e}"
         if scheme in USUAL:
-            beside += " (usual: {:.2f} to {:.2f})".format(*USUAL[scheme])
+            compared += " (usual: {:.2f} to {:.2f})".format(*USUAL[scheme])
     if useless and word == "good":
         word = "fair"
     closer = "hardly closer" if plain_kl is not None and kl < plain_kl else "no closer"
     meaning = {
         "good": "close to the source",
-        "fair": f"{closer} to the source than plain rounding"
+        "fair": f"{closer} to the source than round-to-nearest"
         if useless
         else "changed, and usable for most things",
         "poor": "far from the source",
@@ -79,7 +79,7 @@ def judge(
         "fair": ", so score it on your tasks",
         "poor": ", so take a scheme of more bits, or other calibration text",
     }[word]
-    return Verdict(word, f"{word.capitalize()}: {meaning}. KL {kl:.2e}{beside}; {same}{advice}.")
+    return Verdict(word, f"{word.capitalize()}: {meaning}. KL {kl:.2e}{compared}; {same}{advice}.")
 
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -192,11 +192,11 @@ def _verdict(account: RunDescription, held_out: dict[str, float] | None) -> dict
     """A word and a sentence."""
     if held_out is None:
         compare = (
-            f"quantkit ppl OUT --baseline {shlex.quote(account.source)} --text FILE says "
-            "how far it is"
+            f"quantkit ppl OUT --baseline {shlex.quote(account.source)} --text FILE "
+            "measures the distance"
         )
-        told = f"Not measured: no text was held out. {compare}."
-        return {"word": "unknown", "sentence": told}
+        sentence = f"Not measured: no text was held out. {compare}."
+        return {"word": "unknown", "sentence": sentence}
     usual = account.scheme if account.allocation is None else ""
     return vars(
         judge(

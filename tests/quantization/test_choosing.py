@@ -125,7 +125,7 @@ def test_the_output_is_what_was_chosen(
         for problem in check_checkpoint("vllm", written, device="cuda")
         if problem.severity == "error"
     ] == []
-    assert "Grids that were chosen" in (report.out / "report.html").read_text()
+    assert "Chosen grids" in (report.out / "report.html").read_text()
 
 
 def test_a_stopped_run_measures_no_layer_twice_and_nothing_is_left_beside(
@@ -339,8 +339,8 @@ def test_every_grid_that_is_offered_is_one_that_the_engine_takes(
         read_request(find_scheme(scheme), "auto", engine, Recipe(scheme=scheme), Mixture(bits=8.5)),
         Checkpoint.open(source),
     )
-    options, several = GridOptions(job), job.request.several
-    assert several is not None
+    options, mixed_choice = GridOptions(job), job.request.mixed_choice
+    assert mixed_choice is not None
     offered = {
         (row.block, grid)
         for choice, grids in options.grids.items()
@@ -349,7 +349,7 @@ def test_every_grid_that_is_offered_is_one_that_the_engine_takes(
         if grid is not None
     }
     assert all(
-        several.allows(row, grid)
+        mixed_choice.allows(row, grid)
         for choice, grids in options.grids.items()
         for row in choice.rows
         for grid in grids

@@ -376,7 +376,7 @@ def test_ranks_sum_panels_of_one_square(tmp_path: Path, monkeypatch: pytest.Monk
             drift.add_original("a", original)
         means = total.mean()
         assert torch.equal(means.rows, x[:, ::7].flatten(0, 1)), "every seventh of each part"
-        return torch.stack([means.mean_hessian, drift.means()["a"].inputs])
+        return torch.stack([means.mean_hessian, drift.finish()["a"].inputs])
 
     alone = summed(Ranks())
     torch.testing.assert_close(

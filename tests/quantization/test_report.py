@@ -101,7 +101,7 @@ def test_json_says_everything(files: dict[str, bytes]) -> None:
         "expert_agree": pytest.approx(0.98),
     }
     assert facts["verdict"]["word"] == "good"
-    assert "0.05 of plain rounding's 6.42e-02 (usual: 0." in facts["verdict"]["sentence"]
+    assert "0.05 of round-to-nearest's 6.42e-02 (usual: 0." in facts["verdict"]["sentence"]
     mixed = json.loads(
         report_files(replace(ACCOUNT, scheme="a mixture"), findings(), ROWS, RUN)["report.json"]
     )
@@ -136,8 +136,8 @@ def test_experts_that_were_left_are_told() -> None:
         (0.002, 0.04, "good", "close to the source"),
         (0.05, 0.4, "fair", "usable"),
         (0.3, 4.0, "poor", "more bits"),
-        (0.002, 0.002, "fair", "no closer to the source than plain rounding"),
-        (0.0019, 0.002, "fair", "hardly closer to the source than plain rounding"),
+        (0.002, 0.002, "fair", "no closer to the source than round-to-nearest"),
+        (0.0019, 0.002, "fair", "hardly closer to the source than round-to-nearest"),
         (0.002, None, "good", "close to the source"),
         (0.0, 0.0, "good", "close to the source"),
     ],
@@ -176,7 +176,7 @@ def test_page_is_self_contained_and_the_same_each_time(files: dict[str, bytes]) 
     assert page.count("<svg") == 6
     assert "#000000" not in page, "plots have the page's colour of text"
     assert not re.search(r'(src|href)="(?!#)', page)
-    assert "2 experts in 1 layer saw fewer than 64" in page
+    assert "2 experts in 1 layer received fewer than 64" in page
 
 
 def test_a_run_without_calibration_has_a_page() -> None:
@@ -221,6 +221,6 @@ def test_a_browser_shows_it(files: dict[str, bytes], width: int, tmp_path: Path)
     seen = json.loads(match[1])
     assert seen["plots"] == 6
     assert [
-        seen["rows"][name] for name in ("KL to the source", "same next token", "same experts")
+        seen["rows"][name] for name in ("KL to the source", "top-1 agreement", "expert agreement")
     ] == ["3.21e-03", "98.75 %", "98.00 %"]
     assert seen["over"] <= 0
