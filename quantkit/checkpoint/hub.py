@@ -84,7 +84,7 @@ def find_local(name: str) -> Path | None:
 
     Raises QuantkitError for a name that cannot be a model.
     """
-    return _find_directory(name) or _cached(name)
+    return _find_directory(name) or _find_cached(name)
 
 
 def read_headers(name: str, wanted: tuple[str, ...]) -> RemoteHeaders:
@@ -271,7 +271,7 @@ def _is_downloaded(name: str) -> bool:
     return isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
-def _cached(name: str) -> Path | None:
+def _find_cached(name: str) -> Path | None:
     """The cached snapshot of a Hub model if every shard of its index, or its only file, is
     there."""
     from huggingface_hub import try_to_load_from_cache

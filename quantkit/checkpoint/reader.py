@@ -291,28 +291,30 @@ def _read_tensors(path: Path) -> dict[str, TensorInfo]:
         or not all(isinstance(shard, str) for shard in weight_map.values())
     ):
         raise QuantkitError(f"{index_path} has no weight_map", "download or copy that file again")
-    held = {
+    shard_tensors = {
         shard: _read_shard(path, shard, index_path) for shard in sorted(set(weight_map.values()))
     }
     tensors: dict[str, TensorInfo] = {}
     for name, shard in weight_map.items():
-        if name not in held[shard]:
+        if name not in shard_tensors[shard]:
             raise QuantkitError(
                 f"{index_path} says that {name} is in {shard}, and it is not",
                 "download the index and that shard again",
             )
-        tensors[name] = held[shard][name]
-    _add_unlisted(index_path, held, tensors)
+        tensors[name] = shard_tensors[shard][name]
+    _add_tensors_missing_in_index(index_path, shard_tensors, tensors)
     return tensors
 
 
-def _add_unlisted(
-    index_path: Path, held: Mapping[str, Mapping[str, TensorInfo]], tensors: dict[str, TensorInfo]
+def _add_tensors_missing_in_index(
+    index_path: Path,
+    shard_tensors: Mapping[str, Mapping[str, TensorInfo]],
+    tensors: dict[str, TensorInfo],
 ) -> None:
     """Add tensors that the index leaves out: ModelOpt's DeepSeek script lists no scales. Raises
     QuantkitError for two of one name."""
     listed = frozenset(tensors)
-    for shard in held.values():
+    for shard in shard_tensors.values():
         for tensor in shard.values():
             if tensor.name in listed:
                 continue

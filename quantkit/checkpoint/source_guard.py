@@ -64,14 +64,14 @@ class SourceGuard:
                 )
         return digests
 
-    def check(self, record: Path, made: Mapping[str, Digests]) -> None:
+    def check(self, record: Path, unit_digests: Mapping[str, Digests]) -> None:
         """`verify` the shards that changed since the last check recorded in `record`, then update
         `record`."""
         before = json.loads(record.read_text()) if record.exists() else {"stamps": {}, "ahead": {}}
         stamps = self._stat(self._stamps)
         self.verify(
             {shard for shard, stamp in stamps.items() if before["stamps"].get(shard) != stamp},
-            {**before["ahead"], **made},
+            {**before["ahead"], **unit_digests},
         )
         now = {
             "stamps": stamps,
@@ -82,10 +82,10 @@ class SourceGuard:
             fresh.write_text(json.dumps(now))
             fresh.rename(record)
 
-    def verify(self, shards: Collection[str], made: Mapping[str, Digests]) -> None:
+    def verify(self, shards: Collection[str], unit_digests: Mapping[str, Digests]) -> None:
         """Hash `shards` again. Raises QuantkitError naming one that differs from what the units in
-        `made` were computed from."""
-        for unit, digests in made.items():
+        `unit_digests` were computed from."""
+        for unit, digests in unit_digests.items():
             for shard in sorted(digests.keys() & shards):
                 if self._hash(shard, self._parts[unit][shard]) != digests[shard]:
                     raise QuantkitError(

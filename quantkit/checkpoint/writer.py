@@ -183,17 +183,17 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         # Queued tensors are copied, because the caller may change its own; a unit too large to be
         # queued is written before this returns and needs no copy.
-        held = {
+        host_tensors = {
             name: _on_host(tensor.detach(), nbytes <= MAX_QUEUED)
             for name, tensor in tensors.items()
         }
         self._queued.add(unit)
-        digest = self._hashing.submit(_digest, held)
+        digest = self._hashing.submit(_digest, host_tensors)
         source = (
             self._hashing.submit(self._guard.digests, unit) if self._guard is not None else None
         )
         self._background.submit(
-            lambda: self._write(unit, held, dict(facts or {}), digest, source), nbytes
+            lambda: self._write(unit, host_tensors, dict(facts or {}), digest, source), nbytes
         )
 
     def run_after(self, job: Callable[[], None]) -> None:
@@ -218,23 +218,27 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     def _write(
         self,
         unit: str,
-        held: dict[str, Tensor],
+        host_tensors: dict[str, Tensor],
         facts: dict[str, Any],
         digest: Future[str],
         source: Future[Digests] | None,
     ) -> None:
         with _os_errors(self.out):
-            for name, tensor in held.items():
+            for name, tensor in host_tensors.items():
                 write_at(
                     self._descriptors[self.layout.tensors[name].shard],
                     bytes_of(tensor),
                     self.layout.tensors[name].offset,
                 )
             entry = JournalEntry(
-                unit, tuple(sorted(held)), digest.result(), facts, source.result() if source else {}
+                unit,
+                tuple(sorted(host_tensors)),
+                digest.result(),
+                facts,
+                source.result() if source else {},
             )
             self._journal.append(entry)
-            self._unsynced |= {self.layout.tensors[name].shard for name in held}
+            self._unsynced |= {self.layout.tensors[name].shard for name in host_tensors}
             if time.monotonic() - self._synced_at > _SYNC_SECONDS:
                 self._sync()
         self._entries[unit] = entry

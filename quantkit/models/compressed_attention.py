@@ -130,10 +130,13 @@ class CompressedAttention:
         products = (inputs.index_q.float() @ index.float().mT).relu_()
         scores = (inputs.index_weights[:, None] @ products)[:, 0]
         return topk_columns(
-            scores, ~self._ended(positions, numbers), self.topk, numbers if self.in_order else None
+            scores,
+            ~self._is_complete(positions, numbers),
+            self.topk,
+            numbers if self.in_order else None,
         )
 
-    def _ended(self, positions: Tensor, numbers: Tensor) -> Tensor:
+    def _is_complete(self, positions: Tensor, numbers: Tensor) -> Tensor:
         return numbers < (positions[:, None] + 1) // self.rate
 
     def attend(
@@ -169,7 +172,7 @@ class CompressedAttention:
         visible = torch.cat(
             (
                 (distance >= 0) & (distance < self.window) & (places >= 0),
-                self._seen(inputs, positions, entries),
+                self._visible(inputs, positions, entries),
             ),
             dim=1,
         )
@@ -180,12 +183,14 @@ class CompressedAttention:
         shares = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
         return shares.to(keys.dtype) @ keys
 
-    def _seen(self, inputs: CompressedInputs, positions: Tensor, entries: CompressedKv) -> Tensor:
+    def _visible(
+        self, inputs: CompressedInputs, positions: Tensor, entries: CompressedKv
+    ) -> Tensor:
         """Which entries each token sees, bool [T, E]."""
         count = entries.kv.shape[-2]
         if not count:
             return positions.new_zeros(len(positions), 0, dtype=torch.bool)
-        seen = self._ended(positions, entries.numbers)
+        seen = self._is_complete(positions, entries.numbers)
         if self.index_pooling is None or count <= self.topk:
             return seen
         places = self.select(inputs, positions, entries.keys, entries.numbers)

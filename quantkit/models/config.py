@@ -49,11 +49,11 @@ def read_fields(config_class: type, config: dict[str, Any]) -> dict[str, Any]:
             raise QuantkitError(f"config.json lacks {field.name}", _SOURCE)
         value = config.get(field.name)
         if value is not None or field.default is MISSING:
-            values[field.name] = _checked(field.name, value, kind, notes)
+            values[field.name] = _check_field(field.name, value, kind, notes)
     return values
 
 
-def _checked(name: str, value: Any, kind: type, notes: list[Any]) -> Any:
+def _check_field(name: str, value: Any, kind: type, notes: list[Any]) -> Any:
     if kind is int:
         limits = next((note for note in notes if isinstance(note, Range)), Range(1, _LARGEST_COUNT))
         return check_count(name, value, least=limits.least, most=limits.most)

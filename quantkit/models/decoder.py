@@ -96,17 +96,17 @@ class DecoderLayer:
         """Output of the MLP, or of all experts together, for hidden [T, H]: [T, H]."""
         return self.mlp_reduced(rms_norm(hidden, self.mlp_norm, self.eps))
 
-    def add_mlp_output(self, hidden: Tensor, summed: Tensor, context: Context) -> Tensor:
+    def add_mlp_output(self, hidden: Tensor, mlp_output: Tensor, context: Context) -> Tensor:
         """The hidden states after the sublayer, from those before it and `mlp_output`."""
-        return hidden + self.post_mlp(summed)
+        return hidden + self.post_mlp(mlp_output)
 
     def attention_output(self, normed: Tensor, context: Context) -> Tensor:
         """What the attention sublayer adds to the residual stream."""
         return self.all_reduce(self.attention(normed, context))
 
-    def post_mlp(self, summed: Tensor) -> Tensor:
+    def post_mlp(self, mlp_output: Tensor) -> Tensor:
         """What is added to the residual stream, from `mlp_output`."""
-        return summed
+        return mlp_output
 
     def mlp_reduced(self, normed: Tensor) -> Tensor:
         """The MLP's output summed over the ranks, before a norm after it."""
@@ -152,7 +152,7 @@ class Model:
     def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
         """token_ids [T] -> [T, width]: hidden states after the final norm, then those of
         `aux_layers`. rows int64 [R]: of these tokens only."""
-        residual = embedded(token_ids, self.embedding)
+        residual = embed(token_ids, self.embedding)
         normed = rms_norm(residual, self.layers[0].input_norm, self.config.rms_norm_eps)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         read: list[Tensor] = []
@@ -170,7 +170,7 @@ class Model:
         return self.head(hidden[:, : self.embedding.shape[1]].contiguous()).float()
 
 
-def embedded(token_ids: Tensor, table: Tensor) -> Tensor:
+def embed(token_ids: Tensor, table: Tensor) -> Tensor:
     """Rows of table [vocab, H] by token_ids [T]. On CUDA by indexing: torch.embedding launches few
     blocks for few rows, 8 us for 16 tokens of 7168 on an H200, compared with 2."""
     return table[token_ids] if table.is_cuda else F.embedding(token_ids, table)

@@ -361,7 +361,7 @@ class Attention:
         c = self.config
         qkv = add_bias(self.qkv(x), self.qkv_bias)
         if self.joint_norms is not None:
-            qkv = self._normed(qkv, self.joint_norms)
+            qkv = self._norm_queries_and_keys(qkv, self.joint_norms)
         queries_per_kv, gate = c.num_attention_heads // c.num_key_value_heads, None
         # A rank has some KV heads with all of their queries, or a replicated one with some of its
         # queries.
@@ -379,7 +379,7 @@ class Attention:
             attended = attended * gate.float().sigmoid().to(attended.dtype)
         return add_bias(self.o(attended.flatten(1)), self.o_bias)
 
-    def _normed(self, qkv: Tensor, norms: Norms) -> Tensor:
+    def _norm_queries_and_keys(self, qkv: Tensor, norms: Norms) -> Tensor:
         """Queries and keys [T, heads * D] normed over all heads; the sums of squares are added up
         over the ranks. A key head that is replicated on several ranks counts once for each of
         them."""

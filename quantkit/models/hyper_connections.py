@@ -114,7 +114,7 @@ class HyperConnection:
     def __call__(self, streams: Tensor) -> tuple[Tensor, HyperConnectionWeights]:
         """streams [T, n, H] -> the sublayer's input [T, H], and the weights for `mix_streams`."""
         n, eps = self.sizes.count, self.sizes.eps
-        projected = F.linear(_normed(streams, self.sizes.norm_eps), self.fn)
+        projected = F.linear(_norm(streams, self.sizes.norm_eps), self.fn)
         pre, post, mixing = projected.split([n, n, n * n], dim=-1)
         pre_base, post_base, mixing_base = self.base.split([n, n, n * n])
         pre = torch.sigmoid(pre * self.scale[0] + pre_base) + eps
@@ -140,7 +140,7 @@ class StreamMerge:
 
     def __call__(self, streams: Tensor) -> Tensor:
         """streams [T, n, H] -> [T, H]."""
-        projected = F.linear(_normed(streams, self.sizes.norm_eps), self.fn)
+        projected = F.linear(_norm(streams, self.sizes.norm_eps), self.fn)
         return _weighted_sum(
             streams, torch.sigmoid(projected * self.scale + self.base) + self.sizes.eps
         )
@@ -179,7 +179,7 @@ def _product(sizes: HyperConnectionSizes, prefix: str, weights: Weights) -> Tens
     return fn * weights.tensor(f"{prefix}{sizes.names.gain}").float() if sizes.names.gain else fn
 
 
-def _normed(streams: Tensor, eps: float) -> Tensor:
+def _norm(streams: Tensor, eps: float) -> Tensor:
     """All streams of a token as one vector of mean square 1, float32 [T, n H]."""
     flat = streams.flatten(1).float()
     return flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
@@ -251,9 +251,9 @@ class HyperConnectionLayer(decoder.DecoderLayer):
     def mlp_output(self, hidden: Tensor, context: Context) -> Tensor:
         return self._mlp_output(*unpack_streams(hidden, self.count))
 
-    def add_mlp_output(self, hidden: Tensor, summed: Tensor, context: Context) -> Tensor:
+    def add_mlp_output(self, hidden: Tensor, mlp_output: Tensor, context: Context) -> Tensor:
         streams, _ = unpack_streams(hidden, self.count)
-        return repack_streams(hidden, self._add_mlp_output(streams, summed))
+        return repack_streams(hidden, self._add_mlp_output(streams, mlp_output))
 
     def mlp_with_ids(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         """Output of the MLP or of all experts together for normed [T, H], with token ids int64
@@ -277,8 +277,10 @@ class HyperConnectionLayer(decoder.DecoderLayer):
             rms_norm(self.before_mlp(streams)[0], self.mlp_norm, self.eps), token_ids
         )
 
-    def _add_mlp_output(self, streams: Tensor, summed: Tensor) -> Tensor:
-        return self.finish(mix_streams(streams, self.post_mlp(summed), self.before_mlp(streams)[1]))
+    def _add_mlp_output(self, streams: Tensor, mlp_output: Tensor) -> Tensor:
+        return self.finish(
+            mix_streams(streams, self.post_mlp(mlp_output), self.before_mlp(streams)[1])
+        )
 
 
 class HyperConnectionModel(decoder.Model):

@@ -76,15 +76,15 @@ class Indexer:
             if self.sizes.centred
             else F.rms_norm(projected, (dim,), self.gain, _EPS)
         )
-        keys = self._rotated(normed.to(x.dtype)[:, None], context)[:, 0]
+        keys = self._rotate(normed.to(x.dtype)[:, None], context)[:, 0]
         weights = F.linear(x.float(), self.gate) * (heads * dim) ** -0.5
         context.select(
             self.layer,
-            IndexerInputs(self._rotated(queries, context), keys, weights),
+            IndexerInputs(self._rotate(queries, context), keys, weights),
             self.sizes.topk,
         )
 
-    def _rotated(self, x: Tensor, context: Context) -> Tensor:
+    def _rotate(self, x: Tensor, context: Context) -> Tensor:
         return torch.cat(
             (
                 context.rotate(self.rope, x[..., : self.rope.dim].contiguous()),

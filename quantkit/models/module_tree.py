@@ -58,7 +58,7 @@ def read_tree(config: Mapping[str, Any]) -> ModuleTree:
         stacks = tuple(published_stacks(model))
         parts = {name for stack in stacks for names in stack.parts for name in names}
         return ModuleTree(
-            frozenset(_published(model, linear_weights(model))) | parts, stacks=stacks
+            frozenset(_published_linears(model, linear_weights(model))) | parts, stacks=stacks
         )
     except Exception as fault:  # transformers' classes may fail in any way
         return ModuleTree(
@@ -224,7 +224,7 @@ def decoder_stack(model: Any) -> Iterator[tuple[str, nn.Module]]:
         yield f"{prefix}.{number}", layer
 
 
-def _published(model: Any, weights: dict[str, Tensor]) -> Iterator[str]:
+def _published_linears(model: Any, weights: dict[str, Tensor]) -> Iterator[str]:
     """The published names of these weights. Experts that are published stacked are not linears."""
     from transformers.core_model_loading import revert_weight_conversion
 

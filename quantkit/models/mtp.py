@@ -113,7 +113,7 @@ class MtpLayer:
     def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:
         """next_token_ids [T], hidden [T, H] after the main model's final norm -> the block's input
         [T, H]."""
-        embedded = rms_norm(decoder.embedded(next_token_ids, self.embedding), self.enorm, self.eps)
+        embedded = rms_norm(decoder.embed(next_token_ids, self.embedding), self.enorm, self.eps)
         return self.eh_proj(torch.cat((embedded, rms_norm(hidden, self.hnorm, self.eps)), dim=-1))
 
     @by_own_backend

@@ -110,7 +110,7 @@ class DecoderLayer(decoder.DecoderLayer):
             mlp,
             mlp_norm="pre_mlp_layernorm",
         )
-        # A sublayer's output is normed, and so must be summed over the ranks before it is added.
+        # A sublayer's output is normed, and so must be mlp_output over the ranks before it is added.
         self.add_rms_norm = add_rms_norm
         self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
         self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")
@@ -126,8 +126,8 @@ class DecoderLayer(decoder.DecoderLayer):
             super().attention_output(normed, context), self.post_attention_norm, self.eps
         )
 
-    def post_mlp(self, summed: Tensor) -> Tensor:
-        return rms_norm(summed, self.post_mlp_norm, self.eps)
+    def post_mlp(self, mlp_output: Tensor) -> Tensor:
+        return rms_norm(mlp_output, self.post_mlp_norm, self.eps)
 
 
 def mixture_of(config: deepseek_v3.Config, prefix: str, weights: Weights) -> MoeMlp:

@@ -56,16 +56,16 @@ def short_convolve(x: Tensor, positions: Tensor, seen: Tensor, kernel: Tensor) -
     """Consecutive tokens of one sequence, x [T, C] at positions [T], by kernel float32 [C, K] ->
     [T, C]. seen float32 [n, C]: up to K - 1 tokens before them, then x."""
     padded = F.pad(seen, (0, 0, len(x) + kernel.shape[1] - 1 - len(seen), 0))
-    made = F.conv1d(padded.t()[None], kernel[:, None], groups=padded.shape[1])[0].t()
-    return _added(x, positions, made, kernel)
+    convolution = F.conv1d(padded.t()[None], kernel[:, None], groups=padded.shape[1])[0].t()
+    return _add(x, positions, convolution, kernel)
 
 
 def short_convolve_step(x: Tensor, positions: Tensor, seen: Tensor, kernel: Tensor) -> Tensor:
     """One token of each sequence, x [B, C], with the tokens before it, seen float32 [B, K, C]: as
     `short_convolve`."""
-    return _added(x, positions, (seen * kernel.t()).sum(1), kernel)
+    return _add(x, positions, (seen * kernel.t()).sum(1), kernel)
 
 
-def _added(x: Tensor, positions: Tensor, made: Tensor, kernel: Tensor) -> Tensor:
+def _add(x: Tensor, positions: Tensor, convolution: Tensor, kernel: Tensor) -> Tensor:
     whole = (positions >= kernel.shape[1] - 1)[:, None]
-    return (x.float() + made.where(whole, 0.0)).to(x.dtype)
+    return (x.float() + convolution.where(whole, 0.0)).to(x.dtype)

@@ -119,13 +119,13 @@ def attend_selected(
         table = torch.arange(len(rows) * blocks, dtype=torch.int32, device=q.device).view(
             -1, blocks
         )
-        pages = PagedLatents(_gathered(cache, rows, size), table, selected.counts[part])
+        pages = PagedLatents(_gather(cache, rows, size), table, selected.counts[part])
         part_rotation = Rotation(rotation.cos[part], rotation.sin[part], rotation.interleaved)
         out.append(mla_decode(q[part], kv_b, part_rotation, pages, scale=scale))
     return torch.cat(out)
 
 
-def _gathered(cache: Latents, slots: Tensor, size: int) -> Latents:
+def _gather(cache: Latents, slots: Tensor, size: int) -> Latents:
     """The tokens at `slots` [rows, k] as a cache with blocks of `size`."""
     flat = by_slot(cache)
     picked = [part[slots].flatten(0, 1).unflatten(0, (-1, size)) for part in parts_of(flat)]

@@ -56,30 +56,30 @@ def read_model(checkpoint: Checkpoint) -> Model:
             fault.remedy,
         ) from fault
     rows = resolve(architecture.parameters(config), checkpoint.tensors)
-    if not config.copied_prefixes and (lost := _lost_mtp(checkpoint, rows)):
-        stored = config.num_nextn_predict_layers - len(lost)
+    if not config.copied_prefixes and (missing := _missing_mtp_layers(checkpoint, rows)):
+        stored = config.num_nextn_predict_layers - len(missing)
         counts = {name: stored for name in _MTP_COUNTS if name in effective_config}
         effective_config = effective_config | counts
         config = architecture.Config.from_dict(effective_config)
-        rows = [row for row in rows if row.layer not in lost]
+        rows = [row for row in rows if row.layer not in missing]
         warnings.append(
-            f"config.json of {checkpoint.path} promises MTP {_layers(lost)}, of which no tensor is "
-            "stored: left out"
+            f"config.json of {checkpoint.path} promises MTP {_layers(missing)}, of which no tensor "
+            "is stored: left out"
         )
-    if beyond := _beyond(checkpoint, rows):
+    if extra := _extra_layers(checkpoint, rows):
         warnings.append(
-            f"{checkpoint.path} stores {_layers(beyond)}, and its config.json has "
+            f"{checkpoint.path} stores {_layers(extra)}, and its config.json has "
             f"{config.num_hidden_layers} layers and {config.num_nextn_predict_layers} for MTP: the "
             "others are left out"
         )
     if config.copied_prefixes:
         rows = _without_other_drafts(checkpoint, rows, config.copied_prefixes)
-        rows += _copied(checkpoint, config.copied_prefixes, {row.name for row in rows})
+        rows += _copied_rows(checkpoint, config.copied_prefixes, {row.name for row in rows})
     check_listed(checkpoint, rows)
     return Model(architecture, config, rows, effective_config, "; ".join(warnings))
 
 
-def _lost_mtp(checkpoint: Checkpoint, rows: list[Parameter]) -> list[int]:
+def _missing_mtp_layers(checkpoint: Checkpoint, rows: list[Parameter]) -> list[int]:
     """The last MTP layers, of which no tensor is stored. If a later layer is stored, a shard is
     missing instead; models whose MTP layers may be of another kind use `_without_other_drafts`."""
     own = {row.layer: _prefix(row) for row in rows if row.mtp and row.layer is not None}
@@ -96,7 +96,7 @@ def _prefix(row: Parameter) -> str:
     return row.module.removesuffix(row.within_layer)
 
 
-def _beyond(checkpoint: Checkpoint, rows: list[Parameter]) -> list[int]:
+def _extra_layers(checkpoint: Checkpoint, rows: list[Parameter]) -> list[int]:
     """Stored layers without a row, recognized by the layer numbers in tensor names."""
     own = {row.layer: _prefix(row) for row in rows if row.layer is not None}
     stems = tuple(
@@ -130,7 +130,9 @@ def _without_other_drafts(
     ]
 
 
-def _copied(checkpoint: Checkpoint, prefixes: tuple[str, ...], known: set[str]) -> list[Parameter]:
+def _copied_rows(
+    checkpoint: Checkpoint, prefixes: tuple[str, ...], known: set[str]
+) -> list[Parameter]:
     """Rows of another model in the checkpoint, whose tensors have one of the prefixes and are not
     in the table. A packed linear is one row, and is copied dequantized."""
     packed = {name for linear in checkpoint.linears.values() for name in linear.tensors}

@@ -135,7 +135,7 @@ def _growth(part: dict[str, Any]) -> float:
 
 def _add_special(file: Path, tokenizer: Tokenizer, path: Path, settings: dict[str, Any]) -> None:
     """Add the tokens of tokenizer_config.json and added_tokens.json under the ids given there."""
-    for token_id, token in sorted(_added(path, settings), key=lambda one: one[0]):
+    for token_id, token in sorted(_added_tokens(path, settings), key=lambda one: one[0]):
         known = tokenizer.get_vocab_size(with_added_tokens=True)
         if known < token_id < known + 10_000:  # ids without a name
             tokenizer.add_tokens(
@@ -171,7 +171,7 @@ def _set_bos_eos(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
         )
 
 
-def _added(path: Path, settings: dict[str, Any]) -> Iterator[tuple[int, AddedToken]]:
+def _added_tokens(path: Path, settings: dict[str, Any]) -> Iterator[tuple[int, AddedToken]]:
     listed = settings.get("added_tokens_decoder") or {}
     try:
         for token_id, token in listed.items():

@@ -76,7 +76,7 @@ def answer(line: str) -> dict[str, str]:
     """The rendered text, or why there is none: it does not compile, or it fails."""
     try:
         request = json.loads(line)
-        text = _compiled(request["source"]).render(**request["variables"])
+        text = _compile(request["source"]).render(**request["variables"])
     except TemplateSyntaxError as error:
         return {"unreadable": f"{error.message}, line {error.lineno}"}
     except Exception as error:  # whatever a program can raise
@@ -93,7 +93,7 @@ def answer(line: str) -> dict[str, str]:
 
 
 @lru_cache(maxsize=8)
-def _compiled(source: str) -> Template:
+def _compile(source: str) -> Template:
     return environment().from_string(source)
 
 

@@ -43,7 +43,7 @@ from quantkit.models.deepseek_v4.config import (
     check_sizes,
     read_ropes,
     read_schedules,
-    refuse_others,
+    refuse_unsupported,
 )
 from quantkit.models.hyper_connections import (
     HyperConnectionSizes,
@@ -98,7 +98,7 @@ class Config(ModelConfig):
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         """From config.json. Raises QuantkitError where a required field is missing or a value is
         not computed by this file."""
-        refuse_others(config)
+        refuse_unsupported(config)
         made = cls(**read_fields(cls, config))
         kinds, rates, hashed = read_schedules(
             config, made.num_hidden_layers, made.num_nextn_predict_layers

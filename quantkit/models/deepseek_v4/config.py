@@ -46,7 +46,7 @@ _COMPUTED: dict[str, Any] = {
 }
 
 
-def refuse_others(config: dict[str, Any]) -> None:
+def refuse_unsupported(config: dict[str, Any]) -> None:
     """Raise QuantkitError naming a field with a value that is not computed."""
     refuse_other_values(config, _COMPUTED, "DeepSeek-V4", allow_null=True)
     if config.get("scoring_func") is not None and config["scoring_func"] not in SCORINGS:
@@ -104,14 +104,14 @@ def read_schedules(
         if isinstance(kinds, list) and len(kinds) >= num_layers
         else kinds
     )
-    found = _listed("layer_types", kinds, num_layers, (WINDOW, COMPRESSED, HEAVY), drafts)
+    found = _check_kinds("layer_types", kinds, num_layers, (WINDOW, COMPRESSED, HEAVY), drafts)
     experts = config.get("mlp_layer_types")
     if experts is None:
         count = check_count(
             "num_hash_layers", _or(config.get("num_hash_layers"), _HASH_LAYERS), least=0
         )
         experts = [_HASHED if layer < count else _ROUTED for layer in range(num_layers)]
-    listed = _listed("mlp_layer_types", experts, num_layers, (_HASHED, _ROUTED))
+    listed = _check_kinds("mlp_layer_types", experts, num_layers, (_HASHED, _ROUTED))
     return (
         found,
         _read_rates(config),
@@ -119,7 +119,7 @@ def read_schedules(
     )
 
 
-def _listed(
+def _check_kinds(
     name: str, kinds: Any, num_layers: int, known: tuple[str, ...], drafts: int = 0
 ) -> tuple[str, ...]:
     if not isinstance(kinds, list) or len(kinds) < num_layers or not {*map(str, kinds)} <= {*known}:

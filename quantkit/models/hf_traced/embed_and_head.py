@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.common.errors import QuantkitError
-from quantkit.models.hf_traced.layer import replaced
+from quantkit.models.hf_traced.layer import replace_forwards
 from quantkit.models.hf_traced.scale_groups import SAME, distance
 from quantkit.models.hf_traced.skeleton import PROBE_TOKENS, RTN_REMEDY, Skeleton
 
@@ -150,7 +150,7 @@ def logits_of(skeleton: Skeleton, products: Tensor) -> Tensor:
     ids = torch.zeros(1, len(products), dtype=torch.int64)
     with (
         torch.no_grad(),
-        replaced(
+        replace_forwards(
             {
                 head: head_forward,
                 skeleton.text: text_forward,

@@ -123,15 +123,15 @@ def experts_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def trace_experts(model: Any, name: str, module: nn.Module) -> StackedExperts:
     """name: of the module in the model. Raises UnsupportedExperts."""
-    held = _held(module)
-    zero_expert_scale = _check_computed(module, held)
-    names, stacks = _stored(model, name, held)
-    parameters = frozenset(f"{name}.{key}" for key in (held.inner, held.outer))
+    tensors = _find_tensors(module)
+    zero_expert_scale = _check_formula(module, tensors)
+    names, stacks = _published_names(model, name, tensors)
+    parameters = frozenset(f"{name}.{key}" for key in (tensors.inner, tensors.outer))
     return StackedExperts(
         names,
         stacks,
         parameters,
-        held.width,
+        tensors.width,
         TracedGating(activation=_activation(module)),
         zero_expert_scale,
     )
@@ -168,7 +168,7 @@ class _ExpertTensors:
         return [(*one.chunk(2), last) for one, last in zip(inner, outer)]
 
 
-def _held(module: nn.Module) -> _ExpertTensors:
+def _find_tensors(module: nn.Module) -> _ExpertTensors:
     own = {key: tuple(one.shape) for key, one in module._parameters.items() if one is not None}
     fits = []
     for inner, outer, transposed in product(own, own, (False, True)):
@@ -208,26 +208,26 @@ def _activation(module: Any) -> Activation:
     return apply
 
 
-def _check_computed(module: Any, held: _ExpertTensors) -> float:
+def _check_formula(module: Any, tensors: _ExpertTensors) -> float:
     """Verify that the module, shrunk to two experts of 6 and 4 channels, computes the formula.
     Returns `StackedExperts.zero_expert_scale`."""
     generator = torch.Generator().manual_seed(1)
-    gate_up, down = (torch.randn(shape, generator=generator) for shape in held.shapes(2, 4, 6))
+    gate_up, down = (torch.randn(shape, generator=generator) for shape in tensors.shapes(2, 4, 6))
     x = torch.randn(5, 6, generator=generator)
     ids = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0], [1, 0]])
     weights = torch.rand(5, 2, generator=generator)
     reason = "is called otherwise"
-    for small in _shrink(module, held, gate_up, down):
+    for small in _shrink(module, tensors, gate_up, down):
         try:
             with torch.no_grad():
                 activation = _activation(small)
                 made = [
                     F.linear(activation(F.linear(x, gate)) * F.linear(x, up), last)
-                    for gate, up, last in held.each(gate_up, down)
+                    for gate, up, last in tensors.each(gate_up, down)
                 ]
                 chosen = torch.stack(made, 1).gather(1, ids[:, :, None].expand(-1, -1, 6))
                 if _agrees(small(x, ids, weights), (chosen * weights[:, :, None]).sum(1)):
-                    return _zero_expert_scale(small, x, weights) if held.spare else 0.0
+                    return _zero_expert_scale(small, x, weights) if tensors.spare else 0.0
         except Exception as fault:  # a module may fail in any way
             reason = f"is called otherwise ({fault!s:.60})"
             try:
@@ -259,11 +259,16 @@ def _agrees(found: Tensor, expected: Tensor) -> bool:
     )
 
 
-def _shrink(module: Any, held: _ExpertTensors, gate_up: Tensor, down: Tensor) -> Iterator[Any]:
+def _shrink(module: Any, tensors: _ExpertTensors, gate_up: Tensor, down: Tensor) -> Iterator[Any]:
     """The module with these tensors, and its size attributes adapted; all combinations where two
     sizes are equal numbers."""
     sizes: dict[int, list[int]] = {}
-    for size, small in ((held.count, 2), (held.hidden, 6), (held.width, 4), (2 * held.width, 8)):
+    for size, small in (
+        (tensors.count, 2),
+        (tensors.hidden, 6),
+        (tensors.width, 4),
+        (2 * tensors.width, 8),
+    ):
         sizes.setdefault(size, []).append(small)
     known = {
         key: sizes[value]
@@ -274,7 +279,7 @@ def _shrink(module: Any, held: _ExpertTensors, gate_up: Tensor, down: Tensor) ->
         small = copy.copy(module)
         small._parameters = {
             key: nn.Parameter(one, requires_grad=False)
-            for key, one in ((held.inner, gate_up), (held.outer, down))
+            for key, one in ((tensors.inner, gate_up), (tensors.outer, down))
         }
         small.__dict__ |= dict(zip(known, values))
         small.config = copy.copy(module.config) if hasattr(module, "config") else None
@@ -283,23 +288,23 @@ def _shrink(module: Any, held: _ExpertTensors, gate_up: Tensor, down: Tensor) ->
         yield small
 
 
-def _stored(
-    model: Any, name: str, held: _ExpertTensors
+def _published_names(
+    model: Any, name: str, tensors: _ExpertTensors
 ) -> tuple[tuple[tuple[str, str, str], ...], tuple[Stack, ...]]:
     """Names of every expert's gate, up and down, and the stacks that must be split for them."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    shapes = held.shapes(held.count, 2, 3)
+    shapes = tensors.shapes(tensors.count, 2, 3)
     sizes = [math.prod(shape) for shape in shapes]
     gate_up, down = (
         part.view(shape)
         for part, shape in zip(torch.arange(sum(sizes), dtype=torch.float64).split(sizes), shapes)
     )
     published = revert_weight_conversion(
-        model, {f"{name}.{held.inner}": gate_up, f"{name}.{held.outer}": down}
+        model, {f"{name}.{tensors.inner}": gate_up, f"{name}.{tensors.outer}": down}
     )
     by_first = {float(one.flatten()[0]): (key, one) for key, one in published.items()}
-    expected = held.each(gate_up, down)
+    expected = tensors.each(gate_up, down)
     if all(_is_published(by_first, one) for parts in expected for one in parts):
         names = [tuple(by_first[float(one.flatten()[0])][0] for one in parts) for parts in expected]
         return tuple(names), ()  # type: ignore[arg-type]
@@ -317,21 +322,21 @@ def _stored(
             f"{name}.{e}.up_proj.weight",
             f"{name}.{e}.down_proj.weight",
         )
-        for e in range(held.count)
+        for e in range(tensors.count)
     )
     stacks = (
         Stack(
             by_first[0.0][0],
             tuple((gate, up) for gate, up, _ in triples),
-            (held.width, held.hidden),
-            held.transposed,
+            (tensors.width, tensors.hidden),
+            tensors.transposed,
             either,
         ),
         Stack(
             by_first[float(down.flatten()[0])][0],
             tuple((last,) for _, _, last in triples),
-            (held.hidden, held.width),
-            held.transposed,
+            (tensors.hidden, tensors.width),
+            tensors.transposed,
             either,
         ),
     )

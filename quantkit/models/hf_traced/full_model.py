@@ -223,9 +223,9 @@ class TransformersModel:
                 f"{self.checkpoint.path} lacks {disk}, which transformers computes with",
                 "download the missing shard, or use the config.json of these weights",
             )
-        return self._stored(disk)
+        return self._read_stored(disk)
 
-    def _stored(self, disk: str) -> Tensor:
+    def _read_stored(self, disk: str) -> Tensor:
         module = disk.removesuffix(".weight")
         value = (
             self.checkpoint.weight(module, self.device)
@@ -261,7 +261,7 @@ class TransformersModel:
             ):
                 return False
             self.checkpoint = self.checkpoint.split_stacks(found.stacks)
-        each = [[self._stored(disk) for disk in triple] for triple in found.names]
+        each = [[self._read_stored(disk) for disk in triple] for triple in found.names]
         quants = [
             [self._activation_quant(disk.removesuffix(".weight")) for disk in (gate, down)]
             for gate, _, down in found.names

@@ -121,7 +121,7 @@ class DecoderLayer:
         zeros = {
             name: _zeros(count, hidden.shape[-1]) for name, count in self.plan.halves.first.items()
         }
-        with replaced(
+        with replace_forwards(
             {self.module.get_submodule(name): forward for name, forward in zeros.items()}
         ):
             return self._run(hidden, context)
@@ -180,7 +180,7 @@ class DecoderLayer:
                 module.forward = self._experts(name, next(module.parameters()).shape[0])
                 continue
             for key in [key for key, one in module._parameters.items() if one is not None]:
-                self._fill_one(module, key, f"{name}.{key}" if name else key)
+                self._fill_parameter(module, key, f"{name}.{key}" if name else key)
             for key in [
                 key
                 for key, one in module._buffers.items()
@@ -195,7 +195,7 @@ class DecoderLayer:
                     name, module, self.weights.linear_of(self.disk(name), site)
                 )
 
-    def _fill_one(self, module: nn.Module, key: str, name: str) -> None:
+    def _fill_parameter(self, module: nn.Module, key: str, name: str) -> None:
         disk = self.names.get(name)
         if (
             disk is None
@@ -253,7 +253,7 @@ class DecoderLayer:
 
 
 @contextmanager
-def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Replace the forward of these modules within the block."""
     before = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():

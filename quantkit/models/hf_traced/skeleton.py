@@ -49,8 +49,8 @@ class Call:
     def on(self, device: torch.device) -> "Call":
         """The same with its tensors on a device."""
         return Call(
-            _moved(self.args, device),
-            {key: _moved(value, device) for key, value in self.kwargs.items()},
+            _to_device(self.args, device),
+            {key: _to_device(value, device) for key, value in self.kwargs.items()},
         )
 
 
@@ -196,13 +196,13 @@ class Skeleton:
             seen.append(hidden)
             raise _StopForward
 
-        with suppress(_StopForward), self._layers_replaced([stop] * len(self.layers)):
+        with suppress(_StopForward), self._replace_layers([stop] * len(self.layers)):
             self.text(input_ids=ids[None], use_cache=False)
         return seen[0][0].float()
 
     def after_layers(self, hidden: Tensor) -> Tensor:
         """hidden [T, H] after the last layer -> the text model's output."""
-        with self._layers_replaced([lambda given, call: hidden[None]] * len(self.layers)):
+        with self._replace_layers([lambda given, call: hidden[None]] * len(self.layers)):
             found = self.text(inputs_embeds=torch.zeros_like(hidden)[None], use_cache=False)
         last: Tensor = found[0]
         return last[0]
@@ -225,12 +225,12 @@ class Skeleton:
             return outputs[len(calls) - 1]
 
         self.forget_lengths()
-        with suppress(_StopForward), self._layers_replaced([output] * len(self.layers)):
+        with suppress(_StopForward), self._replace_layers([output] * len(self.layers)):
             self.text(inputs_embeds=embedded, use_cache=False)
         return calls, given, outputs
 
     @contextmanager
-    def _layers_replaced(self, forwards: list[Callable[[Tensor, Call], Tensor]]) -> Iterator[None]:
+    def _replace_layers(self, forwards: list[Callable[[Tensor, Call], Tensor]]) -> Iterator[None]:
         """Within the block, layers compute (hidden states, rest of the call) -> hidden states."""
         for layer, compute in zip(self.layers, forwards):
             layer.forward = self._as_forward(compute)
@@ -340,11 +340,13 @@ def _build(config: Mapping[str, Any], label: str) -> Any:
     ) from fault
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     return (
-        type(value)(_moved(one, device) for one in value) if type(value) in (tuple, list) else value
+        type(value)(_to_device(one, device) for one in value)
+        if type(value) in (tuple, list)
+        else value
     )
 
 

@@ -135,12 +135,12 @@ class Attention(deepseek_v3.Attention):
             self.indexer(x, q_a, context)
         q = self.q_b(q_a).unflatten(-1, (-1, c.qk_head_dim))
         attention = LatentWindow(
-            self.kv_b, c.rope, c.softmax_scale, self._learned(q), self.topk, self.window
+            self.kv_b, c.rope, c.softmax_scale, self._cached_sinks(q), self.topk, self.window
         )
         attended = context.attend_latent_window(layer, q, attention).flatten(1)
         return self.o(context.convolve(layer, 1, attended, self.kernels[1]))
 
-    def _learned(self, like: Tensor) -> Tensor:
+    def _cached_sinks(self, like: Tensor) -> Tensor:
         """The learned tokens in cache layout, [param_sink_number, L + R]: their keys are not
         rotated."""
         if self.sinks is None:
@@ -174,8 +174,8 @@ class MainDecoderLayer(hyper_connections.HyperConnectionLayer):
             super().attention_output(normed, context), self.post_attention_norm, self.eps
         )
 
-    def post_mlp(self, summed: Tensor) -> Tensor:
-        return rms_norm(summed, self.post_mlp_norm, self.eps)
+    def post_mlp(self, mlp_output: Tensor) -> Tensor:
+        return rms_norm(mlp_output, self.post_mlp_norm, self.eps)
 
     def finish(self, streams: Tensor) -> Tensor:
         if self.end_norm is None:
