@@ -81,7 +81,7 @@ def test_a_cache_in_8_bits_has_room_for_more(tiny_checkpoint: Path) -> None:
         > wide.cache_tokens
     )
     assert "8-bit cache" in narrow.assumption
-    with pytest.raises(QuantkitError, match="cache of 'int4' is not known"):
+    with pytest.raises(QuantkitError, match="cache of 'int4' is not supported"):
         plan(tiny_checkpoint, find_scheme("awq-w4a16"), PlanOptions(cache="int4"))
 
 

@@ -33,7 +33,7 @@ def test_the_old_file_stays_and_no_partial_file_remains(tmp_path: Path) -> None:
     with (
         _room_for(100),
         pytest.raises(
-            QuantkitError, match=r"cannot write .*results\.json: File too large; mend that"
+            QuantkitError, match=r"cannot write .*results\.json: File too large; fix that"
         ),
     ):
         write_atomic(path, "after" * 1000)
