@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from quantkit_kernels.triton.weights_kernel import INT4, SPAN, W8A16, load_scales, plane, rounded
+from quantkit_kernels.triton.weights_kernel import INT4, SPAN, load_scales, plane, rounded
 
 
 @triton.jit
@@ -20,20 +20,6 @@ def expand(
     PARTS: tl.constexpr = 32 // COLUMNS
     column = tl.arange(0, COLUMNS)
     factor = tl.load(row_scale + rows)
-    if KIND == W8A16:
-        GROUPS: tl.constexpr = SPAN // GROUP
-        for part in tl.static_range(GROUPS):
-            inner = part * GROUP + tl.arange(0, GROUP)
-            scale = tl.load(scales + (step * GROUPS + part) * n + rows)
-            words = tl.load(codes + step * n * SPAN + rows[:, None] * SPAN + inner[None, :])
-            feature = step * SPAN + inner
-            inside = (rows[:, None] < out_n) & (feature[None, :] < k)
-            tl.store(
-                out + rows.to(tl.int64)[:, None] * k + feature[None, :],
-                rounded(words.to(tl.float32) * scale[:, None], DTYPE),
-                mask=inside,
-            )
-        return
     first = load_scales(scales, step, 0, n, rows, KIND, GROUP)
     second = first
     if KIND == INT4 and GROUP == 32:
@@ -54,3 +40,24 @@ def expand(
                 rounded(values, DTYPE),
                 mask=inside,
             )
+
+
+@triton.jit
+def expand_w8a16(
+    codes, scales, out, n, out_n, k, GROUP: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """The same for weight-only int8."""
+    rows = tl.program_id(1) * BN + tl.arange(0, BN)
+    step = tl.program_id(0)
+    n = n.to(tl.int64)
+    GROUPS: tl.constexpr = SPAN // GROUP
+    for part in tl.static_range(GROUPS):
+        inner = part * GROUP + tl.arange(0, GROUP)
+        scale = tl.load(scales + (step * GROUPS + part) * n + rows)
+        words = tl.load(codes + step * n * SPAN + rows[:, None] * SPAN + inner[None, :])
+        feature = step * SPAN + inner
+        tl.store(
+            out + rows.to(tl.int64)[:, None] * k + feature[None, :],
+            rounded(words.to(tl.float32) * scale[:, None], DTYPE),
+            mask=(rows[:, None] < out_n) & (feature[None, :] < k),
+        )

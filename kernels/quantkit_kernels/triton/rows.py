@@ -43,12 +43,18 @@ def sum_pairs(weighed: Tensor, y: Tensor) -> None:
 
 
 def expanded(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """A 4-bit weight [N, K] in `dtype`."""
-    from quantkit_kernels.triton.expand_kernel import expand
+    """A 4-bit or weight-only int8 weight [N, K] in `dtype`."""
+    from quantkit_kernels.triton.expand_kernel import expand, expand_w8a16
 
     codes, scales, row_scale = packed.steps
     full = torch.empty(packed.n, packed.k, dtype=dtype, device=codes.device)
     rows = len(row_scale)
+    if packed.kind == "w8a16":
+        expand_w8a16[(-(-packed.k // 128), rows // _EXPAND_ROWS)](
+            codes, scales, full, rows, packed.n, packed.k,
+            GROUP=packed.group, BN=_EXPAND_ROWS, DTYPE=decoded_type(dtype),
+        )  # fmt: skip
+        return full
     expand[(-(-packed.k // 128), rows // _EXPAND_ROWS)](
         codes, scales, row_scale, full, rows, packed.n, packed.k,
         KIND=KINDS[packed.kind], GROUP=packed.group, COLUMNS=COLUMNS[packed.kind], BN=_EXPAND_ROWS,
