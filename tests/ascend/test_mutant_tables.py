@@ -4,15 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 MUTANTS = Path(__file__).parents[1] / "judges" / "mutants"
 
 
-@pytest.mark.skip(reason="the tables quote lines that are being renamed; patch files replace them")
 def test_every_mutant_has_its_place() -> None:
-    told = (
+    count = (
         "import mutants; every = mutants.chosen(False); assert len({one.key for _, one in "
         "every}) == len(every) > 700"
     )
-    subprocess.run([sys.executable, "-c", told], cwd=MUTANTS, check=True)
+    subprocess.run([sys.executable, "-c", count], cwd=MUTANTS, check=True)

@@ -118,14 +118,29 @@ AREAS = (
     Area("Ascend C: twins", "kernels/ascendc/amla.py", ("tests/ascend/test_amla.py",)),
     Area(
         "collectives in 8 bits",
-        f"{EXECUTOR}/coded_sums.py",
+        f"{EXECUTOR}/ranks/quantized_all_reduce.py",
         ("tests/executor/test_coded_sums.py",),
         loaded_once=True,
     ),
-    Area("host", f"{EXECUTOR}/graphs.py", (CAPTURE, "tests/executor/test_graphs.py"), ruled=False),
-    Area("host", f"{EXECUTOR}/runner.py", ("tests/executor/test_runner.py",), ruled=False),
-    Area("host", f"{EXECUTOR}/prefetch.py", ("tests/ascend/test_prefetch.py",), ruled=False),
-    Area("host", f"{EXECUTOR}/headroom.py", ("tests/ascend/test_memory_budget.py",), ruled=False),
+    Area(
+        "host",
+        f"{EXECUTOR}/runner/graphs.py",
+        (CAPTURE, "tests/executor/test_graphs.py"),
+        ruled=False,
+    ),
+    Area("host", f"{EXECUTOR}/runner/runner.py", ("tests/executor/test_runner.py",), ruled=False),
+    Area(
+        "host",
+        f"{EXECUTOR}/runner/decode_batch.py",
+        ("tests/executor/test_runner.py", "tests/executor/test_decode_batch.py"),
+        ruled=False,
+    ),
+    Area(
+        "host", f"{EXECUTOR}/weights/prefetch.py", ("tests/ascend/test_prefetch.py",), ruled=False
+    ),
+    Area(
+        "host", f"{EXECUTOR}/memory_budget.py", ("tests/ascend/test_memory_budget.py",), ruled=False
+    ),
     Area("host", f"{KERNELS}/accelerator.py", (CAPTURE,), ruled=False),
     Area("host", f"{KERNELS}/paged.py", (LATENT, GROUPED), ruled=False),
 )
@@ -152,26 +167,26 @@ EXPLAINED = {
         "by hand: the least added",
     ): "changes no largest value above 1e-23",
     (
-        f"{EXECUTOR}/graphs.py",
+        f"{EXECUTOR}/runner/graphs.py",
         "",
         "by hand: bounds: an odd number of blocks",
     ): "tables are powers of two wide, 16 at least: it is even",
     (
-        f"{EXECUTOR}/graphs.py",
+        f"{EXECUTOR}/runner/graphs.py",
         "",
         "by hand: rows of no tokens before the first fill",
     ): "a step is filled before it is computed",
     (
-        f"{EXECUTOR}/graphs.py",
+        f"{EXECUTOR}/runner/graphs.py",
         "DecodeSteps",
         "kept from before",
     ): "an empty pass writes to block 0 alone, which is nobody's",
     (
-        f"{EXECUTOR}/runner.py",
+        f"{EXECUTOR}/runner/decode_batch.py",
         "BlockTables",
         "wrong dtype",
     ): "tables become int32 where they are copied, or read",
-    (f"{EXECUTOR}/headroom.py", "warm_up", "wrong dtype"): "embedding takes both",
+    (f"{EXECUTOR}/memory_budget.py", "warm_up", "wrong dtype"): "embedding takes both",
     (
         f"{KERNELS}/ascend/launch.py",
         "down",
@@ -205,7 +220,7 @@ EXPLAINED = {
         "constant",
     ): "speed only: of a grid's other axis there is one program, so items are computed again",
     (
-        f"{EXECUTOR}/coded_sums.py",
+        f"{EXECUTOR}/ranks/quantized_all_reduce.py",
         "CodedSums",
         "missing contiguous",
     ): "a view as another type of one byte needs no copy",
@@ -308,7 +323,7 @@ EXPLAINED = {
     ): "a product of int8 onto an int32 sum is int32 anyway",
     (
         "kernels/quantkit_kernels/ascend/few_tokens.py",
-        "row_scale",
+        "",
         "by hand: a row of zeros",
     ): "0 / 0 is taken for a whole number, which a CPU and the chip have some of, and that times a "
     "scale of 0 is 0",

@@ -1,14 +1,13 @@
-"""All mutants of the Ascend side: those by hand, some by class of fault, and those by rule or a
+"""All mutants of the Ascend side: those by patch, some by class of fault, and those by rule or a
 sample of them."""
 
 import random
-import re
 from pathlib import Path
 
 from areas import AREAS, Area
 from by_fault import some
-from by_hand import of_path
 from by_rule import Mutant, of_cpp, of_python
+from patches import of_patches
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = 201
@@ -24,7 +23,7 @@ def chosen(every: bool) -> list[tuple[Area, Mutant]]:
     total = sum(map(len, pool.values()))
     for area, generated in pool.items():
         source = (ROOT / area.path).read_text()
-        found += [(area, _placed(area.path, source, *change)) for change in of_path(area.path)]
+        found += [(area, one) for one in of_patches(area.path, source)]
         found += [(area, one) for one in some(area.path, source, FAULTS)]
         count = (
             len(generated)
@@ -41,25 +40,4 @@ def _generated(area: Area) -> list[Mutant]:
         of_cpp(area.path, source)
         if area.path.endswith((".cpp", ".h"))
         else of_python(area.path, source)
-    )
-
-
-def _placed(path: str, source: str, old: str, new: str, what: str, function: str = "") -> Mutant:
-    """A mutant by hand: its text stands once in the file, or in the function."""
-    first = source.index(f"def {function}(") if function else 0
-    after = re.compile(r"\n(?:@|def |class )").search(source, first) if function else None
-    body = source[first : after.start() if after else len(source)]
-    assert body.count(old) == 1, (
-        f"{path} {function} has {old!r} {body.count(old)} times: the mutant is out of date"
-    )
-    start = first + body.index(old)
-    return Mutant(
-        path,
-        start,
-        start + len(old),
-        new,
-        old,
-        f"by hand: {what}",
-        source.count("\n", 0, start) + 1,
-        function,
     )
