@@ -110,14 +110,14 @@ function showExperts(side, experts) {
   const means = experts.changed.map((row) => row.reduce((sum, one) => sum + one, 0) / Math.max(row.length, 1));
   const all = means.reduce((sum, one) => sum + one, 0) / means.length;
   const worst = means.indexOf(Math.max(...means));
-  const told = `Experts that B chose otherwise: ${percent(all)} of all, most in layer ${experts.layers[worst]} (${percent(means[worst])})`;
-  side.experts.append(element("p", "", told));
+  const label = `Experts that B chose differently: ${percent(all)} of all, most in layer ${experts.layers[worst]} (${percent(means[worst])})`;
+  side.experts.append(element("p", "", label));
   const canvas = element("canvas", "strip");
   canvas.width = experts.changed[0].length;
   canvas.height = experts.layers.length;
   canvas.style.setProperty("height", `${Math.max(experts.layers.length * (experts.layers.length > 16 ? 4 : 8), 8)}px`);
   canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", `${told}. Rows are layers ${experts.layers[0]} to ${experts.layers.at(-1)}, columns are tokens.`);
+  canvas.setAttribute("aria-label", `${label}. Rows are layers ${experts.layers[0]} to ${experts.layers.at(-1)}, columns are tokens.`);
   side.experts.append(canvas, element("p", "", `rows: layers ${experts.layers[0]} to ${experts.layers.at(-1)}; columns: tokens`));
   const paint = canvas.getContext("2d");
   paint.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--hot");
@@ -194,7 +194,7 @@ async function lines(body) {
   }
 }
 
-// A prompt can be given in the address, behind #prompt=; it is asked at once.
+// A prompt can be given in the address, after #prompt=; it is submitted at once.
 function fromAddress() {
   const given = new URLSearchParams(location.hash.slice(1));
   if (given.get("most")) byId("most").value = given.get("most");
@@ -206,7 +206,7 @@ function fromAddress() {
 async function begin() {
   const found = await (await fetch("/models")).json();
   state.names = found.models;
-  byId("models").textContent = state.names.join(" beside ");
+  byId("models").textContent = state.names.join(" and ");
   if (!found.chat) {
     byId("raw").checked = true;
     byId("raw").disabled = true;
