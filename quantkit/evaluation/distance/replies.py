@@ -52,17 +52,10 @@ def sample_replies(
 ) -> list[Window]:
     """One sampled reply of the model at `path` to every prompt, as windows: the prompt is
     context, the reply is scored."""
-    generation = work.setting.generation
-    made = _generate(
-        replace(options, model_path=path),
-        prompts,
-        generation.temperature,
-        generation.top_p,
-        generation.max_tokens,
-    )
+    replies = _generate(replace(options, model_path=path), prompts, work.setting.generation)
     windows = [
         Window(torch.tensor(ids + reply, dtype=torch.int64), len(ids))
-        for ids, reply in made
+        for ids, reply in replies
         if reply
     ]
     if not windows:
@@ -76,13 +69,11 @@ def sample_replies(
 def greedy_paths(
     path: Path, base: Path, work: TaskRun, prompts: list[Prompt], options: EngineOptions
 ) -> GreedyPaths:
-    """Both models' greedy replies, token by token. options: of the model at `path`; the baseline's
-    cache has 16 bits."""
-    limit = work.setting.generation.max_tokens
+    """Compare both models' greedy replies token by token. options: of the model at `path`; the
+    baseline's cache has 16 bits."""
+    greedy = Generation(max_tokens=work.setting.generation.max_tokens)
     sides = replace(options, model_path=path), replace(options, model_path=base, cache=None)
-    ours, theirs = (
-        [reply for _, reply in _generate(side, prompts, 0.0, 1.0, limit)] for side in sides
-    )
+    ours, theirs = ([reply for _, reply in _generate(side, prompts, greedy)] for side in sides)
     return GreedyPaths(
         len(prompts),
         sum(map(operator.eq, ours, theirs)) / len(prompts),
@@ -98,9 +89,7 @@ def _common_prefix(one: list[int], other: list[int]) -> int:
 def _generate(
     options: EngineOptions,
     prompts: list[Prompt],
-    temperature: float,
-    top_p: float,
-    limit: int | None,
+    generation: Generation,
 ) -> list[tuple[list[int], list[int]]]:
     """(prompt, reply) as token ids, for every prompt in order."""
     model = Local(options, name=options.model_path.name)
@@ -113,9 +102,9 @@ def _generate(
             )
         sampling = [
             SamplingParams(
-                max_new_tokens=limit or longest,
-                temperature=temperature,
-                top_p=top_p,
+                max_new_tokens=generation.max_tokens or longest,
+                temperature=generation.temperature,
+                top_p=generation.top_p,
                 seed=prompt.seed,
             )
             for prompt in prompts
@@ -131,7 +120,6 @@ def _generate(
 TOP = 20
 """Requested top log-probabilities per position; 20 is the maximum of OpenAI's interface."""
 _MIN_REMAINDER = 1e-6  # minimum probability of all others; less is rounding of the server's values
-_CONCURRENCY, _TIMEOUT_S, _RETRIES = 8, 600.0, 5
 _MAX_LOST = 0.02  # share of replies that may fail
 
 
@@ -179,15 +167,7 @@ def measure_endpoint(
 def _replies(path: Path, url: str, options: PerplexityOptions) -> list[ScoredReply]:
     work, prompts = task_prompts(options)
     tokenizer = ChatTokenizer(path)
-    endpoint = Endpoint(
-        url,
-        model=options.served_model,
-        api_key=options.api_key,
-        concurrency=_CONCURRENCY,
-        timeout_s=_TIMEOUT_S,
-        retries=_RETRIES,
-        top_logprobs=TOP,
-    )
+    endpoint = Endpoint(url, model=options.served_model, api_key=options.api_key, top_logprobs=TOP)
     sampling = Generation(temperature=1.0, top_p=1.0, max_tokens=work.setting.generation.max_tokens)
     texts, replies, lost = _ids_by_text(tokenizer), [], ""
     for reply in sorted(endpoint.generate(prompts, sampling), key=lambda reply: reply.index):

@@ -46,20 +46,6 @@ class SpeedTable(Strict):
         return [dict(zip(self.columns, row)) for row in self.rows]
 
 
-class PublishedScore(Strict):
-    """One published score of one task, percent, to compare with ours."""
-
-    task: str
-    score: float
-    model: str
-    scheme: str
-    called: str
-    source: str
-    hardware: str
-    harness: str
-    remark: str
-
-
 @cache
 def accuracy_tables() -> tuple[AccuracyTable, ...]:
     return read_yaml(
@@ -109,20 +95,17 @@ def _matches(name: str, published: str) -> bool:
     )
 
 
-def published_scores(task: str) -> list[PublishedScore]:
-    """Every published score of a task, in file order."""
+def published_scores(task: str) -> list[dict[str, Any]]:
+    """Every published score of a task in percent, in file order, with its model, scheme, source,
+    hardware, harness, remark, and the source's name of the task (`called`)."""
     return [
-        PublishedScore(
-            task=task,
-            score=entry.scores[task],
-            model=entry.model,
-            scheme=entry.scheme,
-            called=table.wording.get(task, task),
-            source=table.source,
-            hardware=table.hardware,
-            harness=table.harness,
-            remark=table.remark,
-        )
+        table.model_dump(exclude={"entries", "wording"})
+        | {
+            "score": entry.scores[task],
+            "model": entry.model,
+            "scheme": entry.scheme,
+            "called": table.wording.get(task, task),
+        }
         for table in accuracy_tables()
         for entry in table.entries
         if task in entry.scores

@@ -118,16 +118,9 @@ def _plots(
         rows.append(
             (f"{baseline.name} (baseline)", task.comparison.baseline_accuracy, *theirs, True)
         )
-    rows += [
-        (
-            f"{score.model} {score.scheme}",
-            score.score / 100,
-            score.score / 100,
-            score.score / 100,
-            False,
-        )
-        for score in published_scores(task.name)
-    ]
+    for row in published_scores(task.name):
+        share = row["score"] / 100
+        rows.append((f"{row['model']} {row['scheme']}", share, share, share, False))
     drawn["accuracy"] = accuracy_plot(rows)
     graded = task.graded
     right = [sample.completion.completion_tokens for sample in graded if sample.grade.correct]

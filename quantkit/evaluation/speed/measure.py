@@ -14,6 +14,7 @@ requests arrive at a rate with exponential intervals (Poisson, as `vllm bench se
 --request-rate`), at most `concurrency` of them running.
 """
 
+import itertools
 import json
 import random
 import time
@@ -232,46 +233,10 @@ def measure_grid(
     in turn instead of random ones; the input length is then not looked at. The whole grid is
     checked before the first request. `warmup` requests a slot are left out.
     """
-    cells = _cells(
-        input_lens, concurrencies, output_len, rates, prompts, requests, num_prompts, seed
-    )
-    for cell in cells:
-        target.check(cell)
-    rows = []
-    for number, cell in enumerate(cells):
-        if warmup:
-            list(
-                target.run(
-                    cell.warmup(warmup * min(cell.concurrency, cell.requests), seed - 1 - number)
-                )
-            )
-        rows.append(
-            summarize(
-                list(target.run(cell)),
-                cell.input_len,
-                cell.concurrency,
-                rate=cell.rate,
-                limits=limits,
-            )
-        )
-        on_row(rows[-1])
-    return rows
-
-
-def _cells(
-    input_lens: Sequence[int],
-    concurrencies: Sequence[int],
-    output_len: int,
-    rates: Sequence[float],
-    prompts: Sequence[str],
-    requests: int,
-    num_prompts: int | None,
-    seed: int,
-) -> list[Workload]:
     lengths = [0] if prompts else sorted(input_lens)
     loads: list[tuple[int, float | None]] = [(max(concurrencies), rate) for rate in sorted(rates)]
     loads = loads or [(slots, None) for slots in sorted(concurrencies)]
-    return [
+    cells = [
         Workload(
             length,
             output_len,
@@ -281,10 +246,21 @@ def _cells(
             rate,
             tuple(prompts),
         )
-        for number, (length, (slots, rate)) in enumerate(
-            (length, load) for length in lengths for load in loads
-        )
+        for number, (length, (slots, rate)) in enumerate(itertools.product(lengths, loads))
     ]
+    for cell in cells:
+        target.check(cell)
+    rows = []
+    for number, cell in enumerate(cells):
+        if warmup:
+            slots = min(cell.concurrency, cell.requests)
+            list(target.run(cell.warmup(warmup * slots, seed - 1 - number)))
+        times = list(target.run(cell))
+        rows.append(
+            summarize(times, cell.input_len, cell.concurrency, rate=cell.rate, limits=limits)
+        )
+        on_row(rows[-1])
+    return rows
 
 
 def summarize(

@@ -24,31 +24,38 @@ NUMBER, ARCHITECTURE, FIRST_ARGUMENT = (
 )  # offsets in struct seccomp_data; the low word of an argument comes first
 
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# name: (x86-64, AArch64), None where the architecture has no such call
-DENIED: dict[str, tuple[int | None, int | None]] = {
-    # keys, and other state that belongs to no namespace
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "syslog": (103, 116), "acct": (163, 89),
-    "quotactl": (179, 60), "quotactl_fd": (443, 443), "sethostname": (170, 161), "setdomainname": (171, 162),
-    "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
-    "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "vhangup": (153, 58), "lookup_dcookie": (212, 18),
-    "nfsservctl": (180, 42), "uselib": (134, None), "_sysctl": (156, None), "sysfs": (139, None), "ustat": (136, None),
-    # namespaces and mounts
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
-    "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
-    "fspick": (433, 433), "mount_setattr": (442, 442), "mknod": (133, None), "mknodat": (259, 33),
-    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262), "fanotify_mark": (301, 263),
-    # other processes
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272), "pidfd_getfd": (438, 438),
-    "process_madvise": (440, 440), "process_mrelease": (448, 448), "move_pages": (279, 239), "migrate_pages": (256, 238),
-    # large kernel attack surface
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "init_module": (175, 105), "finit_module": (313, 273),
-    "delete_module": (176, 106), "create_module": (174, None), "kexec_load": (246, 104), "kexec_file_load": (320, 294),
-    "personality": (135, 92), "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None),
-    # memory not counted by process limits
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195),
-    "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
-}  # fmt: skip
+# name, x86-64 number, AArch64 number; - where the architecture has no such call
+_DENIED = """
+# keys, and other state that belongs to no namespace
+add_key 248 217, request_key 249 218, keyctl 250 219, syslog 103 116, acct 163 89, quotactl 179 60
+quotactl_fd 443 443, sethostname 170 161, setdomainname 171 162, settimeofday 164 170
+clock_settime 227 112, adjtimex 159 171, clock_adjtime 305 266, reboot 169 142, swapon 167 224
+swapoff 168 225, vhangup 153 58, lookup_dcookie 212 18, nfsservctl 180 42, uselib 134 -
+_sysctl 156 -, sysfs 139 -, ustat 136 -
+# namespaces and mounts
+unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51
+open_tree 428 428, move_mount 429 429, fsopen 430 430, fsconfig 431 431, fsmount 432 432
+fspick 433 433, mount_setattr 442 442, mknod 133 -, mknodat 259 33, name_to_handle_at 303 264
+open_by_handle_at 304 265, fanotify_init 300 262, fanotify_mark 301 263
+# other processes
+ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272
+pidfd_getfd 438 438, process_madvise 440 440, process_mrelease 448 448, move_pages 279 239
+migrate_pages 256 238
+# large kernel attack surface
+bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, io_uring_setup 425 425
+io_uring_enter 426 426, io_uring_register 427 427, init_module 175 105, finit_module 313 273
+delete_module 176 106, create_module 174 -, kexec_load 246 104, kexec_file_load 320 294
+personality 135 92, iopl 172 -, ioperm 173 -, modify_ldt 154 -
+# memory not counted by process limits
+memfd_create 319 279, memfd_secret 447 447, shmget 29 194, shmat 30 196, shmctl 31 195
+semget 64 190, msgget 68 186, mq_open 240 180
+"""
+DENIED = [
+    entry.split()
+    for line in _DENIED.split("\n")
+    if line and line[0] != "#"
+    for entry in line.split(", ")
+]
 SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}  # socket, socketpair
 CLONE = {"x86_64": 56, "aarch64": 220}
 CLONE3 = 435
@@ -77,9 +84,9 @@ def program(machine: str) -> bytes:
     answer(DENY | errno.ENOSYS)
     step(JUMP_EQUAL, CLONE3, no=1)
     answer(DENY | errno.ENOSYS)
-    for numbers in DENIED.values():
-        if numbers[column] is not None:
-            step(JUMP_EQUAL, numbers[column] or 0, no=1)
+    for _name, *numbers in DENIED:
+        if numbers[column] != "-":
+            step(JUMP_EQUAL, int(numbers[column]), no=1)
             answer(DENY | errno.EPERM)
     step(JUMP_EQUAL, CLONE[machine], no=4)
     step(LOAD, FIRST_ARGUMENT)
