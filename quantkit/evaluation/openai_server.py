@@ -19,12 +19,7 @@ CONNECT_TIMEOUT_S = 10.0
 TIMEOUT_S = 600.0
 LONGEST_TIMEOUT_S = 1e6  # event loop clocks accept no infinite timeout
 LONGEST_LINE = 64 * 2**20  # bytes; a longer event is a server error
-_MODEL_FACTS = (
-    "root",
-    "revision",
-    "owned_by",
-    "max_model_len",
-)  # kept from an entry of /models
+_MODEL_FACTS = ("root", "revision", "owned_by", "max_model_len")  # kept from an entry of /models
 _DRAIN_S = 1.0
 _FIELD = re.compile(r"(?:data|event|id|retry)?:")  # a field of an event, or a comment
 _KEEP_ALIVE = re.compile(

@@ -239,7 +239,7 @@ def main() -> None:
         test_instruction_following_strict,
     )
 
-    from quantkit.evaluation.grading.instructions import CHECKS, followed
+    from quantkit.evaluation.grading.instructions import CHECKS, check_instructions
 
     langdetect.DetectorFactory.seed = 0
     langdetect.detect = functools.cache(
@@ -256,7 +256,7 @@ def main() -> None:
             (True, test_instruction_following_loose),
         ):
             theirs = judge(example, text).follow_instruction_list
-            ours = followed(text, [name], [parameters], loose=loose)
+            ours = check_instructions(text, [name], [parameters], loose=loose)
             verdicts[kind] += 1
             if ours != theirs and kind in MODELLED:
                 modelled[kind] += 1

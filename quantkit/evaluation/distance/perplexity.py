@@ -72,8 +72,7 @@ def measure(
         check_writable(options.count_experts, "--count-experts")
     if (text is None) == (sampled is None):
         raise QuantkitError(
-            "either a text or a task to sample on is needed",
-            "give --text FILE, or --sampled TASK",
+            "either a text or a task to sample on is needed", "give --text FILE, or --sampled TASK"
         )
     if sampled is not None and baseline is None:
         raise QuantkitError(

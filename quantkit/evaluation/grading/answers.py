@@ -1,5 +1,4 @@
-r"""Finding the answer in the text after the reasoning, where the answer is a number or an
-expression.
+r"""Find the final answer in the text after the reasoning, for numeric answers and expressions.
 
 The last \boxed{} (boxes.py) counts; without one the last sentence that states the answer, then the
 last number of the text. What is found is read whole by values.py, or refused.
@@ -9,13 +8,18 @@ import re
 from dataclasses import replace
 from fractions import Fraction
 
-from quantkit.evaluation.grading import answer_words
+from quantkit.evaluation.grading import answer_phrases
 from quantkit.evaluation.grading.boxes import Extraction, boxes, equal_to, last_box
-from quantkit.evaluation.grading.conversions import restated
+from quantkit.evaluation.grading.conversions import equal_quantities
 from quantkit.evaluation.grading.languages import decimal_comma
-from quantkit.evaluation.grading.prose import has_number, read_last, read_sentence, spoken
+from quantkit.evaluation.grading.prose import (
+    has_number,
+    read_last,
+    read_number_words,
+    read_sentence,
+)
 from quantkit.evaluation.grading.quantities import begin_quantity
-from quantkit.evaluation.grading.requested_units import converted, in_one_unit
+from quantkit.evaluation.grading.requested_units import convert_to_requested, unify_units
 from quantkit.evaluation.grading.typesetting import normalize
 from quantkit.evaluation.grading.values import read_value
 
@@ -25,9 +29,9 @@ _NEXT_QUESTION = re.compile(r"\n[ \t]*\n[^\w\n]*(?:Question|Q|Human|User|Instruc
 _ANSWERED = re.compile(r"(?m:^\W{0,4}A\s*:\s*\S)|####\s*\S|(?i:\banswer\s*(?:is|:))|\\boxed\s*\{")
 
 
-def prepared(text: str) -> str:
-    """The end of a reply in plain characters, up to where a model that was not asked to stop makes
-    up the next question."""
+def prepare(text: str) -> str:
+    """The end of a reply in plain characters, truncated where a model without a stop sequence
+    continues with another question."""
     text = _BOX_TOKENS.sub(lambda match: f"\\boxed{{{match[1]}}}", normalize(text[-LONGEST:]))
     answered = _ANSWERED.search(text)
     following = _NEXT_QUESTION.search(text, answered.end()) if answered is not None else None
@@ -41,7 +45,7 @@ _VERB = (
 )
 _CUE = re.compile(
     rf"(?i)(?:(?<![A-Za-z/])(?:answer|ans|correction|(?:right|correct|actual|true|corrected|requested|required|desired)\s+(?:value|number|result|count|total|sum|remainder|solution)|(?:value|number|result|count|total|sum)(?=\s+(?:should|must)\s))\.?(?:\s+(?:to|of|for)\s[^.:\n]{{1,60}}?(?=[\s$*)]*(?:(?:is|was|are|would|should|must|will|equals|isn't|cannot|can't|wasn't)(?![A-Za-z])|:)))?[\s*_\"']*?|(?:答案|结果)\s*|(?<![\u4e00-\u9fff])答\s*(?=:))"
-    rf"(?:{_VERB}|(?=\n)|(?<=answer)\s*[(,—](?=\s*[$*]*\d)|(?<=ans\.)|(?<=答))\s*:?|\#\#\#\#+|{answer_words.STATED}"
+    rf"(?:{_VERB}|(?=\n)|(?<=answer)\s*[(,—](?=\s*[$*]*\d)|(?<=ans\.)|(?<=答))\s*:?|\#\#\#\#+|{answer_phrases.STATEMENT}"
 )
 _DOUBTED = re.compile(
     r"(?i)(?:\bno(?=\s+$)|\bassum(?:e|ing)\b|\bsuppos(?:e|ing)\b[\w\s,]{0,25}|\bif\b|\bwhether\b"
@@ -53,7 +57,7 @@ _KIND = re.compile(
 )
 """What answers are in general: The answer must be an integer between 0 and 999."""
 _FOREIGN_DENIAL = re.compile(
-    rf"(?i){answer_words.DENIED_AT_ONCE}(?!.*\s{answer_words.INSTEAD}\s)|{answer_words.DENIED_AFTERWARDS}"
+    rf"(?i){answer_phrases.LEADING_DENIAL}(?!.*\s{answer_phrases.CORRECTION}\s)|{answer_phrases.TRAILING_DENIAL}"
 )
 
 
@@ -133,7 +137,7 @@ def _named_value(text: str) -> str:
     return f"Answer: {named[0][1] or named[0][2]}" if len(named) == 1 else text
 
 
-def _with_thousands(text: str) -> str:
+def _join_thousands(text: str) -> str:
     """Without the points at thousands, where the text's language writes so and no decimal point
     is in it: 1.250 Liter."""
     text = _MIL.sub(r"\1 thousand", text) if decimal_comma(text[-_ENDING:]) else text
@@ -156,7 +160,7 @@ _SAID_TWICE = re.compile(
 )
 
 
-def _said_once(match: re.Match[str]) -> str:
+def _deduplicate(match: re.Match[str]) -> str:
     """Of a number in words and in digits, `seven (7)` or `7 (seven)`, the digits; what are two
     numbers stays."""
     digits = match["digits"] or match["first"]
@@ -187,7 +191,7 @@ _OF_HOW_MANY = re.compile(
 )
 
 
-def _in_digits(match: re.Match[str]) -> str:
+def _to_digits(match: re.Match[str]) -> str:
     """`7 of the 12` for `seven out of the twelve`: of numbers in words and in digits, the rules
     after it see the digits alone. Words that end the sentence, `seven of 12`, are the first alone:
     7 of 12 might be 7/12."""
@@ -207,14 +211,14 @@ def find_number(text: str, letters: bool = True, question: str = "") -> Extracti
 
     An answer that is stated after the box, as a sentence, and is another one, replaces the box.
     """
-    text = _with_thousands(_named_value(_CALCULATION.sub("", prepared(text))))
-    text, otherwise = in_one_unit(
-        _OF_HOW_MANY.sub(_in_digits, _SAID_TWICE.sub(_said_once, text)), question
+    text = _join_thousands(_named_value(_CALCULATION.sub("", prepare(text))))
+    text, otherwise = unify_units(
+        _OF_HOW_MANY.sub(_to_digits, _SAID_TWICE.sub(_deduplicate, text)), question
     )
     found = _find_number(text, letters, question)
     if not isinstance(found.value, Fraction) or found.text is None:
         return found
-    value = converted(found.value, found.text, question) if letters else found.value
+    value = convert_to_requested(found.value, found.text, question) if letters else found.value
     return replace(found, value=value, restated=(*found.restated, *otherwise.get(found.value, ())))
 
 
@@ -226,22 +230,24 @@ def _find_number(text: str, letters: bool, question: str) -> Extraction:
         value = read_value(box.text or "", letters)
         if value is None and (before := equal_to(text)) is not None:
             value = read_value(before, letters)
-        after_box = _stated(text[boxes(text)[0][-1].end :], letters)
+        after_box = _statement(text[boxes(text)[0][-1].end :], letters)
         if after_box is not None and after_box.value is not None and after_box.value != value:
             return after_box
         return Extraction(box.text, "asked", value=value)
     stated = (
-        _reconsidered(text, letters) or _stated(text, letters) or _answered_first(text, letters)
+        _second_thought(text, letters)
+        or _statement(text, letters)
+        or _first_line_answer(text, letters)
     )
     if stated is not None:
         return stated
     shown, last = read_last(_lines(text[-_ENDING:]), letters, question)
     if (shown is None or _LEFT.search(question)) and (
-        none := _none_of_them(text, question)
+        none := _zero_answer(text, question)
     ) is not None:
         return none
     return (
-        Extraction(shown, "last", value=last, restated=restated(text[-_SENTENCE:]))
+        Extraction(shown, "last", value=last, restated=equal_quantities(text[-_SENTENCE:]))
         if shown is not None
         else Extraction(None)
     )
@@ -258,9 +264,8 @@ _NONE = re.compile(
 )
 
 
-def _none_of_them(text: str, question: str) -> Extraction | None:
-    """Zero, where the question asks how many and the text ends with `none are left`: where other
-    numbers are at its end, too, only of what is asked to be left."""
+def _zero_answer(text: str, question: str) -> Extraction | None:
+    """Zero, where the question asks how many and the text ends with `none are left`."""
     said = _NONE.search(text[-_SENTENCE:].strip()) if _HOW_MANY.search(question) else None
     return Extraction(said["said"], "last", value=Fraction(0)) if said is not None else None
 
@@ -271,9 +276,9 @@ _RECONSIDERS = re.compile(
 )
 
 
-def _reconsidered(text: str, letters: bool) -> Extraction | None:
-    """What the text comes to after the last point at which it thinks again, where that states no
-    answer but ends in `So ... = 72`."""
+def _second_thought(text: str, letters: bool) -> Extraction | None:
+    """The result after the last reconsideration, where that states no answer but ends in `So ...
+    = 72`."""
     text = text[-_ENDING:]
     points = list(_RECONSIDERS.finditer(text))
     rest = text[points[-1].end() :] if points else ""
@@ -290,7 +295,7 @@ _WORK = re.compile(
 )
 
 
-def _answered_first(text: str, letters: bool) -> Extraction | None:
+def _first_line_answer(text: str, letters: bool) -> Extraction | None:
     """An answer that is the whole first line, before the work."""
     first = _WORK.match(_lines(text))
     value = read_value(first[1], letters) if first is not None else None
@@ -302,7 +307,7 @@ def _answered_first(text: str, letters: bool) -> Extraction | None:
 
 
 def last_statement(text: str) -> str | None:
-    """The sentence of the last statement of an answer that is no denial, whatever it says."""
+    """The sentence of the last statement of an answer that is not a denial."""
     said = [
         line.strip()
         for _, line, is_denied in _statements(_lines(text))
@@ -311,9 +316,9 @@ def last_statement(text: str) -> str | None:
     return said[-1] if said else None
 
 
-def _stated(text: str, letters: bool) -> Extraction | None:
-    """The last sentence that states an answer. A denial is no statement; alone, it is one without a
-    value."""
+def _statement(text: str, letters: bool) -> Extraction | None:
+    """The last sentence that states an answer. A denial is not a statement; alone, it is one
+    without a value."""
     text = _lines(text)
     denied = None
     for _, line, is_denied in reversed(_statements(text)):
@@ -331,6 +336,8 @@ def _stated(text: str, letters: bool) -> Extraction | None:
             continue
         value = read_sentence(line, letters)
         if value is None and not re.search(r"\d", line):
-            value = spoken(line, letters)
-        return Extraction(line.strip()[:100], "phrase", value=value, restated=restated(line))
+            value = read_number_words(line, letters)
+        return Extraction(
+            line.strip()[:100], "phrase", value=value, restated=equal_quantities(line)
+        )
     return denied

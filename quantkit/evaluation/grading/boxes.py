@@ -1,5 +1,4 @@
-r"""The boxes of a text, \boxed{} and its like, which is how a prompt asks for an answer: what they
-hold, and which of them counts."""
+r"""\boxed{} and similar boxes of a reply: their contents, and which of them is the answer."""
 
 import re
 from dataclasses import dataclass
@@ -122,14 +121,14 @@ def last_box(text: str) -> Extraction:
     if (
         len(filled) > 1
         and filled[-2].content != last.content
-        and _are_joined(text, filled[-2], last)
+        and _are_alternatives(text, filled[-2], last)
     ):
-        return Extraction("", "asked", listed=_listed(text, filled))
+        return Extraction("", "asked", listed=_box_list(text, filled))
     scale = _SCALE_BEHIND.match(text, last.end)
     return Extraction(f"{last.content} {scale[1]}" if scale else last.content, "asked")
 
 
-def _are_joined(text: str, one: BoxedText, other: BoxedText) -> bool:
+def _are_alternatives(text: str, one: BoxedText, other: BoxedText) -> bool:
     """Whether two boxes are offered side by side: only `or` and its like is between them, and
     the name where both have the same."""
     names = [_NAME.search(text[: box.start]) for box in (one, other)]
@@ -142,10 +141,10 @@ def _are_joined(text: str, one: BoxedText, other: BoxedText) -> bool:
     return _JOINED.fullmatch(text, one.end, end) is not None
 
 
-def _listed(text: str, filled: list[BoxedText]) -> str:
+def _box_list(text: str, filled: list[BoxedText]) -> str:
     """The contents of the last boxes, as far back as each is joined to the next."""
     first = len(filled) - 1
-    while first and _are_joined(text, filled[first - 1], filled[first]):
+    while first and _are_alternatives(text, filled[first - 1], filled[first]):
         first -= 1
     return ", ".join(box.content for box in filled[first:])
 

@@ -1,4 +1,4 @@
-r"""Finding the one option that a reply chooses: a letter in either case, or the text of exactly one
+"""Find the one option that a reply chooses: a letter in either case, or the text of exactly one
 option.
 
 A statement is a line `ANSWER: X`, a box, "the answer is X", "option X is correct", "I choose X" and
@@ -8,10 +8,10 @@ option, or denies what it names, chooses nothing.
 
 import re
 
-from quantkit.evaluation.grading import answer_words
-from quantkit.evaluation.grading.answers import prepared
+from quantkit.evaluation.grading import answer_phrases
+from quantkit.evaluation.grading.answers import prepare
 from quantkit.evaluation.grading.boxes import Extraction, Found, boxes, last_box
-from quantkit.evaluation.grading.closing_phrases import refuses
+from quantkit.evaluation.grading.closing_phrases import is_refusal
 from quantkit.evaluation.grading.options import LETTERS, NOTHING, SENTENCE, read_choice
 from quantkit.evaluation.grading.unstated_choices import unstated_choice
 
@@ -25,7 +25,7 @@ def find_choice(text: str, options: list[str]) -> Extraction:
     The text is NOTHING where the reply makes a statement that chooses none, and None where it makes
     none at all.
     """
-    text = _SUFFIX.sub("", _BY_NUMBER.sub(_by_letter, _EMPHASIS.sub("", prepared(text))))
+    text = _SUFFIX.sub("", _BY_NUMBER.sub(_by_letter, _EMPHASIS.sub("", prepare(text))))
     box = last_box(text)
     if box.open_box:
         return box
@@ -36,7 +36,7 @@ def find_choice(text: str, options: list[str]) -> Extraction:
         chosen = read_choice(said, options)
         if chosen is not None:
             return Extraction(chosen, where)
-    if refuses(text) and not any(refuses(option) for option in options):
+    if is_refusal(text) and not any(is_refusal(option) for option in options):
         return Extraction(NOTHING, "last")
     alone = unstated_choice(text, options)
     return Extraction(alone, "last") if alone is not None else Extraction(None)
@@ -80,7 +80,7 @@ _PHRASE = re.compile(
     r"be|will be|has to be)\b\s*:?)\s*"
     r"|(?<=[.;,!] )(?:it|that)(?:'s| is| must be| has to be)\s+(?=(?:option |choice "
     r")?[(\[]?(?-i:[A-Z])[)\]]?\s*(?:[.;!\n]|$))"
-    rf"|{answer_words.STATED}"
+    rf"|{answer_phrases.STATEMENT}"
     r"|(?<![a-z])(?:finally|ultimately|eventually|in the end|in conclusion)[,:]?\s+(?=(?:option "
     r")?[(\[]?(?-i:[A-Z])[)\]]?\W*(?:[.;!\n]|$))"
     r"|\bchang(?:e|ed|ing) (?:my|the) (?:answer|choice) (?:from [A-Z] )?to\s+"
@@ -92,7 +92,9 @@ _PHRASE = re.compile(
 )
 _NOT_CHOSEN = re.compile(r"(?:\bnot|n't|\bcannot|\bunable)\b[^.,;:\n]*$")
 _COUNTERFACTUAL = re.compile(r"\b[Ii]f\b[^.\n]*\b(?:were|had been|instead)\b[^.\n]*$")
-_FOREIGN_DENIAL = re.compile(rf"(?i){answer_words.DENIED_AT_ONCE}|{answer_words.DENIED_AFTERWARDS}")
+_FOREIGN_DENIAL = re.compile(
+    rf"(?i){answer_phrases.LEADING_DENIAL}|{answer_phrases.TRAILING_DENIAL}"
+)
 _JUDGED = re.compile(
     r"(?<![A-Za-z0-9'])[(\[]?(?P<letter>[A-Z])[)\]]?\s+(?:is|seems|must be)\s+(?:therefore |thus "
     r"|clearly )?"

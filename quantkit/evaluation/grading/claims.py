@@ -1,4 +1,4 @@
-"""Which number of a sentence answers the question.
+"""Select the number of a sentence that answers the question.
 
 Of a sentence with several numbers (`Tom is 5 now, and in 10 years he will be 15`) the question says
 which one is meant. Every number gets points for what the question asks (its unit, the words around
@@ -20,7 +20,7 @@ from quantkit.evaluation.grading.clauses import (
     clauses_of,
     numbers_of,
 )
-from quantkit.evaluation.grading.question import NEGATED, AskedFor, read_question, stem, stems
+from quantkit.evaluation.grading.question import NEGATED, QuestionTarget, read_question, stem, stems
 from quantkit.evaluation.grading.units import SIGNS
 
 _UNSURE = re.compile(
@@ -88,11 +88,11 @@ class _Tally:
         return self.words + max(self.kind, 0)
 
 
-def _is_governed(number: Number, asked: AskedFor) -> bool:
+def _is_governed(number: Number, target: QuestionTarget) -> bool:
     """Whether a preposition makes the number a circumstance: in 8 hours, at $30; not of what is
     asked for: an income of $1250."""
     amount = _AMOUNT_OF.search(number.before)
-    if amount is not None and stem(amount["noun"]) in (asked.words - set(asked.counted)) | {
+    if amount is not None and stem(amount["noun"]) in (target.words - set(target.counted)) | {
         "total",
         "averag",
         "earn",
@@ -104,13 +104,13 @@ def _is_governed(number: Number, asked: AskedFor) -> bool:
         or TAKES.search(number.before)
     ):
         return False
-    if asked.when or (asked.kind == "/" and _IS_RATE.match(number.sentence, number.end)):
+    if target.when or (target.kind == "/" and _IS_RATE.match(number.sentence, number.end)):
         return False
     return _GOVERNED.search(number.before) is not None
 
 
-def _tallies(sentence: str, asked: AskedFor) -> dict[Fraction, _Tally]:
-    """What speaks for each number of a sentence that is no part of a calculation.
+def _tallies(sentence: str, target: QuestionTarget) -> dict[Fraction, _Tally]:
+    """Evidence for each number of a sentence that is not part of a calculation.
 
     Words of a clause without a number of its own (`In 10 years, ...`) count for the next ones; so
     do those that a pronoun takes up.
@@ -121,9 +121,9 @@ def _tallies(sentence: str, asked: AskedFor) -> dict[Fraction, _Tally]:
     for start, end in clauses_of(sentence, stated):
         clause = sentence[start:end]
         numbers = [number for number in stated if start <= number.start < end]
-        is_condition = _CONDITION.match(clause) is not None and not asked.when
-        own = stems(clause) & asked.words
-        if all(number.is_operand or _is_governed(number, asked) for number in numbers):
+        is_condition = _CONDITION.match(clause) is not None and not target.when
+        own = stems(clause) & target.words
+        if all(number.is_operand or _is_governed(number, target) for number in numbers):
             is_new = numbers or clause.startswith((";", "\n"))
             waiting = waiting if numbers and is_condition else own if is_new else waiting | own
             here = own
@@ -132,65 +132,65 @@ def _tallies(sentence: str, asked: AskedFor) -> dict[Fraction, _Tally]:
         for number in numbers:
             if (
                 number.is_operand
-                or number.is_another(start, asked.compares)
-                or stem(sentence[number.start : number.end]) in asked.words
+                or number.is_another(start, target.compares)
+                or stem(sentence[number.start : number.end]) in target.words
             ):
                 continue  # the last: all four of these
             nouns = [stem(word) for word in number.counted] or nouns
-            tally = _tally(number, clause, here, nouns, asked)
+            tally = _tally(number, clause, here, nouns, target)
             if number.value not in found or found[number.value].points < tally.points:
                 found[number.value] = tally
     return found
 
 
 def _tally(
-    number: Number, clause: str, here: frozenset[str], nouns: list[str], asked: AskedFor
+    number: Number, clause: str, here: frozenset[str], nouns: list[str], target: QuestionTarget
 ) -> _Tally:
     """What speaks for a number: `here`, the question's words around it; `nouns`, what it or the
     number before it counts."""
     implied_by_kind = {
         noun
-        for noun in asked.counted
-        if number.counted and (noun in nouns or noun == asked.counted[-1])
+        for noun in target.counted
+        if number.counted and (noun in nouns or noun == target.counted[-1])
     }
     words = (
         min(len(here - implied_by_kind), 3)
         + len(here & {"total", "left"})
-        + bool(here & asked.circumstances)
+        + bool(here & target.circumstances)
     )
-    kind = _of_kind(number, nouns, asked)
-    is_given = number.value in asked.given and not number.is_result
-    is_of_the_rest = "left" in stems(clause) - asked.words
+    kind = _of_kind(number, nouns, target)
+    is_given = number.value in target.given and not number.is_result
+    is_of_the_rest = "left" in stems(clause) - target.words
     is_concluded = not is_given and not is_of_the_rest and _CONCLUSION.match(clause) is not None
     points = (
         words
         + kind
-        + _around(clause, asked)
-        + _own_points(number, asked)
-        - (is_given and not here & asked.circumstances)
+        + _context_points(clause, target)
+        + _own_points(number, target)
+        - (is_given and not here & target.circumstances)
         + 2 * is_concluded
     )
     if (
         _CONDITION.match(clause)
-        and not asked.when
+        and not target.when
         and not (number.is_result and not _REASON.match(clause))
     ):
         points -= 2
     return _Tally(points, words, kind, is_concluded or number.is_result, is_given)
 
 
-def _around(clause: str, asked: AskedFor) -> int:
-    """What the clause says of its numbers, whatever the question's words: another time, what is
-    not."""
+def _context_points(clause: str, target: QuestionTarget) -> int:
+    """Points for a clause's numbers independent of the question's words: another time, a
+    negation."""
     points = -(
-        (asked.another_time and _NOW.search(clause) is not None)
-        or (_FIRST.search(clause) is not None and "first" not in asked.literal_words)
+        (target.another_time and _NOW.search(clause) is not None)
+        or (_FIRST.search(clause) is not None and "first" not in target.literal_words)
     )
-    points -= 2 * ("left" in stems(clause) - asked.words)
-    return points - 2 * ((NEGATED.search(clause) is not None) != asked.denied)
+    points -= 2 * ("left" in stems(clause) - target.words)
+    return points - 2 * ((NEGATED.search(clause) is not None) != target.denied)
 
 
-def _of_kind(number: Number, nouns: list[str], asked: AskedFor) -> int:
+def _of_kind(number: Number, nouns: list[str], target: QuestionTarget) -> int:
     """Whether the number counts what the question counts; without a noun it counts the same as the
     number before it."""
     after_number = number.sentence[number.end :]
@@ -199,31 +199,31 @@ def _of_kind(number: Number, nouns: list[str], asked: AskedFor) -> int:
         nouns
     )
     is_share = "%" in written or "percent" in written
-    if asked.kind in ("$", "%"):
-        of_kind = is_share if asked.kind == "%" else is_money
+    if target.kind in ("$", "%"):
+        of_kind = is_share if target.kind == "%" else is_money
         return 2 if of_kind else -2 if nouns or is_money or is_share else 0
     if is_money or is_share:
         return -2
-    points = int(asked.kind == "/" and _IS_RATE.match(after_number) is not None)
-    if asked.counted and nouns:
-        points += (2 if asked.counted[-1] in nouns else -1) + len(
-            set(asked.counted[:-1]) & set(nouns)
+    points = int(target.kind == "/" and _IS_RATE.match(after_number) is not None)
+    if target.counted and nouns:
+        points += (2 if target.counted[-1] in nouns else -1) + len(
+            set(target.counted[:-1]) & set(nouns)
         )
     return points
 
 
-def _own_points(number: Number, asked: AskedFor) -> int:
+def _own_points(number: Number, target: QuestionTarget) -> int:
     """Whether the number is computed, governed by a preposition, or the value of a letter."""
     points = (
         int(number.is_result)
-        - 2 * _is_governed(number, asked)
+        - 2 * _is_governed(number, target)
         + (TAKES.search(number.before) is not None)
     )
     named = _NAMED.search(number.before)
-    points += named is not None and stem(named[1]) in asked.words - _DONE - set(asked.counted)
+    points += named is not None and stem(named[1]) in target.words - _DONE - set(target.counted)
     label = _LABEL.search(number.before)
     if label is not None:
-        points += 1 if asked.words == {label["label"].lower()} else -2
+        points += 1 if target.words == {label["label"].lower()} else -2
     return points
 
 
@@ -232,7 +232,9 @@ LONGEST = 600
 """Characters of a sentence that is looked at."""
 
 
-def answering(sentences: Sequence[str], question: str, said: Fraction | None) -> Fraction | None:
+def find_better_number(
+    sentences: Sequence[str], question: str, said: Fraction | None
+) -> Fraction | None:
     """The number that answers the question clearly better than `said`, which the grammar of the
     last sentence says; None where none does.
 
@@ -240,16 +242,18 @@ def answering(sentences: Sequence[str], question: str, said: Fraction | None) ->
     before where the last one has nothing of what is asked. What is unsure, denies or compares is
     left to its grammar.
     """
-    asked = read_question(question)
-    if asked is None or not sentences:
+    target = read_question(question)
+    if target is None or not sentences:
         return None
     listed = next(
         (n for n, line in enumerate(reversed(sentences)) if not _ITEM.match(line)), len(sentences)
     )
-    last = _weighed("; ".join(sentences[-max(listed, 1) :]), asked)
+    last = _weigh("; ".join(sentences[-max(listed, 1) :]), target)
     if last is None:
         return None
-    if (said is None or said in asked.given) and not any(tally.evidence for tally in last.values()):
+    if (said is None or said in target.given) and not any(
+        tally.evidence for tally in last.values()
+    ):
         new = [
             value
             for value, tally in last.items()
@@ -263,9 +267,9 @@ def answering(sentences: Sequence[str], question: str, said: Fraction | None) ->
         and len(sentences) > 1
         and not re.search(rf"(?i)=|\b{CONCLUDES}|\bnow\b", sentences[-1])
     )
-    before = _weighed(sentences[-2], asked) if is_afterthought else None
+    before = _weigh(sentences[-2], target) if is_afterthought else None
     if before and not any(
-        tally.words or (tally.kind > 0 and asked.counted) for tally in last.values()
+        tally.words or (tally.kind > 0 and target.counted) for tally in last.values()
     ):
         first = _first(before, None)
         return (
@@ -274,7 +278,7 @@ def answering(sentences: Sequence[str], question: str, said: Fraction | None) ->
             else None
         )
     if (
-        said is not None and said not in last and said not in asked.given
+        said is not None and said not in last and said not in target.given
     ):  # grammar has read more than a number
         return None
     return _first(last, said)
@@ -283,17 +287,19 @@ def answering(sentences: Sequence[str], question: str, said: Fraction | None) ->
 _ITEM = re.compile(r"[^\d:]{1,40}:[^\d:]{0,3}\d[^:]{0,40}$")
 
 
-def _weighed(sentence: str, asked: AskedFor) -> dict[Fraction, _Tally] | None:
-    """What speaks for the numbers of a sentence; None where it is too long or unsure."""
+def _weigh(sentence: str, target: QuestionTarget) -> dict[Fraction, _Tally] | None:
+    """Evidence for the numbers of a sentence; None where it is too long or unsure."""
     sentence = _BOUND.sub(
-        lambda match: "" if Fraction(match["number"].replace(",", "")) in asked.given else match[0],
+        lambda match: (
+            "" if Fraction(match["number"].replace(",", "")) in target.given else match[0]
+        ),
         sentence,
     )
     if len(sentence) > LONGEST or any(
-        match[0].lower() not in asked.literal_words for match in _UNSURE.finditer(sentence)
+        match[0].lower() not in target.literal_words for match in _UNSURE.finditer(sentence)
     ):
         return None
-    return _tallies(sentence, asked)
+    return _tallies(sentence, target)
 
 
 def _first(tallies: dict[Fraction, _Tally], said: Fraction | None) -> Fraction | None:

@@ -1,4 +1,5 @@
-"""A sentence's clauses and numbers: what each number is by its grammar, whatever was asked."""
+"""Clauses and numbers of a sentence: the grammatical role of each number, independent of the
+question."""
 
 import re
 from dataclasses import dataclass

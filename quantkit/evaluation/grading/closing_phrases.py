@@ -1,30 +1,29 @@
-"""What a reply ends with besides its answer: a check of the answer, or the word that there is
-none."""
+"""Closing text of a reply other than its answer: a verification of the answer, or a refusal."""
 
 import re
 
-from quantkit.evaluation.grading import answer_words
+from quantkit.evaluation.grading import answer_phrases
 
 _CHECKS = re.compile(
     r"(?im)(?:^|(?<=[.!?。:]\s)|(?<=。))[^\w\n]{0,6}(?:(?:let me|let's|let us|we "
     r"can|i'll|now|to|quick|sanity|as a|final)\s+){0,3}"
     r"(?:just\s+|quickly\s+|double[- "
-    rf"]?)*(?:verif(?:y|ication|ying)|check(?:ing)?|{answer_words.CHECKED})(?![a-z])"
+    rf"]?)*(?:verif(?:y|ication|ying)|check(?:ing)?|{answer_phrases.VERIFICATION})(?![a-z])"
 )
 _DOUBTS = re.compile(
     r"(?i)\b(?:wait|hmm|oops|actually|mistake|wrong|incorrect|doesn't|does "
     r"not|didn't|mismatch|however|instead|correction"
-    rf"|correct(?:ed)? (?:answer|value))\b|[≠✗✘❌]|{answer_words.MISTAKEN}"
+    rf"|correct(?:ed)? (?:answer|value))\b|[≠✗✘❌]|{answer_phrases.MISTAKE}"
 )
 _CONCLUDES = re.compile(
     r"(?i)(?:^|[.!?。\n])\W*(?:so|thus|hence|therefore|final|in total|answer|the "
-    rf"answer|total|{answer_words.THEREFORE})(?!\w)"
+    rf"answer|total|{answer_phrases.CONCLUSION})(?!\w)"
 )
 
 
-def unchecked(text: str) -> str:
-    """The text up to where it begins to check its answer, if the check brings nothing new: no doubt
-    and no conclusion of its own."""
+def strip_verification(text: str) -> str:
+    """The text before it begins to verify its answer, if the verification brings nothing new: no
+    doubt and no conclusion of its own."""
     checks = [match for match in _CHECKS.finditer(text) if re.search(r"\d", text[: match.start()])]
     if not checks:
         return text
@@ -55,19 +54,19 @@ _REFUSES = re.compile(
             r"\bimpossible to (?:determine|say|answer|tell|know|find)\b|\bas an ai\b",
             r"\b(?:ran|run|running) out of (?:time|tokens|space|budget)\b|\bto be continued\b|\bso "
             r"far\W*$",
-            answer_words.REFUSED,
+            answer_phrases.REFUSAL,
         )
     )
 )
 _STILL = re.compile(
     r"(?i)\b(?:so|thus|hence|therefore|but|however|still|nevertheless|nonetheless|that "
     r"said|yet|best (?:guess|estimate)|my guess"
-    rf"|i (?:would )?(?:guess|say|think|believe))\b(?! far)[^.!?\n]*\d|{answer_words.STILL}"
+    rf"|i (?:would )?(?:guess|say|think|believe))\b(?! far)[^.!?\n]*\d|{answer_phrases.CONTRAST}"
 )
 _LAST = 3  # sentences at the end in which a refusal is looked for
 
 
-def refuses(text: str) -> bool:
+def is_refusal(text: str) -> bool:
     """Whether the last sentences say that there is no answer, and none is given after it all the
     same."""
     sentences = [part for part in re.split(r"(?<=[.!?。])\s*|\n+", text) if re.search(r"\w", part)][

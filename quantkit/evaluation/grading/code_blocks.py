@@ -1,4 +1,4 @@
-"""Blocks of code in a reply: between fences, in HTML, or as a string of a JSON object."""
+"""Code blocks of a reply: fenced, in HTML, or as a string in a JSON object."""
 
 import html
 import json

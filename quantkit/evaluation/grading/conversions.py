@@ -1,5 +1,5 @@
-"""The same quantity in two units: `0.8 hours, which is 48 minutes`. A reply that says both says
-either."""
+"""One quantity in two units: `0.8 hours, which is 48 minutes`. Either value counts as the
+answer."""
 
 import re
 from fractions import Fraction
@@ -71,7 +71,7 @@ _TWICE = re.compile(
 )
 
 
-def restated(sentence: str) -> tuple[Fraction, ...]:
+def equal_quantities(sentence: str) -> tuple[Fraction, ...]:
     """Both values of a sentence that ends with one quantity in two units; empty where it does
     not."""
     match = _TWICE.search(plain(sentence.rsplit("\n", 1)[-1]))
@@ -93,7 +93,7 @@ def restated(sentence: str) -> tuple[Fraction, ...]:
 _ONE = re.compile(rf"(?i)\s*({_NUMBER})\s*([a-z¢]*)\W*")
 
 
-def in_unit_of(gold: str, said: str) -> Fraction | None:
+def convert_to_unit_of(gold: str, said: str) -> Fraction | None:
     """The number of `said` in the unit of `gold` (5.4 cents), where both have comparable ones:
     0.054 dollars are 5.4."""
     found = [
@@ -101,11 +101,17 @@ def in_unit_of(gold: str, said: str) -> Fraction | None:
         for text in (gold, said)
     ]
     amounts = [_amount(match[1], match[2]) if match is not None else None for match in found]
-    asked, given = amounts
+    target, given = amounts
     number = begin_quantity(found[0][1].lstrip("$")) if found[0] is not None else None
-    if asked is None or given is None or number is None or asked[0] is not given[0] or not asked[1]:
+    if (
+        target is None
+        or given is None
+        or number is None
+        or target[0] is not given[0]
+        or not target[1]
+    ):
         return None
-    return given[1] * number.value / asked[1]
+    return given[1] * number.value / target[1]
 
 
 def _amount(number: str, unit: str) -> tuple[Dimension, Fraction] | None:

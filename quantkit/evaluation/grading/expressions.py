@@ -1,5 +1,5 @@
-r"""Answers that may be any mathematics or a few words (MATH-500): a gold in LaTeX, an answer in
-LaTeX, and whether they say the same.
+"""Answers that are arbitrary mathematics or a few words (MATH-500): extraction and comparison with
+a LaTeX gold.
 
 A gold that is a plain number is left to the number reader. Else the two are compared as text
 without typesetting, and then by math-verify.
@@ -8,7 +8,7 @@ without typesetting, and then by math-verify.
 import re
 from fractions import Fraction
 
-from quantkit.evaluation.grading.answers import last_statement, prepared
+from quantkit.evaluation.grading.answers import last_statement, prepare
 from quantkit.evaluation.grading.boxes import Extraction, last_box
 from quantkit.evaluation.grading.notation import intervals, latex
 from quantkit.evaluation.grading.options import read_choice
@@ -53,14 +53,14 @@ _INTRODUCTION = re.compile(
 def find_expression(text: str) -> Extraction:
     """The last box, several of them where they are enumerated, else what the last sentence that
     states the answer says, as written; else what the last sentence says of its subject."""
-    text = prepared(text)
+    text = prepare(text)
     box = last_box(text)
     if box.open_box or box.found is not None:
         return Extraction(box.listed, "asked") if box.listed else box
     said = last_statement(text)
     if said is not None:
         return Extraction(_expression_of(said), "phrase")
-    said = _concluded(text)
+    said = _conclusion(text)
     if said is None and 0 < len(text.strip()) <= _SHORT and "\n" not in text.strip():
         said = text.strip()
     return Extraction(said, "last") if said is not None else Extraction(None)
@@ -79,9 +79,9 @@ _UNSURE = re.compile(
 )
 
 
-def _concluded(text: str) -> str | None:
-    """What the last sentence says of its subject; of a sentence without a verb the mathematics at
-    its end, or what is bold."""
+def _conclusion(text: str) -> str | None:
+    """The predicate of the last sentence; without a verb the mathematics at its end, or bold
+    text."""
     pieces: list[str] = []
 
     def hold(match: re.Match[str]) -> str:
@@ -150,9 +150,9 @@ def _normal(text: str) -> str:
     return re.sub(r"\s+", "", shown).lower()
 
 
-def comparable(gold: str, answer: str) -> str | None:
-    """The answer as math-verify shall see it, or None where it cannot be the gold: too long, or
-    several where one is asked for."""
+def comparison_form(gold: str, answer: str) -> str | None:
+    """The answer in the form that math-verify compares, or None where it cannot equal the gold:
+    too long, or several where one is requested."""
     answer = answer.strip().strip("$").strip().rstrip(".。").lstrip("= ")
     answer = latex(
         _UNIT_BEHIND.sub("", answer) if not re.search(r"text|[\u3040-\u9fff]", gold) else answer
@@ -164,7 +164,11 @@ def comparable(gold: str, answer: str) -> str | None:
     answer = intervals(answer) if _brackets(_LABEL.sub("", gold)) or "\\infty" in gold else answer
     if not re.search(r"[=∈]|\\in(?![a-z])", gold):
         answer = _LABEL.sub("", answer).strip()
-    if (ours := _brackets(answer)) and (asked := _brackets(_LABEL.sub("", gold))) and ours != asked:
+    if (
+        (ours := _brackets(answer))
+        and (target := _brackets(_LABEL.sub("", gold)))
+        and ours != target
+    ):
         return None
     bases = [_BASE.search(text.strip().strip("$")) for text in (gold, answer)]
     if bases[0] and bases[1]:

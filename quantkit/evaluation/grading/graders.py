@@ -1,5 +1,4 @@
-r"""From a reply to a grade: the reasoning is cut off first, then the task's grader reads what is
-left.
+r"""Grade a reply: strip the reasoning, then apply the task's grader to the rest.
 
 Answers are read in this order: the last balanced \boxed{} (or `ANSWER: X`), a strict number reader,
 math-verify on the box content in a killable process, and only for the flexible score a stated
@@ -17,7 +16,7 @@ from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading import answers, expressions, instructions, programs, reasoning
 from quantkit.evaluation.grading.boxes import Extraction, last_box
 from quantkit.evaluation.grading.choices import find_choice
-from quantkit.evaluation.grading.conversions import in_unit_of
+from quantkit.evaluation.grading.conversions import convert_to_unit_of
 from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.grading.options import LETTERS, NOTHING
 from quantkit.evaluation.grading.quantities import canonical
@@ -182,7 +181,7 @@ def _read_expression(problem: Problem, text: str, cut: bool, judge: MathJudge) -
     math-verify."""
     if isinstance(read_value(problem.gold), Fraction) and not _FACTOR.search(problem.gold):
         found = answers.find_number(text, question=_question(problem))
-        if found.text and (amount := in_unit_of(problem.gold, found.text)) is not None:
+        if found.text and (amount := convert_to_unit_of(problem.gold, found.text)) is not None:
             found = replace(found, value=amount)
         return _read_value(problem, found, text, cut, judge, integer=False)
     found = expressions.find_expression(text)
@@ -193,7 +192,7 @@ def _read_expression(problem: Problem, text: str, cut: bool, judge: MathJudge) -
         found.found == "last" and expressions.ends_with(problem.gold, found.text)
     ):
         return _verdict(True, found, problem.gold)
-    answer = expressions.comparable(problem.gold, found.text)
+    answer = expressions.comparison_form(problem.gold, found.text)
     equal = judge.equal(problem.gold, answer) if answer else False
     if equal is None:
         return Grade("ungradable", answer=found.text)
@@ -249,14 +248,14 @@ def _read_retrieval(problem: Problem, text: str, cut: bool, judge: MathJudge) ->
 
 def _read_instructions(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
     """IFEval: right if every instruction is followed, strictly; the loose reading and the single
-    instructions are measures beside it."""
+    instructions are measures in addition."""
     ids = problem.fields["instructions"]
     given = [
         {name: value for name, value in one.items() if value is not None}
         for one in problem.fields["parameters"]
     ]
     strict, loose = (
-        instructions.followed(text, ids, given, loose=loose) for loose in (False, True)
+        instructions.check_instructions(text, ids, given, loose=loose) for loose in (False, True)
     )
     measures = {"prompt_strict": (int(all(strict)), 1), "prompt_loose": (int(all(loose)), 1)}
     measures |= {

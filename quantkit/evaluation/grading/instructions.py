@@ -1,4 +1,4 @@
-r"""The 25 kinds of verifiable instructions of IFEval, each a function of the reply and the
+"""The 25 kinds of verifiable instructions of IFEval, each a function of the reply and the
 instruction's parameters.
 
 After "Instruction-Following Evaluation for Large Language Models" (Zhou et al., 2023): the verdicts
@@ -22,7 +22,7 @@ from quantkit.evaluation.grading.sentences import capital_words, count_sentences
 Check = Callable[[str, dict[str, Any]], bool]
 
 
-def _compared(count: int, relation: str, threshold: int) -> bool:
+def _satisfies(count: int, relation: str, threshold: int) -> bool:
     return count < threshold if relation == "less than" else count >= threshold
 
 
@@ -90,7 +90,7 @@ CHECKS: dict[str, Check] = {
     "keywords:existence": lambda reply, given: all(
         re.search(word, reply, re.IGNORECASE) for word in given["keywords"]
     ),
-    "keywords:frequency": lambda reply, given: _compared(
+    "keywords:frequency": lambda reply, given: _satisfies(
         len(re.findall(given["keyword"].strip(), reply, re.IGNORECASE)),
         given["relation"],
         given["frequency"],
@@ -100,7 +100,7 @@ CHECKS: dict[str, Check] = {
             re.search(rf"\b{word}\b", reply, re.IGNORECASE) for word in given["forbidden_words"]
         )
     ),
-    "keywords:letter_frequency": lambda reply, given: _compared(
+    "keywords:letter_frequency": lambda reply, given: _satisfies(
         reply.lower().count(given["letter"].strip().lower()),
         given["let_relation"],
         given["let_frequency"],
@@ -108,11 +108,11 @@ CHECKS: dict[str, Check] = {
     "language:response_language": lambda reply, given: (
         language_of(reply) in (None, given["language"])
     ),
-    "length_constraints:number_sentences": lambda reply, given: _compared(
+    "length_constraints:number_sentences": lambda reply, given: _satisfies(
         count_sentences(reply), given["relation"], given["num_sentences"]
     ),
     "length_constraints:number_paragraphs": _paragraphs,
-    "length_constraints:number_words": lambda reply, given: _compared(
+    "length_constraints:number_words": lambda reply, given: _satisfies(
         len(regex.findall(r"\w+", reply)), given["relation"], given["num_words"]
     ),
     "length_constraints:nth_paragraph_first_word": _first_word,
@@ -141,7 +141,7 @@ CHECKS: dict[str, Check] = {
         reply.strip().strip('"').lower().endswith(given["end_phrase"].strip().lower())
     ),
     "startend:quotation": _quoted,
-    "change_case:capital_word_frequency": lambda reply, given: _compared(
+    "change_case:capital_word_frequency": lambda reply, given: _satisfies(
         capital_words(reply), given["capital_relation"], given["capital_frequency"]
     ),
     "change_case:english_capital": lambda reply, given: (
@@ -179,7 +179,9 @@ def check_row(fields: dict[str, Any]) -> str:
     return ", ".join(ids)
 
 
-def followed(reply: str, ids: list[str], given: list[dict[str, Any]], loose: bool) -> list[bool]:
+def check_instructions(
+    reply: str, ids: list[str], given: list[dict[str, Any]], loose: bool
+) -> list[bool]:
     """Whether the reply follows each instruction."""
     readings = _readings(reply) if loose else [reply]
     return [

@@ -1,5 +1,5 @@
-"""The language of a text among those that IFEval asks for: by script and, where languages share
-one, by common words."""
+"""Detect the language of a text among those of IFEval, by script and, where languages share one,
+by common words."""
 
 import re
 from collections import Counter

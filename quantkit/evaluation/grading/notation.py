@@ -1,5 +1,5 @@
-r"""Mathematics as models write it, into the LaTeX that math-verify reads: `2√5`, `x² - 7`,
-`sqrt(5)`, `3 \over 4`, inequalities."""
+r"""Convert plain-text mathematics (`2√5`, `x² - 7`, `sqrt(5)`, `3 \over 4`, inequalities) to the
+LaTeX that math-verify parses."""
 
 import re
 from fractions import Fraction
@@ -69,10 +69,10 @@ def exact_angles(text: str) -> str:
     r"""`text` with the sine, cosine and tangent of multiples of 30 and 45 degrees as what they are:
     \sin 30^\circ as (1/2), \cos(\pi/4) as (\sqrt{2}/2). An angle without its degree sign or π is
     one in radians, and stays."""
-    return _OF_ANGLE.sub(_exact, text)
+    return _OF_ANGLE.sub(_exact_value, text)
 
 
-def _exact(match: re.Match[str]) -> str:
+def _exact_value(match: re.Match[str]) -> str:
     if match["degrees"]:
         angle = Fraction(int(match["degrees"]))
     else:

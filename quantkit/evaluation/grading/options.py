@@ -1,5 +1,5 @@
-"""Which option a statement names: by a letter in either case, or the text of exactly one. Several
-of them, or a denial, choose nothing."""
+"""Which option a statement names: by a letter in either case, or by the text of exactly one
+option. Several options, or a denial, name none."""
 
 import re
 

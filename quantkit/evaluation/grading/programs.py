@@ -1,11 +1,10 @@
-"""Finding the program in a reply, and grading it in the sandbox.
+"""Extract the program from a reply and grade it in the sandbox.
 
 A reply may hold several fenced blocks: explanations, the answer, its output, a way to call it. The
-program is the last block tagged python
-that does what is asked for: defines the function, or reads the input; a block without a tag counts
-only where none with it does, and a block of another language never. For a function to complete, the
-prompt runs first (it has the imports and helpers); an answer that is only a function body is
-appended to it.
+program is the last block tagged python that does what is asked for: defines the function, or reads
+the input; a block without a tag counts only where none with it does, and a block of another
+language never. For a function to complete, the prompt runs first (it has the imports and helpers);
+an answer that is only a function body is appended to it.
 """
 
 import ast
@@ -23,13 +22,13 @@ from quantkit.common.errors import QuantkitError
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.grading.code_blocks import Block, blocks
 from quantkit.evaluation.grading.source_names import (
-    bound,
+    bound_names,
     defines,
     is_sketch,
     only_defines,
     parses,
     tree_of,
-    used,
+    used_names,
 )
 from quantkit.evaluation.tasks.definitions import Grade, Problem
 
@@ -58,13 +57,15 @@ def _python_first(fenced: list[Block]) -> list[Block]:
 def _parts(block: Block, fenced: list[Block]) -> list[str]:
     """The block after those before it that only import or define, where it uses a name of theirs
     that it does not define itself."""
-    own = bound(block.source)
-    parts, missing = [block.source], used(block.source) - own
+    own = bound_names(block.source)
+    parts, missing = [block.source], used_names(block.source) - own
     for other in reversed(fenced[: fenced.index(block)]):
-        names = bound(other.source) if other.is_python and only_defines(other.source) else set()
+        names = (
+            bound_names(other.source) if other.is_python and only_defines(other.source) else set()
+        )
         if missing & names and not own & names:
             parts.insert(0, other.source)
-            missing = (missing | used(other.source)) - names
+            missing = (missing | used_names(other.source)) - names
     return parts
 
 
@@ -78,24 +79,24 @@ def completed_function(text: str, prompt: str, entry_point: str) -> tuple[str, .
     candidates = _python_first(fenced)
     for block in candidates:
         if defines(block.source, entry_point):
-            return _behind(prompt, *_parts(block, fenced))
+            return _after_prompt(prompt, *_parts(block, fenced))
     for whole in (
         text,
         textwrap.dedent(text),
     ):  # as a whole, a program may be indented as a body is
         if defines(whole, entry_point):
-            return _behind(prompt, whole)
+            return _after_prompt(prompt, whole)
     if candidates:
         body = max(reversed(candidates), key=lambda block: _likely_body(prompt, block))
         return (prompt + _as_body(body.source),)
-    bare = _bare(text, lambda source: defines(source, entry_point))
+    bare = _unfenced_program(text, lambda source: defines(source, entry_point))
     if bare is not None:
-        return _behind(prompt, bare)
+        return _after_prompt(prompt, bare)
     program = prompt + _as_body(text)
     return (program,) if text.strip() and not fenced and parses(program) else None
 
 
-def _behind(prompt: str, *parts: str) -> tuple[str, ...]:
+def _after_prompt(prompt: str, *parts: str) -> tuple[str, ...]:
     """A prompt that ends in a bare signature is not complete by itself."""
     return (prompt, *parts) if parses(prompt) else parts
 
@@ -105,9 +106,9 @@ def _likely_body(prompt: str, block: Block) -> tuple[bool, bool, bool]:
     return parses(prompt + _as_body(block.source)), returns, block.is_python
 
 
-def _bare(text: str, does: Callable[[str], bool]) -> str | None:
-    """The program in a text without fences: from a line that looks like code, up to where it stops
-    being code, if it does what is asked."""
+def _unfenced_program(text: str, does: Callable[[str], bool]) -> str | None:
+    """The program in a text without fences: from a line that looks like code to where it stops
+    being code, if `does` accepts it."""
     for start, _ in zip(_START.finditer(text), range(_STARTS)):
         lines = text[start.start() :].splitlines(keepends=True)
         for _ in range(_CUTS):
@@ -139,7 +140,11 @@ def whole_program(text: str, entry_point: str | None = None) -> str | None:
         is_program = isinstance(tree, ast.Module) and (
             len(tree.body) > 1 or _answers(text, entry_point) > 0
         )
-        return text if is_program else _bare(text, lambda source: _answers(source, entry_point) > 0)
+        return (
+            text
+            if is_program
+            else _unfenced_program(text, lambda source: _answers(source, entry_point) > 0)
+        )
     candidates = _python_first(fenced)
     best = max(
         candidates,

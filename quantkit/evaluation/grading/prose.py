@@ -1,15 +1,15 @@
-"""What prose says the answer is: a sentence that states it, or the last sentence of a text that
-states none."""
+"""Read the answer from prose: from a sentence that states it, or from the last sentence of a
+text without a statement."""
 
 import functools
 import re
 from fractions import Fraction
 
-from quantkit.evaluation.grading import answer_words
-from quantkit.evaluation.grading.claims import answering
-from quantkit.evaluation.grading.closing_phrases import refuses, unchecked
+from quantkit.evaluation.grading import answer_phrases
+from quantkit.evaluation.grading.claims import find_better_number
+from quantkit.evaluation.grading.closing_phrases import is_refusal, strip_verification
 from quantkit.evaluation.grading.quantities import begin_quantity, read_quantity
-from quantkit.evaluation.grading.roles import by_cases, claimed
+from quantkit.evaluation.grading.roles import has_cases, strip_circumstances
 from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
 from quantkit.evaluation.grading.values import (
     CHANGES,
@@ -48,7 +48,7 @@ _REMARK = re.compile(
 )
 _FACTORIAL = re.compile(r"(\d)!(?=\s*(?:\$|\\\)|[.,;])|\s+[a-z])")
 _NOT_BUT = re.compile(
-    rf"(?i)^\s*(?:not|nicht|pas|no|não|non|не|nie)\s.{{1,60}}?\s{answer_words.INSTEAD}(?:\srather)?\s"
+    rf"(?i)^\s*(?:not|nicht|pas|no|não|non|не|nie)\s.{{1,60}}?\s{answer_phrases.CORRECTION}(?:\srather)?\s"
 )
 # What is said instead of the number before it; without a word between them, both are offered.
 _INSTEAD = re.compile(
@@ -167,7 +167,7 @@ def _claim(sentence: str) -> str:
         without = pattern.sub("", sentence)
         sentence = without if has_number(without) else sentence
     sentence = _PART_OF.sub(r"\g<part>", _LATER.sub(r"\g<said>", sentence))
-    sentence = claimed(_TO_DO.sub(r"\g<said>", _AND_WHEN.sub(r"\g<said>", sentence)))
+    sentence = strip_circumstances(_TO_DO.sub(r"\g<said>", _AND_WHEN.sub(r"\g<said>", sentence)))
     without = _KNOWN.sub(r"\g<whose> ", sentence)
     return without if re.search(r"\d", without) else sentence
 
@@ -218,7 +218,7 @@ _PART_OF = re.compile(
 )
 _IS_PART_OF = re.compile(rf"(?i)(?<![\w.,/%$])(?:\d[\d,]*|{_NUMBER_WORD})\s+(?:out\s+)?of\s*$")
 _END = r"(?<=[.!?。])(?<!i\.e\.)(?<!e\.g\.)(?<!vs\.)(?<!approx\.)\s+|[\n。]"
-# Numbers that only name something, sentences beside the matter, and what is only assumed.
+# Numbers that only name something, irrelevant sentences, and what is only assumed.
 _NAMED = re.compile(
     r"(?i)\b(?:step|attempt|equation|eqn?\.|theorem|lemma|corollary|proposition|problem|question|case|page|chapter|section|figure|fig\.|table"
     r"|(?<!real )(?<!imaginary )part|line|example|exercise|version|method|approach|hint|row)"
@@ -248,7 +248,7 @@ _CONCLUDES = re.compile(
     r"|\sand\s+(?:then\s+)?(?:(?:he|she|they|it)\s+)?(?:has|have|had|made|makes|got|gets|spent|[a-z]{2,}ed)\s(?=(?:an?\s+)?[$]?\d)"
     r"|[,;。]\s*即(?=\s*\d)|[,;]\s*(?:所以|因此|因而|于是|故)|:\s(?=[$]?\d[^:]*$)"
 )
-_DENIED = re.compile(rf"(?i){answer_words.DENIED}(?!.*\s{answer_words.INSTEAD}\s)")
+_DENIED = re.compile(rf"(?i){answer_phrases.DENIAL}(?!.*\s{answer_phrases.CORRECTION}\s)")
 
 
 # The subject, its verb, and all that it is: "The sum of the 3 shares is $48."
@@ -314,30 +314,33 @@ def read_last(
     Of a text that says it has no answer, neither. Of several numbers that which the question asks
     for.
     """
-    if refuses(text):
+    if is_refusal(text):
         return None, None
-    text = _NOT_THIS.sub("", unchecked(re.sub(r"(?<=\d)!+(?=\s*$)", "", text)))
+    text = _NOT_THIS.sub("", strip_verification(re.sub(r"(?<=\d)!+(?=\s*$)", "", text)))
     text = _ASKED_AND_DENIED.sub("", text)
     text = _CITED.sub("", _NEEDED.sub(r"\1\2\3", text))
     text = without if has_number(without := _COMPOUND.sub(" ", text)) else text
     if _CUT.search(text):
         return text.strip()[-100:], None
     shown, paid = (
-        _shown(plain(text).replace("$", " ")),
-        _shown(_with_money(plain(_TIMES.sub("×", text)))),
+        _visible_text(plain(text).replace("$", " ")),
+        _visible_text(_with_money(plain(_TIMES.sub("×", text)))),
     )
     is_one = (
         not re.search(_END, shown.strip())
-        and not _DENIED.search(claimed(shown))
+        and not _DENIED.search(strip_circumstances(shown))
         and not _ASSUMED.search(shown)
-        and not by_cases(shown)
+        and not has_cases(shown)
     )
     whole = (
-        read_value(_AND_WHEN.sub(r"\g<said>", claimed(_PART_OF.sub(r"\g<part>", shown))), letters)
+        read_value(
+            _AND_WHEN.sub(r"\g<said>", strip_circumstances(_PART_OF.sub(r"\g<part>", shown))),
+            letters,
+        )
         if is_one
         else None
     )
-    asks = functools.partial(_asked_for, _sentences(paid), question)
+    asks = functools.partial(_best_answer, _sentences(paid), question)
     if whole is not None:
         return shown, asks(whole)
     sentences = _sentences(shown)
@@ -345,20 +348,20 @@ def read_last(
         words = [part for part in re.split(_END, shown) if has_number(part)]
         if not words:
             return None, None
-        return words[-1].strip(), _asked_for(
-            words, question, _predicate(words[-1], letters) or spoken(words[-1], letters)
+        return words[-1].strip(), _best_answer(
+            words, question, _predicate(words[-1], letters) or read_number_words(words[-1], letters)
         )
     if (
         _ASSUMED.search(sentences[-1])
-        or _DENIED.search(claimed(sentences[-1]))
+        or _DENIED.search(strip_circumstances(sentences[-1]))
         or _ASKED.match(sentences[-1])
-        or by_cases(sentences[-1])
+        or has_cases(sentences[-1])
     ):
         return sentences[-1].strip(), None
     claim = _claim(sentences[-1])
     conclusion = _conclusion(claim)
     if not re.search(r"\d", claim):
-        return sentences[-1].strip(), spoken(claim, letters)
+        return sentences[-1].strip(), read_number_words(claim, letters)
     if any(_GIVES_UP.search(part) for part in sentences[-2:]):
         return sentences[-1].strip(), None
     if UNSOLVED.match(sentences[-1]):
@@ -399,28 +402,28 @@ def _with_money(text: str) -> str:
     return text.replace("$", " ") if _CLOSES.search(text) else text
 
 
-def _shown(text: str) -> str:
+def _visible_text(text: str) -> str:
     """Without the marks of text, numbers that only name something, and the same in another unit."""
     text = _O_CLOCK.sub(r"\1", text.replace(TEXT, " ").replace(END_TEXT, " "))
     return _OTHER_UNIT.sub(r"\g<exact>", _WHERE.sub("", _NAMED.sub(" ", text)))
 
 
 def _sentences(shown: str) -> list[str]:
-    """The sentences with digits; those beside the matter only where there is no other."""
+    """The sentences with digits; irrelevant ones only where there is no other."""
     found = [part for part in re.split(_END, shown) if re.search(r"\d", part)]
     return [part for part in found if not ASIDE.match(part)] or found
 
 
-def _asked_for(sentences: list[str], question: str, said: Value | None) -> Value | None:
+def _best_answer(sentences: list[str], question: str, said: Value | None) -> Value | None:
     """`said`, which the last sentence's grammar says, or the number that answers the question
     clearly better."""
     if not question or isinstance(said, str):
         return said
-    better = answering(sentences, question, said)
+    better = find_better_number(sentences, question, said)
     return said if better is None else better
 
 
-def spoken(sentence: str, letters: bool) -> Fraction | None:
+def read_number_words(sentence: str, letters: bool) -> Fraction | None:
     """`There are eighteen apples left.`, `一共有一千五百元。`"""
     if (
         numerals := re.search(

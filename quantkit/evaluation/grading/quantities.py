@@ -1,5 +1,5 @@
-"""Reading a number whole or not at all: digits, words or Chinese numerals, then multipliers, then a
-unit, then the end.
+"""Parse a number completely or not at all: digits, words or Chinese numerals, then multipliers,
+then a unit, then the end.
 
 Values are exact fractions. `read_quantity` wants the number to be everything; `begin_quantity`
 reads one at the beginning of a text and says where it ends. A letter next to a number is a factor
@@ -13,7 +13,7 @@ from fractions import Fraction
 from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT
 from quantkit.evaluation.grading.units import CURRENCY, is_unit
 
-LONGEST = 60  # digits of a number; what is longer is no answer that was meant
+LONGEST = 60  # digits of a number; longer ones are not answers
 
 _SIGN = re.compile(
     rf"(?P<sign>(?:minus|negative)[\s{TEXT}{END_TEXT}]+|负|零下|[-+]?)\s*(?:{CURRENCY})?\s*(?P<inner>[-+]?)\s*",
@@ -25,7 +25,7 @@ _GROUPED = (
 _DIGITS = rf"(?:{_GROUPED}|\d+)(?:\.\d+|\.(?![\d.]))?|\.\d+"
 _NUMBER = re.compile(rf"(?P<whole>{_DIGITS})(?:[eE](?P<power>[-+]?\d{{1,3}})(?![\w.]))?")
 # A point or a blank at thousands and a comma before decimals; alone, the comma needs what is paid
-# or measured beside it.
+# or measured next to it.
 _COMMA = re.compile(
     rf"(\d{{1,3}}(?:[. ]\d{{3}})+|(?:(?<=€)|(?<=€\s))\d+(?=,\d\d(?!\d))"
     rf"|\d+(?=,00(?!\d)|,\d{{1,2}}\s*(?:%|{CURRENCY})|,\d{{1,2}}\s+(?!(?:and|und|oder|or)\b)"
@@ -156,7 +156,7 @@ def begin_quantity(text: str) -> Quantity | None:
     found = _digits(text, signed.end()) or _words(text, signed.end())
     if found is None:
         return None
-    found = _scaled(text, found)
+    found = _apply_multiplier(text, found)
     after = _AFTER.match(text, found.end) or _ORDINAL.match(text, found.end)
     if after is not None and _SHARE_OF_ANOTHER.match(text, after.end()):
         return None
@@ -184,7 +184,7 @@ def _digits(text: str, start: int) -> Quantity | None:
     )
 
 
-def _scaled(text: str, found: Quantity) -> Quantity:
+def _apply_multiplier(text: str, found: Quantity) -> Quantity:
     """With the multipliers after it: 3 million, 2 dozen, 70k, 7万, 1 dozen and 6, 18 and a half."""
     end, scale = found.end, Fraction(1)
     while (match := _SCALE.match(text, end)) is not None:
@@ -292,14 +292,14 @@ def read_quantity(text: str, letters: bool = True) -> Fraction | None:
     Reads `$18.00`, `1,234`, `42 apples`, `25%` (as 25), `3 million`, `2 dozen`, `1 1/2`,
     `eighteen`, `七万`; refuses `200+4`, `{5,7}`, `18x`, `18:1`.
     """
-    text = _NAMES_OF_IT.sub("", _bare(text))
+    text = _NAMES_OF_IT.sub("", _strip_punctuation(text))
     found = begin_quantity(text)
     if found is None:
         return None
-    return _remarked(found.value, text[found.end :], letters)
+    return _with_remark(found.value, text[found.end :], letters)
 
 
-def _bare(text: str) -> str:
+def _strip_punctuation(text: str) -> str:
     """Without quotes, brackets around the whole, an opening mark, a full stop."""
     text = text.strip().rstrip("。.").strip()
     if text[:1] in ('"', "'") or not re.search(
@@ -328,7 +328,7 @@ def _bare(text: str) -> str:
 
 
 _MODULO = re.compile(r"[\s(]*\\?(?:[pb]?mod(?:ulo)?)[\s{]*(\d+)[\s})]*$")
-# How many more: what it is more than is no number.
+# How many more: what it is compared with is not a number.
 _THAN = re.compile(
     r"(?:\s+[a-z]+){0,3}?\s+(?:more|fewer|less|additional|older|younger|taller|shorter|longer|cheaper|further|faster|slower)"
     r"(?:\s+[a-z]+){0,4}?\s+than"
@@ -343,7 +343,7 @@ _BASE_TEN = re.compile(rf"^_\s*\{{?\s*(?:10|{TEXT}?ten{END_TEXT}?)\s*\}}?")
 _REMARK = re.compile(r"^(?P<unit>[^()]*)\((?P<remark>[^()]*)\)\s*\.?$")
 
 
-def _remarked(value: Fraction, rest: str, letters: bool) -> Fraction | None:
+def _with_remark(value: Fraction, rest: str, letters: bool) -> Fraction | None:
     rest = _BASE_TEN.sub(
         "", rest.replace("\\pmod", " mod").replace("\\bmod", " mod").replace("\\mod", " mod")
     )

@@ -1,18 +1,18 @@
-"""What a question asks for: what is counted, in which unit, of whom and when, and which numbers it
-gives itself."""
+"""Parse what a question asks for: the counted thing, its unit, of whom and when, and the numbers
+that the question gives."""
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from quantkit.evaluation.grading import answer_words
+from quantkit.evaluation.grading import answer_phrases
 from quantkit.evaluation.grading.clauses import numbers_of
 from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
 
 
 @dataclass(frozen=True)
-class AskedFor:
+class QuestionTarget:
     """`counted`: what is counted (`how many dark chocolates`), its last word the noun; `words`: the
     stems of what is asked; `given`: numbers that the question gives; `circumstances`: of the words
     those after a preposition (`in the afternoon`); `kind`: `$` for money, `%` for a share, `/` for
@@ -124,7 +124,10 @@ def stems(text: str) -> frozenset[str]:
     return frozenset(found)
 
 
-_TOTAL, _LEFT = re.compile(rf"(?i){answer_words.IN_TOTAL}"), re.compile(rf"(?i){answer_words.LEFT}")
+_TOTAL, _LEFT = (
+    re.compile(rf"(?i){answer_phrases.IN_TOTAL}"),
+    re.compile(rf"(?i){answer_phrases.REMAINDER}"),
+)
 _ASKS = re.compile(
     r"(?i)\b(?:how\s+(?:many|much|old|long|far|fast|tall|heavy|big|high|wide|large|often)|what(?:'s)?|which|find|determine|compute|calculate"
     r"|evaluate|give)\b"
@@ -159,7 +162,7 @@ _OF_THESE = re.compile(r"(?i)\s+of\s+(?:the|them|these|those|which)\b")
 
 
 @lru_cache(maxsize=64)
-def read_question(question: str) -> AskedFor | None:
+def read_question(question: str) -> QuestionTarget | None:
     """What the last question or request of a text asks for; None where it asks for no number."""
     shown = plain(question).replace("$ ", " ").replace(TEXT, " ").replace(END_TEXT, " ")
     sentences = [part for part in re.split(r"(?<=[.?!])\s+|\n+", shown) if _ASKS.search(part)]
@@ -168,11 +171,11 @@ def read_question(question: str) -> AskedFor | None:
     target = sentences[-1][
         list(_ASKS.finditer(sentences[-1]))[0 if "?" not in sentences[-1] else -1].start() :
     ]
-    asked = re.split(
+    target = re.split(
         r"(?i),?\s+(?:if|given\s+that|assuming)\s|,\s+(?:rounded|including|excluding|in\s+addition)\b|\?",
         target,
     )[0]
-    counted = _COUNTED.search(asked)
+    counted = _COUNTED.search(target)
     nouns = (
         tuple(stem(word) for word in re.findall(r"[^\W\d_]+", counted["noun"]))
         if counted is not None
@@ -183,11 +186,11 @@ def read_question(question: str) -> AskedFor | None:
     )
     kind = (
         "%"
-        if _SHARE.search(asked)
+        if _SHARE.search(target)
         else "$"
-        if not nouns and _MONEY.search(asked)
+        if not nouns and _MONEY.search(target)
         else "/"
-        if _RATE.search(asked)
+        if _RATE.search(target)
         else ""
     )
     if nouns and nouns[-1] in ("dollar", "cent"):
@@ -197,20 +200,20 @@ def read_question(question: str) -> AskedFor | None:
         for number in numbers_of(_OF_THESE.sub("", shown))
         if not _COEFFICIENT.match(number.sentence, number.end)
     ]
-    words = stems(asked)
+    words = stems(target)
     if not words:
         return None
-    return AskedFor(
+    return QuestionTarget(
         counted=nouns,
         words=words,
         given=frozenset(number.value for number in stated_numbers),
         circumstances=frozenset(
-            word for match in _CIRCUMSTANCE.finditer(asked) for word in stems(match[1]) & words
+            word for match in _CIRCUMSTANCE.finditer(target) for word in stems(match[1]) & words
         )
         - {"total", "left"},
         kind=kind,
-        denied=NEGATED.search(asked) is not None,
-        another_time=_ANOTHER_TIME.search(asked) is not None,
+        denied=NEGATED.search(target) is not None,
+        another_time=_ANOTHER_TIME.search(target) is not None,
         compares=_COMPARES.search(target) is not None,
         when=_WHEN.search(sentences[-1]) is not None,
         literal_words=frozenset(re.findall(r"[a-z]+", target.lower())),

@@ -1,4 +1,4 @@
-"""Cutting the reasoning off a reply, so that nothing inside <think> or another model's tags is ever
+"""Strip the reasoning from a reply, so that nothing inside <think> or another model's tags is
 graded.
 
 R1's chat template ends inside <think>, so a reply holds only the closing tag; servers with a

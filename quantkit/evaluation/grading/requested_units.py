@@ -1,5 +1,5 @@
-r"""Quantities in the unit that a question asks for: `1 h 30 min` are 90 minutes, `18 cents` are
-0.18 of what is asked in dollars."""
+"""Quantities in the unit that a question asks for: `1 h 30 min` are 90 minutes, `18 cents` are
+0.18 where dollars are requested."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _UNIT_OF = re.compile(
 _SMALL_MONEY = re.compile(r"(?i)\bcents?\b|¢|\bpenn(?:y|ies)\b|\b(?:dime|nickel|quarter)s?\b")
 
 
-def asked_unit(question: str) -> str | None:
+def requested_unit(question: str) -> str | None:
     """The unit that a question asks for, in the plural: of `how many minutes` and `in inches` the
     last one; dollars, where money is asked for, its sign is there, and no cents are mentioned. None
     where it asks for no unit."""
@@ -30,10 +30,10 @@ def asked_unit(question: str) -> str | None:
     ]
     if units:
         return units[-1]
-    asked = read_question(question)
+    target = read_question(question)
     is_dollars = (
-        asked is not None
-        and asked.kind == "$"
+        target is not None
+        and target.kind == "$"
         and "$" in question
         and not _SMALL_MONEY.search(question)
     )
@@ -55,22 +55,22 @@ class _Compound:
         return self.amount / size_of(unit, self.dimension)
 
 
-def in_one_unit(text: str, question: str) -> tuple[str, dict[Fraction, tuple[Fraction, ...]]]:
+def unify_units(text: str, question: str) -> tuple[str, dict[Fraction, tuple[Fraction, ...]]]:
     """`text` with every compound quantity (`5 feet 5 inches`) in one unit: that which the question
     asks for, else its smallest. Of the second, by the value that is in the text then, its
     values in all of its own units.
 
     Dollars and cents stay as they are unless the question asks for one of them.
     """
-    asked, others = asked_unit(question), {}
+    requested, others = requested_unit(question), {}
     pieces, position = [], 0
     for found in _compounds(text):
-        is_asked = asked is not None and size_of(asked, found.dimension) > 0
-        if found.dimension is MONEY and not is_asked:
+        is_requested = requested is not None and size_of(requested, found.dimension) > 0
+        if found.dimension is MONEY and not is_requested:
             continue
-        unit = asked if asked is not None and is_asked else found.units[-1]
+        unit = requested if requested is not None and is_requested else found.units[-1]
         value = found.in_unit(unit)
-        if not is_asked:
+        if not is_requested:
             others[value] = tuple(found.in_unit(own) for own in found.units)
         pieces += [text[position : found.start], f"{canonical(value)} {unit}"]
         position = found.end
@@ -150,16 +150,18 @@ _MEASURED = re.compile(
 )
 
 
-def converted(value: Fraction, said: str, question: str) -> Fraction:
+def convert_to_requested(value: Fraction, said: str, question: str) -> Fraction:
     """`value`, which the sentence or box `said` states, in the unit that the question asks for,
     where it is there before another unit
     of the same dimension: 1.5 hours are 90 where minutes are asked for."""
-    asked = asked_unit(question)
-    shown = plain(said).replace(TEXT, " ").replace(END_TEXT, " ") if asked is not None else ""
+    requested = requested_unit(question)
+    shown = plain(said).replace(TEXT, " ").replace(END_TEXT, " ") if requested is not None else ""
     units = {
         match["unit"] for match in _MEASURED.finditer(shown) if _number(match["number"]) == value
     }
-    dimension = dimension_of(*units, asked) if asked is not None and len(units) == 1 else None
-    if dimension is None or asked is None:
+    dimension = (
+        dimension_of(*units, requested) if requested is not None and len(units) == 1 else None
+    )
+    if dimension is None or requested is None:
         return value
-    return value * size_of(units.pop(), dimension) / size_of(asked, dimension)
+    return value * size_of(units.pop(), dimension) / size_of(requested, dimension)

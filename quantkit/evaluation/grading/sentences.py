@@ -1,5 +1,5 @@
-"""Counting sentences and capital words of English as NLTK does, whose counts IFEval's verdicts rest
-on, without its models.
+"""Count sentences and capital words of English as NLTK does (IFEval's verdicts depend on these
+counts), without its models.
 
 A sentence ends at a full stop, question mark or exclamation mark before a blank, unless the full
 stop belongs to an abbreviation, an initial or a number. Words follow the Penn Treebank: a

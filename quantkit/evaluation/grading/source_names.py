@@ -1,4 +1,4 @@
-"""What Python source defines, imports and uses, without running it."""
+"""Names that Python source defines, imports and uses, by parsing it."""
 
 import ast
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def parses(source: str) -> bool:
     return isinstance(tree_of(source), ast.Module)
 
 
-def used(source: str) -> set[str]:
+def used_names(source: str) -> set[str]:
     """Names that are read anywhere."""
     tree = tree_of(source)
     nodes = ast.walk(tree) if isinstance(tree, ast.Module) else ()
@@ -31,9 +31,9 @@ def used(source: str) -> set[str]:
     }
 
 
-def defined(source: str) -> set[str]:
-    """Names of functions, classes and variables at a module's top, but of functions that are only
-    sketched."""
+def defined_names(source: str) -> set[str]:
+    """Names of functions, classes and variables at the top of a module, other than functions
+    that are only sketched."""
     tree, found = tree_of(source), set()
     for node in _at_the_top(tree.body) if isinstance(tree, ast.Module) else []:
         if isinstance(
@@ -56,12 +56,12 @@ def is_sketch(node: ast.stmt) -> bool:
     return bool(body) and all(empty)
 
 
-def bound(source: str) -> set[str]:
+def bound_names(source: str) -> set[str]:
     """Names that a module defines or imports at its top."""
     tree = tree_of(source)
     nodes = _at_the_top(tree.body) if isinstance(tree, ast.Module) else ()
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    return defined(source) | {
+    return defined_names(source) | {
         (alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names
     }
 
@@ -80,7 +80,7 @@ def only_defines(source: str) -> bool:
 
 
 def defines(source: str, name: str) -> bool:
-    return name in defined(source)
+    return name in defined_names(source)
 
 
 def _at_the_top(statements: list[ast.stmt]) -> Iterator[ast.stmt]:

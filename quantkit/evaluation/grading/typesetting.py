@@ -1,5 +1,4 @@
-r"""From LaTeX and Markdown to the characters that a reader sees: what changes the look goes, what
-changes the meaning stays.
+r"""Convert LaTeX and Markdown to plain characters: formatting is removed, meaning is kept.
 
 Text inside \text{} and its like is kept between TEXT and END_TEXT, because a letter there is a word
 or a unit, and in mathematics a factor.

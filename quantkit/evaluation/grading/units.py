@@ -1,5 +1,5 @@
-"""What may follow a number and leave it the number that it is: units, things that are
-counted; and currencies before or after it."""
+"""What may follow a number without changing it: units and counted things; and currencies on
+either side."""
 
 import re
 

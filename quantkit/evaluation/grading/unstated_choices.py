@@ -1,9 +1,9 @@
-"""The choice of a reply that makes no statement: the option that it leaves, finds right, comes to,
-or names alone."""
+"""The choice of a reply without a statement: the option that remains, is found right, is
+computed, or is the only one named."""
 
 import re
 
-from quantkit.evaluation.grading import answer_words
+from quantkit.evaluation.grading import answer_phrases
 from quantkit.evaluation.grading.answers import find_number
 from quantkit.evaluation.grading.options import LETTERS, NOTHING, read_choice, same_option
 from quantkit.evaluation.grading.typesetting import plain
@@ -15,7 +15,11 @@ _ENDING = 2000  # characters at the end of a text that are looked at
 def unstated_choice(text: str, options: list[str]) -> str | None:
     """The letter; NOTHING where several options are named last, or one in doubt; None where none is
     named."""
-    return _left(text, LETTERS[: len(options)]) or _alone(text, options) or _by_value(text, options)
+    return (
+        _by_elimination(text, LETTERS[: len(options)])
+        or _only_option(text, options)
+        or _by_value(text, options)
+    )
 
 
 _ALL_WRONG = re.compile(
@@ -26,7 +30,7 @@ _ALL_WRONG = re.compile(
 )
 
 
-def _left(text: str, letters: str) -> str | None:
+def _by_elimination(text: str, letters: str) -> str | None:
     """The option that is left where a sentence calls all others wrong, and nothing after it names
     one."""
     found = list(_ALL_WRONG.finditer(text[-_ENDING:]))
@@ -69,7 +73,7 @@ _DOUBT = re.compile(
     r""
     r""
     r"out"
-    rf"|over|either|or)\b|n't\b|[不非]|排除|{answer_words.DENIED}"
+    rf"|over|either|or)\b|n't\b|[不非]|排除|{answer_phrases.DENIAL}"
 )
 
 
@@ -95,9 +99,9 @@ _REFUTED = re.compile(
 _AFFIRMED = re.compile(r"(?i)[✅✓✔☑]|\b(?:correct|right|true|yes)\b|正确|对")
 
 
-def _judged(text: str, letters: str) -> str | None:
+def _by_verdicts(text: str, letters: str) -> str | None:
     """The option of a list that goes through all of them and finds one of them right, the others
-    wrong; None where it is no such list."""
+    wrong; None where it is not such a list."""
     lines = [
         match
         for match in _VERDICT_LINE.finditer(_NEXT_OPTION.sub("\n", text))
@@ -115,7 +119,7 @@ _SET_ASIDE = re.compile(
 )
 
 
-def _set_against(text: str, options: list[str]) -> str | None:
+def _by_contrast(text: str, options: list[str]) -> str | None:
     """The choice of a reply that ends in `Not B; C.`: what comes first are options, by letter
     or by text, and after it is another one."""
     said = _SET_ASIDE.search(text)
@@ -131,13 +135,13 @@ def _set_against(text: str, options: list[str]) -> str | None:
     return chosen if not {None, NOTHING, chosen} & wrong and chosen != NOTHING else None
 
 
-def _alone(text: str, options: list[str]) -> str | None:
+def _only_option(text: str, options: list[str]) -> str | None:
     """The choice of a reply without a statement: all that it says, or the only option that its last
     sentence names."""
-    if (against := _set_against(text[-_ENDING:].strip(), options)) is not None:
+    if (against := _by_contrast(text[-_ENDING:].strip(), options)) is not None:
         return against
     said = _CONTRAST.sub("", _CONCEDED.sub("", _ASKED_AND_DENIED.sub("", text[-_ENDING:].strip())))
-    judged = _judged(said, LETTERS[: len(options)])
+    judged = _by_verdicts(said, LETTERS[: len(options)])
     if judged is not None:
         return judged
     if not re.search(r"\n|[.!?]\s", said[2:]):

@@ -1,5 +1,5 @@
-r"""The one value that an answer states: a number, or a constant expression that math-verify may
-compute, or nothing.
+"""The single value that an answer states: a number, a constant expression for math-verify, or
+nothing.
 
 An answer may be an equation (its numbers must agree), may begin with words ("Total: $18"), and may
 have a remark after it. Several values, a bound, a range, a ratio, a free letter: then it states no
@@ -74,7 +74,7 @@ def read_value(text: str, letters: bool = True) -> Value | None:
         return value
     residue = _RESIDUE_FIRST.match(shown) or _RESIDUE.match(shown)
     if residue is not None:
-        return _alone(residue[1], letters)
+        return _single_value(residue[1], letters)
     if UNSOLVED.match(shown):
         return None
     shown = re.sub(r"\(\s*(=[^()]*\d)\s*\)(?=\W*$)", r"\1", shown)  # 160 (= 40 + 120)
@@ -83,26 +83,26 @@ def read_value(text: str, letters: bool = True) -> Value | None:
         shown = exact
     sides = re.split(r"[=≈≡]", shown)
     return (
-        _alone(shown, letters)
+        _single_value(shown, letters)
         if len(sides) == 1
-        else _chained([side for side in sides if side.strip(f" {TEXT}{END_TEXT}")], letters)
+        else _equation_value([side for side in sides if side.strip(f" {TEXT}{END_TEXT}")], letters)
     )
 
 
-def _alone(shown: str, letters: bool) -> Value | None:
+def _single_value(shown: str, letters: bool) -> Value | None:
     number = read_quantity(shown, letters)
     if number is None:
-        number = _introduced(shown, letters)
+        number = _number_after_words(shown, letters)
     return number if number is not None else _expression(shown)
 
 
-def _chained(sides: list[str], letters: bool) -> Value | None:
+def _equation_value(sides: list[str], letters: bool) -> Value | None:
     """The value of an equation: its plain numbers, which must agree; else its last side, where that
     can be computed."""
     numbers = set()
     for side in sides:
         number = read_quantity(side, letters)
-        computed = number if number is not None else _computed(side)
+        computed = number if number is not None else _sum_value(side)
         if computed is not None and (number is not None or computed.denominator == 1):
             numbers.add(computed)
         elif _NOT_A_LABEL.search(re.sub(r"\([^()]*\)", "", side)):
@@ -115,7 +115,7 @@ def _chained(sides: list[str], letters: bool) -> Value | None:
 _SUM = re.compile(r"\s*-?\d{1,9}(?:\s*(?:[-+*×·]|\\cdot|\\times)\s*\d{1,9})+\s*")
 
 
-def _computed(side: str) -> Fraction | None:
+def _sum_value(side: str) -> Fraction | None:
     """The value of a side that is a sum or a product of whole numbers: 330 + 55."""
     if not _SUM.fullmatch(side):
         return None
@@ -135,7 +135,7 @@ _LEADING = re.compile(
 )
 
 
-def _introduced(shown: str, letters: bool) -> Fraction | None:
+def _number_after_words(shown: str, letters: bool) -> Fraction | None:
     """A number after words: `Total: $18`, `The answer is 204`, `Janet makes $18 every day`."""
     begins = NUMBER_BEGINS.search(shown)
     if begins is None:

@@ -216,8 +216,7 @@ def compare_runs(folders: list[Path], *, margin: float, seed: int = 0) -> RunCom
     QuantkitError where a folder holds no results."""
     if len(folders) < 2:
         raise QuantkitError(
-            "one run cannot be compared",
-            "give the baseline's folder first, then others",
+            "one run cannot be compared", "give the baseline's folder first, then others"
         )
     if not 0 < margin < 1:
         raise QuantkitError(

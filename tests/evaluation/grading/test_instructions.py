@@ -6,7 +6,7 @@ import pytest
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.graders import find_grader, grade
-from quantkit.evaluation.grading.instructions import CHECKS, followed
+from quantkit.evaluation.grading.instructions import CHECKS, check_instructions
 from quantkit.evaluation.grading.languages import language_of
 from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.grading.sentences import capital_words, count_sentences
@@ -82,9 +82,9 @@ CASES = [
     ("name", "given", "follows", "misses"), CASES, ids=[case[0] for case in CASES]
 )
 def test_every_kind(name: str, given: dict, follows: str, misses: str) -> None:
-    assert followed(follows, [name], [given], loose=False) == [True]
-    assert followed(misses, [name], [given], loose=False) == [False]
-    assert followed("  \n", [name], [given], loose=True) == [False]
+    assert check_instructions(follows, [name], [given], loose=False) == [True]
+    assert check_instructions(misses, [name], [given], loose=False) == [False]
+    assert check_instructions("  \n", [name], [given], loose=True) == [False]
 
 
 def test_all_25_kinds_are_here() -> None:
@@ -94,8 +94,8 @@ def test_all_25_kinds_are_here() -> None:
 
 def test_loose_does_without_first_line_last_line_and_asterisks() -> None:
     for reply in ('Sure:\n"Quoted."', '"Quoted."\nBye', 'Sure:\n"Quoted."\nBye', '*"Quoted."*'):
-        assert followed(reply, ["startend:quotation"], [{}], loose=False) == [False]
-        assert followed(reply, ["startend:quotation"], [{}], loose=True) == [True]
+        assert check_instructions(reply, ["startend:quotation"], [{}], loose=False) == [False]
+        assert check_instructions(reply, ["startend:quotation"], [{}], loose=True) == [True]
 
 
 def test_a_row_is_graded_by_prompt_and_by_instruction() -> None:

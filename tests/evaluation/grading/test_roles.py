@@ -3,8 +3,8 @@
 import pytest
 
 from quantkit.evaluation.grading.answers import find_number
-from quantkit.evaluation.grading.closing_phrases import refuses, unchecked
-from quantkit.evaluation.grading.roles import by_cases, claimed
+from quantkit.evaluation.grading.closing_phrases import is_refusal, strip_verification
+from quantkit.evaluation.grading.roles import has_cases, strip_circumstances
 
 
 @pytest.mark.parametrize(
@@ -18,23 +18,23 @@ from quantkit.evaluation.grading.roles import by_cases, claimed
     ],
 )
 def test_numbers_that_are_governed_are_not_claimed(sentence: str, left: str) -> None:
-    assert claimed(sentence) == left
+    assert strip_circumstances(sentence) == left
 
 
 def test_a_sentence_may_leave_its_number_open() -> None:
-    assert by_cases("It is 36 if she has had her birthday, and 35 if she has not.")
-    assert not by_cases("If each box holds 8, she needs 9 boxes.")
+    assert has_cases("It is 36 if she has had her birthday, and 35 if she has not.")
+    assert not has_cases("If each box holds 8, she needs 9 boxes.")
 
 
 def test_a_check_brings_nothing_new_unless_it_doubts() -> None:
-    assert unchecked("8 x 30 = 240.\n\nCheck: 240 / 30 = 8") == "8 x 30 = 240."
+    assert strip_verification("8 x 30 = 240.\n\nCheck: 240 / 30 = 8") == "8 x 30 = 240."
     doubted = "8 x 30 = 250.\n\nCheck: 250 / 30 is wrong, so 240"
-    assert unchecked(doubted) == doubted
+    assert strip_verification(doubted) == doubted
 
 
 def test_a_refusal_is_no_answer_unless_one_is_given_all_the_same() -> None:
-    assert refuses("I cannot determine the age. If she was born in 1994, she would be 36.")
-    assert not refuses("I cannot prove it, but the answer is 36.")
+    assert is_refusal("I cannot determine the age. If she was born in 1994, she would be 36.")
+    assert not is_refusal("I cannot prove it, but the answer is 36.")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,11 @@ from fractions import Fraction
 import pytest
 
 from quantkit.evaluation.grading.answers import find_number
-from quantkit.evaluation.grading.requested_units import asked_unit, converted, in_one_unit
+from quantkit.evaluation.grading.requested_units import (
+    convert_to_requested,
+    requested_unit,
+    unify_units,
+)
 
 MINUTES = "How many minutes does the film last?"
 
@@ -20,7 +24,7 @@ MINUTES = "How many minutes does the film last?"
     ],
 )
 def test_the_unit_of_a_question(question: str, unit: str | None) -> None:
-    assert asked_unit(question) == unit
+    assert requested_unit(question) == unit
 
 
 @pytest.mark.parametrize(
@@ -46,7 +50,7 @@ def test_the_unit_of_a_question(question: str, unit: str | None) -> None:
     ],
 )
 def test_a_compound_is_one_quantity_in_the_unit_that_is_asked_for(text: str, meant: str) -> None:
-    assert in_one_unit(text, MINUTES)[0] == meant
+    assert unify_units(text, MINUTES)[0] == meant
 
 
 @pytest.mark.parametrize(
@@ -73,4 +77,4 @@ def test_without_a_unit_in_the_question_a_compound_says_all_of_its_units() -> No
 
 
 def test_a_number_that_stands_before_two_units_is_left_alone() -> None:
-    assert converted(Fraction(2), "2 hours for 2 days", MINUTES) == 2
+    assert convert_to_requested(Fraction(2), "2 hours for 2 days", MINUTES) == 2
