@@ -146,9 +146,7 @@ def run_task(
     # Repeats are the outer loop: an interrupted run has sampled all problems about equally often.
     keys = [(problem, repeat) for repeat in range(setting.repeats) for problem in work.problems]
     kept = journal.kept if journal else {}
-    replies: dict[Key, ModelReply] = {
-        (p.id, r): kept[p.id, r] for p, r in keys if (p.id, r) in kept
-    }
+    replies = {(p.id, r): kept[p.id, r] for p, r in keys if (p.id, r) in kept}
     reused = len(replies)
     missing = [(problem, repeat) for problem, repeat in keys if (problem.id, repeat) not in replies]
     if reused:
@@ -183,15 +181,12 @@ def run_task(
             report("generate", len(replies))
     samples = grade_samples(work, keys, replies, lambda done: report("grade", done))
     check_not_all_failed(setting.task.name, samples)
-    changed = journal.changed if journal is not None else []
-    notes = (
-        [
-            f"changed since the last run in this folder: {', '.join(changed)}; its replies are not "
-            "reused"
-        ]
-        if changed
-        else []
-    )
+    notes = []
+    if journal is not None and journal.changed:
+        notes.append(
+            f"changed since the last run in this folder: {', '.join(journal.changed)}; its replies "
+            "are not reused"
+        )
     seconds = time.monotonic() - start
     return TaskResult(
         setting,

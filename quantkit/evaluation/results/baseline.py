@@ -153,9 +153,8 @@ def _by_group(
     """Per group: the baseline's accuracy and the difference with its 95 % interval."""
     ours = task.table()
     members: dict[str, list[str]] = {}
-    for problem, group in {
-        sample.problem.id: sample.problem.group for sample in task.graded
-    }.items():
+    groups = {sample.problem.id: sample.problem.group for sample in task.graded}
+    for problem, group in groups.items():
         if group and problem in scores:
             members.setdefault(group, []).append(problem)
     found = {}

@@ -71,20 +71,37 @@ def write_report(path: Path, results: EvalResults, baseline: Baseline | None) ->
 
 
 def _task(model: str, task: TaskResult, baseline: Baseline | None) -> dict[str, Any]:
-    figures = task.to_json()
-    published = published_scores(task.name)
-    theirs = None
+    figures, published = task.to_json(), published_scores(task.name)
+    rows, plots, their_interval = [], {}, None
+    if figures["n"]:
+        rows.append((f"{model} (here)", figures["accuracy"], *figures["interval"], True))
     if task.comparison is not None and baseline is not None:
-        theirs = interval(
-            [
-                baseline.scores[task.name][problem]
-                for problem in task.table()
-                if problem in baseline.scores[task.name]
-            ]
+        ours, theirs = task.table(), baseline.scores[task.name]
+        shared = [problem for problem in ours if problem in theirs]
+        pairs = [[scores[problem] for problem in shared] for scores in (ours, theirs)]
+        their_interval = interval(pairs[1])
+        rows.append(
+            (
+                f"{baseline.name} (baseline)",
+                task.comparison.baseline_accuracy,
+                *their_interval,
+                True,
+            )
         )
-    drawn = _plots(model, task, figures, baseline, theirs) if figures["n"] else {}
-    chosen = _select_replies(task, baseline)
-    shown = [_reply_pair_json(task, one) for one in _limit_replies(chosen)]
+        plots["difference"] = difference_plot(task.comparison)
+        plots["problems"] = problems_plot(*(problem_means(scores).tolist() for scores in pairs))
+    if figures["n"]:
+        for row in published:
+            share = row["score"] / 100
+            rows.append((f"{row['model']} {row['scheme']}", share, share, share, False))
+        plots["accuracy"] = accuracy_plot(rows)
+        right, wrong = (
+            [s.completion.completion_tokens for s in task.graded if s.grade.correct == correct]
+            for correct in (True, False)
+        )
+        plots["tokens"] = tokens_plot(right, wrong, task.setting.generation.max_tokens)
+    selected = _select_replies(task, baseline)
+    shown = [_reply_pair_json(task, pair) for pair in _limit_replies(selected)]
     return {
         "name": task.name,
         "anchor": re.sub(r"[^A-Za-z0-9]+", "-", f"task-{task.name}"),
@@ -95,46 +112,13 @@ def _task(model: str, task: TaskResult, baseline: Baseline | None) -> dict[str, 
             (count, reason, REASONS[reason]) for reason, count in figures.get("reasons", {}).items()
         ],
         "comparison": task.comparison,
-        "baseline_interval": theirs,
+        "baseline_interval": their_interval,
         "published": published,
-        "plots": drawn,
+        "plots": plots,
         "replies": shown,
         "shown_reasons": dict(Counter(reply["ours"]["reason"] for reply in shown)),
-        "more": len(chosen) - len(shown),
+        "more": len(selected) - len(shown),
     }
-
-
-def _plots(
-    model: str,
-    task: TaskResult,
-    figures: dict[str, Any],
-    baseline: Baseline | None,
-    theirs: tuple[float, float] | None,
-) -> dict[str, str]:
-    drawn: dict[str, str] = {}
-    low, high = figures["interval"]
-    rows = [(f"{model} (here)", figures["accuracy"], low, high, True)]
-    if task.comparison is not None and baseline is not None and theirs is not None:
-        rows.append(
-            (f"{baseline.name} (baseline)", task.comparison.baseline_accuracy, *theirs, True)
-        )
-    for row in published_scores(task.name):
-        share = row["score"] / 100
-        rows.append((f"{row['model']} {row['scheme']}", share, share, share, False))
-    drawn["accuracy"] = accuracy_plot(rows)
-    graded = task.graded
-    right = [sample.completion.completion_tokens for sample in graded if sample.grade.correct]
-    wrong = [sample.completion.completion_tokens for sample in graded if not sample.grade.correct]
-    drawn["tokens"] = tokens_plot(right, wrong, task.setting.generation.max_tokens)
-    if task.comparison is not None and baseline is not None:
-        drawn["difference"] = difference_plot(task.comparison)
-        ours, others = task.table(), baseline.scores[task.name]
-        shared = [problem for problem in ours if problem in others]
-        means = (
-            problem_means([side[problem] for problem in shared]).tolist() for side in (ours, others)
-        )
-        drawn["problems"] = problems_plot(*means)
-    return drawn
 
 
 @dataclass(frozen=True)
@@ -171,10 +155,12 @@ def _select_replies(task: TaskResult, baseline: Baseline | None) -> list[_ReplyP
     )
 
 
-def _limit_replies(chosen: list[_ReplyPair]) -> list[_ReplyPair]:
+def _limit_replies(pairs: list[_ReplyPair]) -> list[_ReplyPair]:
     """The failures and successes that the page shows."""
-    wrong = [one for one in chosen if not one.sample.grade.correct]
-    right = [one for one in chosen if one.sample.grade.correct]
+    wrong, right = (
+        [pair for pair in pairs if pair.sample.grade.correct == correct]
+        for correct in (False, True)
+    )
     return wrong[:FAILURES] + right[:SUCCESSES]
 
 

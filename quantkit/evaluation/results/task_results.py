@@ -2,7 +2,7 @@
 score needs explanation."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,12 +79,11 @@ class TaskResult:
 
     def table(self, strict: bool = False) -> dict[str, list[float]]:
         """Problem id -> 0/1 per repeat."""
-        rows: dict[str, list[float]] = {}
+        rows = defaultdict(list)
         for sample in self.graded:
-            rows.setdefault(sample.problem.id, []).append(
-                float(sample.grade.strict if strict else sample.grade.correct)
-            )
-        return rows
+            grade = sample.grade
+            rows[sample.problem.id].append(float(grade.strict if strict else grade.correct))
+        return dict(rows)
 
     def share(self, *reasons: str) -> float:
         return _mean([sample.grade.reason in reasons for sample in self.graded])
@@ -253,18 +252,17 @@ class TaskResult:
     def _groups(self) -> dict[str, dict[str, Any]]:
         """Accuracy per group (subject, number of steps) with its interval, and the difference
         from the baseline; empty with fewer than two groups."""
-        tables: dict[str, dict[str, list[float]]] = {}
-        for sample in self.graded:
-            if sample.problem.group:
-                tables.setdefault(sample.problem.group, {}).setdefault(
-                    sample.problem.id, []
-                ).append(float(sample.grade.correct))
+        groups = {sample.problem.id: sample.problem.group for sample in self.graded}
+        tables = defaultdict(list)
+        for problem, row in self.table().items():
+            if groups[problem]:
+                tables[groups[problem]].append(row)
         found: dict[str, dict[str, Any]] = {}
         for group in sorted(
             tables if len(tables) > 1 else (),
             key=lambda name: (int(name) if name.isdigit() else math.inf, name),
         ):
-            scores = list(tables[group].values())
+            scores = tables[group]
             low, high = statistics.interval(scores)
             found[group] = {
                 "accuracy": statistics.accuracy(scores),
@@ -275,16 +273,16 @@ class TaskResult:
         return found
 
     def _per_repeat(self) -> list[float]:
-        rows: dict[int, list[bool]] = {}
+        rows = defaultdict(list)
         for sample in self.graded:
-            rows.setdefault(sample.repeat, []).append(sample.grade.correct)
-        return [sum(rows[repeat]) / len(rows[repeat]) for repeat in sorted(rows)]
+            rows[sample.repeat].append(sample.grade.correct)
+        return [_mean(rows[repeat]) for repeat in sorted(rows)]
 
     def _majority(self) -> float:
-        votes: dict[str, list[tuple[str | None, bool]]] = {}
+        votes = defaultdict(list)
         for sample in self.graded:
             answer = sample.grade.answer if sample.grade.reason not in MISSING else None
-            votes.setdefault(sample.problem.id, []).append((answer, sample.grade.correct))
+            votes[sample.problem.id].append((answer, sample.grade.correct))
         return sum(statistics.majority(row) for row in votes.values()) / len(votes)
 
 

@@ -150,7 +150,8 @@ def _run_judged(
         try:
             ready = _wait(lines.next, sandboxes, START_S)
             if ready != b"ready":
-                raise SandboxError(_judge_error(ready))
+                fault = json.loads(ready)["fault"] if ready else "the judge did not start"
+                raise SandboxError(_printable(fault))
             start = time.monotonic()
             line = _wait(lines.next, sandboxes, timeout_s)
         except LimitExceeded as error:
@@ -260,12 +261,6 @@ class _Lines:
             return None
         self._data = rest
         return line
-
-
-def _judge_error(line: bytes | None) -> str:
-    if not line:
-        return "the judge did not start"
-    return _printable(str(json.loads(line)["fault"]))
 
 
 def _printable(text: str) -> str:
