@@ -160,7 +160,7 @@ def all_reduces(
     parallel: Parallel, device: torch.device, width: int, counts: list[int]
 ) -> list[dict[str, Any]]:
     """Microseconds of one all-reduce of [tokens, width] bfloat16, in a captured chain: back to
-    back, and behind a kernel that reads 28 MiB.
+    back, and after a kernel that reads 28 MiB.
 
     The largest of the ranks' medians. On a CPU eager, through gloo.
     """
@@ -183,7 +183,7 @@ def all_reduces(
         for name, method in methods.items():
             row[name] = max(parallel.gather(chain(lambda: method(x), device)))  # noqa: B023  called at once
             behind = chain(lambda: (filler.sum(dtype=torch.float32), method(x)), device) - alone  # noqa: B023
-            row[f"{name} behind a read"] = max(parallel.gather(behind))
+            row[f"{name} after a read"] = max(parallel.gather(behind))
         found.append(row)
     if device.type == "cuda":
         parallel.peers = peers

@@ -226,7 +226,7 @@ def looks(runs: int) -> Written:
     ]
     return (
         "verdict-looks",
-        f"Runs grown until they tell: 4, 8, 16, 32, 64 repeats; {runs} simulated runs a line",
+        f"Runs grown until they decide: 4, 8, 16, 32, 64 repeats; {runs} simulated runs a line",
         columns,
         rows,
         [],
@@ -263,11 +263,11 @@ def advice(runs: int) -> Written:
         print(rows[-1], flush=True)
     columns: Columns = [
         *("truth", "problems", "repeats", ("population loses", "points")),
-        *("could not tell", ("told by a run of the size advised", "%")),
+        *("could not tell", ("decided by a run of the size advised", "%")),
     ]
     return (
         "verdict-advice",
-        "Advice: about N repeats, or problems, would tell",
+        "Advice: about N repeats, or problems, would decide",
         columns,
         rows,
         ["problems advised are drawn anew, 100,000 at most"],

@@ -11,8 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [
+    {"quantkit_kernels"},
     {"common"},
-    {"tokenizer", "quantkit_kernels"},
+    {"tokenizer"},
     {"grids"},
     {"quant"},
     {"checkpoint"},
