@@ -69,7 +69,7 @@ def find_format(name: str, scheme: Scheme) -> Format:
 
 
 def detect_format(path: Path, config: Mapping[str, Any], side: Mapping[str, Any]) -> Format:
-    """The one format that config.json, and the files of SIDE_FILES beside it, declare."""
+    """The one format that config.json, and the files of SIDE_FILES next to it, declare."""
     found = [format for format in FORMATS if format.detect(config, side)]
     if len(found) == 1:
         return found[0].of_checkpoint(config, side)

@@ -127,7 +127,7 @@ def _placement(where: str, packing: str, said: Mapping[str, Any]) -> DeclaredFor
         else _FLOATS.get((str(said["data_type"]).removesuffix("8"), bits, size))
     )
     if found is None:
-        told = (
+        message = (
             f"{where} is AutoRound's {packing} with "
             f"{', '.join(f'{key} {value}' for key, value in said.items())}"
         )
@@ -136,7 +136,7 @@ def _placement(where: str, packing: str, said: Mapping[str, Any]) -> DeclaredFor
             "NVFP4, MXFP8 and int8 of llm_compressor"
         )
         raise QuantkitError(
-            told, f"{remedy}; export it anew, as llm_compressor's or with 4 or 8 bits"
+            message, f"{remedy}; export it anew, as llm_compressor's or with 4 or 8 bits"
         )
     return found
 

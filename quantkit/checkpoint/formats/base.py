@@ -19,7 +19,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.names import CacheCodes
 
-# JSON files beside config.json that say how a checkpoint is quantized.
+# JSON files next to config.json that say how a checkpoint is quantized.
 SLIM_FILES = (
     "quant_model_description.json",
     *(
@@ -112,7 +112,7 @@ class Format(ABC):
 
     @abstractmethod
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        """Whether config.json and the files of SIDE_FILES beside it are those of this format."""
+        """Whether config.json and the files of SIDE_FILES next to it are those of this format."""
 
     @abstractmethod
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
@@ -138,12 +138,12 @@ class Format(ABC):
     def extra_files(
         self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
     ) -> dict[str, bytes]:
-        """Files beside config.json that engines need, by name."""
+        """Files next to config.json that engines need, by name."""
         return {}
 
     def cache_codes(self, side: Mapping[str, Any]) -> CacheCodes | None:
-        """The codes of a cache whose steps a checkpoint holds, by the files beside config.json;
-        None of one of 16 bits."""
+        """The dtype of a KV cache whose scales the checkpoint holds, by the files next to
+        config.json; None for 16 bits."""
         return None
 
     def specs(self, module: str, shape: tuple[int, int], grid: Grid | None) -> list[TensorSpec]:

@@ -147,8 +147,10 @@ def _found(pattern: regex.Pattern[str], module: str) -> bool:
     try:
         return pattern.match(module, timeout=_DEADLINE_S) is not None
     except TimeoutError as error:
-        told = f"re:{pattern.pattern} in quantization_config of config.json takes too long to match"
-        raise QuantkitError(told, "write a simpler expression") from error
+        message = (
+            f"re:{pattern.pattern} in quantization_config of config.json takes too long to match"
+        )
+        raise QuantkitError(message, "write a simpler expression") from error
 
 
 def config_block(

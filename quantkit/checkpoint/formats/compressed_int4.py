@@ -123,8 +123,8 @@ class CompressedInt4(Format):
         return from_offset(unpack_words(words))
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        told = compressed.detect(config, self.variant) and not compressed.has_bits(config, 8)
-        return told and compressed.reads_int8(config) == (self.activation_bits == 8)
+        matches = compressed.detect(config, self.variant) and not compressed.has_bits(config, 8)
+        return matches and compressed.reads_int8(config) == (self.activation_bits == 8)
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         args = compressed.weight_args(config)

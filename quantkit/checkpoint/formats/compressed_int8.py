@@ -162,8 +162,8 @@ class CompressedInts(CompressedInt8):
         known = bool(said) and said[0] in [(one.bits, one.per_tensor) for one in OTHERS]
         if not said or not known:
             return bool(said) and self is OTHERS[0]
-        told = self.bits == 8 or compressed.reads_int8(config) == (self.activation_bits == 8)
-        return said[0] == (self.bits, self.per_tensor) and told
+        matches = self.bits == 8 or compressed.reads_int8(config) == (self.activation_bits == 8)
+        return said[0] == (self.bits, self.per_tensor) and matches
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         args = compressed.weight_args(config)

@@ -223,12 +223,12 @@ def _declared_groups(config: Mapping[str, Any]) -> list[tuple[DeclaredFormat, li
         alone = {"quantization_config": {**block, "format": said, "config_groups": {name: group}}}
         member = next((one for one in _READ if one.detect(alone, {})), None)
         if member is None:
-            told = (
+            message = (
                 f"config_groups.{name} of quantization_config is {said}, with weights "
                 f"{_short(group['weights'])}"
             )
             raise QuantkitError(
-                told,
+                message,
                 "in a mixture quantkit reads "
                 f"{', '.join(dict.fromkeys(one.variant for one in _READ))}",
             )

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's own: FP8 blocks of 128 x 128 beside MXFP4 experts, each with powers of two (UE8M0)
+"""DeepSeek-V4's own: FP8 blocks of 128 x 128 and MXFP4 experts, each with powers of two (UE8M0)
 for scales. Read only.
 
 FP8     X.weight float8_e4m3fn [N, K]     X.weight_scale_inv [ceil(N / 128), ceil(K / 128)]

@@ -125,12 +125,12 @@ class Gptq(Format):
         g_idx = tensors.get(f"{module}.g_idx")
         if g_idx is not None and not in_order(g_idx, scale.shape[1]):
             if not self.desc_act:
-                told = (
+                message = (
                     f"{module}.g_idx is not in the order of the inputs, and the checkpoint "
                     "says desc_act false"
                 )
                 raise QuantkitError(
-                    told, "set desc_act to true in quantization_config, if it was quantized so"
+                    message, "set desc_act to true in quantization_config, if it was quantized so"
                 )
             of = _checked_groups(module, g_idx, scale.shape[1])
             return (codes - zero_point[:, of].float()) * scale[:, of]
@@ -148,9 +148,9 @@ class Gptq(Format):
         block = _block(config, side)
         bits, size, symmetric = block.get("bits"), block.get("group_size"), block.get("sym", True)
         if bits not in _BITS or type(size) is not int or type(symmetric) is not bool:
-            told = f"bits {bits}, group_size {size}, sym {symmetric}"
+            message = f"bits {bits}, group_size {size}, sym {symmetric}"
             raise QuantkitError(
-                f"the checkpoint is GPTQ with {told}", "quantkit reads GPTQ with 4 and 8 bits"
+                f"the checkpoint is GPTQ with {message}", "quantkit reads GPTQ with 4 and 8 bits"
             )
         return IntGrid(bits=bits, group_size=size if size > 0 else None, symmetric=symmetric)
 
@@ -231,8 +231,10 @@ def _checked_groups(module: str, g_idx: Tensor, count: int) -> Tensor:
     """int64 [K]. Raises QuantkitError where there is no such group."""
     least, most = int(g_idx.min()), int(g_idx.max())
     if least < 0 or most >= count:
-        told = f"{module}.g_idx names group {least if least < 0 else most}, and there are {count}"
-        raise QuantkitError(told, "download the checkpoint again, or ask its publisher")
+        message = (
+            f"{module}.g_idx names group {least if least < 0 else most}, and there are {count}"
+        )
+        raise QuantkitError(message, "download the checkpoint again, or ask its publisher")
     return g_idx.long()
 
 

@@ -64,11 +64,11 @@ def _placement(module: str, own: Any) -> DeclaredFormat:
     algorithm = own.get("quant_algo") if isinstance(own, dict) else None
     placement = _ALGORITHMS.get(str(algorithm))
     if placement is None or (placement is _NVFP4 and own.get("group_size", FP4_GROUP) != FP4_GROUP):
-        told = (
+        message = (
             f"{module} is ModelOpt's {algorithm} with group_size "
             f"{own.get('group_size') if isinstance(own, dict) else None}"
         )
-        raise QuantkitError(told, f"in a mixture quantkit reads {', '.join(_ALGORITHMS)}")
+        raise QuantkitError(message, f"in a mixture quantkit reads {', '.join(_ALGORITHMS)}")
     return placement
 
 

@@ -1,4 +1,4 @@
-"""Ascend ModelSlim (ascendV1): INT8 W8A8_DYNAMIC and INT4 W4A8_DYNAMIC, told by
+"""Ascend ModelSlim (ascendV1): INT8 W8A8_DYNAMIC and INT4 W4A8_DYNAMIC, described in
 quant_model_description.json.
 
     W8A8_DYNAMIC   X.weight int8 [N, K]       X.weight_scale float32 [N, 1]   X.weight_offset float32 [N, 1], zeros
@@ -8,7 +8,7 @@ Int4 is symmetric per channel, two rows to a byte in two's complement, the even 
 The kernel computes with codes + 8 and takes scale_bias = 8 * sum_k(code * scale) off again; layers
 cut along K carry the sum of each of 16 slices. vllm-ascend registers weight_offset as a parameter,
 so it must be there. config.json says nothing. What else ModelSlim writes is read by the type that
-each tensor has in the description (modelslim_kinds.py). A cache in int8 is told there, too; the
+each tensor has in the description (modelslim_kinds.py). An int8 cache is described there, too; the
 tensors with its steps are in models/cache_scales.py.
 """
 

@@ -1,4 +1,4 @@
-"""What ModelSlim writes beside its W8A8_DYNAMIC and per-channel W4A8_DYNAMIC: each linear by its
+"""What ModelSlim writes in addition to its W8A8_DYNAMIC and per-channel W4A8_DYNAMIC: each linear by its
 type in the description. Read only.
 
     W8A8, W8A8_MIX   X.weight int8 [N, K]   X.input_scale, X.input_offset [1]   X.deq_scale [N] = input_scale * weight_scale

@@ -17,7 +17,7 @@ GROUP_SCALES: tuple[Along, ...] = (("N", 1), ("K", FP4_GROUP))
 
 class Nvfp4(Format):
     """activation_bits: 4 for linears that round what they read, whose description says so and which
-    have a scale for it; 16 for those that do not, where such a scale may lie beside them and is not
+    have a scale for it; 16 for those that do not, where such a scale may be stored too and is not
     used."""
 
     scale_dtype = torch.float8_e4m3fn
