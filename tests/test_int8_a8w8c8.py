@@ -356,7 +356,7 @@ def test_who_cannot_have_it_is_told_so(
     sources: dict[str, Path], outputs: dict[str, Path], tmp_path: Path
 ) -> None:
     scheme = find_scheme("int8-a8w8c8")
-    with pytest.raises(QuantkitError, match="steps of a cache, which calibration finds"):
+    with pytest.raises(QuantkitError, match="cache scales, which calibration determines"):
         quantize(
             sources["keys"],
             tmp_path / "a",

@@ -215,7 +215,7 @@ def test_what_is_not_computed_is_refused(
             match="nvfp4-w4a4 has input scales, which calibration determines",
         ):
             refused()
-    with pytest.raises(QuantkitError, match="rounding activations saves none"):
+    with pytest.raises(QuantkitError, match="quantizing activations saves none"):
         plan(source, SCHEME, PlanOptions(mixture=Mixture(bits=4.6)))
     with pytest.raises(QuantkitError, match="decoding times of nvfp4-w4a4 are not predicted"):
         predict(tiny_config(), SCHEME, load_hardware("910B1"), devices=8, batches=(1,), context=640)

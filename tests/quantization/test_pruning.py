@@ -280,9 +280,9 @@ def test_transformers_computes_the_same(source: Path, text: Path, tmp_path: Path
     [
         ("5%", "give --prune 25% or more"),
         ("90%", "give --prune 50% or less"),
-        ("100%", "no share"),
-        ("-1", "no share"),
-        ("x", "no share"),
+        ("100%", "is not a share"),
+        ("-1", "is not a share"),
+        ("x", "is not a share"),
     ],
 )
 def test_what_cannot_be_pruned_is_told(
