@@ -14,7 +14,7 @@ def seed_option() -> Any:
 
 @dataclass(frozen=True)
 class ServerModelOptions:
-    """A model behind an OpenAI-compatible server."""
+    """Access to an OpenAI-compatible server."""
 
     served_model: str | None = option(
         None, "The server's name for the model; the server is asked by default."

@@ -1,4 +1,4 @@
-"""An evaluation: tasks -> prompts -> replies -> grades -> figures -> files.
+"""An evaluation: tasks -> prompts -> replies -> grades -> scores -> files.
 
 Tasks, data, protocol, consent to run code and the baseline are checked before the model is loaded.
 """
@@ -159,13 +159,13 @@ def _default_protocol(model: str, notice: Notice) -> str:
             if reasons is None
             else f"its chat template {'opens' if reasons else 'does not open'} <think>"
         )
-    notice(f"protocol {chosen} for {model}: {reason}; --protocol takes another")
+    notice(f"protocol {chosen} for {model}: {reason}; --protocol chooses another")
     return chosen
 
 
 @dataclass(frozen=True)
 class _Run:
-    """How a model, candidate or baseline, is reached and its replies are graded."""
+    """Runs a model, the candidate or the baseline, on prepared tasks."""
 
     options: EvaluateOptions
     progress: Report | None
@@ -247,5 +247,5 @@ class _Run:
 
 
 def sandbox_level(works: list[TaskRun]) -> str | None:
-    """How programs are held, None where none runs."""
+    """Isolation level of programs; None where no program runs."""
     return sandbox.active_level() if any(work.grader.runs_code for work in works) else None

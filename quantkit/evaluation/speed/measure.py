@@ -229,9 +229,9 @@ def measure_grid(
     """Measure every input length at every concurrency, smallest first, or, with `rates`, at every
     arrival rate (requests/s, Poisson).
 
-    A cell answers `num_prompts`, or concurrency * requests where that is None. prompts: these
-    in turn instead of random ones; the input length is then not looked at. The whole grid is
-    checked before the first request. `warmup` requests a slot are left out.
+    A cell has `num_prompts` requests, or concurrency * requests where that is None. prompts: used
+    in turn instead of random ones; input lengths are then ignored. The whole grid is checked before
+    the first request. `warmup` requests per slot are excluded.
     """
     lengths = [0] if prompts else sorted(input_lens)
     loads: list[tuple[int, float | None]] = [(max(concurrencies), rate) for rate in sorted(rates)]

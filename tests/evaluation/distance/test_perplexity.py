@@ -88,8 +88,7 @@ def test_a_model_that_computes_no_numbers_fails(
         assert told.code == 1
         assert told.json["kl"] is None
         assert (
-            told.error
-            == f"error: {broken} computes logits that are no numbers; quantkit check names the "
+            told.error == f"error: the logits of {broken} are NaN; quantkit check names the "
             "damaged tensor"
         )
 
