@@ -23,6 +23,9 @@ LINEAR_SECONDS = 0.05
 """For each linear outside of routed experts, whatever its size: searches, held-out errors, small
 operators."""
 
+CALIBRATED_SHARE = 0.98
+"""Share of a calibrated run's time after which only units to round and copy are left."""
+
 
 @dataclass(frozen=True)
 class Rate:
@@ -131,3 +134,15 @@ def operations(
             total += float(tokens if shared else seen) * k * k + k**3 / 3
             total += (float(tokens if shared else seen) * k * k + k**3) if drift else 0.0
     return total
+
+
+def unit_shares(job: Job) -> dict[str, float]:
+    """Of a calibrated run's expected time, by unit."""
+    work = {}
+    quantized = {row.module for row in job.linears}
+    for unit, rows in job.units.items():
+        work[unit] = expected_seconds(
+            job_work(job, [row for row in rows if row.module in quantized], 0), RATES[0]
+        )
+    total = sum(work.values()) or 1.0
+    return {unit: CALIBRATED_SHARE * seconds / total for unit, seconds in work.items()}

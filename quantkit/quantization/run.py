@@ -42,7 +42,7 @@ from quantkit.quantization.bit_allocation import (
     describe_grids,
     read_sensitivities,
 )
-from quantkit.quantization.cost import RATES, expected_seconds, job_work
+from quantkit.quantization.cost import CALIBRATED_SHARE, unit_shares
 from quantkit.quantization.job import NO_MIXTURE, Coverage, Job, JobRequest, open_job, read_request
 from quantkit.quantization.memory import Peak, check_memory, expected_peak
 from quantkit.quantization.mixed_precision import Mixture
@@ -389,7 +389,7 @@ def _round(
     model = SourceModel(
         output.source, job.inventory.architecture, job.inventory.config, job.rows, quantized, frozen
     )
-    log = ProgressLog(model.units, output.source, output, on_event, _shares(job))
+    log = ProgressLog(model.units, output.source, output, on_event, unit_shares(job))
     cache = (
         Int8Cache(job.inventory.config.cache, output.source.device)
         if job.request.scheme.cache
@@ -400,24 +400,8 @@ def _round(
     )
     walk.unpruned = None if pruned is None else pruned.held_out
     findings = walk.run(run.sequences)
-    round_units(output.source, output, plain, on_event, ranks, begun=_WALKED)
+    round_units(output.source, output, plain, on_event, ranks, begun=CALIBRATED_SHARE)
     return findings
-
-
-_WALKED = 0.98
-"""Share of a calibrated run's time after which only units to round and copy are left."""
-
-
-def _shares(job: Job) -> dict[str, float]:
-    """Of a calibrated run's expected time, by unit."""
-    work = {}
-    quantized = {row.module for row in job.linears}
-    for unit, rows in job.units.items():
-        work[unit] = expected_seconds(
-            job_work(job, [row for row in rows if row.module in quantized], 0), RATES[0]
-        )
-    total = sum(work.values()) or 1.0
-    return {unit: _WALKED * seconds / total for unit, seconds in work.items()}
 
 
 def _account(
