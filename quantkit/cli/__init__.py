@@ -1,5 +1,4 @@
-"""The command line: one thin function a command, a file a theme, and the only place that prints
-results.
+"""The command line: one thin function per command, and the only place that prints results.
 
 Everything heavy is imported inside the command that needs it, so that `quantkit --help` answers at
 once. Results go to stdout (with --json one JSON object and nothing else), progress to stderr. Exit
@@ -19,7 +18,7 @@ import typer
 from quantkit import __version__
 from quantkit.cli import bench, deploy, evaluate, go, inspect, quantize, run
 from quantkit.cli.command import Command, Stopped
-from quantkit.cli.console import tell, tell_error
+from quantkit.cli.console import notify, print_error
 from quantkit.cli.examples import epilog
 from quantkit.cli.options import flat
 from quantkit.common.errors import QuantkitError, UsageError
@@ -72,7 +71,7 @@ def _options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", is_eager=True, callback=_show_version, help="Say the version and end."
+            "--version", is_eager=True, callback=_show_version, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
@@ -80,19 +79,17 @@ def _options(
 
 
 def main() -> None:
-    """Entry point: faults become one line on stderr, with --json also one object on stdout, and
-    exit code 1, or 2 for bad usage."""
+    """Entry point: a fault is one line on stderr, with --json also an object on stdout, and exit
+    code 1, or 2 for bad usage."""
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
     _open_streams()
-    warnings.showwarning = lambda message, *_, **__: tell(f"warning: {message}")
+    warnings.showwarning = lambda message, *_, **__: notify(f"warning: {message}")
     try:
         code = _run(debug, "--json" in sys.argv)
         sys.stdout.flush()
-    except (
-        OSError
-    ) as error:  # whoever read our results has enough, or has no room for them, which was told
+    except OSError as error:  # the reader of our results closed the pipe, or the disk is full
         if debug and not isinstance(error, BrokenPipeError):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -122,50 +119,50 @@ def _run(debug: bool, as_json: bool) -> int:
         _check_folder()
         code = app(prog_name="quantkit", standalone_mode=False)
         if code == _INTERRUPTED:
-            tell_error("interrupted", "", title="", as_json=as_json)
+            print_error("interrupted", "", title="", as_json=as_json)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except Stopped as stopped:
-        tell_error(*stopped.message(), title="", as_json=as_json)
+        print_error(*stopped.message(), title="", as_json=as_json)
         return stopped.exit_code
     except _UsageError as error:
-        return _tell_usage(error, as_json)
+        return _print_usage_error(error, as_json)
     except BrokenPipeError:
         raise
     except Exception as error:
         if debug:
             raise
-        problem, remedy = _in_words(error)
-        tell_error(problem, remedy, as_json=as_json)
+        problem, remedy = _problem_and_remedy(error)
+        print_error(problem, remedy, as_json=as_json)
         return 2 if isinstance(error, UsageError) else 1
 
 
 def _check_folder() -> None:
-    """Raises QuantkitError in a folder that was removed under the shell, where libraries fail in
-    ways that do not say so."""
+    """Raises QuantkitError if the working directory was removed: libraries then fail with unclear
+    errors."""
     try:
         os.getcwd()
     except FileNotFoundError as error:
         raise QuantkitError("the working folder was removed", "cd to one that is there") from error
 
 
-def _in_words(error: Exception) -> tuple[str, str]:
+def _problem_and_remedy(error: Exception) -> tuple[str, str]:
     if isinstance(error, QuantkitError):
         return error.problem, error.remedy
     if isinstance(error, OSError) and error.strerror:
         return (
             f"{error.filename or 'the output'}: {error.strerror}",
-            "mend that and give the same command; --debug shows where",
+            "fix that and run the same command again; --debug shows where",
         )
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     return reason, "run again with --debug for the traceback"
 
 
-def _tell_usage(error: Any, as_json: bool) -> int:
+def _print_usage_error(error: Any, as_json: bool) -> int:
     if len(sys.argv) == 1:
         error.show()  # the help
     else:
-        tell_error(
+        print_error(
             error.format_message().rstrip("."),
             f"see {error.ctx.command_path if error.ctx else 'quantkit'} --help",
             as_json=as_json,

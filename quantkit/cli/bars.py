@@ -1,5 +1,5 @@
-"""Progress on stderr with an estimate of the time left: rows of a terminal, or a line now and then
-elsewhere. Used by cli/ alone."""
+"""Progress on stderr with an estimate of the time left: rows in a terminal, otherwise a line now and
+then."""
 
 import sys
 from collections.abc import Callable, Hashable
@@ -19,14 +19,14 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from quantkit.cli.console import err, tell
+from quantkit.cli.console import err, notify
 from quantkit.common.progress import Event, Note, ProgressLine, TimeLeft
 from quantkit.common.result import escape_text
 from quantkit.common.sizes import format_duration
 
 
 class _LeftColumn(ProgressColumn):
-    """What `TimeLeft` says."""
+    """The estimate of `TimeLeft`."""
 
     def render(self, task: Task) -> Text:
         seconds = task.fields["left"].seconds
@@ -37,8 +37,8 @@ class _LeftColumn(ProgressColumn):
 
 
 class Bars(Progress):
-    """Rows of progress. They appear with the first: nothing is shown of a run that is refused.
-    Where nobody looks at a terminal they are lines, of long work alone."""
+    """Rows of progress. The display starts with the first row: a refused run shows nothing. Without
+    a terminal they are lines, for long work only."""
 
     def __init__(self, *columns: ProgressColumn, console: Console) -> None:
         super().__init__(*columns, console=console)
@@ -48,7 +48,7 @@ class Bars(Progress):
         return self
 
     def row(self, text: str, total: float | None, expected: float | None = None) -> TaskID:
-        """expected: seconds that the whole should take, where that is known."""
+        """expected: total seconds, if known."""
         if self.console.is_terminal:
             self.start()
         task = self.add_task(text, total=total, note="", left=TimeLeft(expected))
@@ -68,8 +68,8 @@ class Bars(Progress):
         text: str | None = None,
         found: bool = False,
     ) -> None:
-        """share: of the work that is done, 0 to 1, by which the time left is told; found: what was
-        added to it was there before."""
+        """share: of the work, 0 to 1, from which the time left is estimated; found: this part was
+        done by an earlier run."""
         if row in self._lines:
             self._lines[row].show(share, escape_text(note), found=found)
             return
@@ -102,8 +102,7 @@ def _bar(amount: ProgressColumn) -> Bars:
 
 
 def counts(bars: Bars) -> Callable[..., None]:
-    """Shows counted things on a `samples_bar`, each in a row that appears when it is first
-    counted."""
+    """A function that shows counts on a `samples_bar`, one row per key."""
     rows: dict[Hashable, TaskID] = {}
 
     def show(key: Hashable, text: str, done: int, total: int, note: str = "") -> None:
@@ -115,14 +114,14 @@ def counts(bars: Bars) -> Callable[..., None]:
 
 
 def listener(bars: Bars, name: str, expected: float | None = None) -> Callable[[Any], None]:
-    """Shows the events of a quantization or conversion on a `bytes_bar`. name: of the work;
-    expected: seconds that it should take."""
+    """A listener that shows the events of a quantization or conversion on a `bytes_bar`. expected:
+    total seconds, if known."""
     row: TaskID | None = None
 
     def show(event: Event) -> None:
         nonlocal row
         if isinstance(event, Note):
-            tell(event.text)
+            notify(event.text)
             return
         if row is None:
             row = bars.row(name, event.total_bytes, expected)

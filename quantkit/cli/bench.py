@@ -84,7 +84,7 @@ def _show_row(from_file: bool, row: "SpeedRow") -> None:
         if row.offered_rate is None
         else f"{row.offered_rate:g} requests/s"
     )
-    console.tell(
+    console.notify(
         f"{'prompts' if from_file else row.input_len}, {load}: TTFT {row.ttft_s:.3f} s, TPOT {tpot}"
     )
 

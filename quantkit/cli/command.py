@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from quantkit.cli.console import tell
+from quantkit.cli.console import notify
 from quantkit.common.errors import Interrupted
 
 _MAY_BE_EMPTY = {"prompt"}
@@ -103,7 +103,7 @@ class Command(TyperCommand):
         for word in args:
             name, equals, value = word.partition("=")
             if name in new_names:
-                tell(f"{name} is now {new_names[name]}; the old name will be removed")
+                notify(f"{name} is now {new_names[name]}; the old name will be removed")
                 word = f"{new_names[name]}{equals}{value}"
             words.append(word)
         return words

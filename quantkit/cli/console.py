@@ -26,8 +26,8 @@ _UNLIMITED = 100_000
 
 
 class _Console(Console):
-    """Text is text. Into a file or a pipe, tables are as wide as they need to be, where COLUMNS
-    does not say otherwise."""
+    """Prints text literally. In a file or a pipe tables are as wide as their content, unless
+    COLUMNS is set."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         stream = sys.stderr if stderr else sys.stdout
@@ -55,7 +55,7 @@ err = _Console(stderr=True)
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One object. Numbers that JSON has not, NaN and infinities, are null."""
+    """One object. NaN and infinities, which JSON lacks, become null."""
     print(json.dumps(_finite(value)))
 
 
@@ -80,13 +80,13 @@ def show(result: Result) -> None:
     facts(result.heading, result.facts())
 
 
-def show_aside(result: Result) -> None:
-    """Beside the results, on stderr."""
+def show_on_stderr(result: Result) -> None:
+    """As `show`, on stderr, next to results on stdout."""
     facts(result.heading, result.facts(), err)
 
 
 def _table(*columns: str) -> Table:
-    """What does not fit is folded, never cut."""
+    """Cells that are too wide are folded, not cut."""
     table = Table()
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -104,14 +104,13 @@ def status(text: str) -> AbstractContextManager[object]:
     return err.status(Text(escape_text(text)))
 
 
-def tell(text: str) -> None:
-    """A line beside the results."""
+def notify(text: str) -> None:
+    """A dim line on stderr."""
     err.print(text, style="dim", soft_wrap=True)
 
 
-def tell_error(problem: str, remedy: str, *, title: str = "error: ", as_json: bool) -> None:
-    """What is wrong and what to do: a line on stderr, and where JSON was asked for the one object
-    on stdout."""
+def print_error(problem: str, remedy: str, *, title: str = "error: ", as_json: bool) -> None:
+    """The problem and its remedy: a line on stderr, and with as_json an object on stdout."""
     err.print(
         Text(title, style="bold red")
         + Text(one_line(f"{problem}; {remedy}" if remedy else problem)),
@@ -138,30 +137,30 @@ def show_prediction(predicted: dict[str, Any]) -> None:
         level = (
             f"{one['level']}: {one['summary']}; at concurrency {one['batch']}: {parts} ms; {note}"
         )
-        tell(level)
+        notify(level)
     for ladder, between in (
         (predicted["predictions"][at], predicted["steps"][at]) for at in (0, -1)
     ):
         for one in between:
             added = ", ".join(f"{part} {ms:+.1f}" for part, ms in one["adds_ms"].items())
             step = f"concurrency {ladder[0]['batch']}, {one['from']} to {one['to']}"
-            tell(f"{step}: {added} ms")
+            notify(f"{step}: {added} ms")
     for assumption in predicted["assumptions"]:
-        tell(f"assumed: {assumption}")
+        notify(f"assumed: {assumption}")
 
 
 def show_diagnosis(model: str, about: dict[str, Any]) -> None:
     """The verdict in one line, then what was found, most harmful first."""
     colours = {"good": "bold green", "doubtful": "bold yellow", "bad": "bold red"}
     counted = [f["severity"] for f in about["findings"]]
-    told = ", ".join(
+    summary = ", ".join(
         f"{counted.count(kind)} {kind}{'s' * (counted.count(kind) > 1)}"
         for kind in ("error", "warning", "note")
         if kind in counted
     )
     out.print(
         Text(about["verdict"], style=colours[about["verdict"]])
-        + Text(f": {model}, {told or 'nothing found'}"),
+        + Text(f": {model}, {summary or 'nothing found'}"),
         soft_wrap=True,
     )
     for finding in about["findings"]:
@@ -202,15 +201,15 @@ def show_scores(results: dict[str, Any]) -> None:
         for warning in task["warnings"]:
             err.print(Text(f"{name}: ", style="bold yellow") + Text(warning), soft_wrap=True)
     if results["sandbox"]:
-        tell(f"programs ran in sandbox level {results['sandbox']}")
+        notify(f"programs ran in sandbox level {results['sandbox']}")
     if results["out"]:
-        tell(f"report: {results['out']}/report.html")
+        notify(f"report: {results['out']}/report.html")
 
 
 def show_needed(plan: dict[str, Any], margin: float) -> None:
     noise = "noise as the baseline's replies have it" if plan["measured"] else "noise at its most"
     title = (
-        f"{plan['task']}: to tell a loss of {100 * margin:g} points at "
+        f"{plan['task']}: to detect a loss of {100 * margin:g} points at "
         f"{100 * plan['accuracy']:.1f} %, in 4 runs of 5; {noise}"
     )
     table = _table("repeats of both", "problems to say held", "problems to say lost")
@@ -218,13 +217,13 @@ def show_needed(plan: dict[str, Any], margin: float) -> None:
         table.add_row(str(row["repeats"]), f"{row['held']:,}", f"{row['lost']:,}")
     _show(title, table)
     if plan["enough"] is None:
-        told = (
-            f"its {plan['problems']} problems cannot say held at this margin, however often "
-            "they are asked"
+        text = (
+            f"its {plan['problems']} problems cannot say held at this margin, with any number "
+            "of repeats"
         )
     else:
-        told = f"its {plan['problems']} problems can say held with --repeats {plan['enough']}"
-    out.print(told, soft_wrap=True)
+        text = f"its {plan['problems']} problems can say held with --repeats {plan['enough']}"
+    out.print(text, soft_wrap=True)
 
 
 def show_comparison(table: dict[str, Any]) -> None:
@@ -285,21 +284,21 @@ def show_speed(result: dict[str, Any]) -> None:
         table.add_row(str(row["input_len"] or "prompts"), load, *cells, str(row["failed"]), *good)
     _show(result["target"], table)
     if uncounted := sum(row["uncounted"] for row in result["rows"]):
-        tell(
-            f"of {uncounted} replies the server told no number of tokens: each of their pieces "
+        notify(
+            f"the server gave no token count for {uncounted} replies: each of their pieces "
             "counts as one, though it may hold several"
         )
     if short := sorted(
         {name.rpartition("_p")[2] for row in result["rows"] for name in row["left_out"]}, key=int
     ):
-        tell(
-            "percentiles left out for want of requests: "
+        notify(
+            "percentiles left out for lack of requests: "
             f"{', '.join(f'p{p} takes {-(-100 // (100 - int(p)))}' for p in short)}"
         )
 
 
 def show_published(tables: list[dict[str, Any]]) -> None:
-    """Others' figures, under what they are of: never this machine's."""
+    """Published figures of other machines, each table with its source."""
     for published in tables:
         columns = list(dict.fromkeys(name for row in published["rows"] for name in row))
         title = (
@@ -313,7 +312,7 @@ def show_published(tables: list[dict[str, Any]]) -> None:
 
 
 def show_kernels(device: str, rows: list[dict[str, Any]]) -> None:
-    """A row for each operator, and what each other backend lacks, said once."""
+    """A row per operator, then what each unusable backend lacks."""
     table, lacking = (
         _table("operator", "served by", "usable too", "limits"),
         dict[tuple[str, str], list[str]](),
@@ -368,17 +367,17 @@ def show_decoding(rate: dict[str, Any]) -> None:
     for one in rate["predicted"]:
         sent = f"dispatch {one['dispatch_bytes'] / 1e6:.0f} MB in {one['parts']['dispatch']:.1f} ms"
         back = f"combine {one['combine_bytes'] / 1e6:.0f} MB in {one['parts']['combine']:.1f} ms"
-        told = f"  {one['level']}: {one['tokens_per_second']:.0f} tokens/s ({one['error']:+.0%}), "
-        told += f"{one['batch']} sequences in {one['step_ms']:.1f} ms"
+        line = f"  {one['level']}: {one['tokens_per_second']:.0f} tokens/s ({one['error']:+.0%}), "
+        line += f"{one['batch']} sequences in {one['step_ms']:.1f} ms"
         err.print(
-            f"{told}; {one['experts_per_device']} experts a device, {sent}, {back}", soft_wrap=True
+            f"{line}; {one['experts_per_device']} experts a device, {sent}, {back}", soft_wrap=True
         )
     for assumption in rate["assumptions"]:
         err.print(f"  assuming {assumption}", soft_wrap=True)
 
 
-def _told_fit(fit: dict[str, Any]) -> str:
-    """What the fullest device of a role holds, of a `Fit` as a dictionary."""
+def _fit_text(fit: dict[str, Any]) -> str:
+    """What the fullest device of a role holds. fit: a `Fit` as a dictionary."""
     weights, reserve, usable = (
         f"{fit[name] / 2**30:.3g}" for name in ("weight_bytes", "reserve_bytes", "usable_bytes")
     )
@@ -396,7 +395,7 @@ def _told_fit(fit: dict[str, Any]) -> str:
 def show_deployment(plan: dict[str, Any], scripts: list[str]) -> None:
     err.print(f"{plan['engine']} on {plan['device']}, {plan['layout']}: {plan['summary']}")
     for role, fit in plan["memory"].items():
-        err.print(f"{role}: {_told_fit(fit)}", soft_wrap=True)
+        err.print(f"{role}: {_fit_text(fit)}", soft_wrap=True)
     err.print(
         f"commands: {plan['evidence']['commands']}; the format: {plan['evidence']['format']}",
         soft_wrap=True,
@@ -404,7 +403,7 @@ def show_deployment(plan: dict[str, Any], scripts: list[str]) -> None:
     for rate in plan["decoding"]:
         show_decoding(rate)
     for note in plan["notes"]:
-        tell(note)
+        notify(note)
     for problem in plan["problems"]:
         if problem["severity"] != "error":  # an error ends the command, and is its last line
             err.print(

@@ -63,7 +63,7 @@ def deploy(
     else:
         console.show_deployment(result, [launch.script() for launch in planned.launches])
     if planned.refusal is not None:
-        console.tell_error(planned.refusal.problem, planned.refusal.remedy, as_json=False)
+        console.print_error(planned.refusal.problem, planned.refusal.remedy, as_json=False)
         raise typer.Exit(1)
 
 

@@ -89,7 +89,7 @@ def _evaluated(model: str, names: list[str], options: EvaluateOptions) -> "EvalR
             speed = f"{p.tokens / p.seconds:.0f} tokens/s" if p.seconds and p.tokens else ""
             counts((p.model, p.task, p.stage), f"{p.task} {p.stage}", p.done, p.total, speed)
 
-        return run_evaluation(model, names, options, progress=show, notice=console.tell)
+        return run_evaluation(model, names, options, progress=show, notice=console.notify)
 
 
 def _show_results(results: dict[str, Any], json_: bool) -> None:
@@ -99,7 +99,7 @@ def _show_results(results: dict[str, Any], json_: bool) -> None:
     else:
         console.show_scores(results)
     for fault in results["faults"]:
-        console.tell(f"error: {fault}; run again: only failed requests are repeated")
+        console.notify(f"error: {fault}; run again: only failed requests are repeated")
     if results["faults"]:
         raise typer.Exit(1)
 
@@ -117,7 +117,7 @@ def regrade(
     from quantkit.evaluation.results.folder import results_folder
 
     with results_folder(out):
-        results = grade_again(out, options, notice=console.tell)
+        results = grade_again(out, options, notice=console.notify)
     _show_results(results.to_json(), json_)
 
 
@@ -146,7 +146,7 @@ def compare(
         return print_json(table.to_json())
     console.show_comparison(table.to_json())
     if out is not None:
-        console.tell(f"page: {out}/comparison.html")
+        console.notify(f"page: {out}/comparison.html")
 
 
 def ppl(
@@ -176,7 +176,7 @@ def ppl(
         def show(p: Any) -> None:
             nonlocal warning
             if warning:
-                console.tell(warning)
+                console.notify(warning)
                 warning = ""
             counts(p.stage, f"tokens through the {p.stage}", p.done, p.total)
 
@@ -188,7 +188,7 @@ def ppl(
     for name, perplexity in ((model, quality.ppl), (options.baseline, quality.baseline_ppl)):
         if perplexity is not None and math.isnan(perplexity):
             # The error per layer, printed above, shows where it begins.
-            console.tell_error(
+            console.print_error(
                 f"the logits of {name} are NaN",
                 "quantkit check names the damaged tensor",
                 as_json=False,
@@ -245,7 +245,7 @@ def needle(
         )
     )
     write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
-    console.tell(
+    console.notify(
         f"{len(rows)} problems in {out}; quantkit eval MODEL --tasks needle --data-dir "
         f"{out.parent.parent}"
     )

@@ -1,5 +1,5 @@
-"""What `quantkit COMMAND --help` ends with: lines that work as they stand, or with a model and
-files of one's own in their places."""
+"""Examples at the end of `quantkit COMMAND --help`: they run as they are, or with your own model and
+files in place of the capitals."""
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "go": (
@@ -93,6 +93,5 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 
 def epilog(command: str) -> str:
-    """The examples of a command as the command line's library prints them, one a line; empty where
-    it has none."""
+    """The examples of a command, one per line, as Typer prints them; empty if it has none."""
     return "\n".join(["Examples:", *EXAMPLES[command]]) if command in EXAMPLES else ""

@@ -1,5 +1,4 @@
-"""The whole job from one command: plan, choose, ask, quantize, measure, score, and print the
-launch."""
+"""go: plan, choose, ask, quantize, measure, score, and print the launch."""
 
 import sys
 from pathlib import Path
@@ -59,7 +58,7 @@ def go(
             choice = Agreed(chosen.scheme, chosen.engine, chosen.devices)
             record.agree(choice)
         else:
-            console.tell(f"resuming in {out}: {choice.scheme} for {choice.engine}, as agreed")
+            console.notify(f"resuming in {out}: {choice.scheme} for {choice.engine}, as agreed")
         with bars.samples_bar() as counted, bars.bytes_bar() as units:
             outcome = GuidedJob(request, choice, record, _listeners(counted, units, expected)).run()
     if json_:
@@ -83,7 +82,7 @@ def _agreed(request: "GoRequest", *, yes: bool) -> "Proposal":
     _check_terminal(yes)
     with console.status(f"reading the headers of {request.model}"):
         proposal = propose(request)
-    console.show_aside(proposal)
+    console.show_on_stderr(proposal)
     if not yes and not _confirmed():
         raise QuantkitError(
             "not begun", "give --scheme, --engine or other --devices for another choice"
@@ -97,7 +96,7 @@ def _listeners(counted: "bars.Bars", units: "bars.Bars", expected: float | None)
     counts = bars.counts(counted)
 
     def step(name: str, text: str) -> None:
-        console.tell(f"{_TITLES[name]}: {text}" if text else _TITLES[name])
+        console.notify(f"{_TITLES[name]}: {text}" if text else _TITLES[name])
 
     return Listeners(
         step=step,
@@ -106,7 +105,7 @@ def _listeners(counted: "bars.Bars", units: "bars.Bars", expected: float | None)
         replies=lambda p: counts(
             (p.model, p.task, p.stage), f"{p.task} {p.stage}, {p.model}", p.done, p.total
         ),
-        notice=console.tell,
+        notice=console.notify,
     )
 
 

@@ -15,7 +15,7 @@ from quantkit.executor.options import EngineOptions
 from quantkit.quantization.options import names_of_engines
 
 _GRIDS, _SIDE = ("int4-asym-128", "int8", "fp4"), 2048
-"""Of the weight that the reference is timed with."""
+"""The weight that times the reference backend: its grids, and rows and columns."""
 
 
 def inspect(
@@ -43,26 +43,26 @@ def check(
     model: Model,
     source: Annotated[
         str | None,
-        typer.Option(help="The model it was made from: compares with it what can be compared."),
+        typer.Option(help="The source model, to compare with."),
     ] = None,
     engine: Annotated[
         str | None,
         typer.Option(
-            help="Also what keeps vllm, sglang, vllm-ascend, omni-infer or chitu from loading it.",
+            help="Also report what prevents vllm, sglang, vllm-ascend, omni-infer or chitu from loading it.",
             autocompletion=names_of_engines,
         ),
     ] = None,
     depth: Annotated[
         str,
         typer.Option(
-            help="headers, tensors or behaviour. Without: tensors, of a hub model headers, with "
+            help="headers, tensors or behaviour. By default tensors, for a hub model headers, with "
             "--text behaviour."
         ),
     ] = "auto",
     text: Annotated[
         Path | None,
         typer.Option(
-            help="What both models compute, .txt or .jsonl; quantkit's own with --depth behaviour."
+            help="Text that both models process, .txt or .jsonl; quantkit's own with --depth behaviour."
         ),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write the findings as an HTML page.")] = None,
@@ -70,8 +70,7 @@ def check(
         Path | None,
         typer.Option(
             metavar="OUT",
-            help="Write a copy in which what has one cure is cured; the rest is the same to the "
-            "bit.",
+            help="Write a copy with the unambiguous faults fixed; the rest is the same bit for bit.",
         ),
     ] = None,
     json_: AsJson = False,
@@ -109,7 +108,7 @@ def check(
             engine=engine,
             depth=chosen,
             text=text,
-            notify=console.tell,
+            notify=console.notify,
             on_bytes=show,
         )
     about = diagnosis.to_json()
@@ -128,7 +127,7 @@ def check(
         console.print_json(about)
     else:
         for change in about.get("repaired", {}).get("changes", []):
-            console.tell(f"repaired: {change}")
+            console.notify(f"repaired: {change}")
     raise typer.Exit(diagnosis.findings.exit_code)
 
 
@@ -160,8 +159,8 @@ def kernels(
     tp: Annotated[int, typer.Option(min=1, help="With --model: ranks that share it.")] = 1,
     json_: AsJson = False,
 ) -> None:
-    """Operators and backends: which are usable here and why the others are not, or with --check how
-    right and how fast they are."""
+    """Operators and backends: which are usable here and why others are not; with --check their error
+    and speed."""
     import quantkit_kernels
 
     from quantkit.common.devices import find_device
@@ -187,20 +186,22 @@ def kernels(
             rows = [vars(row) for row in quantkit_kernels.table(target, backend)]
         except ValueError as refusal:
             raise QuantkitError(str(refusal), "choose one of these") from refusal
-        told = _told(target, rows)
+        notes = _notes(target, rows)
         if json_:
-            return print_json({"device": str(target), "rows": rows} | told)
+            return print_json({"device": str(target), "rows": rows} | notes)
         console.show_kernels(str(target), rows)
         asked = [row for row in rows if row["backend"] == backend]
         if asked and not any(row["usable"] for row in asked):
-            console.tell(
+            console.notify(
                 f"{backend} runs nothing on {target}: {asked[0]['reason']}; the table is that of "
                 "auto"
             )
-        for line in told["slow"]:
-            console.tell(line)
+        for line in notes["slow"]:
+            console.notify(line)
         return (
-            console.tell(f"plans of the Triton kernels: {told['plans']}") if told["plans"] else None
+            console.notify(f"plans of the Triton kernels: {notes['plans']}")
+            if notes["plans"]
+            else None
         )
     from quantkit_kernels.self_check import check as measure
 
@@ -232,9 +233,9 @@ def kernels(
         raise fault
 
 
-def _told(device: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How slow the reference is with quantized weights that are left to it, and where the plans of
-    Triton's kernels come from."""
+def _notes(device: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How slow the reference is for the quantized linears that it serves, and where the plans of the
+    Triton kernels come from."""
     import torch
     from quantkit_kernels.samples import random_weight
     from quantkit_kernels.triton.cards import architecture, plans_told
@@ -275,12 +276,14 @@ def _tune(device: Any, json_: bool, model: str | None, tp: int) -> None:
         from quantkit.executor.weights.linear_shapes import products
 
         wanted = products(Checkpoint.open(find_model(model)), tp)
-        console.tell(f"{len(wanted.linears)} sizes of linears and {len(wanted.experts)} of experts")
+        console.notify(
+            f"{len(wanted.linears)} sizes of linears and {len(wanted.experts)} of experts"
+        )
     path = own_table(architecture(device))
-    console.tell(f"plans are kept in {path}, those of a weight as soon as it is measured")
+    console.notify(f"plans are kept in {path}, those of a weight as soon as it is measured")
     try:
         for line in write_table(device, path, wanted):
-            console.tell(line)
+            console.notify(line)
     except NoTable as fault:
         raise QuantkitError(
             str(fault),
@@ -290,4 +293,6 @@ def _tune(device: Any, json_: bool, model: str | None, tp: int) -> None:
         return print_json(
             {"device": str(device), "architecture": architecture(device), "table": str(path)}
         )
-    console.tell(f"a copy of {path}, sent to quantkit, becomes the table of {architecture(device)}")
+    console.notify(
+        f"a copy of {path}, sent to quantkit, becomes the table of {architecture(device)}"
+    )

@@ -47,7 +47,7 @@ def _check_scheme(scheme: str | None, options: SchemeOptions) -> None:
 
 def _show_report(report: Any, json_: bool) -> None:
     if report.done_already:
-        console.tell(f"done already: {report.out}")
+        console.notify(f"done already: {report.out}")
     if json_:
         return print_json(report.to_json())
     console.show(report)

@@ -1,4 +1,4 @@
-"""Running a model: run, serve, and deploy, which prints how another engine would."""
+"""Running a model: run, serve, playground."""
 
 import os
 from collections.abc import Iterator
@@ -70,8 +70,8 @@ def run(
     with console.status(f"loading {model}"):
         running = open_engine(options)
     if running.loaded.warning:
-        console.tell(running.loaded.warning)
-    with closing(running), _written(running, count_experts):
+        console.notify(running.loaded.warning)
+    with closing(running), _expert_counts_to(running, count_experts):
         if prompt is not None:
             tokenizer = running.tokenizer
             ids = (
@@ -103,8 +103,7 @@ def _ask() -> str:
 
 
 def _answer(engine: Any, ids: list[int], params: Any, json_: bool) -> str:
-    """Stream what follows the prompt's tokens to the terminal, or print it whole as JSON; returns
-    its text."""
+    """Stream the completion to the terminal, or print it as JSON; returns its text."""
     for delta in engine.stream(ids, params):
         if not json_:
             out.print(delta.text, end="", soft_wrap=True)
@@ -123,18 +122,18 @@ def _answer(engine: Any, ids: list[int], params: Any, json_: bool) -> str:
         )
     else:
         out.print()
-        console.tell(
+        console.notify(
             f"{tokens} tokens, {tokens / seconds:.0f} tokens/s, "
-            f"{completion.finish_reason}{_guesses(engine)}"
+            f"{completion.finish_reason}{_acceptance(engine)}"
         )
     return str(completion.text)
 
 
-def _guesses(engine: Any) -> str:
-    """What to tell of guesses, where any were made."""
+def _acceptance(engine: Any) -> str:
+    """The acceptance rate of draft tokens, if there were any."""
     found = None if engine.speculation is None else engine.speculation.acceptance
     return (
-        f", {found.rate:.0%} of {found.drafted} guesses kept"
+        f", {found.rate:.0%} of {found.drafted} draft tokens accepted"
         if found is not None and found.drafted
         else ""
     )
@@ -164,25 +163,25 @@ def serve(
     options = _resolved(engine, model, count_experts)
     with _sockets(server.host, server.port) as sockets:
         with console.status(f"loading {model}"):
-            running = lead_or_follow(options, console.tell)
+            running = lead_or_follow(options, console.notify)
         if running.loaded.warning:
-            console.tell(running.loaded.warning)
+            console.notify(running.loaded.warning)
         if template is not None:
             running.tokenizer.use_template(template)
         elif not running.tokenizer.templates:
-            console.tell(
+            console.notify(
                 f"{model} has no chat template: chats and responses are refused; "
                 "--chat-template FILE sets one"
             )
         url = f"http://{url_address(server.host, server.port)}/v1"
         err.print(f"serving {model} on {url}", soft_wrap=True)
-        log = console.tell if server.log_requests else None
-        with closing(running), _written(running, count_experts):
+        log = console.notify if server.log_requests else None
+        with closing(running), _expert_counts_to(running, count_experts):
             run_server(running, server.served_name or model_basename(model), server, sockets, log)
 
 
 def _sockets(host: str, port: int) -> AbstractContextManager[list[socket]]:
-    """Where this process is to listen; nowhere as another rank of torchrun."""
+    """The sockets of rank 0; other ranks of torchrun have none."""
     from quantkit.common.bind import bind
 
     return bind(host, port) if os.environ.get("RANK", "0") == "0" else nullcontext([])
@@ -206,8 +205,8 @@ def _resolved(
 
 
 @contextmanager
-def _written(engine: Any, file: Path | None) -> Iterator[None]:
-    """Writes what the engine counted to `file` at the end, however it comes."""
+def _expert_counts_to(engine: Any, file: Path | None) -> Iterator[None]:
+    """Write the engine's expert counts to `file` at the end, also after a fault."""
     try:
         yield
     finally:

@@ -1,9 +1,9 @@
-"""The steps of the whole job. Each is done once: what it found stands in go.json, and a run that
-was stopped goes on with the next.
+"""The steps of `quantkit go`. Each runs once: its result is stored in go.json, and a run that was
+stopped resumes with the next step.
 
-quantize   the checkpoint, which itself goes on from its last unit
-measure    perplexity and KL beside the source, on text that calibration did not take
-score      tasks, beside the source, where that was asked for; its replies are kept as they come
+quantize   the checkpoint, which itself resumes from its last work unit
+measure    perplexity and KL against the source, on text not used for calibration
+score      tasks, against the source, if requested; replies are stored as they arrive
 launch     the commands that serve it
 """
 
@@ -73,7 +73,7 @@ class GoRequest:
         return f"{self.options.limit} problems of {', '.join(self.options.scored_tasks)}"
 
     def recipe(self, scheme: str) -> Recipe:
-        """The scheme's, with what was given."""
+        """The scheme's recipe with the options given."""
         return load_recipe(scheme).with_given(
             calibration=self.options.calibration,
             samples=self.options.samples,
@@ -83,8 +83,7 @@ class GoRequest:
 
 @dataclass(frozen=True)
 class Listeners:
-    """Who is told: of a step that begins or was found done, of units, of measured tokens, of
-    replies."""
+    """Callbacks: a step begins or is already done; work units; measured tokens; replies."""
 
     step: Callable[[str, str], None] = lambda name, text: None
     units: OnEvent = ignore_event
@@ -95,8 +94,8 @@ class Listeners:
 
 @dataclass(frozen=True, repr=False)
 class Outcome(Result):
-    """What came of the job. quality, scores: as go.json has them. launch: the commands of every
-    box, as a script."""
+    """The result. quality, scores: as in go.json. launch: the commands of every machine, as a
+    script."""
 
     model: Path
     scheme: str
@@ -139,17 +138,19 @@ class Outcome(Result):
 
 
 class GuidedJob:
-    """One job in its folder. record: of that folder, which this process holds."""
+    """One job in its folder. record: of that folder, which this process has locked."""
 
-    def __init__(self, request: GoRequest, choice: Agreed, record: Record, tell: Listeners) -> None:
-        self.request, self.choice, self.record, self.tell = request, choice, record, tell
+    def __init__(
+        self, request: GoRequest, choice: Agreed, record: Record, listeners: Listeners
+    ) -> None:
+        self.request, self.choice, self.record, self.listeners = request, choice, record, listeners
         self.name = f"{model_basename(request.model)}-{choice.scheme}"
         self.target = request.out.absolute() / self.name
 
     def run(self) -> Outcome:
-        """Every step that is not done. Raises QuantkitError as the steps do; what is done stays
-        done."""
-        self.tell.step(
+        """Run every unfinished step. Raises QuantkitError as the steps do; finished steps stay
+        finished."""
+        self.listeners.step(
             "download", "" if Path(self.request.model).expanduser().is_dir() else self.request.model
         )
         source = find_model(self.request.model)
@@ -180,20 +181,19 @@ class GuidedJob:
         )
 
     def _step(self, name: str, work: Callable[[], dict[str, Any]], of: str = "") -> dict[str, Any]:
-        """What the step finds, or found when it was done before. of: what else than the record's
-        own settings it rests on."""
+        """The step's result, stored or new. of: settings that it depends on besides the record's."""
         before = self.record.done(name)
         if before is not None and before["of"] == of:
-            self.tell.step(name, f"done {self.record.when(name)}")
+            self.listeners.step(name, f"done {self.record.when(name)}")
             return dict(before["found"])
-        self.tell.step(name, "")
+        self.listeners.step(name, "")
         found = work()
         self.record.finish(name, {"of": of, "found": found})
         return found
 
     def _quantize(self, source: Path, recipe: Recipe) -> None:
-        """Asked of the output itself: one that is complete is found so, one that is not goes on."""
-        self.tell.step("quantize", "")
+        """A complete output is recognized as such, an incomplete one resumes."""
+        self.listeners.step("quantize", "")
         engine = None if self.choice.engine == QUANTKIT else self.choice.engine
         report = quantization.quantize(
             source,
@@ -202,14 +202,14 @@ class GuidedJob:
             "auto",
             recipe,
             engine=engine,
-            on_event=self.tell.units,
+            on_event=self.listeners.units,
         )
         made = hashlib.sha256((self.target / MANIFEST).read_bytes()).hexdigest()
         before = self.record.done("quantize")
         if before is not None and before["manifest"] != made:
-            self.record.undo(STEPS[1:])  # they are of another output
+            self.record.undo(STEPS[1:])  # they belong to another output
         if report.done_already and before is not None:
-            self.tell.step("quantize", f"done {self.record.when('quantize')}")
+            self.listeners.step("quantize", f"done {self.record.when('quantize')}")
             return
         self.record.finish(
             "quantize",
@@ -217,8 +217,8 @@ class GuidedJob:
         )
 
     def _measure(self, source: Path, recipe: Recipe) -> dict[str, Any]:
-        """Both models whole where they fit in memory, one after the other; else what the run found
-        as it went through the layers."""
+        """Run both models, one after the other, if they fit in memory; else use what the run found
+        layer by layer."""
         held_out = quantization.read_findings(self.target).next_token
         needed, there = _run_bytes(source), free_bytes(find_device("auto"))
         if needed > there and held_out:
@@ -228,12 +228,12 @@ class GuidedJob:
                 "tokens": tokens,
                 "on": f"{tokens:,} held-out tokens, while quantizing: {reason}",
             }
-        documents, told = self._documents(source, recipe)
+        documents, text = self._documents(source, recipe)
         quality = measure(
             str(self.target),
             documents,
             PerplexityOptions(baseline=str(source)),
-            progress=self.tell.text,
+            progress=self.listeners.text,
         )
         found = quality.to_json()
         if "plain_kl" in held_out:  # on other tokens, so as a share
@@ -242,11 +242,11 @@ class GuidedJob:
                 if quality.kl is not None and held_out["kl"]
                 else None
             )
-        return found | {"on": f"{quality.tokens:,} tokens of {told}"}
+        return found | {"on": f"{quality.tokens:,} tokens of {text}"}
 
     def _documents(self, source: Path, recipe: Recipe) -> tuple[list[Any], str]:
-        """Of the calibration text, those that the run did not take; where there are none, those
-        that it held out."""
+        """Documents of the calibration text that the run did not use; if none are left, those that it
+        held out."""
         taken = recipe.samples + recipe.held_out
         options: dict[str, Any] = {
             "samples": recipe.samples,
@@ -283,13 +283,13 @@ class GuidedJob:
                 out=self.request.out / "scores",
                 concurrency=_CONCURRENCY,
             ),
-            progress=self.tell.replies,
-            notice=self.tell.notice,
+            progress=self.listeners.replies,
+            notice=self.listeners.notice,
         )
         return {name: _scored(task.to_json()) for name, task in results.tasks.items()}
 
     def _launch(self) -> dict[str, Any]:
-        """Scripts in the output folder, and what the engine has against the checkpoint."""
+        """Scripts in the output folder, and problems of the engine with the checkpoint."""
         if self.choice.engine == QUANTKIT:
             cache = find_scheme(self.choice.scheme).cache
             command = [
@@ -328,8 +328,7 @@ class GuidedJob:
 
 
 def _run_bytes(source: Path) -> int:
-    """What the source takes in memory to run: every value in the dtype that is computed in, and a
-    tenth for what runs through it."""
+    """Memory to run the source: every value in the compute dtype, and a tenth for activations."""
     checkpoint, device = Checkpoint.open(source), find_device("auto")
     values = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in checkpoint.tensors.values())
     return int(1.1 * values * default_dtype(device).itemsize)
@@ -339,5 +338,5 @@ def _scored(task: dict[str, Any]) -> str:
     if task["accuracy"] is None:
         return "no reply could be scored"
     spread = "" if task["stderr"] is None else f" ± {100 * task['stderr']:.1f}"
-    beside = "" if task["comparison"] is None else f"; {task['comparison']['sentence']}"
-    return f"{100 * task['accuracy']:.1f} %{spread} over {task['n']} problems{beside}"
+    comparison = "" if task["comparison"] is None else f"; {task['comparison']['sentence']}"
+    return f"{100 * task['accuracy']:.1f} %{spread} over {task['n']} problems{comparison}"

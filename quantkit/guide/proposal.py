@@ -1,9 +1,8 @@
 """Which scheme and engine to take for a model on given devices: every scheme that an engine loads
 there is planned, from headers alone.
 
-Of those that fit, with room for a request, the one is proposed that lost least where schemes were
-measured (recipes/go/expected.yaml). Plain rounding is proposed only where calibration is not
-possible.
+Of those that fit, with room for a request, the one with the least measured loss is proposed
+(recipes/go/expected.yaml); round-to-nearest only if calibration is not possible.
 """
 
 from collections.abc import Callable
@@ -28,27 +27,27 @@ from quantkit.planning.plan import Plan, plan
 from quantkit.quantization.job import JobRequest, open_job, read_request
 
 QUANTKIT = "quantkit"
-"""The engine that serves on a processor: this package's own."""
+"""The engine that serves on a CPU: this package."""
 ENGINES: dict[Device, tuple[str, ...]] = {
     "cuda": ("vllm", "sglang"),
     "npu": ("vllm-ascend", "omni-infer", "sglang"),
     "cpu": (QUANTKIT,),
 }
-"""By kind of device, those that are tried first first; all have launches."""
+"""By kind of device, in order of preference; all have launch recipes."""
 
 LEAST_SAVED = 0.9
 """Share of the source's bytes above which an output is not worth making."""
 
 
 class ExpectedLoss(Strict):
-    """What a scheme lost where it was measured: KL from the source, least and most; points of
-    accuracy. None: not measured."""
+    """Measured loss of a scheme: KL from the source, minimum and maximum, and points of accuracy;
+    None if not measured."""
 
     scheme: str
     kl: tuple[float, float] | None
     points: float | None
 
-    def told(self) -> str:
+    def describe(self) -> str:
         kl = [] if self.kl is None else [f"KL {self.kl[0]:.2g} to {self.kl[1]:.2g}"]
         points = [] if self.points is None else [f"{self.points:+.1f} points"]
         return ", ".join([*kl, *points]) or "not measured"
@@ -56,8 +55,8 @@ class ExpectedLoss(Strict):
 
 @dataclass(frozen=True)
 class SchemeCandidate:
-    """A scheme for an engine, planned over `devices` of the box; refused: why it is not possible,
-    and nothing is planned then."""
+    """A scheme for an engine, planned over `devices` of the machine; refused: why it is not
+    possible, without a plan."""
 
     scheme: str
     engine: str
@@ -115,8 +114,8 @@ class Proposal(Result):
             ),
             (
                 "loss to expect",
-                f"{expected_losses()[self.chosen.scheme].told()} (tiny-r1's; round-to-nearest's "
-                f"{_plain()})",
+                f"{expected_losses()[self.chosen.scheme].describe()} (tiny-r1's; round-to-nearest: "
+                f"{_rtn_loss()})",
             ),
             (
                 "time",
@@ -151,8 +150,8 @@ def expected_losses() -> dict[str, ExpectedLoss]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """settings: a scheme's recipe. scheme, engine: where they were asked for. context: tokens of
-    the longest request. tokens: of the calibration text, where they are known."""
+    """settings: a scheme's recipe. scheme, engine: if given. context: tokens of the longest request.
+    tokens: of the calibration text, if known."""
 
     settings: Callable[[str], Recipe]
     scheme: str | None = None
@@ -162,8 +161,8 @@ class Wanted:
 
 
 def candidates(checkpoint: Checkpoint, box: Devices, wanted: Wanted) -> list[SchemeCandidate]:
-    """Every scheme, or the one that was asked for, in order of expected loss, on the first engine
-    of the box's kind that loads it."""
+    """Every scheme, or the given one, in order of expected loss, on the first engine for these
+    devices that loads it."""
     if wanted.scheme is not None:
         find_scheme(wanted.scheme)
     return [
@@ -174,7 +173,7 @@ def candidates(checkpoint: Checkpoint, box: Devices, wanted: Wanted) -> list[Sch
 
 
 def choose_candidate(found: list[SchemeCandidate], box: Devices) -> tuple[SchemeCandidate, str]:
-    """The first that fits, and why. Raises QuantkitError where none does, with the devices that the
+    """The first that fits, and why. Raises QuantkitError if none does, with the devices that the
     smallest needs."""
     for place, one in enumerate(found):
         if one.fits:
@@ -246,7 +245,7 @@ def _engines(box: Devices, asked: str | None) -> tuple[str, ...]:
 
 
 def _check_engine(engine: str, scheme: Scheme, box: Devices, checkpoint: Checkpoint) -> None:
-    """It loads the scheme on such devices, and runs the model."""
+    """Raises QuantkitError unless the engine loads the scheme on these devices and runs the model."""
     if engine == QUANTKIT:
         find_architecture(checkpoint.config)
         return
@@ -256,7 +255,7 @@ def _check_engine(engine: str, scheme: Scheme, box: Devices, checkpoint: Checkpo
 
 
 def _check_smaller(planned: Plan, engine: str, checkpoint: Checkpoint, box: Devices) -> None:
-    """A scheme that saves nothing is not for a source that the engine loads as it is."""
+    """Refuse a scheme that saves nothing for a source that the engine loads unchanged."""
     loads = engine == QUANTKIT or find_load(engine, checkpoint, box.device) is not None
     if loads and planned.output_bytes > LEAST_SAVED * planned.source_bytes:
         there = (
@@ -269,13 +268,13 @@ def _check_smaller(planned: Plan, engine: str, checkpoint: Checkpoint, box: Devi
 
 
 def _format_for(engine: str) -> str | None:
-    """What quantize() is told: it reads every format itself."""
+    """The engine for quantize(): None for quantkit, which reads every format."""
     return None if engine == QUANTKIT else engine
 
 
 def _ranks(checkpoint: Checkpoint, request: JobRequest, box: Devices) -> int:
-    """The most devices of the box that can share the model's linears, as the engine cuts them.
-    Whole machines where there are several."""
+    """The largest number of devices that can split the model's linears as the engine does; whole
+    machines if there are several."""
     if box.count == 1 or box.boxes > 1:
         return box.count
     job = open_job(request, checkpoint)
@@ -289,15 +288,15 @@ def _ranks(checkpoint: Checkpoint, request: JobRequest, box: Devices) -> int:
 
 
 def _against(one: SchemeCandidate) -> str:
-    """Why another candidate was not taken."""
+    """Why another candidate was not chosen."""
     if one.plan is None:
         return one.refused
     reason = "" if one.plan.fits else "does not fit: "
     return (
         f"{reason}{format_bytes(one.plan.output_bytes)} on {one.engine}, "
-        f"{expected_losses()[one.scheme].told()}"
+        f"{expected_losses()[one.scheme].describe()}"
     )
 
 
-def _plain() -> str:
-    return expected_losses()["rtn-w4a16"].told()
+def _rtn_loss() -> str:
+    return expected_losses()["rtn-w4a16"].describe()

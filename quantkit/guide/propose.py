@@ -1,5 +1,5 @@
-"""From a request to a proposal: plan every scheme, choose one, and refuse what cannot be done
-before anything is."""
+"""From a request to a proposal: plan every scheme, choose one, and refuse before any work what cannot
+be done."""
 
 import os
 import shutil
@@ -30,13 +30,11 @@ _PRODUCTS_S, _DISK_BYTES = 0.25, 64 * 2**20
 EFFICIENCY = 0.45
 """Share of the speed of large matrix products that a whole run reaches (docs/quantize.md, Time)."""
 TIME_FACTOR = 2.0
-"""The time told is within this factor of what a run then takes, on a processor (docs/quantize.md
-says where that was seen)."""
+"""The estimated time is within this factor of the measured one, on a CPU (docs/quantize.md)."""
 
 
 def propose(request: GoRequest) -> Proposal:
-    """Raises QuantkitError where no scheme fits, or this machine has too little disk or memory to
-    make it."""
+    """Raises QuantkitError if no scheme fits, or this machine has too little disk or memory."""
     _check_tasks(request)
     checkpoint = open_headers(request.model)
     options = request.options
@@ -49,7 +47,7 @@ def propose(request: GoRequest) -> Proposal:
     )
     found = candidates(checkpoint, request.box, wanted)
     chosen, why = choose_candidate(found, request.box)
-    folder = _standing(request.out)
+    folder = _existing_parent(request.out)
     chosen = _with_disk(chosen, folder)
     assert chosen.plan is not None
     _check_room(chosen.plan, request.model, folder)
@@ -66,8 +64,8 @@ def propose(request: GoRequest) -> Proposal:
 
 
 def _calibration_tokens(request: GoRequest) -> int | None:
-    """Tokens of the calibration text, which is read; None where the tokenizer is not on this
-    machine. Schemes take the same text."""
+    """Tokens of the calibration text, the same for all schemes; None if the tokenizer is not on this
+    machine."""
     source = find_local(request.model)
     if source is None:
         return None
@@ -84,7 +82,7 @@ def _calibration_tokens(request: GoRequest) -> int | None:
 
 
 def _check_tasks(request: GoRequest) -> None:
-    """The tasks are there, with their data, and none runs programs."""
+    """Raises QuantkitError for a task that does not exist, lacks data or runs programs."""
     for name in request.options.scored_tasks:
         if prepare(name, "evalscope", None, request.options.limit, None, None, 0).grader.runs_code:
             raise QuantkitError(
@@ -93,8 +91,8 @@ def _check_tasks(request: GoRequest) -> None:
             )
 
 
-def _standing(path: Path) -> Path:
-    """The nearest folder above that exists."""
+def _existing_parent(path: Path) -> Path:
+    """The nearest existing parent folder."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
 
 
@@ -115,7 +113,7 @@ def _check_room(planned: Plan, model: str, folder: Path) -> None:
     if find_local(model) is None:
         from huggingface_hub.constants import HF_HUB_CACHE
 
-        cache = _standing(Path(HF_HUB_CACHE))
+        cache = _existing_parent(Path(HF_HUB_CACHE))
         free = shutil.disk_usage(cache).free
         same = cache.stat().st_dev == folder.stat().st_dev
         needed = planned.source_bytes + (planned.disk_bytes if same else 0)

@@ -1,5 +1,5 @@
-"""go.json: what was asked for, what was chosen, and which steps are done. It is replaced whole, so
-that a kill leaves the last state."""
+"""go.json: the request, the choice and the finished steps. It is replaced atomically, so that a kill
+leaves the last state."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ NAME = "go.json"
 
 @dataclass(frozen=True)
 class Agreed:
-    """What was agreed to. devices: those of the box that share the model."""
+    """The choice that was agreed to. devices: the number that share the model."""
 
     scheme: str
     engine: str
@@ -25,11 +25,10 @@ class Agreed:
 
 
 class Record:
-    """Of one output folder. asked: everything that the outcome depends on, JSON-ready."""
+    """The record of one output folder. asked: everything that the outcome depends on, as JSON."""
 
     def __init__(self, out: Path, asked: dict[str, Any]) -> None:
-        """Raises QuantkitError where the folder was begun for something else, or its file is
-        damaged."""
+        """Raises QuantkitError if the folder was begun with other settings, or its file is damaged."""
         self._path = out / NAME
         found = read_json(self._path) if self._path.exists() else {}
         if found:
@@ -47,7 +46,7 @@ class Record:
 
     @property
     def choice(self) -> Agreed | None:
-        """None before it was agreed to."""
+        """None before agreement."""
         chosen = self._state["choice"]
         return None if chosen is None else Agreed(**chosen)
 
@@ -56,7 +55,7 @@ class Record:
         self._write()
 
     def done(self, step: str) -> dict[str, Any] | None:
-        """What a finished step found; None where it is not finished."""
+        """The result of a finished step, else None."""
         entry: dict[str, Any] | None = self._state["steps"].get(step)
         return None if entry is None else dict(entry["found"])
 
@@ -69,7 +68,7 @@ class Record:
         self._write()
 
     def undo(self, steps: tuple[str, ...]) -> None:
-        """They rested on something that is another now."""
+        """Forget steps whose input changed."""
         for step in steps:
             self._state["steps"].pop(step, None)
         self._write()
@@ -79,7 +78,7 @@ class Record:
 
 
 def _begun(out: Path, found: dict[str, Any]) -> bool:
-    """Whether there is work that another choice would lose."""
+    """Whether another choice would discard work."""
     return bool(found["steps"]) or any(out.glob("*.partial/*"))
 
 
