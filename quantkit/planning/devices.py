@@ -62,7 +62,9 @@ def read_devices(text: str) -> Devices:
         return _cpu()
     found = re.fullmatch(r"(\d{1,6})(?:x(.+))?", text)
     if not found or int(found[1]) < 1 or re.fullmatch(r"[\d.]+", found[2] or ""):
-        raise QuantkitError(f"devices {text!r} make no sense", f"{_SYNTAX}, or 8 alone")
+        raise QuantkitError(
+            f"devices {text!r} make no sense", "write 8, 8x64GiB, 8xH100, 8x910B1 or cpu"
+        )
     count, kind = int(found[1]), found[2]
     if kind is None:
         return Devices(count)
