@@ -60,7 +60,7 @@ template <int M, int R, class T> void multiply(const T* w, const float* x, T* y,
       for (int m = 0; m < M; ++m) {
         const Vector tokens = *(const Vector*)(x + m * chunk + p * kLanes);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) sum[r * M + m] += weights[r] * tokens;
+        for (int r = 0; r < R; ++r) sum[r * M + m] = multiply_add(weights[r], tokens, sum[r * M + m]);
       }
     }
     x += M * chunk;

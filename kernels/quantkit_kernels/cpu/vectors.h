@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
 
@@ -33,6 +33,18 @@ inline void store(float* to, Vector value) { *(Loose*)to = value; }
 inline void store(Half* to, Vector value) {
   const Words bits = (Words)value, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   *(LooseHalves*)to = __builtin_convertvector(value == value ? rounded : (bits >> 16) | 0x40, LooseHalves);
+}
+
+// a * b + c, rounded once where the processor can. A compiler that is left to choose does so loop by loop (GCC 13 avoids chains of FMA), and
+// a row's bits would depend on how many rows there are.
+inline Vector multiply_add(Vector a, Vector b, Vector c) {
+#if defined(__AVX512F__)
+  return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
 }
 
 // e^x of x <= 0, to 2 units in the last place; numbers below -87 count as -87, NaN stays.
