@@ -280,8 +280,8 @@ code { overflow-wrap: anywhere } .remedy { color: #1f5fa8 } footer { color: #888
 {% if not findings %}<p>Nothing was found.</p>{% endif %}
 {% for finding in findings %}
 <section class="{{ finding.severity }}"><h2>{{ finding.severity }}: {{ finding.name }}</h2>
-<p><code>{{ finding.where }}</code></p><p>{{ finding.evidence }}</p><p class="remedy">{{
-finding.remedy }}</p></section> {% endfor %}
+<p><code>{{ finding.where }}</code></p><p>{{ finding.evidence }}</p><p class="remedy">{{ finding.remedy }}</p></section>
+{% endfor %}
 <footer>quantkit {{ version }} check</footer></body></html>
 """
 _COLOURS = {"good": "#2e7d32", "doubtful": "#c7761a", "bad": "#b3261e"}

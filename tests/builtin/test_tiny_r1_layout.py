@@ -12,14 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 _KEYS = """
-    architectures attention_bias attention_dropout aux_loss_alpha bos_token_id eos_token_id ep_size
-    first_k_dense_replace hidden_act hidden_size initializer_range intermediate_size kv_lora_rank
-    max_position_embeddings model_type moe_intermediate_size moe_layer_freq n_group n_routed_experts
-    n_shared_experts norm_topk_prob num_attention_heads num_experts_per_tok num_hidden_layers
-    num_key_value_heads num_nextn_predict_layers pretraining_tp q_lora_rank qk_nope_head_dim
-    qk_rope_head_dim quantization_config rms_norm_eps rope_scaling rope_theta routed_scaling_factor
-    scoring_func seq_aux tie_word_embeddings topk_group topk_method torch_dtype transformers_version
-    use_cache v_head_dim vocab_size
+    architectures attention_bias attention_dropout aux_loss_alpha bos_token_id eos_token_id ep_size first_k_dense_replace hidden_act
+    hidden_size initializer_range intermediate_size kv_lora_rank max_position_embeddings model_type moe_intermediate_size moe_layer_freq
+    n_group n_routed_experts n_shared_experts norm_topk_prob num_attention_heads num_experts_per_tok num_hidden_layers
+    num_key_value_heads num_nextn_predict_layers pretraining_tp q_lora_rank qk_nope_head_dim qk_rope_head_dim quantization_config
+    rms_norm_eps rope_scaling rope_theta routed_scaling_factor scoring_func seq_aux tie_word_embeddings topk_group topk_method
+    torch_dtype transformers_version use_cache v_head_dim vocab_size
 """
 R1_KEYS = set(_KEYS.split())
 Shapes = dict[str, tuple[str, tuple[int, ...]]]

@@ -327,7 +327,8 @@ PAIR = {
         for i, a in enumerate(nums):
             for j in range(i):
                 if nums[j] + a == target:
-                    return [j, i]""",
+                    return [j, i]
+""",
     False: "class Solution:\n    def pair(self, nums, target):\n        return [1, 0]",
 }
 

@@ -15,10 +15,9 @@ import torch
 from quantkit_kernels import prepare
 from quantkit_kernels.samples import distance, exact_linear, random_weight
 for grid in ("int8", "fp4", "int4-asym-128"):
-    weight, x = random_weight(grid, 128, 256, torch.Generator().manual_seed(0)), torch.randn(200,
-    256).bfloat16() for rows in (x, x[:2]):
-        assert distance(prepare(weight, dtype=torch.bfloat16)(rows), exact_linear(rows, weight)) <
-        0.02, grid
+    weight, x = random_weight(grid, 128, 256, torch.Generator().manual_seed(0)), torch.randn(200, 256).bfloat16()
+    for rows in (x, x[:2]):
+        assert distance(prepare(weight, dtype=torch.bfloat16)(rows), exact_linear(rows, weight)) < 0.02, grid
 """
 
 

@@ -197,10 +197,8 @@ def test_a_browser_shows_it(files: dict[str, bytes], width: int, tmp_path: Path)
     if browser is None:
         pytest.skip("no chromium on this machine")
     probe = b"""<script>document.title = JSON.stringify({
-        rows: Object.fromEntries([...document.querySelector("table").rows].map(e =>
-        [e.cells[0].innerText, e.cells[1].innerText])),
-        plots: [...document.querySelectorAll("svg")].filter(e => e.getBoundingClientRect().height >
-        40).length,
+        rows: Object.fromEntries([...document.querySelector("table").rows].map(e => [e.cells[0].innerText, e.cells[1].innerText])),
+        plots: [...document.querySelectorAll("svg")].filter(e => e.getBoundingClientRect().height > 40).length,
         over: document.documentElement.scrollWidth - window.innerWidth })</script></body>"""
     (tmp_path / "report.html").write_bytes(files["report.html"].replace(b"</body>", probe))
     options = [

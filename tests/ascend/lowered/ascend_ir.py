@@ -58,19 +58,15 @@ RUNTIME = r"""
 #include <stdint.h>
 #include <string.h>
 typedef struct { int64_t rank; int64_t *view; } AnyMemref;
-static void copy(int64_t bytes, int64_t rank, char *from, const int64_t *from_stride, char *to,
-const int64_t *to_stride,
+static void copy(int64_t bytes, int64_t rank, char *from, const int64_t *from_stride, char *to, const int64_t *to_stride,
                  const int64_t *size) {
   if (rank == 0) { memcpy(to, from, bytes); return; }
   for (int64_t i = 0; i < size[0]; i++)
-    copy(bytes, rank - 1, from + i * from_stride[0] * bytes, from_stride + 1, to + i * to_stride[0]
-    * bytes, to_stride + 1, size + 1);
+    copy(bytes, rank - 1, from + i * from_stride[0] * bytes, from_stride + 1, to + i * to_stride[0] * bytes, to_stride + 1, size + 1);
 }
-void memrefCopy(int64_t bytes, AnyMemref *from, AnyMemref *to) {  /* view: allocated, aligned,
-offset, sizes, strides */
+void memrefCopy(int64_t bytes, AnyMemref *from, AnyMemref *to) {  /* view: allocated, aligned, offset, sizes, strides */
   int64_t *f = from->view, *t = to->view, rank = from->rank;
-  copy(bytes, rank, (char *)f[1] + f[2] * bytes, f + 3 + rank, (char *)t[1] + t[2] * bytes, t + 3 +
-  rank, f + 3);
+  copy(bytes, rank, (char *)f[1] + f[2] * bytes, f + 3 + rank, (char *)t[1] + t[2] * bytes, t + 3 + rank, f + 3);
 }
 """
 
