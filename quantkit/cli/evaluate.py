@@ -136,7 +136,7 @@ def compare(
     ] = None,
     json_: AsJson = False,
 ) -> None:
-    """Compare finished evaluations, paired over the problems they share: held, lost or unresolved."""
+    """Compare finished evaluations, paired over the problems they share: held, lost or cannot tell."""
     from quantkit.evaluation.results.baseline import compare_runs, write_page
 
     table = compare_runs(runs, margin=margin, seed=seed)
@@ -169,15 +169,15 @@ def ppl(
         for flag, value in (("--data-dir", options.data_dir), ("--max-tokens", options.max_tokens)):
             if value is not None:
                 raise typer.BadParameter("it is only for --sampled", param_hint=flag)
-    warning = "" if is_url(model) else slow(find_model(model))
+    warned = is_url(model)
     with bars.samples_bar() as bar:
         counts = bars.counts(bar)
 
         def show(p: Any) -> None:
-            nonlocal warning
-            if warning:
+            nonlocal warned
+            if not warned and (warning := slow(find_model(model))):
                 console.notify(warning)
-                warning = ""
+            warned = True
             counts(p.stage, f"tokens through the {p.stage}", p.done, p.total)
 
         quality = measure(model, text, options, progress=show)

@@ -119,7 +119,7 @@ EVIDENCE: dict[str, tuple[Tests, ...]] = {
         (f"{SCHEMAS} test_latent_attention",),
         (f"{LATENT} test_mla_decode test_mla_decode_of_other_sizes", EXECUTOR, R1_EXACT),
     ),
-    "latent normed, rotary key turned, both caches written": (
+    "latent normed, rotary key rotated, both caches written": (
         BOUNDS,
         (f"{SCHEMAS} test_rotation_and_cache",),
         (f"{LATENT} test_mla_prepare test_mla_prepare_of_other_sizes", R1_EXACT),

@@ -226,7 +226,7 @@ def test_the_option_reaches_other_ranks() -> None:
 
 def test_what_there_is_not_is_refused(grouped: Path) -> None:
     with pytest.raises(
-        QuantkitError, match="cache of 'int4' is not known; use --cache int8 or fp8"
+        QuantkitError, match="cache of 'int4' is not supported; use --cache int8 or fp8"
     ):
         load_model(grouped, device="cpu", cache="int4")
     with pytest.raises(QuantkitError, match="applies to a model loaded here"):

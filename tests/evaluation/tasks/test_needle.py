@@ -67,7 +67,7 @@ def test_the_command_makes_what_the_task_reads(tmp_path: Path) -> None:
     assert 4096 - 60 < row["tokens"] <= 4096
     assert setting.generation.temperature == 0
     missing = command("needle", "no/such-model", "--out", str(tmp_path / "x.jsonl"))
-    assert (missing.code, "no folder here" in missing.error) == (1, True)
+    assert (missing.code, "is not a folder here" in missing.error) == (1, True)
 
 
 @pytest.mark.parametrize(
