@@ -1,9 +1,9 @@
-"""Time the operators beside their peers and print a table.
+"""Time the operators next to their peers and print a table.
 
-    python kernels/bench.py --device cpu [--threads N]   4096 x 4096 linears beside torch's bfloat16
+    python kernels/bench.py --device cpu [--threads N]   4096 x 4096 linears next to torch's bfloat16
     python kernels/bench.py --device cuda [--vllm PATH]  R1's linears and experts by graph replay,
-    beside cuBLAS and, with the folder of an
-                                                         installed vllm package, beside vLLM's
+    next to cuBLAS and, with the folder of an
+                                                         installed vllm package, next to vLLM's
                                                          kernels on the same card in the same run
 
 Weights are random and rotate beyond the cache; every result is checked against float64 before it is
@@ -113,7 +113,7 @@ def twins(linear: Linear) -> list[Linear]:
 
 
 def cuda_tables(peer: VllmKernels | None) -> None:
-    """R1's linears and routed experts on one card as Markdown: ours, the peer's beside them, and
+    """R1's linears and routed experts on one card as Markdown: ours, the peer's next to them, and
     fractions of the read bandwidth."""
     device = torch.device("cuda")
     rng = torch.Generator(device)
@@ -203,7 +203,7 @@ def linear_cells(
         warm_up(calls[0])
         both = seconds_in_turns([calls, theirs(x)] if theirs else [calls], device)
         times.append(both[0])
-        cells.append(beside(*both))
+        cells.append(compared(*both))
     assert worst < TOLERANCE[dtype], (grid, n, k, worst)
     return [*cells, f"{first.nbytes / times[0] / bandwidth:.2f}", f"{worst:.1e}"]
 
@@ -284,7 +284,7 @@ def warm_up(call: Callable[[], object]) -> None:
         torch.cuda.synchronize()
 
 
-def beside(ours: float, theirs: float | None = None) -> str:
+def compared(ours: float, theirs: float | None = None) -> str:
     return f"{ours * 1e6:.1f}" + (f" / {theirs * 1e6:.1f} = {ours / theirs:.2f}" if theirs else "")
 
 
@@ -309,7 +309,7 @@ def main() -> None:
         "--vllm",
         type=Path,
         metavar="PATH",
-        help="folder of an installed vllm package, for its kernels beside ours",
+        help="folder of an installed vllm package, for its kernels next to ours",
     )
     arguments = parser.parse_args()
     if arguments.device == "cuda":

@@ -172,7 +172,7 @@ def linear_rows(
 def experts_rows(
     hidden: int, intermediate: int, device: torch.device, rng: torch.Generator
 ) -> Iterator[list[object]]:
-    """Of INT8: gate_up's plan is chosen first, beside a usual plan for down; then down's, beside
+    """Of INT8: gate_up's plan is chosen first, next to a usual plan for down; then down's, next to
     the one that was chosen."""
     shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
     few = [[random_weight("int8", n, k, rng) for n, k in shapes] for _ in range(2)]

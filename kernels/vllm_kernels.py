@@ -1,4 +1,4 @@
-"""vLLM's release kernels beside ours: its compiled operators, called through torch from the files
+"""vLLM's release kernels compared with ours: its compiled operators, called through torch from the files
 of an installed vLLM.
 
 What they compute is not checked here: packed weights are random bits of the right shapes. Of vLLM's

@@ -107,7 +107,7 @@ def asked(backend: str) -> Iterator[None]:
     """Inside, in this thread, "auto" takes `backend` for every operator that it has, whatever the
     process prefers; "auto" changes nothing.
 
-    A model that was loaded for a backend computes so, and another beside it by its own.
+    A model that was loaded for a backend computes so, and another one by its own.
     """
     if backend == "auto":
         yield

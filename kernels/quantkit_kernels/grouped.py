@@ -42,7 +42,7 @@ def gqa_prepare(
     heads, rest = divmod(qkv.shape[1] - 2 * kv_heads * width, width)
     require(
         rest == 0 and heads > 0 and heads % kv_heads == 0,
-        f"qkv: {qkv.shape[1]} columns are no heads beside {kv_heads} of {width}",
+        f"qkv: {qkv.shape[1]} columns are not heads next to {kv_heads} of {width}",
     )
     if norms is not None:
         check_tensor("norms.q", norms.q, (width,), FLOAT_DTYPES)

@@ -325,7 +325,7 @@ class LinearSolver:
 
 
 def input_curvature(mean_hessian: Tensor, recipe: Recipe) -> Curvature:
-    """mean_hessian float32 [..., K, K], per token; a leading dimension stands for routed experts,
+    """mean_hessian float32 [..., K, K], per token; a leading dimension is of routed experts,
     which have few tokens."""
     if mean_hessian.dim() == 2:
         return Curvature.of(mean_hessian, recipe.damping)

@@ -222,7 +222,7 @@ def open_pruned(checkpoint: Checkpoint, share: float) -> PrunedCheckpoint:
     if any(row.role == "router_table" for row in model.rows):
         message = (
             f"layers of {checkpoint.path} choose experts by token id, and no table says which "
-            "others stand for pruned ones"
+            "others replace pruned ones"
         )
         raise QuantkitError(message, "quantize it without --prune")
     first = {

@@ -1,4 +1,4 @@
-"""Compiles one of the C++ files beside it with the user's C++ compiler at first use, some seconds,
+"""Compiles one of the C++ files next to it with the user's C++ compiler at first use, some seconds,
 and loads it."""
 
 import ctypes

@@ -19,7 +19,7 @@ from quantkit_kernels.cpu.build import level, library, why_no_library
 from quantkit_kernels.linear import Linear, quantize_rows
 from quantkit_kernels.weights import Int8, shape
 
-# The most rows that the C++ was timed with beside AMX, and found the faster.
+# The most rows that the C++ was timed with next to AMX, and was faster for.
 _VNNI_ROWS = 32
 _SMALL_PRODUCT = 1 << 22
 """Multiplications of a whole product that the C++ makes in less time than a call of oneDNN takes to

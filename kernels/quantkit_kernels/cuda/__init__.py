@@ -5,7 +5,7 @@ They are in C++ because Triton cannot express weights that lie in the order of t
 instructions' operands, copies of 16 bytes that a warp waits for alone, and routing inside a
 product. Attention of prompts needs none of these and is the Triton backend's.
 
-csrc/ and the Python beside it have the same rooms: linears, experts, attention, operators (norms,
+csrc/ and the Python next to it have the same rooms: linears, experts, attention, operators (norms,
 activation, routing, rotary embedding), collectives. plans.py says which kernel a product takes,
 abi.py what the library's functions are given.
 """

@@ -1,7 +1,7 @@
 """Finds the library of the CUDA kernels, or compiles it with the user's nvcc at first use, and
 loads it.
 
-A wheel may carry it (shipped.py). nvcc is the toolkit's, or that of NVIDIA's wheels beside
+A wheel may carry it (shipped.py). nvcc is the toolkit's, or that of NVIDIA's wheels next to
 PyTorch's own. NVRTC, which comes with PyTorch,
 would not do: it compiles device code only, and what chooses among the kernels and launches them is
 C++ for the host. What is compiled here is kept in the user's cache under a hash of the sources and

@@ -1,7 +1,7 @@
 """The compiled library that a wheel may carry (`make wheel`): then nothing is compiled at first use
 and no toolkit is needed.
 
-It is taken where it was made from the sources beside it, has every function of abi.py, and the
+It is taken where it was made from the sources next to it, has every function of abi.py, and the
 driver runs what its toolkit made. What it
 was made from it says itself: compile_library adds two functions, for a file can be renamed.
 """

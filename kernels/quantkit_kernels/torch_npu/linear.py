@@ -116,7 +116,7 @@ class DenseLinear(Linear):
 
 class NzLinear(Linear):
     """torch's own product by an unquantized weight [K, N] in the cube's layout, where an operator
-    beside it wants that layout."""
+    next to it wants that layout."""
 
     def __init__(self, weight: Dense, dtype: torch.dtype, device: torch.device) -> None:
         n, k = shape(weight)

@@ -162,7 +162,7 @@ _MOST_SPLIT = 16
 
 
 _NEAR = 1.25
-"""A plan measured for experts holds for so many times the pairs: a shared expert beside the routed
+"""A plan measured for experts holds for so many times the pairs: a shared expert next to the routed
 ones adds an eighth."""
 
 
@@ -379,7 +379,7 @@ class DecodeCut:
 @functools.cache
 def decode_cut(device: torch.device, heads: int, width: int, latent: bool) -> DecodeCut:
     """For `heads` query heads of a program and keys of `width` numbers: as many tokens and stages
-    as fit beside the queries."""
+    as fit next to the queries."""
     room = shared_bytes(architecture(device)) - heads * width * 2
     for tokens, stages in ((64, 3), (64, 2), (32, 2), (16, 2), (16, 1)):
         if tokens * width * 2 * (1 if latent else 2) * stages <= room:

@@ -38,20 +38,20 @@ class PackedSteps(NamedTuple):
 
 def pack(weight: Weight) -> PackedSteps:
     n, k = shape(weight)
-    below, beside = -n % STRIP, -k % SPAN
+    below, right = -n % STRIP, -k % SPAN
     if isinstance(weight, Int8):
-        codes = _byte_steps(weight.codes, below, beside)
+        codes = _byte_steps(weight.codes, below, right)
         return PackedSteps(
             codes,
             torch.zeros(1, dtype=torch.int32, device=codes.device),
             F.pad(weight.scale[:, 0], (0, below)),
         )
     if isinstance(weight, W8A16):
-        return _pack_w8a16(weight, below, beside)
+        return _pack_w8a16(weight, below, right)
     if isinstance(weight, Int4):
-        return _pack_int4(weight, below, beside)
+        return _pack_int4(weight, below, right)
     assert isinstance(weight, Fp4), type(weight)
-    return _pack_fp4(weight, below, beside)
+    return _pack_fp4(weight, below, right)
 
 
 def group_of(weight: Weight) -> int:
@@ -61,13 +61,13 @@ def group_of(weight: Weight) -> int:
     return group_size(weight) if isinstance(weight, Int4) else 16 if isinstance(weight, Fp4) else 0
 
 
-def _byte_steps(codes: Tensor, below: int, beside: int) -> Tensor:
+def _byte_steps(codes: Tensor, below: int, right: int) -> Tensor:
     """int8 [N, K] -> [K/128, N, 128], padded with zeros."""
-    return F.pad(codes, (0, beside, 0, below)).unflatten(1, (-1, SPAN)).transpose(0, 1).contiguous()
+    return F.pad(codes, (0, right, 0, below)).unflatten(1, (-1, SPAN)).transpose(0, 1).contiguous()
 
 
-def _pack_w8a16(weight: W8A16, below: int, beside: int) -> PackedSteps:
-    columns = (weight.codes.shape[1] + beside) // group_of(weight)
+def _pack_w8a16(weight: W8A16, below: int, right: int) -> PackedSteps:
+    columns = (weight.codes.shape[1] + right) // group_of(weight)
     if weight.scale.shape[1] == 1:
         scale = weight.scale.expand(-1, columns)
     else:
@@ -76,7 +76,7 @@ def _pack_w8a16(weight: W8A16, below: int, beside: int) -> PackedSteps:
         scale = F.pad(scale, (0, columns - scale.shape[1]))
     scales = F.pad(scale, (0, 0, 0, below)).T.contiguous()
     ones = torch.ones(len(weight.codes) + below, device=scales.device)
-    return PackedSteps(_byte_steps(weight.codes, below, beside), scales, ones)
+    return PackedSteps(_byte_steps(weight.codes, below, right), scales, ones)
 
 
 def _planes(codes: Tensor, columns: int) -> Tensor:
@@ -89,7 +89,7 @@ def _signed(words: Tensor, dtype: torch.dtype, bits: int) -> Tensor:
     return torch.where(words >= 1 << (bits - 1), words - (1 << bits), words).to(dtype)
 
 
-def _pack_int4(weight: Int4, below: int, beside: int) -> PackedSteps:
+def _pack_int4(weight: Int4, below: int, right: int) -> PackedSteps:
     group, per_step = group_size(weight), SPAN // group_size(weight)
     zero = (
         torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point.float()
@@ -113,7 +113,7 @@ def _pack_int4(weight: Int4, below: int, beside: int) -> PackedSteps:
         )  # little endian: the first group is in the low bits
         scales = wide.permute(1, 2, 0).contiguous()
         scales = scales[:, 0].contiguous() if group == 64 else scales
-    planes = _planes(F.pad(weight.codes.to(torch.int32) + 8, (0, beside, 0, below)), 32)
+    planes = _planes(F.pad(weight.codes.to(torch.int32) + 8, (0, right, 0, below)), 32)
     words = sum((planes[..., i] << (4 * i) for i in range(4)), torch.zeros_like(planes[..., 0]))
     row_scale = F.pad(
         torch.ldexp(torch.ones_like(weight.scale[:, 0]), exponent[:, 0] - 12), (0, below)
@@ -121,14 +121,14 @@ def _pack_int4(weight: Int4, below: int, beside: int) -> PackedSteps:
     return PackedSteps(_signed(words, torch.int16, 16).contiguous(), scales, row_scale)
 
 
-def _pack_fp4(weight: Fp4, below: int, beside: int) -> PackedSteps:
+def _pack_fp4(weight: Fp4, below: int, right: int) -> PackedSteps:
     n = weight.codes.shape[0]
     scale = weight.scale.float()
     # A scale of zero has no exponent: its codes become zeros instead.
     alive = (scale > 0).repeat_interleave(16, dim=1)
     codes = F.pad(
         torch.where(alive, weight.codes, torch.zeros_like(weight.codes)).to(torch.int32),
-        (0, beside, 0, below),
+        (0, right, 0, below),
     )
     planes = _planes(codes, 16)
     sign, magnitude = planes >> 3, planes & 7
@@ -141,7 +141,7 @@ def _pack_fp4(weight: Fp4, below: int, beside: int) -> PackedSteps:
     mantissa, exponent = torch.frexp(torch.where(scale > 0, scale, torch.ones_like(scale)))
     bits = ((exponent - 1 + FP4_SCALE_BIAS) << 3) | ((mantissa * 2 - 1) * 8).to(torch.int32)
     groups = (
-        F.pad(bits.to(torch.uint8), (0, beside // 16, 0, below)).unflatten(1, (-1, 8)).contiguous()
+        F.pad(bits.to(torch.uint8), (0, right // 16, 0, below)).unflatten(1, (-1, 8)).contiguous()
     )
     scales = groups.view(torch.int64)[..., 0].T.contiguous()
     row_scale = F.pad((weight.global_scale * FP4_FACTOR).expand(n), (0, below))

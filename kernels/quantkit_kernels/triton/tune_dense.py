@@ -1,4 +1,4 @@
-"""Measures plans of products of few rows by 16-bit weights, beside the vendor's library."""
+"""Measures plans of products of few rows by 16-bit weights, compared with the vendor's library."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -10,7 +10,7 @@ from quantkit_kernels.triton.layout import SPAN, PackedSteps
 from quantkit_kernels.triton.wgmma_plans import WgmmaPlan
 
 _BAND_TOKENS = 2048
-"""Of a band of tiles: with as many rows of the weight beside them, about what the programs of 132
+"""Of a band of tiles: with as many rows of the weight with them, about what the programs of 132
 multiprocessors compute at once."""
 
 

@@ -5,7 +5,7 @@ and vLLM's fp8 have it. Read only.
     X.input_scale (static activations) is accepted and not used
 
 Of each container there is a format for every layout of scales, for a scale's shape alone does not
-tell its block. DeepSeek's own FP8 has another name for its scale (fp8_block.py).
+identify its block. DeepSeek's own FP8 has another name for its scale (fp8_block.py).
 """
 
 from abc import abstractmethod

@@ -220,7 +220,7 @@ class Gptq(Format):
 
 def in_order(g_idx: Tensor, count: int) -> bool:
     """Whether neighbours share a group: g_idx [K] rises by one every K / count inputs. All zeros
-    stand for that too, as AutoGPTQ writes."""
+    mean that too, as AutoGPTQ writes."""
     size = max(len(g_idx) // count, 1)
     return not bool(g_idx.any()) or torch.equal(
         g_idx.long() - int(g_idx[0]), torch.arange(len(g_idx)) // size

@@ -7,7 +7,7 @@
 weight_scale_2 and input_scale are MULTIPLIERS. That inputs are rounded is said by quant_algo NVFP4
 and the input_activations of a config group together. With quant_algo alone, as in DeepSeek-R1-FP4,
 an input_scale is accepted and not used, which is how engines run such files where a card has no FP4
-units. The MTP layer stays in BF16: SGLang runs it unquantized. The description stands in
+units. The MTP layer stays in BF16: SGLang runs it unquantized. The description is in
 hf_quant_config.json and, flat, in config.json, as ModelOpt has written both since 0.31: vLLM 0.22
 to 0.32 takes W4A16_NVFP4 from config.json only ("Unknown ModelOpt quant algo" otherwise).
 """

@@ -128,7 +128,7 @@ class ModelSlim(Format):
         if grid != _INT4 or row_parallel == (bias_slices(module) == SLICES):
             return None
         return (
-            "the format tells by its name whether an int4 linear is cut along its inputs, and "
+            "the format's name says whether an int4 linear is cut along its inputs, and "
             "this name says otherwise"
         )
 

@@ -248,7 +248,7 @@ def consume(
             following = gl.convert_layout(probabilities.to(DTYPE), LEFT)
             k_place, k_phase = next_place(k_place, k_phase, STAGES)
             # Without a loop between, the assembler moves arithmetic after the wait for products,
-            # and nothing runs beside them.
+            # and nothing runs at the same time.
             mbarrier.wait(k_there.index(k_place), k_phase, pred=block + 1 < blocks)
             sums, p = warpgroup_mma_wait(num_outstanding=0, deps=(sums, following))
             mbarrier.arrive(v_free.index(v_place), count=1)

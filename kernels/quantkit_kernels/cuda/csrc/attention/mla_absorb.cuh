@@ -98,7 +98,7 @@ template <class T, int AT_ONCE> int launch_absorb_of(const void* q, const void* 
 }
 
 template <class T> int launch_absorb(const void* q, const void* kv_b, const float* cosines, const float* sines, void* out, int rows, int heads, int interleaved, void* s) {
-  // With fewer registers more blocks find room beside those of the attention that follows.
+  // With fewer registers more blocks find room next to those of the attention that follows.
   const auto launch = rows <= 8 ? launch_absorb_of<T, 8> : rows <= 16 ? launch_absorb_of<T, 16> : launch_absorb_of<T, 32>;
   return launch(q, kv_b, cosines, sines, out, rows, heads, interleaved, s);
 }

@@ -2,7 +2,7 @@
 //
 // A kernel may start while its predecessor writes its last results (programmatic dependent launch). Until `wait_for_predecessor` it may
 // read only what no kernel of the step writes; `let_successor_start` allows the next one to begin as this one's blocks end. A kernel that
-// allows it before its own wait lets the next one begin beside its predecessor: what that may read does not change, for its wait is for this
+// allows it before its own wait lets the next one begin while its predecessor runs: what that may read does not change, for its wait is for this
 // kernel's end, which is after the predecessor's.
 
 #pragma once
