@@ -222,6 +222,9 @@ def refusals() -> str:
                 f"{', '.join((profile.engine, *refusal.formats, *refusal.variants, *refusal.grids))}{where}: "
                 ""
                 ""
+                ""
+                ""
+                ""
                 f"{refusal.reason}\n"
             )
     return "".join(lines)

@@ -1,8 +1,8 @@
 """tiny-r1 on one and several ranks in float32: greedy tokens compared, and its own MTP layer's
 acceptance and gain.
 
-    python benchmarks/tiny_ranks.py [--tp 1,4] [--device cuda] [--dtype float32] [--draft-length 1,2]
-    [--count 16]
+    python benchmarks/tiny_ranks.py [--tp 1,4] [--device cuda] [--dtype float32] [--draft-length
+    1,2] [--count 16]
 
 The trained model on questions of its own kind, greedy to the answers' ends for the tokens, 96
 tokens each for the speed. Other ranks are started by the engine.

@@ -1,5 +1,5 @@
-"""vLLM's release kernels compared with ours: its compiled operators, called through torch from the files
-of an installed vLLM.
+"""vLLM's release kernels compared with ours: its compiled operators, called through torch from the
+files of an installed vLLM.
 
 What they compute is not checked here: packed weights are random bits of the right shapes. Of vLLM's
 Python only the codes of its number types are imported, so that any environment with the torch that

@@ -410,7 +410,8 @@ def test_devices_are_parsed_and_faults_reported() -> None:
     for text in ("8x", "0", "0x64GiB", "8x64", "8xGiB", "8x-1GiB", ""):
         with pytest.raises(
             QuantkitError,
-            match=r"devices '.*' make no sense; write 8, 8x64GiB, 8xH100, 8x910B1 or cpu|is not a size",
+            match=r"devices '.*' make no sense; write 8, 8x64GiB, 8xH100, 8x910B1 or cpu|is not a "
+            r"size",
         ):
             read_devices(text)
 

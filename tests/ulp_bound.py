@@ -16,8 +16,8 @@ from torch import Tensor
 
 FACTOR = 8
 """A number goes through more roundings than its weight's. Of 34 small models, under AVX2, AVX-512
-and MKL's portable code, our forward and transformers' are 0.1 to 1.3 times as far apart as a unit in
-the last place of its weights moves the latter."""
+and MKL's portable code, our forward and transformers' are 0.1 to 1.3 times as far apart as a unit
+in the last place of its weights moves the latter."""
 DRAWS = 4
 
 

@@ -31,8 +31,8 @@ def capture(driver: ModuleType, graph: Any, **options: Any) -> AbstractContextMa
 
 def replay(driver: ModuleType, graph: Any, lengths: list[int]) -> None:
     """Launch a captured graph. lengths: of the rows' sequences now. A CUDA graph finds them on the
-    device; an NPU's waits at every attention until it has received the lengths, which overlaps with what is
-    computed before."""
+    device; an NPU's waits at every attention until it has received the lengths, which overlaps with
+    what is computed before."""
     if is_npu(graph):
         # what the graph received for its last replay must have been read
         driver.current_stream().synchronize()

@@ -104,8 +104,8 @@ def rope(
     interleaved: bool = True,
     backend: str = "auto",
 ) -> Tensor:
-    """Rotary embedding: pairs (x[2i], x[2i+1]), or (x[i], x[i + D/2]) where not interleaved, rotated
-    by the angle of pair i at the token's position.
+    """Rotary embedding: pairs (x[2i], x[2i+1]), or (x[i], x[i + D/2]) where not interleaved,
+    rotated by the angle of pair i at the token's position.
 
     x float [T, heads, D]; positions int [T]; cos, sin float32 [max_positions, D/2], the table of
     angles. Returns [T, heads, D] of x's dtype, in the same order. A position outside the table is
@@ -182,7 +182,8 @@ def _checked_prepare(
     code_step: Tensor | None,
     backend: str,
 ) -> tuple[ModuleType, dict[str, Tensor]]:
-    """The backend that runs `mla_prepare` with these arguments, and the arguments of the reference alone."""
+    """The backend that runs `mla_prepare` with these arguments, and the arguments of the reference
+    alone."""
     tokens, latent = qkv_a.shape[0], norms.k.shape[0]
     found = backends.find(
         "mla_prepare", backend if code_step is None else "reference", qkv_a.device

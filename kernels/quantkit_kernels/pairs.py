@@ -36,8 +36,8 @@ def empty_slots(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
 
 
 class UnsummedPairs(NamedTuple):
-    """What each token's experts make of it, times its weight, not yet added up. They have to be added
-    it up, once.
+    """What each token's experts make of it, times its weight, not yet added up. They have to be
+    added it up, once.
 
     weighed float32 [T * k, H], a token's k pairs side by side. dtype: of the sum. counters int32,
     which become zero with the sum, or None.

@@ -88,8 +88,8 @@ def random_weight(grid: str, n: int, k: int, rng: torch.Generator) -> Weight:
 
 
 def exact_linear(x: Tensor, weight: Weight) -> Tensor:
-    """x[M, K] @ W.T in float64, from the values that the codes represent, over activations rounded as
-    the operator states."""
+    """x[M, K] @ W.T in float64, from the values that the codes represent, over activations rounded
+    as the operator states."""
     if isinstance(weight, (Int8, Int4Int8)):
         codes, scale = quantize_rows(x)
         return (codes.double() * scale.double()) @ dequantize(weight, torch.float64).T

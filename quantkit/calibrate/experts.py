@@ -251,8 +251,8 @@ class ExpertSolver:
         hessian: Tensor,
         samples_of_down: list[Tensor],
     ) -> Tensor:
-        """Scales between up and down of every expert, [B, I]. curvature, hessian and samples_of_down: of
-        down's unscaled input."""
+        """Scales between up and down of every expert, [B, I]. curvature, hessian and
+        samples_of_down: of down's unscaled input."""
         scaled = {"awq", "smooth"} & set(self.solver.methods) and all(
             weights.scales_inside for weights in experts.values()
         )

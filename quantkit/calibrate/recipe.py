@@ -63,7 +63,8 @@ class Recipe(Strict):
     sweeps: int = Field(
         4,
         ge=1,
-        description="sweeps of coordinate descent over a linear's columns, if it is among the methods",
+        description="sweeps of coordinate descent over a linear's columns, if it is among the "
+        "methods",
     )
     min_expert_tokens: int = Field(
         256,
@@ -75,7 +76,8 @@ class Recipe(Strict):
         0.0,
         ge=0,
         lt=1,
-        description="share of every layer's routed experts that is removed, those that contribute least",
+        description="share of every layer's routed experts that is removed, those that contribute "
+        "least",
     )
     least_quantized: float = Field(
         0.5,

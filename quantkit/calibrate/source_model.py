@@ -103,7 +103,8 @@ class ParameterReader:
         return sum(self.checkpoint.tensors[name].nbytes for name in self.parts(row))
 
     def dtype(self, row: Parameter) -> torch.dtype:
-        """Dtype of the unquantized parameter: its own 16- or 32-bit type, BF16 for a packed source."""
+        """Dtype of the unquantized parameter: its own 16- or 32-bit type, BF16 for a packed
+        source."""
         parts = self.parts(row)
         return self.checkpoint.tensors[parts[0]].dtype if parts == (row.name,) else torch.bfloat16
 

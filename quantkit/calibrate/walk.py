@@ -270,7 +270,8 @@ class Walk:
         if self.cache is not None and self.cache.covers(sublayer):
             sublayer = replace(sublayer, run=self.cache.run(sublayer, written.plain))
         if experts is not None and written.routed is not None and written.read is not None:
-            # Attention may precede them in this sublayer, and a router into which a scale was folded
+            # Attention may precede them in this sublayer, and a router into which a scale was
+            # folded
             # is stored rounded: both change the routing.
             again = RoutingUpdater(written.routed, written.read.scale)
             advance(sublayer, tensors, states.quantized, activation_quants, self.ranks, again)

@@ -1,5 +1,5 @@
-"""Progress on stderr with an estimate of the time left: rows in a terminal, otherwise a line now and
-then."""
+"""Progress on stderr with an estimate of the time left: rows in a terminal, otherwise a line now
+and then."""
 
 import sys
 from collections.abc import Callable, Hashable

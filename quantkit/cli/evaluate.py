@@ -136,7 +136,8 @@ def compare(
     ] = None,
     json_: AsJson = False,
 ) -> None:
-    """Compare finished evaluations, paired over the problems they share: held, lost or cannot tell."""
+    """Compare finished evaluations, paired over the problems they share: held, lost or cannot
+    tell."""
     from quantkit.evaluation.results.baseline import compare_runs, write_page
 
     table = compare_runs(runs, margin=margin, seed=seed)
@@ -220,7 +221,8 @@ def needle(
     count: Annotated[int, typer.Option(min=1, help="Problems of every length and kind.")] = 10,
     seed: Seed = 0,
 ) -> None:
-    """Make long texts with hidden numbers, of 4K to 60K tokens and more, for eval's task `needle`."""
+    """Make long texts with hidden numbers, of 4K to 60K tokens and more, for eval's task
+    `needle`."""
     from quantkit.checkpoint.hub import find_local
     from quantkit.evaluation.tasks.needle import KINDS, needle_rows
     from quantkit.tokenizer.chat import ChatTokenizer

@@ -1,5 +1,5 @@
-"""Examples at the end of `quantkit COMMAND --help`: they run as they are, or with your own model and
-files in place of the capitals."""
+"""Examples at the end of `quantkit COMMAND --help`: they run as they are, or with your own model
+and files in place of the capitals."""
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "go": (

@@ -1,4 +1,5 @@
-"""inspect: what is in a checkpoint; check: what is wrong with it; kernels: what this machine runs."""
+"""inspect: what is in a checkpoint; check: what is wrong with it; kernels: what this machine
+runs."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -48,7 +49,8 @@ def check(
     engine: Annotated[
         str | None,
         typer.Option(
-            help="Also report what prevents vllm, sglang, vllm-ascend, omni-infer or chitu from loading it.",
+            help="Also report what prevents vllm, sglang, vllm-ascend, omni-infer or chitu from "
+            "loading it.",
             autocompletion=names_of_engines,
         ),
     ] = None,
@@ -62,7 +64,8 @@ def check(
     text: Annotated[
         Path | None,
         typer.Option(
-            help="Text that both models process, .txt or .jsonl; quantkit's own with --depth behaviour."
+            help="Text that both models process, .txt or .jsonl; quantkit's own with --depth "
+            "behaviour."
         ),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write the findings as an HTML page.")] = None,
@@ -159,8 +162,8 @@ def kernels(
     tp: Annotated[int, typer.Option(min=1, help="With --model: ranks that share it.")] = 1,
     json_: AsJson = False,
 ) -> None:
-    """Operators and backends: which are usable here and why others are not; with --check their error
-    and speed."""
+    """Operators and backends: which are usable here and why others are not; with --check their
+    error and speed."""
     import quantkit_kernels
 
     from quantkit.common.devices import find_device
@@ -234,8 +237,8 @@ def kernels(
 
 
 def _notes(device: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How slow the reference is for the quantized linears that it serves, and where the plans of the
-    Triton kernels come from."""
+    """How slow the reference is for the quantized linears that it serves, and where the plans of
+    the Triton kernels come from."""
     import torch
     from quantkit_kernels.samples import random_weight
     from quantkit_kernels.triton.cards import architecture, plans_told

@@ -1,1 +1,2 @@
-"""Launch of engines: commands of a deployment, and the proxy for disaggregated prefill and decode."""
+"""Launch of engines: commands of a deployment, and the proxy for disaggregated prefill and
+decode."""

@@ -311,7 +311,8 @@ def _is_host(text: str) -> bool:
 
 
 _API_KEY_NOTE = (
-    f"The scripts take the key that clients, or a proxy, must send from {API_KEY}. It protects only "
+    f"The scripts take the key that clients, or a proxy, must send from {API_KEY}. It protects "
+    "only "
     "the API: the ports between boxes and ranks have no key, so keep those in a private network."
 )
 

@@ -132,7 +132,8 @@ class SourceComparison:
             self.matching.add(module)
             self.gains[module] = Gain.of(found.rows, found.columns)
             evidence = (
-                f"values are {shift:+.2f} steps off the source's in the mean: truncated, not rounded"
+                f"values are {shift:+.2f} steps off the source's in the mean: truncated, not "
+                "rounded"
                 if abs(shift) > _TRUNCATED
                 else self._part_fault(module, rows, theirs, found)
             )

@@ -276,7 +276,8 @@ def check_same_model(
             journal.add_probe(prompt, reply)
         if journal.kept:
             notice(
-                "the stored replies cannot be verified to be this model's: no greedy reply was stored"
+                "the stored replies cannot be verified to be this model's: no greedy reply was "
+                "stored"
             )
         return
     before = journal.probe.reply

@@ -1,4 +1,5 @@
-"""Options of `eval`, `regrade` and `ppl` and of the Python functions `evaluate` and `perplexity`."""
+"""Options of `eval`, `regrade` and `ppl` and of the Python functions `evaluate` and
+`perplexity`."""
 
 from dataclasses import dataclass
 from pathlib import Path

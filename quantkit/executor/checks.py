@@ -30,8 +30,8 @@ def check_amounts(options: EngineOptions) -> None:
 
 
 def check_request(prompt: list[int], params: SamplingParams, context: int, vocab: int) -> None:
-    """Raises QuantkitError for a prompt that does not fit in `context` tokens, or a token id outside
-    the vocabulary."""
+    """Raises QuantkitError for a prompt that does not fit in `context` tokens, or a token id
+    outside the vocabulary."""
     if not prompt:
         raise QuantkitError("the prompt is empty", "give at least one token")
     if len(prompt) >= context:
@@ -54,7 +54,8 @@ def check_eos(eos_ids: Iterable[object], vocab: int, path: Path) -> None:
     for token in eos_ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
             raise QuantkitError(
-                f"{path}: eos_token_id {token!r:.100} is not a token of the model, which has {vocab}",
+                f"{path}: eos_token_id {token!r:.100} is not a token of the model, which has "
+                f"{vocab}",
                 "correct generation_config.json, config.json or tokenizer_config.json",
             )
 

@@ -28,8 +28,8 @@ arrive meanwhile wait for them."""
 LONG_PREFILL_TOKENS = 8192
 """On a CUDA device with memory for it: for models with keys and values, whose decoding sequences
 then wait for fewer prompts between two tokens, and for mixture-of-experts models with latent KV,
-where every step expands all latents of a prompt again. 16,384 tokens of one of four ranks of R1 take an
-H200 1.174 s in steps of 4096, 1.148 in steps of 8192."""
+where every step expands all latents of a prompt again. 16,384 tokens of one of four ranks of R1
+take an H200 1.174 s in steps of 4096, 1.148 in steps of 8192."""
 _GRAPHS_BYTES = 3 << 29
 """Memory of captured steps, in addition to that of a launched step."""
 _ROWS, _MLP_ROWS, _EXPERT_ROWS, _EXPANDED_BYTES = 8, 16, 2.6, 1 << 30

@@ -1,5 +1,5 @@
-"""What every weight grid is: the parameters (`Grid`), a weight stored on it (`QuantizedWeight`), and
-rounding to it (`Quantizer`).
+"""What every weight grid is: the parameters (`Grid`), a weight stored on it (`QuantizedWeight`),
+and rounding to it (`Quantizer`).
 
 A grid is one file of this folder, and its classes answer every question about it: callers ask for
 properties and call methods, and never for the class. A weight W is [N=out, K=in], whatever format
@@ -316,8 +316,8 @@ def fit_scales(w: Tensor, quantizer: Quantizer, importance: Tensor | None = None
 
 
 def _fit_in_parts(quantizer: Quantizer, groups: Tensor, importance: Tensor | None) -> Scales:
-    """Scales [..., G, N] of [..., G, N, g]; on a CPU a few groups at a time, which stay in its cache
-    while candidates are tried."""
+    """Scales [..., G, N] of [..., G, N, g]; on a CPU a few groups at a time, which stay in its
+    cache while candidates are tried."""
     count = groups.shape[-3]
     at_once = (
         max(1, _CACHED_VALUES * count // groups.numel()) if groups.device.type == "cpu" else count

@@ -1,5 +1,5 @@
-"""E2M1, the 4-bit float of NVFP4 and MXFP4: a sign, two exponent bits, one mantissa bit. Rounding is
-to nearest, ties to the even code, as ModelOpt and compressed-tensors do."""
+"""E2M1, the 4-bit float of NVFP4 and MXFP4: a sign, two exponent bits, one mantissa bit. Rounding
+is to nearest, ties to the even code, as ModelOpt and compressed-tensors do."""
 
 import torch
 from torch import Tensor

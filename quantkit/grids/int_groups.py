@@ -1,8 +1,8 @@
 """Integers of 4 or 8 bits with a scale, and optionally a zero point, per group of input channels or
 per output channel: w = (code - zero_point) * scale.
 
-Scales are rounded to the dtype the format stores BEFORE codes are computed, so packing loses nothing
-and every code is the nearest one under the scale that the engine will really use.
+Scales are rounded to the dtype the format stores BEFORE codes are computed, so packing loses
+nothing and every code is the nearest one under the scale that the engine will really use.
 """
 
 import math

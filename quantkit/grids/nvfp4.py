@@ -41,8 +41,8 @@ INPUT_HEADROOM = 4.0
 changes no other rounding: e4m3 has room for it as long as a group's largest value is not below amax
 / 7168."""
 _NEIGHBOURS = (0, -1, 1, -2, 2, 3, 4)
-"""e4m3 codes around amax / 6 that a fit tries: from a quarter below to a half above, which is amax /
-4."""
+"""e4m3 codes around amax / 6 that a fit tries: from a quarter below to a half above, which is amax
+/ 4."""
 
 
 @dataclass(frozen=True)

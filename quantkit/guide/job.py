@@ -181,7 +181,8 @@ class GuidedJob:
         )
 
     def _step(self, name: str, work: Callable[[], dict[str, Any]], of: str = "") -> dict[str, Any]:
-        """The step's result, stored or new. of: settings that it depends on besides the record's."""
+        """The step's result, stored or new. of: settings that it depends on besides the
+        record's."""
         before = self.record.done(name)
         if before is not None and before["of"] == of:
             self.listeners.step(name, f"done {self.record.when(name)}")
@@ -223,7 +224,10 @@ class GuidedJob:
         needed, there = _run_bytes(source), free_bytes(find_device("auto"))
         if needed > there and held_out:
             tokens = int(held_out["tokens"])
-            reason = f"the source needs {format_bytes(needed)} to run, and {format_bytes(there)} are free"
+            reason = (
+                f"the source needs {format_bytes(needed)} to run, and {format_bytes(there)} "
+                "are free"
+            )
             return dict(held_out) | {
                 "tokens": tokens,
                 "on": f"{tokens:,} held-out tokens, while quantizing: {reason}",
@@ -245,8 +249,8 @@ class GuidedJob:
         return found | {"on": f"{quality.tokens:,} tokens of {text}"}
 
     def _documents(self, source: Path, recipe: Recipe) -> tuple[list[Any], str]:
-        """Documents of the calibration text that the run did not use; if none are left, those that it
-        held out."""
+        """Documents of the calibration text that the run did not use; if none are left, those that
+        it held out."""
         taken = recipe.samples + recipe.held_out
         options: dict[str, Any] = {
             "samples": recipe.samples,

@@ -110,7 +110,8 @@ class Proposal(Result):
             ),
             (
                 "engine",
-                f"{self.chosen.engine}{used}: {format_bytes(placed.weight_bytes)} of weights on each{room}",
+                f"{self.chosen.engine}{used}: {format_bytes(placed.weight_bytes)} of weights on "
+                f"each{room}",
             ),
             (
                 "loss to expect",
@@ -119,12 +120,14 @@ class Proposal(Result):
             ),
             (
                 "time",
-                f"about {format_duration(self.seconds)} on this machine, within a factor of {self.factor:g}, "
+                f"about {format_duration(self.seconds)} on this machine, within a factor of "
+                f"{self.factor:g}, "
                 "and as much text as is then measured",
             ),
             (
                 "disk",
-                f"{format_bytes(planned.disk_bytes)} needed, {format_bytes(planned.disk_free_bytes)} free",
+                f"{format_bytes(planned.disk_bytes)} needed, "
+                f"{format_bytes(planned.disk_free_bytes)} free",
             ),
             (
                 "memory",
@@ -150,7 +153,8 @@ def expected_losses() -> dict[str, ExpectedLoss]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """settings: a scheme's recipe. scheme, engine: if given. context: tokens of the longest request.
+    """settings: a scheme's recipe. scheme, engine: if given. context: tokens of the longest
+    request.
     tokens: of the calibration text, if known."""
 
     settings: Callable[[str], Recipe]
@@ -200,7 +204,8 @@ def choose_candidate(found: list[SchemeCandidate], box: Devices) -> tuple[Scheme
     placed = smallest.plan.devices
     needed, there = placed.weight_bytes + placed.reserve_bytes, placed.usable_bytes
     raise QuantkitError(
-        f"no scheme fits {box.name}: {smallest.scheme}, the smallest, needs {format_bytes(needed)} of "
+        f"no scheme fits {box.name}: {smallest.scheme}, the smallest, needs {format_bytes(needed)} "
+        "of "
         f"each of {smallest.devices} devices "
         f"and a cache of {placed.context} tokens, where {format_bytes(there)} may be used",
         "give more or larger devices, or a smaller model",
@@ -245,7 +250,8 @@ def _engines(box: Devices, asked: str | None) -> tuple[str, ...]:
 
 
 def _check_engine(engine: str, scheme: Scheme, box: Devices, checkpoint: Checkpoint) -> None:
-    """Raises QuantkitError unless the engine loads the scheme on these devices and runs the model."""
+    """Raises QuantkitError unless the engine loads the scheme on these devices and runs the
+    model."""
     if engine == QUANTKIT:
         find_architecture(checkpoint.config)
         return

@@ -1,5 +1,5 @@
-"""From a request to a proposal: plan every scheme, choose one, and refuse before any work what cannot
-be done."""
+"""From a request to a proposal: plan every scheme, choose one, and refuse before any work what
+cannot be done."""
 
 import os
 import shutil
@@ -64,8 +64,8 @@ def propose(request: GoRequest) -> Proposal:
 
 
 def _calibration_tokens(request: GoRequest) -> int | None:
-    """Tokens of the calibration text, the same for all schemes; None if the tokenizer is not on this
-    machine."""
+    """Tokens of the calibration text, the same for all schemes; None if the tokenizer is not on
+    this machine."""
     source = find_local(request.model)
     if source is None:
         return None
@@ -119,7 +119,8 @@ def _check_room(planned: Plan, model: str, folder: Path) -> None:
         needed = planned.source_bytes + (planned.disk_bytes if same else 0)
         if needed > free:
             raise QuantkitError(
-                f"downloading {model} needs {format_bytes(needed)} of disk and {cache} has {format_bytes(free)} "
+                f"downloading {model} needs {format_bytes(needed)} of disk and {cache} has "
+                f"{format_bytes(free)} "
                 "free",
                 "free some, or set HF_HOME",
             )

@@ -1,5 +1,5 @@
-"""go.json: the request, the choice and the finished steps. It is replaced atomically, so that a kill
-leaves the last state."""
+"""go.json: the request, the choice and the finished steps. It is replaced atomically, so that a
+kill leaves the last state."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -28,7 +28,8 @@ class Record:
     """The record of one output folder. asked: everything that the outcome depends on, as JSON."""
 
     def __init__(self, out: Path, asked: dict[str, Any]) -> None:
-        """Raises QuantkitError if the folder was begun with other settings, or its file is damaged."""
+        """Raises QuantkitError if the folder was begun with other settings, or its file is
+        damaged."""
         self._path = out / NAME
         found = read_json(self._path) if self._path.exists() else {}
         if found:

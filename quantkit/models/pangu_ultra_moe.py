@@ -110,7 +110,8 @@ class DecoderLayer(decoder.DecoderLayer):
             mlp,
             mlp_norm="pre_mlp_layernorm",
         )
-        # A sublayer's output is normed, and so must be mlp_output over the ranks before it is added.
+        # A sublayer's output is normed, and so must be mlp_output over the ranks before it is
+        # added.
         self.add_rms_norm = add_rms_norm
         self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
         self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")

@@ -129,7 +129,8 @@ class _Search:
             if self.load[device] <= mean:
                 return False
             own = self.placed[device]
-            # moved [S, D, S]: load that the device loses by exchanging slot s for slot t of device d.
+            # moved [S, D, S]: load that the device loses by exchanging slot s for slot t of device
+            # d.
             moved = self.each[own][:, None, None] - self.each[self.placed][None]
             saved = 2 * moved * (self.load[device] - self.load[None, :, None] - moved)
             invalid = self.holds[:, own].T[:, :, None] | self.holds[device][self.placed][None]

@@ -109,7 +109,8 @@ class DeviceShare:
         room = "" if self.cache_tokens is None else f", {self.cache_tokens:,} tokens"
         return [
             (
-                f"  {self.count} device{'s' if self.count > 1 else ''} of {format_bytes(self.memory_bytes)}",
+                f"  {self.count} device{'s' if self.count > 1 else ''} of "
+                f"{format_bytes(self.memory_bytes)}",
                 f"{format_bytes(self.weight_bytes)} of weights each",
             ),
             ("  room for the cache", f"{format_bytes(self.cache_bytes)} each{room}"),
@@ -189,7 +190,8 @@ class Plan(Result):
             ("host memory, peak", f"{format_bytes(self.host_peak_bytes)} (at {host.where})"),
             (
                 "disk",
-                f"{format_bytes(self.disk_bytes)} needed, {format_bytes(self.disk_free_bytes)} free here",
+                f"{format_bytes(self.disk_bytes)} needed, {format_bytes(self.disk_free_bytes)} "
+                "free here",
             ),
             *(
                 (
@@ -226,7 +228,8 @@ def plan(
             "cache, which roles with such a cache read"
         )
         raise QuantkitError(
-            "--cache does not go with --layout: a layout's engine decides the cache dtype of its roles",
+            "--cache does not go with --layout: a layout's engine decides the cache dtype of its "
+            "roles",
             remedy,
         )
     request = read_request(scheme, options.format, options.engine, settings, mixture)

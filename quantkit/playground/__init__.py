@@ -1,1 +1,2 @@
-"""A local web page that compares the greedy answers and token probabilities of one or two models."""
+"""A local web page that compares the greedy answers and token probabilities of one or two
+models."""

@@ -130,7 +130,8 @@ def round_block(
     own = ROWS if rows * batch > FEW else FEW_ROWS
     _round_block[(triton.cdiv(rows, own), batch)](
         target, update_t, size, nought, groups, factor, *in_all,
-        rows, _batch_stride(size), groups.stride(0) if groups.dim() == 2 else 0, *map(_batch_stride, in_all),
+        rows, _batch_stride(size), groups.stride(0) if groups.dim() == 2 else 0,
+        *map(_batch_stride, in_all),
         float(low), float(high),
         COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), ROWS=own,
         FP4=quantizer.code_range is None, ZERO=zero is not None,

@@ -160,7 +160,8 @@ def _inventory_by_name(checkpoint: Checkpoint) -> Inventory:
     tree = read_tree(checkpoint.config)
     cut = checkpoint.split_stacks(tree.stacks)
     note = (
-        f"linears are identified by name, and those whose inputs 128 divides are quantized: {tree.why}"
+        "linears are identified by name, and those whose inputs 128 divides are quantized: "
+        f"{tree.why}"
         if tree.linears is None
         else "linears are identified by transformers' modules"
     )

@@ -1,7 +1,8 @@
 """Expected peak memory of a run, computed from shapes before it starts.
 
 A calibrated run holds the hidden states of all tokens, and one of:
-  sublayer  of attention or feed-forward: its weights and Hessians; or its Hessians and their factors, the
+  sublayer  of attention or feed-forward: its weights and Hessians; or its Hessians and their
+  factors, the
             largest being computed; or the factors and the linears of one input being solved
   experts   the inputs of the routed experts, the Hessian of the layer's input, and a batch of experts
 

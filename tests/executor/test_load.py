@@ -167,7 +167,8 @@ def test_a_model_that_computes_no_numbers_is_refused(tmp_path: Path, tp: int) ->
     path = make_model.write_dense(tmp_path / "nan", config, tensors)
     with pytest.raises(
         QuantkitError,
-        match=r"nan computes logits that are not numbers in float32; quantkit check .*nan names the "
+        match=r"nan computes logits that are not numbers in float32; quantkit check .*nan names "
+        r"the "
         r"tensor",
     ):
         Engine.load(path, device="cpu", dtype="float32", tp=tp)

@@ -354,7 +354,8 @@ def test_draft_lengths_out_of_bounds_are_refused(asked: dict[str, int]) -> None:
     (count,) = asked.values()
     with pytest.raises(
         QuantkitError,
-        match=f"^{count} draft tokens per step are too many or too few; use 0 to {MAX_DRAFT_LENGTH}$",
+        match=f"^{count} draft tokens per step are too many or too few; use 0 to "
+        f"{MAX_DRAFT_LENGTH}$",
     ):
         Engine.load(find_model("tiny-r1"), **asked)  # type: ignore[arg-type]
 

@@ -1,5 +1,5 @@
-"""Quantizers agree with the plain rounding of the grids, fit better where asked to, and their values
-survive being stored."""
+"""Quantizers agree with the plain rounding of the grids, fit better where asked to, and their
+values survive being stored."""
 
 import pytest
 import torch

@@ -278,7 +278,8 @@ def test_a_bf16_source_keeps_bf16(dense: Path, text: str, tmp_path: Path) -> Non
     [
         (
             ["--keep", "attn"],
-            "--keep 'attn' is not a kind of sublayer; kinds are attention, mlp, shared, experts, mtp",
+            "--keep 'attn' is not a kind of sublayer; kinds are attention, mlp, shared, experts, "
+            "mtp",
         ),
         (["--keep", "mlp,"], "--keep '' is not a kind"),
         (

@@ -48,6 +48,9 @@ def _words() -> list[str]:
             f"{problem.question}\n{problem.reasoning}\n\n{problem.sentence.format(f'{chr(92)}boxed{{1}}')} "
             ""
             ""
+            ""
+            ""
+            ""
             f"{SUFFIX}"
         )
         found.update(piece for piece, _ in cut.pre_tokenize_str(text))

@@ -1,5 +1,5 @@
-"""Weights in the order in which the lanes of a warp consume them (the layouts are described at the top of
-packed.cuh).
+"""Weights in the order in which the lanes of a warp consume them (the layouts are described at the
+top of packed.cuh).
 
 Everything here is plain torch and runs on any device. N is padded to whole strips of 64 rows with
 zeros.

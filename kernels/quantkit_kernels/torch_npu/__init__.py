@@ -73,8 +73,8 @@ NEEDS = {
     "gqa_decode": ("npu_fused_infer_attention_score",),
     "gqa_prefill": _PRESENT,
 }
-"""The operators of torch_npu that implement each of ours. FP4 is decoded, and unquantized weights are
-multiplied, by torch's own."""
+"""The operators of torch_npu that implement each of ours. FP4 is decoded, and unquantized weights
+are multiplied, by torch's own."""
 
 NARROW_EXPERTS = True
 """Experts of int8 whose codes have four bits are held in four."""

@@ -78,7 +78,8 @@ def grouped_matmul(
     """x[M, K] times weight[e] [K, N] for the counts[e] rows of each expert in turn.
 
     scales: antiquant_scale and antiquant_offset for int4 weights, scale and per_token_scale for
-    int8, bias too for int4 next to int8 rows (layout.narrow_tensors); none for weights of x's dtype.
+    int8, bias too for int4 next to int8 rows (layout.narrow_tensors); none for weights of x's
+    dtype.
     """
     lists = {name: [tensor] for name, tensor in scales.items()}
     kwargs = {

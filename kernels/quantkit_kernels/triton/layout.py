@@ -6,8 +6,9 @@ each step all output features.
              bfloat16 has them, shifted right by 3 i (sign 15, magnitude 8..6), but plane 3, which
              has sign, exponents and mantissa in bits 14, 13, 11 and 10
     int8     int8 [E, K/128, N, 128]; w8a16 the same
-    scales   of a step and output feature. w8a16: float32 [E, K/g, N], groups of g at most 128. int4: 32 bits a group, scale as float16 and zero point + 8: int32 [E, K/128, N] for groups of
-             128, int64 for 64, int64 [E, K/128, 2, N] for 32. FP4: int64, a byte a group, 5 bits of
+    scales   of a step and output feature. w8a16: float32 [E, K/g, N], groups of g at most 128.
+             int4: 32 bits a group, scale as float16 and zero point + 8: int32 [E, K/128, N] for
+             groups of 128, int64 for 64, int64 [E, K/128, 2, N] for 32. FP4: int64, a byte a group, 5 bits of
              exponent and 3 of mantissa
 
 N is padded to whole strips of 64 rows, K to whole steps; what is added decodes to zero. Everything

@@ -58,9 +58,9 @@ def mla_prepare(
     INTERLEAVED: tl.constexpr, CODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program per token and half: the query part normed to q_a; the latent normed and the rotary
-    key rotated, to the token's slot. Slots are latent_token numbers of `latents` apart, key_token of
-    `keys`. CODES: codes_kernel.py; then keys are divided by their token's scale, and are no larger
-    than largest_key."""
+    key rotated, to the token's slot. Slots are latent_token numbers of `latents` apart, key_token
+    of `keys`. CODES: codes_kernel.py; then keys are divided by their token's scale, and are no
+    larger than largest_key."""
     wait_for_input(PDL)
     token = tl.program_id(0).to(tl.int64)
     row = qkv_a + token * (Q + K + R)

@@ -1,5 +1,5 @@
-"""What ModelSlim writes in addition to its W8A8_DYNAMIC and per-channel W4A8_DYNAMIC: each linear by its
-type in the description. Read only.
+"""What ModelSlim writes in addition to its W8A8_DYNAMIC and per-channel W4A8_DYNAMIC: each linear
+by its type in the description. Read only.
 
     W8A8, W8A8_MIX   X.weight int8 [N, K]   X.input_scale, X.input_offset [1]   X.deq_scale [N] = input_scale * weight_scale
                      X.quant_bias int32 [N]; X.weight_scale [N, 1] in its first form alone

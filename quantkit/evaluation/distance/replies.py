@@ -38,7 +38,8 @@ from quantkit.tokenizer.chat import ChatTokenizer
 
 
 def task_prompts(options: PerplexityOptions) -> tuple[TaskRun, list[Prompt]]:
-    """The task `options.sampled` under protocol r1, and its prompts in order, each with its seed."""
+    """The task `options.sampled` under protocol r1, and its prompts in order, each with its
+    seed."""
     assert options.sampled is not None
     generation = {"max_tokens": options.max_tokens} if options.max_tokens else None
     work = prepare(
@@ -206,7 +207,8 @@ def _scored_reply(reply: ModelReply, prompt: list[int], texts: dict[str, int]) -
         raise ValueError(reply.error or reply.refusal or "the reply has no log-probabilities")
     if reply.prompt_tokens and reply.prompt_tokens != len(prompt):
         raise ValueError(
-            f"the server counts {reply.prompt_tokens} tokens in a prompt that has {len(prompt)} here"
+            f"the server counts {reply.prompt_tokens} tokens in a prompt that has {len(prompt)} "
+            "here"
         )
     ids: list[int] = []
     top: list[dict[int, float]] = []

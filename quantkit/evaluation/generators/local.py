@@ -17,8 +17,8 @@ from quantkit.tokenizer.reasoning_tags import THINK
 
 
 class Local:
-    """Prompts run together, up to `options.max_batch` in a batch. count_experts: a file that `close`
-    writes, with the tokens routed to each expert."""
+    """Prompts run together, up to `options.max_batch` in a batch. count_experts: a file that
+    `close` writes, with the tokens routed to each expert."""
 
     identity_is_certain = True
 

@@ -27,6 +27,9 @@ _INTRODUCTION = re.compile(
     r""
     r""
     r""
+    r""
+    r""
+    r""
     r")"
 )
 _DENIAL = re.compile(

@@ -72,6 +72,9 @@ _DOUBT = re.compile(
     r""
     r""
     r""
+    r""
+    r""
+    r""
     r"out"
     rf"|over|either|or)\b|n't\b|[不非]|排除|{answer_phrases.DENIAL}"
 )

@@ -38,6 +38,9 @@ UNSOLVED = re.compile(
     r""
     r""
     r""
+    r""
+    r""
+    r""
     r"]+)?\W*$)"
 )
 """An equation that leaves a multiple or a power of its one unknown: So 2n = 540."""

@@ -177,11 +177,9 @@ class MtpDrafter(Drafter):
     ) -> tuple[Tensor, Tensor] | None:
         self._backlog.recomputed([sequence for sequence, start, _ in output.spans if start == 0])
         next_ids, rows = self._tensor(_next_tokens(output)), self._tensor(output.logit_rows)
+        output_rows = next_ids.new_zeros(1)  # the model returns at least one row
         if token_ids is not None:
             next_ids[rows] = token_ids
-        if token_ids is None:
-            output_rows = next_ids.new_zeros(1)  # the model returns at least one row
-        else:
             output_rows = rows if result_rows is None else rows[result_rows]
         self._hidden = self.mtp(
             next_ids, self._states(output.hidden), self._context(output), output_rows

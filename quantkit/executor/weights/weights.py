@@ -189,8 +189,8 @@ class ExecutorWeights:
         ]
 
     def _narrowed(self, module: str, weight: kernels.Weight) -> kernels.Weight:
-        """int8 whose codes are int4's is marked so, where experts' backend holds four bits of each: a
-        shared expert in int8 is then none of them."""
+        """int8 whose codes are int4's is marked so, where experts' backend holds four bits of each:
+        a shared expert in int8 is then none of them."""
         stored = self.checkpoint.linears.get(module)
         if (
             kind(weight) != "int8"

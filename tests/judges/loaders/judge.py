@@ -99,6 +99,9 @@ UNUSED = {
     "sglang": r"\.((w13_|w2_)?(weight_)?(input_scale|blockscale_swizzled|g_idx|g_idx_sort_indices)|attn(_mqa|_mha)?\.[kv]_scale) "
     r""
     r""
+    r""
+    r""
+    r""
     r"",
 }
 

@@ -40,8 +40,9 @@ def attend_cached(
     SPLIT: tl.constexpr, CODES: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """q [rows, heads, D], and q_pe [rows, heads, R], not yet rotated; keys of a token and key head D
-    numbers, and k_pe of a token R, rotated. With R 0 values have D of their own, else keys are the
+    """q [rows, heads, D], and q_pe [rows, heads, R], not yet rotated; keys of a token and key head
+    D numbers, and k_pe of a token R, rotated. With R 0 values have D of their own, else keys are
+    the
     values. scale: times log2(e). CODES: codes_kernel.py, with a scale for each token and key head,
     which with R 0 keys and values each have; the probabilities then take the values' scales, over
     the largest so far, along.
