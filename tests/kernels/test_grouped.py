@@ -259,7 +259,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="the prompts have 2"):
         gqa_prefill(q, (cache, cache), prompts, scale=1.0)
     rotation, slots = Rotation(torch.zeros(1, 2), torch.zeros(1, 2)), torch.zeros(1).long()
-    with pytest.raises(ValueError, match="no heads beside 2 of 8"):
+    with pytest.raises(ValueError, match="not heads next to 2 of 8"):
         gqa_prepare(torch.zeros(1, 36), None, rotation, (cache, cache), slots)
     with pytest.raises(ValueError, match=r"norms\.k: shape"):
         gqa_prepare(
