@@ -241,7 +241,7 @@ def _notes(device: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
     the Triton kernels come from."""
     import torch
     from quantkit_kernels.samples import random_weight
-    from quantkit_kernels.triton.cards import architecture, plans_told
+    from quantkit_kernels.triton.cards import architecture, describe_plans
 
     from quantkit.executor.weights.fallback_warning import slowness
 
@@ -255,7 +255,7 @@ def _notes(device: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
     on_gpu = device.type == "cuda" and any(
         row["backend"] == "triton" and row["usable"] for row in rows
     )
-    return {"slow": slow, "plans": plans_told(architecture(device)) if on_gpu else ""}
+    return {"slow": slow, "plans": describe_plans(architecture(device)) if on_gpu else ""}
 
 
 def _tune(device: Any, json_: bool, model: str | None, tp: int) -> None:

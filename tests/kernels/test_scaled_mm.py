@@ -82,7 +82,7 @@ def test_a_linear_is_the_product_of_both_as_they_were_rounded(
     if stacked:  # of two tensors with global scales of their own
         weight = weight._replace(global_scale=torch.linspace(0.01, 0.02, 48))
     x = torch.randn(5, 96).bfloat16()
-    module._tell.cache_clear()
+    module._warn.cache_clear()
     found = linear(weight, torch.bfloat16, torch.device("cpu"))(x)
     assert "what runs is W4A4" in caplog.text
     exact = (

@@ -144,7 +144,7 @@ def test_a_table_is_of_the_card_it_was_measured_on(monkeypatch: pytest.MonkeyPat
     assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 16) == cards.LinearPlan(
         128, 16, 2, 8, 3
     )
-    assert cards.plans_told("sm_90").startswith(f"of this card, in {path}")
+    assert cards.describe_plans("sm_90").startswith(f"of this card, in {path}")
     monkeypatch.setattr(cards, "card_name", lambda: "NVIDIA H200")
     cards._table.cache_clear()
     assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 16) != cards.LinearPlan(
@@ -152,9 +152,9 @@ def test_a_table_is_of_the_card_it_was_measured_on(monkeypatch: pytest.MonkeyPat
     )
     assert (
         "for all cards of sm_90, measured on NVIDIA H200; int4 of up to 64 tokens"
-        in cards.plans_told("sm_90")
+        in cards.describe_plans("sm_90")
     )
-    assert "a rule" in cards.plans_told("sm_80")
+    assert "a rule" in cards.describe_plans("sm_80")
 
 
 def test_plans_of_experts_are_read_from_a_table() -> None:
@@ -351,7 +351,7 @@ def test_plans_are_found_where_the_cache_is_closed(
     first_use.announce(torch.device("cuda"))
     first_use.announce.cache_clear()
     assert cards.linear_plan("sm_90", 132, "int4", 7168, 2048, 1) is not None
-    assert "--tune measures this card's" in cards.plans_told("sm_90")
+    assert "--tune measures this card's" in cards.describe_plans("sm_90")
 
 
 def test_what_the_plan_until_now_took_is_told_where_another_is_faster() -> None:

@@ -51,12 +51,12 @@ def product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor) -> Tens
 
 def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
     assert isinstance(weight, Fp4), type(weight)
-    _tell()
+    _warn()
     return ScaledMmLinear(weight, dtype, device)
 
 
 @functools.cache
-def _tell() -> None:
+def _warn() -> None:
     _log.warning(
         "backend scaled_mm rounds activations to NVFP4: what runs is W4A4, not what a W4A16 "
         "checkpoint was made for"

@@ -350,7 +350,7 @@ def card_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
-def plans_told(name: str) -> str:
+def describe_plans(name: str) -> str:
     """Where the plans of products come from on a card of this architecture, in a line for who uses
     it."""
     shipped, own = _shipped_table(name), own_table(name)

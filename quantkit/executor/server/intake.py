@@ -292,7 +292,7 @@ def valid(fields: dict[str, Any], kind: type[Model]) -> Model:
     try:
         return kind.model_validate(fields)
     except ValidationError as fault:
-        first = _telling(fault)
+        first = _clearest(fault)
         place = ".".join(str(part)[:100] for part in _place(first, fields))
         if first["type"] == "extra_forbidden":
             check_supported(place)
@@ -302,7 +302,7 @@ def valid(fields: dict[str, Any], kind: type[Model]) -> Model:
         ) from fault
 
 
-def _telling(fault: ValidationError) -> Mapping[str, Any]:
+def _clearest(fault: ValidationError) -> Mapping[str, Any]:
     """The first error; of a field that may be of several types that of the type which it is, not of
     one which it is not."""
     errors = fault.errors(include_url=False, include_context=False, include_input=False)

@@ -229,7 +229,9 @@ class Service:
             self.fault = fault
             self._hand_over([])
             gone = EngineFault(f"the engine stopped: {fault}")
-            self._loop.call_soon_threadsafe(self._tell_all, list(set(self._streams.values())), gone)
+            self._loop.call_soon_threadsafe(
+                self._notify_all, list(set(self._streams.values())), gone
+            )
             raise
 
     def _take_orders(self) -> bool:
@@ -260,7 +262,7 @@ class Service:
         if news:
             self._loop.call_soon_threadsafe(self._deliver, news)
 
-    def _tell_all(self, streams: list[AnswerStream], fault: EngineFault) -> None:
+    def _notify_all(self, streams: list[AnswerStream], fault: EngineFault) -> None:
         for stream in streams:
             stream.arrived.put_nowait(fault)
         self._on_fault()

@@ -15,7 +15,7 @@ _HELP = {"cuda": ("triton", "cuda"), "npu": ("ascend", "torch_npu")}
 own."""
 
 
-def tell_slow(operator: str, weight: Weight, device: torch.device, dtype: torch.dtype) -> None:
+def warn_slow(operator: str, weight: Weight, device: torch.device, dtype: torch.dtype) -> None:
     """Warn that `operator` is served by the reference."""
     warnings.warn(slowness(operator, weight, device, dtype), RuntimeWarning, stacklevel=2)
 

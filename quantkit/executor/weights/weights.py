@@ -30,7 +30,7 @@ from quantkit.common.devices import free_bytes
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.ranks.expert_parallel import NO_RANKS, ExpertRanks, ExpertShare
 from quantkit.executor.ranks.parallel import SINGLE, Parallel
-from quantkit.executor.weights.fallback_warning import tell_slow
+from quantkit.executor.weights.fallback_warning import warn_slow
 from quantkit.executor.weights.prefetch import find_prefetcher
 from quantkit.executor.weights.split import share_range
 from quantkit.grids.base import Weight, cut_columns, cut_rows, dequantize
@@ -88,8 +88,8 @@ class ExecutorWeights:
         self._read: dict[str, kernels.Weight] = {}
         """Linears that were read to ask for a prolog, and for which there is none: whoever asks for
         them next gets them."""
-        self._told_slow = False
-        self._told_unserved: set[str] = set()
+        self._warned_slow = False
+        self._warned_unserved: set[str] = set()
         self.nbytes = 0
         """Bytes held by everything handed out so far."""
 
@@ -350,27 +350,27 @@ class ExecutorWeights:
         )
         if chosen == self.backend:
             return chosen
-        self._tell_unserved(f"{operator}_{grid}", shapes, chosen)
+        self._warn_unserved(f"{operator}_{grid}", shapes, chosen)
         small = grid == "fp4" and chosen == "cpu" and max(map(math.prod, shapes)) <= _SMALL_FP4
         if self._may_expand and (small or chosen == "reference"):
             return "expanded"
-        if chosen == "reference" and not self._told_slow:
-            self._told_slow = True
-            tell_slow(f"{operator}_{grid}", weights[0], self.device, self.dtype)
+        if chosen == "reference" and not self._warned_slow:
+            self._warned_slow = True
+            warn_slow(f"{operator}_{grid}", weights[0], self.device, self.dtype)
         return chosen
 
-    def _tell_unserved(
+    def _warn_unserved(
         self, operator: str, shapes: tuple[backends.Shape, ...], chosen: str
     ) -> None:
         """Warn once where the backend asked for has an operator, and not for these weights in the
         compute dtype."""
         if (
             self.backend == "auto"
-            or operator in self._told_unserved
+            or operator in self._warned_unserved
             or backends.why_unusable(operator, self.backend, self.device)
         ):
             return
-        self._told_unserved.add(operator)
+        self._warned_unserved.add(operator)
         reason = backends.why_unusable(operator, self.backend, self.device, self.dtype, shapes)
         warnings.warn(
             f"backend {self.backend} does not serve {operator} of this model, {chosen} does: "

@@ -107,9 +107,9 @@ class ToolCallSplitter:
 
     def _read(self, reader: CallReader, text: str) -> list[CallDelta]:
         self._body += text
-        return self._told(reader, reader.push(text))
+        return self._deltas(reader, reader.push(text))
 
-    def _told(self, reader: CallReader, arguments: str) -> list[CallDelta]:
+    def _deltas(self, reader: CallReader, arguments: str) -> list[CallDelta]:
         """A piece of the open call, for who waits for it."""
         if reader.name is None or (self._count and not self._use.parallel):
             return []
@@ -127,7 +127,7 @@ class ToolCallSplitter:
 
     def _close(self, reader: CallReader, mark: str) -> tuple[str, list[CallDelta]]:
         """The open call ends: its text where it was none, else what is missing of it."""
-        calls = self._told(reader, reader.finish())
+        calls = self._deltas(reader, reader.finish())
         self._reader = None
         if reader.name is None:
             return self._form.call[0] + self._body + mark, []
