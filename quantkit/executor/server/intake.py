@@ -9,6 +9,7 @@ long one can hold.
 import asyncio
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -346,7 +347,9 @@ def parse(raw: bytes) -> dict[str, Any]:
     """
     try:
         text = raw.decode()
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_integer
+        )
         if re.search(r"\\u[dD]", text):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as fault:
@@ -357,7 +360,7 @@ def parse(raw: bytes) -> dict[str, Any]:
         raise ApiError(400, "the request is not UTF-8", "invalid_json") from fault
     except RecursionError as fault:
         raise ApiError(400, "the request is nested too deeply", "invalid_json") from fault
-    except ValueError as fault:  # json's own, and integers of thousands of digits
+    except ValueError as fault:
         raise ApiError(
             400, f"the request is not JSON: {str(fault)[:200]}", "invalid_json"
         ) from fault
@@ -376,6 +379,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> None:
     raise ApiError(400, f"{name} is not JSON", "invalid_json")
+
+
+def _integer(digits: str) -> int:
+    """Python's own limit of digits is the process's: a library may have lifted it."""
+    if len(digits) > sys.int_info.default_max_str_digits:
+        raise ValueError("an integer of thousands of digits")
+    return int(digits)
 
 
 def or_refuse(work: Callable[[], Result], what: str) -> Result:
