@@ -123,7 +123,7 @@ test-vllm-topologies: $(VENV)/test.stamp .venv-vllm/stamp
 	touch $@
 
 test-faults: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels:tests $(BIN)/python tests/judges/faults.py
+	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels:tests/support $(BIN)/python tests/judges/faults.py
 
 test-placement: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels $(BIN)/python tests/judges/placement.py
@@ -131,7 +131,7 @@ test-placement: $(VENV)/test.stamp
 # Files of `place`, read by the engines' own loaders: 65 MB of wheels, a few seconds.
 test-placement-loaders: $(VENV)/test.stamp
 	$(BIN)/pip download --quiet --no-deps --dest out/wheels sglang==0.5.23 vllm-ascend==0.23.0
-	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels:tests $(BIN)/python tests/judges/placement_loaders.py --wheels out/wheels
+	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels:tests/support $(BIN)/python tests/judges/placement_loaders.py --wheels out/wheels
 
 # An estimated quarter of an hour of CPU time, which was not measured as a whole, and 4 GB of disk for both environments.
 test-loaders: .venv-vllm-ascend/stamp .venv-sglang/stamp
@@ -143,7 +143,7 @@ test-loaders: .venv-vllm-ascend/stamp .venv-sglang/stamp
 	touch $@
 
 test-packers: .venv-packers/stamp
-	PYTHONPATH=.:tests .venv-packers/bin/python tests/judges/packers.py
+	PYTHONPATH=.:tests/support .venv-packers/bin/python tests/judges/packers.py
 
 .venv-packers/stamp:
 	$(PYTHON) -m venv .venv-packers
@@ -180,7 +180,7 @@ test-lm-eval: $(VENV)/test.stamp .venv-lm-eval/stamp
 	touch $@
 
 test-clients: $(VENV)/test.stamp .venv-clients/stamp
-	PYTHONPATH=tests $(BIN)/python tests/judges/clients.py --python .venv-clients/bin/python
+	PYTHONPATH=tests/support $(BIN)/python tests/judges/clients.py --python .venv-clients/bin/python
 
 .venv-clients/stamp:
 	$(PYTHON) -m venv .venv-clients

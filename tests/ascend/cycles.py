@@ -1,7 +1,7 @@
 """What bounds the Ascend C kernels, predicted: their instructions and bytes, counted while the
 sources run, times a table of rates.
 
-    PYTHONPATH=.:kernels:tests python tests/ascend/cycles.py
+    PYTHONPATH=.:kernels:tests:tests/support python tests/ascend/cycles.py
 
 prints a table for DeepSeek-R1's experts on one of 8 ranks. An item of a kernel is run at two
 lengths of K, for what a group of it takes and what the rest. All parts of a core are taken to

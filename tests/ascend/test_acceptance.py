@@ -28,6 +28,7 @@ def test_the_whole_day(
         os.pathsep.join(
             [
                 str(ROOT / "tests"),
+                str(ROOT / "tests" / "support"),
                 str(ROOT),
                 str(ROOT / "kernels"),
                 os.environ.get("PYTHONPATH", ""),

@@ -194,7 +194,11 @@ def test_two_ranks(scheme: str, r1_attention: Callable[[str], Path]) -> None:
         "OMP_NUM_THREADS": "1",
     }
     shared["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        [
+            str(Path(__file__).parents[1]),
+            str(Path(__file__).parents[1] / "support"),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
     )
     command = [sys.executable, "-c", RANK, str(path)]
     other = subprocess.Popen(command, env={**shared, "RANK": "1"}, stdout=subprocess.DEVNULL)

@@ -24,7 +24,7 @@ from quantkit.grids.int_groups import IntGrid
 from quantkit.models.stored_parameters import read_model
 
 GIB = 2**30
-DATA = Path(__file__).parent.parent / "data"
+DATA = Path(__file__).parents[1] / "support"
 RECIPES = [
     ("vllm", "cuda"),
     ("sglang", "cuda"),

@@ -3,7 +3,7 @@ their documentation shows them.
 
     python tests/judges/clients.py --python .venv-clients/bin/python        (`make test-clients`)
 
-The model's answers are written into its weights (tests/scripted_model.py): it calls a tool where it
+The model's answers are written into its weights (tests/support/scripted_model.py): it calls a tool where it
 is offered one, and answers once the tool has. What LangChain sends, and what it makes of the
 answers, is its own: `langchain_agent.py` runs in its environment.
 """

@@ -1,4 +1,4 @@
-"""Every fault of tests/faulty on three models in every format: what share is found, at which depth,
+"""Every fault of tests/support/faulty on three models in every format: what share is found, at which depth,
 and what good checkpoints alarm.
 
 make test-faults                                        # python tests/judges/faults.py: about 25 minutes of one processor

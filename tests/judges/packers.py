@@ -2,7 +2,7 @@
 decode from our bytes is what we meant.
 
     make test-packers                       # makes .venv-packers with both libraries, then: python tests/judges/packers.py
-    python tests/judges/packers.py --write  # also writes their bytes to tests/data/golden, where
+    python tests/judges/packers.py --write  # also writes their bytes to tests/support/golden, where
     the tests of the formats read them
 
 compressed-tensors is judged by tests/checkpoint/formats/test_compressed.py, being among the test
@@ -26,7 +26,7 @@ from quantkit.grids.base import dequantize
 from quantkit.grids.int_groups import IntGrid, IntWeight
 from quantkit.grids.nvfp4 import Nvfp4Grid, Nvfp4Weight
 
-GOLDEN = Path(__file__).parent.parent / "data" / "golden"
+GOLDEN = Path(__file__).parents[1] / "support" / "golden"
 BITS = {
     1: ("bits_u8", torch.uint8, 2**8),
     2: ("bits_u16", torch.int16, 2**16),
@@ -47,7 +47,7 @@ def autoawq() -> Any:
 
 
 def stored(tensor: Tensor) -> dict[str, Any]:
-    """Raw bits, as tests/golden.py reads them."""
+    """Raw bits, as tests/support/golden.py reads them."""
     name, carrier, modulus = BITS[tensor.element_size()]
     bits = [int(value) % modulus for value in tensor.contiguous().view(carrier).flatten().tolist()]
     return {
@@ -188,7 +188,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--write", action="store_true", help="write the smallest case of each to tests/data/golden"
+        "--write",
+        action="store_true",
+        help="write the smallest case of each to tests/support/golden",
     )
     write = parser.parse_args().write
     cases: dict[str, tuple[str, dict[str, Any]]] = {}

@@ -1,4 +1,4 @@
-"""The corpus of answer styles (tests/answer_styles.py): every grader agrees with the reader.
+"""The corpus of answer styles (tests/support/answer_styles.py): every grader agrees with the reader.
 `pytest -s` prints how often."""
 
 import functools

@@ -1,4 +1,4 @@
-"""Reads the golden vectors of tests/data/golden: bytes that the real packers wrote."""
+"""Reads the golden vectors of tests/support/golden: bytes that the real packers wrote."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DIRECTORY = Path(__file__).parent / "data" / "golden"
+_DIRECTORY = Path(__file__).parent / "golden"
 _BITS = {
     "bits_u8": (torch.uint8, 2**8),
     "bits_u16": (torch.int16, 2**16),

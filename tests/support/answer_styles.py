@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-CORPUS = Path(__file__).parent / "evaluation" / "grading" / "corpus"
+CORPUS = Path(__file__).parents[1] / "evaluation" / "grading" / "corpus"
 UNTOLD = "Which is it?"
 TASKS = ("aime24", "gsm8k", "math_500", "mmlu_pro", "humaneval", "live_code_bench")
 
