@@ -4,6 +4,7 @@ than the command."""
 import contextlib
 import io
 import json
+import shlex
 import sys
 import warnings
 from dataclasses import dataclass
@@ -53,3 +54,8 @@ def command(*arguments: str) -> Answer:
     assert isinstance(code, int)
     assert "--debug" not in err.getvalue(), err.getvalue()  # a fault that has no words of its own
     return Answer(code, out.getvalue(), err.getvalue())
+
+
+def typed(line: str) -> Answer:
+    """A command as it is typed in a shell: words between spaces, quotes where one has spaces."""
+    return command(*shlex.split(line))

@@ -14,6 +14,8 @@ from typing import Any
 
 import make_model
 
+from quantkit.models import deepseek_v3
+
 SHARDS = 163
 
 
@@ -46,6 +48,10 @@ def r1_config(**changes: Any) -> dict[str, Any]:
         "weight_block_size": [128, 128],
     }
     return {**make_model.tiny_config(**sizes), "quantization_config": block, **changes}
+
+
+R1 = deepseek_v3.Config.from_dict(r1_config())
+R1_TABLE = deepseek_v3.parameters(R1)
 
 
 def write_headers(path: Path, config: dict[str, Any], shards: int = SHARDS) -> Path:

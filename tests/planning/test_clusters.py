@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_costmodel import R1, R1_TABLE
+from r1_headers import R1, R1_TABLE
 
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.layouts import find_topology
@@ -137,7 +137,7 @@ def test_what_cannot_be_predicted_is_refused(hardware: Hardware) -> None:
 
 
 def test_the_printed_table_is_what_the_code_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    benchmarks = Path(__file__).parent.parent / "benchmarks"
+    benchmarks = Path(__file__).parents[2] / "benchmarks"
     monkeypatch.syspath_prepend(benchmarks)
     import clusters
 

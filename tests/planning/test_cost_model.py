@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import yaml
 from imported import module_at
-from r1_headers import r1_config
+from r1_headers import R1, R1_TABLE, r1_config
 
 from quantkit.cli import console
 from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.results.published import published_speeds
 from quantkit.grids.schemes import find_scheme
-from quantkit.models import deepseek_v3, llama
-from quantkit.models.rope import Rope
+from quantkit.models import llama
 from quantkit.planning.cost_model import (
     PARTS,
     Prediction,
@@ -28,32 +27,6 @@ from quantkit.planning.cost_model import (
 )
 from quantkit.planning.hardware import Hardware, load_hardware
 
-R1 = deepseek_v3.Config(
-    vocab_size=129280,
-    hidden_size=7168,
-    intermediate_size=18432,
-    moe_intermediate_size=2048,
-    num_hidden_layers=61,
-    num_attention_heads=128,
-    n_routed_experts=256,
-    n_shared_experts=1,
-    num_experts_per_tok=8,
-    n_group=8,
-    topk_group=4,
-    first_k_dense_replace=3,
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    routed_scaling_factor=2.5,
-    norm_topk_prob=True,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=163840,
-    rope=Rope.from_dict({"rope_theta": 10000.0}, 64, interleaved=True),
-    num_nextn_predict_layers=1,
-)
-R1_TABLE = deepseek_v3.parameters(R1)
 W4A16, FP4 = (
     next(table for table in published_speeds() if table["name"] == name)
     for name in ("r1-0528-w4a16-910b1", "r1-fp4-a2")
@@ -292,7 +265,7 @@ def test_context_costs_cache_and_one_device_no_collectives(hardware: Hardware) -
     assert levels(hardware, "awq-w4a16", 1, devices=1)["eager"].num_collectives == 0
 
 
-STEP_WAYS = module_at(Path(__file__).parents[1] / "benchmarks" / "step_ways.py")
+STEP_WAYS = module_at(Path(__file__).parents[2] / "benchmarks" / "step_ways.py")
 
 
 def ways(hardware: Hardware, scheme: str, batch: int) -> list[Prediction]:
