@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo real wheel test test-numbers test-long test-families lint test-ascend test-triton test-engines test-vllm-cuda test-vllm-topologies test-faults test-loaders test-placement test-placement-loaders test-packers test-evalscope test-styles test-lm-eval test-clients mutants-ascend acceptance-npu ascendc test-datasets clean
+.PHONY: demo real wheel test test-numbers test-long test-families lint test-ascend test-triton test-engines test-vllm-cuda test-vllm-topologies test-faults test-loaders test-placement test-placement-loaders test-packers test-evalscope test-styles test-lm-eval test-clients mutants mutants-ascend acceptance-npu ascendc test-datasets clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -93,7 +93,11 @@ ascendc:
 	cmake --build build/ascendc
 	test -e $(ASCENDC)/libquantkit_ascendc_torch.so
 
-# Goes on where the last run stopped; delete out/mutants-ascend.jsonl to judge other tests.
+# Whether the tests notice changes of the product, 200 over all rooms: an hour. Both go on where the last run stopped; delete their file in out/
+# to judge other tests.
+mutants: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python tests/judges/mutants/product.py
+
 mutants-ascend: .venv-ascend/stamp
 	PYTHONPATH=.:kernels OMP_NUM_THREADS=1 .venv-ascend/bin/python tests/judges/mutants/run.py
 

@@ -303,7 +303,7 @@ def _skip_without_experts(source: Path, scheme: str) -> None:
     if SCHEMES[scheme].outside is not None and not any(
         ".experts." in name for name in Checkpoint.open(source).tensors
     ):
-        pytest.skip("the scheme is for routed experts, and refuses others: tests/test_int4_w4a8.py")
+        pytest.skip("the scheme is for routed experts, and refuses others: test_schemes.py")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 SWAPPED = {
     ast.Add: "-",
@@ -72,15 +73,19 @@ class Places:
 
     def __init__(self, source: str) -> None:
         self.source = source
-        lengths = [len(line) for line in source.splitlines(keepends=True)]
-        self._lines = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
-        assert source.isascii(), "columns of the tree are bytes"
+        self._lines = source.split("\n")
+        self._starts = [0, *accumulate(len(line) + 1 for line in self._lines)]
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         return (
-            self._lines[node.lineno - 1] + node.col_offset,
-            self._lines[node.end_lineno - 1] + node.end_col_offset,
-        )  # type: ignore[attr-defined]
+            self._offset(node.lineno, node.col_offset),  # type: ignore[attr-defined]
+            self._offset(node.end_lineno, node.end_col_offset),  # type: ignore[attr-defined]
+        )
+
+    def _offset(self, line: int, column: int) -> int:
+        """column: in bytes, as the tree has it."""
+        before = self._lines[line - 1].encode()[:column].decode()
+        return self._starts[line - 1] + len(before)
 
     def text(self, node: ast.AST) -> str:
         start, end = self.span(node)
@@ -212,6 +217,11 @@ def _statement(node: ast.AST, places: Places) -> Iterator[Change]:
         yield start, end, "pass", "dropped statement"
 
 
+def _return(node: ast.Return, places: Places) -> Iterator[Change]:
+    if node.value is not None and places.text(node.value) != "None":
+        yield *places.span(node.value), "None", "nothing returned"
+
+
 def _choice(node: ast.IfExp, places: Places) -> Iterator[Change]:
     start, end = places.span(node)
     for one in (node.body, node.orelse):
@@ -246,6 +256,7 @@ _RULES: dict[type, Callable[..., Iterator[Change]]] = {
     ast.Call: _call,
     ast.Expr: _statement,
     ast.AugAssign: _statement,
+    ast.Return: _return,
     ast.IfExp: _choice,
     ast.If: _branch,
     ast.Attribute: _method,

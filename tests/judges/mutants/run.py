@@ -34,19 +34,22 @@ sys.path.insert(0, str(Path(__file__).parent))
 from areas import EXPLAINED, Area
 from by_rule import Mutant
 from mutants import ROOT, chosen
-from warm import Warm
+from warm import Followed
 
-COPIED = ("kernels", "quantkit", "tests", "recipes", "eval", "pyproject.toml", "README.md", "tools")
+COPIED = (
+    *("kernels", "quantkit", "tests", "recipes", "eval", "tools", "docs", "benchmarks"),
+    *("pyproject.toml", "README.md", "Makefile", "CONTRIBUTING.md", "constraints.txt"),
+)
 Row = dict[str, Any]
 
 
 class Copy:
     """A copy of the checkout, in which one file at a time is changed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, root: Path = ROOT) -> None:
         self.folder = folder
         for name in COPIED:
-            source, target = ROOT / name, folder / name
+            source, target = root / name, folder / name
             if source.is_dir():
                 shutil.copytree(
                     source,
@@ -79,6 +82,15 @@ class Copy:
             path.write_text(source)
 
 
+def enter(copy: Copy) -> None:
+    """Make a copy what this process and its children import."""
+    os.chdir(copy.folder)
+    sys.dont_write_bytecode = True
+    sys.path[:0] = [str(copy.folder), str(copy.folder / "kernels")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+    sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in repr(one).lower()]
+
+
 def judge(left: list[tuple[Area, Mutant]], note: Callable[[Row], None]) -> None:
     """Run these, and tell of each how it ended."""
     sources = sorted({one.path for _, one in left if one.path.endswith(".py")})
@@ -91,7 +103,7 @@ def judge(left: list[tuple[Area, Mutant]], note: Callable[[Row], None]) -> None:
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
         copy = Copy(Path(folder))
 
-        def work(warm: Warm) -> None:
+        def work(warm: Followed) -> None:
             failed = warm.verdict(sources, warm.items)
             assert not failed, (
                 f"{failed} fails once the sources as they are were taken in anew:\n{warm.report()}"
@@ -113,14 +125,10 @@ def judge(left: list[tuple[Area, Mutant]], note: Callable[[Row], None]) -> None:
                     }
                 )
 
-        os.chdir(folder)
-        sys.dont_write_bytecode = True
-        sys.path[:0] = [folder, str(copy.folder / "kernels")]
-        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
-        sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in repr(one).lower()]
+        enter(copy)
         ended = pytest.main(
             ["-x", "-p", "no:cacheprovider", "--no-header", *files],
-            plugins=[Warm(copy.folder, sources, apart, work)],
+            plugins=[Followed(copy.folder, sources, apart, work)],
         )
         assert ended == 0, f"pytest ended with {ended}"
 

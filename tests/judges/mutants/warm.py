@@ -1,16 +1,18 @@
-"""The tests of a copy of the checkout in one process that stays: collected and run once as they
-are, then in forks of it with a source changed in each.
+"""The tests of a copy of the checkout in one process that stays: collected once, then run in forks
+of it with a source changed in each.
 
-The run of the sources as they are says how long each test takes, which lines of the sources it
-executes, and makes what tests share. A fork takes the changed source in by `graft`, and runs the
-tests that execute the changed lines, the quickest first, until one fails. What survives so and is
-no code of a function that was followed is run again in a process that imports it anew.
+A fork takes the changed source in by `graft` and runs tests until one fails. `Followed` first runs
+every test with the sources as they are, which says how long each takes, which lines of the sources
+it executes, and makes what tests share: then the tests that execute the changed lines run first,
+the quickest at their head, and what survives and is no code of a function that was followed is run
+again in a process that imports it anew.
 """
 
 import ast
 import functools
 import gc
 import linecache
+import math
 import os
 import signal
 import subprocess
@@ -37,41 +39,18 @@ NO_VERDICT = 77
 
 
 class Warm:
-    """A plugin of pytest whose loop runs every test, and then `work`. apart: files whose tests run
-    in a fork even then."""
+    """A plugin of pytest whose loop runs `work` in place of the tests."""
 
-    def __init__(
-        self, folder: Path, sources: Sequence[str], apart: Set[str], work: Callable[["Warm"], None]
-    ) -> None:
-        self.folder, self._apart, self._work = folder, apart, work
-        self._lines: dict[str, set[int]] = {
-            str(folder / path): set() for path in sources if path.endswith(".py")
-        }
+    def __init__(self, folder: Path, work: Callable[[Any], None]) -> None:
+        self.folder, self._work = folder, work
         self.items: list[pytest.Item] = []
         self.seconds: dict[str, float] = {}
-        self.touched: dict[str, dict[str, frozenset[int]]] = {}
-        """By test and source: the lines that ran."""
         self._failed = ""
         self._stop_at_failure = False
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.items = list(session.items)
-        for item, after in zip(self.items, [*self.items[1:], None]):
-            if item.nodeid.partition("::")[0] in self._apart:
-                continue
-            began = time.monotonic()
-            for lines in self._lines.values():
-                lines.clear()
-            sys.settrace(self._trace)
-            threading.settrace(self._trace)
-            self._run(item, after)
-            sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
-            self.seconds[item.nodeid] = time.monotonic() - began
-            self.touched[item.nodeid] = {
-                path: frozenset(lines) for path, lines in self._lines.items() if lines
-            }
-            assert not self._failed, f"{self._failed} fails as it is"
+        self._run_first()
         self._stop_at_failure = True
         here = str(self.folder)
         self._modules = [
@@ -79,15 +58,11 @@ class Warm:
             for one in gc.get_objects()
             if isinstance(one, ModuleType) and str(getattr(one, "__file__", "")).startswith(here)
         ]
-        wrappers = [
-            one for one in gc.get_objects() if isinstance(one, functools._lru_cache_wrapper)
-        ]
         self._caches = [
             one
-            for one in wrappers
-            if getattr(one.__wrapped__, "__code__", self._trace.__code__).co_filename.startswith(
-                here
-            )
+            for one in gc.get_objects()
+            if isinstance(one, functools._lru_cache_wrapper)
+            and _source(one.__wrapped__).startswith(here)
         ]
         gc.collect()
         gc.freeze()  # pages that a fork's collector would copy
@@ -95,15 +70,11 @@ class Warm:
         self._work(self)
         return True
 
+    def _run_first(self) -> None:
+        """What is run in this process before it is forked."""
+
     def _run_apart(self, items: list[pytest.Item]) -> None:
-        if not items:
-            return
-        began = time.monotonic()
-        self.seconds |= {item.nodeid: LONGEST for item in items}
-        self.touched |= {item.nodeid: {} for item in items}
-        failed = self.verdict((), items)
-        assert not failed, f"{failed} fails as it is:\n{self.report()}"
-        self.seconds |= {item.nodeid: time.monotonic() - began for item in items}
+        """What is run in a fork before those of mutants: of `items`, which did not run here."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -120,43 +91,15 @@ class Warm:
         other = self.items[0] if item is not self.items[0] else self.items[-1]
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=after or other)
 
-    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
-        lines = self._lines.get(frame.f_code.co_filename)
-        if lines is None:
-            return None
-        lines.add(frame.f_lineno)
-
-        def local(frame: FrameType, event: str, _: object) -> Any:
-            lines.add(frame.f_lineno)
-            return local
-
-        return local
-
-    def tests_of(self, mutant: Mutant, area: Area) -> tuple[list[pytest.Item], bool]:
-        """Of the area's tests, with the sources as they are: those that run the mutant's lines, or
-        its file where those run at import or are not followed, or all; the quickest first, and then
-        those that were not seen in the file. And whether its lines were followed."""
-        path = str(self.folder / mutant.path)
-        wanted = lines_of(mutant, Path(path).read_text())
-        here = [item for item in self.items if area.has(item.nodeid, mutant.function)]
-        by_file = [item for item in here if path in self.touched[item.nodeid] and not area.words]
-        by_line = [item for item in by_file if self.touched[item.nodeid][path] & wanted]
-        elsewhere = [
-            item for item in here if by_file and item not in by_file
-        ]  # may run it in processes of their own
-        return self._quickest_first(by_line or by_file or here) + self._quickest_first(
-            elsewhere
-        ), bool(by_line)
-
-    def _quickest_first(self, items: list[pytest.Item]) -> list[pytest.Item]:
-        return sorted(items, key=lambda item: self.seconds[item.nodeid])
-
-    def verdict(self, paths: Sequence[str], items: Sequence[pytest.Item]) -> str:
+    def verdict(
+        self, paths: Sequence[str], items: Sequence[pytest.Item], limit: float = math.inf
+    ) -> str:
         """How tests end with the sources at `paths` taken in anew: empty where they pass, else
-        which failed, or what else ended them."""
+        which failed, or what else ended them. limit: seconds of a processor after which no other
+        test begins."""
         child = os.fork()
         if child == 0:
-            self._in_fork(paths, items)
+            self._in_fork(paths, items, limit)
         _, status = os.waitpid(child, 0)
         _end_group(child)
         code = os.waitstatus_to_exitcode(status)
@@ -171,11 +114,17 @@ class Warm:
             else f"exit {code}"
         )
 
+    def costs(self) -> dict[str, float]:
+        """Seconds of a processor that tests took which passed in a fork, as last seen."""
+        path = self.folder / "costs"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return {test: float(cost) for cost, _, test in (line.partition(" ") for line in lines)}
+
     def report(self) -> str:
         """Of the test that failed last, or what ended a fork before one did."""
         return (self.folder / "failed").read_text()[-6000:]
 
-    def _in_fork(self, paths: Sequence[str], items: Sequence[pytest.Item]) -> None:
+    def _in_fork(self, paths: Sequence[str], items: Sequence[pytest.Item], limit: float) -> None:
         os.setsid()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         with (self.folder / "last.log").open("w") as log:
@@ -197,8 +146,14 @@ class Warm:
             if items:
                 items[0].session._setupstate.teardown_exact(items[0].session)  # type: ignore[arg-type]
             for item, after in zip(items, [*items[1:], None]):
-                signal.setitimer(signal.ITIMER_REAL, PATIENCE + 10 * self.seconds[item.nodeid])
+                if sum(os.times()[:4]) > limit:
+                    break
+                patience = PATIENCE + 10 * self.seconds.get(item.nodeid, 0)
+                signal.setitimer(signal.ITIMER_REAL, patience)
+                began = sum(os.times()[:4])
                 self._run(item, after)
+                with (self.folder / "costs").open("a") as costs:
+                    costs.write(f"{sum(os.times()[:4]) - began:.2f} {item.nodeid}\n")
         except BaseException:
             traceback.print_exc()
             os._exit(NO_VERDICT)
@@ -231,6 +186,89 @@ class Warm:
         finally:
             _end_group(child.pid)
             child.wait()
+
+
+class Followed(Warm):
+    """apart: files whose tests run in a fork even before there are mutants."""
+
+    def __init__(
+        self,
+        folder: Path,
+        sources: Sequence[str],
+        apart: Set[str],
+        work: Callable[["Followed"], None],
+    ) -> None:
+        super().__init__(folder, work)
+        self._apart = apart
+        self._lines: dict[str, set[int]] = {
+            str(folder / path): set() for path in sources if path.endswith(".py")
+        }
+        self.touched: dict[str, dict[str, frozenset[int]]] = {}
+        """By test and source: the lines that ran."""
+
+    def _run_first(self) -> None:
+        for item, after in zip(self.items, [*self.items[1:], None]):
+            if item.nodeid.partition("::")[0] in self._apart:
+                continue
+            began = time.monotonic()
+            for lines in self._lines.values():
+                lines.clear()
+            sys.settrace(self._trace)
+            threading.settrace(self._trace)
+            self._run(item, after)
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
+            self.seconds[item.nodeid] = time.monotonic() - began
+            self.touched[item.nodeid] = {
+                path: frozenset(lines) for path, lines in self._lines.items() if lines
+            }
+            assert not self._failed, f"{self._failed} fails as it is"
+
+    def _run_apart(self, items: list[pytest.Item]) -> None:
+        if not items:
+            return
+        began = time.monotonic()
+        self.seconds |= {item.nodeid: LONGEST for item in items}
+        self.touched |= {item.nodeid: {} for item in items}
+        failed = self.verdict((), items)
+        assert not failed, f"{failed} fails as it is:\n{self.report()}"
+        self.seconds |= {item.nodeid: time.monotonic() - began for item in items}
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        lines = self._lines.get(frame.f_code.co_filename)
+        if lines is None:
+            return None
+        lines.add(frame.f_lineno)
+
+        def local(frame: FrameType, event: str, _: object) -> Any:
+            lines.add(frame.f_lineno)
+            return local
+
+        return local
+
+    def tests_of(self, mutant: Mutant, area: Area) -> tuple[list[pytest.Item], bool]:
+        """Of the area's tests, with the sources as they are: those that run the mutant's lines, or
+        its file where those run at import or are not followed, or all; the quickest first, and then
+        those that were not seen in the file. And whether its lines were followed."""
+        path = str(self.folder / mutant.path)
+        wanted = lines_of(mutant, Path(path).read_text())
+        here = [item for item in self.items if area.has(item.nodeid, mutant.function)]
+        by_file = [item for item in here if path in self.touched[item.nodeid] and not area.words]
+        by_line = [item for item in by_file if self.touched[item.nodeid][path] & wanted]
+        elsewhere = [
+            item for item in here if by_file and item not in by_file
+        ]  # may run it in processes of their own
+        return self._quickest_first(by_line or by_file or here) + self._quickest_first(
+            elsewhere
+        ), bool(by_line)
+
+    def _quickest_first(self, items: list[pytest.Item]) -> list[pytest.Item]:
+        return sorted(items, key=lambda item: self.seconds[item.nodeid])
+
+
+def _source(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    return str(code.co_filename) if code else ""
 
 
 def _end_group(leader: int) -> None:

@@ -3,7 +3,7 @@ them, told, and used."""
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import make_model
@@ -230,20 +230,15 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(
     class Stopped(Exception):
         pass
 
-    def stop_after(count: int) -> Callable[[Event], None]:
-        seen = 0
+    for last in (5, 11):
+        left = iter(range(last - 1))
 
-        def on_event(event: Event) -> None:
-            nonlocal seen
-            seen += isinstance(event, Progress)
-            if seen >= count:
+        def stop(event: Event, left: Iterator[int] = left) -> None:
+            if isinstance(event, Progress) and next(left, None) is None:
                 raise Stopped
 
-        return on_event
-
-    for count in (5, 11):
         with pytest.raises(Stopped):
-            run(sources["latents"], tmp_path / "out", text, on_event=stop_after(count))
+            run(sources["latents"], tmp_path / "out", text, on_event=stop)
     found, expected = (
         files(run(sources["latents"], tmp_path / "out", text)),
         files(outputs["latents"]),
@@ -252,49 +247,27 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(
     assert [name for name, content in found.items() if content != expected[name]] == []
 
 
-def test_two_ranks_have_the_tokens_of_one(outputs: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"), [("keys", {"tp": 2}), ("latents", {"draft_length": 1})]
+)
+def test_ranks_and_drafts_change_no_token(
+    outputs: dict[str, Path], kind: str, options: dict[str, int]
+) -> None:
     found = []
-    for ranks in (1, 2):
+    for more in ({}, options):
         engine = Engine.load(
-            outputs["keys"],
+            outputs[kind],
             device="cpu",
             dtype="float32",
             max_batch=4,
             max_model_len=128,
             cache="int8",
-            tp=ranks,
+            **more,
         )
-        try:
-            params = SamplingParams(max_new_tokens=8, ignore_eos=True)
-            found.append(
-                [
-                    one.token_ids
-                    for one in sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)
-                ]
-            )
-        finally:
-            engine.close()
+        done = engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True))
+        found.append({one.index: one.token_ids for one in done})
+        engine.close()
     assert found[0] == found[1]
-
-
-def test_drafts_change_no_token(outputs: dict[str, Path]) -> None:
-    def tokens(**options: int) -> list[list[int]]:
-        engine = Engine.load(
-            outputs["latents"],
-            device="cpu",
-            dtype="float32",
-            max_batch=4,
-            max_model_len=128,
-            cache="int8",
-            **options,
-        )
-        params = SamplingParams(max_new_tokens=8, ignore_eos=True)
-        return [
-            one.token_ids
-            for one in sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)
-        ]
-
-    assert tokens(draft_length=1) == tokens()
 
 
 def test_without_cache_it_is_a_model_like_any_other(outputs: dict[str, Path], kind: str) -> None:
@@ -356,41 +329,18 @@ def test_who_cannot_have_it_is_told_so(
     sources: dict[str, Path], outputs: dict[str, Path], tmp_path: Path
 ) -> None:
     scheme = find_scheme("int8-a8w8c8")
-    with pytest.raises(QuantkitError, match="cache scales, which calibration determines"):
-        quantize(
-            sources["keys"],
-            tmp_path / "a",
-            scheme,
-            "auto",
-            Recipe(scheme=scheme.name, methods=()),
-            device="cpu",
-        )
-    with pytest.raises(QuantkitError, match="sglang does not load int8-a8w8c8: it reads no scales"):
-        quantize(
-            sources["keys"],
-            tmp_path / "b",
-            scheme,
-            "auto",
-            Recipe(scheme=scheme.name),
-            engine="sglang",
-            device="cpu",
-        )
     llama = write_random(
         tmp_path / "llama",
         {**GROUPED, "model_type": "llama", "architectures": ["LlamaForCausalLM"]},
     )
-    with pytest.raises(
-        QuantkitError, match="vllm-ascend reads no scales of an int8 cache of llama"
+    for source, methods, engine, said in (
+        (sources["keys"], (), None, "cache scales, which calibration determines"),
+        (sources["keys"], None, "sglang", "sglang does not load int8-a8w8c8: it reads no scales"),
+        (llama, None, "vllm-ascend", "vllm-ascend reads no scales of an int8 cache of llama"),
     ):
-        quantize(
-            llama,
-            tmp_path / "c",
-            scheme,
-            "auto",
-            Recipe(scheme=scheme.name),
-            engine="vllm-ascend",
-            device="cpu",
-        )
+        recipe = Recipe(scheme=scheme.name, methods=methods)
+        with pytest.raises(QuantkitError, match=said):
+            quantize(source, tmp_path / "a", scheme, "auto", recipe, engine=engine, device="cpu")
     for kind in ("latents", "keys"):
         assert not [
             one

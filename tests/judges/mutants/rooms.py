@@ -1,0 +1,121 @@
+"""Mutants by rule of all rooms of the product, and the tests that are likely to notice each."""
+
+import ast
+import random
+import re
+from collections.abc import Iterator
+from functools import cache, cached_property
+from pathlib import Path
+
+from by_rule import Mutant, of_python
+
+ROOMS = ("quantkit/*", "kernels/quantkit_kernels/*")
+LEFT_OUT = re.compile(
+    r"/__(main|init)__\.py$|/triton/|/cuda/|/ascend/kernels|/ascend/few_tokens"  # no CPU executes them
+)
+SLOW = re.compile(
+    r"tests/(ascend/(lowered|schemas|test_acceptance|test_executor|test_r1|test_mutant)"
+    r"|judges|evaluation/test_sandbox|evaluation/grading/test_corpus|executor/server/test_fuzz"
+    r"|executor/test_parallel|quantization/test_(kill|memory|ranks)|support"
+    r"|test_(benchmarks|package|damaged_files|pages|words|architecture)\.py)"
+)
+"""Minutes of a test, or rules of the sources' own text."""
+
+
+def pool(root: Path) -> dict[str, list[Mutant]]:
+    """By room, in an order that is always the same: all that the rules make."""
+    found: dict[str, list[Mutant]] = {}
+    for pattern in ROOMS:
+        for room in sorted(root.glob(pattern)):
+            files = sorted(room.rglob("*.py")) if room.is_dir() else [room]
+            names = [str(one.relative_to(root)) for one in files if one.suffix == ".py"]
+            made = [
+                one
+                for name in names
+                if not LEFT_OUT.search(name)
+                for one in of_python(name, (root / name).read_text())
+            ]
+            name = "quantkit_kernels" if "kernels/" in str(room) else room.stem
+            found.setdefault(name, []).extend(made)
+    for name, made in found.items():
+        random.Random(name).shuffle(made)
+    return found
+
+
+def quotas(sizes: dict[str, int], total: int) -> dict[str, int]:
+    """How many mutants of `total` a room has: by its share, and one at least."""
+    whole = sum(sizes.values())
+    return {name: max(1, round(total * size / whole)) for name, size in sizes.items() if size}
+
+
+class Tests:
+    """The test files of a checkout, and what each names."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        files = [path for path in sorted((root / "tests").rglob("test_*.py"))]
+        self.texts = {
+            name: path.read_text()
+            for path in files
+            if not SLOW.search(name := str(path.relative_to(root)))
+        }
+        self._imports = {name: set(_imported(text)) for name, text in self.texts.items()}
+
+    def likely(self, mutant: Mutant, count: int = 5) -> list[str]:
+        """Test files, the likeliest first: those that import its module, name its function, or
+        carry its module's name."""
+        module = mutant.path.removeprefix("kernels/").removesuffix(".py").replace("/", ".")
+        module = module.removesuffix(".__init__")
+        readers = {name for name, used in self._product.items() if module in used}
+        words = [word for word in mutant.function.split(".") if len(word) > 4]
+        room = "kernels" if "kernels/" in mutant.path else module.split(".")[1]
+
+        def score(name: str) -> float:
+            text, imports = self.texts[name], self._imports[name]
+            return (
+                4 * (module in imports)
+                + 3 * any(re.search(rf"\b{word}\b", text) for word in words if "_" in word[1:])
+                + any(re.search(rf"\b{word}\b", text) for word in words)
+                + 2 * (module.rpartition(".")[2] in name)
+                + 2 * bool(imports & readers)
+                + 2 * (f"tests/{room}/" in name)
+                - len(text) / 20_000
+            )
+
+        return [
+            one for one in sorted(self.texts, key=score, reverse=True)[:count] if score(one) > 1
+        ]
+
+    def names(self, function: str, test: str) -> bool:
+        """Whether a test's text names a part of a function's name."""
+        file, _, name = test.partition("::")
+        body = self._bodies(file).get(re.split(r"[\[:]", name)[0], "")
+        return any(word in body for word in function.split(".") if len(word) > 4)
+
+    @cache  # noqa: B019
+    def _bodies(self, file: str) -> dict[str, str]:
+        return {
+            node.name: ast.get_source_segment(self.texts[file], node) or ""
+            for node in ast.walk(ast.parse(self.texts[file]))
+            if isinstance(node, ast.FunctionDef)
+        }
+
+    @cached_property
+    def _product(self) -> dict[str, set[str]]:
+        """By module of the product: what it imports."""
+        found = {}
+        for base in (self._root / "quantkit", self._root / "kernels" / "quantkit_kernels"):
+            for path in base.rglob("*.py"):
+                name = ".".join(path.relative_to(base.parent).with_suffix("").parts)
+                found[name.removesuffix(".__init__")] = set(_imported(path.read_text()))
+        return found
+
+
+def _imported(text: str) -> Iterator[str]:
+    """Modules and names that a source imports, with their paths."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{one.name}" for one in node.names)

@@ -1,0 +1,364 @@
+"""Schemes through the whole line: what is stored and described, what it computes, what is refused."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import quantkit_kernels as kernels
+import torch
+from letters import write_letters
+from make_model import random_tensors, tiny_config, write_dense, write_fp8
+from nearest import quantize_int
+from packed_model import write_packed
+from quantkit_kernels.samples import exact_linear
+from rounded_inputs import distances
+from top_logprobs import distance, top_logprobs
+
+from quantkit.calibrate.recipe import Recipe
+from quantkit.checkpoint.formats import compressed_fp4
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.errors import QuantkitError
+from quantkit.diagnosis.diagnose import diagnose
+from quantkit.diagnosis.inspect import describe
+from quantkit.engines.check import check_checkpoint
+from quantkit.executor.weights.load import load_model
+from quantkit.executor.weights.weights import operand
+from quantkit.grids.base import cut_columns, dequantize
+from quantkit.grids.fp8_block import Fp8BlockGrid
+from quantkit.grids.int_groups import IntGrid, IntWeight
+from quantkit.grids.nvfp4 import Nvfp4Grid
+from quantkit.grids.schemes import Scheme, find_scheme
+from quantkit.planning.cost_model import predict
+from quantkit.planning.hardware import load_hardware
+from quantkit.planning.options import PlanOptions
+from quantkit.planning.plan import plan
+from quantkit.quantization import quantize
+from quantkit.quantization.convert import convert
+from quantkit.quantization.mixed_precision import Mixture
+
+SETTINGS = {"samples": 8, "held_out": 2, "seq_len": 48, "search_rows": 16, "scale_points": 3}
+SETTINGS |= {"fit_points": 1, "sweeps": 2}
+W4A8, GROUPS, W4A4, W8A16 = map(
+    find_scheme, ("int4-w4a8", "int4-w4a8-groups", "nvfp4-w4a4", "w8a16")
+)
+CHANNEL = replace(W8A16, weight=IntGrid(8, None, symmetric=True))
+FORMATS = {W4A8: "modelslim", GROUPS: "compressed-tensors", W4A4: "compressed-tensors"}
+O_PROJ = "model.layers.0.self_attn.o_proj"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A layer of experts, and an MTP layer."""
+    config = tiny_config(num_hidden_layers=1, first_k_dense_replace=0)
+    return write_fp8(tmp_path_factory.mktemp("source"), config, random_tensors(config))
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Scheme], Recipe]:
+    text = write_letters(tmp_path_factory.mktemp("text") / "text.txt", 1000)
+    return lambda scheme: Recipe(scheme=scheme.name, calibration=str(text), **SETTINGS)
+
+
+Written = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def written(
+    source: Path, recipe: Callable[[Scheme], Recipe], tmp_path_factory: pytest.TempPathFactory
+) -> Written:
+    """The source in a scheme and format, made once."""
+    made: dict[tuple[str, IntGrid | Nvfp4Grid, str], Path] = {}
+
+    def write(scheme: Scheme, form: str = "auto") -> Path:
+        key = (scheme.name, scheme.weight, form)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("made") / "out"
+            quantize(source, made[key], scheme, form, recipe(scheme), device="cpu")
+        return made[key]
+
+    return write
+
+
+@pytest.mark.parametrize("scheme", FORMATS, ids=lambda scheme: scheme.name)
+def test_it_is_described_whole(scheme: Scheme, written: Written) -> None:
+    about = describe(Checkpoint.open(written(scheme)))
+    assert (about.scheme, about.format) == (scheme.name, FORMATS[scheme])
+    assert (about.missing, about.unknown) == ([], [])
+
+
+@pytest.mark.parametrize("scheme", FORMATS, ids=lambda scheme: scheme.name)
+def test_it_computes_rounded_activations(
+    scheme: Scheme, written: Written, source: Path, tmp_path: Path
+) -> None:
+    """Two ranks round their halves of an input apart: other answers, about as near."""
+    found = distances(written(scheme), source, tmp_path)
+    assert 1e-7 < found.rounding < 0.3, "activations are rounded"
+    assert 1e-7 < found.source < 0.3
+    if scheme != W4A4:
+        one, two = (top_logprobs(written(scheme), tp=ranks) for ranks in (1, 2))
+        assert 0 < distance(two, one) < 0.3
+
+
+def test_experts_are_int4_and_the_rest_is_int8(written: Written) -> None:
+    """MTP layers in int8 whole, as ModelSlim's recipe for DeepSeek has them; the description names
+    the type of every tensor."""
+    checkpoint = Checkpoint.open(written(W4A8))
+    said = json.loads((checkpoint.path / "quant_model_description.json").read_text())
+    assert (said["model_quant_type"], said["group_size"]) == ("W4A8_DYNAMIC", 0)
+    for module in checkpoint.linears:
+        weight = checkpoint.weight(module)
+        assert isinstance(weight, IntWeight)
+        four = ".experts." in module and ".layers.1." not in module
+        assert weight.bits == (4 if four else 8), module
+        assert weight.scale.shape[1] == 1
+        assert said[f"{module}.weight"] == ("W4A8_DYNAMIC" if four else "W8A8_DYNAMIC")
+        assert (f"{module}.scale_bias" in checkpoint.tensors) == four
+    plain = ("self_attn.kv_b_proj", "mlp.gate")
+    assert {said[f"model.layers.0.{module}.weight"] for module in plain} == {"FLOAT"}
+    assert {name for name, kind in said.items() if "." in name} == set(checkpoint.tensors)
+    assert check_checkpoint("vllm-ascend", checkpoint) == []
+    assert [found.severity for found in check_checkpoint("sglang", checkpoint)] == ["warning"], (
+        "its draft model is not quantized"
+    )
+
+
+def test_groups_with_activations_are_described_as_engines_read_them(
+    written: Written, tmp_path: Path
+) -> None:
+    """pack-quantized with input_activations: without them inputs have 16 bits."""
+    checkpoint = Checkpoint.open(written(GROUPS))
+    block = checkpoint.config["quantization_config"]
+    (group,) = block["config_groups"].values()
+    assert block["format"] == "pack-quantized"
+    shared = {"type": "int", "symmetric": True}
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 128, "dynamic": False}
+    inputs = {"num_bits": 8, "strategy": "token", "dynamic": True}
+    assert (group["weights"], group["input_activations"]) == (shared | weights, shared | inputs)
+    assert check_checkpoint("vllm", checkpoint), "vLLM has no kernel for such experts on CUDA"
+    group["input_activations"] = None
+    tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    other = write_dense(tmp_path / "other", checkpoint.config, tensors)
+    assert Checkpoint.open(other).linears[O_PROJ].grid == IntGrid(4, 128, symmetric=True)
+    assert distance(top_logprobs(other), top_logprobs(written(GROUPS))) > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
+)
+def test_the_product_is_that_of_rounded_inputs(dtype: torch.dtype, error: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = quantize_int(
+        torch.randn(64, 256, generator=generator),
+        IntGrid(4, 128, symmetric=True),
+        scale_dtype=torch.float32,
+    )
+    run = operand(weight, dtype, 8, in_groups=True)
+    assert isinstance(run, kernels.Int4Int8)
+    assert type(operand(weight, dtype, 16)) is kernels.Int4
+    sizes = torch.tensor([1e-3, 1.0, 30.0, 1e3, 0.0])[:, None]
+    x = (torch.randn(5, 256, generator=generator) * sizes).to(dtype)
+    exact, plain = exact_linear(x, run), x.double() @ dequantize(weight).double().T
+    found = kernels.prepare(run, backend="reference", dtype=dtype)(x).double()
+    size = exact.abs().amax(-1, keepdim=True).clamp(min=1e-9)
+    assert ((found - exact).abs() / size).max() < error
+    assert ((plain - exact).abs() / size).max() > 1e-3
+
+
+def test_a_weight_runs_as_its_format_says() -> None:
+    w = torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
+    weight = quantize_int(w, IntGrid(4, None, symmetric=True), scale_dtype=torch.float32)
+    for bits, kind in ((8, kernels.Int8), (16, kernels.Int4)):
+        run = operand(weight, torch.float32, bits)
+        assert isinstance(run, kind)
+        assert torch.equal(kernels.dequantize(run), dequantize(weight))
+    codes, scale, _ = run
+    with pytest.raises(ValueError, match="inputs are rounded differently"):
+        kernels.stack(kernels.Int4(codes, scale, None), kernels.Int4Int8(codes, scale, None))
+
+
+def test_every_linear_brings_a_scale_for_its_input(written: Written) -> None:
+    """Linears that engines fuse share it, as all experts of a layer do where they read one
+    input."""
+    checkpoint = Checkpoint.open(written(W4A4))
+    block = checkpoint.config["quantization_config"]
+    inputs = block["config_groups"]["group_0"]["input_activations"]
+    assert block["format"] == "nvfp4-pack-quantized"
+    assert (inputs["strategy"], inputs["dynamic"]) == ("tensor_group", "local")
+    divisors = {
+        module.removeprefix("model.layers.0."): float(checkpoint.weight(module).input_divisor)
+        for module in checkpoint.linears
+    }
+    for one, other in (
+        ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+        ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    ):
+        assert divisors[one] == divisors[other]
+    gate, up, down = (
+        {divisors[f"mlp.experts.{expert}.{side}_proj"] for expert in range(8)}
+        for side in ("gate", "up", "down")
+    )
+    assert gate == up
+    assert len(gate) == 1 < len(down)
+    assert check_checkpoint("vllm", checkpoint) == []
+
+
+def test_ranks_round_their_inputs_as_one_does(written: Written) -> None:
+    """The same groups under the same scale: halves of a linear add up to the whole."""
+    weight = Checkpoint.open(written(W4A4)).weight(O_PROJ)
+    x = torch.randn(7, weight.shape[1], generator=torch.Generator().manual_seed(3)) * 4
+    half = weight.shape[1] // 2
+    parts = (cut_columns(weight, "o_proj", start, start + half) for start in (0, half))
+    whole, *halves = (
+        kernels.prepare(operand(part, torch.float32), backend="reference", dtype=torch.float32)
+        for part in (weight, *parts)
+    )
+    torch.testing.assert_close(
+        sum(run(part) for run, part in zip(halves, x.chunk(2, dim=1))), whole(x)
+    )
+
+
+def test_it_converts_to_modelopt_and_back(written: Written, tmp_path: Path) -> None:
+    """The MTP layer is plain there."""
+    convert(written(W4A4), tmp_path / "modelopt", format="modelopt")
+    convert(tmp_path / "modelopt", tmp_path / "again", format="compressed-tensors")
+    first, between, again = (
+        Checkpoint.open(path) for path in (written(W4A4), tmp_path / "modelopt", tmp_path / "again")
+    )
+    assert between.scheme == W4A4
+    assert again.linears.keys() == between.linears.keys() < first.linears.keys()
+    for module in again.linears:
+        for name in first.parts(module):
+            assert torch.equal(
+                first.read(name).view(torch.uint8), again.read(name).view(torch.uint8)
+            ), name
+        divided = first.read(f"{module}.input_global_scale")
+        multiplied = between.read(f"{module}.input_scale")
+        assert torch.equal(divided.reciprocal().reshape(()), multiplied)
+        assert torch.equal(dequantize(between.weight(module)), dequantize(first.weight(module)))
+    assert check_checkpoint("vllm", between) == check_checkpoint("sglang", between) == []
+
+
+def test_fp4_next_to_fp8_that_is_kept(
+    source: Path, recipe: Callable[[Scheme], Recipe], tmp_path: Path
+) -> None:
+    """In a mixture, whose parts are read, solved and told apart by their own tensors; a run that
+    was stopped among the experts ends with the bytes of another."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(event: object) -> None:
+        if "layers.0.experts.4" in str(event):
+            raise Stop
+
+    def run(out: str, **listen: Callable[[object], None]) -> Path:
+        mixture = Mixture(keep=("attention",))
+        recipe_ = recipe(W4A4)
+        quantize(
+            source, tmp_path / out, W4A4, "auto", recipe_, mixture=mixture, device="cpu", **listen
+        )
+        return tmp_path / out
+
+    with pytest.raises(Stop):
+        run("out", on_event=stop)
+    checkpoint = Checkpoint.open(run("out"))
+    for path in run("undisturbed").glob("*.safetensors"):
+        assert path.read_bytes() == (checkpoint.path / path.name).read_bytes(), path.name
+    grids = {linear.grid for linear in checkpoint.linears.values()}
+    assert grids == {W4A4.weight, Fp8BlockGrid()}
+    for module, linear in checkpoint.linears.items():
+        assert linear.format.member(module).activation_bits == (16 if "self_attn" in module else 4)
+        assert (f"{module}.input_global_scale" in checkpoint.tensors) == ("self_attn" not in module)
+    assert diagnose(str(checkpoint.path)).to_json()["findings"] == []
+
+
+def test_linears_that_read_under_different_scales_are_not_fused(tmp_path: Path) -> None:
+    """As another writer may have them: each is computed under its own."""
+    config, grid = tiny_config(), Nvfp4Grid(activation_bits=4)
+    path = write_packed(
+        tmp_path / "model", config, random_tensors(config), compressed_fp4.W4A4, grid
+    )
+    checkpoint = Checkpoint.open(path)
+    assert checkpoint.scheme == W4A4
+    tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    tensors["model.layers.0.mlp.gate_proj.input_global_scale"] /= 10
+    other = write_dense(tmp_path / "other", checkpoint.config, tensors)
+    assert distance(top_logprobs(other), top_logprobs(path)) > 0
+    assert diagnose(str(path), engine="vllm").to_json()["findings"] == []
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
+@pytest.mark.parametrize("scheme", [W8A16, CHANNEL], ids=["groups", "channel"])
+def test_int8_with_16_bit_activations(
+    written: Written, tmp_path: Path, scheme: Scheme, form: str
+) -> None:
+    """It runs as its dequantized weights, in about the bytes that are stored."""
+    out = written(scheme, form)
+    checkpoint = Checkpoint.open(out)
+    assert (checkpoint.format.name, checkpoint.grid) == (form, scheme.weight)
+    assert checkpoint.activation_bits(O_PROJ) == 16
+    convert(out, tmp_path / "plain", dtype="fp32")
+    assert distance(top_logprobs(tmp_path / "plain"), top_logprobs(out)) < 1e-4
+    stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    assert load_model(out, device="cpu").nbytes <= 1.1 * stored
+    if (form, scheme) == ("compressed-tensors", W8A16):
+        convert(out, tmp_path / "gptq", format="gptq")
+        before, after = (Checkpoint.open(path).weight(O_PROJ) for path in (out, tmp_path / "gptq"))
+        torch.testing.assert_close(dequantize(after), dequantize(before), rtol=1e-3, atol=0)
+
+
+def test_columns_are_cut_inside_groups() -> None:
+    codes = torch.randint(-127, 128, (16, 256), dtype=torch.int8)
+    weight = IntWeight(codes, torch.rand(16, 2) + 0.5, None, 8)
+    for start, stop in ((0, 64), (128, 192), (192, 256)):
+        part = cut_columns(weight, "x", start, stop)
+        assert torch.equal(dequantize(part), dequantize(weight)[:, start:stop])
+        assert isinstance(operand(part, torch.float32), kernels.W8A16)
+
+
+def test_what_is_not_computed_is_refused(source: Path, written: Written, tmp_path: Path) -> None:
+    config = tiny_config(first_k_dense_replace=3, num_nextn_predict_layers=0)
+    dense = write_fp8(tmp_path / "dense", config, random_tensors(config))
+    out, hardware = tmp_path / "out", load_hardware("910B1")
+
+    def planned(scheme: Scheme, model: Path = source, **options: object) -> object:
+        return plan(model, scheme, PlanOptions(**options))
+
+    def made(scheme: Scheme, model: Path) -> object:
+        nearest = Recipe(scheme=scheme.name, methods=())
+        return quantize(model, out, scheme, "auto", nearest, device="cpu")
+
+    plain = Recipe(scheme=W4A4.name, methods=())
+    for refused, said in (
+        (lambda: made(W4A4, source), "nvfp4-w4a4 has input scales, which calibration determines"),
+        (lambda: planned(W4A4, recipe=plain), "nvfp4-w4a4 has input scales, which calibration"),
+        (lambda: planned(W4A4, mixture=Mixture(bits=4.6)), "quantizing activations saves none"),
+        (
+            lambda: load_model(written(W4A4), device="cpu", backend="torch_npu"),
+            r"_proj rounds what it reads to NVFP4 \(W4A4\), which is not computed on backend "
+            "torch_npu",
+        ),
+        (lambda: made(W4A8, dense), "int4-w4a8 is for routed experts, and the model has none"),
+        (lambda: planned(W4A8, dense), "int4-w4a8 is for routed experts, and the model has none"),
+        (
+            lambda: convert(written(W4A8), tmp_path / "ct", format="compressed-tensors"),
+            "weights on 2 grids",
+        ),
+        (lambda: planned(GROUPS, format="awq"), "no engine loads int4-w4a8-groups in format awq"),
+        (lambda: planned(GROUPS, engine="vllm-ascend"), "groups"),
+        (lambda: convert(written(GROUPS), tmp_path / "awq", format="awq"), "cannot"),
+        *(
+            (
+                lambda one=one: predict(
+                    config, one, hardware, devices=8, batches=(1,), context=640
+                ),
+                f"decoding times of {one.name} are not predicted",
+            )
+            for one in (W4A4, W4A8, GROUPS)
+        ),
+    ):
+        with pytest.raises(QuantkitError, match=said):
+            refused()
+    assert not out.exists()
