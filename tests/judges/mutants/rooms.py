@@ -60,6 +60,7 @@ class Tests:
             if not SLOW.search(name := str(path.relative_to(root)))
         }
         self._imports = {name: set(_imported(text)) for name, text in self.texts.items()}
+        self._words = {name: set(re.findall(r"\w+", text)) for name, text in self.texts.items()}
 
     def likely(self, mutant: Mutant, count: int = 5) -> list[str]:
         """Test files, the likeliest first: those that import its module, name its function, or
@@ -67,23 +68,24 @@ class Tests:
         module = mutant.path.removeprefix("kernels/").removesuffix(".py").replace("/", ".")
         module = module.removesuffix(".__init__")
         readers = {name for name, used in self._product.items() if module in used}
-        words = [word for word in mutant.function.split(".") if len(word) > 4]
+        words = {word for word in mutant.function.split(".") if len(word) > 4}
         room = "kernels" if "kernels/" in mutant.path else module.split(".")[1]
 
         def score(name: str) -> float:
-            text, imports = self.texts[name], self._imports[name]
+            imports, found = self._imports[name], self._words[name] & words
             return (
                 4 * (module in imports)
-                + 3 * any(re.search(rf"\b{word}\b", text) for word in words if "_" in word[1:])
-                + any(re.search(rf"\b{word}\b", text) for word in words)
+                + 3 * any("_" in word[1:] for word in found)
+                + bool(found)
                 + 2 * (module.rpartition(".")[2] in name)
                 + 2 * bool(imports & readers)
                 + 2 * (f"tests/{room}/" in name)
-                - len(text) / 20_000
+                - len(self.texts[name]) / 20_000
             )
 
+        scores = {name: score(name) for name in self.texts}
         return [
-            one for one in sorted(self.texts, key=score, reverse=True)[:count] if score(one) > 1
+            one for one in sorted(scores, key=scores.__getitem__)[-count:][::-1] if scores[one] > 1
         ]
 
     def names(self, function: str, test: str) -> bool:
