@@ -127,7 +127,7 @@ test-datasets: .venv-datasets/stamp
 
 VLLM ?= python3
 test-vllm-cuda: $(VENV)/test.stamp
-	$(BIN)/python tests/judges/vllm_cuda.py --vllm $(VLLM) --directory out/vllm-cuda
+	$(BIN)/python tests/judges/vllm_tokens.py --device cuda --vllm $(VLLM) --directory out/vllm-cuda
 
 # The commands of `quantkit deploy`, on this CPU: an hour of two cores. --device cuda --cards 4 on a host with GPUs, with a Python that has vLLM.
 test-vllm-topologies: $(VENV)/test.stamp .venv-vllm/stamp

@@ -1,18 +1,12 @@
 """What clients of a server see when one of its processes dies: streams that run, requests after it,
 and whether /health says so.
 
-    python tests/judges/dead_worker.py --url http://127.0.0.1:8000 --model NAME --pid PID [--key
-    KEY]
-
-PID is a process of the server on this machine, such as VLLM::Worker_TP1; it is killed while streams
-run. Prints one JSON object; times are seconds after the kill.
+The process is killed while streams run (load_curves.py); times are seconds after the kill.
 """
 
-import argparse
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from typing import Any
@@ -70,21 +64,14 @@ def health(url: str) -> str:
 
 
 def observed(
-    url: str,
-    headers: dict[str, str],
-    model: str,
-    pid: int,
-    seconds: float,
-    *,
-    tokens: int = 400,
-    after: float = 10,
+    url: str, headers: dict[str, str], model: str, pid: int, seconds: float, *, tokens: int
 ) -> dict[str, Any]:
-    """STREAMS of `tokens` tokens each; the process is killed once all have one, or `after` seconds
+    """STREAMS of `tokens` tokens each; the process is killed once all have one, or ten seconds
     later at most, and its clients are watched for `seconds` more."""
     streams = [Stream(url, headers, model, tokens) for _ in range(STREAMS)]
     for stream in streams:
         stream.start()
-    until = time.monotonic() + after
+    until = time.monotonic() + 10
     while time.monotonic() < until and not all(stream.tokens for stream in streams):
         time.sleep(0.01)
     before = [stream.tokens for stream in streams]
@@ -110,42 +97,3 @@ def observed(
         "/health, and when first": healths,
         "a request after": again.said,
     }
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--pid", type=int, required=True)
-    parser.add_argument("--key", default="")
-    parser.add_argument("--tokens", type=int, default=400, help="of each stream")
-    parser.add_argument(
-        "--after",
-        type=float,
-        default=10,
-        help="seconds until the kill at most: it waits for a token of each",
-    )
-    parser.add_argument("--seconds", type=float, default=15, help="to look on after the kill")
-    asked = parser.parse_args()
-    headers = {"Authorization": f"Bearer {asked.key}"} if asked.key else {}
-    print(
-        json.dumps(
-            observed(
-                asked.url,
-                headers,
-                asked.model,
-                asked.pid,
-                asked.seconds,
-                tokens=asked.tokens,
-                after=asked.after,
-            ),
-            indent=1,
-        )
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 import numpy as np
 from dead_worker import observed
-from vllm_server import KEY, Server
+from vllm_server import HEADERS, KEY, Server, deployed
 from vllm_topologies import TOPOLOGIES, deployments
 from word_tokenizer import with_words
 
@@ -39,14 +39,7 @@ RATE_OF_A_CLIENT = 32.0
 USERS = 1024  # requests that may be open at a time
 FEWEST = 32  # requests of a rate
 # Several servers share a card, and none needs much of it.
-MEMORY = (
-    "--gpu-memory-utilization",
-    "0.05",
-    "--kv-cache-memory-bytes",
-    str(2**33),
-    "--max-num-seqs",
-    "256",
-)
+MEMORY = f"--gpu-memory-utilization 0.05 --kv-cache-memory-bytes {2**33} --max-num-seqs 256".split()
 # Whose death is looked at: by its title, among all processes of the server or of the one with that
 # number.
 KILLED = {
@@ -56,17 +49,8 @@ KILLED = {
     "apart": ("VLLM::EngineCore", 1),
     "apart-twice": ("VLLM::EngineCore", 3),
 }
-COLUMNS = (
-    "topology",
-    "offered_rate",
-    "request_rate",
-    "ttft_s_p50",
-    "ttft_s_p95",
-    "tpot_ms_p50",
-    "tpot_ms_p95",
-    "system_tps",
-    "failed",
-)
+COLUMNS = ("topology", "offered_rate", "request_rate")
+COLUMNS += ("ttft_s_p50", "ttft_s_p95", "tpot_ms_p50", "tpot_ms_p95", "system_tps", "failed")
 
 
 def ask(url: str, model: str, work: Workload) -> list[RequestTimes]:
@@ -130,7 +114,7 @@ def killed(name: str, server: Server, model: str) -> dict[str, Any]:
     """What clients see when one process dies, by dead_worker.py."""
     title, number = KILLED[name]
     found = server.find(title, number)
-    seen = observed(server.url, {"Authorization": f"Bearer {KEY}"}, model, found, 12, tokens=900)
+    seen = observed(server.url, HEADERS, model, found, 12, tokens=900)
     ended = [
         number for number, process in enumerate(server.processes) if process.poll() is not None
     ]
@@ -148,18 +132,17 @@ def _short(value: Any) -> str:
 
 
 def start(path: Path, asked: argparse.Namespace, names: Sequence[str]) -> dict[str, Server]:
-    eager = ["--enforce-eager"] if asked.eager else []
-    made = {name: deployments(path, name, asked.cards) for name in names}
-    logs = {name: asked.directory / f"load-{name}" for name in names}
+    more = [*MEMORY, *(["--enforce-eager"] if asked.eager else [])]
+    cards, logs = range(asked.cards), asked.directory
     return {
-        name: Server(
-            made[name],
+        name: deployed(
+            deployments(path, name, asked.cards),
             40 + number,
-            range(asked.cards),
+            cards,
             "cuda",
             asked.vllm,
-            logs[name],
-            [*MEMORY, *eager],
+            logs / f"load-{name}",
+            more,
         )
         for number, name in enumerate(names)
     }
@@ -169,38 +152,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--vllm", default=sys.executable, help="python of an environment with vLLM")
-    parser.add_argument("--directory", type=Path, required=True)
-    parser.add_argument("--model", default="deepseek_v3-middle/awq", help="of DIRECTORY")
-    parser.add_argument("--cards", type=int, default=4)
-    parser.add_argument(
-        "--topologies",
-        default="tensor,experts,apart,apart-twice",
-        help=f"of {', '.join(TOPOLOGIES)}",
-    )
-    parser.add_argument("--input-len", type=int, default=512)
-    parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument(
-        "--rates",
-        type=lambda text: [float(rate) for rate in text.split(",")],
-        default=[4, 16, 32, 64, 128, 256, 512],
-        help="requests/s",
-    )
-    parser.add_argument(
-        "--per-rate", type=float, default=3, help="seconds that requests of a rate arrive for"
-    )
-    parser.add_argument(
-        "--ttft", type=float, default=1.0, help="limit in seconds, of 95 %% of the requests"
-    )
-    parser.add_argument("--tpot", type=float, default=50.0, help="limit in milliseconds, likewise")
-    parser.add_argument(
-        "--seconds", type=float, default=30, help="after which a curve begins no further rate"
-    )
-    parser.add_argument(
-        "--wait", type=float, default=150, help="seconds that servers may take to come up"
-    )
-    parser.add_argument("--eager", action="store_true")
+    add = parser.add_argument
+    add("--vllm", default=sys.executable, help="python of an environment with vLLM")
+    add("--directory", type=Path, required=True)
+    add("--model", default="deepseek_v3-middle/awq", help="of DIRECTORY")
+    add("--cards", type=int, default=4)
+    add("--topologies", default="tensor,experts,apart,apart-twice", help=", ".join(TOPOLOGIES))
+    add("--input-len", type=int, default=512)
+    add("--output-len", type=int, default=64)
+    add("--rates", default="4,16,32,64,128,256,512", help="requests/s")
+    add("--per-rate", type=float, default=3, help="seconds that requests of a rate arrive for")
+    add("--ttft", type=float, default=1.0, help="limit in seconds, of 95 %% of the requests")
+    add("--tpot", type=float, default=50.0, help="limit in milliseconds, likewise")
+    add("--seconds", type=float, default=30, help="after which a curve begins no further rate")
+    add("--wait", type=float, default=150, help="seconds that servers may take to come up")
+    add("--eager", action="store_true")
     asked = parser.parse_args()
+    asked.rates = [float(rate) for rate in asked.rates.split(",")]
     path = with_words(
         asked.directory / asked.model, asked.directory / "words" / Path(asked.model).name
     )

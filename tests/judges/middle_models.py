@@ -12,21 +12,13 @@ nearly alone, and the router of every layer reads them in another order. So scor
 whatever the other channels have gone through.
 """
 
-from collections.abc import Iterable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from dense_models import EXPERTS
-from make_model import write_dense
 from torch import Tensor
 
-from quantkit.calibrate.recipe import Recipe
-from quantkit.grids.int_groups import IntGrid
-from quantkit.grids.schemes import find_scheme
 from quantkit.models import find_architecture
-from quantkit.quantization import quantize
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 2048,
@@ -54,33 +46,10 @@ MIDDLE: dict[str, dict[str, Any]] = {
         "num_experts": 64,
     },
 }
-FORMATS = {
-    "awq": ("rtn-w4a16", "awq"),
-    "ct-w4a16-symmetric": ("rtn-w4a16", "compressed-tensors"),
-    "ct-w8a8": ("int8-a8w8c16", "compressed-tensors"),
-    "ct-nvfp4": ("fp4-w4a16", "compressed-tensors"),
-    "modelopt": ("fp4-w4a16", "modelopt"),
-}
 _LEFT_ALONE = (
     2.0**-8
 )  # what is added to a channel that holds a code, and what a router makes of the other channels
 _ROUTER = 8.0
-
-
-def write_middle(directory: Path, model: str, formats: Iterable[str], device: str) -> None:
-    source = directory / model / "source"
-    if not source.exists():
-        write_dense(source, MIDDLE[model], weights(MIDDLE[model]))
-    for format in formats:
-        out = directory / model / format
-        if format == "source" or (out / "config.json").exists():
-            continue
-        scheme, written = FORMATS[format]
-        asked = replace(find_scheme(scheme), methods=())
-        if format.endswith("symmetric"):
-            assert isinstance(asked.weight, IntGrid), asked
-            asked = replace(asked, weight=replace(asked.weight, symmetric=True))
-        quantize(source, out, asked, written, Recipe(scheme=scheme), engine="vllm", device=device)
 
 
 def weights(config: dict[str, Any]) -> dict[str, Tensor]:

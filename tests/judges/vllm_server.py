@@ -2,8 +2,8 @@
 and addresses are those of loopback.
 
 Of the printed commands the program is filled in (PYTHON -m vllm.entrypoints.cli.main), the ports,
-and what the caller adds. Where prefill and decode are apart, `quantkit proxy` stands in front, as
-the layout says.
+and what the caller adds. Where prefill and decode are apart, `quantkit proxy` is in front, as the
+layout says.
 """
 
 import os
@@ -19,116 +19,44 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import vllm_cuda
-from vllm_tokens import MAX_TOKENS
+import vllm_tokens
+from judged import MAX_TOKENS, Answer
 
 from quantkit.deploy.launch import Deployment
 
 KEY = "key-of-this-run"
-FIRST_PORT, PORTS, APART_BY = (
-    20000,
-    256,
-    8,
-)  # below those that the system gives away; a process takes several from its first on
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+# Below those that the system gives away; a process takes several from its first on.
+FIRST_PORT, PORTS, APART_BY = 20000, 256, 8
 # A box sees no shared memory of another: vLLM tells by it who is on the same machine.
 APART = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "box")
+OFFLINE = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 SETTINGS = {
     # The all-reduce over symmetric memory needs NVLink's multicast, which not every host lends.
-    "cuda": {
-        **vllm_cuda.SETTINGS,
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    },
-    "cpu": {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    },
+    "cuda": {**vllm_tokens.SETTINGS, **OFFLINE, "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"},
+    "cpu": {**OFFLINE, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
 }
 
 
 class Server:
-    """The processes of a deployment, or of several alike behind one proxy, and the answers of the
-    address in front of them."""
+    """Processes with a log each, and the address that answers for them."""
 
-    def __init__(
-        self,
-        made: Sequence[Deployment],
-        number: int,
-        cards: Sequence[int],
-        device: str,
-        python: str,
-        logs: Path,
-        more: Sequence[str],
-    ) -> None:
-        """number: no other server that runs at the same time may have it. logs: what the names of
-        their logs begin with."""
-        self.logs, self.began = logs, time.monotonic()
+    def __init__(self, url: str) -> None:
+        self.url, self.began = url, time.monotonic()
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._ports = iter(
-            range(FIRST_PORT + PORTS * number, FIRST_PORT + PORTS * (number + 1), APART_BY)
-        )
-        tiny = (
-            {"VLLM_MLA_DISABLE": "1"} if logs.name.startswith("tiny-r1") else {}
-        )  # its heads are too small for it
-        self._told = {**os.environ, **SETTINGS[device], **tiny, "VLLM_API_KEY": KEY}
-        served: dict[str, list[str]] = {}
-        boxes = sum(len(each.launches) for each in made)
-        left = [
-            cards[box * len(cards) // boxes : (box + 1) * len(cards) // boxes]
-            for box in range(boxes)
-        ]
-        for each in made:
-            meeting = {
-                role: next(self._ports) for role in {launch.role for launch in each.launches}
-            }
-            for launch in each.launches:
-                box, visible = str(boxes - len(left)), ",".join(map(str, left.pop(0)))
-                for environment, command in launch.commands:
-                    port = next(self._ports)
-                    if "--port" in command:
-                        served.setdefault(launch.role, []).append(
-                            f"http://{command[command.index('--host') + 1]}:{port}"
-                        )
-                    filled = _filled(command, python, port, meeting[launch.role])
-                    apart = APART if boxes > 1 and _may_be_apart() else ()
-                    self._start(
-                        [*apart, *filled, *more],
-                        {**environment, "CUDA_VISIBLE_DEVICES": visible},
-                        box,
-                    )
-        self.url = (
-            served["server"][0] if "server" in served else f"http://127.0.0.1:{next(self._ports)}"
-        )
-        if "prefill" in served:
-            asked = [
-                "proxy",
-                "--prefill",
-                ",".join(served["prefill"]),
-                "--decode",
-                ",".join(served["decode"]),
-                "--port",
-                self.url[-5:],
-            ]
-            self._start([sys.executable, "-m", "quantkit", *asked], {}, "proxy")
 
-    def _start(self, command: list[str], environment: dict[str, str], name: str) -> None:
-        own = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(next(self._ports))}
-        # Of the workers of a box that other boxes reach, each looks for a free port from VLLM_PORT
-        # on, and two may find the same one.
-        if "--nnodes" not in command:
-            own["VLLM_PORT"] = str(next(self._ports) + 1)
-        log = (self.logs.parent / f"{self.logs.name}.{name}.log").open("wb")
-        log.write(f"$ {' '.join(command)}\n".encode())
-        log.flush()
-        told = {**self._told, **environment, **own}
-        self.processes.append(
-            subprocess.Popen(
-                command, env=told, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    def start(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
+        with log.open("ab") as written:
+            written.write(f"$ {' '.join(command)}\n".encode())
+            written.flush()
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **environment},
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
-        )
+        self.processes.append(process)
 
     def wait(self, seconds: float) -> None:
         """Until it serves. Raises RuntimeError where it does not within `seconds` of its start, or
@@ -140,20 +68,22 @@ class Server:
 
     def up(self) -> bool:
         """Whether it serves. Raises RuntimeError where a process of it ended."""
-        ended = [
-            number for number, process in enumerate(self.processes) if process.poll() is not None
-        ]
-        if ended:
-            raise RuntimeError(
-                f"process {ended[0]} ended with {self.processes[ended[0]].returncode}"
-            )
-        try:
-            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
+        for number, process in enumerate(self.processes):
+            if process.poll() is not None:
+                raise RuntimeError(f"process {number} ended with {process.returncode}")
+        with suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/health", headers=HEADERS, timeout=5).status_code == 200
+        return False
 
-    def answer(self, model: str, prompt: list[int]) -> dict[str, Any]:
-        """{"tokens", "logprobs"} as vllm_run.py gives them, of a greedy continuation."""
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """Raises RuntimeError where it answers with a fault."""
+        reply = httpx.post(f"{self.url}{path}", json=body, headers=HEADERS, timeout=300)
+        if reply.status_code != 200:
+            raise RuntimeError(f"it answers {reply.status_code}: {reply.text[:300]}")
+        return reply.json()
+
+    def answer(self, model: str, prompt: list[int]) -> Answer:
+        """A greedy continuation."""
         asked = {
             "model": model,
             "prompt": prompt,
@@ -161,17 +91,9 @@ class Server:
             "temperature": 0,
             "logprobs": 5,
             "ignore_eos": True,
+            "return_tokens_as_token_ids": True,
         }
-        asked |= {"return_tokens_as_token_ids": True}
-        reply = httpx.post(
-            f"{self.url}/v1/completions",
-            json=asked,
-            headers={"Authorization": f"Bearer {KEY}"},
-            timeout=300,
-        )
-        if reply.status_code != 200:
-            raise RuntimeError(f"it answers {reply.status_code}: {reply.text[:300]}")
-        found = reply.json()["choices"][0]["logprobs"]
+        found = self.post("/v1/completions", asked)["choices"][0]["logprobs"]
         top = [
             [[_token(name), value] for name, value in position.items()]
             for position in found["top_logprobs"]
@@ -180,22 +102,12 @@ class Server:
 
     def guessed(self) -> str:
         """What the server counts of its MTP layer's guesses; empty where it has none."""
-        counted = dict(
-            re.findall(
-                r"^vllm:spec_decode_num_(draft_tokens|accepted_tokens)_total{[^}]*} ([0-9.]+)$",
-                self._metrics(),
-                re.M,
-            )
-        )
-        return (
-            f"{float(counted['accepted_tokens']):.0f} of {float(counted['draft_tokens']):.0f} "
-            "guesses taken"
-            if len(counted) == 2
-            else ""
-        )
-
-    def _metrics(self) -> str:
-        return httpx.get(f"{self.url}/metrics", timeout=5).text
+        metrics = httpx.get(f"{self.url}/metrics", timeout=5).text
+        counter = r"^vllm:spec_decode_num_(draft_tokens|accepted_tokens)_total{[^}]*} ([0-9.]+)$"
+        counted = {name: float(count) for name, count in re.findall(counter, metrics, re.M)}
+        if len(counted) < 2:
+            return ""
+        return f"{counted['accepted_tokens']:.0f} of {counted['draft_tokens']:.0f} guesses taken"
 
     def find(self, title: str, number: int | None = None) -> int:
         """The process whose title begins so, such as VLLM::Worker_TP1: of the command with that
@@ -203,19 +115,14 @@ class Server:
 
         Raises ProcessLookupError where there is none.
         """
-        groups = {
-            process.pid
-            for process in (
-                self.processes if number is None else self.processes[number : number + 1]
-            )
-        }
+        chosen = self.processes if number is None else self.processes[number : number + 1]
+        groups = {process.pid for process in chosen}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if (folder / "cmdline").read_bytes().startswith(title.encode()) and os.getpgid(
-                    int(folder.name)
-                ) in groups:
+                titled = (folder / "cmdline").read_bytes().startswith(title.encode())
+                if titled and os.getpgid(int(folder.name)) in groups:
                     return int(folder.name)
-        raise ProcessLookupError(f"no process of {self.logs.name} is called {title}")
+        raise ProcessLookupError(f"no process is called {title}")
 
     def end(self) -> None:
         for process in self.processes:
@@ -225,11 +132,59 @@ class Server:
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(until - time.monotonic(), 0.1))
-            with suppress(ProcessLookupError):
-                os.killpg(
-                    process.pid, signal.SIGKILL
-                )  # vLLM's workers too, which a stopped server may leave
+            with suppress(ProcessLookupError):  # vLLM's workers too, which may be left
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def deployed(
+    made: Sequence[Deployment],
+    number: int,
+    cards: Sequence[int],
+    device: str,
+    python: str,
+    logs: Path,
+    more: Sequence[str],
+) -> Server:
+    """A deployment, or several alike behind one proxy, started. number: no other server that runs
+    at the same time may have it. logs: what the names of their logs begin with."""
+    ports = iter(range(FIRST_PORT + PORTS * number, FIRST_PORT + PORTS * (number + 1), APART_BY))
+    settings = {**SETTINGS[device], "VLLM_API_KEY": KEY}
+    if logs.name.startswith("tiny-r1"):  # its heads are too small for it
+        settings["VLLM_MLA_DISABLE"] = "1"
+    server, served = Server(""), dict[str, list[str]]()
+
+    def start(command: list[str], environment: dict[str, str], name: str) -> None:
+        own = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(next(ports))}
+        # Of the workers of a box that other boxes reach, each looks for a free port from VLLM_PORT
+        # on, and two may find the same one.
+        if "--nnodes" not in command:
+            own["VLLM_PORT"] = str(next(ports) + 1)
+        log = logs.parent / f"{logs.name}.{name}.log"
+        server.start(command, {**settings, **environment, **own}, log)
+
+    boxes, box = sum(len(each.launches) for each in made), 0
+    for each in made:
+        meeting = {role: next(ports) for role in {launch.role for launch in each.launches}}
+        for launch in each.launches:
+            own_cards = cards[box * len(cards) // boxes : (box + 1) * len(cards) // boxes]
+            visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, own_cards))}
+            for environment, command in launch.commands:
+                port = next(ports)
+                if "--port" in command:
+                    host = command[command.index("--host") + 1]
+                    served.setdefault(launch.role, []).append(f"http://{host}:{port}")
+                filled = _filled(command, python, port, meeting[launch.role])
+                apart = APART if boxes > 1 and _may_be_apart() else ()
+                start([*apart, *filled, *more], {**environment, **visible}, str(box))
+            box += 1
+    if "prefill" in served:
+        port = next(ports)
+        served["server"] = [f"http://127.0.0.1:{port}"]
+        sides = ("--prefill", ",".join(served["prefill"]), "--decode", ",".join(served["decode"]))
+        start([sys.executable, "-m", "quantkit", "proxy", *sides, "--port", str(port)], {}, "proxy")
+    server.url = served["server"][0]
+    return server
 
 
 @cache
@@ -243,16 +198,15 @@ def _token(name: str) -> int:
 
 
 def _filled(command: Sequence[str], python: str, port: int, meeting: int) -> list[str]:
-    words = (
-        [python, "-m", "vllm.entrypoints.cli.main", *command[1:]]
-        if command[0] == "vllm"
-        else list(command)
-    )
-    for option, value in (
-        ("--port", port),
-        ("--master-port", meeting),
-        ("--data-parallel-rpc-port", meeting),
-    ):
+    words = list(command)
+    if words[0] == "vllm":
+        words[:1] = [python, "-m", "vllm.entrypoints.cli.main"]
+    fill(words, {"--port": port, "--master-port": meeting, "--data-parallel-rpc-port": meeting})
+    return words
+
+
+def fill(words: list[str], values: dict[str, object]) -> None:
+    """Give the options that are among the words other values."""
+    for option, value in values.items():
         if option in words:
             words[words.index(option) + 1] = str(value)
-    return words
