@@ -54,7 +54,6 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("kernels", inspect.kernels),
     ("deploy", deploy.deploy),
     ("place", deploy.place),
-    ("proxy", deploy.proxy),
 )
 for name, command in COMMANDS:
     app.command(name, cls=Command, epilog=epilog(name))(flat(command))

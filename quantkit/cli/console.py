@@ -397,17 +397,15 @@ def show_deployment(plan: dict[str, Any], scripts: list[str]) -> None:
     for role, fit in plan["memory"].items():
         err.print(f"{role}: {_fit_text(fit)}", soft_wrap=True)
     err.print(
-        f"commands: {plan['evidence']['commands']}; the format: {plan['evidence']['format']}",
-        soft_wrap=True,
+        "; ".join(f"{what}: {text}" for what, text in plan["evidence"].items()), soft_wrap=True
     )
     for rate in plan["decoding"]:
         show_decoding(rate)
     for note in plan["notes"]:
         notify(note)
     for problem in plan["problems"]:
-        if problem["severity"] != "error":  # an error ends the command, and is its last line
-            err.print(
-                f"{problem['severity']}: {problem['problem']}; {problem['remedy']}", soft_wrap=True
-            )
+        err.print(
+            f"{problem['severity']}: {problem['problem']}; {problem['remedy']}", soft_wrap=True
+        )
     for script in scripts:
         out.print(script, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Serving with other engines: deploy, place, proxy."""
+"""Serving with other engines: deploy and place."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,9 +7,8 @@ import typer
 
 from quantkit.checkpoint.hub import model_basename
 from quantkit.cli import console
-from quantkit.cli.console import err, print_json
-from quantkit.cli.options import AsJson, Host, Model, Port
-from quantkit.common.errors import QuantkitError
+from quantkit.cli.console import print_json
+from quantkit.cli.options import AsJson, Model
 from quantkit.deploy.options import DeployOptions
 from quantkit.quantization.options import names_of_engines
 
@@ -29,7 +28,7 @@ def deploy(
     """Print the exact commands that serve a checkpoint with another engine, on one box or many, and
     whether it fits.
 
-    The exit code is 1 if the engine cannot load it.
+    Where it cannot be served so, nothing is printed but the reason, and the exit code is 1.
     """
     from quantkit.checkpoint.remote import open_headers
     from quantkit.deploy.launch import deploy as plan
@@ -54,7 +53,11 @@ def deploy(
         name=model_basename(model),
         **machine,
     )
-    topology = find_topology(engine, name=layout, **machine)
+    if planned.refusal is not None:
+        raise planned.refusal
+    topology = find_topology(
+        engine, options.boxes, planned.layout, planned.device, planned.devices_per_box
+    )
     result = planned.as_dict() | {
         "decoding": compare_checkpoint(checkpoint, topology, planned.memory)
     }
@@ -62,9 +65,6 @@ def deploy(
         print_json(result)
     else:
         console.show_deployment(result, [launch.script() for launch in planned.launches])
-    if planned.refusal is not None:
-        console.print_error(planned.refusal.problem, planned.refusal.remedy, as_json=False)
-        raise typer.Exit(1)
 
 
 def place(
@@ -119,42 +119,3 @@ def place(
     if json_:
         return console.print_json(placed.to_json())
     console.show(placed)
-
-
-def proxy(
-    prefill: Annotated[
-        str,
-        typer.Option(help="URLs of the prefill servers, comma-separated: http://10.0.0.1:8100."),
-    ],
-    decode: Annotated[str, typer.Option(help="URLs of the decode servers, comma-separated.")],
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-) -> None:
-    """Send each request to a prefill server, then to a decode server that takes over its cache, as
-    vLLM's do with a KV connector."""
-    import uvicorn
-
-    from quantkit.common.bind import bind, url_address
-    from quantkit.deploy.proxy import proxy as in_front_of
-    from quantkit.deploy.relay import is_address
-    from quantkit.executor.server.serve import HttpServer
-
-    servers = [[url.strip() for url in urls.split(",")] for urls in (prefill, decode)]
-    for url in (url for urls in servers for url in urls):
-        if not is_address(url):
-            raise QuantkitError(
-                f"{url!r} is not the URL of a server", "give one such as http://10.0.0.1:8100"
-            )
-        if url.rstrip("/").endswith("/v1"):
-            raise QuantkitError(
-                f"{url} is the base of a server's API",
-                f"give {url.rstrip('/').removesuffix('/v1')}",
-            )
-    with bind(host, port) as sockets:
-        first, second = map(len, servers)
-        err.print(
-            f"proxy for {first} prefill and {second} decode servers on "
-            f"http://{url_address(host, port)}/v1",
-            soft_wrap=True,
-        )
-        HttpServer(uvicorn.Config(in_front_of(*servers), log_level="warning")).run(sockets)

@@ -88,7 +88,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "quantkit deploy out/awq --engine vllm-ascend --boxes 2 --context 32768",
         "quantkit deploy out/awq --engine vllm --layout four-boxes --draft-length 1",
     ),
-    "proxy": ("quantkit proxy --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8200",),
 }
 
 

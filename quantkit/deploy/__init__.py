@@ -1,2 +1,1 @@
-"""Launch of engines: commands of a deployment, and the proxy for disaggregated prefill and
-decode."""
+"""Launch of engines: the commands of a deployment."""

@@ -4,6 +4,7 @@ recipes/deploy/*.yaml filled in."""
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -25,6 +26,8 @@ from quantkit.engines.layouts import (
     find_recipe,
     find_topology,
     layout_evidence,
+    resize_boxes,
+    resize_devices,
 )
 from quantkit.engines.memory import Fit, check_split, fit
 from quantkit.engines.profiles import Device, find_engine
@@ -100,7 +103,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A layout filled in for one checkpoint. `ready`: no error, and every role fits.
+    """A layout filled in for one checkpoint. `ready`: no error among its problems.
 
     evidence: how the commands, and that the engine loads this format, were verified.
     """
@@ -109,6 +112,7 @@ class Deployment:
     engine: str
     device: str
     layout: str
+    devices_per_box: int
     summary: str
     notes: tuple[str, ...]
     launches: tuple[Launch, ...]
@@ -118,7 +122,7 @@ class Deployment:
 
     @property
     def ready(self) -> bool:
-        return all(role.fits for role in self.memory.values()) and self.refusal is None
+        return all(problem.severity != "error" for problem in self.problems)
 
     @property
     def refusal(self) -> QuantkitError | None:
@@ -155,42 +159,35 @@ def deploy(
     """Commands for every machine, and the memory of every role.
 
     model: a directory, or a checkpoint; of a Hub model, which the engine downloads, headers
-    (`open_headers`) suffice. boxes, devices: machines and devices of each, overriding the layout's.
-    layout: by name, such as "disaggregated-a2"; by default the one of `boxes` machines that runs
-    prefill and decode together. context: tokens of the longest request, by default CONTEXT or the
-    model's maximum. hosts: addresses of the machines in order of the roles, on which their servers
-    listen; by default a single machine listens on loopback, and its engine finds its own interface.
-    nic: network interface of the machines. memory_gib: of one device, overriding the recipe's.
+    (`open_headers`) suffice. boxes, devices: machines and devices of each; by default one machine,
+    with the fewest devices that the model divides into and fits in. layout: by name, such as
+    "disaggregated-a2"; by default the one of `boxes` machines that runs prefill and decode
+    together. context: tokens of the longest request, by default CONTEXT or the model's maximum.
+    hosts: addresses of the machines in order of the roles, on which their servers listen; by
+    default a single machine listens on loopback, and its engine finds its own interface. nic:
+    network interface of the machines. memory_gib: of one device, overriding the recipe's.
     draft_length: draft tokens per step of the MTP layer. name: that clients use for the model, by
     default the directory's.
 
     Raises QuantkitError for an unknown engine or layout, or a wrong number of hosts.
     """
     recipe = find_recipe(engine, device)
-    chosen = find_topology(engine, boxes, layout, device, devices)
-    listen = "$ip" if hosts is not None or chosen.boxes > 1 else "127.0.0.1"
-    if hosts is None and chosen.boxes == 1:
-        recipe = _without_network(recipe)
-    hosts = list(hosts) if hosts is not None else [f"box{number}" for number in range(chosen.boxes)]
-    _check_hosts(hosts, chosen)
     if not _NIC.fullmatch(nic):
         raise QuantkitError(
             f"{nic!r} is not a network interface", "give one that ip link lists, such as eth0"
         )
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
-    path = checkpoint.path
     problems = check_checkpoint(engine, checkpoint, device=recipe.device)
-    if checkpoint.has_weights and not has_tokenizer(path):
+    if checkpoint.has_weights and not has_tokenizer(checkpoint.path):
         problems.append(
             LoadProblem(
                 "warning",
-                f"{path} has no tokenizer, which {engine} reads there",
+                f"{checkpoint.path} has no tokenizer, which {engine} reads there",
                 "copy it from the model's source",
             )
         )
     max_length = longest_text(read_model(checkpoint).config)
-    context = context or min(CONTEXT, max_length or CONTEXT)
-    if max_length and context > max_length:
+    if max_length and context and context > max_length:
         problems.append(
             LoadProblem(
                 "error",
@@ -198,82 +195,181 @@ def deploy(
                 f"give --context {max_length}",
             )
         )
-    rule = find_load(engine, checkpoint, recipe.device)
-    common = {
-        "model": str(path),
-        "name": name or model_basename(str(path)),
-        "context": str(context),
-        "nic": nic,
-        "first_host_in_url": host_in_url(hosts[0]),
-        "listen": listen,
-        "guesses": str(draft_length),
-        "drafted": str(draft_length + 1),
-        "per_box": str(chosen.devices_per_box),
-        **{f"{role.name}_dp": str(role.data_parallel) for role in chosen.roles},
-        **{f"{role.name}_tp": str(role.tensor_parallel) for role in chosen.roles},
-    }
-    options = (
-        *recipe.options,
-        *(rule.launch if rule else ()),
-        *_speculation(recipe, checkpoint, draft_length),
+    inputs = _Inputs(
+        checkpoint,
+        recipe,
+        tuple(problems),
+        context or min(CONTEXT, max_length or CONTEXT),
+        None if hosts is None else tuple(hosts),
+        nic,
+        memory_gib or recipe.memory_gib,
+        draft_length,
+        name or model_basename(str(checkpoint.path)),
     )
-    moe_options = (
-        {}
-        if any(row.expert is not None for row in read_model(checkpoint).rows)
-        else recipe.of_experts
-    )
-    launches: list[Launch] = []
-    memory: dict[str, Fit] = {}
-    next_host = 0
-    for role in chosen.roles:
-        role_hosts = hosts[next_host : next_host + role.boxes]
-        launches += [
-            launch.without_options(moe_options)
-            for launch in _launches(recipe, chosen, role, role_hosts, options, common)
-        ]
-        bits = chosen.cache_bits(
-            role,
-            read_model(checkpoint).config.cache,
-            checkpoint.format.cache_codes(checkpoint.side),
+    chosen = find_topology(engine, boxes, layout, device, devices)
+    if devices is None and layout is None and chosen.boxes == 1:
+        found = inputs.on_fewest_devices(chosen)
+        if found is not None:
+            return found[1]
+    planned = inputs.fill(chosen)
+    load, size = planned.problems[: len(problems)], planned.problems[len(problems) :]
+    if any(problem.severity == "error" for problem in load):
+        return replace(planned, problems=load)
+    if not size:
+        return planned
+    remedy = inputs.remedy(planned, chosen)
+    return replace(planned, problems=(*load, *(replace(one, remedy=remedy) for one in size)))
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What `deploy` fills layouts with. problems: of the checkpoint with the engine, whatever the
+    layout."""
+
+    checkpoint: Checkpoint
+    recipe: LaunchRecipe
+    problems: tuple[LoadProblem, ...]
+    context: int
+    hosts: tuple[str, ...] | None
+    nic: str
+    memory_gib: float
+    draft_length: int
+    name: str
+
+    def on_fewest_devices(self, topology: Topology) -> tuple[int, Deployment] | None:
+        """The layout on machines with the fewest devices; None if the model fits on none."""
+        for count in range(1, topology.devices_per_box + 1):
+            with suppress(QuantkitError):  # groups that this number does not divide into
+                found = self.fill(resize_devices(topology, count))
+                if found.ready:
+                    return count, found
+        return None
+
+    def remedy(self, planned: Deployment, topology: Topology) -> str:
+        """An option with which the model can be served, each tried before it is named."""
+        tokens = min(held.tokens for held in planned.memory.values())
+        if tokens >= 1 and replace(self, context=tokens).fill(topology).ready:
+            return f"give --context {tokens}"
+        recipe = self.recipe
+        for layout in (one for one in recipe.layouts if one.name == topology.name):
+            found = self.on_fewest_devices(resize_boxes(layout, topology.boxes))
+            if found is not None:
+                return f"give --devices {found[0]}{self._kind()}"
+        for layout in recipe.layouts if self.hosts is None else ():
+            if len(layout.roles) == 1 and layout.boxes > 1 and self.fill(layout).ready:
+                return (
+                    f"give --boxes {layout.boxes} --devices {layout.devices_per_box}{self._kind()}"
+                )
+        return "quantize the model to fewer bits, or use devices with more memory"
+
+    def _kind(self) -> str:
+        """Of the devices, after their number in --devices."""
+        if self.recipe.device == "npu":
+            return "x910B1" if self.memory_gib == 64 else ""
+        return "" if self.memory_gib == self.recipe.memory_gib else f"x{self.memory_gib:g}GiB"
+
+    def fill(self, topology: Topology) -> Deployment:
+        """The layout's commands, and the memory of its roles."""
+        checkpoint, recipe, path = self.checkpoint, self.recipe, self.checkpoint.path
+        if self.hosts is None and topology.boxes == 1:
+            recipe = _without_network(recipe)
+        hosts = self.hosts or tuple(f"box{number}" for number in range(topology.boxes))
+        _check_hosts(hosts, topology)
+        model = read_model(checkpoint)
+        rule = find_load(recipe.engine, checkpoint, recipe.device)
+        heads = dict(zip([role.name for role in topology.roles], _first_hosts(topology, hosts)))
+        common = {
+            "model": str(path),
+            "name": self.name,
+            "context": str(self.context),
+            "nic": self.nic,
+            "first_host_in_url": host_in_url(hosts[0]),
+            "listen": "$ip" if self.hosts is not None or topology.boxes > 1 else "127.0.0.1",
+            "guesses": str(self.draft_length),
+            "drafted": str(self.draft_length + 1),
+            "per_box": str(topology.devices_per_box),
+            **{f"{role}_head": host_in_url(host) for role, host in heads.items()},
+            **{f"{role.name}_dp": str(role.data_parallel) for role in topology.roles},
+            **{f"{role.name}_tp": str(role.tensor_parallel) for role in topology.roles},
+        }
+        options = (
+            *recipe.options,
+            *(rule.launch if rule else ()),
+            *_speculation(recipe, checkpoint, self.draft_length),
         )
-        memory[role.name] = fit(
-            checkpoint,
-            role.parallel,
-            context,
-            memory_gib or recipe.memory_gib,
-            recipe.memory_fraction,
-            recipe.reserve_gib,
-            bits,
-            mtp=draft_length > 0,
+        has_experts = any(row.expert is not None for row in model.rows)
+        moe_options = {} if has_experts else recipe.of_experts
+        problems, launches, memory = list(self.problems), list[Launch](), dict[str, Fit]()
+        for role in topology.roles:
+            first = hosts.index(heads[role.name])
+            role_hosts = hosts[first : first + role.boxes]
+            launches += [
+                launch.without_options(moe_options)
+                for launch in _launches(recipe, topology, role, role_hosts, options, common)
+            ]
+            memory[role.name] = fit(
+                checkpoint,
+                role.parallel,
+                self.context,
+                self.memory_gib,
+                recipe.memory_fraction,
+                recipe.reserve_gib,
+                topology.cache_bits(
+                    role, model.config.cache, checkpoint.format.cache_codes(checkpoint.side)
+                ),
+                mtp=self.draft_length > 0,
+            )
+            problems += check_split(checkpoint, role.parallel)
+            problems += _check_fit(role.name, memory[role.name])
+        if topology.router:
+            launches.append(_router_launch(topology, hosts[0], common))
+        notes = [recipe.notes, _fill(topology.notes, common)]
+        if rule is not None:
+            notes += [rule.launch_notes, rule.expert_launch_notes if has_experts else ""]
+        return Deployment(
+            str(path),
+            recipe.engine,
+            recipe.device,
+            topology.name,
+            topology.devices_per_box,
+            topology.summary,
+            tuple(note for note in (*notes, _API_KEY_NOTE) if note),
+            tuple(launches),
+            memory,
+            tuple(dict.fromkeys(problems)),
+            {
+                "commands": layout_evidence(
+                    recipe.engine, recipe.device, topology.name, self.draft_length
+                ),
+                "format": evidence(find_engine(recipe.engine), rule) if rule else "not loaded",
+            },
         )
-        problems += check_split(checkpoint, role.parallel)
-        next_host += role.boxes
-    notes = tuple(
-        note
-        for note in (
-            recipe.notes,
-            _fill(chosen.notes, common),
-            rule.notes if rule else "",
-            _API_KEY_NOTE,
-        )
-        if note
+
+
+def _check_fit(role: str, held: Fit) -> list[LoadProblem]:
+    if held.fits:
+        return []
+    weights, usable = held.weight_bytes / 2**30, held.usable_bytes / 2**30
+    problem = (
+        f"{role}: the fullest device holds {weights:.3g} GiB of weights, and its {usable:.3g} "
+        f"usable GiB have no room for a request of {held.context} tokens"
     )
-    verified = {
-        "commands": layout_evidence(engine, recipe.device, chosen.name, draft_length),
-        "format": evidence(find_engine(engine), rule) if rule else "not loaded",
-    }
-    return Deployment(
-        str(path),
-        engine,
-        recipe.device,
-        chosen.name,
-        chosen.summary,
-        notes,
-        tuple(launches),
-        memory,
-        tuple(dict.fromkeys(problems)),
-        verified,
-    )
+    return [LoadProblem("error", problem, "use more devices, or a shorter --context")]
+
+
+def _router_launch(topology: Topology, host: str, common: dict[str, str]) -> Launch:
+    values = common | {"listen": _fill(common["listen"], {"ip": host})}
+    command = tuple(_fill(word, values) for word in topology.router)
+    # The key that vllm-router sends to its servers, and the servers ask for.
+    return Launch("router", host, (({}, command),), "OPENAI_API_KEY", command[0])
+
+
+def _first_hosts(topology: Topology, hosts: Sequence[str]) -> Iterator[str]:
+    """The first machine of each role."""
+    at = 0
+    for role in topology.roles:
+        yield hosts[at]
+        at += role.boxes
 
 
 def _check_hosts(hosts: Sequence[str], chosen: Topology) -> None:
@@ -311,9 +407,8 @@ def _is_host(text: str) -> bool:
 
 
 _API_KEY_NOTE = (
-    f"The scripts take the key that clients, or a proxy, must send from {API_KEY}. It protects "
-    "only "
-    "the API: the ports between boxes and ranks have no key, so keep those in a private network."
+    f"The scripts take the key that clients must send from {API_KEY}. It protects only the API: "
+    "the ports between boxes and ranks have no key, so keep those in a private network."
 )
 
 

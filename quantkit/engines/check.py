@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from quantkit.checkpoint.formats import FORMATS
 from quantkit.checkpoint.formats.base import HEAD
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.profiles import (
@@ -63,12 +64,11 @@ def check_checkpoint(
                 )
             ]
         reason = profile.reason(format.name, format.variant, grid, device)
-        return [
-            _error(
-                f"{what} of {grid}{where}: {reason}",
-                f"quantkit convert, or quantize --engine {engine}",
-            )
-        ]
+        target = _format_with_reader(profile, checkpoint, device)
+        remedy = f"quantize the source again with --engine {engine}"
+        if target is not None:
+            remedy = f"quantkit convert {checkpoint.path} OUT --format {target}"
+        return [_error(f"{what} of {grid}{where}: {reason}", remedy)]
     general = check_model(profile, checkpoint, format.name)
     general += check_cache(profile, checkpoint, format.cache_codes(checkpoint.side))
     if any(problem.severity == "error" for problem in general):
@@ -102,6 +102,25 @@ def _matching_rules(
         if (rule.format, rule.variant) == (format.name, format.variant)
         and (device is None or device in rule.devices)
     ]
+
+
+def _format_with_reader(
+    profile: EngineProfile, checkpoint: Checkpoint, device: Device | None
+) -> str | None:
+    """A format in which the engine reads the checkpoint's weights as they are; None if none."""
+    grid = checkpoint.grid
+    parts = {
+        part_of(row) for row in read_model(checkpoint).rows if row.module in checkpoint.linears
+    }
+    for rule in profile.loads if grid is not None else ():
+        holds = any(
+            (one.name, one.variant) == (rule.format, rule.variant) and one.holds(grid)
+            for one in FORMATS
+        )
+        reads = grid.engine_name in rule.grids and parts <= {*rule.may}
+        if holds and reads and (device is None or device in rule.devices):
+            return rule.format
+    return None
 
 
 def is_mixture(checkpoint: Checkpoint) -> bool:
@@ -450,5 +469,5 @@ class _RuleCheck:
             yield _warning(
                 f"{self.engine} mixes up scales of gate_proj and up_proj: {width} columns of an "
                 f"expert per GPU are not more than group_size {group}",
-                "quantize with a smaller group_size (recipe), or use expert parallelism",
+                "quantize with a smaller --group-size, or use a layout with experts over all devices",
             )

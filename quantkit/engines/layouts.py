@@ -70,12 +70,14 @@ class PublishedRate(Strict):
 
 
 class Topology(Strict):
-    """A layout. hardware: in recipes/hardware, for predicted decode times."""
+    """A layout. router: the command, on the first machine, that sends each request to a server of
+    every role. hardware: in recipes/hardware, for predicted decode times."""
 
     name: str
     summary: str
     devices_per_box: int = 8
     roles: tuple[Role, ...]
+    router: Command = ()
     notes: str = ""
     hardware: str | None = None
     published: tuple[PublishedRate, ...] = ()
@@ -155,8 +157,7 @@ def find_recipe(engine: str, device: Device | None) -> LaunchRecipe:
             f"there is no deployment recipe for {engine}{f' on {device}' if device else ''}",
             f"there are {known}",
         )
-    # If an engine runs on both, Ascend is the default.
-    return min(found, key=lambda recipe: recipe.device != "npu")
+    return min(found, key=lambda recipe: recipe.device != "cuda")
 
 
 def find_topology(
@@ -177,8 +178,8 @@ def find_topology(
         if layout.name == name or (
             name is None and layout.boxes == (boxes or 1) and len(layout.roles) == 1
         ):
-            return _resize_devices(
-                _resize_boxes(layout, boxes or layout.boxes), devices or layout.devices_per_box
+            return resize_devices(
+                resize_boxes(layout, boxes or layout.boxes), devices or layout.devices_per_box
             )
     known = ", ".join(f"{layout.name} ({layout.boxes})" for layout in recipe.layouts)
     raise QuantkitError(
@@ -187,7 +188,7 @@ def find_topology(
     )
 
 
-def _resize_boxes(layout: Topology, boxes: int) -> Topology:
+def resize_boxes(layout: Topology, boxes: int) -> Topology:
     """A layout of one role on another number of machines: other numbers of data-parallel groups if
     it has several, else of pipeline stages.
 
@@ -217,7 +218,7 @@ def _resize_boxes(layout: Topology, boxes: int) -> Topology:
     return layout.model_copy(update={"roles": roles, "summary": summary, "published": ()})
 
 
-def _resize_devices(layout: Topology, devices: int) -> Topology:
+def resize_devices(layout: Topology, devices: int) -> Topology:
     """A layout on machines with another number of devices. Tensor parallelism within a machine is
     kept; the number of data-parallel groups changes. Published rates are dropped.
 
@@ -318,19 +319,16 @@ def layout_runs() -> tuple[LayoutRun, ...]:
 
 
 def layout_evidence(engine: str, device: Device, layout: str, guesses: int = 0) -> str:
-    """Such as "run on CPU, vllm 0.32.0 (awq, ct-w8a8)": where and with which formats the tokens
-    equalled quantkit's; else "by source"."""
-    found: dict[str, set[str]] = {}
-    for run in layout_runs():
-        if (run.engine, run.device, run.layout, bool(run.guesses)) == (
-            engine,
-            device,
-            layout,
-            bool(guesses),
-        ) and run.passed:
-            found.setdefault(f"{run.machine}, {run.engine} {run.release}", set()).add(run.format)
-    runs = [f"{where} ({', '.join(sorted(formats))})" for where, formats in found.items()]
-    return f"run on {'; '.join(runs)}" if runs else "by source"
+    """Such as "run on CPU, vllm 0.32.0": where the tokens of some checkpoint equalled quantkit's;
+    else "by source"."""
+    where = dict.fromkeys(
+        f"{run.machine}, {run.engine} {run.release}"
+        for run in layout_runs()
+        if run.passed
+        and (run.engine, run.device, run.layout, bool(run.guesses))
+        == (engine, device, layout, bool(guesses))
+    )
+    return f"run on {'; '.join(where)}" if where else "by source, not run"
 
 
 @cache

@@ -26,9 +26,10 @@ every engine fuses."""
 
 
 class LoadRule(Strict):
-    """One format that an engine loads. `notes` are shown to users; `run` is the command of this
-    repository that demonstrates it, if any, and `run_on` where it was run if not on a CPU by
-    `release`."""
+    """One format that an engine loads. `notes`: of the loader matrix. launch_notes,
+    expert_launch_notes: what to know of a launch, the latter of a model with experts. `run`: the
+    command of this repository that demonstrates it, if any, and `run_on` where it was run if not on
+    a CPU by `release`."""
 
     format: str
     variant: str
@@ -58,6 +59,8 @@ class LoadRule(Strict):
     # None: they are always found.
     finds_plain: tuple[str, ...] | None = None
     launch: tuple[str, ...] = ()
+    launch_notes: str = ""
+    expert_launch_notes: str = ""
     notes: str = ""
     # Whether int4 experts whose intermediate size per GPU is at most group_size are computed
     # incorrectly.
@@ -85,6 +88,8 @@ class MixtureRule(Strict):
     tied_head: str | None = None
     quantization_keys: tuple[Literal["group_size"], ...] = ()
     launch: tuple[str, ...] = ()
+    launch_notes: str = ""
+    expert_launch_notes: str = ""
     notes: str = ""
     sources: tuple[str, ...]
     run: str | None = None
