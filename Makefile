@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo real wheel test test-numbers test-long test-families lint test-ascend test-triton test-engines test-vllm-cuda test-vllm-topologies test-faults test-loaders test-placement test-placement-loaders test-packers test-evalscope test-styles test-lm-eval test-clients mutants mutants-ascend acceptance-npu ascendc test-datasets clean
+.PHONY: demo real wheel test test-numbers test-long test-families lint test-ascend test-triton test-engines test-vllm-cuda test-vllm-topologies test-faults test-loaders test-placement test-placement-loaders test-packers test-evalscope test-styles test-lm-eval test-clients test-router mutants mutants-ascend acceptance-npu ascendc test-datasets clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -192,6 +192,14 @@ test-lm-eval: $(VENV)/test.stamp .venv-lm-eval/stamp
 	.venv-lm-eval/bin/pip install --quiet 'lm-eval[api]==0.4.13' transformers pydantic 'math-verify==0.9.*' antlr4-python3-runtime==4.13.2 langdetect==1.0.9 immutabledict nltk
 	.venv-lm-eval/bin/pip download --quiet --no-deps --dest .venv-lm-eval/punkt llama-index-core==0.14.25  # it carries NLTK's punkt_tab
 	$(PYTHON) tests/judges/punkt.py .venv-lm-eval/punkt/*.whl .venv-lm-eval/nltk
+	touch $@
+
+test-router: $(VENV)/test.stamp .venv-router/stamp
+	PYTHONPATH=.:tests/support $(BIN)/python tests/judges/router.py .venv-router
+
+.venv-router/stamp:
+	$(PYTHON) -m venv .venv-router
+	.venv-router/bin/pip install --quiet vllm-router==0.1.17  # as recipes/deploy/vllm.yaml says
 	touch $@
 
 test-clients: $(VENV)/test.stamp .venv-clients/stamp

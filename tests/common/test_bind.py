@@ -59,7 +59,6 @@ def test_an_address_of_another_machine(host: str, said: str) -> None:
     [
         ("serve", "tiny-r1"),
         ("playground", "tiny-r1"),
-        ("proxy", "--prefill", "http://a", "--decode", "http://b"),
     ],
 )
 def test_a_port_in_use_is_reported_before_a_model_is_loaded(

@@ -127,13 +127,13 @@ def test_a_layout_counts_as_run_if_its_tokens_were_right(
         "layout_runs",
         lambda: (right, wrong, guessed, right.model_copy(update={"format": "source"})),
     )
-    assert layout_evidence("vllm", "cuda", "one-box") == "run on CPU, vllm 1 (awq, source)"
-    assert layout_evidence("vllm", "cuda", "one-box", guesses=2) == "run on H200, vllm 1 (awq)"
+    assert layout_evidence("vllm", "cuda", "one-box") == "run on CPU, vllm 1"
+    assert layout_evidence("vllm", "cuda", "one-box", guesses=2) == "run on H200, vllm 1"
     assert (
         layout_evidence("vllm", "cuda", "two-boxes")
         == layout_evidence("sglang", "cuda", "one-box")
-        == "by source"
+        == "by source, not run"
     )
-    assert layout_evidence("vllm", "npu", "one-box") == "by source", (
+    assert layout_evidence("vllm", "npu", "one-box") == "by source, not run", (
         "the commands of another kind of device are others"
     )

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import command
 from make_model import random_tensors, tiny_config
 from packed_model import write_packed
 
-from quantkit.checkpoint.formats import awq, compressed_int8
+from quantkit.checkpoint.formats import awq, compressed_int8, gptq
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.deploy.launch import deploy
@@ -92,7 +93,7 @@ def test_commands_use_options_the_engine_defines(
     ]
     for launch in made.launches:
         for environment, command in launch.commands:
-            if program(command) != "ray":
+            if launch.role != "router" and program(command) != "ray":
                 options = [word for word in command if word.startswith("-") and " " not in word]
                 assert set(options) <= OPTIONS[program(command)]
             assert not [word for word in (*command, *environment.values()) if "$" in word]
@@ -107,7 +108,8 @@ def test_ranks_and_boxes_are_covered_once(
     int8: Path, engine: str, device: str, layout: str
 ) -> None:
     made = deploy(int8, engine, layout=layout, device=device)  # type: ignore[arg-type]
-    assert len({launch.box for launch in made.launches}) == len(made.launches)
+    servers = [launch for launch in made.launches if launch.role != "router"]
+    assert len({launch.box for launch in servers}) == len(servers)
     ranks: dict[str, list[int]] = {}
     for launch in made.launches:
         for _, command in launch.commands:
@@ -132,7 +134,7 @@ def test_box_layouts_and_quantization_options(int8: Path) -> None:
     assert "export GLOO_SOCKET_IFNAME=bond0" in worker
     assert "--quantization w8a8_int8" in deploy(int8, "sglang", device="cuda").launches[0].script()
     assert "--quantization" not in deploy(int8, "sglang", device="npu").launches[0].script()
-    assert deploy(int8, "sglang").device == "npu"
+    assert deploy(int8, "sglang").device == "cuda"
 
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
@@ -142,12 +144,13 @@ def test_servers_listen_where_they_must_and_ask_for_a_key(
     made = deploy(int8, engine, layout=layout, device=device)  # type: ignore[arg-type]
     for launch in made.launches:
         script = launch.script()
-        serves = [line for line in script.splitlines() if "--host " in line]
+        serves = [line for line in script.splitlines() if re.search("--host |Router", line)]
         assert "0.0.0.0" not in script
         assert bool(serves) == (launch.key is not None)
         for line in serves:
-            assert f"--host {'127.0.0.1' if len(made.launches) == 1 else launch.box}" in line
-            assert "VLLM_API_KEY" in script or line.removesuffix(" &").endswith(
+            where = "127.0.0.1" if len(made.launches) == 1 else launch.box
+            assert f"--host {where}" in line or f'host="{where}"' in line
+            assert re.search("(VLLM|OPENAI)_API_KEY", script) or line.removesuffix(" &").endswith(
                 '--api-key "$QUANTKIT_API_KEY"'
             )
         if serves:
@@ -283,13 +286,12 @@ def test_heads_and_layers_come_out_even(int8: Path, tmp_path: Path) -> None:
     def told(path: Path, devices: int, boxes: int = 1) -> str:
         return str(deploy(path, "vllm", devices=devices, boxes=boxes).refusal)
 
-    assert (
-        "32 attention heads, which 64 ranks cannot share evenly; use another number of "
-        "tensor-parallel ranks" in told(int8, 64)
+    assert "32 attention heads, which 64 ranks cannot share evenly; give --devices 1" in told(
+        int8, 64
     )
     assert told(int8, 32) == "None"
     made = deploy(int8, "vllm", layout="two-boxes", boxes=5, devices=1)
-    assert "has 3 layers, fewer than 5 pipeline stages; use fewer boxes" in str(made.refusal)
+    assert "has 3 layers, fewer than 5 pipeline stages" in str(made.refusal)
     config = CONFIGS["qwen3"] | {"num_attention_heads": 12, "num_key_value_heads": 3}
     few = write_packed(
         tmp_path / "few",
@@ -351,6 +353,62 @@ def test_a_bias_after_a_sum_over_ranks_is_not_split(tmp_path: Path) -> None:
     assert "model.layers.0.self_attn.o_proj.bias" in Checkpoint.open(path).tensors
     assert check_split(Checkpoint.open(path), ParallelSizes(2)) == []
     assert deploy(path, "vllm", devices=2).launches
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("--devices 64", "32 attention heads, which 64 ranks cannot share evenly"),
+        ("--devices 1x{SMALL}GiB --context 4096", "no room for a request of 4096 tokens"),
+        ("--devices 1x4.5GiB --context 163840", "no room for a request of 163840 tokens"),
+        ("--context 999999", "accepts texts of 163840 tokens"),
+        ("--layout prefill-decode --devices 64", "which 64 ranks cannot share"),
+        ("--layout two-boxes --devices 64 --boxes 2", "which 64 ranks cannot share"),
+    ],
+)
+def test_a_remedy_works_as_it_is_printed(int8: Path, options: str, problem: str) -> None:
+    """A refusal writes nothing to stdout, and names an option that serves the model."""
+    held = deploy(int8, "vllm").memory["server"].weight_bytes / GIB
+    small = f"{(4 + 0.75 * held) / 0.9:.6f}"
+    words = ["deploy", str(int8), "--engine", "vllm", *options.replace("{SMALL}", small).split()]
+    refused = command(*words)
+    assert (refused.code, refused.out) == (1, "")
+    assert problem in refused.error
+    remedy = re.search(r"; (?:give|use) (--.+)$", refused.error.strip())
+    assert remedy is not None, refused.error
+    changed = {**_options(words[4:]), **_options(remedy[1].split())}
+    served = command(*words[:4], *(word for pair in changed.items() for word in pair))
+    assert (served.code, "vllm serve" in served.out) == (0, True), served.err
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    return dict(zip(words[::2], words[1::2]))
+
+
+def test_a_format_that_another_tool_must_write(tmp_path: Path, int8: Path) -> None:
+    """The remedy converts where the engine then loads the result, and is not offered elsewhere."""
+    config = tiny_config(num_nextn_predict_layers=0)
+    grid = IntGrid(4, 32, symmetric=True)
+    format = next(one for one in gptq.FORMATS if one.holds(grid))
+    stored = write_packed(tmp_path / "gptq", config, random_tensors(config), format, grid)
+    for engine in ("vllm", "sglang", "vllm-ascend", "omni-infer"):
+        refused = command("deploy", str(stored), "--engine", engine)
+        found = re.search(r"quantkit (convert .+)$", refused.error.strip())
+        if refused.code and found:
+            assert command(*found[1].replace("OUT", str(tmp_path / engine)).split()).code == 0
+            assert command("deploy", str(tmp_path / engine), "--engine", engine).code == 0
+        elif refused.code:
+            assert f"quantize the source again with --engine {engine}" in refused.error
+
+
+def test_the_fewest_devices_are_the_default(int8: Path, dense: Path) -> None:
+    for path in (int8, dense):
+        ((_, words),) = deploy(path, "vllm").launches[0].commands
+        assert words[words.index("--tensor-parallel-size") + 1] == "1"
+    held = deploy(int8, "vllm").memory["server"].weight_bytes / GIB
+    made = deploy(int8, "vllm", memory_gib=(4 + 0.75 * held) / 0.9, context=64)
+    assert 1 < made.devices_per_box <= 4
+    assert made.ready
 
 
 def test_every_fault_has_its_own_remedy(tmp_path: Path) -> None:
@@ -436,7 +494,7 @@ def test_commands_are_for_the_given_machines(
         for role in chosen.roles
     }
     for launch in made.launches:
-        boxes = next(role.boxes for role in chosen.roles if role.name == launch.role)
+        boxes = next((role.boxes for role in chosen.roles if role.name == launch.role), 1)
         for _, command in launch.commands:
             if "--nnodes" in command:
                 assert command[command.index("--nnodes") + 1] == str(boxes)

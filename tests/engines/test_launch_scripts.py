@@ -3,6 +3,7 @@ and the addresses have in them."""
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -17,7 +18,7 @@ from packed_model import write_packed
 from quantkit.checkpoint.formats import compressed_int8
 from quantkit.common.errors import QuantkitError
 from quantkit.deploy.launch import deploy
-from quantkit.engines.layouts import find_recipe
+from quantkit.engines.layouts import find_recipe, find_topology
 from quantkit.engines.profiles import Device
 from quantkit.grids.int_groups import IntGrid
 
@@ -111,14 +112,14 @@ def test_ipv6_addresses_have_brackets_before_a_port(
 ) -> None:
     """SGLang 0.5.23 (utils/network.py) refuses fd00::1:5000; an address by itself has no
     brackets."""
-    boxes = len(deploy(odd, engine, layout=layout, device=device).launches)
+    boxes = find_topology(engine, name=layout, device=device).boxes
     hosts = [f"fd00::{box + 1:x}" for box in range(boxes)]
     made = deploy(odd, engine, layout=layout, device=device, hosts=hosts)
     for launch in made.launches:
         for environment, words in launch.commands:
             for told in (*words, *environment.values()):
                 if told != str(odd) and "fd00::" in told:
-                    bare = told.replace("[fd00::1]:", "").replace("[fd00::1]", "")
+                    bare = re.sub(r"\[fd00::\w+\]:?", "", told)
                     assert not [host for host in hosts if f"{host}:" in bare], told
 
 

@@ -2,8 +2,8 @@
 and addresses are those of loopback.
 
 Of the printed commands the program is filled in (PYTHON -m vllm.entrypoints.cli.main), the ports,
-and what the caller adds. Where prefill and decode are apart, `quantkit proxy` is in front, as the
-layout says.
+and what the caller adds. Where prefill and decode are apart, vllm-router, which that Python must
+have, sends requests to the servers of all deployments.
 """
 
 import os
@@ -163,10 +163,10 @@ def deployed(
         log = logs.parent / f"{logs.name}.{name}.log"
         server.start(command, {**settings, **environment, **own}, log)
 
-    boxes, box = sum(len(each.launches) for each in made), 0
+    boxes, box = sum(launch.role != "router" for each in made for launch in each.launches), 0
     for each in made:
         meeting = {role: next(ports) for role in {launch.role for launch in each.launches}}
-        for launch in each.launches:
+        for launch in (one for one in each.launches if one.role != "router"):
             own_cards = cards[box * len(cards) // boxes : (box + 1) * len(cards) // boxes]
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, own_cards))}
             for environment, command in launch.commands:
@@ -181,8 +181,14 @@ def deployed(
     if "prefill" in served:
         port = next(ports)
         served["server"] = [f"http://127.0.0.1:{port}"]
-        sides = ("--prefill", ",".join(served["prefill"]), "--decode", ",".join(served["decode"]))
-        start([sys.executable, "-m", "quantkit", "proxy", *sides, "--port", str(port)], {}, "proxy")
+        code = (
+            "from vllm_router.router import Router, policy_from_str; Router(worker_urls=[], "
+            f"host='127.0.0.1', port={port}, policy=policy_from_str('round_robin'), "
+            "vllm_pd_disaggregation=True, "
+            f"prefill_urls={[(url, None) for url in served['prefill']]}, "
+            f"decode_urls={served['decode']}).start()"
+        )
+        start([python, "-c", code], {"OPENAI_API_KEY": KEY}, "router")
     server.url = served["server"][0]
     return server
 
