@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import command
+from commands import command as run_command
 from make_model import random_tensors, tiny_config
 from packed_model import write_packed
 
@@ -371,13 +371,13 @@ def test_a_remedy_works_as_it_is_printed(int8: Path, options: str, problem: str)
     held = deploy(int8, "vllm").memory["server"].weight_bytes / GIB
     small = f"{(4 + 0.75 * held) / 0.9:.6f}"
     words = ["deploy", str(int8), "--engine", "vllm", *options.replace("{SMALL}", small).split()]
-    refused = command(*words)
+    refused = run_command(*words)
     assert (refused.code, refused.out) == (1, "")
     assert problem in refused.error
     remedy = re.search(r"; (?:give|use) (--.+)$", refused.error.strip())
     assert remedy is not None, refused.error
     changed = {**_options(words[4:]), **_options(remedy[1].split())}
-    served = command(*words[:4], *(word for pair in changed.items() for word in pair))
+    served = run_command(*words[:4], *(word for pair in changed.items() for word in pair))
     assert (served.code, "vllm serve" in served.out) == (0, True), served.err
 
 
@@ -392,11 +392,11 @@ def test_a_format_that_another_tool_must_write(tmp_path: Path, int8: Path) -> No
     format = next(one for one in gptq.FORMATS if one.holds(grid))
     stored = write_packed(tmp_path / "gptq", config, random_tensors(config), format, grid)
     for engine in ("vllm", "sglang", "vllm-ascend", "omni-infer"):
-        refused = command("deploy", str(stored), "--engine", engine)
+        refused = run_command("deploy", str(stored), "--engine", engine)
         found = re.search(r"quantkit (convert .+)$", refused.error.strip())
         if refused.code and found:
-            assert command(*found[1].replace("OUT", str(tmp_path / engine)).split()).code == 0
-            assert command("deploy", str(tmp_path / engine), "--engine", engine).code == 0
+            assert run_command(*found[1].replace("OUT", str(tmp_path / engine)).split()).code == 0
+            assert run_command("deploy", str(tmp_path / engine), "--engine", engine).code == 0
         elif refused.code:
             assert f"quantize the source again with --engine {engine}" in refused.error
 
