@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.common.atomic_write import new_file
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST, open_file, parse_json
 
@@ -235,8 +236,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write contiguous CPU tensors to a safetensors file, replacing an existing one. Raises
-    OSError.
+    """Write contiguous CPU tensors to a safetensors file, atomically. Raises OSError.
 
     The safetensors package before 0.8 holds the GIL for the whole write: for the seconds that
     hidden states of several GB take, no thread could launch GPU work.
@@ -245,7 +245,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
     ]
     header, placed = encode_header(sorted(specs, key=lambda spec: -spec.dtype.itemsize), metadata)
-    with path.open("wb") as file:
+    with new_file(path) as file:
         write_at(file.fileno(), memoryview(header), 0)
         for one in placed:
             write_at(file.fileno(), bytes_of(tensors[one.name]), one.offset)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.lock import Lock
+from quantkit.common.atomic_write import new_file
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,8 @@ class Journal:
         self.path = directory / f"journal-{rank:05d}.jsonl"
         self._lock = Lock(lock_path(directory, rank), directory.parent)
         if not self.path.exists():
-            # Atomic, so that a journal always has its first line.
-            fresh = self.path.with_suffix(".new")
-            fresh.write_text(_line({"fingerprint": dict(fingerprint)}))
-            fresh.rename(self.path)
+            with new_file(self.path) as file:  # a journal always has its first line
+                file.write(_line({"fingerprint": dict(fingerprint)}).encode())
         # Unbuffered: `close` must not retry a line that could not be written.
         self._file = self.path.open("r+b", buffering=0)
         end = sum(len(line) for line in _complete_lines(self.path))

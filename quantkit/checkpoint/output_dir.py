@@ -29,6 +29,7 @@ from quantkit.checkpoint.manifest import (
     read_manifest,
     remove_owned,
 )
+from quantkit.common.atomic_write import is_unfinished, new_file, sync_folder
 from quantkit.common.errors import QuantkitError
 
 _Id = tuple[int, int]
@@ -176,10 +177,13 @@ def check_partial(partial: Path) -> None:
 
 def check_files(partial: Path) -> None:
     """Raise QuantkitError naming a file in an unfinished output that quantkit did not create, or
-    that is a link."""
+    that is a link. Removes files that a kill left half written."""
     registered = registered_files(partial)
     for path in sorted(partial.iterdir()):
-        if path.name != STATE and path.name.removesuffix(".new") not in registered:
+        # .new: of versions before 2026-11-29
+        if is_unfinished(path) or path.name.removesuffix(".new") in registered - {path.name}:
+            path.unlink()  # a kill left it
+        elif path.name != STATE and path.name not in registered:
             raise QuantkitError(
                 f"{partial} holds {path.name}, which quantkit did not write", "move it away"
             )
@@ -218,9 +222,9 @@ def check_run(partial: Path, run: Mapping[str, str], rank: int, *, discard: bool
 
 def register_files(partial: Path, names: Iterable[str]) -> None:
     """Record that quantkit will create these files in `partial`."""
-    fresh = partial / STATE / f"{_FILE_LIST}.new"
-    fresh.write_text(json.dumps(sorted({*registered_files(partial), *names})))
-    fresh.rename(partial / STATE / _FILE_LIST)
+    listed = json.dumps(sorted({*registered_files(partial), *names}))
+    with new_file(partial / STATE / _FILE_LIST) as file:
+        file.write(listed.encode())
 
 
 def registered_files(partial: Path) -> set[str]:
@@ -245,7 +249,7 @@ def replace_directory(partial: Path, out: Path, state: str) -> None:
     """Rename `partial` to `out` and delete the previous `out`; `state` is the name of the
     subdirectory that is removed. Raises QuantkitError, and changes nothing, where `out` holds
     anything that quantkit did not write."""
-    _sync(partial)
+    sync_folder(partial)
     if not os.path.lexists(out):
         partial.rename(out)
     else:
@@ -256,7 +260,7 @@ def replace_directory(partial: Path, out: Path, state: str) -> None:
             out.rename(old)
             partial.rename(out)
             old.rename(partial)
-    _sync(out.parent)
+    sync_folder(out.parent)
     remove_leftovers(partial, out, state)
 
 
@@ -286,11 +290,3 @@ def _exchange(first: Path, second: Path) -> bool:
     if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
     raise OSError(number, os.strerror(number), str(second))
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,6 +15,7 @@ from typing import Any
 from quantkit.checkpoint.header import TensorInfo, read_at
 from quantkit.checkpoint.manifest import MANIFEST
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.atomic_write import new_file
 from quantkit.common.errors import QuantkitError
 
 Stamp = list[int]
@@ -78,9 +79,8 @@ class SourceGuard:
             "ahead": before["ahead"] or {unit: self.digests(unit) for unit in self._early_units},
         }
         if before != now:
-            fresh = record.with_suffix(".new")
-            fresh.write_text(json.dumps(now))
-            fresh.rename(record)
+            with new_file(record) as file:
+                file.write(json.dumps(now).encode())
 
     def verify(self, shards: Collection[str], unit_digests: Mapping[str, Digests]) -> None:
         """Hash `shards` again. Raises QuantkitError naming one that differs from what the units in

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -58,6 +58,7 @@ from quantkit.checkpoint.output_dir import (
 )
 from quantkit.checkpoint.shards import host_memory
 from quantkit.checkpoint.source_guard import Digests, SourceGuard
+from quantkit.common.atomic_write import new_file
 from quantkit.common.errors import Interrupted, QuantkitError
 from quantkit.common.sizes import format_bytes
 
@@ -273,7 +274,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             register_files(self.partial, files)
             for name, content in files.items():
                 assert Path(name).name == name, name
-                _write_file(self.partial / name, content)
+                with new_file(self.partial / name) as file:
+                    file.write(content)
             check_disjoint(self.out, self._inputs)
             self._flush()
             replace_directory(self.partial, self.out, STATE)
@@ -356,13 +358,9 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         _check_disk(self.partial.parent, sum(shard.size for shard in missing))
         register_files(self.partial, (shard.name for shard in self.layout.shards))
         for shard in missing:
-            fresh = self.partial / f"{shard.name}.new"
-            with _create(fresh) as file:
+            with new_file(self.partial / shard.name) as file:
                 _allocate(file.fileno(), shard.size)
                 file.write(shard.header)
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.rename(self.partial / shard.name)
 
     def _hash_stored(self, entry: JournalEntry) -> str:
         digest = hashlib.sha256()
@@ -436,21 +434,6 @@ def _allocate(descriptor: int, nbytes: int) -> None:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
         os.ftruncate(descriptor, nbytes)
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    fresh = path.with_name(f"{path.name}.new")
-    with _create(fresh) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.rename(path)
-
-
-def _create(path: Path) -> IO[bytes]:
-    """A new file that replaces an old one of that name; never written through a link."""
-    path.unlink(missing_ok=True)
-    return path.open("xb")
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

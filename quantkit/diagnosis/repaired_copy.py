@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.header import TensorSpec, encode_header, read_header
+from quantkit.common.atomic_write import sync_folder, sync_tree
 from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.survey import INDEX, Survey
 
@@ -64,7 +65,9 @@ def write_copy(survey: Survey, plan: Repair, out: Path) -> None:
         (partial / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n")
         for name, content in plan.files.items():
             (partial / name).write_bytes(content)
+        sync_tree(partial)
         partial.rename(out)
+        sync_folder(out.parent)
     except BaseException:
         shutil.rmtree(partial)
         raise

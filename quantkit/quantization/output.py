@@ -207,9 +207,7 @@ class Output:
         self._saving = True
 
         def save() -> None:
-            fresh = self.writer.state_dir / "hidden.new"
-            save_tensors(fresh, hidden, metadata)
-            fresh.replace(self.writer.state_dir / "hidden.safetensors")
+            save_tensors(self.writer.state_dir / "hidden.safetensors", hidden, metadata)
             self._saving = False
 
         self.writer.run_after(save)  # after the units before it

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from quantkit.calibrate.data import Sequences
@@ -43,6 +43,7 @@ from quantkit.calibrate.source_model import (
     feed_forward_unit,
 )
 from quantkit.calibrate.sublayer import Run, feed_forward, run_attention
+from quantkit.checkpoint.header import save_tensors
 from quantkit.checkpoint.pruned import PrunedCheckpoint, TensorSelection
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.source_guard import Stamp, file_stamps
@@ -467,13 +468,8 @@ class _Store:
 
     def _write(self, name: str, tensors: dict[str, Tensor], found: Saliency, layer: int) -> None:
         about = json.dumps({"layer": layer, "layers": found.layers, "stamps": self.stamps})
-        fresh = self.folder / f"{name}.new"
-        save_file(
-            {key: value.detach().cpu().contiguous() for key, value in tensors.items()},
-            fresh,
-            metadata={"found": about},
-        )
-        fresh.replace(self.folder / name)
+        on_host = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+        save_tensors(self.folder / name, on_host, {"found": about})
 
 
 def _numbered(layers: Mapping[str, list[float]]) -> dict[int, list[float]]:

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.calibrate.data import Sequences
 from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.sensitivity import Sensitivities, SensitivityPass, pieces
 from quantkit.calibrate.source_model import ParameterReader, SourceModel
+from quantkit.checkpoint.header import save_tensors
+from quantkit.common.atomic_write import write_atomic
 from quantkit.common.progress import Note, OnEvent, Progress, peak_memory
 from quantkit.quantization.bit_allocation import (
     GridOptions,
@@ -76,9 +77,7 @@ def find_sensitivities(
     found = SensitivityPass(
         model, solvers, options.sensed(), state, job.inventory.embed_and_head(reader)
     ).run(taken)
-    fresh = sensitivities_path(out).with_name(f"{sensitivities_path(out).name}.new")
-    fresh.write_bytes(sensitivities_file(found, key))
-    fresh.replace(sensitivities_path(out))
+    write_atomic(sensitivities_path(out), sensitivities_file(found, key))
     state.path.unlink(missing_ok=True)
     return found
 
@@ -107,10 +106,8 @@ class _State:
         self.path, self.key, self.total, self.on_event = path, key, total, on_event
 
     def save(self, layer: int, hidden: Tensor, facts: dict[str, object]) -> None:
-        fresh = self.path.with_name(f"{self.path.name}.new")
         metadata = {"key": self.key, "layer": str(layer), "facts": json.dumps(facts)}
-        save_file({"hidden": hidden.cpu().contiguous()}, fresh, metadata=metadata)
-        fresh.replace(self.path)
+        save_tensors(self.path, {"hidden": hidden.cpu().contiguous()}, metadata)
 
     def load(self) -> tuple[int, Tensor, dict[str, object]] | None:
         if not self.path.exists():

@@ -12,8 +12,8 @@ from commands import command
 from quantkit.common.atomic_write import check_writable, write_atomic
 from quantkit.common.errors import QuantkitError
 
-TOO_LONG = "x" * 250
-"""A name that files may have, and their beginnings not."""
+TOO_LONG = "x" * 256
+"""One character more than a name may have."""
 
 
 @contextmanager
