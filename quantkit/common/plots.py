@@ -90,10 +90,19 @@ class Plot:
         """The <svg> element alone: no XML header, fixed size or background, and ids that are unique
         across the plots of a page. Black becomes the surrounding text colour."""
         import matplotlib
+        from matplotlib.text import Text
 
         text = io.StringIO()
+        for label in self.figure.findobj(Text):
+            assert isinstance(label, Text)
+            label.set_parse_math(False)
         with matplotlib.rc_context(
-            {"svg.fonttype": "none", "svg.hashsalt": "quantkit", "font.family": "sans-serif"}
+            {
+                "svg.fonttype": "none",
+                "svg.hashsalt": "quantkit",
+                "font.family": "sans-serif",
+                "text.parse_math": False,  # names of models and modules are text
+            }
         ):
             self.figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
         body = text.getvalue()

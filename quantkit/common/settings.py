@@ -13,6 +13,8 @@ from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError
 
 Settings = TypeVar("Settings")
+_LARGEST = 1 << 20
+"""Limit in bytes of a file."""
 
 
 class Strict(BaseModel):
@@ -22,16 +24,25 @@ class Strict(BaseModel):
 
 
 class _Loader(yaml.SafeLoader):
-    """Rejects repeated keys, as the YAML standard does; PyYAML takes the last value."""
+    """Rejects repeated keys, as the YAML standard does; PyYAML takes the last value. Rejects
+    aliases, with which a few lines become gigabytes, and keys that are not scalars."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            alias = self.peek_event()
+            raise yaml.composer.ComposerError(
+                None, None, f"alias *{alias.anchor}; write the value out", alias.start_mark
+            )
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set[str]()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value} appears twice", key.start_mark
-                )
-            seen.add(str(key.value))
+            scalar = isinstance(key, yaml.ScalarNode)
+            if not scalar or key.value in seen:
+                fault = f"{key.value} appears twice" if scalar else "a key is not a scalar"
+                raise yaml.constructor.ConstructorError(None, None, fault, key.start_mark)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -50,16 +61,26 @@ def read_yaml(path: Path, kind: type[Settings], remedy: str) -> Settings:
     """The file as a `kind`: a model, or a dict or tuple of models. Raises QuantkitError naming the
     file, the place in it and the fault."""
     try:
-        return TypeAdapter(kind).validate_python(
-            yaml.load(path.read_text(encoding="utf-8"), _Loader)
-        )
+        with path.open("rb") as file:
+            if len(data := file.read(_LARGEST + 1)) > _LARGEST:
+                raise ValueError(f"it is larger than {_LARGEST >> 20} MiB")
+        return checked(yaml.load(data.decode("utf-8-sig"), _Loader), kind, str(path), remedy)
     except (
         OSError,
         yaml.YAMLError,
         ValueError,
         RecursionError,
-    ) as error:  # ValueError: invalid date, not UTF-8, does not match `kind`
+    ) as error:  # ValueError: invalid date, not UTF-8
         raise QuantkitError(f"{path} is not valid: {_fault(error)}", remedy) from error
+
+
+def checked(value: Any, kind: type[Settings], source: str, remedy: str) -> Settings:
+    """What was read from `source` as a `kind`. Raises QuantkitError naming the source, the place in
+    it and the fault."""
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except (ValidationError, RecursionError) as error:
+        raise QuantkitError(f"{source} is not valid: {_fault(error)}", remedy) from error
 
 
 def _fault(error: Exception) -> str:

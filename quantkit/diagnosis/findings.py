@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import Environment, StrictUndefined
-
 from quantkit import __version__
 from quantkit.common.atomic_write import write_atomic
+from quantkit.common.pages import render_page
 
 Severity = Literal["error", "warning", "note"]
 """error: it does not load, or computes something else. warning: something is lost, or an engine may
@@ -293,8 +292,8 @@ def write_report(path: Path, model: str, about: dict[str, Any]) -> None:
     about: verdict and findings, as in Findings.to_json. Raises QuantkitError if the page cannot be
     written.
     """
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    page = environment.from_string(_PAGE).render(
+    page = render_page(
+        _PAGE,
         model=model,
         colours=_COLOURS,
         version=__version__,

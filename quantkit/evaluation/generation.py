@@ -135,7 +135,7 @@ def run_task(
     setting = work.setting
     facts = work.facts | {"model": generator.identity}
     journal = (
-        ReplyJournal(out, setting.task.name, facts, work.request | {"model": generator.name})
+        ReplyJournal.of(out, setting.task.name, facts, work.request | {"model": generator.name})
         if out is not None
         else None
     )

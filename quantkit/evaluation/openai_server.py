@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from quantkit.common.errors import QuantkitError
+from quantkit.evaluation.generators.generator import whole_text
 
 CONNECT_TIMEOUT_S = 10.0
 TIMEOUT_S = 600.0
@@ -76,9 +77,13 @@ class OpenAIServer:
             answer.raise_for_status()
             entries = answer.json()["data"]
             return [
-                {"id": str(entry["id"])}
-                | {name: entry[name] for name in _MODEL_FACTS if entry.get(name)}
+                {
+                    name: value if type(value) is int else whole_text(str(value))
+                    for name in ("id", *_MODEL_FACTS)
+                    if (value := entry.get(name)) or name == "id"
+                }
                 for entry in entries
+                if entry["id"] is not None
             ]
         except (
             httpx.HTTPError,
@@ -87,6 +92,7 @@ class OpenAIServer:
             ValueError,
             TypeError,
             AttributeError,
+            RecursionError,
         ) as error:
             refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (
                 401,

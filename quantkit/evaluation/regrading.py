@@ -4,7 +4,6 @@ A reply is valid only for the prompt and data that it was generated from; where 
 regrading is refused. The graders may have changed: that is its purpose.
 """
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from quantkit.evaluation.generation import (
 )
 from quantkit.evaluation.options import RegradeOptions
 from quantkit.evaluation.results.baseline import compare_results, read_baseline
-from quantkit.evaluation.results.folder import ReplyJournal, journals, read_journal_header
+from quantkit.evaluation.results.folder import ReplyJournal, journals
 from quantkit.evaluation.results.report import write_results
+from quantkit.evaluation.results.stored import read_journal_head, read_results
 from quantkit.evaluation.results.task_results import EvalResults, TaskResult
 from quantkit.evaluation.run import check_consent, check_export, sandbox_level
 
@@ -34,13 +34,13 @@ def regrade(
 ) -> EvalResults:
     """Grade the replies in `out`, the folder of an evaluation, again and rewrite its results.
 
-    Of every task the latest replies are graded. Raises QuantkitError where there are none, or they
+    Of every task the replies of the last run are graded; `notice` says which. Raises QuantkitError where there are none, or they
     were made from other prompts or data than there are now.
     """
     check_export(options.format, out)
     baseline = options.baseline
-    paths = journals(out)
-    if not paths:
+    kept = journals(out)
+    if not kept:
         raise QuantkitError(
             f"{out} has no stored replies", "give the --out folder of an evaluation"
         )
@@ -52,24 +52,31 @@ def regrade(
                 f"baseline {baseline} holds no results",
                 "give the --out folder of a finished evaluation",
             )
-    heads = [read_journal_header(path) for path in paths]
+    paths = [runs[-1] for runs in kept.values()]
+    heads = [read_journal_head(path) for path in paths]
     works = [
         _prepare(path, facts, request, options.data_dir)
         for path, (facts, request) in zip(paths, heads)
     ]
     check_consent(works, options, notice)
     tasks = {
-        work.setting.task.name: _grade(out, work, facts) for work, (facts, _) in zip(works, heads)
+        work.setting.task.name: _grade(path, work, facts)
+        for path, work, (facts, _) in zip(paths, works, heads)
     }
-    for name, task in tasks.items():
+    for path, (name, task) in zip(paths, tasks.items()):
         notice(f"{name}: {task.reused} replies reused from {out}, none generated")
+        if (runs := len(kept[path.stem[:-17]])) > 1:
+            notice(
+                f"{name}: {out} has replies of {runs} runs; these are of the last, {path.name}: "
+                + ", ".join(f"{key} {value}" for key, value in task.facts["generation"].items())
+            )
     model, where = _model_and_hardware(out, *heads[-1])
     results = EvalResults(
         model, heads[-1][0]["model"], tasks, where, sandbox_level(works), None, __version__, out
     )
     if reference is not None:
         results = compare_results(results, reference, options.margin, seed=0)
-    write_results(results, reference, options.format)
+    write_results(results, reference, options.format, notice)
     return results
 
 
@@ -98,9 +105,9 @@ def _prepare(
     return work
 
 
-def _grade(out: Path, work: TaskRun, facts: dict[str, Any]) -> TaskResult:
+def _grade(path: Path, work: TaskRun, facts: dict[str, Any]) -> TaskResult:
     start = time.monotonic()
-    kept = ReplyJournal(out, facts["task"], facts).kept
+    kept = ReplyJournal(path).kept
     by_id = {problem.id: problem for problem in work.problems}
     if unknown := [problem for problem, _ in kept if problem not in by_id]:
         raise QuantkitError(
@@ -137,8 +144,7 @@ def _model_and_hardware(
 ) -> tuple[str, str]:
     """The model's name and the hardware from results.json; for an unfinished run, the name from
     the journal."""
-    try:
-        results = json.loads((out / "results.json").read_text(encoding="utf-8"))
-        return results["model"], results["hardware"]
-    except (OSError, ValueError, KeyError):
-        return str(request.get("model") or facts["model"].get("model") or "a model"), "not known"
+    if (out / "results.json").exists():
+        results = read_results(out / "results.json")
+        return results["model"], results.get("hardware", "not known")
+    return str(request.get("model") or facts["model"].get("model") or "a model"), "not known"

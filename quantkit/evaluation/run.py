@@ -79,7 +79,7 @@ def run_evaluation(
     if reference is not None:
         results = compare_results(results, reference, options.margin, options.seed)
     if out is not None:
-        write_results(results, reference, options.format)
+        write_results(results, reference, options.format, notice)
     return results
 
 

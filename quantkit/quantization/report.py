@@ -12,13 +12,14 @@ import json
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 from quantkit.calibrate.progress_log import Findings
+from quantkit.common.pages import render_page
 from quantkit.common.plots import GREY, OURS, THEIRS, draw, label_axes, layer_plot
 from quantkit.common.sizes import byte_unit, format_bytes, format_duration
 from quantkit.models.table import Parameter
@@ -252,13 +253,12 @@ def linear_kind(row: Parameter) -> str:
 
 
 def _page(facts: dict[str, Any]) -> str:
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"size": format_bytes, "span": format_duration, "count": _count}
-    environment.filters["scientific"] = lambda value: "-" if value is None else f"{value:.2e}"
+    filters: dict[str, Callable[..., object]] = {
+        "size": format_bytes,
+        "span": format_duration,
+        "count": _count,
+        "scientific": lambda value: "-" if value is None else f"{value:.2e}",
+    }
     worst = sorted(
         ((error, module) for module, error in facts["errors"].items() if error is not None),
         reverse=True,
@@ -278,7 +278,9 @@ def _page(facts: dict[str, Any]) -> str:
         "sizes": _size_plot(facts["source_bytes"], facts["output_bytes"]),
         "curve": curve_plot(facts["allocation"]) if facts["allocation"] else "",
     }
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+    return render_page(
+        _TEMPLATE,
+        filters,
         facts=facts,
         plots=plots,
         worst=worst,

@@ -1,18 +1,23 @@
 """YAML settings: for every reader a fault is one line with the file, the place in it and the
 remedy."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hostile_yaml
 import pytest
+from sample_sizes import sized
 
 from quantkit.calibrate.recipe import load_recipe
+from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError
 from quantkit.common.settings import Strict, find_yaml, read_yaml
 from quantkit.evaluation.tasks.definitions import find_task
 from quantkit.planning.hardware import load_hardware
 
+CPU_S = 10.0
 READERS = (load_recipe, load_hardware, find_task)
 
 
@@ -87,3 +92,25 @@ def test_every_reader_reports_faults_the_same_way(
     path.write_text("nothing: known\n")
     with pytest.raises(QuantkitError, match=rf"{path} is not valid: \w+: "):
         read(str(path))
+
+
+@pytest.mark.parametrize("name", hostile_yaml.FIXED)
+def test_a_small_file_cannot_ask_for_much(tmp_path: Path, name: str) -> None:
+    path, started = tmp_path / "file.yaml", time.process_time()
+    path.write_text(hostile_yaml.FIXED[name])
+    with pytest.raises(QuantkitError, match="is not valid: ") as refused:
+        read_yaml(path, Part, "see the docs")
+    assert str(refused.value).isprintable()
+    assert time.process_time() - started < CPU_S
+
+
+def test_a_shaken_file_is_read_or_refused(tmp_path: Path) -> None:
+    good, path = asset("recipes", "deploy", "vllm.yaml").read_text(), tmp_path / "file.yaml"
+    refused = 0
+    for seed in range(sized(30, 300)):
+        path.write_text(hostile_yaml.shaken(good[:4000], seed))
+        try:
+            read_yaml(path, dict[str, Any], "see the docs")
+        except QuantkitError:
+            refused += 1
+    assert refused > 10

@@ -1,11 +1,13 @@
 """What is kept is graded and compared again without a model or a server."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
-from replay_server import ReplayServer, Reply
+from replay_server import ReplayServer
+from two_runs import TASK, write_runs
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.options import EvaluateOptions, RegradeOptions
@@ -13,50 +15,13 @@ from quantkit.evaluation.regrading import regrade
 from quantkit.evaluation.results.baseline import compare_runs, write_page
 from quantkit.evaluation.run import run_evaluation
 
-TASK = """
-name: sums
-version: 1
-title: Sums
-summary: Small sums.
-data: {files: [sums.jsonl]}
-optional: {id: id}
-fields: {problem: question, answer: answer, group: steps}
-grader: integer
-protocols:
-  r1: {prompt: "{{ problem }}", generation: {max_tokens: 64}}
-"""
-
-
-def solve(question: str, body: dict) -> str:
-    return f"</think>\\boxed{{{2 * int(question.split()[0])}}}"
-
-
-def poorly(question: str, body: dict) -> Reply | str:
-    return (
-        Reply("no", status=400)
-        if question.startswith("19")
-        else solve(question, body).replace("8}", "7}")
-    )
-
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two finished runs, good and poor, of ten sums; the poor one's last problem has no reply.
     Where they ran, and a copy."""
     folder, kept = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("kept") / "runs"
-    rows = [
-        {"id": f"s{n}", "question": f"{n} + {n}", "answer": str(2 * n), "steps": n % 2 + 1}
-        for n in range(10, 20)
-    ]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "sums.yaml").write_text(TASK)
-    for name, answer in (("good", solve), ("poor", poorly)):
-        with ReplayServer(answer, models=(name,)) as server:
-            run_evaluation(
-                server.url,
-                [str(folder / "sums.yaml")],
-                EvaluateOptions(data_dir=folder, out=folder / name, repeats=2),
-            )
+    write_runs(folder)
     shutil.copytree(folder, kept)
     return folder, kept
 
@@ -197,3 +162,23 @@ def test_groups_have_their_own_figures_beside_the_baselines(runs: Path) -> None:
         told["1"]["accuracy"] - told["1"]["baseline_accuracy"]
     )
     assert told["1"]["low"] <= told["1"]["difference"] <= told["1"]["high"]
+
+
+def test_the_last_run_is_graded_whatever_the_times_of_the_files(runs: Path) -> None:
+    """As after a copy without times, or a clock that was set back."""
+    folder = runs / "good"
+    with ReplayServer(lambda question, body: "</think>\\boxed{0}", models=("good",)) as server:
+        options = EvaluateOptions(
+            data_dir=runs, out=folder, repeats=1, temperature=0.1, trust_kept=True
+        )
+        run_evaluation(server.url, [str(runs / "sums.yaml")], options)
+    journals = sorted((folder / "completions").glob("*-*.jsonl"))
+    assert len(journals) == 2
+    for newest in journals:
+        os.utime(newest, (2e9, 2e9))
+        told: list[str] = []
+        results = regrade(folder, notice=told.append)
+        assert results.tasks["sums"].to_json()["accuracy"] == 0.0
+        assert "replies of 2 runs" in told[1]
+        assert "temperature 0.1" in told[1]
+        os.utime(newest, (1e9, 1e9))

@@ -22,16 +22,16 @@ def at_random(model: Path, seed: int, count: int) -> Iterator[Damage]:
         content = (model / file).read_bytes()
         if file == shard or draw.random() < 0.4:
             reach = 8 + int.from_bytes(content[:8], "little") if file == shard else len(content)
-            yield written(file, f"bytes {seed}.{number}", _shaken(content, reach, draw))
+            yield written(file, f"bytes {seed}.{number}", shaken(content, reach, draw))
         else:
             yield written(
                 file,
                 f"values {seed}.{number}",
-                json.dumps(_perturbed(json.loads(content), draw)).encode(),
+                json.dumps(perturbed(json.loads(content), draw)).encode(),
             )
 
 
-def _shaken(content: bytes, reach: int, draw: random.Random) -> bytes:
+def shaken(content: bytes, reach: int, draw: random.Random) -> bytes:
     changed = bytearray(content)
     for _ in range(draw.choice((1, 1, 1, 2, 4))):
         at, length = draw.randrange(min(reach, len(changed))), draw.choice((1, 1, 2, 8, 50))
@@ -47,7 +47,7 @@ def _shaken(content: bytes, reach: int, draw: random.Random) -> bytes:
     return bytes(changed)
 
 
-def _perturbed(value: Any, draw: random.Random) -> Any:
+def perturbed(value: Any, draw: random.Random) -> Any:
     places = list(_places(value))
     for _ in range(draw.choice((1, 1, 2, 3))):
         # The upper levels are few and matter most; a place further down is one of thousands.

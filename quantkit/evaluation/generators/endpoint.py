@@ -32,6 +32,8 @@ from quantkit.evaluation.openai_server import (
 )
 
 LARGEST_REPLY = 64 * 2**20  # characters
+_MOST_TOKENS = 2**53
+_LONGEST_REASON = 100  # characters
 _STOP_REASONS = {
     "stop",
     "eos",
@@ -84,7 +86,7 @@ class ReplyReader:
         reason = choice.get("finish_reason")
         if reason is not None and not isinstance(reason, str):
             raise StreamError(f"finish_reason is {reason!r}")
-        reason = reason.lower() if reason else None
+        reason = reason.lower()[:_LONGEST_REASON] if reason else None
         if reason != "null":  # some servers send the string "null"
             self.finish_reason = reason or self.finish_reason
 
@@ -93,12 +95,12 @@ class ReplyReader:
         aborted."""
         return ModelReply(
             index=-1,
-            text=_join(self.text),
+            text="".join(self.text),
             finish_reason=self._finish_reason(),
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
             latency_s=latency_s,
-            reasoning=_join(self.reasoning) or None,
+            reasoning="".join(self.reasoning) or None,
             logprobs=tuple(self.logprobs),
         )
 
@@ -162,15 +164,9 @@ def _content(part: dict[str, Any]) -> tuple[str, str]:
 def _count(holder: dict[str, Any], name: str) -> int:
     """A number of tokens; 0 where unknown, which some servers write as a negative number."""
     value = holder.get(name) or 0
-    if not isinstance(value, int | float) or value != value // 1:
+    if not isinstance(value, int | float) or value != value // 1 or value > _MOST_TOKENS:
         raise StreamError(f"{name} is not a token count: {str(value)[:100]!r}")
     return max(int(value), 0)
-
-
-def _join(pieces: list[str]) -> str:
-    """One text: a surrogate pair split over two pieces becomes its character, a lone surrogate
-    U+FFFD."""
-    return "".join(pieces).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 RETRIES = 5

@@ -3,7 +3,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from pydantic import ConfigDict, Field
 
 from quantkit.common.errors import QuantkitError
 
@@ -11,6 +13,8 @@ from quantkit.common.errors import QuantkitError
 @dataclass(frozen=True)
 class Generation:
     """Sampling parameters. temperature 0 is greedy; max_tokens None: up to the model's context."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -29,6 +33,10 @@ class Prompt:
     think: bool = False
 
 
+TokenCount = Annotated[int, Field(ge=0, le=2**53)]
+"""Exact in every reader of JSON."""
+
+
 @dataclass(frozen=True)
 class ModelReply:
     """One reply to `prompts[index]`.
@@ -36,7 +44,8 @@ class ModelReply:
     think_open: whether the prompt ended inside <think>; None where unknown (a server applies its
     own template). reasoning: set where the server separated it from the text. finish_reason: stop,
     length, content_filter, context (the request did not fit the model's context; `refusal` is the
-    server's message, and there is no text), or a server's own. error: the request failed and there
+    server's message, and there is no text), or a server's own. Texts are made encodable
+    (`whole_text`). error: the request failed and there
     is no reply. latency_s in seconds. logprobs: of every token, in OpenAI's format, where
     requested; not stored.
     """
@@ -44,14 +53,25 @@ class ModelReply:
     index: int
     text: str = ""
     finish_reason: str = "stop"
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: TokenCount = 0
+    completion_tokens: TokenCount = 0
     latency_s: float = 0.0
     think_open: bool | None = None
     reasoning: str | None = None
     error: str | None = None
     refusal: str | None = None
     logprobs: tuple[dict[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, str) and not value.isascii():
+                object.__setattr__(self, name, whole_text(value))
+
+
+def whole_text(text: str) -> str:
+    """Text that can be encoded: two halves of a surrogate pair, which a stream may send apart,
+    become their character, and a lone one U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class Generator(Protocol):

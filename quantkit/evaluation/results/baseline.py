@@ -8,8 +8,9 @@ from typing import Any
 
 from quantkit.common.atomic_write import write_atomic
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.results.folder import Looks, read_samples
+from quantkit.evaluation.results.folder import Looks
 from quantkit.evaluation.results.pages import accuracy_plot, differences_plot, render
+from quantkit.evaluation.results.stored import read_results, read_samples
 from quantkit.evaluation.results.task_results import MAX_ERROR_SHARE, EvalResults, TaskResult
 from quantkit.evaluation.statistics.comparison import Comparison, compare, holm_corrected
 from quantkit.evaluation.statistics.estimates import accuracy, mean_bounds, problem_means
@@ -92,15 +93,9 @@ def read_baseline(name: str) -> Baseline | None:
             f"baseline {folder} has no samples.jsonl",
             "run it again: a comparison needs every sample",
         )
-    try:
-        stored = json.loads(results.read_text())
-        facts = {name: task.get("facts", {}) for name, task in stored["results"].items()}
-        return Baseline.from_rows(stored["model"], read_samples(samples), facts)
-    except (ValueError, KeyError, TypeError) as error:
-        raise QuantkitError(
-            f"baseline {folder} cannot be read ({type(error).__name__}: {error})",
-            "give the --out folder of an evaluation",
-        ) from error
+    stored = read_results(results)
+    facts = {name: task.get("facts") or {} for name, task in stored["results"].items()}
+    return Baseline.from_rows(stored["model"], read_samples(samples), facts)
 
 
 def compare_results(

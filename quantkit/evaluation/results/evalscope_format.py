@@ -6,18 +6,23 @@ results.json only.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from quantkit.common.atomic_write import write_atomic
+from quantkit.common.atomic_write import make_folder, write_atomic
 from quantkit.evaluation.results.task_results import EvalResults, TaskResult
 from quantkit.evaluation.statistics.estimates import pass_at_k
+
+_LONGEST_NAME = 60  # characters; at most 240 bytes of the 255 that a name may have
 
 
 def write_reports(out: Path, results: EvalResults) -> list[Path]:
     """Write every task's report; returns the files."""
-    folder = out / "reports" / results.model.replace("/", "__")
-    folder.mkdir(parents=True, exist_ok=True)
+    # evalscope's name of the folder; a server may give a name that is no name of a folder.
+    name = re.sub(r"[\x00-\x1f/]", "__", results.model)[:_LONGEST_NAME]
+    folder = out / "reports" / (name if name.strip(".") else "model")
+    make_folder(folder)
     files = []
     for name, task in results.tasks.items():
         files.append(folder / f"{name.replace('-', '_')}.json")

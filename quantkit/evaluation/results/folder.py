@@ -1,10 +1,11 @@
 """The output folder of an evaluation: its lock, and what a resumed run reuses from it.
 
   completions/TASK-FINGERPRINT.jsonl   journal of replies, one line each, from which a run resumes
+  completions/order.json               names of the journals, the last used last
   looks.json                           sample counts of every comparison made here
   samples.jsonl                        every sample of the last run with its grade
   prompts.jsonl                        every problem's prompt
-  results.json, report.html            written last
+  results.json, then report.html       written last
 
 A fingerprint covers what determines a reply: model, task, prompt, data, sampling. It excludes
 limit, repeats and concurrency, so a larger run reuses existing replies; any other change starts a
@@ -13,6 +14,7 @@ new journal and is reported.
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,9 +24,16 @@ from typing import Any
 from quantkit.checkpoint.lock import Lock
 from quantkit.checkpoint.output_dir import check_results_folder
 from quantkit.common.assets import BUILTIN_MODELS, builtin_model
-from quantkit.common.atomic_write import write_atomic
+from quantkit.common.atomic_write import make_folder, write_atomic
 from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import open_file
 from quantkit.evaluation.generators.generator import ModelReply, Prompt
+from quantkit.evaluation.results.stored import (
+    read_journal_head,
+    read_journal_rows,
+    read_looks,
+    read_order,
+)
 
 Key = tuple[str, int]  # problem id, repeat
 
@@ -45,38 +54,46 @@ class ReplyJournal:
     """Replies of one task under one fingerprint. Failed requests are not stored, so they are
     retried.
 
-    `request` is stored in the header of a new journal for regrading (task file, data folder).
-    `probe` is None where none was stored.
+    `probe` is None where none was stored. Opening it cuts off an incomplete last line (killed
+    process), and changes nothing else.
     """
 
-    def __init__(
-        self, out: Path, task: str, facts: dict[str, Any], request: dict[str, Any] | None = None
-    ) -> None:
-        folder = out / "completions"
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"{task}-{fingerprint(facts)}.jsonl"
-        self.changed = [] if self.path.exists() else _changes(folder, task, facts)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.changed: list[str] = []
         self.kept: dict[Key, ModelReply] = {}
         self.probe: ModelProbe | None = None
-        if not self.path.exists():
-            write_atomic(self.path, json.dumps({"facts": facts, "request": request or {}}) + "\n")
-        self.path.touch()  # regrading uses the most recently used journal of a task
-        self._read()
-
-    def _read(self) -> None:
-        """Read all rows; an incomplete last line (killed process) is truncated from the file."""
-        data = self.path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            self.path.write_bytes(whole)
-        for line in whole.split(b"\n")[1:-1]:
-            row = json.loads(line)
+        _cut_torn_line(path)
+        read_journal_head(path)
+        for row in read_journal_rows(path):
             if "probe" in row:
-                prompt = row["prompt"] | {"messages": tuple(row["prompt"]["messages"])}
-                self.probe = ModelProbe(Prompt(**prompt), ModelReply(index=-1, **row["probe"]))
+                self.probe = ModelProbe(row["prompt"], row["probe"])
             else:
-                key = (row.pop("problem"), row.pop("repeat"))
-                self.kept[key] = ModelReply(index=-1, **row)
+                self.kept[row["problem"], row["repeat"]] = row["reply"]
+
+    @classmethod
+    def of(
+        cls, out: Path, task: str, facts: dict[str, Any], request: dict[str, Any] | None = None
+    ) -> "ReplyJournal":
+        """The journal of these facts, made where there is none; it becomes the last used one.
+        request: stored for regrading (task file, data folder)."""
+        folder = out / "completions"
+        make_folder(folder)
+        path = folder / f"{task}-{fingerprint(facts)}.jsonl"
+        used = [one.name for one in _in_order(folder)]
+        changed = []
+        if not path.exists():
+            before = next((name for name in reversed(used) if name[:-23] == task), None)
+            if before is not None:
+                known, _ = read_journal_head(folder / before)
+                changed = [name for name in facts if known.get(name) != facts[name]]
+            write_atomic(path, json.dumps({"facts": facts, "request": request or {}}) + "\n")
+        if used[-1:] != [path.name] or not (folder / _ORDER).exists():
+            names = [name for name in used if name != path.name] + [path.name]
+            write_atomic(folder / _ORDER, json.dumps(names, indent=1) + "\n")
+        journal = cls(path)
+        journal.changed = changed
+        return journal
 
     def add(self, key: Key, completion: ModelReply) -> None:
         if completion.error is not None:
@@ -101,28 +118,44 @@ def _row(reply: ModelReply) -> dict[str, Any]:
     }
 
 
-def read_journal_header(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(facts, request) of a journal. Raises QuantkitError where the file is not a journal."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            head = json.loads(file.readline())
-        return head["facts"], head.get("request", {})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise QuantkitError(
-            f"{path} holds no replies ({type(error).__name__})",
-            "give the --out folder of an evaluation",
-        ) from error
+def _cut_torn_line(path: Path) -> None:
+    """Cut off what follows the last line that is JSON; the rest of the file is not touched."""
+    with os.fdopen(open_file(path), "rb") as file:
+        data = file.read()
+    end = data.rfind(b"\n") + 1
+    while end:
+        start = data.rfind(b"\n", 0, end - 1) + 1
+        try:
+            json.loads(data[start:end])
+            break
+        except (ValueError, RecursionError):
+            end = start
+    if 0 < end < len(data):
+        os.truncate(path, end)
 
 
-def journals(out: Path) -> list[Path]:
-    """The most recently used journal of every task in `out`, in order of the file names."""
-    last: dict[str, Path] = {}
-    for path in sorted(
-        (out / "completions").glob(f"*-{'[0-9a-f]' * 16}.jsonl"),
-        key=lambda path: path.stat().st_mtime,
-    ):
-        last[path.stem[:-17]] = path
-    return [last[task] for task in sorted(last)]
+def journals(out: Path) -> dict[str, list[Path]]:
+    """The journals of every task in `out`, by task, the last used last."""
+    found: dict[str, list[Path]] = {}
+    for path in _in_order(out / "completions"):
+        found.setdefault(path.stem[:-17], []).append(path)
+    return dict(sorted(found.items()))
+
+
+_ORDER = "order.json"
+
+
+def _in_order(folder: Path) -> list[Path]:
+    """Journals by last use; those of versions that did not record it first, by their time of
+    change."""
+    path = folder / _ORDER
+    names = read_order(path) if path.exists() else []
+    return sorted(
+        folder.glob(f"*-{'[0-9a-f]' * 16}.jsonl"),
+        key=lambda one: (
+            (names.index(one.name), 0.0) if one.name in names else (-1, one.stat().st_mtime)
+        ),
+    )
 
 
 class Looks:
@@ -133,7 +166,7 @@ class Looks:
         self._path = out / "looks.json" if out is not None else None
         self._made: dict[str, list[list[int]]] = {}
         if self._path is not None and self._path.exists():
-            self._made = json.loads(self._path.read_text())
+            self._made = read_looks(self._path)
 
     def number(self, ours: dict[str, Any], theirs: dict[str, Any], samples: tuple[int, int]) -> int:
         """Index, from 1, of this look at the two runs with these facts. Repeating the same
@@ -146,25 +179,8 @@ class Looks:
         return made.index(list(samples)) + 1
 
 
-def _changes(folder: Path, task: str, facts: dict[str, Any]) -> list[str]:
-    """Names of the facts that differ from the most recent other journal of this task."""
-    others = sorted(
-        folder.glob(f"{task}-{'[0-9a-f]' * 16}.jsonl"), key=lambda path: path.stat().st_mtime
-    )
-    if not others:
-        return []
-    before, _ = read_journal_header(others[-1])
-    return [name for name in facts if before.get(name) != facts[name]]
-
-
 def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
     write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples))
-
-
-def read_samples(path: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line
-    ]  # splitlines would also split at U+2028
 
 
 @contextmanager

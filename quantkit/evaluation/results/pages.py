@@ -5,29 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
+from quantkit.common.pages import Filters, render_page
 from quantkit.common.plots import GREY, OURS, THEIRS, draw
 from quantkit.evaluation.statistics.comparison import Comparison
 
 
 def render(template: str, **values: object) -> str:
-    """Render a template of this folder. Text is escaped; the templates mark plots as safe."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["points"] = points
-    environment.filters["signed"] = signed
-    environment.filters["colour"] = {
-        "held": "held",
-        "lost": "lost",
-        "cannot tell": "tell",
-    }.__getitem__
-    return environment.get_template(template).render(values)
+    """Render a template of this folder."""
+    return render_page(Path(__file__).with_name(template), _FILTERS, **values)
 
 
 def points(share: float | None) -> str:
@@ -38,6 +23,13 @@ def points(share: float | None) -> str:
 def signed(share: Any) -> str:
     """A difference in percentage points, with its sign."""
     return f"{100 * share:+.1f}"
+
+
+_FILTERS: Filters = {
+    "points": points,
+    "signed": signed,
+    "colour": {"held": "held", "lost": "lost", "cannot tell": "tell"}.__getitem__,
+}
 
 
 def _bar(axes: Any, low: float, high: float, place: int, colour: str, width: int) -> None:

@@ -8,11 +8,13 @@ reason without a script.
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantkit.common.atomic_write import write_atomic
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.grading.options import LETTERS
 from quantkit.evaluation.results.baseline import Baseline
 from quantkit.evaluation.results.evalscope_format import write_reports
@@ -32,16 +34,28 @@ from quantkit.evaluation.tasks.prompts import prompt_parts
 
 
 def write_results(
-    results: EvalResults, reference: Baseline | None, export: str | None = None
+    results: EvalResults,
+    reference: Baseline | None,
+    export: str | None,
+    notice: Callable[[str], None],
 ) -> None:
-    """Write all files of the run to results.out; results.json last. export: "evalscope" or None."""
+    """Write all files of the run to results.out. export: "evalscope" or None. A page that cannot be
+    made is reported by `notice`: every figure is in results.json."""
     assert results.out is not None
     write_samples(results.out / "samples.jsonl", results.samples())
     write_samples(results.out / "prompts.jsonl", _prompts(results))
-    write_report(results.out / "report.html", results, reference)
     if export == "evalscope":
         write_reports(results.out / "evalscope", results)
     write_atomic(results.out / "results.json", json.dumps(results.to_json(), indent=2) + "\n")
+    try:
+        write_report(results.out / "report.html", results, reference)
+    except QuantkitError:
+        raise
+    except Exception as error:  # names, replies and figures of others are drawn
+        notice(
+            f"{results.out / 'report.html'} could not be made ({type(error).__name__}: {error}); "
+            "results.json is complete"
+        )
 
 
 def _prompts(results: EvalResults) -> list[dict[str, Any]]:

@@ -5,11 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
 from quantkit import __version__
 from quantkit.common import plots
 from quantkit.common.atomic_write import write_atomic
+from quantkit.common.pages import render_page
 
 COLUMNS = {
     "input_len": "input tokens",
@@ -29,18 +28,13 @@ def write_report(out: Path, result: dict[str, Any]) -> None:
     `published` what others published for this model."""
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "bench.json", json.dumps(result, indent=1) + "\n")
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     rows = result["rows"]
     drawn = [
         _curves(rows, "tpot_ms", "TPOT, ms (mean)"),
         _curves(rows, "system_tps", "output tokens/s, all requests"),
         _curves(rows, "ttft_s", "TTFT, s (mean)"),
     ]
-    page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-        result=result, plots=drawn, columns=COLUMNS, version=__version__
-    )
+    page = render_page(_TEMPLATE, result=result, plots=drawn, columns=COLUMNS, version=__version__)
     write_atomic(out / "bench.html", page)
 
 

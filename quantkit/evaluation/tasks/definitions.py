@@ -15,7 +15,7 @@ from pydantic import Field
 
 from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError, UsageError
-from quantkit.common.settings import Strict, find_yaml, read_yaml
+from quantkit.common.settings import Strict, checked, find_yaml, read_yaml
 from quantkit.evaluation.generators.generator import Generation
 
 # Reason code -> meaning. The first group counts as right.
@@ -215,7 +215,9 @@ def find_setting(
         | (own.single_pass if count == 1 else {})
         | (overrides or {})
     )
-    generation = Generation(**parameters | {"stop": tuple(parameters.get("stop", ()))})
+    generation = checked(
+        parameters, Generation, f"generation of {task.name}", "compare with eval/tasks/gsm8k.yaml"
+    )
     if not math.isfinite(generation.temperature):
         raise QuantkitError(
             f"--temperature is {generation.temperature}", "use 0 (greedy), or a number above it"
