@@ -66,12 +66,6 @@ def test_jsonl_records_are_sequences_of_their_own(tmp_path: Path) -> None:
     assert (len(found.calibration), len(found.held_out)) == (2, 1)
 
 
-def test_a_text_is_cut_whole(tmp_path: Path) -> None:
-    (tmp_path / "c.txt").write_text("".join(chr(97 + i) for i in range(20)))
-    found = load(tmp_path / "c.txt", seq_len=4)
-    assert "".join(texts(found)) == "abcdefghijklmnopqrst"
-
-
 def test_the_seed_alone_decides(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "c.jsonl", [{"text": f"{i} text"} for i in range(50)])
     draw = [[s.tolist() for s in load(source, 5, 2, 64, seed).calibration] for seed in (1, 1, 2)]
@@ -207,20 +201,6 @@ def test_few_tokens_are_cured_by_what_there_is(tmp_path: Path) -> None:
     assert shipped.lines()[0] == taken.lines()[0]
 
 
-def test_good_data_is_not(tmp_path: Path) -> None:
-    taken = load(
-        jsonl(
-            tmp_path / "c.jsonl",
-            [{"text": f"{number} is a number" * (number % 3 + 1)} for number in range(20)],
-        ),
-        16,
-        4,
-        20,
-    ).summary
-    assert taken
-    assert taken.warnings == ()
-
-
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
@@ -277,17 +257,17 @@ def test_bad_sources_are_named(tmp_path: Path, name: str, content: str | None, s
     assert "\n" not in str(told.value)
 
 
-def test_a_data_set_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(QuantkitError, match=r"quantkit\[datasets\]"):
-        load("org/name-v1.5:main:train")
-
-
-def test_parquet_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("library", "source"), [("datasets", "org/name-v1.5:main:train"), ("pyarrow", "c.parquet")]
+)
+def test_without_its_library_a_source_is_refused(
+    library: str, source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "c.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(QuantkitError, match=r"needs pyarrow.*quantkit\[datasets\]"):
-        load(tmp_path / "c.parquet")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(QuantkitError, match=r"quantkit\[datasets\]"):
+        load(source)
 
 
 def test_a_byte_order_mark_and_odd_line_ends_are_read(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ MXFP4, against transformers."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
@@ -150,13 +149,6 @@ def test_mxfp4_blocks_stand_for_what_transformers_makes_of_them(tmp_path: Path) 
                 )
 
 
-def test_a_tensor_that_is_not_stacked_as_said_stays_as_it_is(tmp_path: Path) -> None:
-    path, held = mxfp4_model(tmp_path / "model")
-    name = "model.layers.1.mlp.experts.down_proj_bias"
-    save_file(held | {name: held[name][0].clone()}, path / "model.safetensors")
-    assert name in Checkpoint.open(path).tensors
-
-
 def greedy(path: Path, tp: int = 1, *, mixed: bool = False) -> list[list[int]]:
     engine = Engine.load(path, device="cpu", dtype="float32", max_model_len=64, tp=tp)
     if mixed:
@@ -264,10 +256,7 @@ def test_engines_and_the_checkup_know_it_as_it_is_published(published: Path) -> 
     assert diagnose(str(published), depth="tensors").findings.verdict != "bad"
 
 
-@pytest.mark.parametrize("change", [{}, {"methods": ()}])
-def test_the_published_model_is_quantized(
-    published: Path, tmp_path: Path, change: dict[str, Any]
-) -> None:
+def test_the_published_model_is_quantized(published: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text(
         "".join(
@@ -282,7 +271,6 @@ def test_the_published_model_is_quantized(
         held_out=2,
         seq_len=32,
         group_size=32,
-        **change,
     )
     quantize(published, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
     made, source = Checkpoint.open(tmp_path / "out"), Checkpoint.open(published)

@@ -123,12 +123,6 @@ def test_reading_does_not_keep_the_file_in_memory(tmp_path: Path) -> None:
     assert 10_000 < int(run.stdout) < 100_000
 
 
-def test_one_shard_needs_no_index(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    save_file({"a.weight": torch.ones(2, 2)}, tmp_path / "weights.safetensors")
-    assert module_names(Checkpoint.open(tmp_path)) == ["a"]
-
-
 def test_an_index_may_have_another_name_but_not_several(fp8_copy: Path) -> None:
     """ModelSlim writes quant_model_weights.safetensors.index.json."""
     (fp8_copy / _INDEX).rename(fp8_copy / "quant_model_weights.safetensors.index.json")
@@ -142,11 +136,6 @@ def test_an_index_may_have_another_name_but_not_several(fp8_copy: Path) -> None:
         QuantkitError, match=r"has 2 indexes: other\.safetensors\.index\.json, quant_model_weights"
     ):
         Checkpoint.open(fp8_copy)
-
-
-def test_an_unknown_name_is_told(tiny_checkpoint: Path) -> None:
-    with pytest.raises(QuantkitError, match=r"has no tensor model\.nothing\.weight"):
-        Checkpoint.open(tiny_checkpoint).weight("model.nothing")
 
 
 def test_tensors_the_index_leaves_out_are_read(fp8_copy: Path) -> None:

@@ -233,18 +233,6 @@ def test_a_run_of_other_ranks_goes_on(undisturbed: Path, tmp_path: Path) -> None
     assert _bytes(tmp_path / "out") == _bytes(undisturbed)
 
 
-def test_another_recipe_is_refused(tmp_path: Path) -> None:
-    _writer(tmp_path / "out").close()
-    with pytest.raises(
-        QuantkitError, match=r"out\.partial was begun with a different recipe; .*--overwrite"
-    ):
-        _writer(tmp_path / "out", recipe="other")
-    with pytest.raises(QuantkitError, match="was begun with a different layout"):
-        CheckpointWriter(
-            tmp_path / "out", write_job.specs(), fingerprint=write_job.FINGERPRINT, overwrite=False
-        )
-
-
 def test_overwrite_discards_another_recipe_and_keeps_the_same(tmp_path: Path) -> None:
     with _writer(tmp_path / "out") as writer:
         writer.write("unit 0", write_job.unit(0))
@@ -252,15 +240,6 @@ def test_overwrite_discards_another_recipe_and_keeps_the_same(tmp_path: Path) ->
         assert writer.is_done("unit 0")
     with _writer(tmp_path / "out", overwrite=True, recipe="other") as writer:
         assert not writer.is_done("unit 0")
-
-
-def test_an_output_that_exists_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    with pytest.raises(
-        QuantkitError, match=r"out exists; choose another --out, or give --overwrite"
-    ):
-        _writer(tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_overwrite_replaces_only_at_the_end(undisturbed: Path, tmp_path: Path) -> None:
@@ -311,73 +290,6 @@ def test_overwrite_deletes_nothing_but_what_quantkit_wrote(
     (tmp_path / "theirs.replaced").mkdir()
     with pytest.raises(QuantkitError, match=r"theirs\.replaced exists"):
         _writer(tmp_path / "theirs", overwrite=True)
-
-
-@pytest.mark.parametrize(
-    "change", ["another file", "a folder", "a link", "a changed file", "a changed size"]
-)
-def test_overwrite_keeps_an_output_that_holds_something_else(
-    undisturbed: Path, tmp_path: Path, change: str
-) -> None:
-    out = shutil.copytree(undisturbed, tmp_path / "out")
-    match change:
-        case "another file":
-            named = out / "a note"
-            named.write_text("mine")
-        case "a folder":
-            named = out / "runs"
-            named.mkdir()
-        case "a link":
-            named = out / "tokenizer.json"
-            named.rename(tmp_path / "elsewhere")
-            named.symlink_to(tmp_path / "elsewhere")
-        case "a changed file":
-            named = out / "config.json"
-            named.write_text(named.read_text().replace("test", "mine"))
-        case "a changed size":
-            named = sorted(out.glob("*.safetensors"))[0]
-            named.write_bytes(b"mine")
-    before = {path.name: path.is_file() and path.read_bytes() for path in out.iterdir()}
-    with pytest.raises(QuantkitError, match=f"{named.name}.* quantkit .*is not overwritten"):
-        _writer(out, overwrite=True, recipe="other")
-    assert {path.name: path.is_file() and path.read_bytes() for path in out.iterdir()} == before
-    assert not (tmp_path / "out.partial").exists()
-
-
-@pytest.mark.parametrize("kind", ["symbolic", "hard", "foreign", "state"])
-def test_an_unfinished_output_is_never_written_through_a_link(
-    undisturbed: Path, tmp_path: Path, kind: str
-) -> None:
-    """Shards of OUT.partial are written in place: one that is another file too would change
-    that."""
-    _writer(tmp_path / "out").close()
-    partial, other = tmp_path / "out.partial", tmp_path / "other"
-    shard = sorted(partial.glob("*.safetensors"))[0]
-    shutil.copyfile(shard, other)
-    before = other.read_bytes()
-    if kind == "foreign":
-        other.rename(partial / "other")
-        other = partial / "other"
-    elif kind == "state":
-        (partial / ".quantkit").rename(tmp_path / "state")
-        (partial / ".quantkit").symlink_to(tmp_path / "state")
-    else:
-        shard.unlink()
-        (shard.symlink_to if kind == "symbolic" else shard.hardlink_to)(other)
-    for overwrite in (False, True):
-        with pytest.raises(QuantkitError, match="move it away"):
-            _writer(tmp_path / "out", overwrite=overwrite, recipe="other")
-    assert other.read_bytes() == before
-
-
-def test_a_second_process_on_the_same_output_is_refused(tmp_path: Path) -> None:
-    with _writer(tmp_path / "out"):
-        for options in ({}, {"overwrite": True, "recipe": "other"}, {"recipe": "other"}):
-            with pytest.raises(
-                QuantkitError,
-                match=rf"process {os.getpid()} on .* is writing .*/out; wait for it, or stop it",
-            ):
-                _writer(tmp_path / "out", **options)
 
 
 def test_a_disk_too_small_is_told_before_anything_is_written(tmp_path: Path) -> None:

@@ -355,29 +355,6 @@ def test_stopped_while_a_model_loads(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-@pytest.mark.parametrize(
-    ("sent", "code", "told"),
-    [
-        ("raise KeyboardInterrupt", 130, "interrupted"),
-        ("os.kill(os.getpid(), 15)", 143, "terminated"),
-    ],
-)
-def test_stopped_while_it_is_imported(sent: str, code: int, told: str) -> None:
-    stopped = (
-        "import os, sys\n"
-        "class Stop:\n"
-        "    def find_spec(self, name, *_):\n"
-        f"        if name == 'quantkit.cli': {sent}\n"
-        "sys.meta_path.insert(0, Stop())\n"
-        "from quantkit.__main__ import main\n"
-        "main()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", stopped], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (code, "", f"{told}\n")
-
-
 # --- two at one output
 # -------------------------------------------------------------------------------------------------------
 

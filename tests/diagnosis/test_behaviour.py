@@ -65,7 +65,7 @@ def test_a_router_that_was_left_unscaled_is_named(
     models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     contents = faulty.Contents.of(models[0])
-    faulty.against_source.the_router_was_not_scaled(contents)
+    faulty.FAULTS["the_router_was_not_scaled"].apply(contents)
     found = diagnose(
         str(contents.write(tmp_path / "bad")), source=str(models[0]), depth="behaviour"
     ).findings

@@ -16,7 +16,7 @@ from quantkit.common.assets import builtin_model
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.findings import CATALOGUE, EXIT_CODES, Findings
 
-HEADERS = [fault for fault in faulty.FAULTS if fault.depth == "headers"]
+HEADERS = [fault for fault in faulty.FAULTS.values() if fault.depth == "headers"]
 # Small sizes: every fault is made on the first of these that it suits.
 CONFIG = make_model.tiny_config(num_hidden_layers=2)
 SMALL_MOE = good_checkpoints.QWEN3_MOE | {"num_hidden_layers": 2, "num_experts": 4}
@@ -85,9 +85,9 @@ def test_the_command_says_the_verdict_with_its_exit_code(
     good: list[tuple[Path, Path]], tmp_path: Path
 ) -> None:
     contents = faulty.Contents.of(good[0][0])
-    faulty.mtp.mtp_was_dropped(contents)
+    faulty.FAULTS["mtp_was_dropped"].apply(contents)
     doubtful = contents.write(tmp_path / "doubtful")
-    faulty.structure.a_norm_is_lost(contents)
+    faulty.FAULTS["a_norm_is_lost"].apply(contents)
     bad = contents.write(tmp_path / "bad")
     for path, verdict in ((good[0][0], "good"), (doubtful, "doubtful"), (bad, "bad")):
         answer = command("check", str(path), "--report", str(tmp_path / "report.html"), "--json")

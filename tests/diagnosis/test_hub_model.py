@@ -56,19 +56,19 @@ def test_a_good_model_is_good_and_no_weight_is_read(
 
 @pytest.mark.parametrize(
     "fault",
-    [fault for fault in faulty.FAULTS if fault.depth == "headers"],
-    ids=lambda fault: fault.name,
+    [
+        *("shard_is_missing", "index_names_the_wrong_shard", "mtp_was_dropped", "a_norm_is_lost"),
+        *("eos_is_no_token", "the_tokenizer_is_cut_short", "fp8_linears_are_listed_as_plain"),
+    ],
 )
 def test_a_fault_is_found_as_in_a_folder(
     tiny_checkpoint: Path,
     tmp_path: Path,
     served: Callable[[Path], hub_server.Hub],
-    fault: faulty.Fault,
+    fault: str,
 ) -> None:
     contents = faulty.Contents.of(tiny_checkpoint)
-    if not fault.suits(contents) or fault.source:
-        pytest.skip("not of this model")
-    fault.apply(contents)
+    faulty.FAULTS[fault].apply(contents)
     folder = contents.write(tmp_path / "bad")
     served(folder)
-    assert findings(NAME) == findings(str(folder))
+    assert findings(NAME) == findings(str(folder)) != set()

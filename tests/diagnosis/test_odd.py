@@ -183,7 +183,7 @@ def test_two_shards_may_hold_one_tensor_with_the_same_bytes(
     tensors: dict[str, Tensor], tmp_path: Path
 ) -> None:
     contents = faulty.Contents.of(written(tmp_path, tensors, "awq")[0])
-    contents.broken["shard"] = faulty.files.copied(torch.clone)
+    contents.broken["shard"] = faulty.headers.copied(torch.clone)
     assert told(contents.write(tmp_path / "odd")) == {}
 
 

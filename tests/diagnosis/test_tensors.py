@@ -18,7 +18,7 @@ from quantkit.diagnosis.findings import CATALOGUE
 from quantkit.grids.base import dequantize
 from quantkit.grids.int_groups import IntGrid
 
-TENSORS = [fault for fault in faulty.FAULTS if fault.depth == "tensors"]
+TENSORS = [fault for fault in faulty.FAULTS.values() if fault.depth == "tensors"]
 SMALL_MOE = good_checkpoints.QWEN3_MOE | {"num_hidden_layers": 2, "num_experts": 4}
 FORMATS = ("awq", "ct-int4", "modelopt", "gptq", "ct-int8")
 
@@ -78,7 +78,7 @@ def test_a_fault_is_found_in_a_dense_model(name: str, format: str, tmp_path: Pat
         *good_checkpoints.FORMATS[format],
     )
     assert diagnose(str(path), depth="tensors").findings.verdict == "good"
-    fault = next(one for one in faulty.FAULTS if one.name == name)
+    fault = next(one for one in faulty.FAULTS.values() if one.name == name)
     contents = faulty.Contents.of(path)
     fault.apply(contents)
     found = diagnose(str(contents.write(tmp_path / "bad")), depth=fault.depth).findings
@@ -98,7 +98,7 @@ def test_scales_that_were_folded_into_all_readers_are_no_fault(
     good: list[tuple[Path, Path]], tmp_path: Path
 ) -> None:
     contents = faulty.Contents.of(good[-1][0])
-    faulty.against_source.divide_norm(contents, 1, router=True, experts=True)
+    faulty.tensors.divide_norm(contents, 1, router=True, experts=True)
     assert (
         diagnose(
             str(contents.write(tmp_path / "folded")), source=str(good[-1][1]), depth="tensors"

@@ -26,7 +26,7 @@ def judge(
     found."""
     told = alarms(name, path, source)
     good = faulty.Contents.of(path)
-    for fault in faulty.FAULTS:
+    for fault in faulty.FAULTS.values():
         if not fault.suits(good):
             continue
         contents = good.copy()

@@ -97,15 +97,3 @@ def test_rows_that_make_up_for_rows_gain_too(name: str) -> None:
         error = (w - values).double()
         found.append(float(((cost.double() @ error) * (error @ hessian.double())).sum()))
     assert found[1] < 0.99 * found[0]
-
-
-def test_steps_stay_where_they_are_not_to_be_fitted() -> None:
-    w, hessian = problem()
-    curvature = Curvature.of(hessian, 0.01)
-    first, plain, fitted = (
-        compensate(w, curvature, QUANTIZERS["int4-fitted"], one)
-        for one in (None, Descent(4), Descent(4, fits_scales=True))
-    )
-    assert torch.equal(plain.scales.scale, first.scales.scale)
-    assert not torch.equal(fitted.scales.scale, first.scales.scale)
-    assert fitted.loss.sum() < plain.loss.sum() < first.loss.sum()

@@ -34,12 +34,6 @@ def test_compressed_tensors_order() -> None:
     )
 
 
-def test_low_nibble_is_the_even_element() -> None:
-    assert packing.pack_pairs(torch.tensor([[1, 2, 3, 15]], dtype=torch.uint8)).tolist() == [
-        [0x21, 0xF3]
-    ]
-
-
 @pytest.mark.parametrize(
     ("pack", "unpack"),
     [
@@ -54,12 +48,6 @@ def test_signed_codes_become_nibbles_and_back(
     nibbles = pack(codes)
     assert sorted(nibbles.tolist()) == list(range(16))
     assert torch.equal(unpack(nibbles), codes)
-
-
-def test_the_two_ways_to_write_minus_one() -> None:
-    minus_one = torch.tensor([-1], dtype=torch.int8)
-    assert packing.to_offset(minus_one).item() == 7
-    assert packing.to_twos_complement(minus_one).item() == 15
 
 
 @settings(deadline=None, max_examples=60)

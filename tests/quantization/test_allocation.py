@@ -91,17 +91,3 @@ def test_bytes_read_decide_where_they_are_what_counts() -> None:
     stored, read = (Allocator(options, 1000, weight).allocate(300) for weight in (0.0, 1.0))
     assert [name for name, one in stored.chosen.items() if one.stored == 200] == ["always"]
     assert [name for name, one in read.chosen.items() if one.stored == 200] == ["seldom"]
-
-
-def test_the_smallest_is_the_smallest_and_a_better_grid_of_no_more_bytes_is_taken() -> None:
-    options = {
-        "a": [
-            Option(GRIDS[0], 100, 100.0, 2e-3),
-            Option(GRIDS[1], 100, 100.0, 1e-3),
-            Option(None, 400, 400.0, 0.0),
-        ]
-    }
-    budgeting = Allocator(options, 200, 0.0)
-    assert budgeting.smallest == 100
-    assert budgeting.allocate(100).chosen["a"].grid == GRIDS[1]
-    assert budgeting.allocate(10**6).kl == 0

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.calibrate import cache_scales
-from quantkit.calibrate.cache_scales import Int8Cache, best_scale, best_scales
+from quantkit.calibrate.cache_scales import best_scale, best_scales
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
@@ -197,31 +197,6 @@ def test_the_kl_that_is_told_is_that_of_the_int8_cache(
         for path in (outputs["latents"], coarse)
     ]
     assert told[1] > 1.5 * told[0]
-
-
-def test_plain_rounding_beside_it_has_an_int8_cache_too(
-    sources: dict[str, Path],
-    outputs: dict[str, Path],
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of one grid and one text, what plain rounding loses differs from what it loses with a 16-bit
-    cache by that cache alone."""
-
-    def plain(path: Path) -> float:
-        return float(json.loads((path / "report.json").read_text())["held_out"]["plain_kl"])
-
-    beside = {
-        kind: plain(run(source, tmp_path / f"{kind}-c16", text, "int8-a8w8c16"))
-        for kind, source in sources.items()
-    }
-    assert all(abs(plain(outputs[kind]) - kl) > 1e-3 * kl for kind, kl in beside.items())
-    monkeypatch.setattr(
-        Int8Cache, "run_uncalibrated", lambda self, sublayer, block, states: sublayer.run
-    )
-    for kind, source in sources.items():
-        assert plain(run(source, tmp_path / kind, text)) == pytest.approx(beside[kind], rel=1e-5)
 
 
 def test_a_stopped_run_goes_on_to_the_same_bytes(

@@ -132,20 +132,6 @@ def test_a_scale_that_must_be_rounded_is_told(packed: Any, tmp_path: Path) -> No
     assert manifest["tensors"].keys() == Checkpoint.open(path).tensors.keys()
 
 
-def test_there_and_back_is_byte_identical(packed: Any, tmp_path: Path) -> None:
-    path = packed(modelslim.FORMAT, INT8)
-    convert(path, tmp_path / "ct", format="compressed-tensors")
-    convert(tmp_path / "ct", tmp_path / "back", format="modelslim")
-    source, back = Checkpoint.open(path), Checkpoint.open(tmp_path / "back")
-    assert source.tensors.keys() == back.tensors.keys()
-    for name in source.tensors:
-        assert torch.equal(
-            source.read(name).view(-1).view(torch.uint8), back.read(name).view(-1).view(torch.uint8)
-        ), name
-    said = json.loads((path / "quant_model_description.json").read_text())
-    assert json.loads((tmp_path / "back/quant_model_description.json").read_text()) == said
-
-
 def test_fp8_to_bf16(tiny_checkpoint: Path, tmp_path: Path) -> None:
     report = convert(tiny_checkpoint, tmp_path / "out", dtype="bf16")
     made = Checkpoint.open(tmp_path / "out")

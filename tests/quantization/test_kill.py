@@ -115,38 +115,6 @@ def test_stopped_after_a_unit(
     assert files(tmp_path / "out") == undisturbed[0]
 
 
-def test_a_full_disk_stops_cleanly_and_room_is_enough(
-    source: Path, text: Path, undisturbed: tuple[dict[str, bytes], float], tmp_path: Path
-) -> None:
-    mount = [
-        "unshare",
-        "-rm",
-        "sh",
-        "-c",
-        f'mount -t tmpfs -o size=8m none {tmp_path} && exec "$@"',
-        "sh",
-    ]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*mount, "true"], capture_output=True).returncode
-    ):
-        pytest.skip("this machine lets nobody mount a small file system")
-    command = [
-        *mount,
-        sys.executable,
-        str(JOB),
-        str(source),
-        str(text),
-        str(tmp_path / "out"),
-        "full",
-        "7",
-    ]
-    result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert "MB free" in result["told"][0] or "GB free" in result["told"][0]
-    assert set(result["left"]) <= {"filler", "out.partial"}
-    assert result["files"] == sorted(undisturbed[0])
-
-
 def test_a_lost_shard_is_named_and_bringing_it_back_is_enough(
     source: Path, text: Path, undisturbed: tuple[dict[str, bytes], float], tmp_path: Path
 ) -> None:

@@ -3,9 +3,6 @@ are dropped."""
 
 import json
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,36 +123,6 @@ def test_convert_and_place_and_inspect_go_on_too(saved: Path, tmp_path: Path) ->
     )  # whose verdict is a warning: the source may have had one
     launched = command("deploy", str(saved), "--engine", "vllm", "--draft-length", "1")
     assert "has no MTP layer for speculative decoding" in launched.error
-
-
-def test_the_server_says_so_too(saved: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = [
-        sys.executable,
-        "-m",
-        "quantkit",
-        "serve",
-        str(saved),
-        "--port",
-        str(port),
-        "--device",
-        "cpu",
-        "--max-batch",
-        "1",
-    ]
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        if "serving" in line:
-            break
-    process.terminate()
-    process.wait(30)
-    process.stderr.close()
-    assert sum(TOLD in line for line in lines) == 1, lines
 
 
 def test_a_layer_of_which_a_part_is_stored_is_refused(saved: Path, tmp_path: Path) -> None:

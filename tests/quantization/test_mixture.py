@@ -11,17 +11,13 @@ import small_recipe
 import torch
 from commands import command
 from letters import write_letters
-from output_files import files
 from safetensors import safe_open
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.common.progress import Event, Progress
 from quantkit.engines.check import check_checkpoint
-from quantkit.engines.profiles import engine_names, find_engine
 from quantkit.executor.weights.load import load_model
-from quantkit.grids.base import dequantize
 from quantkit.grids.fp8_block import Fp8BlockGrid
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import Nvfp4Grid
@@ -154,51 +150,6 @@ def test_the_plan_counts_the_bytes_that_are_written(
     assert planned.format == experts_only.format == "compressed-tensors"
 
 
-def test_the_executor_computes_what_the_tensors_say(
-    experts_only: QuantizationReport, tmp_path: Path
-) -> None:
-    """Against the same weights decoded to a dense checkpoint by hand."""
-    written = Checkpoint.open(experts_only.out)
-    plain = {
-        row.name: written.read(row.name)
-        for row in read_model(written).rows
-        if row.module not in written.linears
-    }
-    plain |= {
-        f"{module}.weight": dequantize(written.weight(module), torch.float32)
-        for module in written.linears
-    }
-    config = {key: value for key, value in written.config.items() if key != "quantization_config"}
-    twin = make_model.write_dense(tmp_path / "twin", config, plain)
-    ids = torch.arange(40) % 300
-    found = []
-    for path in (experts_only.out, twin):
-        loaded = load_model(path, device="cpu", dtype="float32")
-        with torch.inference_mode():
-            found.append(loaded.model.logits(loaded.model(ids, CausalContext([40]))))
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
-
-
-def test_a_stopped_run_goes_on_to_the_same_bytes(
-    fp8: Path, text: str, experts_only: QuantizationReport, tmp_path: Path
-) -> None:
-    class Stopped(Exception):
-        pass
-
-    def stop(event: Event) -> None:
-        if (
-            isinstance(event, Progress)
-            and event.phase == "done"
-            and event.unit == "layers.1.attend"
-        ):
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        run(fp8, tmp_path / "out", text, Mixture(preset="experts-only"), on_event=stop)
-    run(fp8, tmp_path / "out", text, Mixture(preset="experts-only"))
-    assert files(tmp_path / "out") == files(experts_only.out)
-
-
 def test_another_mixture_is_not_taken_for_the_same_run(
     fp8: Path, text: str, experts_only: QuantizationReport, tmp_path: Path
 ) -> None:
@@ -309,18 +260,6 @@ def test_a_model_without_the_kind_says_what_it_has(tmp_path: Path) -> None:
         plan(path, find_scheme("awq-w4a16"), PlanOptions(mixture=Mixture(keep=("experts",))))
     with pytest.raises(QuantkitError, match="leaves no linear"):
         plan(path, find_scheme("awq-w4a16"), PlanOptions(mixture=Mixture(preset="experts-only")))
-
-
-def test_profiles_name_formats_that_mix() -> None:
-    told = [
-        (name, rule.format, rule.variant)
-        for name in engine_names()
-        for rule in find_engine(name).mixtures
-    ]
-    assert {(form, variant) for _, form, variant in told} == {
-        ("compressed-tensors", "mixed-precision"),
-        ("modelslim", "ascendV1"),
-    }
 
 
 def test_fused_linears_on_several_grids_are_an_engines_fault(

@@ -2,7 +2,6 @@
 that no interruption shows."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,32 +202,6 @@ def test_a_run_stopped_while_it_chooses_goes_on(
     assert quantize_again(source, text, tmp_path / "out")
 
 
-def test_a_source_that_was_written_to_while_the_run_was_stopped_is_looked_at_anew(
-    source: Path, text: Path, tmp_path: Path
-) -> None:
-    def stop(event: Event) -> None:
-        if (
-            isinstance(event, Progress)
-            and event.phase == "choosing experts"
-            and event.unit == "layers.1"
-        ):
-            raise RuntimeError("stopped")
-
-    shutil.copytree(source, tmp_path / "source")
-    with pytest.raises(RuntimeError, match="stopped"):
-        run(tmp_path / "source", text, tmp_path / "out", listen=stop)
-    shard = next((tmp_path / "source").glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes())
-    again: list[str] = []
-    run(
-        tmp_path / "source",
-        text,
-        tmp_path / "out",
-        listen=lambda event: again.append(event.unit) if isinstance(event, Progress) else None,
-    )
-    assert again[:2] == ["layers.0", "layers.1"]
-
-
 def quantize_again(source: Path, text: Path, out: Path) -> bool:
     """Whether a finished run given again has nothing to do."""
     recipe = Recipe(scheme="awq-w4a16", calibration=str(text), prune=0.5, **SMALL)
@@ -320,13 +293,3 @@ def test_a_dense_model_has_nothing_to_prune(tmp_path: Path, text: Path) -> None:
         str(tmp_path / "out"),
     )
     assert "no routed experts to prune" in answer.error
-
-
-def test_check_says_that_a_pruned_model_is_not_compared_with_its_source(
-    source: Path, pruned: Path
-) -> None:
-    done = command("check", str(pruned), "--source", str(source))
-    assert done.code == 1
-    assert "has fewer experts than" in done.error
-    assert "check it without --source" in done.error
-    assert command("check", str(pruned)).code != 2  # of errors

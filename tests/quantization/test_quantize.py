@@ -23,7 +23,6 @@ from quantkit.common.progress import Event, Note, Progress
 from quantkit.evaluation.distance.tracing import TracedModel
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.base import dequantize
-from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.schemes import SCHEMES, find_scheme
 from quantkit.models import deepseek_v3
 from quantkit.models.table import ScaleGroup
@@ -82,15 +81,19 @@ def run(
     )
 
 
+MADE = ("awq-w4a16", "rtn-w4a16", "fp4-w4a16", "mxfp4-w4a16", "int8-a8w8c16")
+"""The other schemes: test_schemes.py, test_cache_scales.py."""
+
+
 @pytest.fixture(scope="module")
 def outputs(
     source: Path, text: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, QuantizationReport]:
     directory = tmp_path_factory.mktemp("outputs")
-    return {scheme: run(source, directory / scheme, scheme, text) for scheme in SCHEMES}
+    return {scheme: run(source, directory / scheme, scheme, text) for scheme in MADE}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", MADE)
 def test_the_output_is_a_checkpoint_of_the_scheme(
     outputs: dict[str, QuantizationReport], scheme: str
 ) -> None:
@@ -105,7 +108,7 @@ def test_the_output_is_a_checkpoint_of_the_scheme(
     assert sum(info.nbytes for info in written.tensors.values()) == outputs[scheme].output_bytes
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", MADE)
 def test_every_source_tensor_is_accounted_for(
     source: Path, outputs: dict[str, QuantizationReport], scheme: str
 ) -> None:
@@ -153,7 +156,7 @@ def _nearest_error(report: QuantizationReport) -> float:
     return (4.5 / 15) ** 2 / 12
 
 
-@pytest.mark.parametrize("scheme", ["awq-w4a16", "int8-a8w8c16", "int4-w4a8", "nvfp4-w4a4"])
+@pytest.mark.parametrize("scheme", ["awq-w4a16", "int8-a8w8c16"])
 def test_the_report_says_what_both_models_say_on_held_out_text(
     source: Path, text: str, outputs: dict[str, QuantizationReport], scheme: str
 ) -> None:
@@ -196,25 +199,6 @@ def test_folding_leaves_the_router_what_it_was_but_for_one_rounding_to_bf16(
     torch.testing.assert_close(folded_gain * folded_router, gain * router, rtol=2**-8, atol=0)
 
 
-def test_scales_are_undone_by_the_consumers(
-    source: Path, outputs: dict[str, QuantizationReport]
-) -> None:
-    """Norm gain times weight is what it was, but for rounding: for a linear, an expert, and the MTP
-    layer."""
-    before, after = Checkpoint.open(source), Checkpoint.open(outputs["awq-w4a16"].out)
-    for norm, module in (
-        ("layers.0.input_layernorm", "layers.0.self_attn.q_a_proj"),
-        ("layers.1.post_attention_layernorm", "layers.1.mlp.experts.3.gate_proj"),
-        ("layers.2.self_attn.q_a_layernorm", "layers.2.self_attn.q_b_proj"),
-    ):
-        product = [
-            dequantize(checkpoint.weight(f"model.{module}"))
-            * checkpoint.read(f"model.{norm}.weight").float()
-            for checkpoint in (before, after)
-        ]
-        assert (product[1] - product[0]).norm() / product[0].norm() < 0.25, module
-
-
 def test_scales_of_values_are_undone_by_o(
     source: Path, outputs: dict[str, QuantizationReport]
 ) -> None:
@@ -240,17 +224,15 @@ def test_scales_of_values_are_undone_by_o(
     assert (ratio[:, keys:] - 1).abs().max() > 0.1, "a scale was chosen"
 
 
-@pytest.mark.parametrize("scheme", ["awq-w4a16", "rtn-w4a16"])
-def test_compressed_tensors_too(source: Path, text: str, tmp_path: Path, scheme: str) -> None:
-    report = run(source, tmp_path / "out", scheme, text, format="compressed-tensors")
+def test_the_group_size_of_the_recipe_and_the_format_that_is_asked_for(
+    source: Path, text: str, tmp_path: Path
+) -> None:
+    report = run(
+        source, tmp_path / "out", "rtn-w4a16", text, group_size=32, format="compressed-tensors"
+    )
     written = Checkpoint.open(report.out)
     assert written.format.name == "compressed-tensors"
-    assert isinstance(written.grid, IntGrid)
-
-
-def test_group_size_of_the_recipe(source: Path, text: str, tmp_path: Path) -> None:
-    report = run(source, tmp_path / "out", "rtn-w4a16", text, group_size=32)
-    assert Checkpoint.open(report.out).grid == replace(SCHEMES["rtn-w4a16"].weight, group_size=32)
+    assert written.grid == replace(SCHEMES["rtn-w4a16"].weight, group_size=32)
 
 
 class Stopped(Exception):
@@ -277,7 +259,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(
     source: Path, text: str, outputs: dict[str, QuantizationReport], tmp_path: Path
 ) -> None:
     out, notes = tmp_path / "out", list[Note]()
-    for count in (3, 9, 12, 14, 8):
+    for count in (3, 12, 8):
         with pytest.raises(Stopped):
             run(source, out, "awq-w4a16", text, stop_after(count, notes))
         assert not out.exists()
@@ -285,13 +267,6 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(
     assert any("found finished" in note.text for note in notes)
     assert files(out) == files(outputs["awq-w4a16"].out)
     assert report.findings == outputs["awq-w4a16"].findings
-
-
-def test_another_recipe_does_not_go_on(source: Path, text: str, tmp_path: Path) -> None:
-    with pytest.raises(Stopped):
-        run(source, tmp_path / "out", "awq-w4a16", text, stop_after(9))
-    with pytest.raises(QuantkitError, match="different recipe"):
-        run(source, tmp_path / "out", "awq-w4a16", text, damping=0.02)
 
 
 def test_another_scheme_by_the_same_recipe_is_not_done_already(
@@ -397,28 +372,6 @@ def test_faults_of_the_source_are_named(
             text,
         )
     assert not (tmp_path / "out").exists()
-
-
-def test_what_does_not_fit_together_is_refused(source: Path, text: str, tmp_path: Path) -> None:
-    with pytest.raises(QuantkitError, match="no engine loads int8-a8w8c16 in format awq"):
-        run(source, tmp_path / "out", "int8-a8w8c16", text, format="awq")
-    with pytest.raises(
-        QuantkitError, match="group size 100 does not divide the 256 input channels"
-    ):
-        run(source, tmp_path / "out", "rtn-w4a16", text, group_size=100)
-    with pytest.raises(QuantkitError, match="has none to choose"):
-        run(source, tmp_path / "out", "int8-a8w8c16", text, group_size=64)
-    (tmp_path / "out").mkdir()
-    with pytest.raises(QuantkitError, match="exists; choose another --out, or give --overwrite"):
-        run(source, tmp_path / "out", "rtn-w4a16", text)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_quantized_source_is_refused(
-    outputs: dict[str, QuantizationReport], text: str, tmp_path: Path
-) -> None:
-    with pytest.raises(QuantkitError, match="already quantized"):
-        run(outputs["awq-w4a16"].out, tmp_path / "out", "rtn-w4a16", text)
 
 
 def test_only_a_models_own_files_are_copied(source: Path, text: str, tmp_path: Path) -> None:

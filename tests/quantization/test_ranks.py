@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 
 import make_model
@@ -14,19 +13,16 @@ from forked_ranks import run_ranks
 from letters import write_letters
 from output_files import files
 
-from quantkit.calibrate import expert_layer, input_statistics, linear_solver, sublayer, walk
+from quantkit.calibrate import input_statistics
 from quantkit.calibrate import ranks as ranks_module
 from quantkit.calibrate.expert_layer import ExpertLayer, expert_batches
 from quantkit.calibrate.experts import ExpertWeights
-from quantkit.calibrate.hidden_states import Batches, HiddenStates, TokenBatch
 from quantkit.calibrate.input_statistics import DriftAccumulator, StatisticsAccumulator
-from quantkit.calibrate.ranks import BatchParallel, Ranks
+from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.source_model import ParameterReader
-from quantkit.calibrate.sublayer import Run
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.models.decoder import DecoderLayer
 from quantkit.models.table import GatedMlp, Parameter
-from quantkit.quantization import QuantizationReport, memory
+from quantkit.quantization import QuantizationReport
 from quantkit.quantization.output import Output
 
 
@@ -121,39 +117,6 @@ def test_a_rank_reads_its_own_experts_alone(
     assert files(tmp_path / "two") == files(alone.out)
 
 
-def test_a_rank_computes_its_own_experts_before_it_waits_for_another(
-    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the outputs of all experts would be computed one rank after the other."""
-    done: list[int] = []
-    outputs, add_weighted = ExpertLayer._outputs, expert_layer.add_weighted
-
-    def computed(
-        self: ExpertLayer, expert: int, own: object, paths: object
-    ) -> Iterator[torch.Tensor]:
-        if own is not None:
-            done.append(expert)
-        return outputs(self, expert, own, paths)  # type: ignore[arg-type]
-
-    def added(*arguments: object) -> None:
-        done.append(-1)
-        add_weighted(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ExpertLayer, "_outputs", computed)
-    monkeypatch.setattr(expert_layer, "add_weighted", added)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-    def compute(parallel: Parallel) -> object:
-        quantize_job.run(source, text, tmp_path / "two")
-        return torch.tensor(done)
-
-    for rank, order in enumerate(run_ranks(2, tmp_path, compute)):
-        layers = "".join("." if one < 0 else str(one) for one in order.tolist()).split(
-            f"{2 * rank}"
-        )[1:]  # type: ignore[attr-defined]
-        assert all(layer.startswith(f"{2 * rank + 1}.") for layer in layers), layers
-
-
 NCCL_DTYPES = (
     torch.uint8,
     torch.int8,
@@ -236,110 +199,6 @@ def test_any_dtype_and_shape_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     for found in run_ranks(2, tmp_path, compute):
         assert found == [True] * (len(DTYPES) + 2), found
-
-
-def test_ranks_share_forwards_and_linears(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Outside the routed experts, too: the batches that run through attention and what is beside
-    experts, and what is weighed on both sides of one input."""
-    config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
-    source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
-    tokens, solved, q_a, kv_a = (
-        [0],
-        list[int](),
-        config["q_lora_rank"],
-        config["kv_lora_rank"] + config["qk_rope_head_dim"],
-    )
-    both = linear_solver.compensate_both
-
-    def counted(
-        half: Run, block: DecoderLayer, hidden: torch.Tensor, lengths: list[int]
-    ) -> torch.Tensor:
-        tokens[0] += len(hidden)
-        return half(block, hidden, lengths)
-
-    def weighed(w: torch.Tensor, *rest: object, **named: object) -> object:
-        solved.append(w.shape[-2])
-        return both(w, *rest, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ranks_module.dist, "broadcast", as_nccl(ranks_module.dist.broadcast))
-    monkeypatch.setattr(walk, "run_attention", partial(counted, walk.run_attention))
-    monkeypatch.setattr(sublayer, "run_feed_forward", partial(counted, sublayer.run_feed_forward))
-    monkeypatch.setattr(linear_solver, "compensate_both", weighed)
-    monkeypatch.setattr(memory, "Batches", lambda: Batches(64))
-
-    def run(out: str) -> torch.Tensor:
-        """Tokens that went through halves of layers, and how many of q_a and kv_a were solved."""
-        tokens[0], solved[:] = 0, []
-        quantize_job.run(source, text, tmp_path / out)
-        return torch.tensor([tokens[0], sum(rows in (q_a, kv_a) for rows in solved)])
-
-    alone, shares = run("1"), []
-    for size in (2, 4):
-        monkeypatch.setenv("WORLD_SIZE", str(size))
-        (tmp_path / f"ranks of {size}").mkdir()
-        shares.append(
-            run_ranks(size, tmp_path / f"ranks of {size}", lambda parallel: run(str(parallel.size)))
-        )
-        assert files(tmp_path / str(size)) == files(tmp_path / "1")
-    assert int(alone[1]) == 4, "two in each layer"
-    assert [[int(one[1]) for one in ranks] for ranks in shares] == [[2, 2], [2, 2, 0, 0]]
-    for ranks, most in zip(shares, (0.7, 0.45)):
-        assert max(int(one[0]) for one in ranks) < most * int(alone[0]), (alone, ranks)
-
-
-def test_every_rank_hears_what_one_runs(tmp_path: Path) -> None:
-    """In the order of one process: two listeners, a linear that is asked once a sequence, what is
-    shown twice, experts, and a last, or only, round with too few batches for all."""
-    lengths = [3, 1, 2, 2, 4, 1]
-
-    def heard(ranks: Ranks, count: int) -> torch.Tensor:
-        runs, told, begun = (
-            BatchParallel(ranks, torch.device("cpu")),
-            list[torch.Tensor](),
-            list[int](),
-        )
-
-        def hear(weight: int, module: str, x: torch.Tensor) -> None:
-            told.append(weight * len(module) * x.sum())
-
-        def asked(
-            x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
-        ) -> torch.Tensor:
-            told.append((x.sum(1) * topk_weights[:, 0] * topk_ids[:, 0]).sum())
-            return torch.zeros_like(x)
-
-        first, second = (runs.shared_hook(partial(hear, weight)) for weight in (1, 10))
-        experts = runs.shared_experts(asked)
-
-        def run(batch: TokenBatch) -> None:
-            begun.append(0)
-            x = batch.part.start + torch.arange(sum(batch.lengths) * 3.0).view(-1, 3)
-            second("shared", x)
-            assert not experts(x, torch.arange(len(x))[:, None], 1 + x[:, :1]).any()
-            for length in batch.lengths:
-                first(
-                    "a", torch.arange(6.0 * length).view(length, 6).t()
-                )  # a view that is not contiguous
-            second("long", torch.full((sum(batch.lengths), 2), float(batch.part.start)))
-
-        states = HiddenStates(torch.zeros(sum(lengths[:count]), 4), 0, lengths[:count], 3)
-        runs.over(
-            states.batches(), run, lambda batch: told.append(torch.tensor(-1.0 - batch.part.start))
-        )
-        return torch.stack([torch.tensor(float(len(begun))), *told])
-
-    def as_rank(count: int, parallel: Parallel) -> torch.Tensor:
-        return heard(Ranks(parallel.rank, parallel.size), count)
-
-    for count, shares in ((6, [2, 2, 1]), (2, [1, 1, 0])):
-        alone = heard(Ranks(), count)
-        (tmp_path / str(count)).mkdir()
-        found = run_ranks(3, tmp_path / str(count), partial(as_rank, count))
-        assert [int(one[0]) for one in found] == shares  # type: ignore[index]
-        for one in found:
-            assert torch.equal(one[1:], alone[1:])  # type: ignore[index]
 
 
 def test_experts_are_in_as_many_batches_as_a_power_of_two() -> None:

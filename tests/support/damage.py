@@ -6,10 +6,12 @@ what the files mean.
 
 import copy
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,13 @@ VALUES: tuple[Any, ...] = (
         [None],
     ),
 )
+GONE = object()
+SHARDS = (
+    *("/etc/passwd", "../x.safetensors", "..", ".", "", "x" * 300 + ".safetensors"),
+    *("a\0.safetensors", "\ud800.safetensors", "x/../y.safetensors", "ghost.safetensors"),
+    *("config.json", "a\nb.safetensors"),
+)
+NAMES = ("", "x", "\ud800", "a\nb", "x" * 100_000, "[/x]", "model.layers.0.mlp.gate.weight")
 DEEP = "[" * 100_000 + "]" * 100_000
 TEMPLATES = (
     "{{ 1 / 0 }}",
@@ -126,24 +135,14 @@ class Damage:
 def by_rule(model: Path) -> list[Damage]:
     """Every rule on every field and file of a checkpoint."""
     shard = next(model.glob("*.safetensors")).name
-    found = [
-        *_config_fields(model),
-        *_settings(model),
+    return [
+        *(damage for file in JSON_FILES for damage in _fields(model, file)),
+        *_quantizations(),
         *_texts(model),
         *_headers(model, shard),
-        *_indexes(model),
         *_kinds(model, shard),
+        *_templates(),
     ]
-    return [*found, *_templates(model)]
-
-
-def _edited(file: str, name: str, edit: Callable[[Any], object]) -> Damage:
-    def apply(folder: Path) -> None:
-        value = json.loads((folder / file).read_text(encoding="utf-8"))
-        edit(value)
-        _write(folder / file, json.dumps(value).encode())
-
-    return Damage(f"{file}: {name}", file, apply)
 
 
 def written(file: str, name: str, content: bytes) -> Damage:
@@ -156,99 +155,71 @@ def _write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-def _set(key: str, value: Any) -> Callable[[Any], object]:
-    return lambda content: content.__setitem__(key, value)
+def _edited(file: str, name: str, edit: Callable[[Any], object]) -> Damage:
+    def apply(folder: Path) -> None:
+        value = json.loads((folder / file).read_text(encoding="utf-8"))
+        edit(value)
+        _write(folder / file, json.dumps(value).encode())
+
+    return Damage(f"{file}: {name}", file, apply)
 
 
-def _set_inner(key: str, inner: str, value: Any) -> Callable[[Any], object]:
-    return lambda content: content[key].__setitem__(inner, value)
+def _set(value: Any, *path: str) -> Callable[[Any], object]:
+    """An edit that gives the field at a path a value, or takes it away for the value GONE."""
 
+    def edit(content: Any) -> None:
+        *above, last = path
+        for key in above:
+            content = content[key]
+        if value is GONE:
+            del content[last]
+        else:
+            content[last] = value
 
-def _removed(key: str) -> Callable[[Any], object]:
-    return lambda content: content.pop(key)
+    return edit
 
 
 def _said(value: Any) -> str:
     return repr(value)[:30].encode("unicode_escape").decode()
 
 
-def _config_fields(model: Path) -> Iterator[Damage]:
-    config = json.loads((model / "config.json").read_text())
-    for key in (
-        *config,
-        "quantization_config",
-        "head_dim",
-        "attention_bias",
-        "rope_interleave",
-        "eos_token_id",
-    ):
+def _edits(content: dict[str, Any]) -> Iterator[tuple[str, Callable[[Any], object]]]:
+    """Every field, and the first twelve of each inner object, with every value and without one."""
+    for key, value in content.items():
+        inner = islice(value, 12) if isinstance(value, dict) else ()
+        for path in ((key,), *((key, one) for one in inner)):
+            for other in (*VALUES, GONE):
+                yield f"{'.'.join(path)} = {_said(other)}", _set(other, *path)
+
+
+def _fields(model: Path, file: str) -> Iterator[Damage]:
+    content = json.loads((model / file).read_text())
+    for name, edit in _edits(content):
+        yield _edited(file, name, edit)
+    added = ("quantization_config", "head_dim", "attention_bias", "rope_interleave", "top_k")
+    for key in {*added, "eos_token_id", "chat_template", "padding"} - content.keys():
         for value in VALUES:
-            yield _edited("config.json", f"{key} = {_said(value)}", _set(key, value))
-        if key in config:
-            yield _edited("config.json", f"without {key}", _removed(key))
-    for key in ("quantization_config", "rope_scaling"):
-        for inner in config.get(key) or ():
-            for value in VALUES:
-                yield _edited(
-                    "config.json", f"{key}.{inner} = {_said(value)}", _set_inner(key, inner, value)
-                )
-            yield _edited(
-                "config.json", f"{key} without {inner}", lambda c, k=key, i=inner: c[k].pop(i)
-            )
+            yield _edited(file, f"{key} = {_said(value)}", _set(value, key))
+    if "weight_map" in content:
+        first = next(iter(content["weight_map"]))
+        for shard in SHARDS:
+            yield _edited(file, f"names {_said(shard)}", _set(shard, "weight_map", first))
+        for name in NAMES:
+            place = content["weight_map"][first]
+            yield _edited(file, f"lists {_said(name)}", _set(place, "weight_map", name))
+
+
+def _quantizations() -> Iterator[Damage]:
+    lists = ("ignore", "modules_to_not_convert", "exclude_modules", "config_groups")
     for method in ("awq", "compressed-tensors", "gptq", "modelopt"):
-        for key in (
-            "ignore",
-            "modules_to_not_convert",
-            "exclude_modules",
-            "config_groups",
-            "bits",
-            "group_size",
-            "format",
-            "quant_algo",
-        ):
+        said = {"quant_method": method, "format": "pack-quantized", "quant_algo": "NVFP4"}
+        for key in (*lists, "bits", "group_size", "format", "quant_algo"):
             for value in VALUES[::3]:
-                block = {
-                    "quant_method": method,
-                    "format": "pack-quantized",
-                    "quant_algo": "NVFP4",
-                    "bits": 4,
-                    "group_size": 128,
-                    key: value,
-                }
-                yield _edited(
-                    "config.json",
-                    f"{method}.{key} = {_said(value)}",
-                    _set("quantization_config", block),
-                )
+                block = {**said, "bits": 4, "group_size": 128, key: value}
+                edit = _set(block, "quantization_config")
+                yield _edited("config.json", f"{method}.{key} = {_said(value)}", edit)
     for kind in ("llama", "qwen2", "qwen3", "qwen3_moe", "pangu_ultra_moe", "gemma"):
-        yield _edited("config.json", f"model_type = {kind}", _set("model_type", kind))
-
-
-def _settings(model: Path) -> Iterator[Damage]:
-    for file in ("generation_config.json", "tokenizer_config.json"):
-        for key in (*json.loads((model / file).read_text()), "top_k", "chat_template"):
-            for value in VALUES:
-                yield _edited(file, f"{key} = {_said(value)}", _set(key, value))
-    for key, value in json.loads((model / "tokenizer.json").read_text()).items():
-        for other in VALUES:
-            yield _edited("tokenizer.json", f"{key} = {_said(other)}", _set(key, other))
-        for inner in value if isinstance(value, dict) else ():
-            for other in VALUES[::2]:
-                yield _edited(
-                    "tokenizer.json",
-                    f"{key}.{inner} = {_said(other)}",
-                    lambda c, k=key, i=inner, v=other: c[k].__setitem__(i, v),
-                )
-    for strategy in ({"Fixed": 10**12}, "BatchLongest"):
-        padding = {
-            "strategy": strategy,
-            "direction": "Right",
-            "pad_to_multiple_of": None,
-            "pad_id": 0,
-            "pad_type_id": 0,
-            "pad_token": "x",
-        }
-        yield _edited("tokenizer.json", f"padding = {strategy}", _set("padding", padding))
+        yield _edited("config.json", f"model_type = {kind}", _set(kind, "model_type"))
 
 
 def _texts(model: Path) -> Iterator[Damage]:
@@ -285,6 +256,7 @@ def _headers(model: Path, shard: str) -> Iterator[Damage]:
     length = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     names = [name for name in header if name != "__metadata__"]
+    some = {name: header[name] for name in names[:: max(len(names) // 6, 1)]}
 
     def rewritten(name: str, edit: Callable[[dict[str, Any]], object]) -> Damage:
         changed = copy.deepcopy(header)
@@ -292,109 +264,35 @@ def _headers(model: Path, shard: str) -> Iterator[Damage]:
         text = json.dumps(changed).encode()
         return written(shard, name, len(text).to_bytes(8, "little") + text + data)
 
-    for name in names[:: max(len(names) // 6, 1)]:
-        for key in ("dtype", "shape", "data_offsets"):
-            for value in VALUES:
-                yield rewritten(
-                    f"{name}.{key} = {_said(value)}",
-                    lambda h, n=name, k=key, v=value: h[n].__setitem__(k, v),
-                )
+    for name, edit in _edits({"__metadata__": {}, **some}):
+        yield rewritten(name, edit)
+    for name, entry in some.items():
+        shape = entry["shape"]
+        for other in ([math.prod(shape)], shape[::-1], [1] * 69 + shape):
+            yield rewritten(f"{name} is {other[:3]}", _set(other, name, "shape"))
         for dtype in ("F64", "F32", "F16", "F8_E4M3", "F4", "I8", "BOOL", "U8"):
-            yield rewritten(
-                f"{name} is {dtype}", lambda h, n=name, d=dtype: h[n].__setitem__("dtype", d)
-            )
-        for value in VALUES[::3]:
-            yield rewritten(
-                f"{name} = {_said(value)}", lambda h, n=name, v=value: h.__setitem__(n, v)
-            )
-        yield rewritten(
-            f"{name} flat", lambda h, n=name: h[n].__setitem__("shape", [_product(h[n]["shape"])])
-        )
-        yield rewritten(f"{name} turned", lambda h, n=name: h[n]["shape"].reverse())
-        yield rewritten(
-            f"{name} in 70 dimensions",
-            lambda h, n=name: h[n].__setitem__("shape", [1] * 69 + h[n]["shape"]),
-        )
-        for other in (
-            "",
-            "x",
-            "\ud800",
-            "a\nb",
-            "x" * 100_000,
-            "[/x]",
-            "model.layers.0.mlp.gate.weight",
-        ):
+            yield rewritten(f"{name} is {dtype}", _set(dtype, name, "dtype"))
+        for other in NAMES:
             yield rewritten(
                 f"{name} as {_said(other)}", lambda h, n=name, o=other: h.__setitem__(o, h.pop(n))
             )
-        yield rewritten(f"without {name}", lambda h, n=name: h.pop(n))
-    for value in VALUES[::2]:
-        yield rewritten(
-            f"__metadata__ = {_said(value)}", lambda h, v=value: h.__setitem__("__metadata__", v)
-        )
     for count in (0, 1, length - 1, length + 1, 2**20, 99_999_999, 100_000_001, 2**40, 2**64 - 1):
         yield written(shard, f"header of {count}", count.to_bytes(8, "little") + content[8:])
     for part in (0, 4, 8, 100, len(content) // 2, len(content) - 1):
         yield written(shard, f"{part} bytes", content[:part])
     yield written(shard, "one byte more", content + b"\0")
-    for name, text in {
-        "deep": DEEP.encode(),
-        "UTF-16": json.dumps(header).encode("utf-16"),
-        "pickle": b"\x80\x04\x95",
-        "list": b"[]",
-    }.items():
-        yield written(shard, f"header {name}", len(text).to_bytes(8, "little") + text + data)
+    for text in (DEEP.encode(), json.dumps(header).encode("utf-16"), b"\x80\x04\x95", b"[]"):
+        whole = len(text).to_bytes(8, "little") + text + data
+        yield written(shard, f"header {_said(text)}", whole)
     for size in (99_000_000, 10**10):
         yield Damage(
             f"{shard}: sparse {size}", shard, lambda folder, s=size: _sparse(folder / shard, s)
         )
 
 
-def _product(shape: list[int]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
-
-
 def _sparse(path: Path, size: int) -> None:
     _write(path, min(size - 8, 99_999_999).to_bytes(8, "little"))
     os.truncate(path, size)
-
-
-def _indexes(model: Path) -> Iterator[Damage]:
-    file = "model.safetensors.index.json"
-    first = next(iter(json.loads((model / file).read_text())["weight_map"]))
-    bad = (
-        "/etc/passwd",
-        "../x.safetensors",
-        "..",
-        ".",
-        "",
-        "x" * 300 + ".safetensors",
-        "a\0.safetensors",
-        "\ud800.safetensors",
-        "x/../y.safetensors",
-    )
-    for shard in (*bad, "ghost.safetensors", "config.json", "a\nb.safetensors"):
-        yield _edited(
-            file, f"names {_said(shard)}", lambda c, s=shard: c["weight_map"].__setitem__(first, s)
-        )
-    for value in VALUES:
-        yield _edited(
-            file,
-            f"shard = {_said(value)}",
-            lambda c, v=value: c["weight_map"].__setitem__(first, v),
-        )
-        yield _edited(file, f"weight_map = {_said(value)}", _set("weight_map", value))
-    for name in ("", "ghost.weight", "\ud800", "x" * 100_000, "a\nb"):
-        yield _edited(
-            file,
-            f"lists {_said(name)}",
-            lambda c, n=name: c["weight_map"].__setitem__(n, c["weight_map"][first]),
-        )
-    yield _edited(file, "leaves one out", lambda c: c["weight_map"].pop(first))
-    yield _edited(file, "no weight_map", _removed("weight_map"))
 
 
 def _kinds(model: Path, shard: str) -> Iterator[Damage]:
@@ -434,33 +332,14 @@ def _replaced(path: Path, make: Callable[[Path], object]) -> None:
     make(path)
 
 
-def _templates(model: Path) -> Iterator[Damage]:
-    for template in TEMPLATES:
-        content = template.encode(errors="surrogatepass")
-        yield written("chat_template.jinja", _said(template), content)
-        yield _edited(
-            "tokenizer_config.json", f"template {_said(template)}", _set("chat_template", template)
-        )
-    for content in (
-        b"\xff\xfe{{ messages }}",
-        b"\x80",
-        "{{ messages }}".encode("utf-16"),
-        b"x" * (17 << 20),
-        b"\xef\xbb\xbf{{ messages[0].content }}",
-    ):
+def _templates() -> Iterator[Damage]:
+    file, key = "tokenizer_config.json", "chat_template"
+    texts = [template.encode(errors="surrogatepass") for template in TEMPLATES]
+    for content in (*texts, b"\xff\xfe{{ messages }}", b"\x80", b"x" * (17 << 20)):
         yield written("chat_template.jinja", _said(content), content)
-    for said in (
-        [],
-        [{}],
-        [{"name": "default"}],
-        [{"name": 1, "template": "x"}],
-        ["x"],
-        {"default": "x"},
-        [{"name": "x", "template": "x"}],
-    ):
-        yield _edited(
-            "tokenizer_config.json", f"templates {_said(said)}", _set("chat_template", said)
-        )
+    some = [{"name": "default"}], [{"name": 1, "template": "x"}], [{"name": "x", "template": "x"}]
+    for said in (*TEMPLATES, [{}], *some, {"default": "x"}):
+        yield _edited(file, f"template {_said(said)}", _set(said, key))
 
 
 def copied(model: Path, folder: Path) -> Path:

@@ -7,7 +7,6 @@ again.
     python quantize_job.py SOURCE TEXT OUT once [BYTES] [METHOD ...]  one run, also as a rank of
     torchrun; its --memory, 0 for none, and
                                                                 its recipe's methods
-    python quantize_job.py SOURCE TEXT OUT full MIB             on a file system that is too small, then with room
 Prints one JSON object. It forks, so that torch is imported once and not for every run.
 """
 
@@ -26,7 +25,6 @@ from small_recipe import SMALL
 
 from quantkit.calibrate import expert_layer, input_statistics
 from quantkit.calibrate.recipe import Recipe
-from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Event, Note, Progress
 from quantkit.grids.names import Method
 from quantkit.grids.schemes import find_scheme
@@ -121,21 +119,6 @@ def kill_and_start_again(
     return {"deaths": deaths, "found": found}
 
 
-def fill_the_disk(source: Path, text: Path, out: Path, filler_mib: int) -> dict[str, object]:
-    """With `filler_mib` of the file system taken: what is told, what is left; then with room."""
-    filler = out.with_name("filler")
-    filler.write_bytes(b"x" * (filler_mib * 2**20))
-    told = []
-    try:
-        run(source, text, out)
-    except QuantkitError as error:
-        told.append(str(error))
-    left = sorted(path.name for path in out.parent.iterdir())
-    filler.unlink()
-    run(source, text, out)
-    return {"told": told, "left": left, "files": sorted(path.name for path in out.iterdir())}
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)  # no threads, so that forking is safe
     source, text, out = (Path(argument) for argument in sys.argv[1:4])
@@ -152,5 +135,3 @@ if __name__ == "__main__":
                 source, text, out, memory=(int(sys.argv[5]) if len(sys.argv) > 5 else 0) or None
             ).peak_memory
         )
-    else:
-        print(json.dumps(fill_the_disk(source, text, out, int(sys.argv[5]))))

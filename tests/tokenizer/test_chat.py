@@ -64,13 +64,6 @@ def test_tokens_that_end_an_answer_may_stand_in_text_config(
         ChatTokenizer(path)
 
 
-def test_knows_who_opens_think(chat: ChatTokenizer, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    assert chat.prefills_think
-    shutil.copytree(tiny_checkpoint, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    assert not ChatTokenizer(tmp_path / "model").prefills_think
-
-
 def test_a_processors_template_is_read_last(tiny_checkpoint: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     (model / "chat_template.json").write_text(
@@ -114,15 +107,6 @@ def test_special_tokens_of_older_files(tiny_checkpoint: Path, tmp_path: Path) ->
     assert (chat.bos, chat.eos) == (peer.bos_token, peer.eos_token) == ("<think>", "<｜User｜>")
 
 
-def test_template_cannot_leave_the_sandbox(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny_checkpoint, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(
-        "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    )
-    with pytest.raises(QuantkitError, match=r"chat_template\.jinja refuses these messages"):
-        ChatTokenizer(tmp_path / "model").render(MESSAGES)
-
-
 def test_a_template_that_is_none_is_told_as_that(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """Not as messages that it refuses: nobody's messages are at fault."""
     shutil.copytree(tiny_checkpoint, tmp_path / "model")
@@ -155,16 +139,6 @@ def test_streamed_text_is_whole_characters(chat: ChatTokenizer) -> None:
     pieces, _ = stream_text(chat, "Zürich → 五 🙂 done")
     assert "".join(pieces) == "Zürich → 五 🙂 done"
     assert not any("\ufffd" in piece for piece in pieces)
-
-
-def test_stop_string_cuts_the_text_and_is_never_shown(chat: ChatTokenizer) -> None:
-    pieces, stopped = stream_text(chat, "abcENDING", ("END", "zzz"))
-    assert stopped
-    assert "".join(pieces) == "abc"
-
-
-def test_the_earliest_stop_string_counts(chat: ChatTokenizer) -> None:
-    assert "".join(stream_text(chat, "one two three", ("o t", "e"))[0]) == "on"
 
 
 @pytest.mark.parametrize(

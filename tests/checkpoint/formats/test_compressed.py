@@ -30,7 +30,6 @@ from quantkit.grids.e2m1 import E2M1_VALUES
 from quantkit.grids.int_groups import IntGrid, IntWeight
 from quantkit.grids.nvfp4 import INPUT_HEADROOM, Nvfp4Grid, Nvfp4Weight, input_divisor
 from quantkit.models.activation_quant import fake_quantize_nvfp4
-from quantkit.quant.packing import unpack_pairs
 
 _CASES: list[tuple[Format, Grid, str]] = [
     (compressed_int4.FORMAT, IntGrid(4, 32, True), "W4A16"),
@@ -170,49 +169,3 @@ def test_their_rounding_of_activations_is_ours() -> None:
 
 def _stripped(args: dict[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in (args or {}).items() if value is not None}
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_int4_golden_bytes(symmetric: bool) -> None:
-    vectors = golden.load(f"ct_pack_quantized_g32_{'sym' if symmetric else 'asym'}")
-    tensors = {f"m.{name}": golden.tensor(stored) for name, stored in vectors["tensors"].items()}
-    weight = compressed_int4.FORMAT.unpack("m", tensors)
-    assert isinstance(weight, IntWeight)
-    assert (weight.zero_point is None) == symmetric
-    if weight.zero_point is not None:
-        assert torch.equal(weight.zero_point, golden.tensor(vectors["unpacked_zero_point"]))
-    # Their product is rounded to bfloat16.
-    assert torch.equal(
-        dequantize(weight, torch.bfloat16), golden.tensor(vectors["decompressed_weight"])
-    )
-    packed = compressed_int4.FORMAT.pack("m", weight)
-    assert packed.keys() == tensors.keys()
-    for name, tensor in packed.items():
-        assert torch.equal(tensor, tensors[name])
-
-
-def test_fp4_golden_bytes() -> None:
-    vectors = golden.load("nvfp4_g16")
-    tensors = {
-        f"m.{name}": golden.tensor(stored)
-        for name, stored in vectors["ct_nvfp4_pack_quantized"].items()
-    }
-    weight = compressed_fp4.FORMAT.unpack("m", tensors)
-    assert isinstance(weight, Nvfp4Weight)
-    torch.testing.assert_close(
-        dequantize(weight), golden.tensor(vectors["ct_decompressed"]).float(), rtol=2**-7, atol=0
-    )
-    for name, tensor in compressed_fp4.FORMAT.pack("m", weight).items():
-        assert torch.equal(tensor.view(torch.uint8), tensors[name].view(torch.uint8))
-    assert torch.equal(weight.codes, unpack_pairs(tensors["m.weight_packed"]))
-
-
-def test_int8_golden_bytes() -> None:
-    """The layout of their tensors; theirs holds a bfloat16 scale, which is read as well."""
-    stored = golden.load("int8_per_channel")["ct_int_quantized"]
-    tensors = {f"m.{name}": golden.tensor(value) for name, value in stored.items()}
-    weight = compressed_int8.FORMAT.unpack("m", tensors)
-    assert isinstance(weight, IntWeight)
-    packed = compressed_int8.FORMAT.pack("m", weight)
-    assert torch.equal(packed["m.weight"], tensors["m.weight"])
-    assert torch.equal(packed["m.weight_scale"], tensors["m.weight_scale"].float())

@@ -2,7 +2,6 @@
 stores it, and described so."""
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from nearest import quantize_int
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.checkpoint.formats import compressed_fp4, compressed_int4, compressed_int8
-from quantkit.checkpoint.formats.compressed_mixed import FORMAT, module_patterns
+from quantkit.checkpoint.formats.compressed_mixed import FORMAT
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
@@ -52,11 +50,6 @@ LAYOUT = {
     "model.layers.2.mlp.experts.1.down_proj": W4_FINE,
     "model.layers.11.self_attn.q_proj": Fp8BlockGrid(),
 }
-
-
-def test_there_is_a_member_for_each_grid() -> None:
-    assert all(FORMAT.takes(grid) for grid in GRIDS)
-    assert not FORMAT.takes(IntGrid(8, 128, symmetric=True))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: type(grid).__name__ + str(grid.group_size))
@@ -104,24 +97,6 @@ def test_the_library_finds_every_module_in_the_group_of_its_grid() -> None:
     assert not any("Linear" in g.targets for g in config.config_groups.values())
 
 
-def test_patterns_match_what_they_are_for_and_nothing_else() -> None:
-    layers = [
-        f"model.layers.{layer}.mlp.experts.{e}.{side}_proj"
-        for layer in (1, 2, 12)
-        for e in range(20)
-        for side in ("up", "down")
-    ]
-    chosen = [module for module in layers if "layers.2." not in module]
-    others = [module for module in layers if "layers.2." in module]
-    patterns = module_patterns(chosen, others)
-    assert len(patterns) == 1
-    assert [
-        module for module in layers if any(re.match(pattern[3:], module) for pattern in patterns)
-    ] == chosen
-    odd = [layers[0], layers[3]]  # experts of one layer apart: by name
-    assert module_patterns(odd, [module for module in layers if module not in odd]) == odd
-
-
 def write(path: Path, layout: Mapping[str, Grid], told: Mapping[str, Grid]) -> Path:
     """A checkpoint whose tensors are of one layout and whose config.json is of another."""
     path.mkdir()
@@ -166,16 +141,3 @@ def test_a_group_that_is_not_read_is_named(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(QuantkitError, match=r"config_groups\.group_1"):
         Checkpoint.open(path)
-
-
-def test_members_keep_their_own_layout() -> None:
-    for member, grid in (
-        (compressed_int4.FORMAT, W4),
-        (compressed_int8.FORMAT, W8),
-        (compressed_fp4.FORMAT, Nvfp4Grid()),
-    ):
-        own, mixed = member.pack("m", weight(grid)), FORMAT.pack("m", weight(grid))
-        assert own.keys() == mixed.keys()
-        assert all(
-            torch.equal(own[name].view(torch.uint8), mixed[name].view(torch.uint8)) for name in own
-        )

@@ -287,36 +287,6 @@ def test_modelslims_static_w8a8_has_its_scale_in_deq_scale(
     assert checkpoint.linears[A].format.member(A).activation_bits == 8
 
 
-def test_modelslims_scales_of_latents_in_8_bits_are_no_part_of_a_weight(tmp_path: Path) -> None:
-    """W8A8C8 as ModelSlim writes it and vllm-ascend reads it: a scale and an offset for each of
-    fa_q, fa_k and fa_v."""
-    meant = weight(compressed_int8.FORMAT, IntGrid(8, None, True))
-    tensors = {
-        f"{A}.weight": meant.codes,
-        f"{A}.weight_scale": meant.scale,
-        f"{A}.weight_offset": torch.zeros(N, 1),
-    }
-    cache = {}
-    for one, heads in (("fa_q", 4), ("fa_k", 1), ("fa_v", 1)):
-        cache[f"model.layers.0.self_attn.{one}.scale"] = torch.full((heads, 1), 0.02)
-        cache[f"model.layers.0.self_attn.{one}.offset"] = torch.zeros(heads, 1, dtype=torch.int8)
-    described = {
-        "model_quant_type": "W8A8_DYNAMIC",
-        "version": "1.0.0",
-        "group_size": 0,
-        "fa_quant_type": "FAKQuant",
-    }
-    described |= {
-        f"{PLAIN}.weight": "FLOAT",
-        **dict.fromkeys(tensors, "W8A8_DYNAMIC"),
-        **dict.fromkeys(cache, "FAQuant"),
-    }
-    checkpoint = opened(
-        tmp_path / "a", tensors | cache, None, {"quant_model_description.json": described}
-    )
-    check(checkpoint, {A: (meant, IntGrid(8, None, True))})
-
-
 @pytest.mark.parametrize(("packed", "size"), [("", 64), ("N", 64), ("K", None)])
 def test_modelslims_w4a16_is_packed_as_its_version_and_groups_say(
     packed: str, size: int | None, tmp_path: Path

@@ -11,22 +11,19 @@ from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
 from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
 from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
 from compressed_tensors.quantization.quant_scheme import QuantizationScheme, preset_name_to_scheme
-from make_model import is_fp8, random_tensors, tiny_config, write_dense
+from make_model import random_tensors, tiny_config
 from packed_model import write_packed
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.formats import compressed_mxfp4
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.base import dequantize, round_to_nearest
-from quantkit.grids.mxfp4 import Mxfp4Grid, Mxfp4Quantizer, Mxfp4Weight
-from quantkit.grids.schemes import SCHEMES
+from quantkit.grids.mxfp4 import Mxfp4Grid, Mxfp4Quantizer
 from quantkit.models.context import CausalContext
 from quantkit.quantization.convert import convert
-from quantkit.quantization.run import quantize
 
 ROWS, COLUMNS = 160, 320  # blocks of 128 are partial at both edges
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -155,54 +152,6 @@ def test_modelopt_fp8(tmp_path: Path, algorithm: str) -> None:
     assert torch.equal(dequantize(checkpoint.weight(MODULE)), codes.float() * full)
 
 
-def test_fp8_per_channel_is_a_source_to_quantize(tmp_path: Path) -> None:
-    """To the same bytes as the weights that it stands for."""
-    config = tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0, first_k_dense_replace=1)
-    packed, plain = {}, {}
-    for name, tensor in random_tensors(config).items():
-        packed[name] = plain[name] = tensor
-        if is_fp8(name):
-            scale = tensor.float().abs().amax(1, keepdim=True) / 448
-            codes = (tensor.float() / scale).to(torch.float8_e4m3fn)
-            packed |= {name: codes, f"{name}_scale": scale}
-            plain[name] = codes.float() * scale
-    args = {
-        "num_bits": 8,
-        "type": "float",
-        "strategy": "channel",
-        "symmetric": True,
-        "dynamic": False,
-    }
-    block = {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"g": {"weights": args}},
-        "ignore": ["lm_head"],
-    }
-    outputs = []
-    for kind, tensors in (("fp8", packed), ("plain", plain)):
-        source = write_dense(
-            tmp_path / kind,
-            {**config, **({"quantization_config": block} if kind == "fp8" else {})},
-            tensors,
-        )
-        report = quantize(
-            source,
-            tmp_path / f"{kind}-out",
-            SCHEMES["rtn-w4a16"],
-            "auto",
-            Recipe(scheme="rtn-w4a16"),
-            device="cpu",
-        )
-        outputs.append(Checkpoint.open(report.out))
-    one, other = outputs
-    assert set(one.linears) == set(other.linears) != set()
-    for module in one.linears:
-        assert all(torch.equal(one.read(name), other.read(name)) for name in one.parts(module)), (
-            module
-        )
-
-
 def test_fp8_that_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     tensors = {
         "weight": torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn),
@@ -225,27 +174,6 @@ def test_fp8_that_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
         stored(tmp_path / "group", tensors, block)
     with pytest.raises(QuantkitError, match="weight_scale"):
         stored(tmp_path / "wrong", tensors, {"quant_method": "fp8"})
-
-
-def test_mxfp4_is_nvfp4_where_e4m3_holds_its_powers_of_two() -> None:
-    generator = torch.Generator().manual_seed(2)
-    codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8, generator=generator)
-    exponent = torch.randint(110, 128, (64, 4), dtype=torch.uint8, generator=generator)
-    exponent[0, :2] = torch.tensor([110, 127])
-    codes[1, :32] = 8  # zeros, whose exponent does not matter
-    exponent[1, 0] = 3
-    weight = Mxfp4Weight(codes, exponent)
-    assert weight.is_nvfp4()
-    assert torch.equal(
-        dequantize(weight.to_nvfp4()).view(torch.int32), dequantize(weight).view(torch.int32)
-    )
-    assert torch.equal(dequantize(weight.to_nvfp4(127)), dequantize(weight))
-    exponent[2, 0] = 109
-    further = Mxfp4Weight(codes, exponent)
-    assert not further.is_nvfp4()
-    error = (dequantize(further.to_nvfp4()) - dequantize(further)).abs()
-    assert 0 < error.max() <= 2.0 ** (110 - 127) / 4
-    assert error[2, :32].sum() == error.sum()
 
 
 def test_a_model_in_mxfp4_runs_and_becomes_nvfp4_with_the_same_values(tmp_path: Path) -> None:

@@ -1,19 +1,15 @@
-"""All mutants of the Ascend side: those by patch, some by class of fault, and those by rule or a
-sample of them."""
+"""All mutants of the Ascend side: those by patch, and those by rule or a sample of them."""
 
 import random
 from pathlib import Path
 
 from areas import AREAS, Area
-from by_fault import some
 from by_rule import Mutant, of_cpp, of_python
 from patches import of_patches
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = 201
 """Of the mutants by rule, drawn area by area in proportion, always the same."""
-FAULTS = 6
-"""Of those by class of fault, of a source."""
 
 
 def chosen(every: bool) -> list[tuple[Area, Mutant]]:
@@ -24,7 +20,6 @@ def chosen(every: bool) -> list[tuple[Area, Mutant]]:
     for area, generated in pool.items():
         source = (ROOT / area.path).read_text()
         found += [(area, one) for one in of_patches(area.path, source)]
-        found += [(area, one) for one in some(area.path, source, FAULTS)]
         count = (
             len(generated)
             if every or not generated

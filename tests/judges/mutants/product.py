@@ -5,7 +5,7 @@
     python tests/judges/mutants/product.py --again FILE   # whether this checkout's tests kill them
 
 The first form looks for mutants that are killed: of each room it draws some, always the same, runs
-the test files that are likely to notice (rooms.py), and keeps drawing until the room has its share.
+the tests that name the function (rooms.py), and keeps drawing until the room has its share.
 A test that fails as it is kills nothing. Rows of out/mutants.jsonl name the test.
 """
 
@@ -15,8 +15,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ from rooms import Tests, pool, quotas
 from run import Copy, enter
 from warm import Warm
 
-LIMIT = 5.0
+LIMIT = 3.0
 """Seconds of a processor for a mutant that is looked for, four times that for a known one. No test is run that takes longer."""
-DRAWN = 3
+DRAWN = 4
 """So many times a room's share at most are drawn."""
 Row = dict[str, Any]
 
@@ -46,16 +47,23 @@ class Judge:
         for item in warm.items:
             self._items.setdefault(item.nodeid.partition("::")[0], []).append(item)
         self._sound: dict[tuple[str, str], bool] = {}
+        self._slow: set[str] = set()
 
     def kill(self, one: Mutant, known: str, limit: float) -> str:
         """The test that notices, empty if none does. known: one that noticed before."""
         costs, files = self._warm.costs(), self._tests.likely(one)
         likely = [item for file in files for item in self._items.get(file, [])]
-        likely = [item for item in likely if costs.get(item.nodeid, 0) < limit]
+        likely = [
+            item
+            for item in likely
+            if costs.get(item.nodeid, 0) < limit / 2 and item.nodeid not in self._slow
+        ]
+        if not known:
+            likely = [item for item in likely if self._tests.names(one.function, item.nodeid)][:12]
         likely.sort(
             key=lambda item: (
                 not self._tests.names(one.function, item.nodeid),
-                files.index(item.nodeid.partition("::")[0]) if limit > LIMIT else 0,
+                files.index(item.nodeid.partition("::")[0]) if known else 0,
                 costs.get(item.nodeid, 0.3),
             )
         )
@@ -64,10 +72,22 @@ class Judge:
         while wanted:
             with self._copy.changed(one):
                 ended = self._warm.verdict([one.path], wanted, limit)
-            if "::" not in ended or self._is_sound(one.path, ended):
+            if ended == "ran on":
+                last = self._warm.running()
+                self._slow_as(last, costs)
+                wanted = wanted[[item.nodeid for item in wanted].index(last) + 1 :]
+                wanted = [item for item in wanted if item.nodeid not in self._slow]
+            elif "::" not in ended or self._is_sound(one.path, ended):
                 return ended if "::" in ended or ended == "at import" else ""
-            wanted = [item for item in wanted if item.nodeid != ended]
+            else:
+                wanted = [item for item in wanted if item.nodeid != ended]
         return ""
+
+    def _slow_as(self, test: str, costs: dict[str, float]) -> None:
+        """Leave it out from now on, and those of its file that were never seen to pass: they may
+        wait for the same fixture."""
+        file = self._items[test.partition("::")[0]]
+        self._slow |= {test, *(item.nodeid for item in file if item.nodeid not in costs)}
 
     def _is_sound(self, path: str, test: str) -> bool:
         """Whether a test passes with the source as it is."""
@@ -82,44 +102,58 @@ def _alike(test: str, known: str) -> bool:
     return bool(known) and test.rpartition("::")[2] == known.rpartition("::")[2]
 
 
-def looked_for(
-    root: Path, rooms: list[str], rows: list[Row]
-) -> Iterator[tuple[str, int, list[Mutant]]]:
-    """Of each room: how many killed ones are missing, and those not yet tried."""
-    every = pool(root)
-    share = quotas({name: len(made) for name, made in every.items()}, 200)
-    seen = {row["key"] for row in rows}
-    for name in rooms or share:
-        killed = sum(bool(row["killed_by"]) for row in rows if row["room"] == name)
-        drawn = every[name][: DRAWN * share[name]]
-        yield name, share[name] - killed, [one for one in drawn if one.key not in seen]
+Job = tuple[str, Mutant, str]
+"""A room, a mutant, and the test that is known to kill it."""
 
 
-def again(root: Path, rows: list[Row]) -> Iterator[tuple[Row, Mutant | None]]:
-    """Killed mutants, each as the sources have it now, or None where its place is gone."""
+def drawn(root: Path, rows: list[Row]) -> tuple[list[Job], dict[str, int]]:
+    """Mutants of each room that are not yet tried, and how many killed ones each still lacks."""
+    tests, every, jobs = Tests(root), pool(root), list[Job]()
+    lacking = quotas({name: len(made) for name, made in every.items()}, 200)
+    for name, share in lacking.items():
+        known = (one for one in every[name] if tests.named(one))
+        jobs += [(name, one, "") for one in islice(known, DRAWN * share)]
+    for row in rows:
+        lacking[row["room"]] -= bool(row["killed_by"])
+    return jobs, lacking
+
+
+def known(root: Path, killed: list[Row]) -> Iterator[Job]:
+    """Mutants that were killed, each as the sources have it now."""
     every = [one for made in pool(root).values() for one in made]
     by_key = {one.key: one for one in every}
-    for row in rows:
-        like = [
-            one
-            for one in every
-            if (one.function, one.rule, one.old, one.new)
-            == (row["function"], row["rule"], row["old"], row["new"])
-        ]
-        yield row, by_key.get(row["key"]) or (like[0] if like else None)
+    for row in killed:
+        said = tuple(row[name] for name in ("function", "rule", "old", "new"))
+        like = [one for one in every if (one.function, one.rule, one.old, one.new) == said]
+        one = by_key.get(row["key"]) or next(iter(like), None)
+        if one is None:
+            sys.stderr.write(f"gone: {row['path']} {row['function']}: {row['old']!r}\n")
+        else:
+            yield row["room"], one, row["killed_by"]
 
 
-def run(root: Path, files: list[str], work: Any) -> None:
+def judge(
+    root: Path, jobs: list[Job], limit: float, note: Callable[[Job, str, float], bool]
+) -> None:
+    """note: told of each mutant and its killer; whether the room wants more."""
+    tests = Tests(root)
+    files = {file for _, one, _ in jobs for file in tests.likely(one)}
+    names = {test.rpartition("::")[2].partition("[")[0] for _, _, test in jobs if "::" in test}
+    files |= {file for file, text in tests.texts.items() if any(f"def {n}(" in text for n in names)}
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
-        copy, tests = Copy(Path(folder), root), Tests(root)
+        copy = Copy(Path(folder), root)
         enter(copy)
 
-        def judge(warm: Warm) -> None:
-            work(Judge(warm, copy, tests))
+        def work(warm: Warm) -> None:
+            own, full = Judge(warm, copy, tests), set[str]()
+            for job in jobs:
+                began = time.monotonic()
+                if job[0] not in full and not note(job, own.kill(*job[1:], limit), began):
+                    full.add(job[0])
 
         ended = pytest.main(
-            ["-x", "-p", "no:cacheprovider", "--no-header", *files],
-            plugins=[Warm(copy.folder, judge)],
+            ["-x", "-p", "no:cacheprovider", "--no-header", *sorted(files)],
+            plugins=[Warm(copy.folder, work)],
         )
         assert ended == 0, f"pytest ended with {ended}"
 
@@ -129,71 +163,44 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--root", type=Path, default=ROOT)
-    parser.add_argument("--rooms", nargs="*", default=[])
+    parser.add_argument("--rooms", nargs="*")
     parser.add_argument("--again", type=Path)
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "mutants.jsonl")
     asked = parser.parse_args()
-    root = asked.root.resolve()
+    root, lacking = asked.root.resolve(), dict[str, int]()
     asked.results.parent.mkdir(exist_ok=True)
     rows = _rows(asked.results)
-    tests = Tests(root)
+    if asked.again:
+        jobs = list(known(root, [row for row in _rows(asked.again) if row["killed_by"]]))
+    else:
+        jobs, lacking = drawn(root, rows)
+    done = {row["key"] for row in rows}
+    jobs = [
+        job
+        for job in jobs
+        if job[1].key not in done
+        and lacking.get(job[0], 1) > 0
+        and (not asked.rooms or job[0] in asked.rooms)
+    ]
     with asked.results.open("a") as out:
 
-        def note(one: Mutant, room: str, killed: str, began: float) -> None:
-            row = {"key": one.key, "room": room, "killed_by": killed, **asdict(one)}
-            row["seconds"] = round(time.monotonic() - began, 1)
-            rows.append(row)
-            out.write(json.dumps(row) + "\n")
+        def note(job: Job, killed: str, began: float) -> bool:
+            room, one, _ = job
+            seconds = round(time.monotonic() - began, 1)
+            row = {"key": one.key, "room": room, "killed_by": killed, "seconds": seconds}
+            rows.append(row | asdict(one))
+            out.write(json.dumps(rows[-1]) + "\n")
             out.flush()
             sys.stderr.write(
-                f"{row['seconds']:5.1f} s {one.path}:{one.line} {one.rule}: {one.old!r} -> "
-                f"{one.new!r} ({killed or 'NOT KILLED'})\n"
+                f"{seconds:5.1f} s {one.path}:{one.line} {one.rule}: {one.old!r} -> {one.new!r} "
+                f"({killed or 'NOT KILLED'})\n"
             )
+            if room in lacking:
+                lacking[room] -= bool(killed)
+            return lacking.get(room, 1) > 0
 
-        if asked.again:
-            done = {row["key"] for row in rows}
-            known = [
-                row
-                for row in _rows(asked.again)
-                if row["killed_by"]
-                and row["key"] not in done
-                and (not asked.rooms or row["room"] in asked.rooms)
-            ]
-            placed = list(again(root, known))
-            gone = [row for row, one in placed if one is None]
-            for row in gone:
-                sys.stderr.write(f"gone: {row['path']} {row['function']} {row['old']!r}\n")
-            left = [(row, one) for row, one in placed if one is not None]
-            files = {file for _, one in left for file in tests.likely(one)}
-            names = {row["killed_by"].rpartition("::")[2].partition("[")[0] for row, _ in left}
-            files |= {
-                file
-                for file in tests.texts
-                if any(f"def {n}(" in tests.texts[file] for n in names if n)
-            }
-
-            def judge_again(judge: Judge) -> None:
-                for row, one in left:
-                    began = time.monotonic()
-                    note(one, row["room"], judge.kill(one, row["killed_by"], 4 * LIMIT), began)
-
-            if left:
-                run(root, sorted(files), judge_again)
-        else:
-            left = list(looked_for(root, asked.rooms, rows))
-            files = {file for _, _, made in left for one in made for file in tests.likely(one)}
-
-            def judge_new(judge: Judge) -> None:
-                for room, missing, made in left:
-                    for one in made:
-                        if missing <= 0:
-                            break
-                        began = time.monotonic()
-                        killed = judge.kill(one, "", LIMIT)
-                        note(one, room, killed, began)
-                        missing -= bool(killed)
-
-            run(root, sorted(files), judge_new)
+        if jobs:
+            judge(root, jobs, 4 * LIMIT if asked.again else LIMIT, note)
     sys.stdout.write("\n".join(table(rows)) + "\n")
 
 

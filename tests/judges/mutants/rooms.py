@@ -89,15 +89,27 @@ class Tests:
         ]
 
     def names(self, function: str, test: str) -> bool:
-        """Whether a test's text names a part of a function's name."""
+        """Whether a test's text names the innermost of a function's names."""
         file, _, name = test.partition("::")
-        body = self._bodies(file).get(re.split(r"[\[:]", name)[0], "")
-        return any(word in body for word in function.split(".") if len(word) > 4)
+        body = self._bodies(file).get(re.split(r"[\[:]", name)[0], set())
+        return function.rpartition(".")[2].removeprefix("_") in body
+
+    def named(self, mutant: Mutant) -> bool:
+        """Whether a test names its function: the others are rarely killed by few tests."""
+        name = mutant.function.rpartition(".")[2].removeprefix("_")
+        return len(name) > 4 and any(
+            name in body
+            for file in self.likely(mutant)
+            for test, body in self._bodies(file).items()
+            if test.startswith("test_")
+        )
 
     @cache  # noqa: B019
-    def _bodies(self, file: str) -> dict[str, str]:
+    def _bodies(self, file: str) -> dict[str, set[str]]:
+        """Words of each function of a file."""
+        lines = self.texts[file].splitlines()
         return {
-            node.name: ast.get_source_segment(self.texts[file], node) or ""
+            node.name: set(re.findall(r"\w+", "\n".join(lines[node.lineno : node.end_lineno])))
             for node in ast.walk(ast.parse(self.texts[file]))
             if isinstance(node, ast.FunctionDef)
         }

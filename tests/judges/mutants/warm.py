@@ -96,7 +96,7 @@ class Warm:
     ) -> str:
         """How tests end with the sources at `paths` taken in anew: empty where they pass, else
         which failed, or what else ended them. limit: seconds of a processor after which no other
-        test begins."""
+        test begins; a test may take half of it."""
         child = os.fork()
         if child == 0:
             self._in_fork(paths, items, limit)
@@ -108,11 +108,15 @@ class Warm:
             return (self.folder / "failed").read_text().partition("\n")[0] if code else ""
         return (
             "ran on"
-            if code == -signal.SIGALRM
+            if code in (-signal.SIGALRM, -signal.SIGPROF)
             else f"signal {-code}"
             if code < 0
             else f"exit {code}"
         )
+
+    def running(self) -> str:
+        """The test that a fork ran last."""
+        return (self.folder / "running").read_text()
 
     def costs(self) -> dict[str, float]:
         """Seconds of a processor that tests took which passed in a fork, as last seen."""
@@ -148,8 +152,11 @@ class Warm:
             for item, after in zip(items, [*items[1:], None]):
                 if sum(os.times()[:4]) > limit:
                     break
+                (self.folder / "running").write_text(item.nodeid)
                 patience = PATIENCE + 10 * self.seconds.get(item.nodeid, 0)
                 signal.setitimer(signal.ITIMER_REAL, patience)
+                if limit < math.inf:
+                    signal.setitimer(signal.ITIMER_PROF, limit / 2)
                 began = sum(os.times()[:4])
                 self._run(item, after)
                 with (self.folder / "costs").open("a") as costs:

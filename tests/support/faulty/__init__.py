@@ -1,27 +1,14 @@
 """Faults of a checkpoint, made on purpose: each changes one thing of a good one, and says what a
 diagnosis must find, and how deep.
 
-    for fault in FAULTS:
+    for fault in FAULTS.values():
         if fault.suits(contents): fault.apply(contents); contents.write(folder)
 
-A module holds the faults of one part of a checkpoint. `replays` names the public thread that a
-fault is taken from, where there is one.
+headers.py has those that headers and files show, tensors.py those that bytes or the source show.
 """
 
-from faulty import against_source, codes, description, files, mtp, settings, structure, unquantized
+from faulty import headers, tensors
 from faulty.contents import Contents
 from faulty.fault import FAULTS, Fault
 
-__all__ = [
-    "FAULTS",
-    "Contents",
-    "Fault",
-    "against_source",
-    "codes",
-    "description",
-    "files",
-    "mtp",
-    "settings",
-    "structure",
-    "unquantized",
-]
+__all__ = ["FAULTS", "Contents", "Fault", "headers", "tensors"]

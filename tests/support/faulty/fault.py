@@ -9,49 +9,49 @@ from torch import Tensor
 from faulty.contents import Contents
 from quantkit.grids.int_groups import IntGrid
 
+Suits = Callable[[Contents], bool]
+Apply = Callable[[Contents], object]
+
 
 @dataclass(frozen=True)
 class Fault:
     """finds: names of findings of which one must be there. depth: the shallowest that can. source:
-    whether only a comparison can."""
+    whether only a comparison can. replays: the public thread that it is taken from."""
 
     name: str
     finds: tuple[str, ...]
     depth: str
-    apply: Callable[[Contents], None]
-    suits: Callable[[Contents], bool] = lambda contents: True
-    source: bool = False
-    replays: str = ""
+    apply: Apply
+    suits: Suits
+    source: bool
+    replays: str
 
 
-FAULTS: list[Fault] = []
+FAULTS: dict[str, Fault] = {}
 
 
-def fault(
-    *finds: str,
-    depth: str = "headers",
-    suits: Callable[[Contents], bool] = lambda c: True,
+def add(
+    depth: str,
+    finds: str,
+    name: str,
+    apply: Apply,
+    suits: Suits,
     source: bool = False,
     replays: str = "",
-) -> Callable[[Callable[[Contents], None]], Callable[[Contents], None]]:
-    def add(apply: Callable[[Contents], None]) -> Callable[[Contents], None]:
-        FAULTS.append(Fault(apply.__name__, finds, depth, apply, suits, source, replays))
-        return apply
+) -> None:
+    FAULTS[name] = Fault(name, tuple(finds.split()), depth, apply, suits, source, replays)
 
-    return add
+
+def always(c: Contents) -> bool:
+    return True
 
 
 def is_quantized(c: Contents) -> bool:
     return bool(c.linears) and c.format.name != "fp8-block"
 
 
-def tensor_fault(
-    *finds: str,
-    suits: Callable[[Contents], bool] = is_quantized,
-    source: bool = False,
-    replays: str = "",
-) -> Any:
-    return fault(*finds, depth="tensors", suits=suits, source=source, replays=replays)
+def is_fp8(c: Contents) -> bool:
+    return bool(c.linears) and c.format.name == "fp8-block"
 
 
 def has_block(c: Contents) -> bool:
@@ -75,23 +75,53 @@ def lists_plain_modules(c: Contents) -> bool:
     return has_block(c) and c.format.name in ("compressed-tensors", "awq", "modelopt")
 
 
+def has_groups(c: Contents) -> bool:
+    grid = c.format.grid(c.config, {}) if has_block(c) else None
+    return isinstance(grid, IntGrid) and grid.group_size is not None
+
+
+def of_format(*names: str) -> Suits:
+    return lambda c: is_quantized(c) and f"{c.format.name} {c.format.variant}".startswith(names)
+
+
+def has_four_bits(c: Contents) -> bool:
+    kinds = of_format("awq", "gptq", "compressed-tensors pack", *FP4)
+    return kinds(c) and getattr(next(iter(c.linears.values())).grid, "bits", 4) == 4
+
+
+def has_codes_around_zero(c: Contents) -> bool:
+    kinds = of_format("compressed-tensors int", "compressed-tensors pack")
+    return kinds(c) and c.linears[c.linear()].grid.symmetric
+
+
+FP4 = ("modelopt", "compressed-tensors nvfp4")
+PACKED = ("awq", "gptq", "compressed-tensors pack")
+INT8 = ("compressed-tensors int", "modelslim")
+
+
 def listed(c: Contents) -> list[str]:
-    key = "ignore" if "ignore" in c.block else "modules_to_not_convert"
-    return c.block[key] or []
+    return c.block["ignore" if "ignore" in c.block else "modules_to_not_convert"] or []
 
 
 def relist(c: Contents, entries: list[str]) -> None:
-    key = "ignore" if "ignore" in c.block else "modules_to_not_convert"
-    c.block[key] = entries
+    c.block["ignore" if "ignore" in c.block else "modules_to_not_convert"] = entries
     if c.format.name == "modelopt" and "hf_quant_config.json" in c.files:
         side = c.json("hf_quant_config.json")
         side["quantization"]["exclude_modules"] = entries
         c.set_json("hf_quant_config.json", side)
 
 
-def has_groups(c: Contents) -> bool:
-    grid = c.format.grid(c.config, {}) if has_block(c) else None
-    return isinstance(grid, IntGrid) and grid.group_size is not None
+def layers(c: Contents) -> range:
+    """With the MTP layer."""
+    return range(c.config["num_hidden_layers"] + bool(c.mtp))
+
+
+def keep(c: Contents, wanted: Callable[[str], bool]) -> None:
+    c.tensors = {name: tensor for name, tensor in c.tensors.items() if wanted(name)}
+
+
+def rename(c: Contents, new: Callable[[str], str]) -> None:
+    c.tensors = {new(name): tensor for name, tensor in c.tensors.items()}
 
 
 def part(c: Contents, module: str, *endings: str) -> str:
@@ -115,17 +145,6 @@ def change(c: Contents, name: str, change: Callable[[Tensor], Tensor]) -> None:
     )
 
 
-def of_format(*names: str) -> Callable[[Contents], bool]:
-    return lambda c: is_quantized(c) and f"{c.format.name} {c.format.variant}".startswith(names)
-
-
-def has_four_bits(c: Contents) -> bool:
-    kinds = of_format(
-        "awq", "gptq", "compressed-tensors pack", "compressed-tensors nvfp4", "modelopt"
-    )
-    return kinds(c) and getattr(next(iter(c.linears.values())).grid, "bits", 4) == 4
-
-
-def arguments(c: Contents) -> dict[str, Any]:
+def bits_of(c: Contents) -> dict[str, Any]:
     """Where the description has bits and zero points."""
     return c.block["config_groups"]["group_0"]["weights"] if "config_groups" in c.block else c.block
