@@ -2,8 +2,10 @@
 structure, and help answers without heavy packages."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -296,6 +298,15 @@ def test_names_and_configs_are_not_looked_into_outside_models() -> None:
     )
     assert pieces_of_names(tree) == {".experts.", "_proj"}
     assert questions_to_configs(tree) == ["getattr(config, 'kv_heads', 0)"]
+
+
+def test_a_remedy_installs_what_quantkit_depends_on() -> None:
+    """By the library's own name: quantkit on the index is another project."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    known = {re.split(r"[<>=\[]", one)[0] for one in settings["dependencies"]} | {"triton"}
+    for path, source in SOURCES.items():
+        for words in re.findall(r"pip install ((?:-+\w+ )?[\w-]+(?: [\w-]+)*)", source):
+            assert known & set(words.split()), f"{path}: pip install {words}"
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -377,7 +377,7 @@ def _parquet(path: Path) -> Iterator[Record]:
     except ImportError as error:
         raise QuantkitError(
             f"calibration data {path} needs pyarrow, which is not installed",
-            "pip install quantkit[datasets], or save it as .jsonl",
+            "pip install pyarrow, or save it as .jsonl",
         ) from error
     number = 0
     try:
@@ -401,7 +401,7 @@ def _data_set(name: str) -> Iterator[Record]:
     except ImportError as error:
         raise QuantkitError(
             f"calibration data {name} is not a file, and the `datasets` library is not installed",
-            "give a file, or pip install quantkit[datasets]",
+            "give a file, or pip install datasets",
         ) from error
     identifier, *rest = name.split(":")
     split = rest[-1] if rest else "train"

@@ -73,7 +73,7 @@ def _read(file: Path) -> Any:
     except ImportError as error:
         raise QuantkitError(
             f"{file} needs sentencepiece and protobuf, which are not installed",
-            "pip install quantkit[sentencepiece], or save tokenizer.json with transformers",
+            "pip install sentencepiece protobuf, or save tokenizer.json with transformers",
         ) from error
     proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
     try:

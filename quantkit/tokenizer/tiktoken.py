@@ -54,7 +54,7 @@ def convert(file: Path) -> Tokenizer:
     except ImportError as error:
         raise QuantkitError(
             f"{file} needs transformers, which is not installed",
-            "pip install 'quantkit[transformers]', or save tokenizer.json with transformers",
+            "pip install transformers tiktoken, or save tokenizer.json with transformers",
         ) from error
 
     class Converter(TikTokenConverter):  # type: ignore[misc]

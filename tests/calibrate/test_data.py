@@ -266,7 +266,7 @@ def test_without_its_library_a_source_is_refused(
     (tmp_path / "c.parquet").write_bytes(b"PAR1")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(QuantkitError, match=r"quantkit\[datasets\]"):
+    with pytest.raises(QuantkitError, match=f"pip install {library}"):
         load(source)
 
 

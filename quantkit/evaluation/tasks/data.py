@@ -194,7 +194,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         import pyarrow.parquet
     except ImportError as error:
         raise QuantkitError(
-            f"{path} needs pyarrow", "pip install 'quantkit[datasets]', or convert it to jsonl"
+            f"{path} needs pyarrow", "pip install pyarrow, or convert it to jsonl"
         ) from error
     try:
         yield from pyarrow.parquet.read_table(path).to_pylist()
@@ -264,9 +264,9 @@ def _read_hub(task: str, source: DataSource) -> TaskRows:
         import datasets
     except ImportError as error:
         raise QuantkitError(
-            f"data of {task} not found: no --data-dir given and the datasets extra is not "
-            "installed",
-            f"{instead}, or pip install 'quantkit[datasets]'",
+            f"data of {task} not found: no --data-dir given and the library datasets is "
+            "not installed",
+            f"{instead}, or pip install datasets",
         ) from error
     try:
         rows = [dict(row) for row in datasets.load_dataset(**source.hub)]

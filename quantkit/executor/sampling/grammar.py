@@ -288,6 +288,6 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError as missing:
-        remedy = "pip install 'quantkit[structured]' on the server"
+        remedy = "pip install llguidance on the server"
         raise QuantkitError("structured output needs the package llguidance", remedy) from missing
     return llguidance

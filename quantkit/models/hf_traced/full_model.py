@@ -53,8 +53,8 @@ class TransformersModel:
             self.skeleton = Skeleton(checkpoint.config)
         except QuantkitError as fault:
             remedy = (
-                "use the config.json that came with these weights, pip install -U "
-                "'quantkit[transformers]', or use another engine"
+                "use the config.json that came with these weights, "
+                "pip install -U transformers, or use another engine"
             )
             raise QuantkitError(
                 f"{checkpoint.path / 'config.json'}: {fault.problem}",

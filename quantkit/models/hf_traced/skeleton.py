@@ -323,7 +323,7 @@ def check_built(config: Mapping[str, Any]) -> None:
         raise QuantkitError(
             f"model_type {config.get('model_type')!r} is not one that quantkit has a file for, "
             f"and {why}",
-            "pip install -U 'quantkit[transformers]', or " + RTN_REMEDY,
+            "pip install -U transformers, or " + RTN_REMEDY,
         )
 
 
