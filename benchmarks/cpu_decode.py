@@ -1,4 +1,4 @@
-"""Decoding and prompts on a CPU: tokens/s of quantkit in W4A16 beside transformers and vLLM in
+"""Decoding and prompts on a CPU: tokens/s of quantkit in W4A16 next to transformers and vLLM in
 bfloat16, on one machine in one run.
 
     python benchmarks/cpu_decode.py [--vllm .venv-vllm/bin/python] [--rounds 3] [--threads 1]
@@ -20,7 +20,6 @@ length.
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from core import Spread, about, parser, print_about
 
 INPUT, OUTPUT, PROMPT = 32, 16, 1024
 CONTEXT = PROMPT + OUTPUT
@@ -196,7 +196,6 @@ def in_process(
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from quantkit.checkpoint.hub import find_model
-    from quantkit.common.devices import describe_hardware
     from quantkit.quantization.convert import convert
 
     dense = write_random(folder / "qwen2-0.5b", QWEN)
@@ -206,13 +205,8 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         {} if options.prompts else {"tiny-r1": (plain, 640)}
     )
     what = "prompts" if options.prompts else "decode"
-    report: dict[str, Any] = {
-        "hardware": describe_hardware("cpu"),
-        "threads": options.threads,
-        "what": what,
-        "torch": torch.__version__,
-        "models": {},
-    }
+    report: dict[str, Any] = about() | {"threads": options.threads, "what": what, "models": {}}
+    print_about(report)
     for name, (source, vocab) in cases.items():
         packed = folder / f"{source.name}-w4a16"
         make = [
@@ -246,35 +240,33 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 ratios = [
                     ours[count] / theirs[count] for ours, theirs in zip(rows["quantkit"], found)
                 ]
-                median = statistics.median(row[count] for row in found)
-                line = f"{name}, concurrency {count}: {engine} {median:.2f} tokens/s"
+                rates = Spread.of([row[count] for row in found])
+                line = f"{name}, concurrency {count}: {engine} {rates} tokens/s"
                 print(
                     line
                     if engine == "quantkit"
-                    else f"{line}; quantkit / {engine} = {statistics.median(ratios):.2f}",
+                    else f"{line}; quantkit / {engine} = {Spread.of(ratios)}",
                     flush=True,
                 )
     return report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--vllm", help="Python of an environment with vLLM for CPUs")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--prompts", action="store_true", help="prompts instead of decoding")
-    parser.add_argument(
+    given = parser(__doc__)
+    given.add_argument("--vllm", help="Python of an environment with vLLM for CPUs")
+    given.add_argument("--rounds", type=int, default=3)
+    given.add_argument("--threads", type=int, default=1)
+    given.add_argument("--out", type=Path)
+    given.add_argument("--prompts", action="store_true", help="prompts instead of decoding")
+    given.add_argument(
         "--measure", nargs=4, metavar=("ENGINE", "PATH", "VOCAB", "RATE"), help=argparse.SUPPRESS
     )
-    options = parser.parse_args()
+    options = given.parse_args()
     if options.measure:
         engine, path, vocab, what = options.measure
-        told, sys.stdout = sys.stdout, sys.stderr  # engines print; the answer must stand alone
+        answer, sys.stdout = sys.stdout, sys.stderr  # engines print; the answer must be alone
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        print(json.dumps(ENGINES[engine](path, int(vocab), RATES[what])), file=told, flush=True)
+        print(json.dumps(ENGINES[engine](path, int(vocab), RATES[what])), file=answer, flush=True)
         return
     with tempfile.TemporaryDirectory() as folder:
         report = run(options, Path(folder))

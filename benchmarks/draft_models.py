@@ -1,12 +1,12 @@
-"""What a draft model brings on this machine: acceptance, and tokens a second beside those of two
+"""What a draft model brings on this machine: acceptance, and tokens a second next to those of two
 engines without, step by step in turns.
 
     python benchmarks/draft_models.py [--target MODEL --draft MODEL] [--users 1,8] [--tokens 192]
     [--loads 1] [--turns 1] [--device cpu]
 
 Without models: random ones of Qwen3's kind, of 8 layers of 768 and as draft the first of them. How
-much the other seven change what the first one says is chosen (--change), so that guesses are right
-more or less often; nobody talks like that, and times are real.
+much the other seven change what the first one says is chosen (--change), so that drafts are right
+more or less often; no text is like that, and times are real.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from core import Report, Spread, measured, numbers, parser, words
 from safetensors.torch import save_file
 
 from quantkit.checkpoint.hub import find_model
@@ -82,7 +83,7 @@ def in_turns(engines: dict[str, Engine], users: int, tokens: int) -> dict[str, d
     """The same answers by every engine, whose answers are the shortest computing the next step:
     what else a machine does meets all alike, where whole answers of one engine differed by a third.
     Tokens a second of all users together, by the clock and by the time of the process; of the
-    guesses the share that was kept; steps."""
+    drafts the share that was kept; steps."""
     prompts = [[20 + (7 * i + place) % 90 for place in range(16)] for i in range(users)]
     params = [SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=i) for i in range(users)]
     counts = {name: engine.speculation.acceptance for name, engine in engines.items()}
@@ -115,7 +116,7 @@ def in_turns(engines: dict[str, Engine], users: int, tokens: int) -> dict[str, d
 def load_engines(
     target: Path, draft: Path, options: argparse.Namespace, users: int
 ) -> dict[str, Engine]:
-    """Two without guesses, and between them what is asked for."""
+    """Two without drafts, and between them what is asked for."""
     given: dict[str, Any] = {
         "max_batch": users,
         "max_model_len": options.tokens + 64,
@@ -124,16 +125,16 @@ def load_engines(
     guess = {"chosen": {"draft": draft, "measure_steps": True}, "four": {"draft": draft}}
     asked = {
         "none": {},
-        **{name: guess[name] for name in options.guesses.split(",")},
+        **{name: guess[name] for name in options.drafts},
         "none again": {},
     }
     return {name: Engine.load(target, **given, **own) for name, own in asked.items()}
 
 
 def rows(found: dict[str, dict[str, float]]) -> Iterator[dict[str, Any]]:
-    """Each engine's figures, and its speed over the mean of the two without guesses."""
+    """Each engine's figures, and its speed over the mean of the two without drafts."""
     for name, one in found.items():
-        row: dict[str, Any] = {"guesses": name}
+        row: dict[str, Any] = {"drafts": name}
         for key in ("tokens_s", "tokens_cpu_s"):
             plain = (found["none"][key] + found["none again"][key]) / 2
             row |= {key: round(one[key], 1), f"{key}_ratio": round(one[key] / plain, 3)}
@@ -144,45 +145,51 @@ def rows(found: dict[str, dict[str, float]]) -> Iterator[dict[str, Any]]:
         }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--target")
-    parser.add_argument("--draft")
-    parser.add_argument("--users", default="1,8")
-    parser.add_argument("--tokens", type=int, default=192)
-    parser.add_argument("--change", default="0.02,0.1,1")
-    parser.add_argument(
-        "--loads",
-        type=int,
-        default=1,
-        help="so often all engines are loaded anew: two of a kind differ by up to 3 %%",
-    )
-    parser.add_argument(
-        "--turns",
-        type=int,
-        default=1,
-        help="of the same engines; in the first one numbers of guesses are tried",
-    )
-    parser.add_argument("--guesses", default="chosen,four")
-    parser.add_argument("--device", default="cpu")
-    options = parser.parse_args()
+def run(options: argparse.Namespace) -> Report:
+    found = []
     with tempfile.TemporaryDirectory() as folder:
-        for change in ("",) if options.target else options.change.split(","):
+        for change in [""] if options.target else options.change:
             if options.target:
                 target, draft = find_model(options.target), find_model(options.draft)
             else:
                 (own := Path(folder) / change).mkdir()
                 target, draft = write_pair(own, float(change))
-            for users, load in itertools.product(
-                map(int, options.users.split(",")), range(options.loads)
-            ):
+            for users, load in itertools.product(options.users, range(options.loads)):
                 engines = load_engines(target, draft, options, users)
                 for turn in range(options.turns):
                     row = {"change": change, "users": users, "load": load, "turn": turn}
                     for own_row in rows(in_turns(engines, users, options.tokens)):
-                        print(row | own_row, flush=True)
+                        found.append(row | own_row)
+                        print(found[-1], flush=True)
+    for key in dict.fromkeys((row["change"], row["users"], row["drafts"]) for row in found):
+        alike = [row for row in found if (row["change"], row["users"], row["drafts"]) == key]
+        ratios = Spread.of([row["tokens_cpu_s_ratio"] for row in alike])
+        print(f"change {key[0]}, {key[1]} users, drafts {key[2]}: {ratios} of none", flush=True)
+    return {"rows": found}
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--target")
+    options.add_argument("--draft")
+    options.add_argument("--users", type=numbers, default=[1, 8])
+    options.add_argument("--tokens", type=int, default=192)
+    options.add_argument("--change", type=words, default=["0.02", "0.1", "1"])
+    options.add_argument(
+        "--loads",
+        type=int,
+        default=1,
+        help="so often all engines are loaded anew: two of a kind differ by up to 3 %%",
+    )
+    options.add_argument(
+        "--turns",
+        type=int,
+        default=1,
+        help="of the same engines; in the first one draft lengths are tried",
+    )
+    options.add_argument("--drafts", type=words, default=["chosen", "four"])
+    options.add_argument("--device", default="cpu")
+    measured(run, options)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ pages and prose.
     [--documents FOLDER]
 
 writes DIR/tokenizer.json (byte-level BPE of 8,192, made of the training part), DIR/tokens.bin
-(uint16, documents one behind another, each ended by token 0), DIR/own.jsonl (documents of the
+(uint16, documents one after another, each ended by token 0), DIR/own.jsonl (documents of the
 training part, to calibrate on), DIR/held-out.jsonl and .bin (of other files). A paragraph that
 occurred before, as licences and boilerplate do, is left out. What is found depends on the machine:
 keep DIR.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from html import escape
 
-from measured import Cell, read
+from core import Cell, read
 
 WIDTH = 560
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', 'Liberation Sans', Arial, sans-serif"

@@ -1,247 +1,333 @@
-"""Quality at the same bits: quantkit beside llm-compressor and AutoRound, on several models, one
-set of calibration tokens, one evaluator.
+"""Quality at the same bits: quantkit next to llm-compressor and AutoRound on several models, one set
+of calibration tokens, one evaluator; on GPUs and many cores, most wanted first, until time is up.
 
-    python benchmarks/quality.py --out OUT [--judges DIR] [--models tiny-r1,deepseek,dense,experts]
-    [--schemes awq-w4a16,...]
-        [--split final|tuning] [--seeds 0,1,2] [--samples 128] [--seq-len 512] [--peers NAME,...]
-        [--variants FILE.json] [--jobs 1]
+    python benchmarks/quality.py run FILE.jsonl --judges DIR --out OUT [--seconds 500] [--cards 0,1]
+        [--gpu KIND=N,...] [--cpu 4] [--variants FILE]
+    python benchmarks/quality.py table FILE.jsonl [--split tuning]
 
-tiny-r1 is the built-in FP8 checkpoint; peers get it decoded to BF16. The others are those of
-judge_models.py in DIR. Every output is read
-back and judged by quality_evaluator.py. KL(source || output) per token in nats. Intervals are percentile bootstraps over documents, paired;
-every figure is the mean over the calibration seeds. Settings are chosen on the tuning split; the
-final split is looked at once they are fixed. --variants: {scheme: {name: {recipe key: value}}},
-each a row beside ours; "mixture": {"bits": 4.5} is such a value, too. Last: for each scheme the
-ratio to the best peer, mean over models. Seconds are of whole processes, imports included: by the
-clock, and of all cores together, which a busy machine does not lengthen as much. A run that OUT
-holds already, with its seconds, is not repeated.
+The models are those of judge_models.py in DIR. run: every result is added to FILE at once, KL of
+every document on both splits; what FILE has is not run again. All fit the same tokens: --samples
+documents of a judge's own text, drawn with the seed. Settings are chosen on the tuning split; the
+final split is looked at once they are fixed. --variants: {scheme: {name: {recipe key: value}}}, each
+a row next to ours. A worker computes on one of the GPUs, or, where CUDA is hidden from it, on one
+core; every judge has one more, on one of the GPUs. Workers on a GPU begin with the kinds that --gpu
+names, and import what those need while judges are still trained: a judge's runs begin when its
+folder is there. table: KL, its spread over seeds, and its ratio to the best peer with percentile
+bootstraps over documents.
 """
 
 import argparse
-import itertools
 import json
-import math
-import random
-import resource
+import os
+import queue
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from quality_evaluator import Scores, ratio, run_model, score
-from torch import Tensor
+from core import about, numbers, parser, print_about, words
 
-from quantkit.calibrate.data import load_sequences
-from quantkit.calibrate.recipe import load_recipe
-from quantkit.checkpoint.hub import find_model
-from quantkit.common.errors import QuantkitError
-from quantkit.tokenizer.chat import ChatTokenizer
-
-REPOSITORY = Path(__file__).parents[1]
-HELD_OUT = REPOSITORY / "eval/data/tiny-heldout.jsonl"
-SPLITS = {"tuning": (51_001, 128), "final": (51_002, 192)}
-"""Split -> seed and number of freshly drawn documents of tiny-r1; its final split also has the
-shipped held-out file."""
-JUDGED_DOCUMENTS, JUDGED_TOKENS = 40, 256
-"""Of the held-out text of a trained judge: even ones tune, odd ones are final."""
+HERE = Path(__file__).parent
 PEERS = {
-    "awq-w4a16": ("w4-200", "w4-awq-gptq", "w4-gptq", "w4-nearest"),
-    "fp4-w4a16": ("fp4-200", "fp4-awq-gptq", "fp4-gptq", "fp4-nearest"),
+    "awq-w4a16": ("w4-awq-gptq", "w4-200", "w4-gptq", "w4-nearest"),
+    "fp4-w4a16": ("fp4-awq-gptq", "fp4-200", "fp4-gptq", "fp4-nearest"),
+    "int8-a8w8c16": ("int8-smooth-gptq", "int8-200", "int8-gptq", "int8-nearest"),
     "nvfp4-w4a4": ("w4a4-awq-gptq", "w4a4-gptq", "w4a4-nearest"),
-    "int4-w4a8-groups": ("w4a8-200", "w4a8-awq-gptq", "w4a8-gptq", "w4a8-nearest"),
-    "int8-a8w8c16": ("int8-smooth-gptq", "int8-gptq", "int8-nearest"),
+    "int4-w4a8-groups": ("w4a8-awq-gptq", "w4a8-200", "w4a8-gptq", "w4a8-nearest"),
 }
-"""A number is AutoRound's iterations; nearest is plain rounding, which does not count as a peer."""
+STRONGEST = {
+    "awq-w4a16": ("w4-1000",),
+    "fp4-w4a16": ("fp4-v2-200", "fp4-1000"),
+    "int8-a8w8c16": ("int8-1000",),
+}
+"""AutoRound's second version, and five times its iterations: of the first seed alone. The second
+version is one of symmetric grids."""
+ON_CPU = ("quantkit", "gptq", "smooth-gptq", "nearest")
+"""Methods that one core finishes in a minute or two."""
 
 
-@dataclass(frozen=True)
-class Judge:
-    """A model that outputs are held against. calibration: its own text."""
-
+@dataclass
+class QualityJob:
+    judge: str
+    scheme: str
     name: str
-    source: Path
-    calibration: Path
-    documents: list[Tensor]
+    seed: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    turn: int = 0
+    """Jobs of a turn come before those of the next, but that a worker keeps to its kind for one
+    turn more."""
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        return self.judge, self.scheme, self.name, self.seed
+
+    @property
+    def kind(self) -> str:
+        if self.name.startswith("quantkit"):
+            return "quantkit"
+        return "autoround" if self.name.rpartition("-")[2].isdigit() else "llmcompressor"
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.kind == "quantkit" or self.name.partition("-")[2] in ON_CPU
 
 
-def find_judge(name: str, folder: Path | None, split: str) -> Judge:
-    if name == "tiny-r1":
-        source = find_model(name)
-        return Judge(
-            name, source, source / "calibration.jsonl", tiny_documents(split, ChatTokenizer(source))
-        )
-    assert folder is not None, f"give --judges, where {name} is"
-    tokenizer = ChatTokenizer(folder / name)
-    lines = (
-        (folder / "held-out.jsonl")
-        .read_text(encoding="utf-8")
-        .splitlines()[split == "final" :: 2][:JUDGED_DOCUMENTS]
-    )
-    ids = [tokenizer.encode(json.loads(line)["text"])[:JUDGED_TOKENS] for line in lines]
-    return Judge(
-        name,
-        folder / name,
-        folder / "own.jsonl",
-        [torch.tensor(one, dtype=torch.int64) for one in ids],
-    )
+def jobs(given: argparse.Namespace) -> list[QualityJob]:
+    """Most wanted first: the first scheme's longest of AutoRound, which would not end otherwise;
+    then for each seed the schemes that have targets, and the other schemes, variants of ours with
+    them; then the longest of other schemes. Of a turn the searches of AWQ come first, which take
+    longest."""
+    variants = json.loads(given.variants.read_text()) if given.variants else {}
+    found = []
+    for nth, seed in enumerate(given.seeds):
+        for scheme in given.schemes:
+            turn = 2 * nth + (scheme in ("nvfp4-w4a4", "int4-w4a8-groups"))
+            named: list[tuple[int, str, dict[str, Any]]] = [(turn, "quantkit", {})]
+            named += [
+                (turn, name, {})
+                for name in PEERS[scheme]
+                if given.peers and (nth == 0 or not name.endswith("nearest"))
+            ]
+            named += [
+                (turn, f"quantkit {name}", own) for name, own in variants.get(scheme, {}).items()
+            ]
+            if nth == 0 and given.peers and given.longest:
+                named += [
+                    (-1 if scheme == given.schemes[0] else 99, name, {})
+                    for name in STRONGEST.get(scheme, ())
+                ]
+            for own_turn, name, settings in named:
+                found += [
+                    QualityJob(judge, scheme, name, seed, settings, own_turn)
+                    for judge in given.models
+                ]
+    return sorted(found, key=lambda job: (job.turn, not job.name.endswith("awq-gptq")))
 
 
-def tiny_documents(split: str, tokenizer: ChatTokenizer) -> list[Tensor]:
-    """Token ids of the split's documents; no problem of one split, or of the shipped files, is in
-    another."""
-    sys.path.insert(0, str(REPOSITORY / "tools/tiny_r1"))
-    import texts
+def tokens_of(given: argparse.Namespace, judge: str, seed: int) -> Path:
+    """The calibration tokens that ours sees with this seed, as a file."""
+    from quantkit.calibrate.data import load_sequences
+    from quantkit.calibrate.recipe import load_recipe
+    from quantkit.tokenizer.chat import ChatTokenizer
 
-    shipped = [
-        json.loads(line)["text"] for line in HELD_OUT.read_text(encoding="utf-8").splitlines()
-    ]
-    taken: set[str] = set()
-    drawn = {
-        name: list(texts.distinct(random.Random(seed), "eval", 2 * count, taken))
-        for name, (seed, count) in SPLITS.items()
+    sizes = {
+        "samples": given.samples,
+        "seq_len": given.seq_len,
+        "held_out": load_recipe("awq-w4a16").held_out,
     }
-    fresh = [
-        text for problem in drawn[split] if (text := texts.conversation(problem)) not in shipped
-    ][: SPLITS[split][1]]
-    chosen = fresh + (shipped if split == "final" else [])
-    return [torch.tensor(tokenizer.encode(text), dtype=torch.int64) for text in chosen]
+    sequences = load_sequences(
+        str(given.judges / "own.jsonl"), ChatTokenizer(given.judges / judge), seed=seed, **sizes
+    )
+    path = Path(given.out / f"{judge}-tokens-{seed}.json")
+    path.write_text(json.dumps([ids.tolist() for ids in sequences.calibration]))
+    return path
 
 
-# --- runs ----------------------------------------------------------------------------------------------------------------
+class Worker:
+    """A quality_worker.py of one kind; `ask` raises EOFError where it died."""
 
-
-@dataclass(frozen=True)
-class TimedRun:
-    """One output, and the seconds of the process that made it: by the clock, and of all cores."""
-
-    path: Path
-    wall: float
-    cpu: float
-
-
-@dataclass(frozen=True)
-class Bench:
-    out: Path
-    device: str
-    peer_python: Path
-    samples: int
-    seq_len: int
-    lock: threading.Lock
-
-    def ours(
-        self, judge: Judge, scheme: str, seed: int, name: str, settings: dict[str, Any]
-    ) -> TimedRun:
-        target = self.out / f"{judge.name}-{name}-{scheme}-{seed}"
-        sizes = {
-            "samples": self.samples,
-            "seq_len": self.seq_len,
-            "seed": seed,
-            "calibration": str(judge.calibration),
-        }
-        file = target.with_name(f"{target.name}.settings.json")
-        file.write_text(json.dumps(sizes | settings))
-        script = Path(__file__).with_name("quality_ours.py")
-        return timed(
-            [
-                sys.executable,
-                str(script),
-                str(judge.source),
-                str(target),
-                scheme,
-                self.device,
-                str(file),
-            ],
-            target,
+    def __init__(self, kind: str, log: Path, python: str, card: str) -> None:
+        """card: the number of a GPU; an empty word for none."""
+        self.kind = kind
+        self.process = subprocess.Popen(
+            [python, str(HERE / "quality_worker.py"), kind, str(log)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": card, "OMP_NUM_THREADS": "1"},
         )
 
-    def peer(self, judge: Judge, recipe: str, seed: int) -> TimedRun:
-        target = self.out / f"{judge.name}-peer-{recipe}-{seed}"
-        with self.lock:
-            plain, tokens = self._plain(judge), self._tokens(judge, seed)
-        script = (
-            "quality_auto_round.py" if recipe.rpartition("-")[2].isdigit() else "llm_compressor.py"
-        )
-        return timed(
-            [
-                str(self.peer_python),
-                str(Path(__file__).with_name(script)),
-                str(plain),
-                str(tokens),
-                recipe,
-                str(target),
-            ],
-            target,
-        )
+    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(job) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError as error:
+            raise EOFError from error
+        line = self.process.stdout.readline()
+        if not line:
+            raise EOFError
+        return dict(json.loads(line))
 
-    def _plain(self, judge: Judge) -> Path:
-        """The source in BF16."""
-        if judge.name != "tiny-r1":
-            return judge.source
-        plain = self.out / "bf16"
-        if not plain.exists():
-            timed(
-                [
-                    sys.executable,
-                    "-m",
-                    "quantkit",
-                    "convert",
-                    str(judge.source),
-                    str(plain),
-                    "--dtype",
-                    "bf16",
-                ],
-                plain,
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class QualityMatrix:
+    """Slots take jobs; outputs go to the scorer, which writes what they came to."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        given.out.mkdir(parents=True, exist_ok=True)
+        self.given, self.start, self.tokens = (
+            given,
+            time.perf_counter(),
+            dict[tuple[str, int], Path](),
+        )
+        done = (
+            [json.loads(line) for line in given.file.read_text().splitlines()]
+            if given.file.exists()
+            else []
+        )
+        had = {(row["judge"], row["scheme"], row["name"], row["seed"]) for row in done}
+        self.left = [job for job in jobs(given) if job.key not in had]
+        self.lock, self.outputs = (
+            threading.Lock(),
+            {judge: queue.Queue[dict[str, Any] | None]() for judge in given.models},
+        )
+        self.workers: dict[str, Worker] = {}
+
+    def say(self, text: str) -> None:
+        print(f"{time.perf_counter() - self.start:6.1f} s  {text}", flush=True)
+
+    def take(self, kind: str, *, gpu: bool) -> QualityJob | None:
+        """The first job, or, as that spares imports, the first of its turn or the next that is of
+        the worker's kind. Waits where only judges are left that are not there yet."""
+        while True:
+            with self.lock:
+                able = [job for job in self.left if gpu or job.on_cpu]
+                there = [job for job in able if (self.given.judges / job.judge).is_dir()]
+                if there:
+                    job = next(
+                        (
+                            job
+                            for job in there
+                            if job.turn <= there[0].turn + 1 and job.kind == kind
+                        ),
+                        there[0],
+                    )
+                    self.left.remove(job)
+                    key = job.judge, job.seed
+                    self.tokens[key] = self.tokens.get(key) or tokens_of(self.given, *key)
+                    return job
+            if not able:
+                return None
+            time.sleep(0.5)
+
+    def begin(self, name: str, card: str, kind: str) -> None:
+        """Another worker for a slot."""
+        if name in self.workers:
+            self.workers.pop(name).end()
+        python = sys.executable if kind == "quantkit" else self.given.peer_python
+        self.workers[name] = Worker(kind, self.given.out / f"{name}.log", python, card)
+
+    def slot(self, name: str, card: str, kind: str) -> None:
+        """kind: of the first worker; an empty word for that of the first job."""
+        if kind:
+            self.begin(name, card, kind)
+        while (
+            job := self.take(
+                self.workers[name].kind if name in self.workers else "", gpu=bool(card)
             )
-        return plain
+        ) is not None:
+            if name not in self.workers or self.workers[name].kind != job.kind:
+                self.begin(name, card, job.kind)
+            asked = self._asked(job)
+            try:
+                answer = self.workers[name].ask(asked)
+            except EOFError:
+                self.workers.pop(name).end()
+                answer = {"error": "the worker died"}
+            answer["on"] = name
+            if "error" in answer:
+                self.say(f"{' '.join(map(str, job.key))}: {answer['error']} ({name})")
+            else:
+                self.outputs[job.judge].put(asked | answer)
 
-    def _tokens(self, judge: Judge, seed: int) -> Path:
-        """The calibration tokens that ours sees with this seed, as a file."""
-        held_out = load_recipe("awq-w4a16").held_out
+    def _asked(self, job: QualityJob) -> dict[str, Any]:
+        given = self.given
         sizes = {
-            "samples": self.samples,
-            "seq_len": self.seq_len,
-            "seed": seed,
-            "held_out": held_out,
+            "samples": given.samples,
+            "seq_len": given.seq_len,
+            "seed": job.seed,
+            "calibration": str(given.judges / "own.jsonl"),
         }
-        sequences = load_sequences(str(judge.calibration), ChatTokenizer(judge.source), **sizes)
-        path = self.out / f"{judge.name}-tokens-{seed}.json"
-        path.write_text(json.dumps([ids.tolist() for ids in sequences.calibration]))
-        return path
+        return {
+            "judge": job.judge,
+            "scheme": job.scheme,
+            "name": job.name,
+            "seed": job.seed,
+            "source": str(given.judges / job.judge),
+            "tokens": str(self.tokens[job.judge, job.seed]),
+            "recipe": job.name,
+            "settings": sizes | job.settings,
+            "out": str(given.out / "-".join(map(str, job.key)).replace(" ", "-")),
+            "judges": str(given.judges),
+            "documents": given.documents,
+            "remove": True,
+            "headrooms": given.headrooms,
+        }
 
+    def score(self, judge: str, card: str) -> None:
+        """Outputs of one judge; its worker holds what the source answers."""
+        name = f"score-{judge}"
+        while (output := self.outputs[judge].get()) is not None:
+            if name not in self.workers:
+                self.workers[name] = Worker(
+                    "score", self.given.out / f"{name}.log", sys.executable, card
+                )
+            try:
+                answer = self.workers[name].ask(output)
+            except EOFError:
+                self.workers.pop(name).end()
+                answer = {"error": "the worker died"}
+            self.keep(output, answer)
 
-def timed(command: list[str], target: Path) -> TimedRun:
-    """Run the command that makes `target`, unless it was run before."""
-    facts = target.with_name(f"{target.name}.seconds")
-    if target.exists() and facts.exists():
-        return TimedRun(target, **json.loads(facts.read_text()))
-    start = time.perf_counter()
-    with target.with_name(f"{target.name}.log").open("w") as file:
-        wrapped = [sys.executable, __file__, "--time", f"{facts}.cpu", *command]
-        subprocess.run(wrapped, check=True, stdout=file, stderr=file)
-    seconds = {"wall": time.perf_counter() - start, "cpu": float(Path(f"{facts}.cpu").read_text())}
-    facts.write_text(json.dumps(seconds))
-    return TimedRun(target, **seconds)
+    def keep(self, output: dict[str, Any], answer: dict[str, Any]) -> None:
+        """A line of FILE for an output that was judged."""
+        key = {name: output[name] for name in ("judge", "scheme", "name", "seed")}
+        label = " ".join(map(str, key.values()))
+        if "error" in answer:
+            self.say(f"{label}, judging: {answer['error']}")
+            return
+        made = {name: output[name] for name in ("seconds", "on", "reported") if name in output}
+        row = key | made | {name: answer[name] for name in ("scores", "headroom") if name in answer}
+        with self.lock, self.given.file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        means = [1e3 * sum(own["kl"]) / sum(own["tokens"]) for own in answer["scores"].values()]
+        kl = ", ".join(f"{mean:.3f}" for mean in means)
+        self.say(
+            f"{label}: KL {kl} e-3 (tuning, final); {output['seconds']} s on {output['on']}, "
+            f"judged in {answer['seconds']}"
+        )
 
-
-def write_cpu_seconds(path: Path, command: list[str]) -> int:
-    """Run a command alone in this process, so that what its children took is its own."""
-    code = subprocess.run(command).returncode
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    path.write_text(str(used.ru_utime + used.ru_stime))
-    return code
+    def run(self) -> None:
+        """One job of every GPU comes before a second of any."""
+        slots = [
+            (f"gpu{card}-{i}", card, kind)
+            for i, kind in enumerate(self.given.gpu)
+            for card in self.given.cards
+        ]
+        slots += [(f"cpu{i}", "", "") for i in range(self.given.cpu)]
+        cards = self.given.cards or [""]
+        judging = [(judge, cards[i % len(cards)]) for i, judge in enumerate(self.given.models)]
+        scorers = [threading.Thread(target=self.score, args=one, daemon=True) for one in judging]
+        threads = [threading.Thread(target=self.slot, args=one, daemon=True) for one in slots]
+        for thread in (*threads, *scorers):
+            thread.start()
+        until = self.start + self.given.seconds
+        for thread in threads:
+            thread.join(max(0.0, until - time.perf_counter()))
+        for outputs in self.outputs.values():
+            outputs.put(None)
+        for thread in scorers:
+            thread.join(max(0.0, until - time.perf_counter()))
+        with self.lock:
+            left = len(self.left)
+            self.left.clear()
+        for worker in list(self.workers.values()):
+            worker.end()
+        self.say(f"{left} runs were not begun")
 
 
 def peer_environment() -> Path:
-    """llm-compressor in an environment of its own, with the torch that the project is tested with;
+    """llm-compressor and AutoRound in an environment of its own, with the torch that the project is tested with;
     made whole or not at all."""
-    home = REPOSITORY / ".venv-llmcompressor"
+    home = HERE.parent / ".venv-llmcompressor"
     done = home / "installed"
     if not done.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
@@ -254,226 +340,74 @@ def peer_environment() -> Path:
     return home / "bin/python"
 
 
-# --- table
-# ---------------------------------------------------------------------------------------------------------------
-
-
-def summary(runs: list[Scores]) -> dict[str, float]:
-    kl, top1 = (
-        [getattr(run, name).sum() / run.tokens.sum() for run in runs] for name in ("kl", "top1")
-    )
-    experts = [float(run.experts.mean()) for run in runs]
-    return {
-        "kl": float(np.mean(kl)),
-        "kl_seeds": float(np.std(kl, ddof=1)) if len(kl) > 1 else float("nan"),
-        "top1": float(np.mean(top1)),
-        "experts": float(np.mean(experts)),
-    }
-
-
-def line(row: dict[str, Any]) -> str:
-    mean, low, high = row["ratio"]
-    kl = f"KL {1e3 * row['kl']:.3f}e-3 (seeds {1e3 * row['kl_seeds']:.3f})"
-    seconds = f"{row['wall']:6.1f} s, {row['cpu']:6.1f} s CPU"
-    return (
-        f"{kl}  top-1 {row['top1']:.4f}  experts {row['experts']:.4f}  {seconds}  ours / this "
-        f"{mean:.3f} [{low:.3f}, {high:.3f}]"
-    )
-
-
-def is_peer(name: str) -> bool:
-    return not name.startswith("quantkit") and not name.endswith("nearest")
-
-
-def means_over_models(tables: dict[str, dict[str, Any]], scheme: str) -> dict[str, float]:
-    """For each row of ours: geometric mean over the models of its KL by that of the model's best
-    peer."""
-    ratios: dict[str, list[float]] = {}
-    for table in tables.values():
-        rows = table.get(scheme, {})
-        peers = [row["kl"] for name, row in rows.items() if is_peer(name)]
-        for name, row in rows.items() if peers else ():
-            if name.startswith("quantkit"):
-                ratios.setdefault(name, []).append(row["kl"] / min(peers))
-    return {name: math.exp(float(np.mean(np.log(found)))) for name, found in ratios.items()}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to quantize one judge by one scheme: a run for each seed, done or to come."""
-
-    judge: Judge
-    scheme: str
-    name: str
-    runs: list[Future[TimedRun]]
-
-
-def started(
-    bench: Bench, judges: list[Judge], pool: ThreadPoolExecutor, given: argparse.Namespace
-) -> list[Row]:
-    """Scheme by scheme, the peers first, which take longest."""
-    rows = []
-    for scheme in given.schemes:
-        peers = [recipe for recipe in PEERS[scheme] if given.peers is None or recipe in given.peers]
-        for recipe, judge in itertools.product(peers, judges):
-            rows.append(
-                Row(
-                    judge,
-                    scheme,
-                    recipe,
-                    [pool.submit(bench.peer, judge, recipe, seed) for seed in given.seeds],
-                )
-            )
-        ours = {"quantkit": {}} | {
-            f"quantkit {name}": settings
-            for name, settings in given.variants.get(scheme, {}).items()
-        }
-        for (name, settings), judge in itertools.product(ours.items(), judges):
-            label = name.replace(" ", "-")
-            rows.append(
-                Row(
-                    judge,
-                    scheme,
-                    name,
-                    [
-                        pool.submit(bench.ours, judge, scheme, seed, label, settings)
-                        for seed in given.seeds
-                    ],
-                )
-            )
-    return rows
-
-
-def as_finished(rows: list[Row]) -> Iterator[Row]:
-    """Rows as their last runs end."""
-    left = {id(row): len(row.runs) for row in rows}
-    of = {future: row for row in rows for future in row.runs}
-    for future in as_completed(of):
-        row = of[future]
-        left[id(row)] -= 1
-        if not left[id(row)]:
-            yield row
-
-
-class JudgeTable:
-    """What the runs of one judge by one scheme came to. reference: the source's own answers."""
-
-    def __init__(
-        self, judge: Judge, device: torch.device, reference: list[tuple[Tensor, Tensor]]
-    ) -> None:
-        self.judge, self.device, self.reference = judge, device, reference
-        self.scores: dict[str, list[Scores]] = {}
-        self.seconds: dict[str, dict[str, float]] = {}
-
-    def take(self, row: Row) -> None:
-        """Judge the outputs of a row; one whose run failed, or whose output is none, is told and
-        left out."""
-        try:
-            runs = [future.result() for future in row.runs]
-            self.scores[row.name] = [
-                score(self.reference, run_model(run.path, self.judge.documents, self.device))
-                for run in runs
-            ]
-        except (subprocess.CalledProcessError, QuantkitError) as error:
-            print(f"{row.scheme} on {row.judge.name}, {row.name}: {error}", flush=True)
-            return
-        self.seconds[row.name] = {
-            "wall": min(run.wall for run in runs),
-            "cpu": min(run.cpu for run in runs),
-        }
-        kl = " ".join(
-            f"{1e3 * one.kl.sum() / one.tokens.sum():.3f}e-3" for one in self.scores[row.name]
-        )
-        print(f"{row.scheme} on {row.judge.name}, {row.name}: KL {kl}", flush=True)
-
-    def figures(self) -> dict[str, dict[str, Any]]:
-        first = self.scores.get("quantkit")
-        return {
-            name: summary(runs)
-            | self.seconds[name]
-            | {"ratio": ratio(first, runs) if first else (math.nan,) * 3}
-            for name, runs in self.scores.items()
-        }
-
-
-def run(given: argparse.Namespace) -> None:
-    given.out.mkdir(parents=True, exist_ok=True)
-    python = given.peer_python or (
-        peer_environment() if given.peers != [] else Path(sys.executable)
-    )
-    bench = Bench(
-        given.out.resolve(), given.device, python, given.samples, given.seq_len, threading.Lock()
-    )
-    device = torch.device(given.device)
-    judges = [find_judge(name, given.judges, given.split) for name in given.models]
-    with ThreadPoolExecutor(given.jobs) as pool:
-        rows = started(bench, judges, pool, given)
-        references = {
-            judge.name: run_model(judge.source, judge.documents, device) for judge in judges
-        }
-        tables = {
-            judge.name: {
-                scheme: JudgeTable(judge, device, references[judge.name])
-                for scheme in given.schemes
-            }
-            for judge in judges
-        }
-        for row in as_finished(rows):
-            tables[row.judge.name][row.scheme].take(row)
-            (given.out / "quality.json").write_text(json.dumps(figures_of(tables), indent=1))
-    show(figures_of(tables), given.schemes)
-
-
-def figures_of(tables: dict[str, dict[str, JudgeTable]]) -> dict[str, dict[str, Any]]:
-    return {
-        name: {scheme: table.figures() for scheme, table in own.items()}
-        for name, own in tables.items()
-    }
-
-
-def show(figures: dict[str, dict[str, Any]], schemes: list[str]) -> None:
-    for scheme, name in itertools.product(schemes, figures):
-        print(f"{scheme} on {name}", flush=True)
-        for label, row in figures[name][scheme].items():
-            print(f"  {label:18} {line(row)}", flush=True)
-    for scheme in schemes:
-        for name, mean in means_over_models(figures, scheme).items():
-            print(
-                f"{scheme}, {name}: {mean:.3f} of the best peer, mean of {', '.join(figures)}",
-                flush=True,
-            )
-
-
 def main() -> None:
-    if sys.argv[1:2] == ["--time"]:
-        sys.exit(write_cpu_seconds(Path(sys.argv[2]), sys.argv[3:]))
+    def kinds(text: str) -> list[str]:
+        """KIND=N,... as N words of each kind, the kinds in turn."""
+        counts = {
+            kind: int(count) for kind, _, count in (word.partition("=") for word in words(text))
+        }
+        return [
+            kind
+            for i in range(max(counts.values(), default=0))
+            for kind, count in counts.items()
+            if i < count
+        ]
 
-    def words(text: str) -> list[str]:
-        return [word for word in text.split(",") if word]
+    options = parser(__doc__)
+    options.add_argument("what", choices=("run", "table"))
+    options.add_argument("file", type=Path)
+    options.add_argument("--judges", type=Path)
+    options.add_argument("--out", type=Path)
+    options.add_argument("--models", type=words, default=["dense", "experts", "deepseek"])
+    options.add_argument("--schemes", type=words, default=list(PEERS))
+    options.add_argument("--seeds", type=numbers, default=[0, 1, 2])
+    options.add_argument("--samples", type=int, default=64)
+    options.add_argument("--seq-len", type=int, default=512)
+    options.add_argument("--documents", type=int, default=40, help="of each split")
+    options.add_argument("--seconds", type=float, default=500)
+    options.add_argument(
+        "--cards", type=words, default=["0"], help="numbers of the GPUs; an empty word for none"
+    )
+    options.add_argument(
+        "--gpu",
+        type=kinds,
+        default=kinds("quantkit=3,llmcompressor=3,autoround=3"),
+        help="workers on each, by first kind",
+    )
+    options.add_argument("--cpu", type=int, default=4, help="workers on a core")
+    options.add_argument("--variants", type=Path)
+    options.add_argument(
+        "--headrooms",
+        action="store_true",
+        help="judge nvfp4-w4a4 under other divisors of its inputs, too",
+    )
+    options.add_argument(
+        "--peers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="others' programs next to ours",
+    )
+    options.add_argument(
+        "--longest",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="AutoRound's 1,000 iterations, too",
+    )
+    options.add_argument(
+        "--peer-python",
+        help="an environment that has the peers; made in .venv-llmcompressor otherwise",
+    )
+    options.add_argument("--split", choices=("tuning", "final"), default="final")
+    given = options.parse_args()
+    if given.what == "run":
+        print_about(about("cuda" if given.cards else "cpu"))
+        if given.peers and not given.peer_python:
+            given.peer_python = str(peer_environment())
+        QualityMatrix(given).run()
+    else:
+        from quality_evaluator import table
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--judges", type=Path, help="folder of judge_models.py")
-    parser.add_argument("--models", type=words, default=["tiny-r1"])
-    parser.add_argument("--split", choices=tuple(SPLITS), default="final")
-    parser.add_argument(
-        "--seeds", type=lambda text: [int(seed) for seed in words(text)], default=[0, 1, 2]
-    )
-    parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--schemes", type=words, default=list(PEERS))
-    parser.add_argument("--peers", type=words, help="some of them only; an empty word for none")
-    parser.add_argument(
-        "--peer-python", type=Path, help="an environment that has the peers; made otherwise"
-    )
-    parser.add_argument(
-        "--variants", type=lambda path: json.loads(Path(path).read_text()), default={}
-    )
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at once")
-    run(parser.parse_args())
+        table(given.file, given.split)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""One evaluator for everybody's checkpoints: decoded to float32, float32 activations, documents alone, KL(source || output) in nats.
+"""One evaluator for all checkpoints: decoded to float32, float32 activations, documents alone,
+KL(source || output) in nats; and the table of what runs came to.
 
 Activations are rounded to int8, a step a token, or to NVFP4 under the stored scale, where the
 scheme says so; no side gains by a kernel. A checkpoint of decoded values says it in
-activations.json (quality_auto_round.py).
+activations.json (quality_peers.py).
 """
 
 import json
+import math
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,11 @@ from quantkit.models import find_architecture
 from quantkit.models.activation_quant import ActivationQuant
 from quantkit.models.context import CausalContext
 from quantkit.models.weights import ExpertsOp, LinearOp
+from quantkit.tokenizer.chat import ChatTokenizer
 
 TOKENS_A_PASS = 4096
+JUDGED_TOKENS = 256
+"""Of a document of a judge's held-out text: even documents tune, odd ones are final."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +50,9 @@ class Decoded:
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self.checkpoint, self.device = checkpoint, device
         self.chosen: list[Tensor] = []
-        told = checkpoint.path / "activations.json"
+        note = checkpoint.path / "activations.json"
         self.decoded: dict[str, Any] = (
-            json.loads(told.read_text()) if told.is_file() else {"bits": 16, "kept": []}
+            json.loads(note.read_text()) if note.is_file() else {"bits": 16, "kept": []}
         )
 
     def tensor(self, name: str) -> Tensor:
@@ -119,6 +125,15 @@ def round_rows(x: Tensor) -> Tensor:
     return (x / step).round_().mul_(step)
 
 
+def documents_of(folder: Path, judge: str, split: str, count: int) -> list[Tensor]:
+    """Token ids of the split's held-out documents, `count` at most."""
+    tokenizer = ChatTokenizer(folder / judge)
+    lines = (folder / "held-out.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [json.loads(line)["text"] for line in lines[split == "final" :: 2][:count]]
+    ids = [tokenizer.encode(text)[:JUDGED_TOKENS] for text in texts]
+    return [torch.tensor(one, dtype=torch.int64) for one in ids]
+
+
 @torch.inference_mode()
 def run_model(
     path: Path, documents: list[Tensor], device: torch.device
@@ -164,13 +179,86 @@ def score(reference: list[tuple[Tensor, Tensor]], output: list[tuple[Tensor, Ten
     return Scores(*np.array(rows, dtype=np.float64).T)
 
 
-def ratio(
-    ours: list[Scores], theirs: list[Scores], resamples: int = 2000
-) -> tuple[float, float, float]:
-    """KL of ours over theirs, and its 95 % interval over documents; seeds are averaged within a
-    document."""
-    a, b = (np.mean([run.kl for run in runs], axis=0) for runs in (ours, theirs))
-    rng = np.random.default_rng(0)
-    draws = rng.integers(0, len(a), (resamples, len(a)))
+# --- table
+
+Rows = dict[tuple[str, str, str], list[dict[str, Any]]]
+
+
+def read_rows(path: Path, split: str) -> Rows:
+    """(judge, scheme, name) -> its seeds' figures per document. NVFP4's headrooms are rows of their
+    own."""
+    found: Rows = defaultdict(list)
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        key = row["judge"], row["scheme"]
+        found[*key, row["name"]].append(row["scores"][split] | {"seed": row["seed"]})
+        for headroom, own in row.get("headroom", {}).items():
+            found[*key, f"{row['name']}, headroom {headroom}"].append(
+                own[split] | {"seed": row["seed"]}
+            )
+    return found
+
+
+def per_document(runs: list[dict[str, Any]]) -> np.ndarray:
+    return np.mean([run["kl"] for run in runs], axis=0)
+
+
+def kl(runs: list[dict[str, Any]]) -> float:
+    """Nats a token, the mean over seeds."""
+    return float(np.mean([sum(run["kl"]) / sum(run["tokens"]) for run in runs]))
+
+
+def is_peer(name: str) -> bool:
+    return not name.startswith("quantkit") and not name.endswith("nearest")
+
+
+def interval(
+    ours: list[dict[str, Any]], theirs: list[dict[str, Any]], resamples: int = 2000
+) -> tuple[float, float]:
+    """95 % of the ratio of summed KL over documents drawn again, paired."""
+    a, b = per_document(ours), per_document(theirs)
+    draws = np.random.default_rng(0).integers(0, len(a), (resamples, len(a)))
     low, high = np.quantile(a[draws].sum(1) / b[draws].sum(1), [0.025, 0.975])
-    return float(a.sum() / b.sum()), float(low), float(high)
+    return float(low), float(high)
+
+
+def table(path: Path, split: str) -> None:
+    rows = read_rows(path, split)
+    ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for scheme in dict.fromkeys(scheme for _, scheme, _ in rows):
+        for judge in dict.fromkeys(judge for judge, own, _ in rows if own == scheme):
+            own = {name: runs for (j, s, name), runs in rows.items() if (j, s) == (judge, scheme)}
+            peers = {name: kl(runs) for name, runs in own.items() if is_peer(name)}
+            best = min(peers, key=lambda name: peers[name]) if peers else None
+            print(f"{scheme} on {judge}, {split}; best peer {best}")
+            for name, runs in sorted(own.items(), key=lambda pair: kl(pair[1])):
+                top1 = np.mean([sum(run["top1"]) / sum(run["tokens"]) for run in runs])
+                spread = (
+                    np.std([sum(run["kl"]) / sum(run["tokens"]) for run in runs], ddof=1)
+                    if len(runs) > 1
+                    else math.nan
+                )
+                line = (
+                    f"  {name:28} KL {1e3 * kl(runs):8.3f}e-3 ({1e3 * spread:.3f})  top-1 "
+                    f"{top1:.4f}  seeds {len(runs)}"
+                )
+                if name.startswith("quantkit") and best is not None:
+                    # of the seeds that both have
+                    theirs = [
+                        run for run in own[best] if run["seed"] in {one["seed"] for one in runs}
+                    ]
+                    mine = [run for run in runs if run["seed"] in {one["seed"] for one in theirs}]
+                    if mine:
+                        low, high = interval(mine, theirs)
+                        ratios[scheme, name].append(kl(mine) / kl(theirs))
+                        line += (
+                            f"  {ratios[scheme, name][-1]:.3f} [{low:.3f}, {high:.3f}] of the "
+                            "best peer"
+                        )
+                print(line)
+    for (scheme, name), own_ratios in ratios.items():
+        mean = math.exp(float(np.mean(np.log(own_ratios))))
+        print(
+            f"{scheme}, {name}: {mean:.3f} of the best peer, mean of {len(own_ratios)}, worst "
+            f"{max(own_ratios):.3f}"
+        )

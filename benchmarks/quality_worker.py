@@ -1,4 +1,4 @@
-"""A process of quality_matrix.py that stays for many runs: python quality_worker.py KIND LOG
+"""A process of quality.py that stays for many runs: python quality_worker.py KIND LOG
 
 KIND is quantkit, llmcompressor, autoround or score; each imports what it needs once. Reads a job as
 one JSON line from its standard input and answers with one JSON line on its standard output; what
@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from core import parser
 
 HEADROOMS = (1, 2, 4, 8)
 """Of nvfp4-w4a4's inputs; an output is written with that of quantkit.grids.e2m1 and judged with
@@ -43,22 +45,16 @@ def quantkit_runs() -> Callable[[Job], Job]:
             device=device,
             overwrite=True,
         )
-        return {"told": report.findings.next_token}
+        return {"reported": report.findings.next_token}
 
     return run
 
 
 def peer_runs(kind: str) -> Callable[[Job], Job]:
-    """llm_compressor.py or quality_auto_round.py, whose command line is kept."""
-    import importlib
-
-    script = importlib.import_module(
-        {"llmcompressor": "llm_compressor", "autoround": "quality_auto_round"}[kind]
-    )
+    from quality_peers import PEERS
 
     def run(job: Job) -> Job:
-        sys.argv = [kind, job["source"], job["tokens"], job["recipe"], job["out"]]
-        script.main()
+        PEERS[kind](Path(job["source"]), Path(job["tokens"]), job["recipe"], Path(job["out"]))
         return {}
 
     return run
@@ -66,8 +62,7 @@ def peer_runs(kind: str) -> Callable[[Job], Job]:
 
 def scores() -> Callable[[Job], Job]:
     import torch
-    from quality import find_judge
-    from quality_evaluator import run_model, score
+    from quality_evaluator import documents_of, run_model, score
     from safetensors.torch import load_file, save_file
 
     from quantkit.grids.nvfp4 import INPUT_HEADROOM
@@ -77,23 +72,23 @@ def scores() -> Callable[[Job], Job]:
 
     def of(job: Job) -> Any:
         if job["judge"] not in judges:
-            found = [find_judge(job["judge"], Path(job["judges"]), split) for split in SPLITS]
-            documents = [one.documents[: job["documents"]] for one in found]
-            judges[job["judge"]] = (
+            folder, name = Path(job["judges"]), job["judge"]
+            documents = [documents_of(folder, name, split, job["documents"]) for split in SPLITS]
+            judges[name] = (
                 documents,
-                [run_model(found[0].source, own, device) for own in documents],
+                [run_model(folder / name, own, device) for own in documents],
             )
         return judges[job["judge"]]
 
     def figures(job: Job) -> Job:
-        told = {}
+        found_of = {}
         for split, documents, reference in zip(SPLITS, *of(job), strict=True):
             found = score(reference, run_model(Path(job["out"]), documents, device))
-            told[split] = {
+            found_of[split] = {
                 name: [float(f"{x:.6g}") for x in getattr(found, name)]
                 for name in ("kl", "top1", "tokens", "experts")
             }
-        return told
+        return found_of
 
     def run(job: Job) -> Job:
         result: Job = {"scores": figures(job)}
@@ -123,7 +118,11 @@ def scores() -> Callable[[Job], Job]:
 
 
 def main() -> None:
-    kind, log = sys.argv[1], os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    options = parser(__doc__)
+    options.add_argument("kind", choices=("quantkit", "llmcompressor", "autoround", "score"))
+    options.add_argument("log", type=Path)
+    given = options.parse_args()
+    kind, log = given.kind, os.open(given.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -134,7 +133,7 @@ def main() -> None:
         job, start = json.loads(line), time.perf_counter()
         try:
             answer = run(job)
-        except Exception as error:  # told to the one who asked, who leaves the run out
+        except Exception as error:  # reported to the caller, which leaves the run out
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
         print(

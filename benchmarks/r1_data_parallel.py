@@ -1,16 +1,14 @@
-"""Requests shared out over ranks beside tensor parallelism, on R1's shapes: decode steps, and TTFT
-of many prompts.
+"""Requests shared out over ranks (--dp) next to tensor parallelism, on R1's shapes: decode steps,
+and TTFT of many prompts.
 
-    torchrun --nproc-per-node 2 benchmarks/r1_data_parallel.py [--layers 12] [--users 32,128,256]
-    [--contexts 192,8192] [--out FILE.json]
+    torchrun --nproc-per-node 2 benchmarks/r1_data_parallel.py [--layers 12] [--users 32,128,256] [--contexts 192,8192] [--out FILE.json]
     torchrun --nproc-per-node 2 benchmarks/r1_data_parallel.py --tiny      the same on a CPU (gloo) in seconds: a test of the script
 
-Weights are made up on the device (r1_synthetic.py); layers are R1's first, three of them dense.
+Weights are made up on the device (made_weights.py); layers are R1's first, three of them dense.
 Users begin with a cache of so many tokens, filled with numbers of about one, so that no prompt is
-computed: what is timed are steps in which everybody decodes, through the engine with its scheduler,
-captured graphs, collectives and messages. `step_ms` is the median; prompts are timed apart, as many
-as users, from nothing. Sums over 61 layers are not measured: `--layers` twice gives the time of a
-layer.
+computed: what is timed are steps in which every user decodes, through the engine with its
+scheduler, captured graphs, collectives and messages. Prompts are timed apart, as many as users,
+from nothing. Sums over 61 layers are not measured: `--layers` twice gives the time of a layer.
 """
 
 import argparse
@@ -18,15 +16,13 @@ import json
 import statistics
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from made_engine import joined_ranks, made_engine, made_model, report_of_ranks
-from r1_box import BoxWeights
-from r1_synthetic import R1, TINY, fill_cache
+from core import Spread, numbers, parser
+from made_weights import R1, TINY, fill_cache
+from r1_engine import BoxWeights, joined_ranks, made_engine, made_model, report_of_ranks
 
-from quantkit.common.devices import describe_hardware
 from quantkit.executor.engine import Engine
 from quantkit.executor.rank0 import follow
 from quantkit.executor.ranks.expert_parallel import ExpertRanks, ExpertShare
@@ -100,15 +96,14 @@ def decode_steps(engine: Engine, users: int, context: int) -> dict[str, Any]:
         engine.step()
         times.append(time.perf_counter() - began)
     assert all(one.finish_reason == "length" for one in sequences), (
-        "everybody got a token in every step"
+        "every user got a token in every step"
     )
-    step = statistics.median(times[WARM:])
+    step = Spread.of(times[WARM:]).times(1e3)
     return {
         "users": users,
         "context": context,
-        "step_ms": step * 1e3,
-        "tokens_s": users / step,
-        "worst_ms": max(times[WARM:]) * 1e3,
+        "step_ms": step,
+        "tokens_s": users / step.median * 1e3,
     }
 
 
@@ -127,8 +122,9 @@ def prompts(engine: Engine, users: int, length: int) -> dict[str, Any]:
     }
 
 
-def tell(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    print(name, "  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
+def show(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    texts = {key: f"{one:.4g}" if isinstance(one, float) else one for key, one in row.items()}
+    print(name, "  ".join(f"{key} {text}" for key, text in texts.items()), flush=True)
     return row
 
 
@@ -142,25 +138,26 @@ def measure(engine: Engine, options: argparse.Namespace, name: str) -> list[dict
     else:
         for context in options.contexts:
             for users in options.users:
-                rows.append(tell(name, decode_steps(engine, users, context)))
+                rows.append(show(name, decode_steps(engine, users, context)))
         engine.leader.dismiss()
     Scheduler.schedule = plain_schedule  # type: ignore[method-assign]
     if engine.parallel.rank:
         follow(engine)
     else:
-        rows.append(tell(name, prompts(engine, max(options.users), options.input_len)))
+        rows.append(show(name, prompts(engine, max(options.users), options.input_len)))
         engine.leader.dismiss()
     return rows
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
+    if options.tiny:
+        options.layers, options.users, options.contexts, options.input_len = 4, [3, 4], [40], 24
     parallel, device = joined_ranks(on_cpu=options.tiny)
     rank, size = parallel.rank, parallel.size
     config = replace(
         deepseek_v3.Config.from_dict(TINY if options.tiny else R1), num_hidden_layers=options.layers
     )
     report: dict[str, Any] = {
-        "hardware": describe_hardware(device.type),
         "ranks": size,
         "layers": options.layers,
     }
@@ -187,7 +184,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 flush=True,
             )
             if options.out:
-                options.out.write_text(json.dumps(report, indent=1))
+                options.out.write_text(json.dumps(report, indent=1, default=vars))
         del engine
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -196,22 +193,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument(
-        "--users", type=lambda text: [int(one) for one in text.split(",")], default=[32, 128, 256]
-    )
-    parser.add_argument(
-        "--contexts", type=lambda text: [int(one) for one in text.split(",")], default=[192, 8192]
-    )
-    parser.add_argument("--input-len", type=int, default=128)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    if options.tiny:
-        options.layers, options.users, options.contexts, options.input_len = 4, [3, 4], [40], 24
+    options = parser(__doc__)
+    options.add_argument("--layers", type=int, default=12)
+    options.add_argument("--users", type=numbers, default=[32, 128, 256])
+    options.add_argument("--contexts", type=numbers, default=[192, 8192])
+    options.add_argument("--input-len", type=int, default=128)
+    options.add_argument("--tiny", action="store_true")
     report_of_ranks(run, options)
 
 

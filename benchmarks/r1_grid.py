@@ -1,26 +1,24 @@
-"""DeepSeek-R1's true shapes on all GPUs of a box, as a server runs them: the published grid,
-guesses, sums in 8 bits, prompts beside answers.
+"""DeepSeek-R1's true shapes on all GPUs of a box, as a server runs them: the published grid, and
+drafts of an MTP layer.
 
-    torchrun --nproc-per-node 4 benchmarks/r1_grid.py --out FILE.json [--parts
-    alone,many,beside,guesses,rest,sums] [--seconds 400]
+    torchrun --nproc-per-node 4 benchmarks/r1_grid.py --out FILE.json [--parts alone,many,drafts,rest] [--seconds 400]
     torchrun --nproc-per-node 1 benchmarks/r1_grid.py --rank-of 4 [--cells 4096x16,8192x8]     one of four ranks on one card, without sums
     torchrun --nproc-per-node 2 benchmarks/r1_grid.py --tiny       the same on a CPU (gloo) in seconds: a test of the script
 
-Weights, cache and collectives are those of r1_box.py, in W4A16; the engine is made once and
-measures, as `quantkit serve` does, how much of a prompt it computes beside answers. Cells are input
-lengths and concurrencies of a published report (eval/reference/speed.yaml), K being 1024, and one
-prompt of 16K: `alone` is one user with few tokens or a long prompt, `many` the most users of every
-longer prompt, `rest` all others, the longest prompts first. Every user sends one request, all at
-once, and its answer has 512 tokens; that of a single user behind a longer prompt has 128, for there
-a token takes as long as the next. Not in these figures: a server and a tokenizer. What the
-scheduler alone
-says of a cell: scheduled_prompts.py.
+Weights, cache and collectives are those of r1_engine.py, in W4A16; the engine is made once and
+measures, as `quantkit serve` does, how much of a prompt it computes next to answers. Cells are
+input lengths and concurrencies of a published report (eval/reference/speed.yaml), K being 1024, and
+one prompt of 16K: `alone` is one user with few tokens or a long prompt, `many` the most users of
+every longer prompt, `rest` all others, the longest prompts first. Every user sends one request, all
+at once, and its answer has 512 tokens; that of a single user after a longer prompt has 128, for
+there a token takes as long as the next. Not in these figures: a server and a tokenizer.
 
 Steps of every size are captured before, and prompts of up to 1024 tokens in all; a prompt of two
 steps comes once before. `captured` says how many passes with prompts were captured while a cell
 ran, each of which takes some tenths of a second, and `largest_gap_ms` how long an answer waited for
-a token at most. The file is written after every part and cell; a part that fails is told and the
-next one begins; `--seconds` after the start of the process no further cell begins.
+a token at most. Figures are means over users, with the spread over them. The file is written after
+every part and cell; a part that fails is reported and the next one begins; `--seconds` after the
+start of the process no further cell begins.
 """
 
 import argparse
@@ -37,15 +35,24 @@ from typing import Any
 
 import torch
 import yaml
-from command import numbers
-from made_engine import joined_ranks, led, made_engine, made_model, report_of_ranks, served_engine
-from r1_box import build
-from r1_guesses import PUBLISHED, DraftingEngine, guesses_row, plain_row, warm
-from r1_prompts import beside_row, sum_rows
-from r1_synthetic import R1, TINY, SyntheticWeights
+from core import Spread, numbers, parser
+from made_weights import R1, TINY
+from r1_engine import (
+    PUBLISHED,
+    DraftingEngine,
+    build,
+    drafts_row,
+    joined_ranks,
+    led,
+    made_engine,
+    one_rank,
+    plain_row,
+    report_of_ranks,
+    served_engine,
+    warm,
+)
 
 from quantkit.common.assets import asset
-from quantkit.common.devices import describe_hardware
 from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import Workload, summarize
 from quantkit.executor.cache.cache import BLOCK_SIZE
@@ -59,11 +66,11 @@ from quantkit.executor.weights.load import LoadedModel
 from quantkit.models import deepseek_v3
 
 BEGAN = time.perf_counter()
-MOST_GUESSES = 3
+MOST_DRAFTS = 3
 _WARM = 2
 """Steps of a single prompt before the cells of a part are measured: those of a longer one are not
 others."""
-PARTS = ("alone", "many", "beside", "guesses", "rest", "sums")
+PARTS = ("alone", "many", "drafts", "rest")
 
 
 @dataclass(frozen=True)
@@ -85,9 +92,6 @@ class Sizes:
     many: list[Cell]
     rest: list[Cell]
     users: tuple[int, ...] = (1, 8, 32)
-    sums: tuple[int, ...] = (8192, 16384)
-    beside: tuple[int, int, int] = (32, 1024, 16384)
-    chunks: tuple[int | None, ...] = (None, 1024)
 
     def only(self, cells: list[tuple[int, int]]) -> "Sizes":
         """Those input lengths and users."""
@@ -128,9 +132,6 @@ TINY_SIZES = Sizes(
     [Cell(96, 2, 6)],
     [Cell(24, 2, 8)],
     (1, 2),
-    (64, 96),
-    (2, 24, 96),
-    (None, 32),
 )
 
 
@@ -154,7 +155,7 @@ class GridRun:
             print(f"{time.perf_counter() - BEGAN:6.1f} s  {text}", flush=True)
 
     def add(self, part: str, row: dict[str, Any]) -> None:
-        """A row of a part, told and written; nothing on ranks above 0."""
+        """A row of a part, printed and written; nothing on ranks above 0."""
         if self.parallel.rank == 0:
             self.report.setdefault(part, []).append(row)
             self.say(
@@ -169,19 +170,19 @@ class GridRun:
 
     def save(self) -> None:
         if self.out is not None and self.parallel.rank == 0:
-            self.out.write_text(json.dumps(self.report, indent=1))
+            self.out.write_text(json.dumps(self.report, indent=1, default=vars))
 
     def part(self, name: str, measure: Callable[["GridRun"], None]) -> None:
-        """Where it fails the others go on, with an engine in which nobody is left."""
+        """Where it fails the others go on, with an engine in which no request is left."""
         if not self.parallel.minimum(int(not self.is_late)):
             self.say(f"{name}: no time is left for it")
             return
         try:
             measure(self)
         except Exception:
-            told = traceback.format_exc()
-            self.report.setdefault("failed", {})[name] = told
-            print(f"rank {self.parallel.rank}, {name}: {told}", flush=True)
+            trace = traceback.format_exc()
+            self.report.setdefault("failed", {})[name] = trace
+            print(f"rank {self.parallel.rank}, {name}: {trace}", flush=True)
             scheduler = self.engine.scheduler
             assert isinstance(scheduler, Scheduler), "ranks share every request"
             for one in [*scheduler.running, *scheduler.waiting]:
@@ -208,34 +209,12 @@ def cells_of(text: str) -> list[tuple[int, int]]:
     return cells
 
 
-def one_rank(
-    config: deepseek_v3.Config,
-    tp: int,
-    device: torch.device,
-    kind: type[SyntheticWeights] = SyntheticWeights,
-) -> LoadedModel:
-    """As `r1_box.build`, of one rank of `tp` without the others: partial sums go straight into the
-    residual."""
-    weights = kind(config, tp, device)
-    with torch.inference_mode():
-        return made_model(
-            deepseek_v3.Model(config, weights),
-            config,
-            weights,
-            device,
-            (deepseek_v3.MtpLayer(config, weights),),
-        )
-
-
 def make_engine(box: GridRun, loaded: LoadedModel) -> None:
     """With room for the largest cell, and every size of a decode step of a cell captured."""
-    answers, context, prompt = box.sizes.beside
-    blocks = max(
-        *(cell.blocks for cell in box.sizes.cells),
-        Cell(context, answers, 512).blocks + Cell(prompt, 1, 1).blocks,
-    )
+    blocks = max(cell.blocks for cell in box.sizes.cells)
+    users = max(cell.users for cell in box.sizes.cells)
     length = max(cell.input_len + cell.output_len for cell in box.sizes.cells)
-    box.engine = served_engine(replace(loaded, mtp_layers=()), blocks, length, answers + 1)
+    box.engine = served_engine(replace(loaded, mtp_layers=()), blocks, length, users + 1)
     box.report["budget"] = vars(box.engine.scheduler.budget)
     box.report["cache_tokens"] = blocks * BLOCK_SIZE
     box.say(
@@ -310,6 +289,8 @@ def measure_cell(box: GridRun, cell: Cell, part: str) -> None:
         "itl_ms_p50",
     )
     found = {key: row[key] for key in kept if row.get(key) is not None}
+    found["ttft_s_users"] = Spread.of([one.ttft_s for one in times])
+    found["tpot_ms_users"] = Spread.of([one.tpot_ms or 0.0 for one in times])
     found |= {
         "largest_gap_ms": max(max(one.gaps) for one in times) * 1e3,
         "captured": passes.num_captured - before,
@@ -320,9 +301,9 @@ def measure_cell(box: GridRun, cell: Cell, part: str) -> None:
     box.add(part, found | {"took_s": time.perf_counter() - began})
 
 
-def measure_guesses(box: GridRun, loaded: LoadedModel) -> None:
-    """As often right as published, chosen while running and fixed; less often and never, beside an
-    engine without a layer that guesses."""
+def measure_drafts(box: GridRun, loaded: LoadedModel) -> None:
+    """As often right as published, chosen while running and fixed; less often and never, next to an
+    engine without a layer that drafts."""
     input_len, output_len = (
         (128, 512) if box.parallel.peers is not None or loaded.device.type != "cpu" else (24, 16)
     )
@@ -330,39 +311,29 @@ def measure_guesses(box: GridRun, loaded: LoadedModel) -> None:
         loaded,
         max(box.sizes.users),
         input_len + output_len,
-        draft_length=MOST_GUESSES,
+        draft_length=MOST_DRAFTS,
         kind=DraftingEngine,
     )
     assert isinstance(engine, DraftingEngine)
     for users in box.sizes.users:
         if not box.parallel.minimum(int(not box.is_late)):
             break
-        warm(engine, input_len, users, MOST_GUESSES)
+        warm(engine, input_len, users, MOST_DRAFTS)
         work = Workload(input_len, output_len, users, users, seed=users)
-        for fixed in (None, 1, 2, MOST_GUESSES):
+        for fixed in (None, 1, 2, MOST_DRAFTS):
             few = work if fixed is None or users == 1 else replace(work, output_len=output_len // 2)
-            box.add("guesses", guesses_row(engine, few, MOST_GUESSES, fixed, PUBLISHED))
-        box.add("guesses", plain_row(box.engine, work))
+            box.add("drafts", drafts_row(engine, few, MOST_DRAFTS, fixed, PUBLISHED))
+        box.add("drafts", plain_row(box.engine, work))
         for right in (0.3, 0.0):
-            box.add("guesses", guesses_row(engine, work, MOST_GUESSES, None, right))
+            box.add("drafts", drafts_row(engine, work, MOST_DRAFTS, None, right))
     del engine
     gc.collect()
     if loaded.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def measure_sums(box: GridRun) -> None:
-    for row in sum_rows(box.engine, list(box.sizes.sums)):
-        box.add("sums", row)
-
-
-def measure_beside(box: GridRun) -> None:
-    for chunk in box.sizes.chunks:
-        box.add("beside", beside_row(box.engine, *box.sizes.beside, chunk))
-
-
 def print_table(report: dict[str, Any]) -> None:
-    """The grid beside the report's figures, then the guesses."""
+    """The grid next to the report's figures, then the drafts."""
     published = {(row["input_len"], row["concurrency"]): row for row in published_cells()}
     names = (
         ("in", 6),
@@ -388,16 +359,17 @@ def print_table(report: dict[str, Any]) -> None:
             f"{row.get('itl_ms_p50', float('nan')):>7.2f} {row['system_tps']:>7.0f} "
             f"{row['largest_gap_ms']:>7.1f} {row['captured']}"
         )
-    for row in report.get("guesses", []):
+    for row in report.get("drafts", []):
         kept = (
             f", kept {row['kept']:.3f}, {row['tokens_a_step']:.2f} a step, last "
-            f"{row['guessed_last']}"
+            f"{row['length_last']}"
             if "kept" in row
             else ""
         )
         right = f" right {row['right']}" if "right" in row else ""
         print(
-            f"{row['users']} users, guesses {row['guesses']}{right}: {row['tpot_ms']:.3f} ms{kept}"
+            f"{row['users']} users, drafts {row['draft_length']}{right}: {row['tpot_ms']:.3f} ms, by "
+            f"user {row['tpot_ms_users']}{kept}"
         )
     print("failed:", ", ".join(report.get("failed", {})) or "nothing", flush=True)
 
@@ -410,8 +382,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.layers:
         config = replace(config, num_hidden_layers=options.layers)
     about = {
-        "hardware": describe_hardware(device.type),
-        "torch": torch.__version__,
         "tp": options.rank_of or parallel.size,
         "ranks": parallel.size,
         "layers": config.num_hidden_layers,
@@ -434,10 +404,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     measures: dict[str, Callable[[GridRun], None]] = {
         "alone": lambda box: measure_cells(box, box.sizes.alone, "alone"),
         "many": lambda box: measure_cells(box, box.sizes.many, "many"),
-        "beside": measure_beside,
-        "guesses": lambda box: measure_guesses(box, loaded),
+        "drafts": lambda box: measure_drafts(box, loaded),
         "rest": lambda box: measure_cells(box, box.sizes.rest, "rest"),
-        "sums": measure_sums,
     }
     for name in options.parts.split(","):
         box.part(name, measures[name])
@@ -452,19 +420,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--seconds", type=float, default=400.0)
-    parser.add_argument("--rank-of", type=int, help="one rank of so many, alone")
-    parser.add_argument("--cells", type=cells_of, help="these alone")
-    parser.add_argument("--layers", type=int, help="only so many of the 61: a test of the script")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--users", type=numbers, help="of guesses, these alone")
-    parser.add_argument("--out", type=Path)
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    report_of_ranks(run, parser.parse_args())
+    options = parser(__doc__)
+    options.add_argument("--parts", default=",".join(PARTS))
+    options.add_argument("--seconds", type=float, default=400.0)
+    options.add_argument("--rank-of", type=int, help="one rank of so many, alone")
+    options.add_argument("--cells", type=cells_of, help="these alone")
+    options.add_argument("--layers", type=int, help="only so many of the 61: a test of the script")
+    options.add_argument("--tiny", action="store_true")
+    options.add_argument("--users", type=numbers, help="of drafts, these alone")
+    report_of_ranks(run, options)
 
 
 if __name__ == "__main__":

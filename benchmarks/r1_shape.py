@@ -20,7 +20,6 @@ counts it, and the plan's figure. Calibration text is random words, one token ea
 more often (Zipf).
 """
 
-import argparse
 import json
 import math
 import os
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from core import about, parser, print_about
 from torch import Tensor
 
 from quantkit.calibrate.recipe import load_recipe
@@ -329,6 +329,8 @@ def run(
     scheme = find_scheme(recipe.scheme)
     planned = plan(path, scheme, PlanOptions(recipe=recipe, samples=samples, seq_len=seq_len))
     phases = Phases()
+    if leads:
+        print_about(about(device.partition(":")[0]))
     ceiling = parse_bytes(memory) if memory else None
     before = resource.getrusage(resource.RUSAGE_SELF)
     with _profiled(profile):
@@ -395,24 +397,22 @@ class _profiled:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=("write", "run"))
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="r1")
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--dense", type=int, default=1, help="layers without experts")
-    parser.add_argument("--chosen", type=int, default=8, help="experts that a token chooses")
-    parser.add_argument("--recipe", default="awq-w4a16")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--held-out", type=int, default=16)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--memory")
-    parser.add_argument("--profile", action="store_true")
-    given = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("what", choices=("write", "run"))
+    options.add_argument("path", type=Path)
+    options.add_argument("--shape", choices=SHAPES, default="r1")
+    options.add_argument("--experts", type=int, default=256)
+    options.add_argument("--layers", type=int, default=2)
+    options.add_argument("--dense", type=int, default=1, help="layers without experts")
+    options.add_argument("--chosen", type=int, default=8, help="experts that a token chooses")
+    options.add_argument("--recipe", default="awq-w4a16")
+    options.add_argument("--device", default="cpu")
+    options.add_argument("--samples", type=int, default=128)
+    options.add_argument("--held-out", type=int, default=16)
+    options.add_argument("--seq-len", type=int, default=512)
+    options.add_argument("--memory")
+    options.add_argument("--profile", action="store_true")
+    given = options.parse_args()
     if given.what == "write":
         write(
             given.path,

@@ -24,7 +24,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from measured import RESULTS, Cell, Measured, read
+from core import RESULTS, Cell, Measured, read
 from pictures import pictures
 
 if TYPE_CHECKING:

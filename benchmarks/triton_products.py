@@ -1,4 +1,5 @@
-"""Triton's products on one card, by the plans that the backend takes, beside the CUDA kernels,
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
+"""Triton's products on one card, by the plans that the backend takes, next to the CUDA kernels,
 vLLM's and torch's libraries in one run.
 
     python benchmarks/triton_products.py [--vllm SITE-PACKAGES/vllm] [--kinds int8,fp4,int4]
@@ -23,12 +24,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from command import measured, numbers, parser
+from core import measured, numbers, parser, words
 from quantkit_kernels import ExpertsBuilder, prepare
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.linear import Linear
@@ -93,6 +95,19 @@ PROCESS_BYTES = 12 << 30
 FEWEST_INT_MM = 17
 """Rows that torch._int_mm takes, at least."""
 Call = Callable[[], object]
+
+if find_spec("triton"):  # --help works without it
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def scale_sums(sums, x_scale, scale, y, n, BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < n
+        value = tl.load(sums + row * n + column, mask=inside).to(tl.float32)
+        value = value * tl.load(x_scale + row) * tl.load(scale + column, mask=inside)
+        tl.store(y + row * n + column, value.to(y.dtype.element_ty), mask=inside)
 
 
 class Product(NamedTuple):
@@ -170,8 +185,6 @@ def scaled(sums: Tensor, x_scale: Tensor, scale: Tensor, dtype: torch.dtype) -> 
     """sums int32 [M, N] times the scale of each row and column, in one launch on a GPU."""
     if sums.device.type == "cpu":
         return (sums.float() * x_scale[:, None] * scale.T).to(dtype)
-    from triton_scaling import scale_sums
-
     y = torch.empty(sums.shape, dtype=dtype, device=sums.device)
     scale_sums[(sums.shape[0], -(-sums.shape[1] // 2048))](
         sums, x_scale, scale, y, sums.shape[1], BLOCK=2048
@@ -340,8 +353,8 @@ def timed_experts(
 
 
 def target(cell: dict[str, Any]) -> tuple[float, float] | None:
-    """What is asked for, and what Triton takes, each of the best of the others'; None where nothing
-    is there to be beside."""
+    """What is asked for, and what Triton takes, each of the best of the others'; None where there is
+    no other."""
     names = ("vllm",) if cell["linear"] in EXPERTS else ("vllm", "library")
     others = [cell[name] for name in names if name in cell]
     asked = 1.2 if cell["linear"] in EXPERTS else 1.15 if cell["tokens"] <= 16 else 1.1
@@ -367,10 +380,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     device = torch.device(options.device)
     wanted, until = products(options.kinds, options.tokens, options.open), began + options.seconds
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-    }
+    report: dict[str, Any] = {}
     report["errors"] = [] if options.checked else compiled(device, wanted)
     beyond = [one for one in report["errors"] if one[4] > TOLERANCE[torch.bfloat16]]
     print(
@@ -420,9 +430,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     options = parser(__doc__)
-    listed = partial(str.split, sep=",")
-    options.add_argument("--kinds", type=listed, default=list(GRIDS))
-    options.add_argument("--experts", type=listed, default=[])
+    options.add_argument("--kinds", type=words, default=list(GRIDS))
+    options.add_argument("--experts", type=words, default=[])
     options.add_argument("--tokens", type=numbers, default=list(TOKENS))
     options.add_argument("--open", action="store_true")
     options.add_argument(

@@ -8,15 +8,12 @@ its verdict, as an evaluation does. A verdict is false if it says held where the
 the margin (one point) or more, and lost where it loses nothing.
 """
 
-import argparse
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
+import core
 import numpy as np
-from measured import RESULTS
 
 from quantkit.evaluation.statistics.comparison import Comparison, compare, holm_corrected
 from quantkit.evaluation.statistics.estimates import interval
@@ -163,7 +160,7 @@ def covered(line: Line, runs: int, seed: int) -> float:
 def advised(line: Line, runs: int, seed: int) -> tuple[int, float]:
     """(runs that could not tell, share of those in which a fresh run of the size advised tells)."""
     rng = np.random.default_rng(seed)
-    asked = told = 0
+    asked = decided = 0
     for number in range(runs):
         baseline, candidate = line.draw(rng, line.n)
         first = _compared(
@@ -175,13 +172,13 @@ def advised(line: Line, runs: int, seed: int) -> tuple[int, float]:
         repeats = first.repeats_needed or line.repeats
         if first.problems_needed:
             baseline, candidate = line.draw(rng, min(first.problems_needed, 100_000))
-        told += (
+        decided += (
             _compared(
                 table(rng, candidate, repeats), table(rng, baseline, repeats), seed=number
             ).verdict
             != "cannot tell"
         )
-    return asked, told / asked if asked else float("nan")
+    return asked, decided / asked if asked else float("nan")
 
 
 def errors(runs: int) -> Written:
@@ -258,8 +255,8 @@ def advice(runs: int) -> Written:
     for seed, line in enumerate(
         (*LINES[:4], Line("every problem a little worse", spread(4, 1, 0.03), 200, 4, 3.0))
     ):
-        asked, told = advised(line, runs, 400 + seed)
-        rows.append([line.name, line.n, line.repeats, line.loss, asked, round(100 * told)])
+        asked, decided = advised(line, runs, 400 + seed)
+        rows.append([line.name, line.n, line.repeats, line.loss, asked, round(100 * decided)])
         print(rows[-1], flush=True)
     columns: Columns = [
         *("truth", "problems", "repeats", ("population loses", "points")),
@@ -275,13 +272,11 @@ def advice(runs: int) -> Written:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=int, default=2000)
-    parser.add_argument("--commit", default=None)
-    parser.add_argument("--date", default="")
-    args = parser.parse_args()
+    options = core.parser(__doc__)
+    options.add_argument("--runs", type=int, default=2000)
+    options.add_argument("--commit", default=None)
+    options.add_argument("--date", default="")
+    args = options.parse_args()
     about = {
         "machine": "any: simulated",
         "commit": args.commit,
@@ -295,27 +290,18 @@ def main() -> None:
         (several_tasks, few),
         (advice, max(args.runs // 20, 30)),
     ):
-        write(*table_of(runs), about)
+        name, title, columns, rows, notes = table_of(runs)
+        core.write(
+            name,
+            {"title": title, **about, "columns": heads(columns), "rows": rows, "notes": notes},
+        )
 
 
-def write(
-    name: str,
-    title: str,
-    columns: Columns,
-    rows: list[list[object]],
-    notes: list[str],
-    about: dict[str, object],
-) -> None:
-    heads = [
+def heads(columns: Columns) -> list[dict[str, str]]:
+    return [
         {"name": one} if isinstance(one, str) else {"name": one[0], "unit": one[1]}
         for one in columns
     ]
-    value = {"title": title, **about, "columns": heads, "rows": rows, "notes": notes}
-    lines = json.dumps(value | {"columns": [], "rows": []}, indent=1)
-    for key, entries in (("columns", heads), ("rows", rows)):
-        body = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
-        lines = lines.replace(f'"{key}": []', f'"{key}": [\n{body}\n ]')
-    Path(RESULTS / f"{name}.json").write_text(lines + "\n")
 
 
 if __name__ == "__main__":

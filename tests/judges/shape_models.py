@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import torch
 from make_model import write_dense
-from published_sizes import QWEN3_8B, QWEN3_30B_A3B
+from made_weights import QWEN3_8B, QWEN3_30B_A3B
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor

@@ -139,8 +139,8 @@ def test_what_cannot_be_predicted_is_refused(hardware: Hardware) -> None:
 def test_the_printed_table_is_what_the_code_says(monkeypatch: pytest.MonkeyPatch) -> None:
     benchmarks = Path(__file__).parents[2] / "benchmarks"
     monkeypatch.syspath_prepend(benchmarks)
-    import clusters
+    import predictions
 
     kept = json.loads((benchmarks / "results" / "clusters.json").read_text())
-    assert clusters.table() == kept["rows"]
-    assert kept["columns"] == clusters.COLUMNS
+    assert predictions.layout_rows() == kept["rows"]
+    assert kept["columns"] == predictions.COLUMNS

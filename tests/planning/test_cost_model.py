@@ -265,18 +265,18 @@ def test_context_costs_cache_and_one_device_no_collectives(hardware: Hardware) -
     assert levels(hardware, "awq-w4a16", 1, devices=1)["eager"].num_collectives == 0
 
 
-STEP_WAYS = module_at(Path(__file__).parents[2] / "benchmarks" / "step_ways.py")
+PREDICTIONS = module_at(Path(__file__).parents[2] / "benchmarks" / "predictions.py")
 
 
 def ways(hardware: Hardware, scheme: str, batch: int) -> list[Prediction]:
-    return STEP_WAYS.ways(
+    return PREDICTIONS.ways(
         R1_TABLE, R1, find_scheme(scheme), hardware, devices=8, batch=batch, context=384
     )
 
 
 def test_what_fewer_launches_buy_is_what_the_page_says() -> None:
     page = asset("docs", "ascend.md").read_text()
-    assert [row for row in STEP_WAYS.rows() if row not in page] == []
+    assert [row for row in PREDICTIONS.step_rows() if row not in page] == []
 
 
 @pytest.mark.parametrize("scheme", ["awq-w4a16", "int8-a8w8c16"])
