@@ -216,7 +216,7 @@ def pipeline(theme: Theme) -> str:
         289,
         170,
         92,
-        ["quantkit eval", "and ppl, beside the", "source: held, lost", "or cannot tell"],
+        ["quantkit eval", "and ppl, next to the", "source: held, lost", "or cannot tell"],
         edge=theme.ours,
     )
     return drawing.svg(382)

@@ -119,7 +119,11 @@ def test_a_result_that_no_page_shows_is_told(copy: Path) -> None:
 
 
 def test_the_main_pages_stay_short() -> None:
-    assert len((ROOT / "docs/benchmarks.md").read_text().splitlines()) <= 150
+    """One person reads them: pages of topics, and of no day."""
+    for folder in ("docs", "docs/lab"):
+        pages = sorted(ROOT.glob(f"{folder}/*.md"))
+        assert len(pages) <= 12, pages
+        assert sum(len(page.read_text().splitlines()) for page in pages) <= 3500, folder
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
@@ -182,7 +186,7 @@ def test_the_readme_lists_every_command() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_quoted_commands_are_those_of_the_command_line(page: Path) -> None:
-    """The lab is left out: its pages are of their day."""
+    """The lab is left out: its commands are of the commits it names."""
     assert isinstance(COMMANDS, TyperGroup)
     for line, whole in quoted(page.read_text()):
         name, *arguments = shlex.split(line, comments=True)

@@ -37,7 +37,7 @@ USUAL = {
     "nvfp4-w4a4": (0.73, 0.76),
 }
 """Smallest and largest share of round-to-nearest's KL that a scheme had on the models of its
-evaluation (docs/lab/2026-11-27-quality.md, for int8 docs/lab/2026-11-27-int8-and-inputs.md)."""
+evaluation (docs/lab/quality.md)."""
 
 Word = Literal["good", "fair", "poor"]
 

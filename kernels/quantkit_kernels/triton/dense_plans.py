@@ -4,8 +4,7 @@
 from dataclasses import dataclass
 
 MOST_ROWS = 64
-"""Of tokens: from there on the library was as fast on an H200
-(docs/lab/2026-11-28-beside-vllm-at-once.md)."""
+"""Of tokens: from there on the library was as fast on an H200 (docs/lab/linears.md)."""
 _SHAPES = ((64, 128, 4, 4), (64, 128, 4, 6), (128, 64, 4, 6), (128, 128, 8, 3), (64, 256, 4, 3))
 _SPLITS = (1, 2, 3, 4, 6, 8)
 _FEWEST_STEPS, _PROGRAMS = 4, (0.9, 3.2)

@@ -32,7 +32,7 @@ template <int FMT, int G, int MT> struct Room {
 template <int FMT, int G, int MT, bool FEW> struct JobRing {
   using R = Room<FMT, G, MT>;
   // How the end is noted: by `ended`, or by a `left` of -1, which takes fewer registers. Of the former the compiler makes the loop that was
-  // measured with many pairs (docs/lab/2026-11-27-a-step.md), and spills of it with 16 tokens an entry.
+  // measured with many pairs (docs/lab/experts.md), and spills of it with 16 tokens an entry.
   static constexpr bool flagged = !FEW && MT == 1;
   static constexpr int pieces = (R::scales + R::zeros) / 16;
   Job job;
