@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import torch
-from make_model import write_dense
 from made_weights import QWEN3_8B, QWEN3_30B_A3B
+from make_model import write_dense
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
