@@ -3,27 +3,13 @@ tells the loss that is left."""
 
 import pytest
 import torch
-from rounding_problem import QUANTIZERS, K, problem
+from rounding_problem import QUANTIZERS, K, cost_of_outputs, loss, problem, spread, two_sided_loss
 from torch import Tensor
 
-from quantkit.grids.base import Scales, dequantize
+from quantkit.grids.base import dequantize
 from quantkit.quant.compensation import CompensatedRows, compensate, compensate_both
 from quantkit.quant.descent import Descent
 from quantkit.quant.gptq import Curvature, damp_
-
-
-def loss(w: Tensor, values: Tensor, hessian: Tensor) -> Tensor:
-    error = (w - values).double()
-    return ((error @ hessian.double()) * error).sum(-1)
-
-
-def spread(scales: Scales) -> Scales:
-    """Steps [N, G] as [N, K]."""
-    times = K // scales.scale.shape[-1]
-    return Scales(
-        scales.scale.repeat_interleave(times, -1),
-        None if scales.zero_point is None else scales.zero_point.repeat_interleave(times, -1),
-    )
 
 
 def settled(name: str) -> tuple[Tensor, Tensor, CompensatedRows, CompensatedRows]:
@@ -87,13 +73,11 @@ def test_a_batch_is_each_of_its_parts() -> None:
 @pytest.mark.parametrize("name", ["int4-fitted", "fp4"])
 def test_rows_that_make_up_for_rows_gain_too(name: str) -> None:
     w, hessian = problem()
-    strong = torch.randn(len(w), 4, generator=torch.Generator().manual_seed(1))
-    cost = strong @ strong.t() + 0.05 * torch.eye(len(w))
+    cost = cost_of_outputs()
     inputs, outputs = Curvature.of(hessian, 0.01), Curvature.of(cost, 0.01)
     found = []
     for descent in (None, Descent(4, fits_scales=True)):
         values, scales = compensate_both(w, inputs, outputs, QUANTIZERS[name], descent=descent)
         torch.testing.assert_close(QUANTIZERS[name].quantize(values, spread(scales)), values)
-        error = (w - values).double()
-        found.append(float(((cost.double() @ error) * (error @ hessian.double())).sum()))
+        found.append(two_sided_loss(w, values, hessian, cost))
     assert found[1] < 0.99 * found[0]

@@ -3,7 +3,7 @@ rounding on its own loss."""
 
 import pytest
 import torch
-from rounding_problem import QUANTIZERS, K, N, problem
+from rounding_problem import QUANTIZERS, K, N, loss, problem
 from torch import Tensor
 
 from quantkit.grids.base import Scales, dequantize, fit_scales, round_to_nearest
@@ -11,11 +11,6 @@ from quantkit.grids.int_groups import IntGrid, IntQuantizer
 from quantkit.quant.block_rounding import GroupScales
 from quantkit.quant.compensation import compensate
 from quantkit.quant.gptq import Curvature, damp_, gptq, reverse_, scaled_losses
-
-
-def trace_loss(w: Tensor, values: Tensor, hessian: Tensor) -> Tensor:
-    error = (w - values).double()
-    return ((error @ hessian.double()) * error).sum(-1)
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
@@ -35,11 +30,11 @@ def test_loss_is_the_trace_and_below_plain_rounding(name: str) -> None:
     nearest, _ = round_to_nearest(w, quantizer)
     torch.testing.assert_close(
         result.loss.double(),
-        trace_loss(w, result.values, damped(hessian, 0.01)),
+        loss(w, result.values, damped(hessian, 0.01)),
         rtol=1e-3,
         atol=1e-6,
     )
-    assert result.loss.sum() < 0.8 * trace_loss(w, nearest, damped(hessian, 0.01)).sum()
+    assert result.loss.sum() < 0.8 * loss(w, nearest, damped(hessian, 0.01)).sum()
     assert torch.equal(dequantize(quantizer.encode(result.values, result.scales)), result.values), (
         "values lie on the stored grid"
     )
@@ -99,9 +94,9 @@ def test_losses_of_candidates_are_those_of_compensated_scaled_weights(
     )
     curvature = Curvature.of(hessian, 0.01)
     losses = scaled_losses(w, scale, curvature, quantizer)
-    for s, loss in zip(scale, losses):
+    for s, found in zip(scale, losses):
         torch.testing.assert_close(
-            loss.sum(),
+            found.sum(),
             compensate(w * s.unsqueeze(-2), curvature.scaled(s), quantizer).loss.sum(),
             rtol=0.01,
             atol=0,

@@ -2,25 +2,13 @@
 
 import pytest
 import torch
-from rounding_problem import QUANTIZERS, K, N, problem
+from rounding_problem import QUANTIZERS, K, N, cost_of_outputs, problem, spread, two_sided_loss
 from torch import Tensor
 
 from quantkit.grids.base import Scales
 from quantkit.quant import compensation
 from quantkit.quant.compensation import compensate, compensate_both, sample_output_directions
 from quantkit.quant.gptq import Curvature
-
-
-def cost_of_outputs(seed: int = 1) -> Tensor:
-    """A few directions cost most."""
-    generator = torch.Generator().manual_seed(seed)
-    strong = torch.randn(N, 4, generator=generator)
-    return strong @ strong.t() + 0.05 * torch.eye(N)
-
-
-def loss(w: Tensor, values: Tensor, hessian: Tensor, cost: Tensor) -> float:
-    error = (w - values).double()
-    return float(((cost.double() @ error) * (error @ hessian.double())).sum())
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
@@ -31,19 +19,12 @@ def test_the_two_sided_loss_falls(name: str) -> None:
     values, scales = compensate_both(w, inputs, outputs, QUANTIZERS[name])
     plain = compensate(w, inputs, QUANTIZERS[name])
     assert torch.equal(scales.scale, plain.scales.scale)
-    assert loss(w, values, hessian, cost) < 0.6 * loss(w, plain.values, hessian, cost)
+    assert two_sided_loss(w, values, hessian, cost) < 0.6 * two_sided_loss(
+        w, plain.values, hessian, cost
+    )
     torch.testing.assert_close(
         QUANTIZERS[name].quantize(values, spread(scales)), values
     )  # they are on the grid
-
-
-def spread(scales: Scales) -> Scales:
-    """Steps [N, G] as [N, K]."""
-    times = K // scales.scale.shape[-1]
-    return Scales(
-        scales.scale.repeat_interleave(times, -1),
-        None if scales.zero_point is None else scales.zero_point.repeat_interleave(times, -1),
-    )
 
 
 def test_rows_one_by_one_follow_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from damage import INFINITY, JSON_FILES, NAN, VALUES, Damage, written
+from damage import JSON_FILES, VALUES, Damage, written
 
 
 def at_random(model: Path, seed: int, count: int) -> Iterator[Damage]:
@@ -54,19 +54,16 @@ def perturbed(value: Any, draw: random.Random) -> Any:
         holder, key = draw.choice(places[:40] if draw.random() < 0.7 else places)
         other, other_key = draw.choice(places)
         try:
-            match draw.randrange(5):
-                case 0:
-                    holder.pop(key)
-                case 1:
-                    holder[key] = copy.deepcopy(other[other_key])
-                case 2 if isinstance(holder[key], int | float):
-                    holder[key] = draw.choice((-1, 2, 0.5, 1000, 10**9)) * holder[
-                        key
-                    ] + draw.choice((-1, 0, 1))
-                case 3:
-                    holder[key] = _wrapped(holder[key], draw)
-                case _:
-                    holder[key] = _random_value(draw, 0)
+            held = holder[key]
+            holder[key] = draw.choice(
+                (
+                    *(copy.deepcopy(other[other_key]), [held] * 3, {"x": held}, str(held)),
+                    *(not held, draw.choice(VALUES), 10 ** draw.uniform(-320, 308)),
+                    -(2 ** draw.randrange(80)),
+                )
+            )
+            if draw.random() < 0.2:
+                holder.pop(key)
         except (KeyError, IndexError):  # an earlier change took the place away
             continue
     return value
@@ -82,33 +79,3 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
                 if isinstance(held, dict | list):
                     inner.append(held)
         level = inner
-
-
-def _wrapped(value: Any, draw: random.Random) -> Any:
-    return draw.choice(([value], {"x": value}, str(value), [value] * 3, not value))
-
-
-def _random_value(draw: random.Random, depth: int) -> Any:
-    match draw.randrange(8 if depth < 3 else 6):
-        case 0:
-            return draw.randint(-(2 ** draw.randrange(80)), 2 ** draw.randrange(80))
-        case 1:
-            return draw.choice((-1, 1)) * 10 ** draw.uniform(-320, 308)
-        case 2:
-            return "".join(
-                chr(draw.choice((draw.randrange(128), draw.randrange(0xD800), 0xD800)))
-                for _ in range(draw.randrange(20))
-            )
-        case 3:
-            return draw.choice((True, False, None))
-        case 4:
-            return draw.choice((NAN, INFINITY, 0, ""))
-        case 5:
-            return draw.choice(VALUES)
-        case 6:
-            return [_random_value(draw, depth + 1) for _ in range(draw.randrange(5))]
-        case _:
-            return {
-                str(_random_value(draw, 3))[:9]: _random_value(draw, depth + 1)
-                for _ in range(draw.randrange(5))
-            }

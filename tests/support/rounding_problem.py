@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quantkit.grids.base import Quantizer
+from quantkit.grids.base import Quantizer, Scales
 from quantkit.grids.int_groups import IntGrid, IntQuantizer
 from quantkit.grids.nvfp4 import Nvfp4Quantizer, global_scale
 
@@ -27,3 +27,30 @@ def problem(seed: int = 0, batch: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]
         * torch.randn(K, generator=generator).exp()
     )
     return torch.randn(*batch, N, K, generator=generator), x.mT @ x / 1024
+
+
+def loss(w: Tensor, values: Tensor, hessian: Tensor) -> Tensor:
+    """Of each row, in float64."""
+    error = (w - values).double()
+    return ((error @ hessian.double()) * error).sum(-1)
+
+
+def two_sided_loss(w: Tensor, values: Tensor, hessian: Tensor, cost: Tensor) -> float:
+    error = (w - values).double()
+    return float(((cost.double() @ error) * (error @ hessian.double())).sum())
+
+
+def cost_of_outputs(seed: int = 1) -> Tensor:
+    """A few directions cost most."""
+    strong = torch.randn(N, 4, generator=torch.Generator().manual_seed(seed))
+    return strong @ strong.t() + 0.05 * torch.eye(N)
+
+
+def spread(scales: Scales) -> Scales:
+    """Steps [N, G] as [N, K]."""
+    times = K // scales.scale.shape[-1]
+    zero = scales.zero_point
+    return Scales(
+        scales.scale.repeat_interleave(times, -1),
+        None if zero is None else zero.repeat_interleave(times, -1),
+    )

@@ -59,7 +59,12 @@ class Judge:
             if costs.get(item.nodeid, 0) < limit / 2 and item.nodeid not in self._slow
         ]
         if not known:
-            likely = [item for item in likely if self._tests.names(one.function, item.nodeid)][:12]
+            likely = [
+                item
+                for item in likely
+                if self._tests.names(one.function, item.nodeid)
+                and self._tests.is_light(item.nodeid)
+            ][:12]
         likely.sort(
             key=lambda item: (
                 not self._tests.names(one.function, item.nodeid),

@@ -14,12 +14,17 @@ LEFT_OUT = re.compile(
     r"/__(main|init)__\.py$|/triton/|/cuda/|/ascend/kernels|/ascend/few_tokens"  # no CPU executes them
 )
 SLOW = re.compile(
-    r"tests/(ascend/(lowered|schemas|test_acceptance|test_executor|test_r1|test_mutant)"
-    r"|judges|evaluation/test_sandbox|evaluation/grading/test_corpus|executor/server/test_fuzz"
-    r"|executor/test_parallel|quantization/test_(kill|memory|ranks)|support"
-    r"|test_(benchmarks|package|damaged_files|pages|words|architecture)\.py)"
+    r"tests/(ascend/(lowered|schemas|test_acceptance|test_executor|test_r1|test_mutant)|judges|support)"
+    r"|/test_(sandbox|corpus|fuzz|parallel|parallel_packed|kill|memory|ranks|benchmarks|package"
+    r"|damaged_files|pages|house|words|architecture)\.py"
 )
 """Minutes of a test, or rules of the sources' own text."""
+HEAVY = {
+    *("quantize", "convert", "command", "subprocess", "Popen", "serve", "serving", "diagnose"),
+    *("load_model", "run", "measure", "Engine", "open_engine", "plan", "greedy", "written"),
+    *("made", "outputs", "server", "client"),
+}
+"""Words of tests that take more than a second, most of them."""
 
 
 def pool(root: Path) -> dict[str, list[Mutant]]:
@@ -95,21 +100,25 @@ class Tests:
         return function.rpartition(".")[2].removeprefix("_") in body
 
     def named(self, mutant: Mutant) -> bool:
-        """Whether a test names its function: the others are rarely killed by few tests."""
+        """Whether a quick test names its function: the others are rarely killed by few tests."""
         name = mutant.function.rpartition(".")[2].removeprefix("_")
         return len(name) > 4 and any(
             name in body
             for file in self.likely(mutant)
             for test, body in self._bodies(file).items()
-            if test.startswith("test_")
+            if test.startswith("test_") and not body & HEAVY
         )
+
+    def is_light(self, test: str) -> bool:
+        file, _, name = test.partition("::")
+        return not self._bodies(file).get(re.split(r"[\[:]", name)[0], set()) & HEAVY
 
     @cache  # noqa: B019
     def _bodies(self, file: str) -> dict[str, set[str]]:
         """Words of each function of a file."""
         lines = self.texts[file].splitlines()
         return {
-            node.name: set(re.findall(r"\w+", "\n".join(lines[node.lineno : node.end_lineno])))
+            node.name: set(re.findall(r"\w+", "\n".join(lines[node.lineno - 1 : node.end_lineno])))
             for node in ast.walk(ast.parse(self.texts[file]))
             if isinstance(node, ast.FunctionDef)
         }
