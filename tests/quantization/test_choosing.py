@@ -323,52 +323,6 @@ def test_sensitivities_of_another_model_are_refused(
     assert not sensitivities_path(tmp_path / "o").exists()
 
 
-@pytest.mark.parametrize(
-    ("engine", "scheme"),
-    [
-        ("vllm", "awq-w4a16"),
-        ("vllm", "fp4-w4a16"),
-        ("vllm-ascend", "int4-w4a8"),
-        ("vllm-ascend", "awq-w4a16"),
-    ],
-)
-def test_every_grid_that_is_offered_is_one_that_the_engine_takes(
-    source: Path, engine: str, scheme: str
-) -> None:
-    job = open_job(
-        read_request(find_scheme(scheme), "auto", engine, Recipe(scheme=scheme), Mixture(bits=8.5)),
-        Checkpoint.open(source),
-    )
-    options, mixed_choice = GridOptions(job), job.request.mixed_choice
-    assert mixed_choice is not None
-    offered = {
-        (row.block, grid)
-        for choice, grids in options.grids.items()
-        for row in choice.rows
-        for grid in grids
-        if grid is not None
-    }
-    assert all(
-        mixed_choice.allows(row, grid)
-        for choice, grids in options.grids.items()
-        for row in choice.rows
-        for grid in grids
-        if grid
-    )
-    if engine == "vllm-ascend":
-        assert {grid for block, grid in offered if block == "attention"} == {
-            IntGrid(8, None, symmetric=True)
-        }
-        assert len({grid for block, grid in offered if block == "expert"}) == 2
-    else:
-        assert {block for block, grid in offered if isinstance(grid, Fp8BlockGrid)} == {
-            "attention",
-            "mlp",
-            "expert",
-            "shared_expert",
-        }
-
-
 def test_kept_kinds_are_not_chosen_for(source: Path) -> None:
     request = read_request(
         SCHEME, "auto", None, Recipe(scheme=SCHEME.name), Mixture(keep=("attention",), bits=5.0)

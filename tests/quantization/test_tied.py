@@ -3,7 +3,6 @@ transformers and computes what was stored."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
@@ -14,8 +13,6 @@ from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.check import check_checkpoint
-from quantkit.executor.engine import Engine
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import find_scheme
 from quantkit.models.context import CausalContext
@@ -108,50 +105,6 @@ def test_a_stored_head_that_is_not_the_embedding_is_refused(tmp_path: Path) -> N
             device="cpu",
         )
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [
-        (
-            "llama",
-            {
-                "head_dim": 80,
-                "rope_scaling": {
-                    "type": "yarn",
-                    "factor": 8.0,
-                    "attention_factor": 1.3,
-                    "truncate": False,
-                },
-            },
-        ),
-        ("qwen2", {"hidden_size": 384, "head_dim": None}),
-        (
-            "qwen3",
-            {
-                "head_dim": 112,
-                "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
-            },
-        ),
-    ],
-)
-@torch.inference_mode()
-def test_the_engine_runs_one_kv_head_and_odd_head_sizes(
-    tmp_path: Path, model_type: str, changes: dict[str, Any]
-) -> None:
-    """Cached steps choose what the whole forward chooses, but for what a bfloat16 cache costs."""
-    config = {**TIED, "model_type": model_type, **changes}
-    path = make_model.write_dense(tmp_path / "model", config, tied_tensors(config))
-    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=2, max_model_len=128)
-    prompt = TOKENS.tolist()
-    (done,) = engine.generate([prompt], SamplingParams(max_new_tokens=12, ignore_eos=True))
-    ids = torch.tensor(prompt + done.token_ids)
-    model = engine.loaded.model
-    logits = model.logits(model(ids, CausalContext([len(ids)])))[len(prompt) - 1 : -1]
-    chosen = logits.gather(1, ids[len(prompt) :, None])[:, 0]
-    assert logits.std() > 0.5
-    assert (logits.amax(-1) - chosen).max() < 0.05
-    engine.close()
 
 
 def test_convert_lists_the_head_of_a_source_that_does_not(source: Path, tmp_path: Path) -> None:
