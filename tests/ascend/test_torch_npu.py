@@ -21,33 +21,13 @@ from quantkit_kernels import (
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
 from quantkit_kernels.torch_npu import calls, layout, rules
 
-GRIDS = ("int4-asym-32", "int4-asym-128", "int4-sym-128", "int8", "fp4", "dense")
-HALVES = (torch.bfloat16, torch.float16)
+EPS = 0.7
+"""Next to activations of one: an operator that takes its default instead is 30 % off."""
 pytestmark = pytest.mark.usefixtures("called")
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("grid", GRIDS)
-def test_linear(grid: str, dtype: torch.dtype, called: list[str]) -> None:
-    called.clear()
-    rng = torch.Generator().manual_seed(1)
-    weight = random_weight(grid, 264, 384, rng)
-    linear = prepare(weight, backend="torch_npu", dtype=dtype)
-    for rows in (1, 7):
-        x = random(rows, 384, dtype=dtype, seed=rows)
-        assert distance(linear(x), exact_linear(x, weight)) < TOLERANCE[dtype]
-    expected = {
-        "int4": {"npu_weight_quant_batchmatmul"},
-        "int8": {"npu_format_cast", "npu_dynamic_quant", "npu_quant_matmul"},
-        "fp4": set(),
-        "dense": set(),
-    }
-    assert set(called) == expected[grid.split("-")[0]]
-    assert set(called) <= set(torch_npu.NEEDS[f"linear_{grid.split('-')[0]}"])
 
 
 @pytest.mark.parametrize(("group", "rows"), [(64, 8), (128, 1), (128, 16)])
@@ -85,25 +65,6 @@ def test_fp4_decodes_exactly() -> None:
     assert torch.equal(decoded.double(), dequantize(weight, torch.float64))
 
 
-@pytest.mark.parametrize("grid", [*GRIDS, "int8-narrow"])
-def test_experts(grid: str, called: list[str]) -> None:
-    called.clear()
-    rng = torch.Generator().manual_seed(2)
-    weights = random_experts(grid, 6, 256, 128, rng)
-    experts = layer(weights, "torch_npu", torch.bfloat16)
-    assert experts.num_experts == 6
-    for tokens, top_k in ((1, 1), (5, 2), (33, 4)):
-        x = random(tokens, 256, seed=tokens)
-        ids = torch.rand(tokens, 6, generator=rng).topk(top_k, dim=-1).indices
-        topk_weights = torch.rand(tokens, top_k, generator=rng)
-        assert (
-            distance(experts(x, ids, topk_weights), exact_experts(x, ids, topk_weights, weights))
-            < 1.5e-2
-        ), tokens
-    assert called.count("npu_grouped_matmul") == (0 if grid == "fp4" else 6)
-    assert set(called) <= set(torch_npu.NEEDS[f"experts_{grid.split('-')[0]}"])
-
-
 def test_experts_in_half_a_byte_a_code() -> None:
     """W4A8: half the memory of int8, but for scales and biases; gate and up that no int32 carries
     whole stay int8."""
@@ -139,10 +100,10 @@ def test_norms_and_activation(called: list[str]) -> None:
     x, residual, gain = random(5, 7168), random(5, 7168, seed=1), random(7168, seed=2)
     for ours, twin in zip(
         (
-            functional.rms_norm(x, gain, 1e-6, backend="torch_npu"),
-            *functional.add_rms_norm(x, residual, gain, 1e-6, backend="torch_npu"),
+            functional.rms_norm(x, gain, EPS, backend="torch_npu"),
+            *functional.add_rms_norm(x, residual, gain, EPS, backend="torch_npu"),
         ),
-        (reference.rms_norm(x, gain, 1e-6), *reference.add_rms_norm(x, residual, gain, 1e-6)),
+        (reference.rms_norm(x, gain, EPS), *reference.add_rms_norm(x, residual, gain, EPS)),
     ):
         assert distance(ours, twin.double()) < 4e-3
     assert (
