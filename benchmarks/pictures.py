@@ -124,7 +124,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Bar:
-    """`value` is drawn whole and on to `up_to` faintly; `words` stand behind it."""
+    """`value` is drawn whole and on to `up_to` faintly; `words` come after it."""
 
     label: str
     value: float
@@ -301,7 +301,7 @@ def published(concurrency: int, colour: str) -> list[Bar]:
 
 
 def decode(theme: Theme) -> str:
-    """Milliseconds a token of DeepSeek-R1 on one box, beside the floor of its bytes and what others
+    """Milliseconds a token of DeepSeek-R1 on one box, next to the floor of its bytes and what others
     published."""
     drawing = Drawing(theme, "Time per output token of R1-class models on one box, without guesses")
     below = 0.0

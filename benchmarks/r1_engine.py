@@ -88,7 +88,7 @@ def made_engine(
 
 
 def served_engine(loaded: LoadedModel, blocks: int, length: int, batch: int) -> Engine:
-    """As `quantkit serve` has it: how much of a prompt is computed beside answers is measured, and
+    """As `quantkit serve` has it: how much of a prompt is computed together with answers is measured, and
     graphs are captured ahead. All ranks at
     the same time. blocks: of the cache; length: of a request."""
     plan, tokenizer = (

@@ -52,7 +52,7 @@ def filled(text: str) -> str:
 
 
 def block(marker: str) -> str:
-    """What stands below a marker."""
+    """What comes below a marker."""
     if marker == "loader matrix":
         return loader_matrix()
     if marker == "refusals":
@@ -195,13 +195,13 @@ def loader_matrix() -> str:
                 ]
             )
         for codes, models in profile.caches.items():
-            told = f"cache {codes}, by steps of the checkpoint, of {', '.join(models)}"
+            described = f"cache {codes}, by steps of the checkpoint, of {', '.join(models)}"
             rows.append(
                 [
                     profile.engine,
                     "npu",
                     "modelslim ascendV1",
-                    told,
+                    described,
                     "-",
                     "any",
                     cache_evidence(profile, codes),
@@ -266,7 +266,7 @@ def layouts() -> str:
                 found.setdefault(key, []).append(
                     f"{run.format}: {equal}{'' if run.passed else ', **not enough**'}"
                 )
-            rows += [[*key, "; ".join(told)] for key, told in found.items()]
+            rows += [[*key, "; ".join(described)] for key, described in found.items()]
             if not found:
                 rows.append(
                     [recipe.engine, f"{layout.name} ({recipe.device})", "", "by source", "", ""]
