@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.gguf import unpack as unpack_gguf
 from quantkit.common.assets import BUILTIN_MODELS, builtin_model
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST, is_there, read_json
@@ -57,8 +58,8 @@ class RemoteHeaders:
 
 
 def find_model(name: str) -> Path:
-    """Directory of a model: a directory itself, a built-in name, or a Hub id, whose files are
-    downloaded where they are not in the Hub's cache.
+    """Directory of a model: a directory itself, a GGUF file, which is dequantized, a built-in name,
+    or a Hub id, whose files are downloaded where they are not in the Hub's cache.
 
     Raises QuantkitError for a name that is none of these, and where the Hub does not provide the
     model.
@@ -212,6 +213,8 @@ def _find_directory(name: str) -> Path | None:
         return path
     if name in BUILTIN_MODELS:
         return builtin_model(name)
+    if path.suffix == ".gguf" and path.is_file():
+        return unpack_gguf(path)
     if path.exists():
         raise QuantkitError(
             f"{name} is a file",
@@ -251,8 +254,7 @@ def _refuse_other_kinds(path: Path) -> None:
         return  # a model without its config.json
     if ggufs := sorted(file.name for file in path.glob("*.gguf")):
         raise QuantkitError(
-            f"{path} holds weights in GGUF ({ggufs[0]})",
-            "give the safetensors checkpoint that they were made of",
+            f"{path} holds weights in GGUF", f"give the file itself, {path / ggufs[0]}"
         )
     if below := sorted(
         file.parent

@@ -110,7 +110,7 @@ class Deployment:
 
     model: str
     engine: str
-    device: str
+    device: Device
     layout: str
     devices_per_box: int
     summary: str

@@ -109,10 +109,12 @@ def _format_with_reader(
 ) -> str | None:
     """A format in which the engine reads the checkpoint's weights as they are; None if none."""
     grid = checkpoint.grid
+    if grid is None:
+        return None
     parts = {
         part_of(row) for row in read_model(checkpoint).rows if row.module in checkpoint.linears
     }
-    for rule in profile.loads if grid is not None else ():
+    for rule in profile.loads:
         holds = any(
             (one.name, one.variant) == (rule.format, rule.variant) and one.holds(grid)
             for one in FORMATS

@@ -230,7 +230,7 @@ def test_a_model_without_safetensors(
         (["model_index.json", "unet/config.json"], "holds a pipeline of diffusers"),
         (
             ["small-Q4_K_M.gguf", "README.md"],
-            r"holds weights in GGUF \(small-Q4_K_M.gguf\); give the safetensors checkpoint",
+            r"holds weights in GGUF; give the file itself, .*small-Q4_K_M\.gguf",
         ),
         (
             ["refs/main", "snapshots/0a1b/config.json"],

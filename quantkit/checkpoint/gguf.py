@@ -1,0 +1,97 @@
+"""Models in GGUF files: dequantized to BF16 into a folder of the user's cache, as transformers reads
+them."""
+
+import hashlib
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import psutil
+from quantkit_kernels.compiled import cache_directory
+
+from quantkit.common.errors import QuantkitError
+
+_TOKENIZERS = {"default", "gpt-2", "gpt2"}
+"""Pre-tokenizers (tokenizer.ggml.pre) that are GPT-2's, as transformers assumes of others, too."""
+_INSTEAD = "give the safetensors checkpoint that the file was made of"
+
+
+def unpack(path: Path) -> Path:
+    """The folder with config.json, model.safetensors in BF16 and the tokenizer of a GGUF file; made
+    once, in the user's cache.
+
+    A tokenizer.json next to the file is preferred to its own vocabulary. Raises QuantkitError for a
+    file that transformers cannot read, or whose text is split in an unknown way.
+    """
+    status = path.stat()
+    key = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}".encode()
+    folder = f"{path.stem}-{hashlib.sha256(key).hexdigest()[:12]}"
+    target = cache_directory() / "gguf" / folder
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            _write(path, Path(scratch) / "model")
+            (Path(scratch) / "model").rename(target)
+    return target
+
+
+def _write(path: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers.integrations.gguf.reader import read_gguf_metadata
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        metadata, _ = read_gguf_metadata(str(path))
+    except Exception as error:
+        raise QuantkitError(f"{path} cannot be read as GGUF ({error})", _INSTEAD) from error
+    tokenizer = _tokenizer(path, metadata)
+    needed, free = 8 * path.stat().st_size, psutil.virtual_memory().available
+    if needed > free:
+        raise QuantkitError(
+            f"{path} takes about {needed / 2**30:.0f} GiB of memory to dequantize, and "
+            f"{free / 2**30:.0f} GiB are free",
+            _INSTEAD,
+        )
+    warnings.warn(
+        f"{path.name} is dequantized to BF16; what its own quantization lost stays lost",
+        stacklevel=2,
+    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+        )
+    except Exception as error:
+        raise QuantkitError(f"{path}: transformers cannot read it ({error})", _INSTEAD) from error
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _tokenizer(path: Path, metadata: dict[str, Any]) -> Any:
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoTokenizer
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    if (path.parent / "tokenizer.json").is_file():
+        return AutoTokenizer.from_pretrained(path.parent)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    split = metadata.get("tokenizer.ggml.pre", "default")
+    if split == "smollm":  # GPT-2's, with a token for each digit
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+        )
+    elif (
+        metadata.get("tokenizer.ggml.model") == "gpt2"
+        and split not in GGUF_PRE_TOKENIZER_SPLITS
+        and split not in _TOKENIZERS
+    ):
+        raise QuantkitError(
+            f"{path} splits text as {split}, which transformers does not know",
+            f"put the model's tokenizer.json and tokenizer_config.json next to it, or {_INSTEAD}",
+        )
+    return tokenizer
