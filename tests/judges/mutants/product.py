@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from by_rule import Mutant
 from mutants import ROOT
-from rooms import Tests, pool, quotas
+from rooms import Tests, pool, quotas, sources
 from run import Copy, enter
 from warm import Warm
 
@@ -56,20 +56,15 @@ class Judge:
         likely = [
             item
             for item in likely
-            if costs.get(item.nodeid, 0) < limit / 2 and item.nodeid not in self._slow
+            if costs.get(item.nodeid, 0) < limit / 2
+            and item.nodeid not in self._slow
+            and (known or self._tests.is_light(item.nodeid))
         ]
-        if not known:
-            likely = [
-                item
-                for item in likely
-                if self._tests.names(one.function, item.nodeid)
-                and self._tests.is_light(item.nodeid)
-            ][:12]
         likely.sort(
             key=lambda item: (
                 not self._tests.names(one.function, item.nodeid),
-                files.index(item.nodeid.partition("::")[0]) if known else 0,
-                costs.get(item.nodeid, 0.3),
+                files.index(item.nodeid.partition("::")[0]),
+                costs.get(item.nodeid, 0.1),
             )
         )
         wanted = [item for item in self._warm.items if _alike(item.nodeid, known)]
@@ -79,20 +74,13 @@ class Judge:
                 ended = self._warm.verdict([one.path], wanted, limit)
             if ended == "ran on":
                 last = self._warm.running()
-                self._slow_as(last, costs)
+                self._slow.add(last)
                 wanted = wanted[[item.nodeid for item in wanted].index(last) + 1 :]
-                wanted = [item for item in wanted if item.nodeid not in self._slow]
             elif "::" not in ended or self._is_sound(one.path, ended):
                 return ended if "::" in ended or ended == "at import" else ""
             else:
                 wanted = [item for item in wanted if item.nodeid != ended]
         return ""
-
-    def _slow_as(self, test: str, costs: dict[str, float]) -> None:
-        """Leave it out from now on, and those of its file that were never seen to pass: they may
-        wait for the same fixture."""
-        file = self._items[test.partition("::")[0]]
-        self._slow |= {test, *(item.nodeid for item in file if item.nodeid not in costs)}
 
     def _is_sound(self, path: str, test: str) -> bool:
         """Whether a test passes with the source as it is."""
@@ -111,30 +99,33 @@ Job = tuple[str, Mutant, str]
 """A room, a mutant, and the test that is known to kill it."""
 
 
-def drawn(root: Path, rows: list[Row]) -> tuple[list[Job], dict[str, int]]:
+def drawn(root: Path, rows: list[Row], rooms: list[str]) -> tuple[list[Job], dict[str, int]]:
     """Mutants of each room that are not yet tried, and how many killed ones each still lacks."""
-    tests, every, jobs = Tests(root), pool(root), list[Job]()
-    lacking = quotas({name: len(made) for name, made in every.items()}, 200)
-    for name, share in lacking.items():
-        known = (one for one in every[name] if tests.named(one))
-        jobs += [(name, one, "") for one in islice(known, DRAWN * share)]
+    tests, files, jobs = Tests(root), sources(root), list[Job]()
+    lacking, tried = quotas(files, 200), {row["key"] for row in rows}
     for row in rows:
         lacking[row["room"]] -= bool(row["killed_by"])
+    for room in rooms or files:
+        fresh = (one for one in pool(files[room]) if one.key not in tried and tests.named(one))
+        jobs += [(room, one, "") for one in islice(fresh, DRAWN * max(0, lacking[room]))]
     return jobs, lacking
 
 
 def known(root: Path, killed: list[Row]) -> Iterator[Job]:
     """Mutants that were killed, each as the sources have it now."""
-    every = [one for made in pool(root).values() for one in made]
-    by_key = {one.key: one for one in every}
-    for row in killed:
-        said = tuple(row[name] for name in ("function", "rule", "old", "new"))
-        like = [one for one in every if (one.function, one.rule, one.old, one.new) == said]
-        one = by_key.get(row["key"]) or next(iter(like), None)
-        if one is None:
-            sys.stderr.write(f"gone: {row['path']} {row['function']}: {row['old']!r}\n")
-        else:
-            yield row["room"], one, row["killed_by"]
+    files = sources(root)
+    for room in dict.fromkeys(row["room"] for row in killed):
+        every = pool(files[room])
+        by_key = {one.key: one for one in every}
+        for row in killed:
+            said = tuple(row[name] for name in ("function", "rule", "old", "new"))
+            like = (one for one in every if (one.function, one.rule, one.old, one.new) == said)
+            if row["room"] == room:
+                one = by_key.get(row["key"]) or next(like, None)
+                if one is not None:
+                    yield room, one, row["killed_by"]
+                else:
+                    sys.stderr.write(f"gone: {row['path']} {row['function']}: {row['old']!r}\n")
 
 
 def judge(
@@ -168,7 +159,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--root", type=Path, default=ROOT)
-    parser.add_argument("--rooms", nargs="*")
+    parser.add_argument("--rooms", nargs="*", default=[])
     parser.add_argument("--again", type=Path)
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "mutants.jsonl")
     asked = parser.parse_args()
@@ -176,17 +167,17 @@ def main() -> None:
     asked.results.parent.mkdir(exist_ok=True)
     rows = _rows(asked.results)
     if asked.again:
-        jobs = list(known(root, [row for row in _rows(asked.again) if row["killed_by"]]))
+        done = {row["key"] for row in rows}
+        rows_again = [
+            row
+            for row in _rows(asked.again)
+            if row["killed_by"]
+            and row["key"] not in done
+            and (not asked.rooms or row["room"] in asked.rooms)
+        ]
+        jobs = list(known(root, rows_again))
     else:
-        jobs, lacking = drawn(root, rows)
-    done = {row["key"] for row in rows}
-    jobs = [
-        job
-        for job in jobs
-        if job[1].key not in done
-        and lacking.get(job[0], 1) > 0
-        and (not asked.rooms or job[0] in asked.rooms)
-    ]
+        jobs, lacking = drawn(root, rows, asked.rooms)
     with asked.results.open("a") as out:
 
         def note(job: Job, killed: str, began: float) -> bool:

@@ -5,11 +5,12 @@ import random
 import re
 from collections.abc import Iterator
 from functools import cache, cached_property
+from itertools import repeat
 from pathlib import Path
 
 from by_rule import Mutant, of_python
 
-ROOMS = ("quantkit/*", "kernels/quantkit_kernels/*")
+ROOMS = ("quantkit/**/*.py", "kernels/quantkit_kernels/**/*.py")
 LEFT_OUT = re.compile(
     r"/__(main|init)__\.py$|/triton/|/cuda/|/ascend/kernels|/ascend/few_tokens"  # no CPU executes them
 )
@@ -27,30 +28,29 @@ HEAVY = {
 """Words of tests that take more than a second, most of them."""
 
 
-def pool(root: Path) -> dict[str, list[Mutant]]:
-    """By room, in an order that is always the same: all that the rules make."""
-    found: dict[str, list[Mutant]] = {}
+def sources(root: Path) -> dict[str, dict[str, str]]:
+    """By room: the text of its files, by path below the checkout."""
+    found: dict[str, dict[str, str]] = {}
     for pattern in ROOMS:
-        for room in sorted(root.glob(pattern)):
-            files = sorted(room.rglob("*.py")) if room.is_dir() else [room]
-            names = [str(one.relative_to(root)) for one in files if one.suffix == ".py"]
-            made = [
-                one
-                for name in names
-                if not LEFT_OUT.search(name)
-                for one in of_python(name, (root / name).read_text())
-            ]
-            name = "quantkit_kernels" if "kernels/" in str(room) else room.stem
-            found.setdefault(name, []).extend(made)
-    for name, made in found.items():
-        random.Random(name).shuffle(made)
+        for path in sorted(root.glob(pattern)):
+            name = str(path.relative_to(root))
+            room = "quantkit_kernels" if name.startswith("kernels/") else name.split("/")[1]
+            if not LEFT_OUT.search(name):
+                found.setdefault(room.removesuffix(".py"), {})[name] = path.read_text()
     return found
 
 
-def quotas(sizes: dict[str, int], total: int) -> dict[str, int]:
-    """How many mutants of `total` a room has: by its share, and one at least."""
-    whole = sum(sizes.values())
-    return {name: max(1, round(total * size / whole)) for name, size in sizes.items() if size}
+def pool(files: dict[str, str]) -> list[Mutant]:
+    """All that the rules make of files, in an order that is always the same."""
+    made = [one for name, text in files.items() for one in of_python(name, text)]
+    random.Random(min(files)).shuffle(made)
+    return made
+
+
+def quotas(files: dict[str, dict[str, str]], total: int) -> dict[str, int]:
+    """How many mutants of `total` a room has: by its lines, and one at least."""
+    lines = {room: sum(map(str.count, own.values(), repeat("\n"))) for room, own in files.items()}
+    return {room: max(1, round(total * own / sum(lines.values()))) for room, own in lines.items()}
 
 
 class Tests:

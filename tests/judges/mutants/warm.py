@@ -153,10 +153,11 @@ class Warm:
                 if sum(os.times()[:4]) > limit:
                     break
                 (self.folder / "running").write_text(item.nodeid)
-                patience = PATIENCE + 10 * self.seconds.get(item.nodeid, 0)
-                signal.setitimer(signal.ITIMER_REAL, patience)
                 if limit < math.inf:
                     signal.setitimer(signal.ITIMER_PROF, limit / 2)
+                patience = PATIENCE if limit == math.inf else 4 * PATIENCE
+                patience += 10 * self.seconds.get(item.nodeid, 0)
+                signal.setitimer(signal.ITIMER_REAL, patience)
                 began = sum(os.times()[:4])
                 self._run(item, after)
                 with (self.folder / "costs").open("a") as costs:
