@@ -50,40 +50,6 @@ def test_a_grader_that_changed_grades_anew(runs: Path) -> None:
     assert regrade(runs / "good").tasks["sums"].setting.grader == "number"
 
 
-def test_kept_replies_are_read_by_their_question(tmp_path: Path) -> None:
-    """Ages now and later: the same reply answers one problem and not the other, at first and when
-    graded anew."""
-    asked = {
-        "later": "Tom is 5 years old. How old will he be in 10 years?",
-        "now": "How old is Tom now?",
-    }
-    rows = [
-        {"id": name, "question": question, "answer": "15", "steps": 1}
-        for name, question in asked.items()
-    ]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "sums.yaml").write_text(TASK)
-    with ReplayServer(
-        lambda question, body: "</think>Tom is 5 now, and in 10 years he will be 15.", models=("m",)
-    ) as server:
-        run_evaluation(
-            server.url,
-            [str(tmp_path / "sums.yaml")],
-            EvaluateOptions(data_dir=tmp_path, out=tmp_path / "run", repeats=1),
-        )
-    for _ in range(2):
-        found = [
-            json.loads(line)
-            for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
-        ]
-        assert {one["problem"]: one["reason"] for one in found} == {
-            "later": "right-loose",
-            "now": "wrong-loose",
-        }
-        (tmp_path / "run" / "samples.jsonl").unlink()
-        regrade(tmp_path / "run")
-
-
 @pytest.mark.parametrize(
     ("file", "old", "new", "named"),
     [

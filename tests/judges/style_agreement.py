@@ -5,10 +5,10 @@ lm-evaluation-harness' own tasks, beside quantkit.
 
 `make test-evalscope` and `test-lm-eval` run it, `make test-styles` with --whole.
 
-One line a task: how often each grader agrees with the reader, of the whole corpus or of SAMPLE
-styles a task, evenly out of it. quantkit must agree at least as often on every task, also if the
-other one were right wherever it gave no verdict in time; and the other one must give a verdict
-nearly always, else nothing was compared.
+Two lines a task, common and rare styles: how often each grader agrees with the reader, of the whole
+corpus or of SAMPLE styles, evenly out of it. On the common ones quantkit must agree at least as often,
+also if the other one were right wherever it gave no verdict in time; and the other one must give a
+verdict nearly always, else nothing was compared.
 """
 
 import json
@@ -94,46 +94,36 @@ JUDGES = {
 
 
 def compare(name: str, task: str, verdict: Verdict, whole: bool) -> list[str]:
-    """Prints the line of a task; what is wrong with it."""
-    asked = styles(task)
-    asked = asked if whole else asked[:: math.ceil(len(asked) / SAMPLE)]
-    theirs = bounded(
-        verdict,
-        [Record(task, style.row, "corpus", style.right, style.reply) for style in asked],
-        SECONDS,
-    )
-    agree = [
-        sum(found == style.right for found, style in zip(verdicts, asked))
-        for verdicts in (ours(task, asked), theirs)
-    ]
-    ungraded = theirs.count(None)
-    print(
-        json.dumps(
-            {
-                "task": task,
-                "styles": len(asked),
-                "quantkit": agree[0],
-                name: agree[1],
-                "ungraded": ungraded,
-            }
-        ),
-        flush=True,
-    )
-    for style in [style for style, found in zip(asked, theirs) if found is None][:5]:
-        print(f"  no verdict by {name} in {SECONDS:.0f} s: {style.reply[:100]!r}")
-    wrong = (
-        [f"quantkit agrees less often than {name} on {task}"]
-        if agree[0] < agree[1] + ungraded
-        else []
-    )
-    wrong += (
-        [f"quantkit agrees with fewer than {LEAST:.0%} of {task}"]
-        if agree[0] < LEAST * len(asked)
-        else []
-    )
-    return wrong + (
-        [f"{name} gave too few verdicts on {task}"] if ungraded > UNGRADED * len(asked) else []
-    )
+    """Prints two lines of a task, common and rare styles; what is wrong with the common ones."""
+    wrong: list[str] = []
+    for is_common in (True, False):
+        asked = tuple(style for style in styles(task) if style.is_common is is_common)
+        asked = asked if whole else asked[:: math.ceil(len(asked) / SAMPLE)]
+        theirs = bounded(
+            verdict,
+            [Record(task, style.row, "corpus", style.right, style.reply) for style in asked],
+            SECONDS,
+        )
+        found = {"quantkit": ours(task, asked), name: theirs}
+        agree, false_right = (
+            {who: sum(map(count, verdicts, asked)) for who, verdicts in found.items()}
+            for count in (
+                lambda verdict, style: verdict == style.right,
+                lambda verdict, style: verdict is True and not style.right,
+            )
+        )
+        ungraded = theirs.count(None)
+        line = {"task": task, "common": is_common, "styles": len(asked), **agree}
+        print(json.dumps(line | {"false right": false_right, "ungraded": ungraded}), flush=True)
+        if not is_common:
+            continue
+        if agree["quantkit"] < agree[name] + ungraded:
+            wrong.append(f"quantkit agrees less often than {name} on {task}")
+        if agree["quantkit"] < LEAST * len(asked):
+            wrong.append(f"quantkit agrees with fewer than {LEAST:.0%} of {task}")
+        if ungraded > UNGRADED * len(asked):
+            wrong.append(f"{name} gave too few verdicts on {task}")
+    return wrong
 
 
 def main() -> None:

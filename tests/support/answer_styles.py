@@ -1,13 +1,12 @@
 """The corpus of answer styles: how models end their replies, each with the verdict of a person who
 read it.
 
-A file of evaluation/grading/corpus holds one task. `= GOLD` begins a problem (mmlu_pro: `= LETTER | option | option ...`), and
-`? QUESTION` behind it says what is asked, where it matters; then every line is a reply, behind `+`
-where a reader calls it right and `-` where not. `⏎` stands for a new line; in programs `‹R›` and
-`‹W›` stand for a right and a wrong solution and `‹P›` for the prompt. Verdicts were written down
-before any grader saw them. What the reader goes by: the reply's own last answer counts, whole, as
-its writer would explain it; several answers, or one that is taken back, are no answer; typesetting,
-units and politeness change nothing; what stands in the reasoning is not said.
+A file of evaluation/grading/corpus holds one task. `= GOLD` begins a problem (mmlu_pro: `= LETTER | option | option ...`);
+then every line is a reply, after `+` where a reader calls it right and `-` where not. `⏎` stands for a new line; in programs
+`‹R›` and `‹W›` stand for a right and a wrong solution and `‹P›` for the prompt. Verdicts were written down before any grader saw
+them: the reply's own last answer counts, whole, as its writer would explain it; several answers, or one that is taken back, are
+no answer; typesetting, units and politeness change nothing; what is in the reasoning is not said. The lines are a draw from
+15,550, by task and by `is_common`.
 """
 
 import json
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 CORPUS = Path(__file__).parents[1] / "evaluation" / "grading" / "corpus"
-UNTOLD = "Which is it?"
+QUESTION = "Which is it?"
 TASKS = ("aime24", "gsm8k", "math_500", "mmlu_pro", "humaneval", "live_code_bench")
 
 TOTAL = 'from typing import List\n\n\ndef total(xs: List[int]) -> int:\n    """ Sum of xs. """\n'
@@ -101,6 +100,19 @@ SOLUTIONS = {  # right, wrong
 }
 
 
+_BOXES = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+_NUMBER = re.compile(
+    r"[\s$]*(?:[A-Za-z+ ]{1,8}=\s*)?-?\\?\$?\d[\d,.]*(?:\{,\}\d+)*(?:\s*\\?%"
+    r"|\s*(?:\\text\{\s*[a-z ]+\}|[a-z]+))?[.\s$]*"
+    r"|[\s$]*-?\\[dt]?frac\{\d+\}\{\d+\}[\s$]*"
+)
+_CHOICE = re.compile(r"(?i)\b(?:answer\W{0,4}[:：]|answer is|option is)\W{0,6}[A-J]\b")
+_STATED = re.compile(
+    r"(?i)(?:####|\banswer\W{0,4}[:：]|\banswer is)[\s*$]{0,6}-?\\?\$?\d[\d,.]*[\s*$.]*$"
+    r"|\*\*[^*]*\d[^*]*\*\*[.\s]*$"
+)
+
+
 @dataclass(frozen=True)
 class Style:
     """A reply to a problem. `row` is a line of the task's data file as its publishers write it."""
@@ -110,19 +122,34 @@ class Style:
     reply: str
     right: bool
 
+    @property
+    def is_common(self) -> bool:
+        """Whether a model that was asked for a box or an answer line writes so: one box with a number
+        in it (any mathematics, a choice), a line or a sentence that states the answer, bold text at
+        the end, fenced programs."""
+        text = self.reply.split("</think>")[-1]
+        if self.task in ("humaneval", "live_code_bench"):
+            return "```" in text
+        boxes = _BOXES.findall(text)
+        if "box" in text:
+            any_content = self.task in ("math_500", "mmlu_pro")
+            return len(boxes) == 1 and (any_content or _NUMBER.fullmatch(boxes[0]) is not None)
+        stated = _CHOICE if self.task == "mmlu_pro" else _STATED
+        return stated.search(text) is not None
 
-def _number_row(gold: str, question: str) -> dict[str, Any]:
-    return {"id": gold, "problem": question, "answer": gold}
+
+def _number_row(gold: str) -> dict[str, Any]:
+    return {"id": gold, "problem": QUESTION, "answer": gold}
 
 
-def _gsm8k_row(gold: str, question: str) -> dict[str, Any]:
-    return {"question": question, "answer": f"So many.\n#### {gold}"}
+def _gsm8k_row(gold: str) -> dict[str, Any]:
+    return {"question": QUESTION, "answer": f"So many.\n#### {gold}"}
 
 
-def _math_row(gold: str, question: str) -> dict[str, Any]:
+def _math_row(gold: str) -> dict[str, Any]:
     return {
         "unique_id": gold,
-        "problem": question,
+        "problem": QUESTION,
         "answer": gold,
         "solution": f"\\boxed{{{gold}}}",
         "subject": "Algebra",
@@ -130,13 +157,13 @@ def _math_row(gold: str, question: str) -> dict[str, Any]:
     }
 
 
-def _choice_row(text: str, question: str) -> dict[str, Any]:
+def _choice_row(text: str) -> dict[str, Any]:
     letter, *options = (part.strip() for part in text.split("|"))
-    about = {"question_id": 1, "question": question, "category": "other", "cot_content": ""}
+    about = {"question_id": 1, "question": QUESTION, "category": "other", "cot_content": ""}
     return about | {"options": options, "answer": letter, "answer_index": ord(letter) - ord("A")}
 
 
-def _function_row(kind: str, question: str) -> dict[str, Any]:
+def _function_row(kind: str) -> dict[str, Any]:
     prompt, test = FUNCTIONS[kind]
     name, body = re.findall(r"(?m)^def (\w+)", prompt)[-1], SOLUTIONS[kind][0].partition("\n")[2]
     return {
@@ -148,7 +175,7 @@ def _function_row(kind: str, question: str) -> dict[str, Any]:
     }
 
 
-def _contest_row(kind: str, question: str) -> dict[str, Any]:
+def _contest_row(kind: str) -> dict[str, Any]:
     starter, name, tests = CALLS.get(
         kind, ("", None, [("3\n1 2 3\n", "6\n"), ("2\n-5 5\n", "0\n")])
     )
@@ -185,16 +212,13 @@ def styles(task: str) -> tuple[Style, ...]:
 
 
 def _read(task: str) -> Iterator[Style]:
-    gold, row, solutions = "", {}, ("", "")
+    row, solutions = {}, ("", "")
     for line in (CORPUS / f"{task}.txt").read_text(encoding="utf-8").split("\n"):
         if not line:
             continue
         mark, text = line[:1], line[2:]
         if mark == "=":
-            gold, row, solutions = text, _ROWS[task](text, UNTOLD), SOLUTIONS.get(text, ("", ""))
-            continue
-        if mark == "?":
-            row = _ROWS[task](gold, text.replace("⏎", "\n"))
+            row, solutions = _ROWS[task](text), SOLUTIONS.get(text, ("", ""))
             continue
         assert mark in "+-", line
         reply = text.replace("⏎", "\n")

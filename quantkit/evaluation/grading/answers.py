@@ -1,343 +1,357 @@
-r"""Find the final answer in the text after the reasoning, for numeric answers and expressions.
+r"""Find the answer of a reply in the text after the reasoning.
 
-The last \boxed{} (boxes.py) counts; without one the last sentence that states the answer, then the
-last number of the text. What is found is read whole by values.py, or refused.
+In this order: the last \boxed{} that is not empty; the last line or sentence that states the answer
+(`Answer: 18`, `#### 18`, `the answer is 18`, 答案是18); the last sentence that has a number, where it
+says one. Anything else is no answer: none is inferred.
 """
 
 import re
-from dataclasses import replace
-from fractions import Fraction
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
-from quantkit.evaluation.grading import answer_phrases
-from quantkit.evaluation.grading.boxes import Extraction, boxes, equal_to, last_box
-from quantkit.evaluation.grading.conversions import equal_quantities
-from quantkit.evaluation.grading.languages import decimal_comma
-from quantkit.evaluation.grading.prose import (
-    has_number,
-    read_last,
-    read_number_words,
-    read_sentence,
+from quantkit.evaluation.grading.numbers import (
+    CHANGES,
+    Value,
+    is_unit,
+    number_in_words,
+    numbers,
+    read_value,
 )
-from quantkit.evaluation.grading.quantities import begin_quantity
-from quantkit.evaluation.grading.requested_units import convert_to_requested, unify_units
-from quantkit.evaluation.grading.typesetting import normalize
-from quantkit.evaluation.grading.values import read_value
+from quantkit.evaluation.grading.typesetting import normalize, plain
 
-LONGEST = 100_000  # characters at the end of a text in which its answer is looked for
-_BOX_TOKENS = re.compile(r"<\|begin_of_box\|>([^<>|]*)<\|end_of_box\|>")  # as GLM writes them
+Found = Literal["asked", "phrase", "last"]
+"""`asked` is what the prompt asked for, `phrase` a sentence that states the answer, `last` the last
+sentence of the text."""
+
+LONGEST = 100_000  # characters at the end of a reply that are read
+_SENTENCE, _ENDING, _LAST_ONES = 600, 4000, 50
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """The answer as written, where it stood, and the value it states. `open_box`: the last box is
+    never closed."""
+
+    text: str | None
+    found: Found | None = None
+    open_box: bool = False
+    value: Value | None = None
+
+
+# ---------------------------------------------------------------------------------------------- boxes
+
+
+@dataclass(frozen=True)
+class BoxedText:
+    r"""The content of one \boxed{}, and where it is in the text, command and braces included."""
+
+    content: str
+    start: int
+    end: int
+
+
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?:\{|(?P<bare>-?\d+))")
+_LONGEST_BOX = 10_000
+_BOX_TOKENS = re.compile(r"<\|begin_of_box\|>(.*?)<\|end_of_box\|>", re.DOTALL)  # GLM
+_DRESS = r"[\s$*_\\(\[{}\])'\"`]*"
+_JOINED = re.compile(
+    rf"{_DRESS}(?:or|and|and/or|&|,|\\text\s*\{{\s*(?:or|and)\s*\}}){_DRESS}(?:[a-z](?:_\d)?\s*={_DRESS})?",
+    re.IGNORECASE,
+)
+_DENIED = re.compile(rf"(?i)(?:\bnot|n't|\bnever|\bcannot be|不是){_DRESS}$")
+_TAKEN_BACK = re.compile(
+    rf"(?i){_DRESS}[.!?]?{_DRESS}(?:(?:wait|hmm+|oops|no|actually|sorry|but|on second thoughts?"
+    rf"|on reflection)[\s,.:!—-]+)*(?:(?:this|that|it)\s+)?(?:is|was|are|would be|'s|can)"
+    r"\s*(?:clearly |definitely )?(?:not\b(?! only)|n't|wrong|incorrect|false|impossible"
+    r"|too (?:large|small|big|high|low))"
+)
+_SCALE = re.compile(
+    r"[\s$*)\\,;~]*(?:\\(?:text|mathrm)\s*\{)?\s*((?:dozen|hundred|thousand|million|billion|trillion)s?\b|[万亿])",
+    re.IGNORECASE,
+)
+
+
+def boxes(text: str) -> tuple[list[BoxedText], bool]:
+    """All boxes in order, an inner one instead of what is around it, and whether the last is never
+    closed. Escaped braces do not count."""
+    found: list[BoxedText] = []
+    is_open = False
+    for match in list(_BOX.finditer(text))[-100:]:
+        if match["bare"]:
+            found.append(BoxedText(match["bare"], match.start(), match.end()))
+            continue
+        end = _closing_brace(text, match.end())
+        is_open = end is None
+        if end is not None:
+            content, start = text[match.end() : end].strip(), match.start()
+            if found and start < found[-1].end:
+                start = found.pop().start
+            found.append(BoxedText(content, start, end + 1))
+    return found, is_open
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    depth = 1
+    for index in range(start, min(len(text), start + _LONGEST_BOX)):
+        if text[index] in "{}" and text[index - 1] != "\\":
+            depth += 1 if text[index] == "{" else -1
+            if depth == 0:
+                return index
+    return None
+
+
+def last_box(text: str) -> Extraction:
+    """The content of the last box that has any: "" where it is denied or taken back; the contents
+    of boxes that are enumerated, joined by commas."""
+    found, is_open = boxes(text)
+    if is_open:
+        return Extraction(None, open_box=True)
+    filled = [box for box in found if re.search(r"[^\s\\{}$.,?!~]", box.content)]
+    if not filled:
+        return Extraction(None)
+    last = filled[-1]
+    if _DENIED.search(text[: last.start][-40:]) or _TAKEN_BACK.match(text, last.end):
+        return Extraction("", "asked")
+    first = len(filled) - 1
+    while first and _JOINED.fullmatch(text, filled[first - 1].end, filled[first].start):
+        first -= 1
+    contents = list(dict.fromkeys(box.content for box in filled[first:]))
+    scale = _SCALE.match(text, last.end)
+    return Extraction(", ".join(contents) + (f" {scale[1]}" if scale else ""), "asked")
+
+
+# ----------------------------------------------------------------------------------------- statements
+
+_VERB = (
+    r"(?:(?P<denied>is\s+(?:clearly\s+)?(?:not|never)|isn't|cannot\s+be|can't\s+be|不是)"
+    r"|is|was|are|equals?|:|=+>?|-+>|→|(?:comes|turns)\s+out\s+(?:as|to|at)(?:\s+be)?|(?:should"
+    r"|must|would|will|has\s+to)\s+be|[是为]|等于)"
+)
+_STATED = re.compile(
+    r"(?i)(?:(?<![A-Za-z/])(?:answer|ans|(?:right|correct|required|requested|desired)\s+(?:value"
+    r"|number|result|count|total|sum|remainder|solution))\b\.?"
+    r"(?:\s+(?:to|of|for)\s[^.:\n]{1,80}?(?=[\s$*)]*(?:(?:is|was|are|equals)(?![A-Za-z])|:)))?"
+    r"|(?:答案|结果)\s*应?|(?<![\u4e00-\u9fff])答(?=\s*:))"
+    rf"[\s*_\"'`]*?(?:{_VERB}|(?<=answer)[\s*_:]*(?=\n))\s*:?|\#\#\#\#+|<answer>|(?m:^\W{{0,4}}A\s*:)"
+)
+_DOUBTED = re.compile(
+    r"(?i)(?:\bno|\bassum(?:e|ing)|\bsuppos(?:e|ing)|\bif|\bwhether|\bnot|\bfalse|\bwrong"
+    r"|\bunable to|\bdoubt|n't)\b(?:(?!\bbut\b)[\w\s,]){0,40}$"
+)
+_KIND = re.compile(
+    r"(?i)\s*(?:an?|the|some)\s+(?:[a-z-]+\s+)?(?:integer|number)\s+(?:between|from|in|less|at|of)\b"
+)
+_INSTEAD = re.compile(r"(?i)\b(?:but|it is|it's|rather)\s+(.*)")
+_MARKS = re.compile(r"(?m)^[ \t]*(?:#{1,3}[ \t]+|>+[ \t]?|[-*][ \t]+)|<<[^<>\n]*>>")
+_DISPLAYED = re.compile(r"\\\[|\\\]|\$\$")
 _NEXT_QUESTION = re.compile(r"\n[ \t]*\n[^\w\n]*(?:Question|Q|Human|User|Instruction)\s*\d*\s*:")
 _ANSWERED = re.compile(r"(?m:^\W{0,4}A\s*:\s*\S)|####\s*\S|(?i:\banswer\s*(?:is|:))|\\boxed\s*\{")
 
 
 def prepare(text: str) -> str:
-    """The end of a reply in plain characters, truncated where a model without a stop sequence
-    continues with another question."""
+    """The end of a reply in plain characters, up to where a model without a stop sequence goes on
+    with another question."""
     text = _BOX_TOKENS.sub(lambda match: f"\\boxed{{{match[1]}}}", normalize(text[-LONGEST:]))
     answered = _ANSWERED.search(text)
     following = _NEXT_QUESTION.search(text, answered.end()) if answered is not None else None
     return text[: following.start()] if following is not None else text
 
 
-_VERB = (
-    r"(?:(?P<denied>is\s+(?:clearly\s+|definitely\s+)?(?:not|never)(?!\s+\S{1,30}\s+but)|isn't|wasn't|cannot\s+be|can't\s+be|(?:must|should|could|would|may|might)\s+not\s+be|不是)"
-    r"|is|was|are|equals?|becomes|:|=+>|=|-+>?|→|—|comes\s+out\s+(?:as|to|at)|turns\s+out\s+to\s+be"
-    r"|(?:should|must|would|will|can|could|might|may|has\s+to)\s+be|是|为|等于|>)"
-)
-_CUE = re.compile(
-    rf"(?i)(?:(?<![A-Za-z/])(?:answer|ans|correction|(?:right|correct|actual|true|corrected|requested|required|desired)\s+(?:value|number|result|count|total|sum|remainder|solution)|(?:value|number|result|count|total|sum)(?=\s+(?:should|must)\s))\.?(?:\s+(?:to|of|for)\s[^.:\n]{{1,60}}?(?=[\s$*)]*(?:(?:is|was|are|would|should|must|will|equals|isn't|cannot|can't|wasn't)(?![A-Za-z])|:)))?[\s*_\"']*?|(?:答案|结果)\s*|(?<![\u4e00-\u9fff])答\s*(?=:))"
-    rf"(?:{_VERB}|(?=\n)|(?<=answer)\s*[(,—](?=\s*[$*]*\d)|(?<=ans\.)|(?<=答))\s*:?|\#\#\#\#+|{answer_phrases.STATEMENT}"
-)
-_DOUBTED = re.compile(
-    r"(?i)(?:\bno(?=\s+$)|\bassum(?:e|ing)\b|\bsuppos(?:e|ing)\b[\w\s,]{0,25}|\bif\b|\bwhether\b"
-    r"|\bnot (?:the case|true)|\bfalse|\bwrong|\bincorrect|\bdoubt|\b(?:unable|not able) to\b"
-    r"|n't (?:think|believe|say))\s+(?:that\s+)?[\w\s]{0,20}$"
-)
-_KIND = re.compile(
-    r"(?i)\s*(?:an?|the|some)\s+(?:[a-z-]+\s+)?(?:integer|number)\s+(?:between|from|in|less|at|of)\b"
-)
-"""What answers are in general: The answer must be an integer between 0 and 999."""
-_FOREIGN_DENIAL = re.compile(
-    rf"(?i){answer_phrases.LEADING_DENIAL}(?!.*\s{answer_phrases.CORRECTION}\s)|{answer_phrases.TRAILING_DENIAL}"
-)
-
-
-_CUES, _SENTENCE = (
-    50,
-    600,
-)  # cues for an answer that are looked at, the last ones, and characters after each
-_ENDING = 4000  # characters at the end of a text that states no answer
-
-
-def _statements(text: str) -> list[tuple[int, str, bool]]:
-    """What follows each cue for an answer: where, the text up to the end of its line, and
-    whether it is denied."""
-    found = []
-    for match in list(_CUE.finditer(text))[-_CUES:]:
+def last_statement(text: str) -> str | None:
+    """What the last statement of an answer says, to the end of its line; "" where it is denied."""
+    for match in reversed(list(_STATED.finditer(text))[-_LAST_ONES:]):
         rest = text[match.end() : match.end() + _SENTENCE]
-        line = next((line for line in rest.split("\n") if line.strip(" *_:")), "")
-        if _KIND.match(line):
-            continue
-        is_denied = match["denied"] is not None or match["foreign_denial"] is not None
-        is_denied = (
-            is_denied
-            or _DOUBTED.search(text[: match.start()][-60:]) is not None
-            or _FOREIGN_DENIAL.search(line) is not None
-        )
-        found.append((match.start(), line, is_denied))
-    return found
+        line = next((line for line in rest.split("\n") if line.strip(" *_:$")), "")
+        line = re.sub(r"^[*_]+\s+", "", line.strip())
+        if line and not _KIND.match(line):
+            doubted = _DOUBTED.search(text[: match.start()][-60:].rpartition("\n")[2])
+            instead = _INSTEAD.search(line) if match["denied"] else None
+            return instead[1] if instead else "" if match["denied"] or doubted else line
+    return None
 
 
-_MARKS = re.compile(r"(?m)^[ \t]*(?:#{1,3}[ \t]+|>+[ \t]?|[-*][ \t]+)|\*\*|__|`+(?:[a-z]+\n)?")
-_DISPLAYED = re.compile(r"\\\[|\\\]|\$\$")
-_TABLE_ROW = re.compile(r"(?m)^[ \t]*\|[ \t][^\n]*\|[ \t]*$")
+def first_of(*readers: Callable[[str], Extraction], text: str) -> Extraction:
+    """What the first reader that finds an answer finds; of a box that is open, nothing else."""
+    for read in readers:
+        found = read(text)
+        if found.open_box or found.found is not None:
+            return found
+    return Extraction(None)
 
 
-def _lines(text: str) -> str:
-    """Without headings, quotes, lists and emphasis, of a table's row its last cell; what is
-    displayed is on a line of its own."""
-    return _DISPLAYED.sub("\n", _TABLE_ROW.sub(_last_cell, _MARKS.sub("", text)))
-
-
-def _last_cell(row: re.Match[str]) -> str:
-    return next((cell for cell in reversed(row[0].split("|")) if cell.strip()), "")
-
-
-_CALCULATION = re.compile(r"<<[^<>\n]*>>")  # as GSM8K's own solutions have them
-
-
-_THOUSANDS = re.compile(r"(?<![\w.,])[1-9]\d{0,2}(?:\.\d{3})+(?![\d.]|,\d{3})")
-_MILLIONS = re.compile(
-    r"(?<![\w.,])[1-9]\d{0,2}(?:\.\d{3}){2}(?![\d.]|,\d{3})"
-)  # two points: no decimal one, in any language
-_DECIMAL_POINT = re.compile(r"(?<![\d.])\d+\.(?:\d{1,2}|\d{4,})(?![\d.])")
-
-
-_MIL = re.compile(
-    r"(\d)\s+mil(?=\s+(?:de\s|[a-z]+[aeo]s\b)|\W*$)"
-)  # Spanish and Portuguese: 45 mil habitantes
-_MILES = re.compile(
-    r"(?<=[^\W\d_])(\s+\d+)\s+mil(?=\W*$|\s+[a-z])(?! (?:de|in)\b)"
-)  # of other languages; $3 mil comes after its sign
-_TURKISH = re.compile(
-    r"(?<![\w.,])(\d{1,3}(?:\.\d{3})*)'(?:[dt][iıuü]r|[a-zçğıöşü]{1,3})(?![a-zçğıöşü])"
-)  # 45.000'dir
-
-
-_OBJECT = re.compile(r"\s*(?:```(?:json)?\s*)?\{.*\}\s*(?:```)?\s*", re.DOTALL)
-_NAMED_VALUE = re.compile(
-    r"""["'](?:final[_ ]?)?(?:answer|result|final)["']\s*:\s*(?:["']([^"']*)["']|(-?[\d.]+))\s*[,}]""",
-    re.IGNORECASE,
-)
-
-
-def _named_value(text: str) -> str:
-    """Of a reply that is a JSON object, the value of its answer, stated; any other text as it
-    is."""
-    named = list(_NAMED_VALUE.finditer(text)) if _OBJECT.fullmatch(text) else []
-    return f"Answer: {named[0][1] or named[0][2]}" if len(named) == 1 else text
-
-
-def _join_thousands(text: str) -> str:
-    """Without the points at thousands, where the text's language writes so and no decimal point
-    is in it: 1.250 Liter."""
-    text = _MIL.sub(r"\1 thousand", text) if decimal_comma(text[-_ENDING:]) else text
-    text = _MILES.sub(r"\1 miles", text)
-    text = _TURKISH.sub(lambda match: match[1].replace(".", ""), text)
-    text = _MILLIONS.sub(lambda match: match[0].replace(".", ""), text)
-    if (
-        not _THOUSANDS.search(text)
-        or _DECIMAL_POINT.search(text)
-        or not decimal_comma(text[-_ENDING:])
-    ):
-        return text
-    return _THOUSANDS.sub(lambda match: match[0].replace(".", ""), text)
-
-
-_SAID_TWICE = re.compile(
-    r"(?<![\w-])(?P<words>[A-Za-z]+(?:[ "
-    r"-][A-Za-z]+){0,6})\s?\((?P<digits>\d[\d,]*(?:\.\d+|/\d+)?)\)"
-    r"|(?<![\w.,/(])(?P<first>\d[\d,]*(?:\.\d+)?)\s?\((?P<spoken>[A-Za-z]+(?:[ -][A-Za-z]+){0,6})\)"
-)
-
-
-def _deduplicate(match: re.Match[str]) -> str:
-    """Of a number in words and in digits, `seven (7)` or `7 (seven)`, the digits; what are two
-    numbers stays."""
-    digits = match["digits"] or match["first"]
-    value = begin_quantity(digits)
-    parts = re.split(r"(?<=[ -])", match["words"] or match["spoken"])
-    for place in range(len(parts)):
-        words = "".join(parts[place:])
-        number = begin_quantity(words)
-        if (
-            number is not None
-            and number.end == len(words)
-            and value is not None
-            and number.value == value.value
-        ):
-            return match[0] if match["first"] and place else "".join(parts[:place]) + digits
-    return match[0]
-
-
-_COUNT_WORD = (
-    r"(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
-    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)"
-)
-_COUNT = rf"{_COUNT_WORD}(?:[ -](?:one|{_COUNT_WORD}))?(?![\w-])"
-_OF_HOW_MANY = re.compile(
-    rf"(?<![\w.,/%$-])(?P<part>\d[\d,]*|{_COUNT})\s+(?:out\s+)?(?P<of>of\s+(?:(?:the|these|those|his|her|their|its|all)\s+)?)"
-    rf"(?P<whole>\d[\d,]*\d|\d|{_COUNT})(?![\w%]|[.,/]\d)",
-    re.IGNORECASE,
-)
-
-
-def _to_digits(match: re.Match[str]) -> str:
-    """`7 of the 12` for `seven out of the twelve`: of numbers in words and in digits, the rules
-    after it see the digits alone. Words that end the sentence, `seven of 12`, are the first alone:
-    7 of 12 might be 7/12."""
-    part, whole = (begin_quantity(match[name]) for name in ("part", "whole"))
-    if part is None or whole is None:
-        return match[0]
-    ends = (
-        match["part"][0].isalpha()
-        and re.match(r"[\s*_]*(?:[.!?](?=\s|$)|$)", match.string[match.end() :]) is not None
-    )
-    return f"{part.value}" if ends else f"{part.value} {match['of']}{whole.value}"
-
-
-def find_number(text: str, letters: bool = True, question: str = "") -> Extraction:
-    """The answer of a text whose answer is a number: the last box, else the last stated answer,
-    else the last number.
-
-    An answer that is stated after the box, as a sentence, and is another one, replaces the box.
-    """
-    text = _join_thousands(_named_value(_CALCULATION.sub("", prepare(text))))
-    text, otherwise = unify_units(
-        _OF_HOW_MANY.sub(_to_digits, _SAID_TWICE.sub(_deduplicate, text)), question
-    )
-    found = _find_number(text, letters, question)
-    if not isinstance(found.value, Fraction) or found.text is None:
-        return found
-    value = convert_to_requested(found.value, found.text, question) if letters else found.value
-    return replace(found, value=value, restated=(*found.restated, *otherwise.get(found.value, ())))
-
-
-def _find_number(text: str, letters: bool, question: str) -> Extraction:
-    box = last_box(text)
-    if box.open_box:
-        return box
-    if box.found is not None:
-        value = read_value(box.text or "", letters)
-        if value is None and (before := equal_to(text)) is not None:
-            value = read_value(before, letters)
-        after_box = _statement(text[boxes(text)[0][-1].end :], letters)
-        if after_box is not None and after_box.value is not None and after_box.value != value:
-            return after_box
-        return Extraction(box.text, "asked", value=value)
-    stated = (
-        _second_thought(text, letters)
-        or _statement(text, letters)
-        or _first_line_answer(text, letters)
-    )
-    if stated is not None:
-        return stated
-    shown, last = read_last(_lines(text[-_ENDING:]), letters, question)
-    if (shown is None or _LEFT.search(question)) and (
-        none := _zero_answer(text, question)
-    ) is not None:
-        return none
-    return (
-        Extraction(shown, "last", value=last, restated=equal_quantities(text[-_SENTENCE:]))
-        if shown is not None
-        else Extraction(None)
-    )
-
-
-_HOW_MANY = re.compile(r"(?i)\bhow (?:many|much)\b")
-_LEFT = re.compile(r"(?i)\b(?:left|remain|remaining)\W*$")
-_NO_SUCH = (
-    r"(?:none|nothing|no(?! (?:answer|idea|information|solution|way|clue|one)\b)(?: [a-z-]+){1,2}?)"
-)
-_NONE = re.compile(
-    rf"(?i)(?:^|[.!?]\s+|\n|,\s+|\bso\s+)\W*(?P<said>(?:there\s+(?:are|is|were|was)\s+|(?:[a-z]+\s+){{1,2}}(?:has|have|had)\s+)?{_NO_SUCH}"
-    r"(?:\s+of\s+(?:them|it))?(?:\s+(?:are|is|were|was|will\s+be))?(?:\s+(?:left|remains?|remaining|over))?)\W*$"
-)
-
-
-def _zero_answer(text: str, question: str) -> Extraction | None:
-    """Zero, where the question asks how many and the text ends with `none are left`."""
-    said = _NONE.search(text[-_SENTENCE:].strip()) if _HOW_MANY.search(question) else None
-    return Extraction(said["said"], "last", value=Fraction(0)) if said is not None else None
+# -------------------------------------------------------------------------------------------- numbers
 
 
 _RECONSIDERS = re.compile(
-    r"(?i)(?:^|[.!?]\s{1,3}|\n[ \t]*)(?:wait|hold on|hmm+|let me "
-    r"(?:reconsider|rethink|recount|recalculate|redo))\b[^\w\n]*"
+    r"(?i)(?:^|[.!?]\s{1,3}|\n[ \t]*)(?:wait|hold on|hmm+|let me (?:reconsider|rethink|recount"
+    r"|recalculate|redo))\b[^\w\n]*"
 )
 
 
-def _second_thought(text: str, letters: bool) -> Extraction | None:
-    """The result after the last reconsideration, where that states no answer but ends in `So ...
-    = 72`."""
-    text = text[-_ENDING:]
-    points = list(_RECONSIDERS.finditer(text))
-    rest = text[points[-1].end() :] if points else ""
-    if not _statements(text[: points[-1].start()] if points else "") or _statements(rest):
-        return None
-    concluded = re.search(r"(?s).*(?:^|[.!?]\s+|\n)(?:So|Thus|Hence|Therefore)\b,?(.*\d.*)$", rest)
-    value = read_last(_lines(concluded[1]), letters)[1] if concluded is not None else None
-    return Extraction(rest.strip()[-100:], "phrase", value=value) if value is not None else None
+_CONCLUDES = re.compile(r"(?i)\W*(?:so|thus|hence|therefore)\b")
 
 
-_WORK = re.compile(
-    r"\s{0,9}(\S[^\n]{0,60})\n[ "
-    r"\t]*\n\W*(?i:work|working|explanation|reasoning|steps|solution|calculation|because)\b"
-)
+def find_number(text: str, letters: bool = True) -> Extraction:
+    """The answer of a text whose answer is a number.
+
+    An answer that is stated after the box, and is another one, replaces the box. `letters`: single
+    letters of known units are units (18 m).
+    """
+    text = _MARKS.sub("", prepare(text))
+
+    def boxed(text: str) -> Extraction:
+        box = last_box(text)
+        if box.found is None:
+            return box
+        value = read_value(box.text or "", letters)
+        after = stated(text[boxes(text)[0][-1].end :])
+        return (
+            after
+            if after.value not in (None, value)
+            else Extraction(box.text, "asked", value=value)
+        )
+
+    def stated(text: str) -> Extraction:
+        said = last_statement(_DISPLAYED.sub("\n", text))
+        if said is None or (said and not _has_number(said)):
+            return Extraction(None)
+        return Extraction(said[:100], "phrase", value=read_sentence(said, letters))
+
+    def last(text: str) -> Extraction:
+        return _last_number(text[-_ENDING:], letters)
+
+    again = list(_RECONSIDERS.finditer(text))
+    if again:
+        second = first_of(boxed, stated, last, text=text[again[-1].end() :])
+        concluded = second.found != "last" or _CONCLUDES.match(second.text or "")
+        if second.value is not None and concluded:
+            return second
+    return first_of(boxed, stated, last, text=text)
 
 
-def _first_line_answer(text: str, letters: bool) -> Extraction | None:
-    """An answer that is the whole first line, before the work."""
-    first = _WORK.match(_lines(text))
-    value = read_value(first[1], letters) if first is not None else None
+def _has_number(text: str) -> bool:
     return (
-        Extraction(first[1], "phrase", value=value)
-        if first is not None and value is not None
-        else None
+        re.search(r"\d", plain(text)) is not None or number_in_words(text.strip("* .")) is not None
     )
 
 
-def last_statement(text: str) -> str | None:
-    """The sentence of the last statement of an answer that is not a denial."""
-    said = [
-        line.strip()
-        for _, line, is_denied in _statements(_lines(text))
-        if not is_denied and line.strip()
-    ]
-    return said[-1] if said else None
+# Where a sentence goes on after its number, and the number is over.
+_GOES_ON = re.compile(
+    r"(?i)[;。；、,\n—…]|\.(?=\s|$|\.)|[!?](?=\s+[A-Z]|\s*$)|:(?=\s)|\s-+\s(?=[A-Za-z]{2})|</"
+    r"|\s\((?!\s*(?:or\s|\\?[pb]?mod))"
+    r"|\s(?:because|since|as|that|which|so|where|when|given|due|for|after|before|by|if|but|while"
+    r"|from|with|on|at|is|was|are|were|every|each|per(?!\s+cent)|in)(?![A-Za-z])"
+    r"|\sof(?=\s+(?:the|these|those|his|her|their|its|my|all)\s)|\sto(?![A-Za-z])(?!\s+(?:\$?\d"
+    r"|the\s+power))"
+    r"|\sand(?![A-Za-z])(?!\s+(?:\$?\d|an?\s|half|one|two))"
+)
+_OFFERED = re.compile(
+    r"(?i)[,;.…!?—(\s]*(?:or|no|wait|sorry|correction|otherwise|perhaps|maybe|possibly"
+    r"|alternatively|i\.e\.|that is)\b[^.]*\d"
+    r"|,\s*(?:and\s+)?(?:[a-z]\w?\s*=\s*)?\$?\d|[^.]*\d[^.]*\botherwise\b|[^.]*\b(?:may|might"
+    r"|could)\s+(?:also\s+)?be\s+\d"
+    r"|[\s,]+(?:is|are)\s*(?:not|n't|wrong)"
+)
+_MATH = re.compile(
+    r"[^$\\\d]{0,40}?(?:\$([^$]+)\$(?!\d)|\\\((.+?)\\\)|\*\*([^*]*\d[^*]*)\*\*)(?!\s*(?:[-+*/=^]"
+    r"|or\b|to\b))"
+)
 
 
-def _statement(text: str, letters: bool) -> Extraction | None:
-    """The last sentence that states an answer. A denial is not a statement; alone, it is one
-    without a value."""
-    text = _lines(text)
-    denied = None
-    for _, line, is_denied in reversed(_statements(text)):
-        if not has_number(line):
-            continue
-        instead = re.search(
-            r"(?i)(?:[;,.]|\bbut\b)\s*(?:but |rather |it is |it's |it must be |而?是)+(.*)", line
+def read_sentence(text: str, letters: bool = True) -> Value | None:
+    """What a sentence that states the answer says: its mathematics or bold text where that is a
+    value, else its number, if the number is over where the sentence goes on."""
+    text = text[: 2 * LONGEST]
+    shown_first = _MATH.match(text)
+    if shown_first is not None and not CHANGES.search(
+        shown_first[0][: shown_first.start(shown_first.lastindex or 0) - shown_first.start()]
+    ):
+        value = read_value(shown_first[shown_first.lastindex or 0], letters)
+        if value is not None or shown_first[1] or shown_first[2]:
+            return None if _OFFERED.match(text, shown_first.end()) else value
+    shown = re.sub(r"(?<!\\)\$(?!\d)", " ", plain(text).translate({2: " ", 3: " "}))
+    first = next(numbers(shown), None)
+    if first is None:
+        return number_in_words(re.split(r"[.,;!?]", shown.strip())[0])
+    over = _GOES_ON.search(shown, first.end)
+    if over is not None and _OFFERED.match(shown, over.start()):
+        return None
+    said = (shown[: over.start()] if over else shown).strip()
+    return read_value(said.rstrip("}\"' ") if said.count("}") > said.count("{") else said, letters)
+
+
+_END = re.compile(r"(?<=[.!?。])(?<!\b[A-Z].)(?<!i\.e\.)(?<!e\.g\.)(?<!vs\.)\s+|[\n。]")
+_ASIDE = re.compile(
+    r"(?i)^\W*(?:note|notice|observe|remember|let\s+me\s+know|feel\s+free|i\s+hope|(?:would|do"
+    r"|if)\s+you|to\s+(?:check|verify)|verif\w+|check|\[\d+\]|for\s+(?:comparison|reference))\b"
+    r"|^\s*\([^()]*\)\W*$"
+)
+_NAMED = re.compile(
+    r"(?i)\b(?:step|equation|theorem|lemma|problem|question|case|page|chapter|section|figure"
+    r"|table|part|line|example|day|week|year|round|method)\s*[(#]?\d+\)?[:.]?|^\W*\d+[.)]\s"
+)
+_UNSURE = re.compile(
+    r"(?i)\b(?:not|neither|nor|cannot|either|or|maybe|perhaps|might|may|could|would|if|unless"
+    r"|whether|suppose|assume|let|set|try|consider"
+    r"|case|where|when|unable|sorry|about|around|at least|at most|between|approximately|almost"
+    r"|nearly|doubt|suspect|fails?|wrong|incorrect"
+    r"|impossible|too|attained|achieved|occurs|base|so far|continued|time"
+    r"|nicht|pas|não|non|не|no es)\b|n't\b|[?:]\W*$|[≈<>≤≥≠~|!不]|\\mid|大约|아니|ではな"
+)
+_LETTER_IS = re.compile(r"(?<![A-Za-z])[A-Za-z]{1,2}\s*=")
+_OPERATOR = re.compile(r"[-+*/^×÷·√(\\_]\s*$|[A-Za-z]$")
+_GOES_ON_TO = re.compile(r"(?i),\s*(?:so|and|but|which)\b.*\d|[:;].*\d")
+_FINAL = re.compile(
+    r"(?is)(?P<before>.*)\b(?<!who )(?:is|are|was|were|equals|total of|yields"
+    r"|gives)\s+(?P<said>[^\d]{0,3}\d[^\s]*(?:\s[^\d\s]+){0,2})\W*$"
+)
+_EARLIER = re.compile(r"(?i)\b(?:is|are|was|were|be|has|have|had)\s+(?:\w+\s+)?\$?\d")
+_RESULT = re.compile(r"(?s).*\d[^=]*[-+*/×÷·%][^=]*=\s*([^=]*\d[^=]*)$")
+
+
+def _last_number(text: str, letters: bool) -> Extraction:
+    """The value of the last sentence with a number: of its bold text, of all its numbers if they
+    are one, of what it says of its subject. Several, a bound or a doubt: it says none."""
+    sentences = [part for part in _END.split(text) if not _ASIDE.match(part)]
+    said = None
+    for part in reversed(sentences):
+        if re.search(r"\d", _NAMED.sub("", part)):
+            said = part
+            break
+        if part.rstrip().endswith("?"):
+            return Extraction(None)
+    if said is None:
+        whole = number_in_words(sentences[-1].strip("* .")) if len(sentences) == 1 else None
+        return (
+            Extraction(text.strip(), "last", value=whole) if whole is not None else Extraction(None)
         )
-        if is_denied and instead is not None and has_number(instead[1]):
-            return Extraction(
-                instead[1].strip()[:100], "phrase", value=read_sentence(instead[1], letters)
-            )
-        if is_denied:
-            denied = Extraction(line.strip(), "phrase")
-            continue
-        value = read_sentence(line, letters)
-        if value is None and not re.search(r"\d", line):
-            value = read_number_words(line, letters)
-        return Extraction(
-            line.strip()[:100], "phrase", value=value, restated=equal_quantities(line)
-        )
-    return denied
+    said = re.sub(r"^(?:[=-]+>|[→⇒])\s*", "", _NAMED.sub("", said).strip())
+    value = _conclusion(said, letters)
+    return Extraction(said[-100:], "last", value=value) if value is not None else Extraction(None)
+
+
+def _conclusion(said: str, letters: bool) -> Value | None:
+    """What a sentence says: its bold text, the result of its calculation, or its only number."""
+    bold = [part for part in re.findall(r"\*\*([^*]+)\*\*", said) if re.search(r"\d", part)]
+    said = bold[0].strip(" :") if len(bold) == 1 else said
+    shown = re.sub(r"(?<!\\)\$(?!\d)", " ", plain(said).translate({2: " ", 3: " "}))
+    if (result := _RESULT.match(shown)) is not None:
+        return None if _GOES_ON_TO.search(result[1]) else read_sentence(result[1], letters)
+    if _UNSURE.search(shown) or len(_LETTER_IS.findall(shown)) > 1:
+        return None
+    if (value := read_value(shown, letters)) is not None:
+        return value
+    found = list(numbers(shown))
+    if not found:
+        return None
+    if (final := _FINAL.match(shown)) is not None and not _EARLIER.search(final["before"]):
+        return read_value(final["said"], letters)
+    before, rest = shown[: found[-1].start], shown[found[-1].end :]
+    over = _GOES_ON.search(rest)
+    alone = len({number.value for number in found}) == 1 and is_unit(
+        rest[: over.start()] if over else rest, letters
+    )
+    if not alone or _OPERATOR.search(before) or CHANGES.search(before[-20:]):
+        return None
+    return found[-1].value

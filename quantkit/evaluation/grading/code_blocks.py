@@ -1,12 +1,13 @@
 """Code blocks of a reply: fenced, in HTML, or as a string in a JSON object."""
 
+import ast
 import html
 import json
 import re
 import textwrap
 from dataclasses import dataclass
 
-from quantkit.evaluation.grading.source_names import LONGEST, parses
+from quantkit.evaluation.grading.source_names import LONGEST, parses, tree_of
 
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*(?:\{[ \t]*\.?)?([\w+#.-]*)")
 # A fence that shares its line: with the text before the block, with the first line of the program,
@@ -20,6 +21,7 @@ _QUOTED = re.compile(r"(?m)^[ \t]*>[ \t]?(?=[ \t]*(?:`{3,}|~{3,}))")
 _MARKED_UP = re.compile(
     r"(?is)<pre[^<>]*>\s*<code(?:[^<>]*language-([\w+]+))?[^<>]*>(.*?)</code>\s*</pre>"
 )
+_CUTS = 40  # places where a program may end
 _CLOSERS = 8  # fences inside one block that are tried as its end
 _PYTHON = re.compile(r"(?:py|python|ipython|pypy)[\d.]*")
 
@@ -49,17 +51,52 @@ def blocks(text: str) -> list[Block]:
     if _QUOTED.search(text):
         text = re.sub(r"(?m)^[ \t]*>[ \t]?", "", text)
     lines = _LOOSE_FENCE.sub(_on_its_own_line, text).splitlines(keepends=True)
-    found, number = [], 0
+    found, number, start = [], 0, 0
     while number < len(lines):
         opened = _FENCE.match(lines[number])
         number += 1
         if opened is None or "`" in lines[number - 1][opened.end() :]:
             continue
-        end = _end(lines, number, opened[1])
-        block = Block(opened[2].lower(), textwrap.dedent("".join(lines[number:end])))
+        before = "" if opened[2] else _code_at_end("".join(lines[start : number - 1]))
+        end = number - 1 if before else _end(lines, number, opened[1])
+        source = before or textwrap.dedent("".join(lines[number:end]))
+        source = source if before or end < len(lines) else leading_code(source) or source
+        block = Block(opened[2].lower(), source)
         found += (_in_json(block.source) if block.tag == "json" else []) or [block]
-        number = end + 1
+        number = start = end + 1
     return found or _in_json(text)
+
+
+_BEGINS = re.compile(r"(?m)^[ \t]*(?:(?:async )?def|class|import|from|@\w+)\b")
+
+
+def _code_at_end(text: str) -> str:
+    """The code that `text` ends with, where a fence without a partner closes it: from its first
+    definition or import, or all of it as the body of a function; "" where it is prose."""
+    begins = _BEGINS.search(text)
+    program = textwrap.dedent(text[begins.start() :]) if begins else ""
+    if program and parses(program):
+        return program
+    body = tree_of(f"def body():\n{textwrap.indent(textwrap.dedent(text), '    ')}")
+    nodes = ast.walk(body) if isinstance(body, ast.Module) else ()
+    return text if any(isinstance(node, ast.Return | ast.Assign) for node in nodes) else ""
+
+
+def leading_code(source: str) -> str:
+    """The lines of `source` up to where it stops being Python."""
+    lines = source.splitlines(keepends=True)
+    for _ in range(_CUTS):
+        tree = tree_of("".join(lines))
+        if isinstance(tree, ast.Module):
+            break
+        lines = lines[: max(0, min(tree, len(lines)) - 1)]
+    statements = tree.body if isinstance(tree, ast.Module) else []
+    ends = [
+        node.end_lineno or 0
+        for node in statements
+        if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call)
+    ]
+    return "".join(lines[: max(ends, default=0)])
 
 
 def _on_its_own_line(match: re.Match[str]) -> str:

@@ -14,13 +14,11 @@ from typing import Any
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading import answers, expressions, instructions, programs, reasoning
-from quantkit.evaluation.grading.boxes import Extraction, last_box
-from quantkit.evaluation.grading.choices import find_choice
-from quantkit.evaluation.grading.conversions import convert_to_unit_of
+from quantkit.evaluation.grading.answers import Extraction, last_box
+from quantkit.evaluation.grading.choices import LETTERS, NOTHING, find_choice
 from quantkit.evaluation.grading.math_equal import MathJudge
-from quantkit.evaluation.grading.options import LETTERS, NOTHING
-from quantkit.evaluation.grading.quantities import canonical
-from quantkit.evaluation.grading.values import read_value
+from quantkit.evaluation.grading.numbers import canonical, numbers, read_value
+from quantkit.evaluation.grading.typesetting import plain
 from quantkit.evaluation.tasks.definitions import Grade, Problem
 
 
@@ -110,63 +108,37 @@ def _verdict(correct: bool, found: Extraction, answer: str | None) -> Grade:
     return Grade(reason, correct, correct and strict, answer)
 
 
-def _question(problem: Problem) -> str:
-    """What was asked, where the task's rows say it."""
-    return str(problem.fields.get("problem") or "")
-
-
 def _read_integer(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    return _read_value(
-        problem,
-        answers.find_number(text, letters=False, question=_question(problem)),
-        text,
-        cut,
-        judge,
-        integer=True,
-    )
+    found = answers.find_number(text, letters=False)
+    if (
+        not _missing(found, text, cut)
+        and not isinstance(found.value, str)
+        and (found.value is None or found.value.denominator != 1 or _is_percent(found.text))
+    ):
+        return Grade("not-integer", answer=found.text)
+    return _read_value(problem, found, text, cut, judge)
+
+
+def _is_percent(text: str | None) -> bool:
+    return any(number.percent for number in numbers(plain(text or "")))
 
 
 def _read_number(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    return _read_value(
-        problem,
-        answers.find_number(text, question=_question(problem)),
-        text,
-        cut,
-        judge,
-        integer=False,
-    )
+    return _read_value(problem, answers.find_number(text), text, cut, judge)
 
 
 def _read_value(
-    problem: Problem, found: Extraction, text: str, cut: bool, judge: MathJudge, integer: bool
+    problem: Problem, found: Extraction, text: str, cut: bool, judge: MathJudge
 ) -> Grade:
     if (missing := _missing(found, text, cut)) is not None:
         return missing
     if isinstance(found.value, Fraction):
-        if integer and (
-            found.value.denominator != 1
-            or re.search(r"\d\s*(?:\\?%|[^.\d]*percent)\W*$", found.text or "")
-        ):
-            return Grade("not-integer", answer=found.text)
         gold, value = read_value(problem.gold), found.value
-        if isinstance(gold, Fraction) and gold in found.restated:
-            value = gold
-        if (
-            isinstance(gold, Fraction)
-            and gold.denominator != 1
-            and re.search("%|percent", found.text or "")
-            and value != gold
-        ):
-            value /= 100
+        if isinstance(gold, Fraction) and gold.denominator != 1 and value == 100 * gold:
+            value = value / 100 if _is_percent(found.text) else value
         return _verdict(value == gold, found, canonical(value))
     if found.value is None:
-        gold = read_value(problem.gold)
-        if isinstance(gold, Fraction) and gold in found.restated:
-            return _verdict(True, found, canonical(gold))
-        return Grade(
-            "not-integer" if integer else "wrong" if found.found == "asked" else "wrong-loose",
-            answer=found.text,
-        )
+        return Grade("wrong" if found.found == "asked" else "wrong-loose", answer=found.text)
     equal = judge.equal(problem.gold, found.value)
     if equal is None:
         return Grade("ungradable", answer=found.text)
@@ -179,18 +151,15 @@ _FACTOR = re.compile(r"\d\s*[A-Za-z]\s*$")  # 2k
 def _read_expression(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
     """MATH-500: a gold that is a number is read as one; any other is compared as text and by
     math-verify."""
-    if isinstance(read_value(problem.gold), Fraction) and not _FACTOR.search(problem.gold):
-        found = answers.find_number(text, question=_question(problem))
-        if found.text and (amount := convert_to_unit_of(problem.gold, found.text)) is not None:
-            found = replace(found, value=amount)
-        return _read_value(problem, found, text, cut, judge, integer=False)
+    worded = _FACTOR.search(problem.gold) or "text" in problem.gold
+    if isinstance(read_value(problem.gold), Fraction) and not worded:
+        return _read_number(problem, text, cut, judge)
     found = expressions.find_expression(text)
     if (missing := _missing(found, text, cut)) is not None:
         return missing
     assert found.text is not None
-    if expressions.same_text(problem.gold, found.text) or (
-        found.found == "last" and expressions.ends_with(problem.gold, found.text)
-    ):
+    is_last = found.found == "last" and expressions.ends_with(problem.gold, found.text)
+    if is_last or expressions.same_text(problem.gold, found.text):
         return _verdict(True, found, problem.gold)
     answer = expressions.comparison_form(problem.gold, found.text)
     equal = judge.equal(problem.gold, answer) if answer else False

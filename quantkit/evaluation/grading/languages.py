@@ -86,28 +86,3 @@ def language_of(text: str) -> str | None:
     }
     best = max(scores, key=lambda name: scores[name])
     return best if scores[best] else next(iter(_SHARED[script]))
-
-
-_ALSO_ELSEWHERE = ("in", "is", "on", "of", "as", "are", "we")
-_SUMS = (
-    "insgesamt also stück gesamt beträgt totale sono pezzi quindi somma toplam adet vardır eder "
-    "yani totaal stuks dus łącznie razem sztuk"
-    " więc unidades litros litri suma importe gesamtzahl celkem kusů totalt stycken jumlahnya "
-    "sebanyak totalmente somme toplamda olur"
-)
-
-
-def decimal_comma(text: str) -> bool:
-    """Whether the text is in a language that writes a comma before decimals: one in Latin or
-    Cyrillic letters that is not English."""
-    words = Counter(word for word in re.findall(r"[^\W\d_]+", text.lower()) if len(word) > 1)
-    english = sum(
-        words[word] for word in _SHARED["latin"]["en"].split() if word not in _ALSO_ELSEWHERE
-    )
-    others = [
-        f"{common} {_SUMS}"
-        for script in ("latin", "cyrillic")
-        for name, common in _SHARED[script].items()
-        if name != "en"
-    ]
-    return max(sum(words[word] for word in common.split()) for common in others) > english

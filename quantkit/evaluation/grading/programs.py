@@ -20,7 +20,7 @@ from typing import Any
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation import sandbox
-from quantkit.evaluation.grading.code_blocks import Block, blocks
+from quantkit.evaluation.grading.code_blocks import Block, blocks, leading_code
 from quantkit.evaluation.grading.source_names import (
     bound_names,
     defines,
@@ -39,7 +39,7 @@ _INDENTED_CODE = re.compile(r"\S[^\n]*\n[ \t]*\n {4}(?:def|class|import|from|@)\
 _START = re.compile(
     r"^(?:from |import |def |class |@|async def |[A-Za-z_][\w, *]* = )", re.MULTILINE
 )
-_STARTS, _CUTS = 40, 40  # places in bare text where a program may begin, and where it may end
+_STARTS = 40  # places in bare text where a program may begin
 _READERS = {"input", "stdin", "fileinput", "mmap"}
 
 
@@ -110,19 +110,7 @@ def _unfenced_program(text: str, does: Callable[[str], bool]) -> str | None:
     """The program in a text without fences: from a line that looks like code to where it stops
     being code, if `does` accepts it."""
     for start, _ in zip(_START.finditer(text), range(_STARTS)):
-        lines = text[start.start() :].splitlines(keepends=True)
-        for _ in range(_CUTS):
-            tree = tree_of("".join(lines))
-            if isinstance(tree, ast.Module):
-                break
-            lines = lines[: max(0, min(tree, len(lines)) - 1)]
-        statements = tree.body if isinstance(tree, ast.Module) else []
-        ends = [
-            node.end_lineno or 0
-            for node in statements
-            if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call)
-        ]
-        source = "".join(lines[: max(ends, default=0)])
+        source = leading_code(text[start.start() :])
         if does(source):
             return source
     return None

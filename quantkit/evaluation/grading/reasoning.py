@@ -19,7 +19,8 @@ _OPENS, _CLOSES = (
 # The longer harmony header is one tag up to <|message|>; where the server dropped special tokens,
 # its words are what is left of it.
 _TAG = re.compile(
-    rf"(?P<open>(?:{_OPENS})|\A\s*analysis(?=[A-Z]))(?P<rest>(?<=analysis|mmentary)[^<\n]*<\|message\|>)?"
+    rf"(?P<open>(?:{_OPENS})|\A\s*analysis(?=[A-Z]))(?P<rest>(?<=analysis"
+    rf"|mmentary)[^<\n]*<\|message\|>)?"
     rf"|(?P<close>{_CLOSES}|assistantfinal(?=\S))(?:(?<=final)[^<\n]*<\|message\|>)?",
     re.IGNORECASE,
 )

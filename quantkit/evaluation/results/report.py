@@ -15,7 +15,7 @@ from typing import Any
 
 from quantkit.common.atomic_write import write_atomic
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.grading.options import LETTERS
+from quantkit.evaluation.grading.choices import LETTERS
 from quantkit.evaluation.results.baseline import Baseline
 from quantkit.evaluation.results.evalscope_format import write_reports
 from quantkit.evaluation.results.folder import write_samples

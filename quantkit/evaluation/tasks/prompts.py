@@ -10,7 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import Prompt
-from quantkit.evaluation.grading.options import LETTERS
+from quantkit.evaluation.grading.choices import LETTERS
 from quantkit.evaluation.tasks.definitions import Problem, Setting
 
 Shot = dict[str, Any]

@@ -2,13 +2,10 @@ from fractions import Fraction
 
 import pytest
 
-from quantkit.evaluation.grading.answers import find_number
-from quantkit.evaluation.grading.boxes import last_box
-from quantkit.evaluation.grading.choices import find_choice
-from quantkit.evaluation.grading.options import NOTHING
-from quantkit.evaluation.grading.quantities import canonical
+from quantkit.evaluation.grading.answers import find_number, last_box
+from quantkit.evaluation.grading.choices import NOTHING, find_choice
+from quantkit.evaluation.grading.numbers import canonical, read_value
 from quantkit.evaluation.grading.typesetting import normalize
-from quantkit.evaluation.grading.values import read_value
 
 
 @pytest.mark.parametrize(
@@ -113,9 +110,9 @@ def test_normalize_leaves_superscripts_alone() -> None:
         (r"\boxed{}", None, False),
         (r"\boxed{7} \boxed{}", "7", False),
         (r"\boxed{18} thousand", "18 thousand", False),
-        (r"\boxed{7} or \boxed{8}", "", False),
-        (r"$x = \boxed{7}$ or $x = \boxed{8}$", "", False),
-        (r"$x = \boxed{7}$ and $y = \boxed{8}$", "8", False),
+        (r"\boxed{7} or \boxed{8}", "7, 8", False),
+        (r"$x = \boxed{7}$ or $x = \boxed{8}$", "7, 8", False),
+        (r"$x = \boxed{7}$ and $y = \boxed{8}$", "7, 8", False),
         (r"\boxed{7} is wrong", "", False),
         (r"\boxed{\boxed{7}}", "7", False),
     ],
@@ -137,12 +134,17 @@ def test_last_box(text: str, box: str | None, is_open: bool) -> None:
         ("答案是42。", "42", "phrase"),
         ("The answer is 6/4.", "1.5", "phrase"),
         ("The answer is not 6.", None, "phrase"),
-        ("that makes 5 and 6.", None, "last"),
+        ("that makes 5 and 6.", None, None),
         ("that costs $1,250.50 today", "1250.5", "last"),
-        ("from 3-4", None, "last"),
+        ("from 3-4", None, None),
         ("it fell to -5", "-5", "last"),
-        ("9 × $2 = $", None, "last"),
-        ("1.234.567 Einwohner", "1234567", "last"),
+        ("9 × $2 = $", None, None),
+        ("The fee is $5. He gets $1,450,000 in total.", "1450000", "last"),
+        ("12 out of 20 students, or **60%**", "60", "last"),
+        ("He pays $64. If all were at full price he would have paid $80.", None, None),
+        ("Tom is 12, and his sister is 15.", None, None),
+        ("16 - 3 - 4 = 9 and 9 * 2 = $18 a day", "18", "last"),
+        ("The answer is 18.\n\nWait, that is wrong. So the answer is 19.", "19", "phrase"),
         ("nothing", None, None),
     ],
 )
@@ -175,14 +177,12 @@ def test_find_number(text: str, value: str | None, where: str | None) -> None:
         ("ANSWER: C. thing d", NOTHING, "asked"),
         ("ANSWER: I believe c", "C", "asked"),
         ("Clearly Cats", None, None),
-        ("Not B; C.", "C", "last"),
-        ("I see. Neither A nor B, but C.", "C", "last"),
-        ("Not thing b; thing c.", "C", "last"),
-        ("Not B; not C.", NOTHING, "last"),
-        ("Not B; C or D.", NOTHING, "last"),
-        ("Not B; C?", NOTHING, "last"),
-        ("Not C; C.", NOTHING, "last"),
-        ("Not B; C is wrong, too.", NOTHING, "last"),
+        ("Not B; C.", None, None),
+        ("A) thing a\nB) thing b\nC) thing c", None, None),
+        ("C) thing c", "C", "last"),
+        ("thing c", "C", "last"),
+        ("A) thing a\nB) thing b\n\nB) thing b", "B", "last"),
+        ("The options confuse me and so do I.", None, None),
     ],
 )
 def test_find_choice(text: str, letter: str | None, where: str | None) -> None:
@@ -210,7 +210,6 @@ def test_canonical_spelling_is_one_per_value(number: str, text: str) -> None:
     [
         ("Answer: A (thing b) or B", NOTHING),
         ("The best choice is E; D would need F = 4 N.", "E"),
-        ("It is thing b (B), not thing a (A).", "B"),
         ("The best choice is E; D", NOTHING),
     ],
 )

@@ -141,43 +141,19 @@ def test_unknown_grader_lists_those_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gold", "text", "right"),
+    ("text", "letter"),
     [
-        ("7", "So seven (7) of 12 children walk.", True),
-        ("12", "So seven (7) of 12 children walk.", False),
-        ("7", "Seven (7) of the 12 eggs are left.", True),
-        ("12", "7 out of 12", False),
-        ("5", "Of twelve (12) children, five (5) stay.", True),
-        ("8", "Two thirds (2/3) of twelve (12) is eight (8).", True),
-        ("12", "seven (7) red + five (5) blue = twelve (12) balls", True),
-        ("36", "Total: 36 (thirty-six) apples", True),
-        ("36", "Her age is thirty-six (36) years.", True),
-        ("36", "Her age is thirty-six (35) years.", False),
-        ("3/4", "Three quarters", True),
-        ("2/5", "Two-fifths of the class", True),
-        ("2/5", "40 percent", True),
+        ("ANSWER: D) I & II only", "D"),
+        ("ANSWER: B) E", "B"),
+        ("ANSWER: E) I^2R", "E"),
+        ("B) E", "B"),
+        ("C) It is not the case that no one can.", "C"),
+        ("A) I only\nB) E\nC) It is not the case that no one can.", None),
     ],
 )
-def test_numbers_in_words_beside_their_digits(
-    judge: MathJudge, gold: str, text: str, right: bool
+def test_words_of_the_options_are_not_words_of_the_reply(
+    judge: MathJudge, text: str, letter: str | None
 ) -> None:
-    assert graded(judge, "number", gold, text).correct is right
-
-
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ("A, C and D are wrong.", True),
-        ("A, C, and D are incorrect.", True),
-        ("(A), (C), (D) can be ruled out.", True),
-        ("A, C und D sind falsch.", True),
-        ("A and C are wrong.", False),
-        ("A, B and C are wrong.", False),
-        ("A, C and D are wrong. B is wrong too.", False),
-        ("A, C and D are wrong. The answer is E.", False),
-        ("London rather than Rome.", True),
-    ],
-)
-def test_the_option_that_is_left_is_chosen(judge: MathJudge, text: str, right: bool) -> None:
-    options = ["Paris", "London", "Rome", "Berlin"]
-    assert graded(judge, "choice", "B", text, options=options).correct is right
+    options = ["I only", "E", "It is not the case that no one can.", "I & II only", "I^2R"]
+    for gold in "ABCDE":
+        assert graded(judge, "choice", gold, text, options=options).correct is (gold == letter)

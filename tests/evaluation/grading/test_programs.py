@@ -107,7 +107,7 @@ def test_blocks_are_dedented_and_an_open_one_counts() -> None:
     assert [(block.tag, block.source) for block in found] == [
         ("py", "x = 1\n"),
         ("", "y = 2\n"),
-        ("python", "z = 3\n```\n"),
+        ("python", "z = 3\n"),
     ]
 
 

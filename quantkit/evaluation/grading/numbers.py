@@ -1,0 +1,330 @@
+r"""Read a number whole or not at all.
+
+A text is split into numbers once (`numbers`): sign, currency, digits with thousands marks, fraction,
+mixed number, power of ten, multiplier, percent. An answer (`read_value`) is one of them with nothing
+around it but words before it and a unit after it, an equation that agrees with itself, or an
+arithmetic expression, which is left to math-verify. Values are exact fractions. Several values, a
+bound, a range, a ratio, a letter as a factor (204x): no value.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
+
+Value = Fraction | str
+"""A number, or a LaTeX expression without free letters."""
+
+LONGEST = 300  # characters of an answer that is read; longer ones are not one value
+_DIGITS = 60  # digits of a number; longer ones are not answers
+
+_SIGNS = r"$£¥\u20a0-\u20cf"
+_CODES = "USD|EUR|GBP|RMB|CNY|JPY|INR|CHF|CAD|AUD|NZD|HKD|SGD|KRW|RUB|BRL|MXN|PLN|SEK|NOK|DKK|CZK|HUF|TRY"
+_CURRENCY = rf"(?:[A-Z]{{1,3}})?[{_SIGNS}]|(?:{_CODES}|Rs\.?)(?![A-Za-z])"
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "k": 1000, "千": 1000, "万": 10**4}
+_SCALES |= {"million": 10**6, "m": 10**6, "亿": 10**8, "billion": 10**9, "b": 10**9}
+_SCALES |= {"trillion": 10**12}
+_GAP = rf"[\s{TEXT}{END_TEXT}]"
+_NUMBER = re.compile(
+    rf"(?<![A-Za-z0-9_.])(?P<sign>[-+]\s?|(?i:minus|negative){_GAP}+"
+    rf"|负)?(?:(?:{_CURRENCY})\s?)?(?P<inner>-\s?)?(?:[{_SIGNS}]\s?)?"
+    rf"(?:(?P<mixed>\d+){_GAP}+(?:and\s+)?(?=\d+\s?/\s?\d))?"
+    r"(?P<digits>\d{1,3}(?: \d{3})+(?![\d-])|\d[\d,.'_]*|\.\d+)(?:[eE](?P<power>[-+]?\d{1,3})(?!\w))?"
+    r"(?:\s?/\s?(?P<bottom>\d+(?:\.\d+)?)(?!\d))?(?P<ordinal>(?:st|nd|rd|th)(?![A-Za-z]))?"
+    rf"(?:{_GAP}*-?(?P<scale>(?i:dozen|hundred|thousand|[mbtr]{{1,2}}illion)s?(?![A-Za-z])"
+    rf"|[kKMB](?![\w/])|[万亿]|千(?![克米瓦])){END_TEXT}?)?"
+    rf"(?P<percent>{_GAP}*(?:%|percent(?![A-Za-z])){END_TEXT}?)?(?:{_GAP}?[{_SIGNS}¢])?"
+)
+_WRITTEN = re.compile(
+    r"\d+(?:\.\d+)?|\.\d+|\d{1,3}(?P<mark>[,'_ ])\d{3}(?:(?P=mark)\d{3})*(?:\.\d+)?"
+    r"|\d{1,2}(?:,\d{2})+,\d{3}(?:\.\d+)?"
+)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number in a text: its value (None where its digits are not written as one), where it
+    stands, and whether it is a percentage."""
+
+    value: Fraction | None
+    start: int
+    end: int
+    percent: bool = False
+
+
+def numbers(text: str) -> Iterator[Number]:
+    """The numbers of plain text, in order; ordinals (18th) are none."""
+    for match in _NUMBER.finditer(text):
+        if not match["ordinal"]:
+            yield _number(match)
+
+
+def _number(match: re.Match[str]) -> Number:
+    # The point or comma that ends a sentence is not part of the number.
+    digits = match["digits"].rstrip(".,'_")
+    end = match.end()
+    if digits != match["digits"]:
+        if match.end("digits") == end:
+            end -= len(match["digits"]) - len(digits)
+        elif not match["scale"] and not match["percent"]:
+            return Number(None, match.start(), end)
+    if not _WRITTEN.fullmatch(digits) or len(digits) > _DIGITS:
+        return Number(None, match.start(), end)
+    value = Fraction(re.sub(r"[,'_ ]", "", digits)) * Fraction(10) ** int(match["power"] or 0)
+    if match["bottom"]:
+        if not Fraction(match["bottom"]):
+            return Number(None, match.start(), end)
+        value = int(match["mixed"] or 0) + value / Fraction(match["bottom"])
+    scale = (match["scale"] or "").lower()
+    value *= _SCALES.get(scale.removesuffix("s"), 1)
+    negative = (match["sign"] or "+").strip() != "+"
+    if match["inner"] and match["sign"]:
+        return Number(None, match.start(), end)
+    negative = negative or match["inner"] is not None
+    return Number(-value if negative else value, match.start(), end, bool(match["percent"]))
+
+
+_UNITS = (
+    "kg g mg lb lbs oz cm mm km m ft in yd mi mph kmh kph ml mL L l s h hr hrs min mins sec secs ms J "
+    "kJ W kW N V kV Hz A GB MB KB TB pm am ° °C °F px sq cu pt qt gal rpm ppm cal kcal pts hp yr yrs wk"
+)
+_SHORT = "no na em de da do en la le du il di al a an at by he in it is of on so we us"
+_OTHERWISE = (
+    "and or to not cannot never nor too than except times plus minus over out divided multiplied mod "
+    "modulo squared cubed sqrt root factorial pi half halves third thirds quarter quarters double twice "
+    "dozen hundred thousand million billion trillion below above versus vs least most point tenths "
+    "hundredths thousandths wrong incorrect impossible fails fail bn mn lakh crore"
+)
+_KNOWN_UNITS, _SHORT_WORDS = frozenset(_UNITS.split()), frozenset(_SHORT.split())
+_NO_UNIT, _LETTER_UNITS = frozenset(_OTHERWISE.split()), frozenset("mgshLlJWNVACFK")
+_UNIT_WORD = re.compile(
+    rf"(?P<lead>[\s/·.,'’\"(){TEXT}-]*)(?P<word>°?[^\W\d_π²³]+"
+    rf"|°){END_TEXT}?(?:\s*\^\s*\{{?[23]\}}?|[²³])?"
+)
+_CJK_NO_UNIT = re.compile(
+    r"[万萬亿百千十零一二三四五六七八九两倍至到或和与加减乘除以点负]|不(?!同)"
+)
+_CJK = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]")
+_PRIME = re.compile(r"^['\"]+$|^-(?:gon|fold|sided|digit|bit)")
+
+
+def is_unit(text: str, letters: bool) -> bool:
+    """Whether `text`, which follows a number, only says what is counted. `letters`: a letter can be
+    a unit (18 m)."""
+    shown = text.rstrip(" .。,;\"')").replace("left over", "leftover")
+    if _PRIME.match(text.strip()):
+        return False
+    position, attached = 0, shown[:1].isalpha()
+    prose = re.search(r"\s[^\W\d_]{3}", shown) is not None
+    while position < len(shown.rstrip(f"{TEXT}{END_TEXT} ")):
+        match = _UNIT_WORD.match(shown, position)
+        if match is None:
+            return False
+        word = match["word"]
+        opened, closed = (shown.rfind(mark, 0, match.start("word")) for mark in (TEXT, END_TEXT))
+        quoted = opened > closed
+        if _CJK.match(word):
+            known = not _CJK_NO_UNIT.search(word)
+        elif word.lower() in _NO_UNIT:
+            known = False
+        elif len(word) == 1:
+            known = quoted or word == "°" or (letters and word in _LETTER_UNITS)
+            known = known or (word == "a" and prose)
+            known = known and not (attached and position == 0 and word == "m")  # a million
+        else:
+            known = word in _KNOWN_UNITS or (
+                not (attached and position == 0)
+                and (len(word) > 2 or quoted or prose or word.lower() in _SHORT_WORDS)
+            )
+        if not known:
+            return False
+        position = match.end()
+    return True
+
+
+_BOUND = re.compile(r"[<>≤≥≠±]|\\in(?![a-z])|\\\\")
+# Words before a number that make it another number, or no number at all.
+CHANGES = re.compile(
+    r"(?i)(?<![A-Za-z])(?:not|no|never|neither|nor|cannot|between|somewhere|exceed\w*|divides"
+    r"|either|or|and|than|least|most"
+    r"|over|under|above|below|beyond|except|other|but|half|third|quarter|twice|double|triple"
+    r"|squared?|cubed?|root|close(?=\s+to)"
+    r"|log|ln|sin|cos|tan|sqrt|exp|floor|ceil|max|min|abs|mod|times|plus|multiples?|divided"
+    r"|thought|doubt|unlikely|wrong"
+    r"|incorrect|if|january|february|march|april|may|june|july|august|september|october|november"
+    r"|december"
+    r"|hundred|thousand|million|billion|[a-z]+n't|up\s+to|(?:digits|squares?|cubes?|reciprocal"
+    r"|inverse|factors?|order|divisors?|divisible)\s+(?:of|by)\s*$)(?![A-Za-z])"
+    r"|[不非]|[大小多少高低]于|至[少多]|超过"
+)
+_FUNCTION = re.compile(r"^\s*\\?(?:Pr|[A-Za-z])\s*\([^()]{1,20}\)\s*(?==)")  # P(X = 2) = 3/8
+_HALF = re.compile(rf"{_GAP}*(?<![A-Za-z])(?:and\s+)?(?:an?|one)\s+half(?![A-Za-z]){END_TEXT}?")
+_UNSOLVED = re.compile(  # 2n = 540
+    r"(?:\d\s*[a-z]|[a-z]\s*\^\s*\{?\d+\}?|\|[a-z]+\|)\s*=\s*-?[\d.,]+\W*$"
+)
+_BEFORE = re.compile(r"(?:[^\W\d_π]|[\s:,.'\"()\[-])*")
+_AGAIN = re.compile(r"(?P<unit>[^()]*)\((?P<remark>[^()]*)\)\s*\.?$")
+_MODULO = re.compile(r"[\s(]*\\?[pb]?mod(?:ulo)?[\s{]*(\d+)[\s})]*")
+_LISTED = re.compile(r"[,;]|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
+_AROUND = f" \t\n$。{TEXT}{END_TEXT}"
+
+
+def read_value(text: str, letters: bool = True) -> Value | None:
+    """What an answer that is by itself states; `letters`: single letters of known units are units
+    (18 m)."""
+    shown = _FUNCTION.sub("", plain(text))
+    if len(text) > LONGEST or _BOUND.search(shown):
+        return None
+    exact, approximate, _ = shown.partition("≈")
+    shown = exact if approximate and any(numbers(exact)) else shown
+    shown = _HALF.sub(" 1/2", shown)
+    if _UNSOLVED.search(shown):
+        return None
+    shown = shown.rpartition("≡")[2]
+    sides = [side for side in re.split(r"=+>?|≈", shown.lstrip("→⇒ ")) if side.strip(_AROUND)]
+    values = [_single(side, letters) for side in sides]
+    if any(
+        v is None and _LISTED.search(re.sub(r"\([^()]*\)", "", s)) for s, v in zip(sides, values)
+    ):
+        return None
+    found = {value for value in values if value is not None}
+    if found:
+        computed = {v for v in map(_computed, sides) if v is not None and v.denominator == 1}
+        return found.pop() if len(found | computed) == 1 else None
+    if not sides:
+        return None
+    spoken = number_in_words(sides[-1].strip(_AROUND))
+    return _expression(sides[-1]) if spoken is None else spoken
+
+
+def _single(side: str, letters: bool) -> Fraction | None:
+    """The number of one side of an equation, where it is one: words before it, a unit after it."""
+    side = _open(side)
+    found = next(numbers(side), None)
+    if found is None or found.value is None:
+        return None
+    before, rest = side[: found.start].translate({2: " ", 3: " "}), side[found.end :]
+    if CHANGES.search(before) or not _BEFORE.fullmatch(before):
+        return None
+    alone = [word for word in re.findall(r"[^\W\d_]+", before) if len(word) == 1]
+    if any(word not in "aAI" and not _CJK.match(word) for word in alone):
+        return None
+    if before.rstrip().endswith(("-", "(", "[")) or (
+        before.strip() and side[found.start] in "+-" and alone
+    ):
+        return None
+    modulo = _MODULO.fullmatch(rest.translate({2: None, 3: None}))
+    if is_unit(rest, letters) or (modulo and found.value < int(modulo[1])):
+        return found.value
+    remark = _AGAIN.match(rest)
+    if remark is None or not is_unit(remark["unit"], letters):
+        return None
+    again = {number.value for number in numbers(remark["remark"])}
+    return found.value if again <= {found.value} and not CHANGES.search(remark["remark"]) else None
+
+
+def _open(text: str) -> str:
+    """Without quotes and brackets around the whole, a word of approximation, a full stop."""
+    before = None
+    while before != text:
+        before = text
+        text = text.strip(_AROUND if text.count(TEXT) <= 1 else " \t\n$。").rstrip(".")
+        pair = text[:1] + text[-1:]
+        if pair in ('""', "''") or (
+            pair in ("()", "[]") and not re.search(r"[()\[\]]", text[1:-1])
+        ):
+            text = text[1:-1]
+        text = re.sub(r"^(?:~|#(?=\s*\d)|(?i:approximately|about|around|exactly)\s)\s*", "", text)
+    return text
+
+
+def _computed(side: str) -> Fraction | None:
+    """The value of a sum, product or small power of whole numbers, where a side is one."""
+    text = re.sub(r"\\cdot|\\times|[×·]", "*", side).replace("^", "**").strip(" $.")
+    text = text.replace("{", "(").replace("}", ")")
+    if not _SUM.fullmatch(text):
+        return None
+    try:
+        total = Fraction(0)
+        for sign, term in re.findall(r"([-+]?)([^-+]+)", text):
+            product = Fraction(1)
+            for factor in re.split(r"(?<!\*)\*(?!\*)", term):
+                base, _, power = factor.partition("**")
+                product *= Fraction(base) ** int(power.strip("() ") or 1)
+            total += -product if sign == "-" else product
+    except ValueError:
+        return None
+    return total
+
+
+_SUM = re.compile(r"\s*\d{1,9}(?:\s*(?:[-+]|\*)\s*\d{1,9}|\*\*\(?\d\d?\)?)+\s*")
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+NAMES = {name: number for number, name in enumerate(_ONES.split())}
+NAMES |= {name: 10 * number for number, name in enumerate(_TENS.split(), 2)}
+
+
+def number_in_words(text: str) -> Fraction | None:
+    """A whole number in English words, with a unit after it: `forty-two apples`."""
+    total = group = 0
+    parts = re.findall(r"[A-Za-z]+", text)
+    count = 0
+    for word in parts:
+        name = word.lower()
+        if name in NAMES:
+            group += NAMES[name]
+        elif name in ("hundred", "thousand", "million") and count:
+            group = max(group, 1) * _SCALES[name]
+            total, group = (total + group, 0) if name != "hundred" else (total, group)
+        elif not (name == "and" and count):
+            break
+        count += 1
+    if not count or not text.lower().startswith(parts[0].lower()) or re.search(r"\d", text):
+        return None
+    rest = " ".join(parts[count:])
+    return Fraction(total + group) if is_unit(f" {rest}", True) and len(parts) < count + 4 else None
+
+
+_COMMANDS = re.compile(
+    r"\\(?:[dtc]?frac|d?binom|sqrt|cdot|times|div|log|ln|sin|cos|tan|lfloor|rfloor|lceil|rceil"
+    r"|pi)(?![A-Za-z])"
+)
+_ARITHMETIC = re.compile(r"[\d\s.+*/^(){}\[\]|#-]*\d[\d\s.+*/^(){}\[\]|#-]*")
+_BROKEN = re.compile(r"\d\s+\d|[-+*/^]\s*(?:[+*/^]|$)|^\s*[*/^]")
+
+
+def _expression(shown: str) -> str | None:
+    """`shown` as an expression to compute, where it has digits and no free letter, list, ratio or
+    index."""
+    text = shown.replace("÷", "/").replace("²", "^2").replace("³", "^3").strip(" .$")
+    text = re.sub(r"(?<=[\d)])\s*(?:[x×·*]\s*(?=[\d(])|(?=\())", r"\\cdot ", text)
+    if "\\sin" in text or "\\cos" in text or "\\tan" in text:
+        text = re.sub(r"\(?(\d+)\s*°\)?", r"(\\frac{\1π}{180})", text)
+    text = re.sub(r"√\s*(\d+|\([^()]*\))", r"\\sqrt{\1}", text)
+    text = re.sub(r"\b(\d{1,2})!", lambda match: str(math.factorial(int(match[1]))), text)
+    text = text.replace("π", r"\pi ")
+    rest = _COMMANDS.sub("#", text)
+    is_whole = text.count("{") == text.count("}") and text.count("|") % 2 == 0
+    return text if is_whole and _ARITHMETIC.fullmatch(rest) and not _BROKEN.search(rest) else None
+
+
+def canonical(number: Fraction) -> str:
+    """One spelling per value, for votes: 18.00 and 18 are the same. Decimals where they end, else a
+    ratio."""
+    rest, places = number.denominator, 0
+    for prime in (2, 5):
+        power = 0
+        while rest % prime == 0:
+            rest, power = rest // prime, power + 1
+        places = max(places, power)
+    if rest != 1:
+        return f"{number.numerator}/{number.denominator}"
+    scaled = str(abs(number.numerator) * 10**places // number.denominator).zfill(places + 1)
+    shown = f"{scaled[:-places]}.{scaled[-places:]}" if places else scaled
+    return f"-{shown}" if number < 0 else shown
