@@ -40,8 +40,8 @@ def quantize(
     """Quantize `model` into the directory `out`, which appears when it is complete, with
     report.html in it.
 
-    out: MODEL-SCHEME in the working directory by default. scheme: the recipe's by default, and
-    awq-w4a16 for a mixture. on_event: is called with progress; by default a notebook or an
+    out: MODEL-SCHEME in the working directory by default. scheme: the recipe's by default, else
+    awq-w4a16. on_event: is called with progress; by default a notebook or an
     interactive session shows it. A run that was stopped resumes when it is called again with the
     same arguments.
     """

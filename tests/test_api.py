@@ -120,8 +120,7 @@ def test_the_scheme_may_be_the_recipes_or_a_mixtures(
         quantkit.plan("tiny-r1", "rtn-w4a16", prune=share).output_bytes for share in (None, "25%")
     )
     assert pruned < whole
-    with pytest.raises(quantkit.QuantkitError, match="no scheme is named"):
-        quantkit.plan(tiny_checkpoint)
+    assert quantkit.plan(tiny_checkpoint).scheme == "awq-w4a16"
 
 
 def test_options_are_keywords_or_a_value_or_both(tiny_checkpoint: Path) -> None:

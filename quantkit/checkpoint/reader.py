@@ -107,13 +107,18 @@ class Checkpoint:
 
     @property
     def scheme(self) -> Scheme | None:
-        """The first known scheme with this grid and format; methods such as AWQ leave no trace in
-        the tensors."""
+        """The first known scheme with this grid, in groups of whatever size, and this format;
+        methods such as AWQ leave no trace in the tensors."""
         if self.grid is None:
             return None
         cache = self.format.cache_codes(self.side)
+        size = self.grid.group_size
         candidates = [
-            s for s in SCHEMES.values() if s.weight == self.grid and self.format.name in s.formats
+            s
+            for s in SCHEMES.values()
+            if self.grid
+            in (s.weight, s.weight.group_size and size and s.weight.with_group_size(size))
+            and self.format.name in s.formats
         ]
         return next((s for s in candidates if s.cache == cache), next(iter(candidates), None))
 

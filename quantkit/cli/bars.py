@@ -124,7 +124,7 @@ def listener(bars: Bars, name: str, expected: float | None = None) -> Callable[[
             notify(event.text)
             return
         if row is None:
-            row = bars.row(name, event.total_bytes, expected)
+            row = bars.row(name, event.total_bytes, event.expected or expected)
         note = f"{event.unit}  error {event.error:.2e}  {event.memory / 2**30:.1f} GiB"
         bars.put(row, event.done_bytes, event.share, note, text=event.phase, found=event.found)
 

@@ -11,7 +11,7 @@ from quantkit.cli.command import stoppable
 from quantkit.cli.console import print_json
 from quantkit.cli.options import AsJson, MaybeScheme, Model
 from quantkit.planning.options import PlanOptions
-from quantkit.quantization.options import QuantizeOptions, SchemeOptions, format_names
+from quantkit.quantization.options import QuantizeOptions, format_names
 
 
 def quantize(
@@ -28,21 +28,11 @@ def quantize(
     again."""
     from quantkit import api
 
-    _check_scheme(scheme, options)
     with stoppable(), bars.bytes_bar() as bar:
         listen = bars.listener(bar, "quantizing")
         report = api.quantize(model, out, scheme, options=options, on_event=listen)
     if os.environ.get("RANK", "0") == "0":
         _show_report(report, json_)
-
-
-def _check_scheme(scheme: str | None, options: SchemeOptions) -> None:
-    """Raises BadParameter where no option says which grids linears get."""
-    given = (options.recipe, options.keep, options.preset, options.bits, options.size)
-    if scheme is None and all(value is None for value in given):
-        raise typer.BadParameter(
-            "give one, or --recipe, --preset, --bits or --size", param_hint="--scheme"
-        )
 
 
 def _show_report(report: Any, json_: bool) -> None:
@@ -60,7 +50,6 @@ def plan(
     no weight of a hub model."""
     from quantkit import api
 
-    _check_scheme(scheme, options)
     about = api.plan(model, scheme, options=options)
     if json_:
         return print_json(about.to_json())

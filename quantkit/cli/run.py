@@ -35,6 +35,9 @@ _RUN_OPTIONS = (
 
 def run(
     model: Model,
+    question: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT]", help="The same as --prompt.")
+    ] = None,
     *,
     prompt: Annotated[str | None, typer.Option(help="One question; without it, a chat.")] = None,
     raw: Annotated[
@@ -59,6 +62,9 @@ def run(
     from quantkit.executor.hf_engine import open_engine
     from quantkit.executor.sampling.params import SamplingParams
 
+    if question is not None and prompt is not None:
+        raise QuantkitError("two prompts are given", "leave out --prompt or the other one")
+    prompt = question if prompt is None else prompt
     if json_ and prompt is None:
         raise QuantkitError("--json needs --prompt", "a chat cannot be one JSON object")
     if raw and prompt is None:

@@ -1,6 +1,7 @@
 """Plots without a display or global state, as inline SVG for self-contained pages, drawn in the
 page's own text colour."""
 
+import importlib.util
 import io
 import re
 from collections.abc import Mapping
@@ -12,7 +13,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter
 
+from quantkit.common.errors import QuantkitError
+
 OURS, THEIRS, GREY = "#1f5fa8", "#c7761a", "#888888"
+
+
+def check_drawable() -> None:
+    """Raises QuantkitError where the package that draws is missing: a run asks before its work."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise QuantkitError(
+            "matplotlib is not installed, and a report has pictures", "pip install matplotlib"
+        )
 
 
 def draw(width: float, height: float) -> tuple["Axes", "Plot"]:

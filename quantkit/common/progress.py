@@ -37,6 +37,8 @@ class Progress:
     share: float
     found: bool = False
     """The increase of `share` was done by an earlier run."""
+    expected: float | None = None
+    """Seconds of the whole run, estimated before it."""
 
 
 @dataclass(frozen=True)

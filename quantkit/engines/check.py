@@ -74,7 +74,14 @@ def check_checkpoint(
     if any(problem.severity == "error" for problem in general):
         return general
     rows = read_model(checkpoint).rows
-    found = [[*general, *_RuleCheck(engine, rule, checkpoint, rows).problems()] for rule in rules]
+    found = [
+        [
+            *general,
+            *_check_shapes(profile, checkpoint, rule.devices, rows),
+            *_RuleCheck(engine, rule, checkpoint, rows).problems(),
+        ]
+        for rule in rules
+    ]
     return min(
         found, key=lambda problems: [problem.severity for problem in problems].count("error")
     )
@@ -193,6 +200,35 @@ def check_cache(
             else "use another engine",
         )
     ]
+
+
+def _check_shapes(
+    profile: EngineProfile,
+    checkpoint: Checkpoint,
+    devices: tuple[Device, ...],
+    rows: list[Parameter],
+) -> Iterator[LoadProblem]:
+    """Linears whose inputs the engine's kernels do not take, the first of each kernel; experts have
+    kernels of their own."""
+    named: set[str] = set()
+    for row in rows:
+        linear = checkpoint.linears.get(row.module)
+        if linear is None or linear.grid is None or row.expert is not None:
+            continue
+        for device in devices:
+            for rule in profile.shape_rules(checkpoint.format.name, linear.grid, device):
+                if row.shape[1] % rule.inputs == 0 or rule.kernel in named:
+                    continue
+                named.add(rule.kernel)
+                problem = (
+                    f"{profile.engine} computes {row.module} {list(row.shape)} by {rule.kernel}, which "
+                    f"takes multiples of {rule.inputs} inputs"
+                )
+                yield (
+                    _warning(f"{problem} outside of float16", "start it with --dtype float16")
+                    if rule.float16
+                    else _error(problem, "quantkit convert --format awq, or quantize --engine")
+                )
 
 
 class _RuleCheck:

@@ -115,6 +115,19 @@ class Refusal(Strict):
     reason: str
 
 
+class ShapeRule(Strict):
+    """What an engine's kernels ask of the inputs of a linear: multiples of this number. float16:
+    another kernel takes every shape in runs of that dtype."""
+
+    formats: tuple[str, ...]
+    grids: tuple[GridName, ...]
+    devices: tuple[Device, ...]
+    inputs: int
+    float16: bool = False
+    kernel: str
+    sources: tuple[str, ...]
+
+
 class EngineProfile(Strict):
     """An engine's profile. `release` is the version or commit whose sources were read.
 
@@ -136,6 +149,27 @@ class EngineProfile(Strict):
     loads: tuple[LoadRule, ...]
     mixtures: tuple[MixtureRule, ...] = ()
     refuses: tuple[Refusal, ...] = ()
+    shapes: tuple[ShapeRule, ...] = ()
+
+    def shape_rules(self, format: str, grid: Grid, device: Device | None) -> list[ShapeRule]:
+        """Those for linears of a format on a grid; without a device, of the only one that loads
+        them."""
+        rules: list[LoadRule | MixtureRule] = [*self.loads, *self.mixtures]
+        devices = {
+            one
+            for rule in rules
+            if rule.format == format and grid.engine_name in rule.grids
+            for one in rule.devices
+            if device in (None, one)
+        }
+        return [
+            rule
+            for rule in self.shapes
+            if format in rule.formats
+            and grid.engine_name in rule.grids
+            and devices
+            and devices <= {*rule.devices}
+        ]
 
     def covers_format(self, format: str) -> bool:
         """Whether a rule or a refusal covers the format; for other formats it is unknown whether

@@ -1,34 +1,26 @@
 """From a request to a proposal: plan every scheme, choose one, and refuse before any work what
 cannot be done."""
 
-import os
 import shutil
-import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
-import torch
 
 from quantkit.api import load_settings
 from quantkit.calibrate.data import load_sequences
 from quantkit.checkpoint.hub import find_local
 from quantkit.checkpoint.remote import open_headers
-from quantkit.common.devices import find_device
 from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import format_bytes
 from quantkit.evaluation.run import prepare
 from quantkit.guide.job import GoRequest
 from quantkit.guide.proposal import Proposal, SchemeCandidate, Wanted, candidates, choose_candidate
 from quantkit.planning.plan import Plan
-from quantkit.quantization.cost import Rate, expected_seconds
+from quantkit.quantization.cost import expected_seconds
+from quantkit.quantization.machine import measure_rate
 from quantkit.tokenizer.chat import ChatTokenizer
 
-_SIZE = 1024
-_PRODUCTS_S, _DISK_BYTES = 0.25, 64 * 2**20
-EFFICIENCY = 0.45
-"""Share of the speed of large matrix products that a whole run reaches (docs/quantize.md, Time)."""
 TIME_FACTOR = 2.0
 """The estimated time is within this factor of the measured one, on a CPU (docs/quantize.md)."""
 
@@ -131,36 +123,3 @@ def _check_room(planned: Plan, model: str, folder: Path) -> None:
             f"{format_bytes(available)} are free",
             "close other programs, or give fewer --samples or a shorter --seq-len",
         )
-
-
-def measure_rate(folder: Path) -> Rate:
-    """The speed of this machine, in half a second: float32 products and disk writes. folder: where
-    the output goes; a file is written there and removed."""
-    device = find_device("auto")
-    return Rate(device.type, EFFICIENCY * _products(device), False, _disk(folder))
-
-
-def _products(device: torch.device) -> float:
-    """float32 operations a second in products of _SIZE squared."""
-    a = torch.randn(_SIZE, _SIZE, device=device)
-    _wait(a @ a)
-    start, count = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - start) < _PRODUCTS_S:
-        _wait(a @ a)
-        count += 1
-    return 2.0 * _SIZE**3 * count / elapsed
-
-
-def _wait(result: torch.Tensor) -> None:
-    result[0, 0].item()
-
-
-def _disk(folder: Path) -> float:
-    """Bytes a second written to the disk, the file's flush included."""
-    data = os.urandom(2**20) * (_DISK_BYTES // 2**20)
-    start = time.perf_counter()
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return len(data) / (time.perf_counter() - start)

@@ -1,10 +1,9 @@
 """Parameters of a model whose architecture quantkit does not know: enough to round it without
 calibration.
 
-Linears are found by transformers' modules (module_tree.py); one can be quantized if 32 divides its
-inputs and 8 its outputs. Without a module tree, a weight counts as a linear if 128 divides its
-inputs and no part of its name suggests an embedding, a head, a router or a norm. Everything else is
-copied. No scale can be folded, because the dataflow is unknown.
+Linears are found by transformers' modules (module_tree.py). Without a module tree, a weight counts
+as a linear if 32 divides its inputs and no part of its name suggests an embedding, a head, a router
+or a norm. Everything else is copied. No scale can be folded, because the dataflow is unknown.
 """
 
 import re
@@ -41,12 +40,6 @@ def parameters(
     return [_parameter(name, shape, linears) for name, shape in shapes.items()]
 
 
-def fits(shape: tuple[int, ...]) -> bool:
-    """Whether a linear of this shape can be quantized: 32 is the smallest group size that engines
-    support."""
-    return len(shape) == 2 and shape[1] % 32 == 0 and shape[0] % 8 == 0
-
-
 def role(module: str) -> Role:
     """Role of a quantized linear: all may stay quantized except latent attention's up-projection,
     which is absorbed at decode."""
@@ -73,7 +66,7 @@ def _parameter(name: str, shape: tuple[int, ...], linears: Collection[str] | Non
         if linears is not None
         else name.endswith(".weight") and not _NOT_LINEAR.search(module)
     )
-    taken = linear and fits(shape) and (linears is not None or shape[1] % 128 == 0)
+    taken = linear and len(shape) == 2 and (linears is not None or shape[1] % 32 == 0)
     role: Role = "linear" if taken else "head" if len(shape) == 2 else "norm"
     number = int(layer[1]) if layer else None
     split: Split = "row" if taken and _ROW.search(module) else "replicate"

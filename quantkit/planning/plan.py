@@ -6,7 +6,6 @@ downloaded. Sizes are exact: those of the tensors that quantize() would write. M
 estimates with stated assumptions.
 """
 
-import os
 import shutil
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
@@ -38,8 +37,9 @@ from quantkit.quantization.bit_allocation import (
     plan_sizes,
     read_sensitivities,
 )
-from quantkit.quantization.cost import RATES, RunWork, expected_seconds, job_work
+from quantkit.quantization.cost import RunWork, expected_seconds, job_work
 from quantkit.quantization.job import Job, open_job, read_request, read_scheme
+from quantkit.quantization.machine import H200, measure_rate
 from quantkit.quantization.memory import expected_peak
 
 MEMORY_FRACTION = 0.9
@@ -272,7 +272,7 @@ def plan(
         cost_model=None if choice or serving.data else _predicted(job, target, context),
         sizes=choice.sizes(target.count) if choice else (),
         layout=planned_layout,
-        description=job.inventory.note,
+        description=job.note,
     )
 
 
@@ -429,11 +429,10 @@ def _fit_devices(
 
 
 def _time_estimates(work: RunWork) -> tuple[TimeEstimate, ...]:
-    """For this machine's CPU and one H200."""
-    cores = os.cpu_count() or 1
+    """For this machine, as it is found to be, and one H200."""
     return tuple(
-        TimeEstimate(rate.name, round(expected_seconds(work, rate, cores)), rate.assumption(cores))
-        for rate in RATES
+        TimeEstimate(rate.name, round(expected_seconds(work, rate)), rate.assumption)
+        for rate in (measure_rate(Path.cwd()), H200)
     )
 
 

@@ -17,13 +17,13 @@ from typing import Any
 from quantkit.calibrate.sensitivity import LinearGroup, Sensitivities, linear_groups
 from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import format_bytes
-from quantkit.engines.profiles import MixtureChoice
 from quantkit.grids.base import Grid, grid_label
 from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.models.table import Parameter
 from quantkit.quantization.allocation import Allocation, Allocator, CurvePoint, Option
+from quantkit.quantization.fitting import INT8, Allowed
 from quantkit.quantization.job import Job
-from quantkit.quantization.mixed_precision import FP8, INT8, Mixture, is_fp8
+from quantkit.quantization.mixed_precision import FP8, Mixture, is_fp8
 
 FINE_GROUP = 32
 """Group size of the finer int4."""
@@ -205,27 +205,15 @@ class GridOptions:
         fine = base.with_group_size(FINE_GROUP) if base.group_size else None
         fp8 = all(is_fp8(checkpoint, row) for row in choice.rows)
         candidates = dict.fromkeys((base, fine, Nvfp4Grid(), INT8, *([FP8] if fp8 else [])))
+        allows = (lambda row, grid: True) if mixed_choice is None else mixed_choice.allows
+        output = Allowed(self.job.request.target, allows)
         held = (
             grid
             for grid in candidates
-            if grid is not None and all(self._holds(row, grid, mixed_choice) for row in choice.rows)
+            if grid is not None and all(output.holds(row, grid) for row in choice.rows)
         )
         allowed: list[Grid | None] = list(held)
         return allowed if FP8 in allowed else [*allowed, None]
-
-    def _holds(self, row: Parameter, grid: Grid, mixed_choice: MixtureChoice | None) -> bool:
-        target, shape = self.job.request.target, (row.shape[0], row.shape[1])
-        if not target.takes(grid) or (
-            mixed_choice is not None and not mixed_choice.allows(row, grid)
-        ):
-            return False
-        if grid.group_size is not None and shape[1] % grid.group_size:
-            return False
-        try:
-            target.specs(row.module, shape, grid)
-        except QuantkitError:
-            return False
-        return target.split_fault(row.module, grid, row_parallel=row.split == "row") is None
 
     def _stored(self, choice: LinearGroup, grid: Grid | None) -> int:
         return sum(self.job.stored_bytes(row, grid) for row in choice.rows)

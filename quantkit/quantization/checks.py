@@ -1,7 +1,7 @@
 """Validation of the source before the first weight is read."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,18 +10,17 @@ from quantkit.calibrate.embed_and_head import EmbedAndHead
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.checkpoint.aux_files import JSON_AUX_FILES, read_aux_files
 from quantkit.checkpoint.check import CACHE_SCALES
-from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST, is_there, read_json
 from quantkit.grids.base import Grid
-from quantkit.grids.schemes import Scheme
 from quantkit.models import check_missing, is_known
 from quantkit.models import tensor_names as by_name_models
 from quantkit.models.hf_traced.architecture import TracedArchitecture
 from quantkit.models.module_tree import read_tree
 from quantkit.models.stored_parameters import check_stored, read_model
 from quantkit.models.table import Parameter
+from quantkit.quantization.fitting import GROUP_SIZES
 from quantkit.tokenizer.chat import ChatTokenizer
 
 DROPPED = {
@@ -160,7 +159,7 @@ def _inventory_by_name(checkpoint: Checkpoint) -> Inventory:
     tree = read_tree(checkpoint.config)
     cut = checkpoint.split_stacks(tree.stacks)
     note = (
-        "linears are identified by name, and those whose inputs 128 divides are quantized: "
+        "linears are identified by name, and those whose inputs 32 divides are quantized: "
         f"{tree.why}"
         if tree.linears is None
         else "linears are identified by transformers' modules"
@@ -175,82 +174,18 @@ def _reason(name: str) -> str:
     return next((reason for pattern, reason in DROPPED.items() if re.fullmatch(pattern, name)), "")
 
 
-GROUP_SIZES = (128, 64, 32)
-"""Of int4, for which engines have kernels."""
-
-
-def in_whole_groups(linears: list[Parameter], scheme: Scheme) -> list[Parameter]:
-    """Linears of an architecture without a table whose inputs the scheme's groups divide: experts
-    all or none, as engines hold them in one tensor."""
-    odd = [
-        row
-        for row in linears
-        if not _divides(scheme.grid(expert=row.expert is not None, mtp=row.mtp), row)
-    ]
-    without_experts = any(row.expert is not None for row in odd)
-    left = {row.name for row in odd}
-    return [
-        row
-        for row in linears
-        if row.name not in left and not (without_experts and row.expert is not None)
-    ]
-
-
-def finer_group(rows: list[Parameter], scheme: Scheme) -> int | None:
-    """The largest group size below the scheme's that divides every linear; None if there is none,
-    or it is not needed."""
-    grid = scheme.weight
-    linears = [row for row in rows if row.role in ("linear", "kv_b")]
-    if (
-        grid.group_size is None
-        or grid.with_group_size(grid.group_size) is None
-        or all(_divides(grid, row) for row in linears)
-    ):
-        return None
-    finer = (grid.with_group_size(size) for size in GROUP_SIZES if size < grid.group_size)
-    return next(
-        (
-            one.group_size
-            for one in finer
-            if one is not None and all(_divides(one, row) for row in linears)
-        ),
-        None,
-    )
-
-
-def _divides(grid: Grid, row: Parameter) -> bool:
-    return grid.group_size is None or row.shape[1] % grid.group_size == 0
-
-
-def check_groups(
-    rows: list[Parameter], scheme: Scheme, grids: Mapping[str, Grid], format: Format
-) -> None:
-    """The group size divides the input channels of every linear to quantize, and the format can
-    hold its shape."""
-    if scheme.outside is not None and all(row.expert is None for row in rows):
-        raise QuantkitError(
-            f"{scheme.name} is for routed experts, and the model has none",
-            "use int8-a8w8c16, or a scheme of 4 bits for all",
-        )
+def check_given_groups(rows: Sequence[Parameter], grids: Mapping[str, Grid]) -> None:
+    """Raise QuantkitError if a group size that the user chose does not divide the inputs of a
+    linear of `rows`."""
     for row in rows:
-        if row.module not in grids:
+        size = grids[row.module].group_size
+        if size is None or row.shape[1] % size == 0:
             continue
-        grid = grids[row.module]
-        if not _divides(grid, row):
-            smaller = finer_group(rows, scheme)
-            fault = (
-                f"group size {grid.group_size} does not divide the {row.shape[1]} input "
-                f"channels of {row.module}"
-            )
-            raise QuantkitError(
-                fault,
-                f"give --group-size {smaller}"
-                if smaller
-                else "use --scheme int8-a8w8c16, which has no groups",
-            )
-        format.specs(row.module, (row.shape[0], row.shape[1]), grid)
-        if note := format.split_fault(row.module, grid, row_parallel=row.split == "row"):
-            raise QuantkitError(
-                f"{format.name} cannot hold {row.module} for engines: {note}",
-                "choose another format or scheme",
-            )
+        smaller = (
+            one for one in GROUP_SIZES if one < size and all(r.shape[1] % one == 0 for r in rows)
+        )
+        fault = (
+            f"group size {size} does not divide the {row.shape[1]} input channels of {row.module}"
+        )
+        advice = next((f"give --group-size {one}, or leave it out" for one in smaller), None)
+        raise QuantkitError(fault, advice or "leave it out: every linear then gets what fits it")

@@ -1,64 +1,51 @@
-"""Expected run time: arithmetic and bytes divided by a machine's rates.
+"""Expected run time: arithmetic, element-wise work and bytes divided by a machine's rates.
 
 Operations are counted from the shapes, 2 per multiplication and addition: two forward passes of
 every token, half of a symmetric Hessian for every input, its factorization, and GPTQ of every
 linear, two-sided for those that write to the residual stream. A sweep of descent counts as GPTQ: it
 has twice the operations, all in large products, which run at about twice the average rate. So do
-the products of drift: they count half. Smaller terms are neglected: scale searches, scale fits,
-held-out errors, output costs.
+the products of drift: they count half. The head is multiplied with a thousand tokens a sublayer for
+the cost of an error, and with the held-out tokens.
+
+Values are those that are rounded or passed through a softmax: weights, once for each candidate
+scale and sweep, and the logits of the head.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from quantkit.calibrate.output_cost import JUDGED_TOKENS
 from quantkit.models.table import Parameter
 from quantkit.quantization.job import Job
+from quantkit.quantization.machine import H200, Rate
 
 _FORWARDS = 2
 _COMPARED = {"expert": 2, "alone": 4}
 """Additional forward passes with drift, for the linears of routed experts and others: both paths
 are compared, before and after the linears before them are quantized, and the original one
 advances."""
+_ROUNDINGS, _SWEEP_PASSES = 12, 8
+"""Passes over a weight's values besides the candidate scales, and in a sweep of descent."""
+_SOFTMAX_PASSES = 6
+"""Over logits."""
+EFFICIENCY = 0.45
+"""Share of the speed of large matrix products that the products of a run reach."""
 LINEAR_SECONDS = 0.05
 """For each linear outside of routed experts, whatever its size: searches, held-out errors, small
 operators."""
-
 CALIBRATED_SHARE = 0.98
 """Share of a calibrated run's time after which only units to round and copy are left."""
 
 
 @dataclass(frozen=True)
-class Rate:
-    """A machine's rates: float32 operations a second in matrix products (of one core, for a CPU),
-    bytes a second from disk."""
-
-    name: str
-    flops: float
-    per_core: bool
-    disk: float
-
-    def assumption(self, cores: int) -> str:
-        total = self.flops * cores if self.per_core else self.flops
-        return (
-            f"{total / 1e9:,.0f} GFLOP/s in "
-            f"float32{f' on {cores} cores' if self.per_core else ''}, {self.disk / 1e9:g} GB/s "
-            "disk"
-        )
-
-
-RATES = (Rate("cpu", 50e9, True, 1e9), Rate("h200", 24e12, False, 1.5e9))
-"""For the operations counted here, with everything not counted included in the time: a core with
-AVX2, whose large products alone run at 85 GFLOP/s, and an H200 (benchmarks/r1_shape.py)."""
-
-
-@dataclass(frozen=True)
 class RunWork:
-    """Work of a run: floating-point operations, bytes read and written, linears searched and solved
-    one by one."""
+    """Work of a run: floating-point operations, values rounded, bytes read and written, linears
+    searched and solved one by one."""
 
     operations: float
     transferred: int
     linears: int
+    values: float = 0.0
 
 
 def work_of(
@@ -71,11 +58,17 @@ def work_of(
 ) -> RunWork:
     """Of quantizing `linears` on `tokens` tokens, of which every routed expert gets the share
     `chosen`; no tokens: no calibration. sweeps: of descent; drift: whether weights are corrected
-    for drift."""
+    for drift. Without the head."""
+    values = sum(float(row.shape[0]) * row.shape[1] for row in linears)
     if not tokens:
-        return RunWork(0.0, transferred, 0)
+        return RunWork(0.0, transferred, 0, values * _ROUNDINGS)
     alone = sum(row.expert is None for row in linears)  # routed experts are solved many at a time
-    return RunWork(operations(linears, tokens, chosen, sweeps, drift), transferred, alone)
+    return RunWork(
+        operations(linears, tokens, chosen, sweeps, drift),
+        transferred,
+        alone,
+        values * (_ROUNDINGS + _SWEEP_PASSES * sweeps),
+    )
 
 
 def job_work(
@@ -89,7 +82,7 @@ def job_work(
     chosen = routing.num_experts_per_tok / experts if routing else 1.0
     most = (recipe.samples + recipe.held_out) * recipe.seq_len
     sweeps = recipe.sweeps if "descent" in job.request.methods else 0
-    return work_of(
+    work = work_of(
         linears,
         (tokens or most) if calibrated else 0,
         chosen,
@@ -97,12 +90,36 @@ def job_work(
         sweeps,
         "drift" in job.request.methods,
     )
+    return _with_head(job, linears, work) if calibrated else work
 
 
-def expected_seconds(work: RunWork, rate: Rate, cores: int = 1) -> float:
-    """cores: of a CPU whose rate is per core."""
-    flops = rate.flops * (cores if rate.per_core else 1)
-    return work.operations / flops + work.transferred / rate.disk + work.linears * LINEAR_SECONDS
+def _with_head(job: Job, linears: Sequence[Parameter], work: RunWork) -> RunWork:
+    """The work with the head's: the cost of an error after each sublayer, and the KL of held-out
+    text."""
+    recipe = job.request.recipe
+    heads = [row for row in job.rows if row.role in ("head", "embedding") and not row.mtp]
+    if not heads:
+        return work
+    rows, width = heads[-1].shape
+    sublayers = {(row.layer, row.block == "attention") for row in linears}
+    costed = JUDGED_TOKENS * len(sublayers) if recipe.output_curvature else 0
+    judged = 3 * recipe.held_out * recipe.seq_len if len(linears) == len(job.linears) else 0
+    logits = float(rows) * (2 * costed + judged)
+    return replace(
+        work,
+        operations=work.operations + 2.0 * width * logits,
+        values=work.values + _SOFTMAX_PASSES * logits,
+    )
+
+
+def expected_seconds(work: RunWork, rate: Rate) -> float:
+    """On a machine of these rates."""
+    return (
+        work.operations / (EFFICIENCY * rate.flops)
+        + work.values / rate.values
+        + work.transferred / rate.disk
+        + work.linears * LINEAR_SECONDS
+    )
 
 
 def operations(
@@ -142,7 +159,7 @@ def unit_shares(job: Job) -> dict[str, float]:
     quantized = {row.module for row in job.linears}
     for unit, rows in job.units.items():
         work[unit] = expected_seconds(
-            job_work(job, [row for row in rows if row.module in quantized], 0), RATES[0]
+            job_work(job, [row for row in rows if row.module in quantized], 0), H200
         )
     total = sum(work.values()) or 1.0
     return {unit: CALIBRATED_SHARE * seconds / total for unit, seconds in work.items()}

@@ -37,15 +37,18 @@ from quantkit.grids.schemes import SCHEMES, Scheme, check_pair, find_scheme
 from quantkit.models.cache_scales import cache_scale_specs, supports_cache_scales
 from quantkit.models.stored_parameters import check_stored_head
 from quantkit.models.table import Parameter
-from quantkit.models.tensor_names import fits, has_linear_suffix
 from quantkit.quantization.checks import (
     Inventory,
     check_companions,
-    check_groups,
+    check_given_groups,
     check_length,
-    finer_group,
-    in_whole_groups,
     take_inventory,
+)
+from quantkit.quantization.fitting import (
+    GROUP_SIZES,
+    Allowed,
+    describe_fit,
+    fit_grids,
 )
 from quantkit.quantization.mixed_precision import Mixture, engine_subset, kept_grids, read_mixture
 from quantkit.quantization.options import SchemeOptions
@@ -131,13 +134,19 @@ class JobRequest:
 @dataclass(frozen=True)
 class Job:
     """A request for one model. target: the format. grids: of every linear that the output holds
-    packed, by module."""
+    packed, by module. fit: what sizes of the model changed in that, in a line."""
 
     request: JobRequest
     checkpoint: Checkpoint
     inventory: Inventory
     target: Format
     grids: Mapping[str, Grid]
+    fit: str = ""
+
+    @property
+    def note(self) -> str:
+        """Remarks for the user."""
+        return "; ".join(filter(None, (self.inventory.note, self.fit)))
 
     @property
     def rows(self) -> list[Parameter]:
@@ -198,7 +207,7 @@ def read_scheme(
     scheme: str | Scheme | None, options: SchemeOptions
 ) -> tuple[Scheme, Recipe, Mixture]:
     """What `options` say is quantized, and how: the scheme that is named, else the recipe's, else
-    awq-w4a16 for a mixture; and the recipe, or the scheme's own, with the values given."""
+    awq-w4a16; and the recipe, or the scheme's own, with the values given."""
     found, share = options.recipe, options.prune
     recipe = load_recipe(str(found)) if isinstance(found, str | Path) else found
     mixture = options.mixture or read_mixture(
@@ -208,8 +217,6 @@ def read_scheme(
         size=options.size,
         read_weight=options.read_weight,
     )
-    if scheme is None and recipe is None and not mixture.words():
-        raise QuantkitError("no scheme is named", "give one, or a recipe or a mixture")
     named = scheme or (recipe.scheme if recipe is not None else "awq-w4a16")
     chosen = find_scheme(named) if isinstance(named, str) else named
     if recipe is None:  # a scheme given by value has no recipe of its own
@@ -262,11 +269,7 @@ def read_request(
     name = choice.format if choice else scheme.formats[0] if format == "auto" else format
     check_pair(scheme, name)
     scheme = _with_group_size(scheme, recipe, engine)
-    mixed_choice = (
-        _mixed_choice(engine, scheme, named_format, mixture)
-        if mixture != NO_MIXTURE and engine
-        else None
-    )
+    mixed_choice = _mixed_choice(engine, scheme, named_format, mixture) if engine else None
     return JobRequest(
         scheme, find_format(name, scheme), recipe, choice, mixture, mixed_choice, named_format
     )
@@ -358,43 +361,96 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
         for unfit in unfits:
             raise QuantkitError(unfit.problem, unfit.remedy)
         target = engine_subset(target, request.choice, inventory.rows)
-    scheme, linears = (
-        request.scheme,
-        [row for row in inventory.rows if target.quantizes(row.module, row.role, mtp=row.mtp)],
-    )
-    if inventory.by_name:
-        linears = in_whole_groups(linears, scheme)
+    scheme = request.scheme
+    linears = [row for row in inventory.rows if target.quantizes(row.module, row.role, mtp=row.mtp)]
     grids: dict[str, Grid] = {
         row.module: scheme.grid(expert=row.expert is not None, mtp=row.mtp) for row in linears
     }
+    if scheme.outside is not None and all(row.expert is None for row in inventory.rows):
+        raise QuantkitError(
+            f"{scheme.name} is for routed experts, and the model has none",
+            "use int8-a8w8c16, or a scheme of 4 bits for all",
+        )
     _check_cache(request.scheme, inventory)
     job = Job(request, inventory.cut or checkpoint, inventory, target, grids)
     _check_choice(job)
     if request.mixture.keep or request.mixture.preset:
         job = _without_kept(job)
     if not request.mixture.chooses:  # otherwise the chosen grids fit
-        check_groups(inventory.rows, scheme, job.grids, job.target)
+        job = _fitted(job)
     if inventory.by_name and job.coverage.share < request.recipe.least_quantized:
         message = (
             f"model_type {model_type!r} of {path / 'config.json'} is not one that quantkit has "
             f"a table of ({inventory.note})"
         )
-        fault = f"{message}, and the run would quantize {job.coverage}"
-        uneven = next(
-            (row for row in inventory.rows if has_linear_suffix(row.name) and not fits(row.shape)),
-            None,
-        )
-        if uneven is not None:
-            fault += (
-                f"; {uneven.module} is {list(uneven.shape)}, and 32 must divide the inputs "
-                "of a linear and 8 its outputs"
-            )
-        remedy = "set least_quantized in the recipe to less where that is meant"
-        smaller = finer_group(inventory.rows, scheme)
         raise QuantkitError(
-            fault, f"give --group-size {smaller}, or {remedy}" if smaller else remedy
+            f"{message}, and the run would quantize {job.coverage}",
+            "set least_quantized in the recipe to less where that is meant",
         )
     return job
+
+
+def _fitted(job: Job) -> Job:
+    """The job with linears of sizes that the scheme's grid does not fit in smaller groups, in int8
+    or in 16 bits."""
+    request, rows, choice = job.request, job.linears, job.request.choice
+    if not rows:
+        return job
+    given = request.recipe.group_size
+    if given is not None and not job.inventory.by_name:
+        check_given_groups(rows, job.grids)
+    engine = None if choice is None else find_engine(choice.engine)
+
+    def kernels(row: Parameter, grid: Grid) -> bool:
+        if engine is None:
+            return True
+        rules = engine.shape_rules(request.format, grid, None) if row.expert is None else []
+        return not engine.unsupported_group_size(grid) and all(
+            rule.float16 or row.shape[1] % rule.inputs == 0 for rule in rules
+        )
+
+    mixed_choice, mixture = request.mixed_choice, None
+    name = mixed_choice.format if mixed_choice else compressed_mixed.FORMAT.name
+    if job.target.writes_mixtures or MIXING.get(request.format) is modelslim.FORMAT:
+        mixture = job.target
+    elif request.format == name and (choice is None or mixed_choice is not None):
+        mixture = MIXING[name]
+    allows = None if mixed_choice is None else mixed_choice.allows
+    fit = fit_grids(
+        rows,
+        job.grids,
+        request.scheme.weight,
+        GROUP_SIZES if given is None else (given,),
+        Allowed(job.target, kernels),
+        None
+        if mixture is None
+        else Allowed(
+            mixture,
+            lambda row, grid: kernels(row, grid) and (allows is None or allows(row, grid)),
+        ),
+    )
+    if fit.grids == dict(job.grids):
+        return job
+    note = describe_fit(rows, job.grids, fit.grids)
+    if fit.mixed and mixture is not job.target:
+        job = _as_mixture(job, fit.grids)
+    else:
+        scheme = replace(request.scheme, weight=fit.base)
+        request = replace(request, scheme=scheme, choice=_with_base(choice, fit.base))
+        job = replace(job, request=request, grids=fit.grids)
+    return replace(job, fit=note)
+
+
+def _with_base(
+    choice: FormatChoice | MixtureChoice | None, base: Grid
+) -> FormatChoice | MixtureChoice | None:
+    """The choice with the scheme's grid in other groups."""
+    if choice is None:
+        return None
+    keys = {key: getattr(base, key) for key in choice.quantization_config}
+    if isinstance(choice, MixtureChoice):
+        return replace(choice, base=base, quantization_config=keys)
+    return replace(choice, grid=base, quantization_config=keys)
 
 
 def _without_kept(job: Job) -> Job:
@@ -417,6 +473,13 @@ def _without_kept(job: Job) -> Job:
     )
     if set(grids.values()) <= set(job.grids.values()):
         return replace(job, grids=grids)
+    return _as_mixture(job, grids)
+
+
+def _as_mixture(job: Job, grids: Mapping[str, Grid]) -> Job:
+    """The job in the format of mixed precision, on these grids."""
+    request, mixed_choice = job.request, job.request.mixed_choice
+    name = mixed_choice.format if mixed_choice else compressed_mixed.FORMAT.name
     base = mixed_choice.base if mixed_choice else request.scheme.weight
     grids = {
         module: base if grid == request.scheme.weight else grid for module, grid in grids.items()

@@ -152,7 +152,13 @@ def calibrated_peak(work: RunSizes) -> Peak:
     layers = {row.layer for rows in work.units.values() for row in rows if row.expert is not None}
     for layer in sorted(layer for layer in layers if layer is not None)[:1]:
         moments.append((_experts_bytes(work, layer), f"layers.{layer}.experts"))
-    bytes_, unit = max(moments, key=lambda moment: moment[0])
+    # A table is read whole where the text is embedded, with a mask of its finite values.
+    tables = [
+        (_COPIED * max(map(_values, rows)), unit)
+        for unit, rows in work.units.items()
+        if rows[0].layer is None
+    ]
+    bytes_, unit = max([*moments, *tables], key=lambda moment: moment[0])
     return Peak(
         PROCESS_BYTES, hidden, bytes_ + min(2 * LARGEST_KEPT, bytes_ // 8), unit
     )  # and freed blocks kept for reuse

@@ -18,10 +18,9 @@ from quantkit.common.sizes import parse_bytes
 from quantkit.engines.profiles import FormatChoice, MixtureChoice
 from quantkit.grids.base import Grid
 from quantkit.grids.fp8_block import Fp8BlockGrid
-from quantkit.grids.int_groups import IntGrid
 from quantkit.models.table import MLA_PROLOG_PROJECTIONS, Parameter
+from quantkit.quantization.fitting import INT8
 
-INT8 = IntGrid(bits=8, group_size=None, symmetric=True)
 FP8 = Fp8BlockGrid()
 
 KINDS: dict[str, Callable[[Parameter], bool]] = {

@@ -29,15 +29,6 @@ NEAR, FAR = 0.01, 0.1
 model."""
 NO_BETTER = 0.9
 """Share of round-to-nearest's KL from which a calibrated scheme was not worth its time."""
-USUAL = {
-    "awq-w4a16": (0.16, 0.41),
-    "fp4-w4a16": (0.16, 0.39),
-    "int8-a8w8c16": (0.64, 0.89),
-    "int4-w4a8-groups": (0.20, 0.40),
-    "nvfp4-w4a4": (0.73, 0.76),
-}
-"""Smallest and largest share of round-to-nearest's KL that a scheme had on the models of its
-evaluation (docs/lab/quality.md)."""
 
 Word = Literal["good", "fair", "poor"]
 
@@ -50,18 +41,13 @@ class Verdict:
     sentence: str
 
 
-def judge(
-    kl: float, top1_agree: float, tokens: int, plain_kl: float | None = None, scheme: str = ""
-) -> Verdict:
+def judge(kl: float, top1_agree: float, tokens: int, plain_kl: float | None = None) -> Verdict:
     """kl, plain_kl: to the source, of the model and of round-to-nearest on the same grid;
-    top1_agree: share of equal most likely tokens. scheme: whose usual share of round-to-nearest's
-    KL is stated, if known."""
+    top1_agree: share of equal most likely tokens."""
     word: Word = "good" if kl < NEAR else "fair" if kl < FAR else "poor"
     compared, useless = "", plain_kl is not None and kl > NO_BETTER * plain_kl and plain_kl > 0
     if plain_kl is not None and plain_kl > 0:
         compared = f", {kl / plain_kl:.2f} of round-to-nearest's {plain_kl:.2e}"
-        if scheme in USUAL:
-            compared += " (usual: {:.2f} to {:.2f})".format(*USUAL[scheme])
     if useless and word == "good":
         word = "fair"
     closer = "hardly closer" if plain_kl is not None and kl < plain_kl else "no closer"
@@ -91,8 +77,8 @@ _COLOURS = (OURS, THEIRS, "#3d8b5f", "#8a4fa0", "#b23a48", "#4aa3b8", "#9a8b2f",
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Of the process that finished the output. seconds: its run time; found: units finished by
-    earlier runs."""
+    """Of the process that finished the output. seconds: of the run with its restarts; found: units
+    finished before the last of them."""
 
     finished: str
     seconds: float
@@ -198,14 +184,12 @@ def _verdict(account: RunDescription, held_out: dict[str, float] | None) -> dict
         )
         sentence = f"Not measured: no text was held out. {compare}."
         return {"word": "unknown", "sentence": sentence}
-    usual = account.scheme if account.allocation is None else ""
     return vars(
         judge(
             held_out["kl"],
             held_out["top1_agree"],
             int(held_out["tokens"]),
             held_out.get("plain_kl"),
-            usual,
         )
     )
 

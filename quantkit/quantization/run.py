@@ -28,7 +28,7 @@ from quantkit.checkpoint.pruned import PrunedCheckpoint
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
 from quantkit.common.devices import describe_hardware, select_device
-from quantkit.common.plots import layer_plot
+from quantkit.common.plots import check_drawable, layer_plot
 from quantkit.common.progress import Note, OnEvent, Progress, ignore_event, peak_memory
 from quantkit.common.result import Result
 from quantkit.common.sizes import format_bytes, format_duration
@@ -42,8 +42,9 @@ from quantkit.quantization.bit_allocation import (
     describe_grids,
     read_sensitivities,
 )
-from quantkit.quantization.cost import CALIBRATED_SHARE, unit_shares
+from quantkit.quantization.cost import CALIBRATED_SHARE, expected_seconds, job_work, unit_shares
 from quantkit.quantization.job import NO_MIXTURE, Coverage, Job, JobRequest, open_job, read_request
+from quantkit.quantization.machine import measure_rate
 from quantkit.quantization.memory import Peak, check_memory, expected_peak
 from quantkit.quantization.mixed_precision import Mixture
 from quantkit.quantization.output import Output
@@ -58,13 +59,17 @@ from quantkit.quantization.report import (
 )
 from quantkit.quantization.rtn import round_units
 from quantkit.quantization.sensitivity_run import NAME, find_sensitivities, sensitivities_path
+from quantkit.quantization.spent import Spent
 from quantkit.tokenizer.chat import ChatTokenizer
+
+_LONG_S = 60
+"""From which an expected time is worth a line."""
 
 
 @dataclass(frozen=True, repr=False)
 class QuantizationReport(Result):
-    """Result of a run. Bytes are of tensors; peak_memory is this process's largest resident set,
-    planned_memory the expected one."""
+    """Result of a run. Bytes are of tensors; seconds and peak_memory, the largest resident set,
+    are those of a resumed run as a whole; planned_memory is the expected one."""
 
     out: Path
     scheme: str
@@ -106,9 +111,8 @@ class QuantizationReport(Result):
                 "not measured: no text was held out; quantkit ppl measures the distance to the "
                 "source"
             )
-        usual = self.scheme if self.allocation is None else ""
         return judge(
-            found["kl"], found["top1_agree"], int(found["tokens"]), found.get("plain_kl"), usual
+            found["kl"], found["top1_agree"], int(found["tokens"]), found.get("plain_kl")
         ).sentence
 
     @property
@@ -173,6 +177,7 @@ def quantize(
     the same arguments, and a complete one returns its report.
     """
     start, ranks = time.perf_counter(), Ranks.join()
+    check_drawable()
     inputs = [source, *(Path(one) for one in (recipe.calibration, sensitivities) if one)]
     prepare(out, inputs, ranks.rank)
     check_sensitivities_option(sensitivities, mixture)
@@ -207,12 +212,14 @@ def quantize(
         if isinstance(job.checkpoint, PrunedCheckpoint):
             prune_as(job.checkpoint, out)
         output.source_guard().verify_output(out, manifest)
-        return _report(run, output, out, start, read_findings(out), done_already=True)
+        seconds = time.perf_counter() - start
+        found = read_findings(out)
+        return _report(run, output, out, seconds, peak_memory(), found, done_already=True)
     if ranks.is_main and run.sequences.summary:
         for line in run.sequences.summary.lines():
             on_event(Note(line))
-    if ranks.is_main and about.note:
-        on_event(Note(about.note))
+    if ranks.is_main and job.note:
+        on_event(Note(job.note))
     if ranks.is_main and not has_tokenizer(source):
         on_event(
             Note(
@@ -225,18 +232,24 @@ def quantize(
         resumed = writer.progress(output.units) if ranks.is_main else ""
         if ranks.is_main and resumed:
             on_event(Note(f"resuming {out}: {resumed}"))
-        pruned = _pruned(run, output, ranks, on_event if ranks.is_main else ignore_event)
+        spent = Spent(writer.state_dir / "spent.json", start, run.fingerprint)
+        listen: OnEvent = ignore_event
+        if ranks.is_main:
+            seconds = _expected_seconds(run, output, writer.state_dir, ranks.size)
+            if seconds > _LONG_S and not resumed:
+                on_event(Note(f"about {format_duration(seconds)} on this machine"))
+            listen = spent.listening(_with_expected(on_event, seconds))
+        pruned = _pruned(run, output, ranks, listen)
         if ranks.is_main:
             writer.check_source()
-        found = _round(run, output, ranks, on_event if ranks.is_main else ignore_event, pruned)
+        found = _round(run, output, ranks, listen, pruned)
         if not ranks.is_main:
             writer.close()
         ranks.barrier()
         if ranks.is_main:
-            seconds = time.perf_counter() - start
             facts = RunFacts(
                 datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-                round(seconds, 1),
+                round(spent.seconds, 1),
                 describe_hardware(device),
                 resumed,
             )
@@ -247,7 +260,20 @@ def quantize(
                 job.request.scheme.weight, files | ({NAME: run.measured} if run.chosen else {})
             )
             sensitivities_path(out).unlink(missing_ok=True)
-    return _report(run, output, out, start, found)
+    return _report(run, output, out, spent.seconds, spent.peak_memory, found)
+
+
+def _expected_seconds(run: "_Run", output: Output, folder: Path, ranks: int) -> float:
+    stored = sum(sum(parts.values()) for parts in output.bytes_by_part())
+    work = job_work(run.job, run.job.linears, stored, run.tokens or None)
+    return expected_seconds(work, measure_rate(folder, output.source.device)) / ranks
+
+
+def _with_expected(on_event: OnEvent, seconds: float) -> OnEvent:
+    """Progress with the expected time of the whole run."""
+    return lambda event: on_event(
+        replace(event, expected=seconds) if isinstance(event, Progress) else event
+    )
 
 
 @dataclass(frozen=True)
@@ -269,6 +295,11 @@ class _Run:
     def calibration_tokens(self) -> int:
         return sum(len(s) for s in self.sequences.calibration)
 
+    @property
+    def tokens(self) -> int:
+        """Held-out ones included."""
+        return self.calibration_tokens + sum(len(s) for s in self.sequences.held_out)
+
 
 def _checked(source: Path, request: JobRequest, engine: str | None, memory: int | None) -> _Run:
     """Validate everything before the first weight is read."""
@@ -288,7 +319,7 @@ def _checked(source: Path, request: JobRequest, engine: str | None, memory: int 
     )
     if batches != Batches():
         fingerprint["batches for --memory"] = str(batches)
-    if request.mixture != NO_MIXTURE:
+    if request.mixture != NO_MIXTURE or job.fit:
         fingerprint["grids"] = _grids_digest(job)
     return _Run(job, sequences, peak, batches, fingerprint, options)
 
@@ -327,7 +358,8 @@ def _report(
     run: _Run,
     output: Output,
     out: Path,
-    start: float,
+    seconds: float,
+    peak: int,
     found: Findings,
     *,
     done_already: bool = False,
@@ -338,8 +370,8 @@ def _report(
         format=run.job.request.format,
         source_bytes=sum(tensor.nbytes for tensor in run.job.checkpoint.unpruned.tensors.values()),
         output_bytes=sum(output.bytes_by_part()[1].values()),
-        seconds=time.perf_counter() - start,
-        peak_memory=peak_memory(),
+        seconds=seconds,
+        peak_memory=peak,
         planned_memory=run.peak.total,
         calibration_tokens=run.calibration_tokens,
         findings=found,
@@ -447,7 +479,7 @@ def _account(
         left=run.job.coverage.left,
         allocation=run.chosen.account() if run.chosen else None,
         experts_left=experts and not any(row.expert is not None for row in run.job.linears),
-        told=run.job.inventory.note,
+        told=run.job.note,
     )
 
 

@@ -55,6 +55,7 @@ def find_sensitivities(
             on_event(Note(f"sensitivities as measured before, from {path}"))
             return read_sensitivities(path, source)
     total = sum(tensor.nbytes for tensor in options.job.checkpoint.tensors.values())
+    out.parent.mkdir(parents=True, exist_ok=True)
     state = _State(
         out.with_name(f"{out.name}.sensitivities.safetensors"),
         json.dumps(key, sort_keys=True),

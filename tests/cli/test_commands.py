@@ -453,7 +453,7 @@ def test_damaged_weights(tmp_path: Path) -> None:
     source = make_model.write_fp8(tmp_path / "fp8", config, tensors)
     for given in (("--recipe", recipe), ("--group-size", "96")):
         assert "group size 96 does not divide the" in (line := said(source, *given))
-        assert line.endswith("give --group-size 64")
+        assert "give --group-size 64" in line
 
     shard = next(
         path for path in source.glob("*.safetensors") if f"{name}_scale_inv" in load_file(path)

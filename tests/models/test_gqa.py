@@ -1,5 +1,7 @@
 """Decoders with grouped-query attention against transformers, in float32 on tiny random models."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -97,6 +99,28 @@ def test_more_dense_layers_than_layers_are_all_of_them() -> None:
     assert not any(made.is_moe(layer) for layer in range(made.num_hidden_layers))
 
 
+def test_a_minimax_of_another_kind_is_refused() -> None:
+    peer = random_peer(*CASES["minimax_m2"]).config.to_dict()
+    architecture = find_architecture(peer)
+    published = {
+        "attn_type_list": [1, 1, 1],
+        "use_mtp": True,
+        "num_mtp_modules": 3,
+        "use_routing_bias": True,
+        "sliding_window": None,
+    }
+    architecture.Config.from_dict({**peer, **published})
+    others = {
+        "attn_type_list": [1, 0, 1],
+        "use_routing_bias": False,
+        "shared_intermediate_size": 64,
+        "scoring_func": "softmax",
+    }
+    for key, value in others.items():
+        with pytest.raises(QuantkitError, match=key):
+            architecture.Config.from_dict({**peer, key: value})
+
+
 def test_openpangu_embedded_is_llama_with_biases_of_attention() -> None:
     """By the vendor's modeling file: transformers has no class of its own for it."""
     peer = random_peer("Llama", {"attention_bias": True})
@@ -119,9 +143,32 @@ def test_openpangu_embedded_is_llama_with_biases_of_attention() -> None:
         )
 
 
-def test_what_config_json_lacks_is_named() -> None:
+def test_unsupported_settings_are_refused() -> None:
     llama = random_peer("Llama", {}).config.to_dict()
     architecture = find_architecture(llama)
+    others: dict[str, Any] = {
+        "hidden_act": "gelu",
+        "attention_bias": "yes",
+        "mlp_bias": 1,
+        "use_sliding_window": True,
+        "sliding_window": 4096,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "attention_chunk_size": 8192,
+        "logit_scale": 0.0625,
+        "partial_rotary_factor": 0.5,
+        "num_key_value_heads": 3,
+    }
+    for key, value in others.items():
+        with pytest.raises(QuantkitError, match=key):
+            architecture.Config.from_dict({**llama, key: value})
+    for key, value in {
+        "use_sliding_window": False,
+        "layer_types": ["full_attention"] * 3,
+        "final_logit_softcapping": None,
+    }.items():
+        architecture.Config.from_dict({**llama, key: value})
     del llama["rms_norm_eps"]
     with pytest.raises(QuantkitError, match="rms_norm_eps"):
         architecture.Config.from_dict(llama)

@@ -12,7 +12,6 @@ from cut_texts import furthest_from_whole
 from guessed_models import in_place
 from plain_weights import PlainWeights
 from scaled_groups import drawn_scale
-from tiny_models import CASES as TABLES
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,8 +27,63 @@ from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.hyper_connections import expand_streams, pack_streams
 
-TINY: dict[str, Any] = TABLES["openpangu_v2"]
-CASES: dict[str, dict[str, Any]] = TABLES["openpangu_v2_cases"]
+TINY: dict[str, Any] = {
+    "model_type": "openpangu_v2",
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 6400000.0,
+    "max_position_embeddings": 4096,
+    "use_mhc": True,
+    "mhc_use_gamma": True,
+    "mhc_num_stream": 4,
+    "mhc_recur_norm": 20,
+    "sandwich_norm": True,
+    "use_mome": True,
+    "router_sliding_window": 3,
+    "param_sink_number": 5,
+    "dsa_layers": [0, 3],
+    "swa_layers": [1, 2, 5, 6, 7],
+    "sliding_window_list": [4, 9, 6, 5, 7],
+    "block_post_layernorm_idx": [0, 2],
+    "index_topk": 7,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "num_nextn_predict_layers": 3,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "release": {},
+    "odd": {
+        "mhc_num_stream": 3,
+        "mhc_recur_norm": 2,
+        "router_sliding_window": 4,
+        "rope_interleave": True,
+        "first_k_dense_replace": 0,
+        "index_n_heads": 24,
+    },
+    "plain": {
+        "param_sink_number": 0,
+        "dsa_layers": None,
+        "swa_layers": [0, 4],
+        "sliding_window_list": None,
+        "sliding_window": 6,
+    },
+}
 
 
 def random_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
@@ -411,3 +465,32 @@ def test_steps_that_are_captured_give_the_same_tokens(tmp_path: Path) -> None:
     assert engine.runner.why_eager == ""
     with pytest.raises(QuantkitError, match="--prefix-cache"):
         Engine.load(source, device="cpu", max_batch=1, max_model_len=64, prefix_cache=True)
+
+
+def test_what_is_not_computed_is_refused() -> None:
+    architecture = find_architecture(TINY)
+    others: dict[str, Any] = {
+        "use_mhc": False,
+        "mhc_use_gamma": False,
+        "sandwich_norm": False,
+        "use_mome": False,
+        "param_sink_with_value": True,
+        "attn_groupnorm": True,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "hidden_act": "gelu",
+        "scoring_func": "softmax",
+        "n_group": 2,
+        "router_sliding_window": 1,
+        "dsa_layers": [0, 0],
+        "block_post_layernorm_idx": "all",
+        "swa_layers": [0, 1],
+        "sliding_window_list": [4],
+        "layer_types": ["full_attention"] * 5,
+        "index_head_dim": 4,
+        "rope_theta": None,
+        "mhc_num_stream": 0,
+    }
+    for key, value in others.items():
+        with pytest.raises(QuantkitError, match=key):
+            architecture.Config.from_dict({**TINY, key: value})

@@ -2,13 +2,11 @@
 model code."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from plain_weights import PlainWeights
 from scaled_groups import drawn_scale
-from tiny_models import CASES
 from torch import Tensor
 
 from quantkit.models import find_architecture, pangu_ultra_moe
@@ -16,7 +14,31 @@ from quantkit.models.context import CausalContext
 from quantkit.models.pangu_ultra_moe import FIRST_RELEASE_NAMES
 from quantkit.models.table import resolve
 
-CONFIG: dict[str, Any] = CASES["pangu_ultra_moe"]
+CONFIG = {
+    "model_type": "pangu_ultra_moe",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 1024,
+    "rope_theta": 25600000.0,
+    "num_nextn_predict_layers": 1,
+    "sandwich_norm": True,
+}
 
 
 def random_tensors(config: dict, with_bias: bool) -> dict[str, Tensor]:

@@ -80,6 +80,9 @@ _MEMBERS: tuple[Format, ...] = (
     compressed_fp4.FORMAT,
     compressed_fp4.W4A4,
     compressed_int8.FORMAT,
+    compressed_int4.INT8_WORDS,
+    compressed_int4.W4A8,
+    compressed_mxfp4.FORMAT,
     _FP8,
 )
 
@@ -147,7 +150,12 @@ class CompressedMixed(Format):
             TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
         ]
         member = next(one for one in _MEMBERS if any(one.quantized_module(spec) for spec in specs))
-        if member is compressed_fp4.FORMAT and f"{module}.input_global_scale" in tensors:
+        shape = tensors.get(f"{module}.weight_shape")
+        if shape is not None and 4 * tensors[f"{module}.weight_packed"].shape[1] == int(shape[1]):
+            member = compressed_int4.INT8_WORDS
+        elif member is compressed_fp4.FORMAT and f"{module}.weight_global_scale" not in tensors:
+            member = compressed_mxfp4.FORMAT
+        elif member is compressed_fp4.FORMAT and f"{module}.input_global_scale" in tensors:
             member = compressed_fp4.W4A4
         return member.unpack(module, tensors)
 
@@ -183,7 +191,9 @@ class CompressedMixed(Format):
                 "targets": module_patterns(modules, others),
                 "format": member.variant,
             }
-        block = compressed.config_block(self.variant, {}, None, quantized, plain)
+        variants = {group["format"] for group in groups.values()}
+        variant = self.variant if len(variants) > 1 else variants.pop()
+        block = compressed.config_block(variant, {}, None, quantized, plain)
         return {**block, "config_groups": groups}
 
 

@@ -250,8 +250,7 @@ class TracedArchitecture:
         )
         row = replace(row, parallel_to_experts=module in kind.plan.parallel and len(row.shape) == 2)
         if len(row.shape) == 2 and module in kind.plan.linears:
-            fits = row.name in linears and tensor_names.fits(row.shape)
-            role: Role = tensor_names.role(row.module) if fits else "router"
+            role: Role = tensor_names.role(row.module) if row.name in linears else "router"
             return replace(
                 row, role=role, split="row" if module in kind.output_linears else "replicate"
             )
@@ -283,17 +282,12 @@ class TracedArchitecture:
                         f"{list(shape)}",
                         RTN_REMEDY,
                     )
-                role: Role = (
-                    "linear"
-                    if tensor_names.fits((width, hidden)) and tensor_names.fits((hidden, width))
-                    else "router"
-                )
                 fused = None if projection == "down" else f"{names[0].removesuffix('.weight')}_up"
                 split: Split = "row" if projection == "down" else "column"
                 yield Parameter(
                     name,
                     shape,
-                    role,
+                    "linear",
                     split,
                     layer,
                     number,

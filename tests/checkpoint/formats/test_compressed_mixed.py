@@ -23,10 +23,12 @@ from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import Nvfp4Grid, Nvfp4Quantizer, global_scale
 
 N, K = 64, 256
-W4, W4_FINE, W8 = (
+W4, W4_FINE, W8, W8_GROUPS, W4A8 = (
     IntGrid(4, 128, symmetric=False),
     IntGrid(4, 32, symmetric=True),
     IntGrid(8, None, symmetric=True),
+    IntGrid(8, 64, symmetric=True),
+    IntGrid(4, 64, symmetric=True, activation_bits=8),
 )
 
 
@@ -40,7 +42,15 @@ def weight(grid: Grid) -> Weight:
     return Fp8BlockWeight(w.to(torch.float8_e4m3fn), torch.tensor([[0.5, 1.25]]))
 
 
-GRIDS: tuple[Grid, ...] = (W4, W4_FINE, W8, Nvfp4Grid(), Fp8BlockGrid())
+GRIDS: tuple[Grid, ...] = (
+    W4,
+    W4_FINE,
+    W8,
+    W8_GROUPS,
+    W4A8,
+    Nvfp4Grid(),
+    Fp8BlockGrid(),
+)
 LAYOUT = {
     "model.layers.0.self_attn.q_proj": W8,
     "model.layers.1.self_attn.q_proj": W4,
@@ -61,7 +71,7 @@ def test_a_linear_comes_back_as_it_was(grid: Grid) -> None:
         name: (spec.dtype, spec.shape) for name, spec in specs.items()
     }
     assert torch.equal(dequantize(FORMAT.unpack("m", tensors)), dequantize(before))
-    assert FORMAT.activation_bits_of(grid) == (8 if grid == W8 else 16)
+    assert FORMAT.activation_bits_of(grid) == (8 if grid in (W8, W4A8) else 16)
 
 
 def described(layout: Mapping[str, Grid]) -> dict[str, object]:

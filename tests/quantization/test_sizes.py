@@ -1,0 +1,153 @@
+"""Models whose sizes 128 does not divide: what every linear gets, and that it is read back. All
+published shapes with every scheme and engine: `make gallery`."""
+
+from pathlib import Path
+from typing import Any
+
+import published_shapes
+import pytest
+from size_coverage import covered
+from small_recipe import SMALL
+from test_architectures import CONFIGS
+
+from quantkit.calibrate.recipe import Recipe
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.errors import QuantkitError
+from quantkit.common.progress import Event, Note
+from quantkit.engines.check import check_checkpoint
+from quantkit.executor.engine import Engine
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.grids.base import dequantize
+from quantkit.grids.schemes import SCHEMES
+from quantkit.planning.plan import plan
+from quantkit.quantization.convert import convert
+from quantkit.quantization.job import open_job, read_request
+from quantkit.quantization.run import QuantizationReport, quantize
+
+ODD = {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}
+
+
+def source_of(folder: Path, family: str = "llama", **sizes: Any) -> Path:
+    config = {**CONFIGS[family], **ODD, **sizes}
+    return published_shapes.write(folder / "source", config)
+
+
+def rounded(
+    source: Path, out: Path, scheme: str = "rtn-w4a16", **options: Any
+) -> QuantizationReport:
+    given = options.pop("format", "auto")
+    recipe = Recipe(scheme=scheme, methods=(), **SMALL)
+    return quantize(source, out, SCHEMES[scheme], given, recipe, **options)
+
+
+def group_sizes(path: Path) -> dict[str, int | None]:
+    """Of the first layer, by the linear's own name."""
+    return {
+        module.rpartition(".")[2]: None if linear.grid is None else linear.grid.group_size
+        for module, linear in Checkpoint.open(path).linears.items()
+        if ".layers.0." in module
+    }
+
+
+def test_awq_has_one_group_size_for_all(tmp_path: Path) -> None:
+    source, lines = source_of(tmp_path), list[Event]()
+    report = rounded(source, tmp_path / "out", on_event=lines.append)
+    assert set(group_sizes(report.out).values()) == {64}
+    assert Checkpoint.open(report.out).config["quantization_config"]["group_size"] == 64
+    assert Checkpoint.open(report.out).scheme is SCHEMES["awq-w4a16"]
+    said = next(event.text for event in lines if isinstance(event, Note))
+    assert "int4-g64" in said
+    assert "[192, 192]" in said
+    assert said == plan(source, "rtn-w4a16").description
+
+
+def test_compressed_tensors_has_group_sizes_of_linears(tmp_path: Path) -> None:
+    source = source_of(tmp_path)
+    out = rounded(source, tmp_path / "out", format="compressed-tensors").out
+    sizes = group_sizes(out)
+    assert {sizes[name] for name in ("q_proj", "o_proj", "gate_proj")} == {64}
+    assert sizes["down_proj"] == 128
+    assert Checkpoint.open(out).config["quantization_config"]["format"] == "pack-quantized"
+    assert not [one for one in check_checkpoint("vllm", Checkpoint.open(out), device="cpu")]
+
+
+def test_one_odd_linear_of_many_stays_in_16_bits(tmp_path: Path) -> None:
+    """A dense layer of 320 inputs before sparse ones: finer groups for all would cost more."""
+    sizes = {"intermediate_size": 320, "hidden_size": 1024, "moe_intermediate_size": 1024}
+    config = {**CONFIGS["glm4_moe"], **sizes, "n_routed_experts": 64}
+    source = published_shapes.write_headers(tmp_path / "source", config)
+    request = read_request(SCHEMES["rtn-w4a16"], "auto", None, Recipe(scheme="rtn-w4a16"))
+    job = open_job(request, Checkpoint.open(source))
+    assert "model.layers.0.mlp.down_proj" not in job.grids
+    assert {grid.group_size for grid in job.grids.values()} == {128}
+    assert 0.98 < covered(job) < 1
+
+
+@pytest.mark.parametrize("format", ["awq", "compressed-tensors"])
+def test_a_model_of_odd_sizes_runs_and_converts(tmp_path: Path, format: str) -> None:
+    """The file computes its dequantized weights, and survives a conversion to another format."""
+    source = source_of(tmp_path, intermediate_size=320)
+    out = rounded(source, tmp_path / "out", format=format).out
+    convert(out, tmp_path / "dense", dtype="float32")
+    prompts, params = [list(range(3, 30))], SamplingParams(max_new_tokens=6, ignore_eos=True)
+    texts = []
+    for path in (out, tmp_path / "dense"):
+        engine = Engine.load(path, device="cpu", dtype="float32", max_batch=1, max_model_len=64)
+        texts.append([one.token_ids for one in engine.generate(prompts, params)])
+        engine.close()
+    assert texts[0] == texts[1]
+
+
+def test_outputs_that_packing_does_not_divide(tmp_path: Path) -> None:
+    """Zero points are packed eight to a word along the outputs: such linears are without in
+    compressed-tensors, and in 16 bits in AWQ."""
+    source = source_of(tmp_path, hidden_size=256, num_attention_heads=4, intermediate_size=324)
+    out = rounded(source, tmp_path / "awq").out
+    assert set(group_sizes(out)) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    out = rounded(source, tmp_path / "compressed", format="compressed-tensors").out
+    linears = Checkpoint.open(out).linears
+    up, down = (linears[f"model.layers.0.mlp.{name}_proj"] for name in ("up", "down"))
+    assert up.grid is not None
+    assert (up.grid.kind, up.grid.symmetric) == ("int4", True)
+    assert down.grid is not None
+    assert down.grid.kind == "int8", "324 inputs have no groups"
+
+
+def test_a_given_group_size_is_not_changed(tmp_path: Path) -> None:
+    source = source_of(tmp_path)
+    recipe = Recipe(scheme="rtn-w4a16", methods=(), group_size=128)
+    with pytest.raises(
+        QuantkitError, match=r"group size 128 does not divide the 192 .*--group-size 64"
+    ):
+        quantize(source, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", recipe)
+
+
+SMALLEST = {
+    "SmolLM2-135M": "awq-w4a16",
+    "gpt-oss-20b": "awq-w4a16",
+    "GLM-4.5-Air": "fp4-w4a16",
+    "OpenLLaMA-3B": "rtn-w4a16",
+    "Qwen2-57B-A14B": "w8a16",
+    "openPangu-Embedded-1B": "int8-a8w8c16",
+    "gemma-3-270m": "rtn-w4a16",
+    "falcon-7b": "rtn-w4a16",
+    "glm-4-9b": "mxfp4-w4a16",
+    "Qwen1.5-MoE-A2.7B": "int4-w4a8",
+}
+"""A scheme that each is written in; every scheme is planned."""
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_published_sizes_are_never_refused(name: str, tmp_path: Path) -> None:
+    source = published_shapes.write(tmp_path / "source", published_shapes.narrow(name))
+    experts = any(".experts." in tensor for tensor in Checkpoint.open(source).tensors)
+    for scheme in SCHEMES.values():
+        if scheme.cache or (scheme.outside and not experts):
+            continue
+        request = read_request(scheme, "auto", None, Recipe(scheme=scheme.name))
+        assert covered(open_job(request, Checkpoint.open(source))) >= 0.98, scheme.name
+    out = rounded(source, tmp_path / "out", SMALLEST[name]).out
+    before, after = Checkpoint.open(source), Checkpoint.open(out)
+    for module, linear in after.linears.items():
+        weight = after.weight(module)
+        assert dequantize(weight).shape == before.read(f"{module}.weight").shape, linear
