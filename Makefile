@@ -31,7 +31,7 @@ test: $(VENV)/test.stamp lint
 # Tests that compare numbers, by the instructions of another processor, then by 16 threads: what they hold numbers to is no processor's own.
 NUMBERS := tests/models/test_gqa.py tests/models/test_qwen3_5.py tests/models/test_sparse.py tests/kernels/test_cpu_few_rows.py \
 	tests/executor/test_speculation.py::test_tokens_are_those_of_plain_decoding \
-	$(patsubst %,'tests/test_architectures.py::test_a_quantized_model_computes_its_dequantized_weights[%]',gpt_oss qwen2_moe qwen3_5)
+	$(patsubst %,'tests/models/test_architectures.py::test_a_quantized_model_computes_its_dequantized_weights[%]',gpt_oss qwen2_moe qwen3_5)
 test-numbers: $(VENV)/test.stamp
 	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 $(BIN)/pytest $(NUMBERS)
 	MKL_DYNAMIC=FALSE OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=16 $(BIN)/pytest $(NUMBERS)
@@ -48,7 +48,7 @@ test-long: $(VENV)/test.stamp
 
 # Every architecture with every scheme, on ranks, by name and in eval: the cells of docs/models.md that `make test` leaves out.
 test-families: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 QUANTKIT_EVERY_CELL=1 $(BIN)/pytest tests/test_architectures.py --numprocesses 2 --dist loadscope
+	OMP_NUM_THREADS=1 QUANTKIT_EVERY_CELL=1 $(BIN)/pytest tests/models/test_architectures.py --numprocesses 2 --dist loadscope
 
 # Every scheme for every engine on models of published sizes: planned as they are, quantized with narrow layers. Hours of one core.
 gallery: $(VENV)/test.stamp
@@ -80,7 +80,7 @@ test-ascend: .venv-ascend/stamp .venv-npu/stamp
 
 # Triton's kernels in its interpreter, and compiled ahead for cards that are not here. QUANTKIT_EVERY_CELL=1: for every architecture.
 test-triton: .venv-triton/stamp
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest tests/kernels/test_triton.py tests/kernels/test_triton_codes.py tests/kernels/test_dense_experts.py tests/kernels/test_triton_dense.py --numprocesses 2 -W ignore
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest tests/kernels/test_triton.py tests/kernels/test_attention.py tests/kernels/test_prepare.py tests/kernels/test_functional.py tests/kernels/test_dense_experts.py tests/kernels/test_triton_dense.py -k 'triton or dense' --numprocesses 2 -W ignore
 	OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest tests/kernels/test_triton_targets.py --numprocesses 2
 
 .venv-triton/stamp: $(VENV)/test.stamp

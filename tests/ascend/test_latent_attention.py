@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from ascend.test_torch_npu import random
+from ascend import npu_double
+from ascend.npu_double import NZ, layout_of
+from ascend.test_torch_npu import EPS, random
 from quantkit_kernels import (
     MlaWeights,
     Norms,
@@ -48,7 +50,7 @@ def test_mla_prepare(interleaved: bool, called: list[str]) -> None:
     gains, tables = (random(1536, seed=2), random(512, seed=3)), (angles.cos(), angles.sin())
     latents, keys = torch.zeros(2, 16, 512).bfloat16(), torch.zeros(2, 16, 64).bfloat16()
     norms, doubled = (
-        Norms(*gains, 1e-6),
+        Norms(*gains, EPS),
         Rotation(*doubled_angles(*tables, torch.bfloat16), interleaved),
     )
     q_a = functional.mla_prepare(qkv_a, norms, doubled, (latents, keys), slots, backend="torch_npu")
@@ -72,7 +74,7 @@ def test_mla_prepare_of_other_sizes(called: list[str]) -> None:
     )
     arguments = (
         qkv_a,
-        Norms(random(128, seed=2), random(128, seed=3), 1e-6),
+        Norms(random(128, seed=2), random(128, seed=3), EPS),
         Rotation(angles.cos(), angles.sin()),
     )
     ours, twin = torch.zeros(2, 16, 160).bfloat16(), torch.zeros(2, 16, 160).bfloat16()
@@ -190,10 +192,15 @@ def layer_of(grid: str, seed: int = 3, heads: int = 2, nope: int = 128) -> MlaWe
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("grid", ["dense", "int8"])
 def test_mla_prolog_is_the_chain_it_replaces(
-    grid: str, interleaved: bool, called: list[str]
+    grid: str, interleaved: bool, called: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R1's sizes with two heads: queries, both caches and what the heads attended to, against the
-    reference, launch by launch."""
+    reference, launch by launch; weights in the layouts that the operator reads."""
+    given: list[Any] = []
+    computed = npu_double.RESULTS["npu_mla_prolog_v3"]
+    monkeypatch.setitem(
+        npu_double.RESULTS, "npu_mla_prolog_v3", lambda a: (given.append(a), computed(a))[1]
+    )
     weights = layer_of(grid)
     x, angles, slots = (
         random(3, 7168),
@@ -203,7 +210,7 @@ def test_mla_prolog_is_the_chain_it_replaces(
     tables = (angles.cos().bfloat16().float(), angles.sin().bfloat16().float())
     table, seq_lens = torch.tensor([[0, 2], [2, 0], [1, 0]]).int(), torch.tensor([6, 9, 2])
     prolog, chain = (
-        prepare_mla_prolog(weights, 64, eps=1e-6, interleaved=interleaved, backend=name)
+        prepare_mla_prolog(weights, 64, eps=EPS, interleaved=interleaved, backend=name)
         for name in ("torch_npu", "reference")
     )
 
@@ -221,6 +228,9 @@ def test_mla_prolog_is_the_chain_it_replaces(
     )
     absorbed, q_pe = prolog.query(x, doubled, apart, slots)
     assert called == ["npu_dynamic_quant", "npu_mla_prolog_v3"][grid != "int8" :]
+    (call,) = given
+    read = (call.weight_dq, call.weight_uq_qr, call.weight_dkv_kr, call.weight_uk)
+    assert [*map(layout_of, read)] == [NZ, NZ, NZ, "ND"]
     expected, expected_pe = chain.query(x, rotation, whole, slots)
     assert distance(absorbed, expected.double()) < 2e-2
     assert distance(q_pe, order(expected_pe)) < 2e-2

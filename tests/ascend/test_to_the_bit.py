@@ -26,6 +26,7 @@ from quantkit_kernels import (
     moe_gate,
     prepare,
     prepare_mla_prolog,
+    torch_npu,
 )
 from quantkit_kernels.ascend import AscendLayout, AscendLinear
 from quantkit_kernels.paged import split_latents
@@ -37,7 +38,12 @@ from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("called")
 CPU = torch.device("cpu")
-GRIDS = ("int4-asym-32", "int4-asym-64", "int4-sym-128", "int8", "fp4", "dense")
+GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "int8", "fp4", "dense")
+LINEARS = {
+    "int4": {"npu_weight_quant_batchmatmul"},
+    "int8": {"npu_format_cast", "npu_dynamic_quant", "npu_quant_matmul"},
+}
+"""Operators that a linear is, by its kind; the others are torch's own."""
 LARGE = 2.0**40
 
 
@@ -58,21 +64,26 @@ def stretched(weight: Weight, factor: float) -> Weight:
     [(torch.float16, 1.0), (torch.bfloat16, LARGE), (torch.bfloat16, 1 / LARGE)],
     ids=str,
 )
-def test_linear(grid: str, dtype: torch.dtype, factor: float) -> None:
+def test_linear(grid: str, dtype: torch.dtype, factor: float, called: list[str]) -> None:
+    called.clear()
     weight = stretched(random_weight(grid, 136, 256, torch.Generator().manual_seed(5)), factor)
     ours, twin = prepare(weight, backend="torch_npu", dtype=dtype), exact.linear(weight, dtype, CPU)
     for rows in (1, 9):
         x = random(rows, 256, dtype=dtype, seed=rows)
         assert torch.equal(ours(x), twin(x)), rows
+    kind = grid.split("-")[0]
+    assert set(called) == LINEARS.get(kind, set()) <= set(torch_npu.NEEDS[f"linear_{kind}"])
 
 
-@pytest.mark.parametrize("grid", ["int4-asym-32", "int8", "int8-narrow", "dense"])
+@pytest.mark.parametrize(
+    "grid", ["int4-asym-32", "int4-sym-128", "int8", "int8-narrow", "fp4", "dense"]
+)
 @pytest.mark.parametrize(
     ("dtype", "factor"),
     [(torch.float16, 1.0), (torch.bfloat16, 2.0**20), (torch.bfloat16, 2.0**-30)],
     ids=str,
 )
-def test_experts(grid: str, dtype: torch.dtype, factor: float) -> None:
+def test_experts(grid: str, dtype: torch.dtype, factor: float, called: list[str]) -> None:
     """gate and up are as they are, for a SiLU of a large value is linear; down is stretched, and
     tokens' weights too."""
     rng = torch.Generator().manual_seed(2)
@@ -88,7 +99,11 @@ def test_experts(grid: str, dtype: torch.dtype, factor: float) -> None:
         made.append(layout.finish())
     x, ids = random(6, 128, dtype=dtype), torch.rand(6, 5, generator=rng).topk(2, dim=-1).indices
     share = torch.rand(6, 2, generator=rng) * (LARGE if dtype == torch.bfloat16 else 1)
-    assert torch.equal(made[0](x, ids, share), made[1](x, ids, share))
+    called.clear()
+    found = made[0](x, ids, share)
+    assert called.count("npu_grouped_matmul") == (0 if grid == "fp4" else 2)
+    assert set(called) <= set(torch_npu.NEEDS[f"experts_{grid.split('-')[0]}"])
+    assert torch.equal(found, made[1](x, ids, share))
 
 
 @pytest.mark.parametrize("joined", [1, 2])

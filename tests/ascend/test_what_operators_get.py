@@ -9,16 +9,12 @@ import pytest
 import torch
 from ascend import npu_double
 from ascend.npu_double import NZ, layout_of
-from ascend.test_latent_attention import halves, layer_of
-from ascend.test_torch_npu import random
+from ascend.test_latent_attention import layer_of
+from ascend.test_torch_npu import EPS, random
 from kernel_weights import layer, random_experts
 from quantkit_kernels import (
-    Norms,
-    Rotation,
-    doubled_angles,
     functional,
     prepare,
-    prepare_mla_prolog,
     reference,
 )
 from quantkit_kernels.prolog import sizes_of
@@ -29,85 +25,7 @@ from quantkit_kernels.torch_npu.prolog import prolog_refused
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("called")
-EPS = 0.7
-"""Next to activations of one: an operator that takes its default instead is 30 % off."""
 torch_npu = importlib.import_module("quantkit_kernels.torch_npu")
-
-
-def test_epsilons_of_norms() -> None:
-    x, residual, gain = random(5, 256), random(5, 256, seed=1), random(256, seed=2)
-    assert (
-        distance(
-            functional.rms_norm(x, gain, EPS, backend="torch_npu"),
-            reference.rms_norm(x, gain, EPS).double(),
-        )
-        < 4e-3
-    )
-    ours = functional.add_rms_norm(x, residual, gain, EPS, backend="torch_npu")
-    for one, twin in zip(ours, reference.add_rms_norm(x, residual, gain, EPS)):
-        assert distance(one, twin.double()) < 4e-3
-
-
-@pytest.mark.parametrize("sizes", [(1536, 512, 64), (128, 128, 32)])
-def test_epsilons_of_prepared_latents(sizes: tuple[int, int, int]) -> None:
-    q_lora, latent, rope = sizes
-    qkv_a, angles, slots = (
-        random(3, sum(sizes)),
-        random(3, rope // 2, dtype=torch.float32, seed=1),
-        torch.tensor([5, 0, 17]),
-    )
-    norms, rotation = (
-        Norms(random(q_lora, seed=2), random(latent, seed=3), EPS),
-        Rotation(angles.cos(), angles.sin()),
-    )
-    whole = torch.zeros(2, 16, latent + rope).bfloat16()
-    expected = reference.mla_prepare(qkv_a, norms, rotation, whole, slots)
-    apart = (torch.zeros(2, 16, latent).bfloat16(), torch.zeros(2, 16, rope).bfloat16())
-    ours = torch.zeros_like(whole)
-    if latent == 512:
-        doubled = Rotation(*doubled_angles(*rotation[:2], torch.bfloat16), True)
-        q_a = functional.mla_prepare(qkv_a, norms, doubled, apart, slots, backend="torch_npu")
-        ours = torch.cat(apart, dim=-1)
-        whole[..., latent:] = halves(whole[..., latent:])
-    else:
-        q_a = functional.mla_prepare(qkv_a, norms, rotation, ours, slots, backend="torch_npu")
-    assert distance(q_a, expected.double()) < 4e-3
-    assert distance(ours, whole.double()) < 4e-3
-
-
-@pytest.mark.parametrize("grid", ["dense", "int8"])
-def test_epsilons_and_layouts_of_the_prolog(grid: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = layer_of(grid)
-    given: list[Any] = []
-    computed = npu_double.RESULTS["npu_mla_prolog_v3"]
-    monkeypatch.setitem(
-        npu_double.RESULTS, "npu_mla_prolog_v3", lambda a: (given.append(a), computed(a))[1]
-    )
-    x, angles, slots = (
-        random(3, 7168),
-        torch.rand(3, 32, generator=torch.Generator().manual_seed(3)),
-        torch.tensor([5, 40, 17]),
-    )
-    tables = (angles.cos().bfloat16().float(), angles.sin().bfloat16().float())
-    doubled, rotation = Rotation(*doubled_angles(*tables, torch.bfloat16)), Rotation(*tables)
-    ours, twin = (
-        prepare_mla_prolog(weights, 64, eps=EPS, interleaved=True, backend=name)
-        for name in ("torch_npu", "reference")
-    )
-    apart, whole = (
-        (torch.zeros(3, 16, 512).bfloat16(), torch.zeros(3, 16, 64).bfloat16()),
-        torch.zeros(3, 16, 576).bfloat16(),
-    )
-    absorbed, q_pe = ours.query(x, doubled, apart, slots)
-    expected, expected_pe = twin.query(x, rotation, whole, slots)
-    assert distance(absorbed, expected.double()) < 2e-2
-    assert distance(q_pe, halves(expected_pe).double()) < 2e-2
-    assert distance(apart[0], whole[..., :512].double()) < 2e-2
-    (call,) = given
-    assert [
-        layout_of(one)
-        for one in (call.weight_dq, call.weight_uq_qr, call.weight_dkv_kr, call.weight_uk)
-    ] == [NZ, NZ, NZ, "ND"]
 
 
 def test_layouts_at_rest() -> None:

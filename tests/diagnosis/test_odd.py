@@ -138,7 +138,7 @@ def test_a_linear_that_was_folded_on_both_sides_has_any_size(
 
 def test_scales_that_were_folded_into_norms_around_one_are_no_fault(tmp_path: Path) -> None:
     """Such a norm stores its gain minus 1, and a folded one has no fixed ratio to its source's."""
-    from test_architectures import CONFIGS, random_tensors
+    from tiny_models import CONFIGS, random_tensors
 
     config = CONFIGS["qwen3_next"] | {"architectures": ["Qwen3NextForCausalLM"]}
     architecture = find_architecture(config)

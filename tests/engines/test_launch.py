@@ -280,8 +280,8 @@ def test_memory_is_counted_from_headers(int8: Path) -> None:
 
 def test_heads_and_layers_come_out_even(int8: Path, tmp_path: Path) -> None:
     """Their rows may divide where heads do not: vLLM refuses such ranks."""
-    from test_architectures import CONFIGS
-    from test_architectures import random_tensors as of_any
+    from tiny_models import CONFIGS
+    from tiny_models import random_tensors as of_any
 
     def told(path: Path, devices: int, boxes: int = 1) -> str:
         return str(deploy(path, "vllm", devices=devices, boxes=boxes).refusal)
@@ -339,8 +339,8 @@ def test_a_split_that_does_not_divide_is_named(tmp_path: Path) -> None:
 
 def test_a_bias_after_a_sum_over_ranks_is_not_split(tmp_path: Path) -> None:
     """gpt-oss and openPangu-Embedded have o_proj.bias."""
-    from test_architectures import CONFIGS
-    from test_architectures import random_tensors as of_any
+    from tiny_models import CONFIGS
+    from tiny_models import random_tensors as of_any
 
     config = CONFIGS["gpt_oss"]
     path = write_packed(

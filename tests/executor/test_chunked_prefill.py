@@ -9,7 +9,7 @@ from typing import Any
 import make_model
 import pytest
 from running_server import load
-from test_architectures import CONFIGS, random_tensors
+from tiny_models import CONFIGS, random_tensors
 
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams

@@ -8,7 +8,7 @@ from typing import Any
 import make_model
 import pytest
 import torch
-from test_architectures import CONFIGS, PROMPTS, random_tensors
+from tiny_models import CONFIGS, PROMPTS, random_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.executor.engine import Engine

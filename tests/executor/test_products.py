@@ -8,7 +8,7 @@ import pytest
 import quantkit_kernels as kernels
 from quantkit_kernels.sizes import ExpertsSize, LinearSize
 from quantkit_kernels.weights import kind, shape
-from test_architectures import CONFIGS, random_tensors
+from tiny_models import CONFIGS, random_tensors
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint

@@ -1,9 +1,6 @@
 """Int8 on the CPU: the C++ that the user's compiler makes, against the reference bit for bit, and
 what is there without a compiler."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -40,51 +37,60 @@ def activations(m: int, k: int, rng: torch.Generator, dtype: torch.dtype) -> Ten
     return x.to(dtype)
 
 
+ROWS = ((64, 2048), (10, 100), (3, 5))
+"""Whole vectors and whole fours of rows, and less than one."""
+BLOCKS = ((64, 128), (288, 384), (160, 102), (80, 2048), (203, 1001), (3, 5), (2112, 7168))
+"""Blocks of 64, 48, 32 and 16 rows, the last whole or not, and a K that is no multiple of 4."""
+PACKED = ((64, 128), (200, 384), (192, 2048), (2112, 1024))
+"""Blocks of whatever rows oneDNN chooses, the last not whole."""
+KINDS = [
+    pytest.param(
+        Int8Linear, ROWS, one, marks=pytest.mark.skipif(not runs_here(one), reason="not this CPU")
+    )
+    for one in LEVELS
+]
+KINDS += [
+    pytest.param(VnniInt8Linear, BLOCKS, "VNNI", marks=vnni),
+    pytest.param(OneDnnInt8Linear, PACKED, "VNNI", marks=vnni),
+]
+
+
 @compiled
-@pytest.mark.parametrize(
-    "level",
-    [
-        pytest.param(one, marks=pytest.mark.skipif(not runs_here(one), reason="not this CPU"))
-        for one in LEVELS
-    ],
-)
+@pytest.mark.parametrize(("kind", "shapes", "level"), KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_are_the_reference_bit_for_bit(
-    dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
+def test_products_are_the_reference_bit_for_bit(
+    dtype: torch.dtype,
+    kind: type,
+    shapes: tuple[tuple[int, int], ...],
+    level: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whole vectors and whole fours of rows, and less than one; tokens one by one and up to four
-    together."""
+    """Tokens one by one, up to four together, and one to more than two groups; by oneDNN few rows,
+    and small products."""
     monkeypatch.setattr(build, "level", lambda: level)
-    rng = fresh()
-    for n, k in ((64, 2048), (10, 100), (3, 5)):
-        weight = random_weight("int8", n, k, rng)
-        linear, reference = (
-            Int8Linear(weight, dtype),
-            prepare(weight, backend="reference", dtype=dtype),
-        )
-        for m in (1, 2, 3, 4, 5, 7, 63):
-            x = activations(m, k, rng, dtype)
-            assert torch.equal(linear(x), reference(x)), (n, k, m, rng.initial_seed())
-
-
-@compiled
-@vnni
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_blocks_are_the_reference_bit_for_bit(dtype: torch.dtype) -> None:
-    """Blocks of 64, 48, 32 and 16 rows, the last whole or not, and a K that is no multiple of 4;
-    one token to more than two groups."""
     rng, taken = fresh(), set()
-    for n, k in ((64, 128), (288, 384), (160, 102), (80, 2048), (203, 1001), (3, 5), (2112, 7168)):
+    for n, k in shapes:
         weight = random_weight("int8", n, k, rng)
-        linear, reference = (
-            VnniInt8Linear(weight, dtype),
-            prepare(weight, backend="reference", dtype=dtype),
-        )
-        taken.add(linear.block)
-        for m in (1, 2, 3, 4, 5, 6, 7, 13) if n < 2000 else (1, 8):
+        linear = kind(weight, dtype)
+        reference = prepare(weight, backend="reference", dtype=dtype)
+        counts = [1, 2, 3, 4, 5, 6, 7, 13, 63] if n < 2000 else [1, 8]
+        if kind is VnniInt8Linear:
+            taken.add(linear.block)
+        if kind is OneDnnInt8Linear:
+            assert linear._block is not None, (
+                n,
+                k,
+                "oneDNN packs blocks that int8.cpp cannot read",
+            )
+            few = range(1, min(9, int8.vnni_rows() + 1))
+            counts = [*few, *((40,) if 40 * n * k <= int8._SMALL_PRODUCT else ())]
+            x = torch.randn(300, k, generator=rng).to(dtype)
+            for rows in (x[:4], x) if n < 2000 else (x[:4],):
+                assert distance(linear(rows), exact_linear(rows, weight)) < TOLERANCE[dtype] * 2
+        for m in counts:
             x = activations(m, k, rng, dtype)
             assert torch.equal(linear(x), reference(x)), (n, k, m, rng.initial_seed())
-    assert taken == set(int8._BLOCKS)
+    assert kind is not VnniInt8Linear or taken == set(int8._BLOCKS)
 
 
 @compiled
@@ -104,31 +110,6 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
         torch.set_num_threads(before)
     assert all(torch.equal(found[0], one) for one in found[1:]), rng.initial_seed()
     assert torch.equal(found[0][:37][:5], found[0][37:42]), "a row's result depends on the others"
-
-
-@compiled
-@vnni
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_blocks_as_onednn_packs_them_are_the_reference_bit_for_bit(dtype: torch.dtype) -> None:
-    """Of whatever rows it chooses, the last not whole: for few rows, and small products."""
-    rng = fresh()
-    for n, k in ((64, 128), (200, 384), (192, 2048), (2112, 7168)):
-        weight = random_weight("int8", n, k, rng)
-        linear, reference = (
-            OneDnnInt8Linear(weight, dtype),
-            prepare(weight, backend="reference", dtype=dtype),
-        )
-        assert linear._block is not None, (n, k, "oneDNN packs it in no blocks that int8.cpp reads")
-        for m in (
-            *range(1, min(9, int8.vnni_rows() + 1)),
-            *((40,) if 40 * n * k <= int8._SMALL_PRODUCT else ()),
-        ):
-            x = activations(m, k, rng, dtype)
-            assert torch.equal(linear(x), reference(x)), (n, k, m, rng.initial_seed())
-        x = torch.randn(300, k, generator=rng).to(dtype)
-        assert distance(linear(x[:4]), exact_linear(x[:4], weight)) < TOLERANCE[dtype] * 2
-        if n < 2000:
-            assert distance(linear(x), exact_linear(x, weight)) < TOLERANCE[dtype] * 2
 
 
 @compiled
@@ -222,28 +203,3 @@ def test_without_a_compiler_torch_does_it_all(
             rng.initial_seed(),
         )
     assert list(tmp_path.iterdir()) == []
-
-
-AVX2 = """
-import torch
-from quantkit_kernels import prepare
-from quantkit_kernels.cpu import build
-from quantkit_kernels.samples import distance, exact_linear, random_weight
-assert build.level() == "AVX2"
-weight, x = random_weight("int8", 192, 256, torch.Generator().manual_seed(0)), torch.randn(40, 256)
-for rows in (x, x[:3]):
-    assert distance(prepare(weight, dtype=torch.float32)(rows), exact_linear(rows, weight)) < 0.02
-"""
-
-
-@compiled
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="not this CPU"
-)
-def test_a_processor_with_vnni_for_avx2_alone() -> None:
-    """oneDNN's product is exact there, and the C++ has no blocks."""
-    environment = dict(os.environ) | {"ATEN_CPU_CAPABILITY": "avx2"}
-    done = subprocess.run(
-        [sys.executable, "-c", AVX2], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]

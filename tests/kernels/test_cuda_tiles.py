@@ -2,16 +2,18 @@
 format, grid and ragged shape."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from kernel_weights import exact_experts, layer, random_experts
+from kernel_weights import exact_experts, layer, placed, random_experts
 from quantkit_kernels import prepare
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.cuda.experts.experts import CudaExperts
 from quantkit_kernels.cuda.experts.sorted import sorted_experts
 from quantkit_kernels.cuda.linears.linear import CudaLinear
 from quantkit_kernels.cuda.plans import (
+    AnyPlan,
     ExpertTilesPlan,
     TileAndSharePlan,
     TilePerBlockPlan,
@@ -19,7 +21,6 @@ from quantkit_kernels.cuda.plans import (
     persistent_tiles_plans,
 )
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
-from quantkit_kernels.weights import to_device
 
 DEVICE = torch.device("cuda")
 REASON = why_unusable("linear_int4", "cuda", DEVICE, torch.bfloat16)
@@ -66,69 +67,73 @@ def problems(
             yield linear, x, exact_linear(x, weight), (n, k, m, rng.initial_seed())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("grid", GRIDS)
-def test_every_tile_matches_float64(grid: str, dtype: torch.dtype) -> None:
-    # Rows that are no whole strip, or no whole block; K of one stage and of more than the ring
-    # holds.
-    for linear, x, exact, where in problems(
-        grid, dtype, ((80, 128), (2112, 1408), (250, 2048)), (1, 17, 70, 300)
-    ):
-        for tokens, warpgroups in SHAPES if grid == "int8" else SHAPES + FOUR_BIT_SHAPES:
-            for split in range(1, min(8, x.shape[1] // 128) + 1):
-                plan = TilePerBlockPlan(tokens, warpgroups, split)
-                assert distance(linear.tiles(x, plan), exact) < tolerance(
-                    grid, dtype, x.shape[1]
-                ), (plan, where)
+def every_tile(grid: str, tokens: int, n: int, k: int) -> list[AnyPlan]:
+    """Of rows that are no whole strip, or no whole block; K of one stage and of more than the ring
+    holds."""
+    shapes = SHAPES if grid == "int8" else SHAPES + FOUR_BIT_SHAPES
+    splits = range(1, min(8, k // 128) + 1)
+    return [TilePerBlockPlan(*shape, split) for shape in shapes for split in splits]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("grid", FOUR_BITS)
-def test_shares_match_float64(grid: str, dtype: torch.dtype) -> None:
+def shares(grid: str, tokens: int, n: int, k: int) -> list[AnyPlan]:
     """All tiles whole, one left over, nearly as many as blocks; parts of one stage and of several;
     a last tile that is no whole one."""
-    for linear, x, exact, where in problems(
-        grid, dtype, ((250, 1024), (2112, 1408), (2112, 7168)), (1, 17, 32, 33, 64)
-    ):
-        for blocks in (1,) if linear.out_features <= 256 else (5, 6, 8, 9):
-            for tokens in (32, 64):
-                if len(x) <= tokens:
-                    plan = TileAndSharePlan(tokens, blocks)
-                    y = linear.tiles(x, plan)
-                    assert distance(y, exact) < TOLERANCE[dtype], (plan, where)
-                    assert torch.equal(y, linear.tiles(x, plan)), (plan, where)
+    return [
+        TileAndSharePlan(width, blocks)
+        for blocks in ((1,) if n <= 256 else (5, 6, 8, 9))
+        for width in (32, 64)
+        if tokens <= width
+    ]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("grid", FOUR_BITS)
-def test_tokens_in_shared_memory_match_float64(grid: str, dtype: torch.dtype) -> None:
+def in_shared_memory(grid: str, tokens: int, n: int, k: int) -> list[AnyPlan]:
     """K of fewer chunks than warps or blocks, of more than the ring holds, and of a number that
     does not come out even; rows that are no whole block, and warps that none are left for."""
-    for linear, x, exact, where in problems(
-        grid, dtype, ((80, 128), (2112, 1408), (1140, 7168)), (1, 5, 8, 9, 16)
-    ):
-        for wn in (1, 2, 3, 5, 7, 18):
-            for split in (1, 2, 3, 8):
-                plan = TokensInSharedPlan(1 if len(x) <= 8 else 2, wn, split)
-                y = linear.few_tokens(x, plan)
-                assert distance(y, exact) < TOLERANCE[dtype], (plan, where)
-                assert torch.equal(y, linear.few_tokens(x, plan)), (plan, where)
+    return [
+        TokensInSharedPlan(1 if tokens <= 8 else 2, wn, split)
+        for wn in (1, 2, 3, 5, 7, 18)
+        for split in (1, 2, 3, 8)
+    ]
+
+
+def persistent(grid: str, tokens: int, n: int, k: int) -> list[AnyPlan]:
+    """One tile and many for each block, K shorter and longer than the ring, rows that are no whole
+    cluster's, every part of a tile."""
+    return [*persistent_tiles_plans(max(tokens, 129))]  # all of them
+
+
+PLANS: dict[str, tuple[Any, tuple[str, ...], tuple[tuple[int, int], ...], tuple[int, ...]]] = {
+    "tiles": (every_tile, GRIDS, ((80, 128), (2112, 1408), (250, 2048)), (1, 17, 70, 300)),
+    "shares": (shares, FOUR_BITS, ((250, 1024), (2112, 1408), (2112, 7168)), (1, 17, 32, 33, 64)),
+    "shared": (
+        in_shared_memory,
+        FOUR_BITS,
+        ((80, 128), (2112, 1408), (1140, 7168)),
+        (1, 5, 8, 9, 16),
+    ),
+    "persistent": (
+        persistent,
+        ("int8",),
+        ((80, 128), (2112, 1408), (250, 2048), (40000, 512)),
+        (1, 20, 70, 129, 200, 256, 300, 600, 1000),
+    ),
+}
+"""By kind: the plans of a product, grids, [N, K] and numbers of tokens."""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_persistent_tiles_match_float64(dtype: torch.dtype) -> None:
-    """One tile and many for each block, K shorter and longer than the ring, rows that are no whole
-    cluster's, every part of a tile."""
-    shapes, counts = (
-        ((80, 128), (2112, 1408), (250, 2048), (40000, 512)),
-        (1, 20, 70, 129, 200, 256, 300, 600, 1000),
-    )
-    for linear, x, exact, where in problems("int8", dtype, shapes, counts):
-        for plan in persistent_tiles_plans(max(len(x), 129)):  # all of them
-            assert distance(linear.tiles(x, plan), exact) < tolerance("int8", dtype, x.shape[1]), (
-                plan,
-                where,
-            )
+@pytest.mark.parametrize(
+    ("kind", "grid"), [(kind, grid) for kind, (_, grids, *_) in PLANS.items() for grid in grids]
+)
+def test_every_plan_matches_float64(kind: str, grid: str, dtype: torch.dtype) -> None:
+    plans, _, shapes, counts = PLANS[kind]
+    for linear, x, exact, where in problems(grid, dtype, shapes, counts):
+        n, k, m, _ = where
+        multiply = linear.few_tokens if kind == "shared" else linear.tiles
+        for plan in plans(grid, m, n, k):
+            y = multiply(x, plan)
+            assert distance(y, exact) < tolerance(grid, dtype, k), (plan, where)
+            assert kind in ("tiles", "persistent") or torch.equal(y, multiply(x, plan)), plan
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -157,11 +162,7 @@ def test_sorted_experts_match_float64(grid: str) -> None:
     on_cpu = torch.Generator().manual_seed(rng.initial_seed() % 2**32)
     hidden, intermediate, count = 256, 384, 7
     weights = random_experts(grid, count, hidden, intermediate, on_cpu)
-    experts = layer(
-        [[to_device(one, DEVICE) for one in projection] for projection in weights],
-        "cuda",
-        torch.bfloat16,
-    )
+    experts = layer(placed(weights, DEVICE), "cuda", torch.bfloat16)
     assert isinstance(experts, CudaExperts)
     for tokens, top_k in (
         (1, 1),

@@ -132,25 +132,6 @@ def test_experts_without_the_host_equal_sorted_ones() -> None:
     )
 
 
-def test_grouped_experts_match_float64() -> None:
-    rng = torch.Generator().manual_seed(9)
-    weights = random_experts("dense", COUNT, HIDDEN, INTERMEDIATE, rng)
-    layout = ExpandedLayout(COUNT, weights[0][0], torch.bfloat16, torch.device("cpu"))
-    for expert in (3, 0, 5, 1, 2, 4):
-        layout.place(expert, *(projection[expert] for projection in weights))
-    experts = layout.finish()
-    for tokens, top_k in ((1, 1), (1, 3), (5, 2), (33, 4)):
-        x = torch.randn(tokens, HIDDEN, generator=rng).bfloat16()
-        ids, topk_weights = routing(tokens, top_k, rng)
-        ids[ids == 1] = 2
-        exact = exact_experts(x, ids, topk_weights, weights)
-        assert distance(experts(x, ids, topk_weights), exact) < 2 * TOLERANCE[torch.bfloat16], (
-            tokens,
-            top_k,
-        )
-        assert torch.equal(experts(x, ids.int(), topk_weights), experts(x, ids, topk_weights))
-
-
 @pytest.mark.parametrize("grid", ["dense", "int4-asym-128", "fp4"])
 def test_backends_that_stack_experts_hold_the_same_bytes(grid: str) -> None:
     """The grouped product's and Triton's: of every expert gate above up, where it came in another
@@ -206,13 +187,7 @@ def test_clamped_experts_with_biases_match_float64(grid: str, backend: str, bias
     experts = layout.finish() if backend == "grouped" else builder.finish()
     x = 8 * torch.randn(33, HIDDEN, generator=rng).bfloat16()
     ids, topk_weights = routing(33, 3, rng)
-    exact = torch.zeros(x.shape, dtype=torch.float64)
-    for expert, bias in enumerate(biases):
-        gate, up, down = (dequantize(projection[expert]).double() for projection in weights)
-        first, second, last = bias if biased else (0.0, 0.0, 0.0)
-        g, u = (x.double() @ gate.T + first).clamp(max=7), (x.double() @ up.T + second).clamp(-7, 7)
-        share = (topk_weights * (ids == expert)).sum(-1, keepdim=True)
-        exact += share * ((g * torch.sigmoid(1.702 * g) * (u + 1)) @ down.T + last)
+    exact = exact_experts(x, ids, topk_weights, weights, gating, biases if biased else None)
     for compute in (
         (experts, experts.unsorted, experts.sorted)
         if isinstance(experts, LoopExperts)
@@ -221,23 +196,13 @@ def test_clamped_experts_with_biases_match_float64(grid: str, backend: str, bias
         assert distance(compute(x, ids, topk_weights), exact) < 2 * TOLERANCE[torch.bfloat16]
 
 
-def test_no_tokens_and_bad_ids() -> None:
+def test_no_tokens() -> None:
     rng = torch.Generator().manual_seed(6)
     experts = layer(
         random_experts("dense", COUNT, HIDDEN, INTERMEDIATE, rng), "auto", torch.float32
     )
-    x = torch.randn(2, HIDDEN)
-    assert experts(x[:0], torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2)).shape == (
-        0,
-        HIDDEN,
-    )
-    for bad in (COUNT, -2):
-        with pytest.raises(ValueError, match="topk_ids"):
-            experts(x, torch.tensor([[0], [bad]]), torch.ones(2, 1))
-    with pytest.raises(ValueError, match="topk_weights: dtype"):
-        experts(x, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1).half())
-    with pytest.raises(ValueError, match="topk_ids: shape"):
-        experts(x, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    none = experts(torch.zeros(0, HIDDEN), torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
+    assert none.shape == (0, HIDDEN)
 
 
 def test_builder_takes_any_order_and_refuses_what_does_not_fit() -> None:

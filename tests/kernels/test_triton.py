@@ -1,55 +1,25 @@
-"""The Triton backend against float64: on a GPU, or in Triton's interpreter (`make test-triton`)."""
+"""Linears and experts of the Triton backend against float64: on a GPU, or in Triton's interpreter
+(`make test-triton`)."""
 
 import pytest
 import torch
-from decode_attention import check_gqa_decode, check_mla_decode
-from kernel_weights import exact_experts, exact_gated_experts, layer, random_experts
-from quantkit_kernels import (
-    ExpertBiases,
-    ExpertsBuilder,
-    Gating,
-    Norms,
-    Prompts,
-    Rotation,
-    Routing,
-    add_rms_norm,
-    functional,
-    gate_and_mul,
-    gqa_decode,
-    gqa_prefill,
-    gqa_prepare,
-    likeliest,
-    mla_prefill,
-    moe_gate,
-    prepare,
-    quantize_rows,
-    rms_norm,
-    rope,
-    route,
-    silu_and_mul,
-)
+from kernel_backends import HALVES, device_of
+from kernel_weights import exact_experts, layer, placed, random_experts
+from quantkit_kernels import ExpertBiases, ExpertsBuilder, Gating, prepare, quantize_rows
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.gating import SILU
-from quantkit_kernels.samples import (
-    GRIDS,
-    TOLERANCE,
-    distance,
-    exact_linear,
-    grouped_attention,
-    random_weight,
-)
+from quantkit_kernels.samples import GRIDS, TOLERANCE, distance, exact_linear, random_weight
 from quantkit_kernels.triton.cards import ExpertsPlan, LinearPlan
 from quantkit_kernels.triton.experts import TritonExperts
 from quantkit_kernels.triton.launch import scaled_sums
 from quantkit_kernels.triton.linear import TritonLinear
-from quantkit_kernels.triton.operators import cut_in_three
+from torch import Tensor
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = device_of("triton")
 pytestmark = pytest.mark.skipif(
     why_unusable("rms_norm", "triton", DEVICE) is not None,
     reason="no GPU with Triton, and not interpreted",
 )
-HALF = (torch.bfloat16, torch.float16)
 PACKED = [grid for grid in GRIDS if grid != "dense"]
 
 
@@ -62,7 +32,7 @@ def generator() -> torch.Generator:
 def usable(grid: str) -> list[torch.dtype]:
     return [
         dtype
-        for dtype in HALF
+        for dtype in HALVES
         if why_unusable(f"linear_{grid.split('-')[0]}", "triton", DEVICE, dtype) is None
     ]
 
@@ -120,7 +90,7 @@ def test_few_tokens_of_int4_whose_sums_are_scaled(grid: str) -> None:
     adds is far more than the result."""
     rng = generator()
     weight = random_weight(grid, 70, 128 * 9, rng)
-    for dtype in HALF:
+    for dtype in HALVES:
         linear = prepare(weight, backend="triton", dtype=dtype)
         assert isinstance(linear, TritonLinear)
         for tokens, mean in ((1, 0.0), (5, 20.0), (11, 1.0)):
@@ -164,82 +134,60 @@ def test_activations_are_rounded_as_the_operator_states(width: int) -> None:
     assert torch.equal(codes.cpu(), expected[0])
 
 
+def near(grid: str) -> float:
+    return 2e-2 if grid == "int8" else 2 * TOLERANCE[torch.bfloat16]
+
+
+def ask(experts: TritonExperts, *given: Tensor, plan: ExpertsPlan | None = None) -> Tensor:
+    """x, ids and weights on the CPU, as is what comes back."""
+    x, ids, weights = (one.to(DEVICE) for one in given)
+    return (
+        experts(x, ids, weights) if plan is None else experts.by_plan(x, ids, weights, plan)
+    ).cpu()
+
+
 @pytest.mark.parametrize(
-    "grid", ["int4-asym-32", "int4-sym-128", "int8", "w8a16-32", "w8a16-128", "fp4"]
+    ("grid", "tokens", "top_k", "hidden", "plan"),
+    [
+        *(
+            (grid, tokens, 2, 128, None)
+            for grid in ("int4-asym-32", "int4-sym-128", "int8", "w8a16-32", "w8a16-128", "fp4")
+            for tokens in (1, 20)
+        ),
+        # Tiles of 8: one token whose pairs are tiles of their own; and twenty, all of which ask for
+        # expert 4, so that it has three tiles.
+        *(
+            (
+                grid,
+                tokens,
+                2,
+                256,
+                ExpertsPlan(LinearPlan(64, 8, 1, 2, 3), LinearPlan(128, 8, 1, 4, 3)),
+            )
+            for grid in ("int4-asym-32", "int4-sym-128")
+            for tokens in (1, 20)
+        ),
+        # Programs share K: gate and up are each added up.
+        ("int4-asym-64", 1, 1, 128 * 15, None),
+        ("int8", 1, 1, 128 * 15, None),
+    ],
+    ids=str,
 )
-def test_experts_few_and_many(grid: str) -> None:
+def test_experts(grid: str, tokens: int, top_k: int, hidden: int, plan: ExpertsPlan | None) -> None:
     """Ragged, empty and doubled: expert 5 is asked by none, and one token names an expert twice."""
     rng = torch.Generator()
     rng.seed()
-    weights = random_experts(grid, 6, 128, 128, rng)
-    on_device = [
-        [type(one)._make(None if part is None else part.to(DEVICE) for part in one) for one in side]
-        for side in weights
-    ]
-    experts = layer(on_device, "triton", torch.bfloat16)
-    for tokens, top_k in ((1, 2), (20, 2)):
-        x = torch.randn(tokens, 128, generator=rng).bfloat16()
-        ids = torch.rand(tokens, 5, generator=rng).topk(top_k, dim=-1).indices
-        ids[0] = 4
-        topk_weights = torch.rand(tokens, top_k, generator=rng)
-        y = experts(x.to(DEVICE), ids.to(DEVICE), topk_weights.to(DEVICE)).cpu()
-        exact = exact_experts(x, ids, topk_weights, weights)
-        assert distance(y, exact) < (2e-2 if grid == "int8" else 2 * TOLERANCE[torch.bfloat16]), (
-            tokens,
-            rng.initial_seed(),
-        )
-    assert torch.equal(
-        experts(x.to(DEVICE), ids.int().to(DEVICE), topk_weights.to(DEVICE)).cpu(), y
-    )
-
-
-@pytest.mark.parametrize("grid", ["int4-asym-32", "int4-sym-128"])
-def test_experts_of_int4_in_tiles_of_8(grid: str) -> None:
-    """One token whose pairs are tiles of their own; and twenty, all of which ask for expert 4, so
-    that it has three tiles."""
-    rng = torch.Generator()
-    rng.seed()
-    weights = random_experts(grid, 6, 256, 128, rng)
-    on_device = [
-        [type(one)._make(None if part is None else part.to(DEVICE) for part in one) for one in side]
-        for side in weights
-    ]
-    experts = layer(on_device, "triton", torch.bfloat16)
+    weights = random_experts(grid, 6, hidden, 128 if hidden < 1000 else 64, rng)
+    experts = layer(placed(weights, DEVICE), "triton", torch.bfloat16)
     assert isinstance(experts, TritonExperts)
-    plan = ExpertsPlan(LinearPlan(64, 8, 1, 2, 3), LinearPlan(128, 8, 1, 4, 3))
-    for tokens in (1, 20):
-        x, topk_weights = (
-            torch.randn(tokens, 256, generator=rng).bfloat16(),
-            torch.rand(tokens, 2, generator=rng),
-        )
-        ids = torch.stack(
-            [torch.full((tokens,), 4), torch.randint(0, 4, (tokens,), generator=rng)], dim=1
-        )
-        y = experts.by_plan(x.to(DEVICE), ids.to(DEVICE), topk_weights.to(DEVICE), plan).cpu()
-        exact = exact_experts(x, ids, topk_weights, weights)
-        assert distance(y, exact) < 2 * TOLERANCE[torch.bfloat16], (tokens, rng.initial_seed())
-
-
-@pytest.mark.parametrize("grid", ["int4-asym-64", "int8"])
-def test_experts_whose_programs_share_k(grid: str) -> None:
-    """One token and a long K: gate and up are each added up."""
-    rng = torch.Generator()
-    rng.seed()
-    weights = random_experts(grid, 2, 128 * 15, 64, rng)
-    on_device = [
-        [type(one)._make(None if part is None else part.to(DEVICE) for part in one) for one in side]
-        for side in weights
-    ]
-    experts = layer(on_device, "triton", torch.bfloat16)
-    x, ids, topk_weights = (
-        torch.randn(1, 128 * 15, generator=rng).bfloat16(),
-        torch.tensor([[1]]),
-        torch.rand(1, 1, generator=rng),
-    )
+    x = torch.randn(tokens, hidden, generator=rng).bfloat16()
+    ids = torch.rand(tokens, 5, generator=rng).topk(top_k, dim=-1).indices
+    ids[0 if plan is None else slice(None), 0] = 4
+    topk_weights = torch.rand(tokens, top_k, generator=rng)
+    y = ask(experts, x, ids, topk_weights, plan=plan)
     exact = exact_experts(x, ids, topk_weights, weights)
-    for _ in range(2):
-        y = experts(x.to(DEVICE), ids.to(DEVICE), topk_weights.to(DEVICE)).cpu()
-        assert distance(y, exact) < 2e-2, rng.initial_seed()
+    assert distance(y, exact) < near(grid), rng.initial_seed()
+    assert torch.equal(ask(experts, x, ids.int(), topk_weights, plan=plan), y)
 
 
 GATES = {
@@ -278,245 +226,14 @@ def test_experts_with_gates_and_biases(grid: str, gate: str, biased: bool) -> No
         experts = builder.finish()
         assert isinstance(experts, TritonExperts)
         x = 4 * torch.randn(tokens, hidden, generator=rng).bfloat16()
-        ids, topk_weights = (
-            torch.randint(0, 2, (tokens, 2), generator=rng),
-            torch.rand(tokens, 2, generator=rng),
-        )
-        y = experts(x.to(DEVICE), ids.to(DEVICE), topk_weights.to(DEVICE)).cpu()
-        exact = exact_gated_experts(x, ids, topk_weights, weights, gating, biases)
-        assert distance(y, exact) < (2e-2 if grid == "int8" else 2 * TOLERANCE[torch.bfloat16]), (
-            tokens,
-            rng.initial_seed(),
-        )
+        ids = torch.randint(0, 2, (tokens, 2), generator=rng)
+        topk_weights = torch.rand(tokens, 2, generator=rng)
+        y = ask(experts, x, ids, topk_weights)
+        exact = exact_experts(x, ids, topk_weights, weights, gating, biases)
+        assert distance(y, exact) < near(grid), (tokens, rng.initial_seed())
         # Neither is left out.
         others = [(SILU, biases)] * (gating != SILU) + [(gating, [None] * 3)] * biased
         assert all(
-            distance(exact_gated_experts(x, ids, topk_weights, weights, *other), exact) > 0.05
+            distance(exact_experts(x, ids, topk_weights, weights, *other), exact) > 0.05
             for other in others
         )
-
-
-@pytest.mark.parametrize("dtype", tuple(TOLERANCE), ids=str)
-def test_norms_activation_and_rotation(dtype: torch.dtype) -> None:
-    for shape in ((1, 384), (2, 5, 90)):
-        x, residual = (
-            torch.randn(shape, device=DEVICE).to(dtype) * 3,
-            torch.randn(shape, device=DEVICE).to(dtype),
-        )
-        weight = torch.rand(shape[-1], device=DEVICE).bfloat16()
-        for found, expected in (
-            (
-                rms_norm(x, weight, 1e-6, backend="triton"),
-                rms_norm(x.float(), weight.float(), 1e-6, backend="reference"),
-            ),
-            (silu_and_mul(x, backend="triton"), silu_and_mul(x.float(), backend="reference")),
-            *(
-                (
-                    gate_and_mul(x, one, backend="triton"),
-                    gate_and_mul(x.float(), one, backend="reference"),
-                )
-                for one in GATES.values()
-            ),
-        ):
-            assert distance(found, expected.double()) < TOLERANCE[dtype]
-        normed, total = add_rms_norm(x, residual, weight, 1e-6, backend="triton")
-        assert torch.equal(total, x + residual)
-        assert (
-            distance(
-                normed, rms_norm(total.float(), weight.float(), 1e-6, backend="reference").double()
-            )
-            < TOLERANCE[dtype]
-        )
-    q, positions, angles = (
-        torch.randn(4, 9, 24, device=DEVICE).to(dtype),
-        torch.tensor([49, 0, 7, 7], device=DEVICE),
-        torch.rand(50, 12),
-    )
-    cos, sin = angles.cos().to(DEVICE), angles.sin().to(DEVICE)
-    for interleaved in (True, False):
-        found = rope(q[..., :24], positions, cos, sin, interleaved=interleaved, backend="triton")
-        expected = rope(
-            q.float(), positions, cos, sin, interleaved=interleaved, backend="reference"
-        )
-        assert distance(found, expected.double()) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("width", [1280, 1010, 100, 1])
-def test_the_likeliest_is_the_first_of_equals(width: int) -> None:
-    rng = torch.Generator().manual_seed(width)
-    logits = torch.randn(8, width, generator=rng)
-    logits[1] = 0.0
-    logits[2, [width // 70, width // 70 + 1 - (width == 1), width // 2]] = 9.0
-    logits[3, [width - 1, width // 9]] = 9.0
-    logits[4, width * 2 // 3] = float("nan")
-    logits[5] = float("-inf")
-    logits[6, ::2] = -0.0
-    logits[6].clamp_(max=0.0)
-    for one in (logits, logits[:1], logits[:0]):
-        assert torch.equal(likeliest(one.to(DEVICE), backend="triton").cpu(), one.argmax(dim=-1))
-
-
-@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
-@pytest.mark.parametrize(
-    ("experts", "top_k", "n_group", "topk_group"),
-    [(256, 8, 8, 4), (60, 6, 1, 1), (24, 4, 3, 2), (8, 8, 1, 1)],
-)
-def test_routing(scoring: str, experts: int, top_k: int, n_group: int, topk_group: int) -> None:
-    """Groups that are no power of two go to the reference."""
-    logits, bias = (
-        torch.randn(9, experts, device=DEVICE) * 2,
-        torch.randn(experts, device=DEVICE) * 2,
-    )
-    rule = Routing(
-        experts,
-        top_k,
-        scoring_func=scoring,
-        n_group=n_group,
-        topk_group=topk_group,
-        num_joined_experts=1,
-    )
-    for given in (bias, None):
-        ids, weights = route(logits, given, rule, backend="triton")
-        expected_ids, expected = route(logits, given, rule, backend="reference")
-        assert torch.equal(ids.long(), expected_ids)
-        assert distance(weights, expected.double()) < 1e-6
-    # Logits of size one: sigmoids of large ones are all 1, and among equals the choice is free.
-    for tokens, width in ((5, 48), (1, 300)):  # of the second two programs share the width
-        x, router = (
-            torch.randn(tokens, width, device=DEVICE).bfloat16(),
-            torch.randn(experts, width, device=DEVICE) / width**0.5,
-        )
-        ids, weights = moe_gate(x, router, None, rule, backend="triton")
-        expected_ids, expected = moe_gate(x, router, None, rule, backend="reference")
-        assert torch.equal(ids.long(), expected_ids)
-        assert distance(weights, expected.double()) < 1e-5
-
-
-@pytest.mark.parametrize("window", [0, 1, 20])
-@pytest.mark.parametrize(
-    ("heads", "width", "block_size"), [((6, 2), 16, 7), ((4, 4), 24, 64), ((40, 2), 80, 1)]
-)
-def test_gqa_decode(heads: tuple[int, int], width: int, block_size: int, window: int) -> None:
-    for lengths in ([1, 0, 37, 64], [300]):
-        check_gqa_decode(
-            "triton", DEVICE, heads, width, block_size, window, lengths, torch.bfloat16
-        )
-
-
-@pytest.mark.parametrize("window", [0, 20])
-def test_attention_sinks(window: int) -> None:
-    """One row of two is empty; several programs share a row, and one of them has the sink."""
-    sinks = torch.randn(6, device=DEVICE) * 3
-    case = grouped_attention(
-        [300, 0], [1, 1], (6, 2), 32, 16, torch.bfloat16, DEVICE, window, sinks
-    )
-    out = gqa_decode(
-        case.q, case.pages, scale=case.scale, window=window, sinks=sinks, backend="triton"
-    )
-    assert distance(out, case.exact) < TOLERANCE[torch.bfloat16]
-    prompt = grouped_attention(
-        [140, 20], [40, 20], (6, 2), 32, 16, torch.bfloat16, DEVICE, window, sinks
-    )
-    out = gqa_prefill(
-        prompt.q,
-        prompt.pages[:2],
-        prompt.prompts,
-        scale=prompt.scale,
-        window=window,
-        sinks=sinks,
-        backend="triton",
-    )
-    assert distance(out, prompt.exact) < TOLERANCE[torch.bfloat16]
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_mla_decode(interleaved: bool) -> None:
-    """One row in small programs too, and so many that the products by head are kernels: in one tile
-    of rows and in two."""
-    several, many = [9, 0, 40, 5, 1, 64, 17, 30], [3] * 33
-    for lengths, heads, block_size in (
-        ([1, 0, 37, 64], 5, 16),
-        ([300], 40, 64),
-        ([37], 40, 16),
-        (several, 3, 16),
-        (many, 2, 16),
-    ):
-        check_mla_decode(
-            "triton",
-            DEVICE,
-            heads,
-            block_size,
-            (24, 16, 20, 64),
-            lengths,
-            torch.float16,
-            interleaved,
-        )
-
-
-@pytest.mark.parametrize("window", [0, 50])
-def test_gqa_prefill(window: int) -> None:
-    case = grouped_attention(
-        [3, 300, 140], [3, 200, 1], (6, 2), 16, 16, torch.bfloat16, DEVICE, window
-    )
-    out = gqa_prefill(
-        case.q, case.pages[:2], case.prompts, scale=case.scale, window=window, backend="triton"
-    )
-    assert distance(out, case.exact) < TOLERANCE[torch.bfloat16]
-
-
-def test_mla_prefill() -> None:
-    spans, tokens = [(30, 20), (0, 50)], 70
-    q, kv_b = (
-        torch.randn(tokens, 3, 48, device=DEVICE).half(),
-        (torch.randn(3, 64, 40, device=DEVICE) / 40**0.5).half(),
-    )
-    cache, angles = (
-        torch.randn(9, 16, 56, device=DEVICE).half(),
-        torch.rand(tokens, 8, device=DEVICE) * 6,
-    )
-    rotation, prompts = (
-        Rotation(angles.cos(), angles.sin()),
-        Prompts.of(spans, (torch.randperm(8) + 1).view(2, 4).to(DEVICE)),
-    )
-    exact = mla_prefill(
-        q.float(), kv_b.float(), rotation, cache.float(), prompts, scale=0.2, backend="reference"
-    )
-    out = mla_prefill(q, kv_b, rotation, cache, prompts, scale=0.2, backend="triton")
-    assert distance(out, exact.double()) < 2 * TOLERANCE[torch.float16]
-
-
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_what_is_cached(interleaved: bool, normed: bool) -> None:
-    angles, slots = torch.rand(3, 8, device=DEVICE) * 6, torch.tensor([30, 0, 9], device=DEVICE)
-    rotation = Rotation(angles.cos(), angles.sin(), interleaved)
-    qkv_a, gains = (
-        torch.randn(3, 24 + 40 + 16, device=DEVICE).half(),
-        (torch.rand(24, device=DEVICE).half(), torch.rand(40, device=DEVICE).half()),
-    )
-    qkv, gain = torch.randn(3, 8 * 24, device=DEVICE).half(), torch.rand(24, device=DEVICE).half()
-    found = []
-    for backend, dtype in (("triton", torch.float16), ("reference", torch.float32)):
-        latents = torch.zeros(4, 8, 56, device=DEVICE, dtype=dtype)
-        norms = Norms(gains[0].to(dtype), gains[1].to(dtype), 1e-6)
-        q_a = functional.mla_prepare(
-            qkv_a.to(dtype), norms, rotation, latents, slots, backend=backend
-        )
-        keys, values = torch.zeros(2, 4, 8, 2, 24, device=DEVICE, dtype=dtype).unbind()
-        of_head = Norms(gain.to(dtype), gain.to(dtype), 1e-6) if normed else None
-        q = gqa_prepare(qkv.to(dtype), of_head, rotation, (keys, values), slots, backend=backend)
-        found.append((q_a, latents, q, keys, values))
-    for ours, exact in zip(*found, strict=True):
-        assert ours.dtype == torch.float16
-        assert distance(ours, exact.double()) < TOLERANCE[torch.float16]
-
-
-def test_three_numbers_of_bfloat16_are_one_of_float32() -> None:
-    values = torch.randn(37, 211, generator=generator(), device=DEVICE) * torch.logspace(
-        -20, 20, 211, device=DEVICE
-    )
-    parts, rest = cut_in_three(values), values
-    assert torch.equal(parts.double().sum(dim=0), values.double())
-    for part in parts:
-        assert torch.equal(part, rest.to(torch.bfloat16))
-        rest = rest - part.float()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quantkit_kernels import W8A16, prepare, stack
+from quantkit_kernels import prepare
 from quantkit_kernels.cpu import w8a16
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
 
@@ -32,11 +32,3 @@ def test_an_odd_number_of_inputs_with_one_scale() -> None:
     x = torch.randn(3, 45)
     y = prepare(weight, backend="cpu", dtype=torch.float32)(x)
     assert distance(y, exact_linear(x, weight)) < TOLERANCE[torch.float32]
-
-
-def test_groups_that_no_kernel_reads_are_refused() -> None:
-    codes = torch.zeros(16, 96, dtype=torch.int8)
-    with pytest.raises(ValueError, match="2 groups for 96 input features"):
-        prepare(W8A16(codes, torch.ones(16, 2)))
-    with pytest.raises(ValueError, match="differ in group size"):
-        stack(W8A16(codes, torch.ones(16, 1)), W8A16(codes, torch.ones(16, 3)))

@@ -12,6 +12,8 @@ import pytest
 import torch
 import transformers
 from plain_weights import PlainWeights
+from tiny_models import CASES as TABLES
+from tiny_models import CONFIGS
 from torch import Tensor
 from transformers_peers import (
     CASES,
@@ -19,6 +21,7 @@ from transformers_peers import (
     LATENT,
     QWEN_3_5,
     QWEN_3_5_DENSE,
+    SHARED,
     SPARSE,
     checkpoint_tensors,
     random_peer,
@@ -164,3 +167,23 @@ def asked(kind: str, extra: dict[str, Any], name: str) -> bool | None:
         extra,
     )
     return True
+
+
+def config_of(of: dict[str, Any]) -> dict[str, Any]:
+    if "peer" in of:
+        kind, extra = of["peer"]
+        made: dict[str, Any] = getattr(transformers, f"{kind}Config")(**SHARED, **extra).to_dict()
+        return made
+    if "table" in of:
+        return dict(TABLES[of["table"]])
+    return {**CONFIGS[of["architecture"]], **of, "model_type": of["architecture"]}
+
+
+@pytest.mark.parametrize("row", TABLES["refused"], ids=lambda row: str(row["of"]))
+def test_what_is_not_computed_is_refused(row: dict[str, Any]) -> None:
+    config = config_of(row["of"])
+    make = find_architecture(config).Config.from_dict
+    make({**config, **row.get("computed", {})})
+    for key, value in row["fields"].items():
+        with pytest.raises(QuantkitError, match=key):
+            make({**config, key: value})

@@ -10,6 +10,9 @@ import pytest
 import torch
 from cut_texts import cut_at_random, furthest_from_whole
 from plain_weights import PlainWeights
+from scaled_groups import folded, power_of_two
+from tiny_models import CASES as TABLES
+from tiny_models import CONFIGS, random_tensors, write
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -31,52 +34,7 @@ from quantkit.models.context import CausalContext
 from quantkit.models.hyper_connections import expand_streams, pack_streams
 from quantkit.quantization.run import quantize
 
-YARN = {
-    "rope_type": "yarn",
-    "factor": 8.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 32,
-    "beta_slow": 1,
-}
-SIDES = {
-    "main": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
-    "compress": {**YARN, "rope_theta": 900.0, "partial_rotary_factor": 0.25},
-}
-CASES: dict[str, dict[str, Any]] = {
-    "release": {
-        "layer_types": None,
-        "compress_rates": None,
-        "compress_ratios": [4, 0, 128, 4, 0],
-        "rope_scaling": YARN,
-    },
-    "odd": {
-        "hc_mult": 3,
-        "hc_sinkhorn_iters": 2,
-        "head_dim": 24,
-        "o_groups": 4,
-        "scoring_func": "sigmoid",
-        "index_n_heads": 3,
-    },
-    "ropes": {
-        "rope_parameters": SIDES,
-        "index_head_dim": 32,
-        "mlp_layer_types": ["moe", "hash_moe", "moe", "moe"],
-    },
-    "default": {
-        "layer_types": None,
-        "compress_rates": None,
-        "compress_rate_csa": 2,
-        "compress_rate_hca": 5,
-        "rms_norm_eps": 1e-3,
-    },
-    "one-stream": {
-        "hc_mult": 1,
-        "partial_rotary_factor": 0.5,
-        "qk_rope_head_dim": None,
-        "sliding_window": 1,
-        "num_hash_layers": 0,
-    },
-}
+CASES: dict[str, dict[str, Any]] = TABLES["deepseek_v4_cases"]
 
 
 class Case:
@@ -201,31 +159,19 @@ def test_the_mtp_layer_is_the_published_one(case: str) -> None:
 @pytest.mark.parametrize("case", ["release", "odd"])
 def test_folding_a_group_keeps_the_logits(case: str) -> None:
     """Each group lists every reader of its producer: compressors and indexers too."""
-    one, token_ids, folded = Case(CASES[case]), torch.arange(3, 33), {}
-    expected, folded = one.logits([30], token_ids), dict(one.tensors)
-    for layer in range(one.config.num_hidden_layers):
-        for group in one.architecture.scale_groups(one.config, layer):
-            scale = 2.0 ** torch.randint(
-                -2, 3, folded[f"{group.producer}.weight"].shape
-            )  # nothing is rounded: no choice can flip
-            folded[f"{group.producer}.weight"] = folded[f"{group.producer}.weight"] / scale
-            for consumer in group.consumers:
-                folded[f"{consumer}.weight"] = folded[f"{consumer}.weight"] * scale
-    assert (
-        one.logits([30], token_ids, folded) - expected
-    ).abs().max() < 1e-4 * expected.abs().max()
+    one, token_ids = Case(CASES[case]), torch.arange(3, 33)
+    expected = one.logits([30], token_ids)
+    moved = folded(one.architecture, one.config, one.tensors, power_of_two)
+    found = one.logits([30], token_ids, moved)
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
-    from test_architectures import CONFIGS
-
     return {**CONFIGS["deepseek_v4"], **changes}
 
 
 def written(path: Path, **changes: Any) -> Path:
-    from test_architectures import random_tensors
-
-    return make_model.write_dense(path, tiny(**changes), random_tensors(tiny(**changes)))
+    return write(path, "deepseek_v4", **changes)
 
 
 @pytest.mark.parametrize(("csa", "hca"), [(4, 128), (5, 70)])
@@ -272,8 +218,6 @@ def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Hidden states are nearly the embeddings, and so the next token follows from the last one; the
     MTP layer passes the embedding of the
     next token through: guesses are often right."""
-    from test_architectures import random_tensors
-
     tensors = random_tensors(tiny())
     for name, tensor in tensors.items():
         if name.endswith((".wo_b.weight", ".w2.weight", "mtp.0.h_proj.weight")):
@@ -395,8 +339,6 @@ def test_the_published_layout_is_read_and_its_experts_are_kept(tmp_path: Path) -
     """To the bit what transformers decodes; MXFP4 experts stay as they are where they are asked
     for, the MTP layer's too, which guesses from either; what is of another draft model is
     copied."""
-    from test_architectures import random_tensors
-
     config = tiny(expert_dtype="fp4", quantization_config=QUANTIZATION)
     stored = as_published(random_tensors(tiny()))
     source = make_model.write_dense(tmp_path / "source", config, stored)
@@ -442,31 +384,7 @@ def test_the_published_layout_is_read_and_its_experts_are_kept(tmp_path: Path) -
         )
 
 
-def test_what_is_not_computed_is_refused(tmp_path: Path) -> None:
-    architecture = find_architecture(tiny())
-    others: dict[str, Any] = {
-        "hidden_act": "gelu",
-        "topk_method": "greedy",
-        "n_shared_experts": 2,
-        "tie_word_embeddings": True,
-        "norm_topk_prob": False,
-        "attention_bias": True,
-        "scoring_func": "softmax",
-        "o_groups": 3,
-        "compress_ratios": [0, 8, 128],
-        "layer_types": ["full_attention"] * 3,
-        "mlp_layer_types": ["moe"],
-        "num_hash_layers": -1,
-        "compress_rates": {"compressed_sparse_attention": 4},
-        "qk_rope_head_dim": 80,
-        "rope_parameters": {"main": {}, "compress": {}},
-        "num_experts_per_tok": 5,
-        "swiglu_limit": 0,
-        "index_topk": 0,
-    }
-    for key, value in others.items():
-        with pytest.raises(QuantkitError, match=key):
-            architecture.Config.from_dict(tiny(**{key: value}))
+def test_what_an_engine_does_not_serve_is_refused(tmp_path: Path) -> None:
     with pytest.raises(QuantkitError, match="--prefix-cache"):
         Engine.load(
             written(tmp_path / "model"),

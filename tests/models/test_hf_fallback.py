@@ -9,6 +9,7 @@ import torch
 import transformers
 from letters import write_letters
 from make_model import write_dense
+from tiny_models import CASES as TABLES
 from transformers_peers import checkpoint_tensors
 
 from quantkit.calibrate.recipe import Recipe
@@ -23,61 +24,8 @@ from quantkit.models import find_architecture, is_known
 from quantkit.models.hf_traced.full_model import TransformersModel
 from quantkit.quantization.run import quantize
 
-SIZES = {
-    "vocab_size": 331,
-    "hidden_size": 160,
-    "intermediate_size": 224,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 5,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-DYNAMIC = {
-    "max_position_embeddings": 16,
-    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-}
-LONG = {
-    "original_max_position_embeddings": 16,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1 + 0.1 * i for i in range(16)],
-        "long_factor": [1 + 0.4 * i for i in range(16)],
-        "factor": 4.0,
-    },
-}
-LATENT = {
-    "num_key_value_heads": 5,
-    "head_dim": 16,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "num_nextn_predict_layers": 0,
-}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "latent-tied": ("deepseek_v3", {**LATENT, "tie_word_embeddings": True}),
-    "latent-biases": ("deepseek_v3", {**LATENT, "attention_bias": True}),
-    "latent-dynamic": ("deepseek_v3", {**LATENT, **DYNAMIC}),
-    "dynamic": ("llama", DYNAMIC),
-    "longrope": ("llama", LONG),
-    "gelu": ("llama", {"hidden_act": "gelu"}),
-    "tanh": ("qwen3", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
-    "relu": ("mistral", {"hidden_act": "relu"}),
-    "qwen2": ("qwen2", {"hidden_act": "gelu", **DYNAMIC}),
-    "experts": ("mixtral", {"hidden_act": "gelu_new", "num_local_experts": 3, **LONG}),
-}
+SIZES: dict[str, Any] = TABLES["fallback"]
+CASES: dict[str, tuple[str, dict[str, Any]]] = TABLES["fallback_cases"]
 
 
 def peer_of(case: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from make_model import write_dense
+from tiny_models import CASES as TABLES
 from transformers_peers import CASES, SHARED, checkpoint_tensors, random_peer
 
 from quantkit.calibrate.recipe import Recipe
@@ -18,13 +19,6 @@ from quantkit.models import find_architecture
 from quantkit.models.module_tree import read_tree
 from quantkit.quantization.run import quantize
 
-GEMMA4 = {
-    "num_experts": 8,
-    "top_k_experts": 2,
-    "enable_moe_block": True,
-    "moe_intermediate_size": 32,
-    "hidden_size_per_layer_input": 0,
-}
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
 
 
@@ -43,34 +37,7 @@ def test_it_finds_the_linears_of_the_table(case: str) -> None:
     assert read_tree(config).linears == table
 
 
-@pytest.mark.parametrize(
-    ("model_type", "extra", "found", "left"),
-    [
-        (
-            "hunyuan_v1_moe",
-            {"num_experts": 8, "moe_topk": 2, "head_dim": 16},
-            "mlp.experts.N.up_proj",
-            "mlp.gate.wg",
-        ),
-        (
-            "deepseek_v32",
-            {"n_routed_experts": 8, "first_k_dense_replace": 1},
-            "self_attn.q_b_proj",
-            "self_attn.indexer.wq_b",
-        ),
-        ("mamba", {}, "mixer.in_proj", "mixer.x_proj"),
-        ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4}, "", "attn.c_attn"),
-        (
-            "llava",
-            {"text_config": {**SHARED, "model_type": "llama"}},
-            "language_model.model.layers.N.mlp.up_proj",
-            "vision_tower",
-        ),
-        ("gpt_oss", {"num_local_experts": 4}, "self_attn.q_proj", "experts"),
-        ("qwen3_next", {"num_experts": 8}, "mlp.shared_expert.up_proj", "conv1d"),
-        ("gemma4_text", GEMMA4, "mlp.up_proj", "router.proj"),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "extra", "found", "left"), TABLES["left"])
 def test_what_only_looks_like_one_is_left(
     model_type: str, extra: dict[str, Any], found: str, left: str
 ) -> None:

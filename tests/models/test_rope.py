@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import CASES
 from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RotaryEmbedding,
@@ -127,43 +128,7 @@ def test_deepseek_scales_its_softmax_as_transformers_does() -> None:
         ), description
 
 
-@pytest.mark.parametrize(
-    ("description", "told"),
-    [
-        ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic'"),
-        (
-            {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
-            "'longrope'; use another engine",
-        ),
-        ({"rope_type": "proportional", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_type": "proportional"}, "'proportional'"),
-        ({"type": "mrope", "mrope_section": [1, 1]}, "'mrope'"),
-        ({"rope_type": "default", "type": "mrope"}, "'mrope'"),
-        ({"rope_type": ["yarn"]}, "yarn"),
-        ({"rope_type": "default", "mrope_section": [16, 24, 24]}, "mrope_section"),
-        ({"rope_type": "default", "factor": 4.0}, "factor"),
-        ({"rope_type": "linear", "factor": 4.0, "attention_factor": 1.2}, "attention_factor"),
-        ({"full_attention": {"rope_type": "default"}}, "full_attention"),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({**YARN, "extrapolation_factor": 1.0}, "extrapolation_factor"),
-        ({**YARN, "attn_factor": 1.0}, "attn_factor"),
-        ({**YARN, "factor": "8"}, "factor"),
-        ({**YARN, "factor": -1}, "factor"),
-        ({**YARN, "mscale": [1]}, "mscale"),
-        ({**YARN, "original_max_position_embeddings": True}, "original_max_position_embeddings"),
-        ({"rope_type": "yarn"}, "lacks factor"),
-        ({"rope_type": "linear", "factor": None}, "factor = null"),
-        (
-            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0},
-            "high_freq_factor",
-        ),
-        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "high_freq_factor"),
-        ({"rope_theta": 1.0}, "rope_theta"),
-        ({"rope_theta": "10000"}, "rope_theta"),
-        ({"rope_theta": float("inf")}, "rope_theta"),
-        ("yarn", "rope_parameters = 'yarn'"),
-    ],
-)
+@pytest.mark.parametrize(("description", "told"), CASES["rope_refused"])
 def test_what_is_not_computed_is_refused_by_name(description: Any, told: str) -> None:
     for spelling in ("rope_parameters", "rope_scaling"):
         with pytest.raises(QuantkitError, match=told.replace("rope_parameters", spelling)):

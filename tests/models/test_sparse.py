@@ -8,9 +8,11 @@ import make_model
 import pytest
 import torch
 from plain_weights import PlainWeights
-from scaled_groups import drawn_scale
+from scaled_groups import folded, power_of_two
+from tiny_models import CASES as TABLES
+from tiny_models import random_tensors
 from torch import Tensor
-from transformers_peers import SPARSE, checkpoint_tensors, random_peer
+from transformers_peers import checkpoint_tensors, random_peer
 from ulp_bound import assert_near, movement
 
 from quantkit.calibrate.recipe import Recipe
@@ -28,30 +30,7 @@ from quantkit.models.context import CausalContext
 from quantkit.models.sparse import IndexerInputs, select_topk
 from quantkit.quantization.run import quantize
 
-YARN = {
-    "rope_type": "yarn",
-    "factor": 8.0,
-    "original_max_position_embeddings": 16,
-    "rope_theta": 10000.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.7,
-}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v32": ("DeepseekV32", SPARSE),
-    "deepseek_v32-yarn": (
-        "DeepseekV32",
-        {**SPARSE, "rope_parameters": YARN, "mlp_layer_types": ["sparse", "dense", "sparse"]},
-    ),
-    "glm_moe_dsa": ("GlmMoeDsa", {**SPARSE, "n_group": 1, "topk_group": 1, "v_head_dim": 20}),
-    "glm_moe_dsa-shared": (
-        "GlmMoeDsa",
-        {**SPARSE, "indexer_types": ["full", "shared", "full"], "num_hidden_layers": 3},
-    ),
-    "glm_moe_dsa-frequency": (
-        "GlmMoeDsa",
-        {**SPARSE, "index_topk_freq": 2, "index_skip_topk_offset": 1, "num_hidden_layers": 4},
-    ),
-}
+CASES: dict[str, tuple[str, dict[str, Any]]] = TABLES["sparse_cases"]
 """7 tokens of up to 40 are seen."""
 
 
@@ -120,22 +99,10 @@ def test_folding_a_group_keeps_the_logits(case: str) -> None:
     """Each group lists every reader of its producer, the indexer's too."""
     one, token_ids = Case(*CASES[case]), torch.arange(3, 33)
     config = one.architecture.Config.from_dict(one.config)
-    expected, folded = one.logits([30], token_ids), dict(one.tensors)
-    for layer in range(config.num_hidden_layers):
-        for group in one.architecture.scale_groups(config, layer):
-            producer = folded[f"{group.producer}.weight"]
-            # Powers of two where an indexer reads: nothing is rounded, so no choice can flip.
-            by, scale = drawn_scale(
-                group, len(producer), lambda count: 2.0 ** torch.randint(-2, 3, (count,))
-            )
-            folded[f"{group.producer}.weight"] = producer / (
-                by if group.producer_is_norm else by[:, None]
-            )
-            for consumer in group.consumers:
-                folded[f"{consumer}.weight"] = folded[f"{consumer}.weight"] * scale
-    assert (
-        one.logits([30], token_ids, folded) - expected
-    ).abs().max() < 1e-4 * expected.abs().max()
+    expected = one.logits([30], token_ids)
+    moved = folded(one.architecture, config, one.tensors, power_of_two)
+    found = one.logits([30], token_ids, moved)
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 def test_among_equal_scores_a_token_chooses_the_same_however_long_the_text_is() -> None:
@@ -186,8 +153,6 @@ SHARED = {"model_type": "glm_moe_dsa", "index_topk_pattern": "FSF"}
 
 
 def written(path: Path, **changes: Any) -> Path:
-    from test_architectures import random_tensors
-
     return make_model.write_dense(path / "model", tiny(**changes), random_tensors(tiny(**changes)))
 
 
@@ -234,43 +199,12 @@ def test_prompts_in_chunks_and_steps_are_the_whole_text(
         assert (apart < 0.3).float().mean() > 0.9, apart
 
 
-def test_what_is_not_computed_is_refused() -> None:
-    architecture = find_architecture(tiny())
-    others: dict[str, Any] = {
-        "rope_interleave": False,
-        "indexer_rope_interleave": True,
-        "index_topk_freq": 4,
-        "index_topk_pattern": "FSSF",
-        "indexer_types": ["full"] * 3,
-        "mlp_layer_types": ["dense"],
-        "layer_types": ["full_attention"] * 3,
-        "index_topk": 0,
-        "index_head_dim": 8,
-        "num_local_experts": 4,
-        "attention_bias": True,
-        "mlp_bias": True,
-    }
-    for key, value in others.items():
-        with pytest.raises(QuantkitError, match=key):
-            architecture.Config.from_dict(tiny(**{key: value}))
-    glm = {**tiny(), "model_type": "glm_moe_dsa", "num_hidden_layers": 3}
-    architecture = find_architecture(glm)
-    assert (
-        architecture.Config.from_dict(
-            {**glm, "index_topk_pattern": "FFS", "indexer_rope_interleave": True}
-        ).indexer_types[2]
-        == "shared"
-    )
-    for key, bad in {
-        "indexer_types": ["full"],
-        "index_topk_pattern": "FXS",
-        "index_topk_freq": 0,
-        "indexer_rope_interleave": False,
-    }.items():
-        with pytest.raises(QuantkitError, match=key):
-            architecture.Config.from_dict({**glm, key: bad})
+def test_the_first_layer_shares_nothing() -> None:
+    glm = tiny(model_type="glm_moe_dsa", num_hidden_layers=3)
+    make = find_architecture(glm).Config.from_dict
+    assert make({**glm, "index_topk_pattern": "FFS"}).indexer_types[2] == "shared"
     with pytest.raises(QuantkitError, match="first layer"):
-        architecture.Config.from_dict({**glm, "index_topk_pattern": "SFF"})
+        make({**glm, "index_topk_pattern": "SFF"})
 
 
 def test_a_layer_that_shares_is_not_computed_alone_on_long_texts() -> None:

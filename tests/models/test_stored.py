@@ -10,6 +10,7 @@ import make_model
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_models import CASES
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
@@ -51,26 +52,7 @@ def written(
     return folder
 
 
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        (
-            {"num_hidden_layers": 1_000_000},
-            "num_hidden_layers = 1000000, expected an integer from 1 to 10000",
-        ),
-        ({"n_routed_experts": 1_000_000, "n_group": 1}, "n_routed_experts = 1000000, expected"),
-        (
-            {"num_hidden_layers": 9_000},
-            "num_hidden_layers = 9000, .* and 4 experts a layer, and the checkpoint holds 73 "
-            "tensors",
-        ),
-        (
-            {"n_routed_experts": 99_000, "n_group": 1},
-            "99000 experts a layer, and the checkpoint holds 73 tensors",
-        ),
-        ({"num_nextn_predict_layers": 10_000}, "and the checkpoint holds 73 tensors"),
-    ],
-)
+@pytest.mark.parametrize(("change", "fault"), CASES["larger_refused"])
 def test_a_model_far_larger_than_its_headers_is_refused_before_its_table(
     change: dict[str, int], fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

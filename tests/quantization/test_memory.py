@@ -95,7 +95,7 @@ def test_a_refusal_names_the_most_texts_that_fit(source: Path, tmp_path: Path) -
 def test_states_are_kept_once_more_where_something_is_behind_the_experts_in_the_channels_they_add_to(
     tmp_path: Path,
 ) -> None:
-    from test_architectures import CONFIGS, random_tensors
+    from tiny_models import CONFIGS, random_tensors
 
     config, tokens = CONFIGS["openpangu_v2"], (128 + 16 + 2 * 16) * 512
     path = make_model.write_dense(tmp_path / "model", config, random_tensors(config))

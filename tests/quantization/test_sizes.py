@@ -8,7 +8,7 @@ import published_shapes
 import pytest
 from size_coverage import covered
 from small_recipe import SMALL
-from test_architectures import CONFIGS
+from tiny_models import CONFIGS
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint

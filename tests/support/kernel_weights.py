@@ -1,8 +1,12 @@
 """Random experts for the kernel tests, and the exact result they should give."""
 
+from collections.abc import Sequence
+
 import torch
 from quantkit_kernels import ExpertBiases, Experts, Gating, Weight, prepare_experts
-from quantkit_kernels.samples import exact_expert, exact_linear, random_weight
+from quantkit_kernels.gating import SILU
+from quantkit_kernels.samples import exact_linear, random_weight
+from quantkit_kernels.weights import to_device
 from torch import Tensor
 
 
@@ -19,25 +23,17 @@ def layer(weights: list[list[Weight]], backend: str, dtype: torch.dtype) -> Expe
     return prepare_experts(gate, up, down, backend=backend, dtype=dtype)
 
 
+def placed(weights: list[list[Weight]], device: torch.device) -> list[list[Weight]]:
+    return [[to_device(one, device) for one in projection] for projection in weights]
+
+
 def exact_experts(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: list[list[Weight]]
-) -> Tensor:
-    """Token by token in float64."""
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for token, (ids, token_weights) in enumerate(zip(topk_ids.tolist(), topk_weights.double())):
-        for expert, weight in zip(ids, token_weights):
-            gate, up, down = (projection[expert] for projection in weights)
-            out[token] += weight * exact_expert(x[token : token + 1], gate, up, down)[0]
-    return out
-
-
-def exact_gated_experts(
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
     weights: list[list[Weight]],
-    gating: Gating,
-    biases: list[ExpertBiases | None],
+    gating: Gating = SILU,
+    biases: Sequence[ExpertBiases | None] | None = None,
 ) -> Tensor:
     """Token by token in float64, by the formula that `Gating` states; what enters `down` is rounded
     to x's dtype."""
@@ -46,13 +42,10 @@ def exact_gated_experts(
         row = x[token : token + 1]
         for expert, weight in zip(ids, token_weights):
             gate, up, down = (projection[expert] for projection in weights)
-            g, u = exact_linear(row, gate), exact_linear(row, up)
-            bias = biases[expert]
-            if bias is not None:
-                g, u = g + bias.gate, u + bias.up
+            bias = (biases[expert] if biases else None) or (0.0, 0.0, 0.0)
+            g, u = exact_linear(row, gate) + bias[0], exact_linear(row, up) + bias[1]
             if gating.limit is not None:
                 g, u = g.clamp(max=gating.limit), u.clamp(-gating.limit, gating.limit)
             between = g * torch.sigmoid(gating.alpha * g) * (u + gating.shift)
-            product = exact_linear(between.to(x.dtype), down)[0]
-            out[token] += weight * (product if bias is None else product + bias.down)
+            out[token] += weight * (exact_linear(between.to(x.dtype), down)[0] + bias[2])
     return out

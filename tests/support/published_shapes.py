@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from make_model import write_dense, write_tokenizer
-from test_architectures import CONFIGS, random_tensors
+from tiny_models import CONFIGS, random_tensors
 from transformers_peers import checkpoint_tensors
 
 from quantkit.models import find_architecture, is_known

@@ -12,7 +12,7 @@ from ascend.lowered.ascend_ir import execute
 from ascend.row_blocks import in_order
 from ascend.triton_double import check
 from kernel_weights import exact_experts, random_experts
-from quantkit_kernels import Fp4, ascend, dequantize
+from quantkit_kernels import Fp4, Int8, ascend, dequantize
 from quantkit_kernels.ascend import chip, launch, layout
 from quantkit_kernels.linear import quantize_rows
 from quantkit_kernels.samples import distance, exact_linear, random_weight
@@ -21,6 +21,10 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 CANARY = 12345.0
+GRIDS = ("int4-asym-128", "int4-asym-64", "int4-asym-32", "int4-sym-128", "fp4", "int8")
+# Input features of R1's linears on one of 8 ranks: down, q_b, o, everything that reads the hidden
+# state.
+WIDTHS = (256, 1536, 2048, 7168)
 ROWS = [
     ("int4_rows", "int4-asym-32"),
     ("int4_rows", "int4-asym-128"),
@@ -34,14 +38,15 @@ TOLERANCE = {"int4": 4e-3, "fp4": 4e-3, "int8": 3e-3}
 
 
 @pytest.fixture(autouse=True)
-def few_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Three cube and five vector cores, so that every launch has more items than programs; fresh
-    memory is NaN."""
+def executed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The kernels that ran, on three cube and five vector cores, so that every launch has more
+    items than programs; fresh memory is NaN."""
+    ran: list[str] = []
     monkeypatch.setattr(launch, "cores", lambda device: (3, 5))
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(launch, "run", lambda one: (ran.append(one.kernel), run(one)))
     torch.use_deterministic_algorithms(True)  # torch then fills what `empty` gives with NaN
     with npu_double.installed():
-        yield
+        yield ran
     torch.use_deterministic_algorithms(False)
 
 
@@ -150,19 +155,39 @@ def test_assign(counts: list[int], spare: int) -> None:
     assert ((last - first)[:needed] <= 16).all()
 
 
-@pytest.mark.parametrize("grid", ["int4-asym-64", "int4-sym-128", "fp4", "int8"])
-def test_linear(grid: str) -> None:
-    """Every way through a linear: the vector cores' up to two rows, blocks of 16 and 32, rows not
-    contiguous."""
-    weight = random_weight(grid, 152, 256, torch.Generator().manual_seed(3))
+@pytest.mark.parametrize("k", WIDTHS)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_linear(grid: str, k: int, executed: list[str]) -> None:
+    """Every way through a linear: the vector cores' up to two rows, blocks of every size, rows not
+    contiguous, two whole column tiles and a ragged one."""
+    kind = grid.split("-")[0]
+    weight = random_weight(grid, 2 * chip.COLUMNS[kind] + 24, k, torch.Generator().manual_seed(k))
     linear = ascend.linear(weight, torch.bfloat16, CPU)
-    assert (linear.in_features, linear.out_features) == (256, 152)
-    assert [one.data_ptr() for one in linear.held()] == [
-        one.data_ptr() for one in linear.packed.tensors
-    ]
-    for rows in (1, 2, 3, 16, 17):
-        x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).bfloat16()[:, ::2]
-        assert distance(linear(x), exact_linear(x, weight)) < TOLERANCE[grid.split("-")[0]], rows
+    counts = (1, 2, 3, 16, 17, 40, 100, 300) if k == WIDTHS[0] else (1, 2, 5)
+    for rows in counts:
+        x = torch.randn(rows, 2 * k, generator=torch.Generator().manual_seed(rows)).bfloat16()
+        x = x[:, ::2]
+        assert distance(linear(x), exact_linear(x, weight)) < TOLERANCE[kind], rows
+    few = 0 if kind == "int8" else 2
+    assert executed == [f"{kind}_rows"] * few + [f"{kind}_blocks"] * (len(counts) - few)
+
+
+@pytest.mark.parametrize("grid", ["int4-asym-128", "int8"])
+def test_fp16(grid: str) -> None:
+    weight = random_weight(grid, 72, 1536, torch.Generator().manual_seed(1))
+    for rows in (1, 5):
+        x = torch.randn(rows, 1536, generator=torch.Generator().manual_seed(rows)).half()
+        linear = ascend.linear(weight, torch.float16, CPU)
+        assert distance(linear(x), exact_linear(x, weight)) < 8e-4
+
+
+def test_int8_is_exact_before_the_last_rounding() -> None:
+    weight = random_weight("int8", 200, 7168, torch.Generator().manual_seed(4))
+    assert isinstance(weight, Int8)
+    x = torch.randn(3, 7168, generator=torch.Generator().manual_seed(3)).bfloat16()
+    codes, scale = quantize_rows(x)
+    expected = (codes.int() @ weight.codes.int().T).float() * scale * weight.scale.T
+    assert torch.equal(ascend.linear(weight, torch.bfloat16, CPU)(x), expected.bfloat16())
 
 
 def test_every_code_of_fp4_rows_and_blocks() -> None:
@@ -177,21 +202,23 @@ def test_every_code_of_fp4_rows_and_blocks() -> None:
     assert torch.equal(linear(picks).double(), exact)
 
 
-@pytest.mark.parametrize("grid", ["int4-asym-64", "fp4", "int8"])
-def test_experts_in_fresh_memory(grid: str) -> None:
+@pytest.mark.parametrize("grid", ["int4-asym-128", "int4-asym-64", "int4-asym-32", "fp4", "int8"])
+def test_experts_in_fresh_memory(grid: str, executed: list[str]) -> None:
     """What no kernel writes is never read: torch's fresh memory is NaN here, and blocks of no
     expert stay so."""
-    rng = torch.Generator().manual_seed(6)
+    rng, kind = torch.Generator().manual_seed(6), grid.split("-")[0]
     weights = random_experts(grid, 5, 256, 128, rng)
     experts = ascend.experts_layout(5, weights[0][0], weights[2][0], torch.bfloat16, CPU)
     for index in (3, 0, 1, 2, 4):
         experts.place(index, *(projection[index] for projection in weights))
-    for tokens, top_k in ((1, 3), (2, 2), (3, 4), (20, 2)):
+    for tokens, top_k in ((1, 3), (2, 2), (3, 4), (20, 2), (33, 4)):
         x = torch.randn(tokens, 256, generator=rng).bfloat16()
         ids = torch.rand(tokens, 5, generator=rng).topk(top_k, dim=-1).indices
         topk_weights = torch.rand(tokens, top_k, generator=rng)
         exact = exact_experts(x, ids, topk_weights, weights)
-        assert distance(experts.finish()(x, ids, topk_weights), exact) < 1.6e-2, (tokens, top_k)
+        assert distance(experts.finish()(x, ids, topk_weights), exact) < 1.2e-2, (tokens, top_k)
+    few, many = [f"{kind}_gate_up", f"{kind}_down"], ["assign", *[f"{kind}_blocks"] * 2]
+    assert executed == few * 3 + many * 2
 
 
 @pytest.mark.parametrize(

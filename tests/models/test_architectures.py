@@ -11,7 +11,7 @@ from typing import Any
 import make_model
 import pytest
 import torch
-from torch import Tensor
+from tiny_models import CELLS, CONFIGS, PROMPTS, random_tensors, write
 from ulp_bound import assert_near, write_nudged
 
 from quantkit.calibrate.recipe import Recipe
@@ -26,152 +26,10 @@ from quantkit.executor.speculation.mtp_drafter import MtpDrafter, MultiMtpDrafte
 from quantkit.executor.speculation.speculation import Speculation
 from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.grids.schemes import SCHEMES
-from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.quantization.convert import convert
 from quantkit.quantization.run import quantize
 
-DENSE = {
-    "vocab_size": 320,
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 1024,
-    "hidden_act": "silu",
-}
-SPARSE = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "norm_topk_prob": True,
-}
-PANGU = {
-    key: value
-    for key, value in make_model.tiny_config(
-        num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2
-    ).items()
-    if key not in ("rope_scaling", "n_group", "topk_group", "topk_method")
-}
-MIXTRAL = {**DENSE, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
-GLM = {
-    **DENSE,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 128,
-    "first_k_dense_replace": 1,
-    "attention_bias": True,
-    "use_qk_norm": True,
-    "num_nextn_predict_layers": 1,
-}
-HY_3 = {
-    **DENSE,
-    **SPARSE,
-    "num_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 1,
-}
-SOLAR = {
-    key: value
-    for key, value in GLM.items()
-    if key not in ("first_k_dense_replace", "use_qk_norm", "num_nextn_predict_layers")
-}
-GPT_OSS = {
-    **DENSE,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "intermediate_size": 128,
-    "sliding_window": 16,
-}
-QWEN_NEXT = {
-    **DENSE,
-    **SPARSE,
-    "num_hidden_layers": 4,
-    "shared_expert_intermediate_size": 256,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 64,
-}
-INDEXED = make_model.tiny_config(
-    num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1
-)
-INDEXED |= {"index_topk": 12, "index_n_heads": 8, "index_head_dim": 128}
-COMPRESSED = {
-    "vocab_size": 320,
-    "hidden_size": 256,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "head_dim": 64,
-    "q_lora_rank": 128,
-    "o_groups": 2,
-    "o_lora_rank": 64,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "compress_ratios": [0, 4, 128, 0],
-    "compress_rate_hca": 9,
-    "num_hash_layers": 1,
-    "sliding_window": 16,
-    "index_n_heads": 16,
-    "index_head_dim": 64,
-    "index_topk": 4,
-    "qk_rope_head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 1024,
-    "num_nextn_predict_layers": 1,
-}
-PANGU_2 = {
-    **PANGU,
-    "num_hidden_layers": 3,
-    "num_nextn_predict_layers": 2,
-    "rope_theta": 6400000.0,
-    "dsa_layers": [0],
-    "swa_layers": [1, 2],
-    "sliding_window_list": [16, 9, 12, 8],
-    "block_post_layernorm_idx": [0, 2],
-    "param_sink_number": 8,
-    "index_topk": 12,
-    "index_n_heads": 8,
-    "index_head_dim": 128,
-}
-KIMI = make_model.tiny_config(
-    num_hidden_layers=2, n_group=1, topk_group=1, num_nextn_predict_layers=0
-)
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {**DENSE, "attention_bias": True, "mlp_bias": True},
-    "PanguEmbedded": {**DENSE, "bias": True},
-    "kimi_k25": {
-        "text_config": KIMI,
-        **{key: KIMI[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")},
-    },
-    "mistral": {**DENSE, "sliding_window": 16},
-    "mixtral": MIXTRAL,
-    "qwen2_moe": {**DENSE, **SPARSE, "shared_expert_intermediate_size": 256},
-    "glm4_moe": GLM,
-    "hy_v3": HY_3,
-    "solar_open": SOLAR,
-    "minimax_m2": {**MIXTRAL, "rotary_dim": 32},
-    "gpt_oss": GPT_OSS,
-    "qwen3_next": QWEN_NEXT,
-    "qwen3_5_moe": {"text_config": QWEN_NEXT, **{key: DENSE[key] for key in ("vocab_size",)}},
-    "qwen3_5": {"text_config": QWEN_NEXT, "vocab_size": DENSE["vocab_size"]},
-    "kimi_k2": KIMI,
-    "deepseek_v32": INDEXED,
-    "glm_moe_dsa": INDEXED,
-    "deepseek_v4": COMPRESSED,
-    "openpangu_v2": PANGU_2,
-    "qwen2": {**DENSE, "tie_word_embeddings": True},
-    "qwen3": DENSE,
-    "qwen3_moe": {**DENSE, **SPARSE},
-    "pangu_ultra_moe": {**PANGU, "rope_theta": 25600000.0},
-}
-CONFIGS = {name: {**config, "model_type": name} for name, config in CONFIGS.items()}
 USUAL = tuple(
     scheme
     for scheme in SCHEMES
@@ -190,97 +48,16 @@ OTHER_CACHES = {
 }
 """Architectures that keep something else than latents that all are read, or keys and values in
 every layer."""
-CELLS = {
-    "llama": tuple(SCHEMES),
-    "qwen2": USUAL,
-    "qwen3": USUAL,
-    "qwen3_moe": tuple(SCHEMES),
-    "pangu_ultra_moe": USUAL,
-    "PanguEmbedded": (),
-    "kimi_k25": ("awq-w4a16",),
-    "mistral": ("awq-w4a16",),
-    "mixtral": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
-    "qwen2_moe": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
-    "glm4_moe": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
-    "minimax_m2": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
-    "gpt_oss": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
-    "qwen3_next": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
-    "qwen3_5_moe": ("awq-w4a16",),
-    "qwen3_5": ("awq-w4a16",),
-    "hy_v3": ("awq-w4a16",),
-    "solar_open": ("awq-w4a16",),
-    "kimi_k2": (),
-    "deepseek_v32": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
-    "glm_moe_dsa": (),
-    "deepseek_v4": ("awq-w4a16",),
-    "openpangu_v2": ("awq-w4a16",),
-}
-"""Schemes that `make test` runs of an architecture that shares its code with others; `make
-test-families` runs every cell."""
-SHARED = {
-    "PanguEmbedded",
-    "kimi_k25",
-    "mistral",
-    "mixtral",
-    "qwen2_moe",
-    "glm4_moe",
-    "minimax_m2",
-    "gpt_oss",
-    "qwen3_next",
-    "qwen3_5_moe",
-    "qwen3_5",
-    "hy_v3",
-    "solar_open",
-    "kimi_k2",
-    "deepseek_v32",
-    "glm_moe_dsa",
-    "deepseek_v4",
-    "openpangu_v2",
-}
-"""Architectures that eval is not run on."""
-ONE_RANK = {
-    "PanguEmbedded",
-    "kimi_k25",
-    "mistral",
-    "mixtral",
-    "kimi_k2",
-    "glm_moe_dsa",
-    "openpangu_v2",
-    "solar_open",
-}
-"""Architectures whose split over ranks is another's, but for the heads' convolution of
-openpangu_v2: `make test-families` runs them."""
 SHORT_NAMES = {"mixtral", "minimax_m2", "deepseek_v4"}
 """Architectures whose experts have w1, w2 and w3, by which ModelSlim's format cannot tell how
 engines cut int4."""
 BY_NAME = {"llama", "qwen3_moe", "pangu_ultra_moe"}
 EVERY_CELL = bool(os.environ.get("QUANTKIT_EVERY_CELL"))
-PROMPTS = [list(range(10 + i, 30 + 2 * i)) for i in range(3)]
-
-
-def random_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
-    architecture = find_architecture(config)
-    generator = torch.Generator().manual_seed(11)
-    tensors = {}
-    for row in architecture.parameters(architecture.Config.from_dict(config)):
-        noise = torch.randn(row.shape, generator=generator)
-        if row.role == "router_table":
-            tensors[row.name] = (noise[:, :1].abs() * 97).long() % 3 + torch.arange(
-                row.shape[1]
-            ) % 4
-            continue
-        spread = 1.0 if row.role in ("embedding", "head") else row.shape[-1] ** -0.5
-        value = 1 + 0.1 * noise if row.role == "norm" else noise * spread
-        tensors[row.name] = value if row.role == "router_bias" else value.bfloat16()
-    return tensors
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = CONFIGS[request.param]
-    return make_model.write_dense(
-        tmp_path_factory.mktemp("models") / request.param, config, random_tensors(config)
-    )
+    return write(tmp_path_factory.mktemp("models") / request.param, request.param)
 
 
 def logprobs(path: Path, tp: int = 1) -> tuple[list[list[int]], list[list[float]]]:
@@ -292,6 +69,12 @@ def logprobs(path: Path, tp: int = 1) -> tuple[list[list[int]], list[list[float]
     return [one.token_ids for one in done], [
         [token.logprob for token in one.logprobs or []] for one in done
     ]
+
+
+def schemes_of(name: str) -> tuple[str, ...]:
+    """What `make test` quantizes an architecture with."""
+    named = CELLS[name]["schemes"]
+    return {"all": tuple(SCHEMES), "usual": USUAL}[named] if isinstance(named, str) else named
 
 
 def _skip_unasked(source: Path, asked: bool) -> None:
@@ -311,7 +94,7 @@ def test_quantized_model_stays_near_its_source(source: Path, tmp_path: Path, sch
     """The first token's log-probability of the source's own choice moves little; the manifest
     accounts for every tensor."""
     _skip_without_experts(source, scheme)
-    _skip_unasked(source, scheme in CELLS[source.name])
+    _skip_unasked(source, scheme in schemes_of(source.name))
     text = tmp_path / "text.jsonl"
     text.write_text(
         "".join(
@@ -355,7 +138,7 @@ def any_source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_eval_scores_it(any_source: Path, tmp_path: Path) -> None:
     """A random model answers nothing right; what counts is that every reply is made, graded and
     given its reason."""
-    _skip_unasked(any_source, any_source.name not in SHARED)
+    _skip_unasked(any_source, CELLS.get(any_source.name, {"eval": True}).get("eval", False))
     asked: Any = {"limit": 3, "repeats": 2, "protocol": "r1", "max_tokens": 12}
     results = run_evaluation(
         str(any_source), ["tiny-math"], EvaluateOptions(out=tmp_path / "out", **asked)
@@ -443,7 +226,7 @@ def test_a_quantized_model_computes_its_dequantized_weights(
 ) -> None:
     """Whatever operators take int4 as it is: prompts and decode steps give the log-probabilities of
     the weights that it stands for. A cache of 16 bits would make 1e-3 of a last place."""
-    _skip_unasked(source, source.name in SHARED)
+    _skip_unasked(source, "eval" not in CELLS[source.name])
     monkeypatch.setattr(LoadedModel, "cache_dtype", torch.float32)
     quantize(
         source,
@@ -489,7 +272,7 @@ def test_a_cache_in_8_bits_changes_little(source: Path) -> None:
 def test_drafts_of_the_mtp_layer_change_no_token(name: str, tmp_path: Path) -> None:
     """DeepSeek's layer around other blocks, one that shares embedding and head, one behind streams;
     they guess at random."""
-    model = make_model.write_dense(tmp_path / "model", CONFIGS[name], random_tensors(CONFIGS[name]))
+    model = write(tmp_path / "model", name)
     engine = Engine.load(
         model, device="cpu", dtype="float32", max_batch=4, max_model_len=128, draft_length=1
     )
@@ -502,7 +285,7 @@ def test_drafts_of_the_mtp_layer_change_no_token(name: str, tmp_path: Path) -> N
 
 
 def test_two_ranks_are_one(source: Path) -> None:
-    _skip_unasked(source, source.name not in ONE_RANK)
+    _skip_unasked(source, "ranks" in CELLS[source.name])
     assert logprobs(source, tp=2)[0] == logprobs(source)[0]
 
 
@@ -520,8 +303,7 @@ heads that two ranks each hold."""
 @pytest.mark.parametrize("name", SHARED_HEADS)
 def test_ranks_that_hold_the_same_key_head_are_one(name: str, tmp_path: Path) -> None:
     key_heads, tp = SHARED_HEADS[name]
-    config = CONFIGS[name] | {"num_key_value_heads": key_heads}
-    model = make_model.write_dense(tmp_path / "model", config, random_tensors(config))
+    model = write(tmp_path / "model", name, num_key_value_heads=key_heads)
     together, alone = logprobs(model, tp=tp), logprobs(model)
     assert together[0] == alone[0]
     assert torch.tensor(together[1]).sub(torch.tensor(alone[1])).abs().max() < 0.02, (

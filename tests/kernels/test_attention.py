@@ -1,0 +1,449 @@
+"""Attention over pages, one token a row and whole prompts, of every backend and every kind of
+cache, against float64."""
+
+from collections.abc import Callable
+from itertools import pairwise, product
+from typing import NamedTuple
+
+import pytest
+import torch
+from kernel_backends import backends_of, device_of
+from quantkit_kernels import (
+    PagedLatents,
+    Prompts,
+    Rotation,
+    backends,
+    gqa_decode,
+    gqa_prefill,
+    mla_decode,
+    mla_prefill,
+    reference,
+)
+from quantkit_kernels import cpu as cpu_backend
+from quantkit_kernels.codes import CODES
+from quantkit_kernels.cpu.build import why_no_library
+from quantkit_kernels.reference import prompts as prompts_in_torch
+from quantkit_kernels.samples import (
+    TOLERANCE,
+    code_latents,
+    distance,
+    grouped_attention,
+    latent_attention,
+)
+from torch import Tensor
+
+CACHES = pytest.mark.parametrize("codes", [None, *CODES.values()], ids=["plain", *CODES])
+INTERLEAVED = pytest.mark.parametrize("interleaved", [True, False])
+compiled_prompts = pytest.mark.skipif(
+    bool(why_no_library("prompts")), reason=str(why_no_library("prompts"))
+)
+
+
+class Grouped(NamedTuple):
+    heads: tuple[int, int]
+    width: int
+    block_size: int
+    lengths: list[int]
+    window: int = 0
+    news: list[int] | None = None
+    """Of prompts: how many tokens of each sequence are new."""
+    sinks: bool = False
+
+
+class Latent(NamedTuple):
+    heads: int
+    block_size: int
+    lengths: list[int]
+    sizes: tuple[int, int, int, int] = (24, 16, 20, 64)
+
+
+FOUR = [1, 0, 37, 64]
+EDGES = [1, 0, 31, 32, 33, 63, 64, 65, 128, 640, 1000]
+SMALL = [
+    *(
+        Grouped(heads, width, block, FOUR, window)
+        for (heads, width, block), window in product(
+            [((6, 2), 16, 7), ((4, 4), 24, 64), ((5, 1), 80, 1)], [0, 1, 20]
+        )
+    ),
+    *(Grouped((6, 2), 16, 7, FOUR, window, sinks=True) for window in (0, 20)),
+]
+GROUPED = {
+    "reference": SMALL,
+    "cpu": SMALL,
+    "triton": [
+        Grouped((6, 2), 16, 7, FOUR, 20),
+        Grouped((4, 4), 24, 64, FOUR, 1),
+        Grouped((40, 2), 80, 1, FOUR),
+        Grouped((40, 2), 64, 16, [300, 5], 20),
+        Grouped((6, 2), 24, 7, [300]),
+        Grouped((6, 2), 32, 16, [300, 0], 20, sinks=True),
+    ],
+    "cuda": [
+        Grouped((32, 8), 128, 64, EDGES),
+        Grouped((32, 4), 128, 64, [5000, 1, 30000]),
+        Grouped((8, 8), 64, 16, [100, 17, 16, 15]),
+        Grouped((16, 1), 128, 64, [700, 33]),
+        Grouped((40, 2), 64, 64, [700, 33]),
+        Grouped((12, 4), 80, 7, [900, 900, 900]),
+        Grouped((12, 4), 24, 7, [90, 9]),
+        Grouped((9, 1), 96, 1, [40]),
+        Grouped((14, 2), 112, 64, [300, 1]),
+        Grouped((24, 8), 160, 64, [300, 1, 0]),
+        Grouped((8, 2), 192, 128, [1000, 77]),
+        Grouped((16, 8), 256, 64, [1000, 77]),
+        Grouped((16, 1), 256, 64, [1000, 77]),
+        Grouped((32, 8), 128, 64, [1, 0, 99, 100, 101, 640, 5000], 100),
+        Grouped((32, 8), 128, 64, [1, 7], 1),
+        Grouped((32, 8), 128, 64, [1] * 300),
+        Grouped((32, 8), 128, 64, list(range(100, 164))),
+        Grouped((8, 8), 128, 64, [0, 0]),
+    ],
+}
+THREE = {"lengths": [3, 300, 140], "news": [3, 200, 1]}
+SMALL_PROMPTS = [
+    *(Grouped((6, 2), 16, 16, **THREE, window=window) for window in (0, 1, 50)),  # type: ignore[arg-type]
+    Grouped((6, 2), 16, 16, **THREE, window=20, sinks=True),  # type: ignore[arg-type]
+    Grouped((6, 2), 16, 16, **THREE, sinks=True),  # type: ignore[arg-type]
+]
+PROMPTS = {
+    "reference": SMALL_PROMPTS,
+    "cpu": SMALL_PROMPTS,
+    "triton": [
+        SMALL_PROMPTS[0],
+        SMALL_PROMPTS[2],
+        *(Grouped((6, 2), 32, 16, [140, 20], window, [40, 20], True) for window in (0, 20)),
+    ],
+    "cuda": [
+        Grouped((32, 8), 128, 64, [1, 300, 5000], 0, [1, 300, 1000]),
+        Grouped((8, 1), 64, 16, [77, 129], 0, [77, 1]),
+        Grouped((4, 2), 80, 7, [200, 300], 0, [100, 300]),
+        Grouped((4, 2), 96, 64, [200], 0, [130]),
+        Grouped((4, 2), 192, 64, [200, 64], 0, [130, 64]),
+        Grouped((4, 2), 256, 64, [200, 700], 0, [130, 700]),
+        Grouped((8, 2), 128, 64, [1, 50, 1000, 900], 100, [1, 50, 600, 3]),
+        Grouped((8, 2), 128, 64, [200], 1, [200]),
+    ],
+}
+R1 = (128, 64, 128, 512)
+SMALL_LATENTS = [Latent(5, 1, FOUR), Latent(5, 16, FOUR), Latent(5, 64, FOUR), Latent(12, 16, FOUR)]
+LATENT = {
+    "reference": SMALL_LATENTS,
+    "cpu": SMALL_LATENTS,
+    # One row in small programs too, and so many that the products by head are kernels: in one tile
+    # of rows and in two.
+    "triton": [
+        SMALL_LATENTS[1],
+        Latent(40, 64, [300], (16, 32, 16, 48)),
+        Latent(40, 16, [37]),
+        Latent(3, 16, [9, 0, 40, 5, 1, 64, 17, 30]),
+        Latent(2, 16, [3] * 33),
+    ],
+    "cuda": [
+        Latent(heads, block, lengths, R1)
+        for heads, block, lengths in [
+            (32, 64, EDGES),
+            (16, 16, [1, 700, 0, 5]),
+            (128, 64, [100, 640, 1]),
+            (20, 64, [77, 500]),
+            (8, 16, [5000, 1]),
+            (3, 64, [257] * 40),
+            (5, 1, [40]),
+            (48, 7, [900, 900, 900]),
+            (32, 64, [5000, 1, 30000]),
+            (32, 64, [30000]),
+            (32, 64, [60001, 7]),
+            (128, 64, [30001]),
+            (20, 16, [9000, 4000, 3]),
+            (32, 7, [5000, 33]),
+            (16, 16, [5000, 700]),
+            (100, 64, [3000]),
+            (32, 64, [1000, 64, 0, 640, 31, 700, 2]),
+            (32, 64, [0, 5000, 1, 640, 33, 900, 2, 65, 31, 64, 300, 700, 1000, 32, 77, 500]),
+            (32, 64, [1] * 200),
+            (32, 64, list(range(640, 672))),
+        ]
+    ],
+}
+
+
+def sinks_of(case: Grouped, backend: str) -> Tensor | None:
+    """Some far below every score, some far above."""
+    if not case.sinks:
+        return None
+    return torch.tensor([-30.0, -1.0, 0.0, 2.0, 8.0, 40.0], device=device_of(backend))
+
+
+def check(
+    run: Callable[[], Tensor], exact: Tensor, lengths: list[int], dtype: torch.dtype, case: object
+) -> None:
+    """Right, zeros for rows without tokens, and the same to the bit when it is asked again."""
+    out = run()
+    assert out.dtype == dtype
+    assert all(length or out[row].abs().max() == 0 for row, length in enumerate(lengths)), case
+    if any(lengths):
+        assert distance(out, exact) < TOLERANCE[dtype], case
+    for _ in range(3 if out.is_cuda else 1):
+        assert torch.equal(out, run()), case
+
+
+@CACHES
+@pytest.mark.parametrize(("backend", "dtype"), backends_of("gqa_decode"))
+def test_gqa_decode(
+    backend: str, dtype: torch.dtype, codes: torch.dtype | None, poisoned_memory: None
+) -> None:
+    for one in GROUPED[backend]:
+        sinks = sinks_of(one, backend)
+        case = grouped_attention(
+            one.lengths,
+            [1] * len(one.lengths),
+            *one[:3],
+            dtype,
+            device_of(backend),
+            one.window,
+            sinks,
+            codes,
+        )
+        check(
+            lambda case=case, one=one, sinks=sinks: gqa_decode(  # type: ignore[misc]
+                case.q,
+                case.pages,
+                scale=case.scale,
+                window=one.window,
+                sinks=sinks,
+                backend=backend,
+            ),
+            case.exact,
+            [1] * len(one.lengths) if one.sinks else one.lengths,
+            dtype,
+            one,
+        )
+
+
+@CACHES
+@INTERLEAVED
+@pytest.mark.parametrize(("backend", "dtype"), backends_of("mla_decode"))
+def test_mla_decode(
+    backend: str,
+    dtype: torch.dtype,
+    interleaved: bool,
+    codes: torch.dtype | None,
+    poisoned_memory: None,
+) -> None:
+    for one in LATENT[backend]:
+        case = latent_attention(
+            one.lengths,
+            one.heads,
+            one.block_size,
+            one.sizes,
+            dtype,
+            device_of(backend),
+            interleaved,
+            codes,
+        )
+        check(
+            lambda case=case: mla_decode(*case.arguments, scale=case.scale, backend=backend),  # type: ignore[misc]
+            case.exact,
+            one.lengths,
+            dtype,
+            one,
+        )
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "in parts"])
+def in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are read, expanded or decoded all at once, and some at a time, in parts that begin within
+    sequences."""
+    if request.param:
+        monkeypatch.setattr(prompts_in_torch, "_KEYS", 100)
+        monkeypatch.setattr(prompts_in_torch, "AT_ONCE", 100)
+        monkeypatch.setattr("quantkit_kernels.triton.attention.prefill._EXPANDED_BYTES", 1 << 20)
+
+
+@CACHES
+@pytest.mark.parametrize(("backend", "dtype"), backends_of("gqa_prefill"))
+def test_gqa_prefill(
+    backend: str,
+    dtype: torch.dtype,
+    codes: torch.dtype | None,
+    in_parts: None,
+    poisoned_memory: None,
+) -> None:
+    for one in PROMPTS[backend]:
+        assert one.news is not None
+        sinks = sinks_of(one, backend)
+        case = grouped_attention(
+            one.lengths, one.news, *one[:3], dtype, device_of(backend), one.window, sinks, codes
+        )
+        out = gqa_prefill(
+            case.q,
+            case.pages.cache,
+            case.prompts,
+            scale=case.scale,
+            window=one.window,
+            sinks=sinks,
+            backend=backend,
+        )
+        assert distance(out, case.exact) < TOLERANCE[dtype], one
+
+
+LATENT_PROMPTS = {
+    "reference": ([(130, 20), (0, 150)], 3, [(24, 8, 16, 40)]),
+    "cpu": ([(130, 20), (0, 150)], 3, [(24, 8, 16, 40)]),
+    "triton": ([(30, 20), (0, 50)], 3, [(32, 16, 32, 40)]),
+    "cuda": ([(0, 300), (700, 40), (1500, 200)], 8, [R1, (32, 16, 64, 96)]),
+}
+"""By backend: first position and new tokens of each prompt, heads, sizes as `latent_attention` has
+them."""
+
+
+@CACHES
+@INTERLEAVED
+@pytest.mark.parametrize(("backend", "dtype"), backends_of("mla_prefill"))
+def test_mla_prefill_is_mla_decode(
+    backend: str, dtype: torch.dtype, interleaved: bool, codes: torch.dtype | None, in_parts: None
+) -> None:
+    """Expanded or absorbed: each token of several prompts as a row of its own."""
+    spans, heads, every_size = LATENT_PROMPTS[backend]
+    device, block = device_of(backend), 16
+    for nope, rope, value, latent in every_size:
+        tokens = sum(new for _, new in spans)
+        q = torch.randn(tokens, heads, nope + rope, device=device).to(dtype)
+        kv_b = (torch.randn(heads, nope + value, latent, device=device) * latent**-0.5).to(dtype)
+        angles = torch.rand(tokens, rope // 2, device=device) * 6
+        rotation = Rotation(angles.cos(), angles.sin(), interleaved)
+        width = -(-max(map(sum, spans)) // block)
+        table = (torch.randperm(len(spans) * width, device=device) + 1).view(len(spans), width)
+        cache = torch.randn(len(spans) * width + 1, block, latent + rope, device=device).to(dtype)
+        stored = cache if codes is None else code_latents(cache, latent, codes)
+        rows = torch.cat([table[i].expand(new, -1) for i, (_, new) in enumerate(spans)])
+        seen = torch.cat([torch.arange(new) + start + 1 for start, new in spans]).to(device)
+        pages = PagedLatents(cache.float() if codes is None else stored, rows, seen)
+        exact = mla_decode(q.float(), kv_b.float(), rotation, pages, scale=0.2, backend="reference")
+        prompts = Prompts.of(spans, table)
+        out = mla_prefill(q, kv_b, rotation, stored, prompts, scale=0.2, backend=backend)
+        assert distance(out, exact.double()) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("operator", ["gqa", "mla"])
+def test_a_captured_decode_follows_the_lengths(operator: str) -> None:
+    grouped = grouped_attention([640] * 8, [1] * 8, (32, 8), 128, 64, torch.bfloat16, "cuda")
+    latent = latent_attention([640] * 8, 32, 64, R1, torch.bfloat16, "cuda")
+    lengths = (grouped.pages if operator == "gqa" else latent.arguments[-1]).seq_lens
+
+    def run(backend: str) -> Tensor:
+        if operator == "mla":
+            return mla_decode(*latent.arguments, scale=latent.scale, backend=backend)
+        return gqa_decode(grouped.q, grouped.pages, scale=grouped.scale, backend=backend)
+
+    run("cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run("cuda")
+    for now in ([640] * 8, [1, 2, 3, 33, 100, 400, 639, 640], [32] * 8, [0] * 7 + [1]):
+        if operator == "gqa" or all(now):
+            lengths.copy_(torch.tensor(now))
+            graph.replay()
+            torch.cuda.synchronize()
+            assert distance(out, run("reference").double()) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("backend", backends_of("gqa_prefill", ("cpu", "cuda"), dtypes=False))
+def test_a_prompt_cut_anywhere_gives_the_same(backend: str) -> None:
+    """To the bit on CUDA."""
+    length, cuts = (2000, [0, 1, 130, 1111, 2000]) if backend == "cuda" else (200, [0, 1, 130, 200])
+    dtype = torch.bfloat16 if backend == "cuda" else torch.float32
+    case = grouped_attention([length], [length], (8, 2), 128, 64, dtype, device_of(backend))
+    q, cache, table = case.q, case.pages.cache, case.pages.block_table
+    whole = gqa_prefill(q, cache, case.prompts, scale=case.scale, backend=backend)
+    for start, stop in pairwise(cuts):
+        part = Prompts.of([(start, stop - start)], table)
+        found = gqa_prefill(q[start:stop], cache, part, scale=case.scale, backend=backend)
+        if backend == "cuda":
+            assert torch.equal(found, whole[start:stop])
+        assert distance(found, whole[start:stop].double()) < 1e-6
+
+
+@pytest.mark.parametrize("codes", CODES.values(), ids=CODES)
+@pytest.mark.parametrize("backend", backends_of("gqa_decode", ("triton",), dtypes=False))
+def test_values_of_unlike_sizes_with_a_sink(backend: str, codes: torch.dtype) -> None:
+    """Tokens' scales differ by up to 2^30, smallest first: what was summed in a small unit is
+    carried into a larger one."""
+    device = device_of(backend)
+    sinks = torch.randn(6, device=device)
+    case = grouped_attention(
+        [150], [1], (6, 2), 32, 16, torch.float16, device, sinks=sinks, codes=codes
+    )
+    factor = torch.exp2(torch.linspace(-30, 0, case.pages.keys.shape[0] * 16, device=device))
+    keys, values = case.pages.scales  # type: ignore[misc]
+    pages = case.pages._replace(scales=(keys, torch.nan_to_num(values) * factor.view(-1, 16, 1)))
+    found, exact = (
+        gqa_decode(q, pages, scale=case.scale, sinks=sinks, backend=name)
+        for q, name in ((case.q, backend), (case.q.float(), "reference"))
+    )
+    assert distance(found, exact.double()) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("threads", [1, 3, 7])
+@pytest.mark.parametrize("backend", backends_of("gqa_decode", ("cpu",), dtypes=False))
+def test_threads_share_a_row(threads: int, backend: str) -> None:
+    """More threads than key heads: a row's tokens lie in several parts, some of them empty."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for lengths in ([2], [300], [0]):
+            case = grouped_attention(lengths, [1], (4, 1), 32, 16, torch.float32)
+            keys, values = (side.float() for side in case.pages[:2])
+            for pages in (case.pages, case.pages._replace(keys=keys, values=values)):
+                out = gqa_decode(case.q, pages, scale=case.scale, backend=backend)
+                assert (out - case.exact).norm() <= 3e-6 * case.exact.norm()
+    finally:
+        torch.set_num_threads(before)
+
+
+@compiled_prompts
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("at_once", [4096, 100])
+@pytest.mark.parametrize("window", [0, 1, 130])
+def test_compiled_attention_of_prompts_is_float32(
+    window: int, at_once: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Odd heads, keys in one part or several, of which the first tokens may see none."""
+    monkeypatch.setattr(prompts_in_torch, "AT_ONCE", at_once)
+    monkeypatch.setattr(prompts_in_torch, "attend_one", None)  # it is not asked
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for heads, width in (((14, 2), 64), ((3, 3), 80), ((5, 1), 24), ((2, 1), 256)):
+        case = grouped_attention(
+            [1, 300, 257], [1, 200, 3], heads, width, 16, torch.float32, window=window
+        )
+        out = gqa_prefill(
+            case.q, case.pages.cache, case.prompts, scale=case.scale, window=window, backend="cpu"
+        )
+        assert distance(out, case.exact) < 2e-6
+
+
+@compiled_prompts
+def test_a_score_that_is_no_number_stays_none() -> None:
+    case = grouped_attention([300], [300], (6, 2), 16, 16, torch.float32)
+    case.q[290, 1] = float("nan")
+    out = gqa_prefill(case.q, case.pages.cache, case.prompts, scale=case.scale, backend="cpu")
+    assert out[290, 1].isnan().all()
+    assert out.isnan().sum() == 16
+
+
+def test_backends_without_sinks_are_named_and_the_reference_computes_them() -> None:
+    cpu = torch.device("cpu")
+    assert backends.find_with_sinks("gqa_prefill", "auto", cpu) is cpu_backend
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delattr(cpu_backend, "SINKS")
+        backends.forget()
+        assert backends.find_with_sinks("gqa_prefill", "auto", cpu) is reference
+        with pytest.raises(ValueError, match="cpu runs gqa_prefill without attention sinks"):
+            backends.find_with_sinks("gqa_prefill", "cpu", cpu)
+        reasons = {
+            row.operator: row.reason for row in backends.table("cpu") if row.backend == "cpu"
+        }
+        assert reasons["gqa_prefill"] == "attention sinks: another backend"
+        backends.forget()

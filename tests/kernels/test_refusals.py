@@ -1,0 +1,223 @@
+"""Arguments that no operator takes are refused by a line that names the argument."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernel_weights import layer, random_experts
+from quantkit_kernels import (
+    W8A16,
+    CodedKeys,
+    CodedLatents,
+    Gating,
+    Int4,
+    Int8,
+    KeySteps,
+    Norms,
+    PagedKeys,
+    PagedLatents,
+    Prompts,
+    Rotation,
+    Routing,
+    add_rms_norm,
+    gate_and_mul,
+    gqa_decode,
+    gqa_prefill,
+    gqa_prepare,
+    likeliest,
+    mla_decode,
+    mla_prefill,
+    mla_prepare,
+    mla_queries,
+    prepare,
+    prepare_dense,
+    prepare_fp4,
+    prepare_int4,
+    prepare_int8,
+    rms_norm,
+    rope,
+    route,
+    silu_and_mul,
+)
+from quantkit_kernels.codes import empty_keys, empty_latents
+from quantkit_kernels.linear import laid_out
+from quantkit_kernels.samples import random_weight
+from quantkit_kernels.weights import stack
+from torch import Tensor
+
+CPU, INT8 = torch.device("cpu"), torch.int8
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+X, SLOT, TABLE, LENGTH = (
+    zeros(2, 8),
+    zeros(1, dtype=torch.int64),
+    zeros(1, 1, dtype=torch.int32),
+    ones(1, dtype=torch.int32),
+)
+ANGLES, NORMS = Rotation(zeros(1, 2), zeros(1, 2)), Norms(ones(2), ones(4), 1e-6)
+Q, KV_B, KEYS = zeros(1, 2, 8), zeros(2, 6, 4), zeros(2, 4, 2, 8)
+LATENTS = empty_latents((1, 4), 4, 4, INT8, torch.bfloat16, CPU)
+CODES, E4M3 = zeros(16, 128, dtype=INT8), ones(16, 8).to(torch.float8_e4m3fn)
+ZERO, NIBBLES = zeros(16, 1, dtype=INT8), zeros(16, 128, dtype=torch.uint8)
+NVFP4 = random_weight("fp4-w4a4", 32, 128, torch.Generator().manual_seed(4))
+STEP, STEPS = torch.tensor(0.02), KeySteps(*(0.01 * ones(2, 2, 8)))
+CODED = empty_keys((1, 4, 2, 8), INT8, CPU)
+
+
+def decode_latents(cache: object, kv_b: Tensor = KV_B) -> Tensor:
+    return mla_decode(Q, kv_b, ANGLES, PagedLatents(cache, TABLE, LENGTH), scale=1.0)  # type: ignore[arg-type]
+
+
+def decode_keys(keys: Tensor = KEYS, values: Tensor = KEYS, window: int = 0) -> Tensor:
+    pages = PagedKeys(keys, values, TABLE, LENGTH)
+    return gqa_decode(zeros(1, 4, 8), pages, scale=1.0, window=window)
+
+
+def cache_latents(
+    qkv_a: Tensor,
+    cache: object,
+    step: Tensor | None = None,
+    how: Callable[..., Tensor] = mla_prepare,
+) -> Tensor:
+    more = (prepare_dense(zeros(4, 2)),) if how is mla_queries else ()
+    return how(qkv_a, NORMS, ANGLES, cache, SLOT, *more, code_step=step)
+
+
+def cache_keys(
+    qkv: Tensor, cache: object, norms: Norms | None = None, steps: KeySteps | None = None
+) -> Tensor:
+    return gqa_prepare(qkv, norms, ANGLES, cache, SLOT, code_steps=steps)  # type: ignore[arg-type]
+
+
+def ask_experts(ids: Tensor, weights: Tensor) -> Tensor:
+    made = random_experts("dense", 3, 32, 16, torch.Generator().manual_seed(6))
+    return layer(made, "auto", torch.float32)(zeros(2, 32), ids, weights)
+
+
+IDS = zeros(2, 1, dtype=torch.int64)
+REFUSED: list[tuple[str, Callable[[], object]]] = [
+    ("weight: shape", lambda: rms_norm(X, ones(4), 1e-6)),
+    ("residual", lambda: add_rms_norm(X, zeros(2, 4), ones(8), 1e-6)),
+    ("odd", lambda: silu_and_mul(zeros(2, 7))),
+    ("odd", lambda: gate_and_mul(zeros(2, 7), Gating(limit=1.0))),
+    ("n_group", lambda: route(X, None, Routing(8, 2, n_group=3))),
+    ("num_experts_per_tok: 5", lambda: route(X, None, Routing(8, 5, n_group=4, topk_group=2))),
+    ("scoring_func: 'relu'", lambda: route(X, None, Routing(8, 2, scoring_func="relu"))),
+    ("logits: shape", lambda: route(X, None, Routing(9, 2))),
+    ("bias: dtype", lambda: route(X, zeros(8).double(), Routing(8, 2))),
+    ("positions", lambda: rope(zeros(2, 1, 4), zeros(3).long(), ones(4, 2), ones(4, 2))),
+    ("backend", lambda: likeliest(X, backend="cpu")),
+    ("qkv_a: shape", lambda: cache_latents(zeros(1, 9), zeros(1, 4, 8))),
+    ("not contiguous", lambda: cache_latents(zeros(1, 10), zeros(4, 1, 8).expand(4, 2, 8))),
+    ("code_step: the cache holds no", lambda: cache_latents(zeros(1, 10), zeros(1, 4, 8), STEP)),
+    (
+        "code_step: the cache holds no codes",
+        lambda: cache_latents(zeros(1, 10), zeros(1, 4, 8), STEP, mla_queries),
+    ),
+    ("code_step: shape", lambda: cache_latents(zeros(1, 10), LATENTS, ones(1))),
+    ("code_step: dtype", lambda: cache_latents(zeros(1, 10), LATENTS, STEP.double())),
+    ("cache: shape", lambda: decode_latents(zeros(1, 4, 6))),
+    ("kv_b: 4 rows", lambda: decode_latents(zeros(1, 4, 8), KV_B[:, :4])),
+    (
+        r"cache\.codes: dtype",
+        lambda: decode_latents(CodedLatents(LATENTS.codes.to(torch.uint8), *LATENTS[1:])),
+    ),
+    (
+        r"cache\.keys: shape",
+        lambda: decode_latents(LATENTS._replace(keys=LATENTS.keys[..., :3])),
+    ),
+    (
+        r"cache\.scales: dtype",
+        lambda: decode_latents(LATENTS._replace(scales=LATENTS.scales.bfloat16())),
+    ),
+    ("keys: shape", lambda: decode_keys(KEYS[..., :4])),
+    ("share 3 key heads", lambda: decode_keys(*[KEYS[:, :, :1].repeat(1, 1, 3, 1)] * 2)),
+    ("window: -1", lambda: decode_keys(window=-1)),
+    (
+        "the prompts have 2",
+        lambda: gqa_prefill(zeros(1, 4, 8), (KEYS, KEYS), Prompts.of([(0, 2)], TABLE), scale=1.0),
+    ),
+    (
+        "cache: 9 values",
+        lambda: mla_prefill(
+            zeros(1, 4, 6),
+            zeros(4, 6, 6),
+            Rotation(zeros(1, 1), zeros(1, 1)),
+            zeros(2, 4, 9),
+            Prompts.of([(0, 1)], TABLE),
+            scale=1.0,
+        ),
+    ),
+    ("not heads next to 2 of 8", lambda: cache_keys(zeros(1, 36), (KEYS, KEYS))),
+    (
+        r"norms\.k: shape",
+        lambda: cache_keys(zeros(1, 64), (KEYS, KEYS), Norms(ones(8), ones(4), 1e-6)),
+    ),
+    ("keys: dtype", lambda: cache_keys(zeros(1, 48), CODED[:2])),
+    (
+        "scales: shape",
+        lambda: cache_keys(
+            zeros(1, 48), CodedKeys(*CODED[:2], *(one[..., :1] for one in CODED.scales))
+        ),
+    ),
+    (
+        "code_steps: the cache holds no codes",
+        lambda: cache_keys(zeros(1, 48), (KEYS, KEYS), steps=STEPS),
+    ),
+    (
+        "code_steps: shape",
+        lambda: cache_keys(zeros(1, 48), CODED, steps=STEPS._replace(keys=STEPS.keys[:1])),
+    ),
+    ("codes: dtype", lambda: prepare_int4(CODES.int(), ones(16, 1), None)),
+    ("groups of 32, 64, 128", lambda: prepare_int4(CODES, ones(16, 8), None)),
+    ("zero_point: shape", lambda: prepare_int4(CODES, ones(16, 1), zeros(16, 2, dtype=INT8))),
+    ("scale: dtype", lambda: prepare_int4(CODES, ones(16, 1).half(), ZERO)),
+    ("scale: shape", lambda: prepare_int8(CODES, ones(16, 2))),
+    ("multiple of 16", lambda: prepare_fp4(NIBBLES[:, :120], E4M3, torch.tensor(1.0))),
+    ("global_scale", lambda: prepare_fp4(NIBBLES, E4M3, ones(2))),
+    ("weight: shape", lambda: prepare_dense(zeros(16))),
+    ("dtype", lambda: prepare_dense(zeros(16, 16), dtype=torch.float64)),
+    ("not known", lambda: prepare_dense(zeros(16, 16), backend="fast")),
+    ("2 groups for 96 input features", lambda: prepare(W8A16(CODES[:, :96], ones(16, 2)))),
+    (
+        "cannot stack",
+        lambda: stack(Int4(CODES, ones(16, 1), ZERO), Int8(CODES, ones(16, 1))),
+    ),
+    (
+        "differ in group size",
+        lambda: stack(W8A16(CODES[:, :96], ones(16, 1)), W8A16(CODES[:, :96], ones(16, 3))),
+    ),
+    ("inputs are rounded differently", lambda: stack(NVFP4, NVFP4._replace(input_divisor=None))),
+    (
+        "input_divisor",
+        lambda: prepare(NVFP4._replace(input_divisor=ones(2)), backend="reference"),
+    ),
+    (
+        "torch_npu cannot round inputs to NVFP4",
+        lambda: laid_out("torch_npu", NVFP4, torch.bfloat16, CPU),
+    ),
+    (
+        r"expected \[..., 32\]",
+        lambda: prepare_dense(zeros(16, 32), dtype=torch.float32)(zeros(2, 16)),
+    ),
+    ("float32", lambda: prepare_dense(zeros(16, 32), dtype=torch.float32)(zeros(2, 32).half())),
+    ("topk_ids", lambda: ask_experts(torch.tensor([[0], [3]]), ones(2, 1))),
+    ("topk_ids", lambda: ask_experts(torch.tensor([[0], [-2]]), ones(2, 1))),
+    ("topk_weights: dtype", lambda: ask_experts(IDS, ones(2, 1).half())),
+    ("topk_ids: shape", lambda: ask_experts(zeros(3, 1).long(), ones(3, 1))),
+]
+
+
+@pytest.mark.parametrize("row", range(len(REFUSED)), ids=lambda row: f"{row}-{REFUSED[row][0]}")
+def test_wrong_arguments(row: int) -> None:
+    words, call = REFUSED[row]
+    with pytest.raises(ValueError, match=words):
+        call()

@@ -1,0 +1,53 @@
+"""Tiny models of every architecture: their config.json (tiny_models.yaml) and random tensors."""
+
+from pathlib import Path
+from typing import Any
+
+import make_model
+import torch
+import yaml
+from torch import Tensor
+
+from quantkit.models import find_architecture
+
+TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+MODELS = Path(__file__).parents[1] / "models"
+CASES: dict[str, Any] = yaml.safe_load((MODELS / "cases.yaml").read_text())
+"""Cases of the tests of models."""
+
+
+def _config(entry: dict[str, Any]) -> dict[str, Any]:
+    base = make_model.tiny_config(**entry["tiny_config"]) if "tiny_config" in entry else {}
+    left = {"tiny_config", "without", *entry.get("without", ())}
+    own = {key: _config(one) if key == "text_config" else one for key, one in entry.items()}
+    return {key: value for key, value in {**base, **own}.items() if key not in left}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    name: {**_config(entry), "model_type": name} for name, entry in TABLE["architectures"].items()
+}
+CELLS: dict[str, dict[str, Any]] = TABLE["cells"]
+PROMPTS = [list(range(10 + i, 30 + 2 * i)) for i in range(3)]
+
+
+def random_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
+    architecture = find_architecture(config)
+    generator = torch.Generator().manual_seed(11)
+    tensors = {}
+    for row in architecture.parameters(architecture.Config.from_dict(config)):
+        noise = torch.randn(row.shape, generator=generator)
+        if row.role == "router_table":
+            tensors[row.name] = (noise[:, :1].abs() * 97).long() % 3 + torch.arange(
+                row.shape[1]
+            ) % 4
+            continue
+        spread = 1.0 if row.role in ("embedding", "head") else row.shape[-1] ** -0.5
+        value = 1 + 0.1 * noise if row.role == "norm" else noise * spread
+        tensors[row.name] = value if row.role == "router_bias" else value.bfloat16()
+    return tensors
+
+
+def write(path: Path, name: str, **changes: Any) -> Path:
+    """The checkpoint of an architecture, unquantized."""
+    config = {**CONFIGS[name], **changes}
+    return make_model.write_dense(path, config, random_tensors(config))
