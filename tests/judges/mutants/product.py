@@ -4,9 +4,10 @@
     python tests/judges/mutants/product.py --root OLD     # those that the tests of a checkout kill
     python tests/judges/mutants/product.py --again FILE   # whether this checkout's tests kill them
 
-The first form looks for mutants that are killed: of each room it draws some, always the same, runs
-the tests that name the function (rooms.py), and keeps drawing until the room has its share.
-A test that fails as it is kills nothing. Rows of out/mutants.jsonl name the test.
+The first forms look for mutants that are killed: of each room they draw functions that a quick test
+names, always in the same order, run the quick tests that are likely to notice (rooms.py), and go on
+until the room has its share. The last one runs the test that killed a mutant, then those that are
+likely. A test that fails as it is kills nothing. Rows of out/mutants.jsonl name the test.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -31,9 +33,10 @@ from rooms import Tests, pool, quotas, sources
 from run import Copy, enter
 from warm import Warm
 
-LIMIT = 3.0
-"""Seconds of a processor for a mutant that is looked for, four times that for a known one. No test is run that takes longer."""
-DRAWN = 4
+LIMIT = 4.0
+"""Seconds of a processor for a mutant that is looked for, four times that for a known one. A test may
+take half of it."""
+DRAWN = 6
 """So many times a room's share at most are drawn."""
 Row = dict[str, Any]
 
@@ -163,6 +166,7 @@ def main() -> None:
     parser.add_argument("--again", type=Path)
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "mutants.jsonl")
     asked = parser.parse_args()
+    torch.set_num_threads(1)  # a fork has none of its parent's threads, and would wait for them
     root, lacking = asked.root.resolve(), dict[str, int]()
     asked.results.parent.mkdir(exist_ok=True)
     rows = _rows(asked.results)
