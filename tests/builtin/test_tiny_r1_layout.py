@@ -1,5 +1,5 @@
-"""The shipped checkpoint lies on disk exactly as DeepSeek-R1 does, told again from R1's description
-rather than from the exporter."""
+"""The shipped checkpoint lies on disk exactly as DeepSeek-R1 does, by make_model.py, which
+tells it from R1's description and not from the exporter."""
 
 import json
 import math
@@ -7,7 +7,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import make_model
 import pytest
+import r1_headers
 import torch
 from safetensors.torch import load_file
 
@@ -42,70 +44,24 @@ def read_headers(directory: Path) -> dict[str, Shapes]:
     return found
 
 
-def expected_tensors(c: dict[str, Any]) -> Shapes:
+def expected_tensors(config: dict[str, Any]) -> Shapes:
     """Every tensor of a DeepSeek-R1 checkpoint of these sizes."""
     found: Shapes = {}
-    hidden, heads = c["hidden_size"], c["num_attention_heads"]
-    nope, rope, v = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
-
-    def fp8(module: str, n: int, k: int) -> None:
-        found[f"{module}.weight"] = ("F8_E4M3", (n, k))
-        found[f"{module}.weight_scale_inv"] = ("F32", (math.ceil(n / 128), math.ceil(k / 128)))
-
-    def bf16(module: str, *shape: int) -> None:
-        found[f"{module}.weight"] = ("BF16", shape)
-
-    def mlp(module: str, width: int) -> None:
-        fp8(f"{module}.gate_proj", width, hidden)
-        fp8(f"{module}.up_proj", width, hidden)
-        fp8(f"{module}.down_proj", hidden, width)
-
-    bf16("model.embed_tokens", c["vocab_size"], hidden)
-    bf16("model.norm", hidden)
-    bf16("lm_head", c["vocab_size"], hidden)
-    for i in range(c["num_hidden_layers"] + 1):
-        p = f"model.layers.{i}"
-        bf16(f"{p}.input_layernorm", hidden)
-        bf16(f"{p}.post_attention_layernorm", hidden)
-        fp8(f"{p}.self_attn.q_a_proj", c["q_lora_rank"], hidden)
-        bf16(f"{p}.self_attn.q_a_layernorm", c["q_lora_rank"])
-        fp8(f"{p}.self_attn.q_b_proj", heads * (nope + rope), c["q_lora_rank"])
-        fp8(f"{p}.self_attn.kv_a_proj_with_mqa", c["kv_lora_rank"] + rope, hidden)
-        bf16(f"{p}.self_attn.kv_a_layernorm", c["kv_lora_rank"])
-        fp8(f"{p}.self_attn.kv_b_proj", heads * (nope + v), c["kv_lora_rank"])
-        fp8(f"{p}.self_attn.o_proj", hidden, heads * v)
-        if i < c["first_k_dense_replace"]:
-            mlp(f"{p}.mlp", c["intermediate_size"])
-            continue
-        bf16(f"{p}.mlp.gate", c["n_routed_experts"], hidden)
-        found[f"{p}.mlp.gate.e_score_correction_bias"] = ("F32", (c["n_routed_experts"],))
-        for e in range(c["n_routed_experts"]):
-            mlp(f"{p}.mlp.experts.{e}", c["moe_intermediate_size"])
-        mlp(f"{p}.mlp.shared_experts", c["moe_intermediate_size"] * c["n_shared_experts"])
-    mtp = f"model.layers.{c['num_hidden_layers']}"
-    bf16(f"{mtp}.embed_tokens", c["vocab_size"], hidden)
-    bf16(f"{mtp}.enorm", hidden)
-    bf16(f"{mtp}.hnorm", hidden)
-    bf16(f"{mtp}.eh_proj", hidden, 2 * hidden)
-    bf16(f"{mtp}.shared_head.norm", hidden)
-    bf16(f"{mtp}.shared_head.head", c["vocab_size"], hidden)
+    for name, shape in make_model.tensor_shapes(config).items():
+        kind = "F32" if name.endswith("correction_bias") else "BF16"
+        if make_model.is_fp8(name):
+            kind = "F8_E4M3"
+            found[f"{name}_scale_inv"] = ("F32", tuple(math.ceil(size / 128) for size in shape))
+        found[name] = (kind, shape)
     return found
 
 
 def test_config_has_the_keys_of_r1(config: dict[str, Any]) -> None:
     assert set(config) == R1_KEYS
     assert config["architectures"] == ["DeepseekV3ForCausalLM"]
-    assert (config["topk_method"], config["scoring_func"], config["norm_topk_prob"]) == (
-        "noaux_tc",
-        "sigmoid",
-        True,
-    )
-    assert config["quantization_config"] == {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    }
+    routing = [config[name] for name in ("topk_method", "scoring_func", "norm_topk_prob")]
+    assert routing == ["noaux_tc", "sigmoid", True]
+    assert config["quantization_config"] == r1_headers.r1_config()["quantization_config"]
     assert config["rope_scaling"]["type"] == "yarn"
     assert config["num_nextn_predict_layers"] == 1
 

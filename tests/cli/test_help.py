@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 import typer.main
-from commands import command
+from commands import command, typed
 from typer.core import TyperGroup
 
 from quantkit.cli import COMMANDS, app
@@ -34,7 +34,7 @@ def test_examples_are_commands(line: str) -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_help_ends_with_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    said = command(name, "--help")
+    said = typed(f"{name} --help")
     assert said.code == 0
     assert all(line in said.out for line in EXAMPLES[name]), said.out
 
@@ -72,44 +72,33 @@ def test_an_answers_length_has_the_name_of_eval_too() -> None:
     assert context.params["max_new_tokens"] == 7
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (
-            "eval tiny-r1 --tasks tiny-math --accuracy 0.9",
-            "Invalid value for --accuracy: it is only for --plan",
-        ),
-        (
-            "ppl tiny-r1 --text a.txt --data-dir .",
-            "Invalid value for --data-dir: it is only for --sampled; see quantkit ppl --help",
-        ),
-        (
-            "ppl tiny-r1 --text a.txt --max-tokens 9",
-            "Invalid value for --max-tokens: it is only for --sampled; see quantkit ppl --help",
-        ),
-        (
-            "check tiny-r1 --text a.txt --depth headers",
-            "Invalid value for --text: it is computed with --depth behaviour alone",
-        ),
-        ("nope", "No such command 'nope'; see quantkit --help"),
-    ],
-)
-def test_what_would_be_ignored_is_refused(line: str, said: str) -> None:
-    answer = command(*line.split())
+IGNORED = """
+eval tiny-r1 --tasks tiny-math --accuracy 0.9 -> Invalid value for --accuracy: it is only for --plan
+ppl tiny-r1 --text a.txt --data-dir . -> Invalid value for --data-dir: it is only for --sampled; see quantkit ppl --help
+ppl tiny-r1 --text a.txt --max-tokens 9 -> Invalid value for --max-tokens: it is only for --sampled; see quantkit ppl --help
+check tiny-r1 --text a.txt --depth headers -> Invalid value for --text: it is computed with --depth behaviour alone
+nope -> No such command 'nope'; see quantkit --help
+"""
+
+
+@pytest.mark.parametrize("case", IGNORED.strip().splitlines())
+def test_what_would_be_ignored_is_refused(case: str) -> None:
+    line, said = case.split(" -> ")
+    answer = typed(line)
     assert (answer.code, answer.out) == (2, "")
     assert answer.error.startswith(f"error: {said}")
 
 
 def test_the_short_name_of_help() -> None:
     assert command("-h").out == command("--help").out
-    assert command("run", "-h").out == command("run", "--help").out
+    assert typed("run -h").out == typed("run --help").out
 
 
 def test_sampling_is_checked_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "quantkit.executor.engine.Engine.open", lambda *_: pytest.fail("a model is loaded")
     )
-    answer = command("run", "tiny-r1", "--prompt", "1", "--top-p", "0")
+    answer = typed("run tiny-r1 --prompt 1 --top-p 0")
     assert (answer.code, answer.err) == (
         1,
         "error: top_p is 0.0; use a number above 0 and at most 1\n",
@@ -117,17 +106,18 @@ def test_sampling_is_checked_before_a_model_is_loaded(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("words", "name", "value"),
+    ("line", "name", "value"),
     [
-        (["run", "tiny-r1", "--drafts", "3"], "--drafts", 3),
-        (["serve", "tiny-r1", "--drafts=3"], "--drafts", 3),
-        (["deploy", "out", "--engine", "vllm", "--mtp", "2"], "--mtp", 2),
+        ("run tiny-r1 --drafts 3", "--drafts", 3),
+        ("serve tiny-r1 --drafts=3", "--drafts", 3),
+        ("deploy out --engine vllm --mtp 2", "--mtp", 2),
     ],
 )
 def test_an_old_flag_works_and_names_the_new_one(
-    words: list[str], name: str, value: int, capsys: pytest.CaptureFixture[str]
+    line: str, name: str, value: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    context = GROUP.commands[words[0]].make_context(words[0], words[1:])
+    command, *words = line.split()
+    context = GROUP.commands[command].make_context(command, words)
     assert context.params["draft_length"] == value
     assert f"{name} is now --draft-length" in capsys.readouterr().err
-    assert name not in command(words[0], "--help").out
+    assert name not in typed(f"{command} --help").out

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import command
+from commands import typed
 
 from quantkit.common.bind import bind, url_address
 from quantkit.common.errors import QuantkitError
@@ -54,53 +54,42 @@ def test_an_address_of_another_machine(host: str, said: str) -> None:
         pass
 
 
+@pytest.fixture
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("executor.engine.Engine", "playground.play.Playground"):
+        monkeypatch.setattr(
+            f"quantkit.{name}.open", lambda *_, **__: pytest.fail("a model is loaded")
+        )
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ("serve", "tiny-r1"),
-        ("playground", "tiny-r1"),
-    ],
+    "line",
+    ["serve tiny-r1", "playground tiny-r1"],
 )
-def test_a_port_in_use_is_reported_before_a_model_is_loaded(
-    arguments: tuple[str, ...], taken: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "quantkit.executor.engine.Engine.open", lambda *_: pytest.fail("a model is loaded")
-    )
-    monkeypatch.setattr(
-        "quantkit.playground.play.Playground.open",
-        lambda *_, **__: pytest.fail("a model is loaded"),
-    )
-    answer = command(*arguments, "--port", str(taken))
-    assert answer.code == 1
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_a_port_in_use_is_reported_before_a_model_is_loaded(line: str, taken: int) -> None:
+    answer = typed(f"{line} --port {taken}")
+    assert (answer.code, answer.errors) == (1, 1)
     assert answer.error.startswith(
         f"error: cannot serve on 127.0.0.1:{taken}: Address already in use; choose another --port"
     )
-    assert answer.errors == 1
 
 
-@pytest.mark.parametrize(
-    ("asked", "said", "code"),
-    [
-        (("--tool-parser", "x"), "there is no tool parser 'x'", 2),
-        (("--chat-template", "nowhere.jinja"), "nowhere.jinja does not exist", 1),
-        (("--chat-template", "BROKEN"), "is not a template: Expected an expression", 1),
-    ],
-)
-def test_an_unusable_address_is_reported_before_a_model_is_loaded(
-    asked: tuple[str, ...], said: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "quantkit.executor.engine.Engine.open", lambda *_: pytest.fail("a model is loaded")
-    )
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_an_unusable_option_is_reported_before_a_model_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "broken.jinja").write_text("{% for x in %}")
-    answer = command(
-        "serve",
-        "tiny-r1",
-        *(one.replace("BROKEN", str(tmp_path / "broken.jinja")) for one in asked),
-    )
-    assert answer.code == code
-    assert said in answer.error
+    for asked, said, code in (
+        ("--tool-parser x", "there is no tool parser 'x'", 2),
+        ("--chat-template nowhere.jinja", "nowhere.jinja does not exist", 1),
+        (
+            f"--chat-template {tmp_path}/broken.jinja",
+            "is not a template: Expected an expression",
+            1,
+        ),
+    ):
+        answer = typed(f"serve tiny-r1 {asked}")
+        assert answer.code == code
+        assert said in answer.error
 
 
 def test_a_server_without_a_chat_template_says_so_when_it_comes_up(
@@ -110,9 +99,9 @@ def test_a_server_without_a_chat_template_says_so_when_it_comes_up(
     monkeypatch.setattr("quantkit.executor.server.serve.serve", lambda *_: None)
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     told = "has no chat template: chats and responses are refused"
-    asked = ("serve", str(model), "--device", "cpu", "--max-batch", "1", "--port", "18437")
-    assert told not in command(*asked).err
+    asked = f"serve {model} --device cpu --max-batch 1 --port 18437"
+    assert told not in typed(asked).err
     settings = json.loads((model / "tokenizer_config.json").read_text())
     del settings["chat_template"]
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert told in command(*asked).err
+    assert told in typed(asked).err

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import command
+from commands import typed
 from make_model import random_tensors, tiny_config
 from packed_model import write_packed
 
@@ -145,7 +145,7 @@ def test_a_model_is_called_by_its_own_name(
     monkeypatch.chdir(tmp_path / "v3")
 
     def named(model: str) -> str:
-        (launch,) = command("deploy", model, "--engine", "vllm", "--json").json["launches"]
+        (launch,) = typed(f"deploy {model} --engine vllm --json").json["launches"]
         words = launch["commands"][0][1]
         return words[words.index("--served-model-name") + 1]
 

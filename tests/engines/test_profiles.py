@@ -89,20 +89,13 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return write
 
 
-def errors(engine: str, path: Path, **options: Any) -> list[str]:
-    return [
-        found.problem
-        for found in check_checkpoint(engine, Checkpoint.open(path), **options)
-        if found.severity == "error"
-    ]
+def errors(engine: str, path: Path, severity: str = "error", **options: Any) -> list[str]:
+    found = check_checkpoint(engine, Checkpoint.open(path), **options)
+    return [one.problem for one in found if one.severity == severity]
 
 
-def warnings(engine: str, path: Path, **options: Any) -> list[str]:
-    return [
-        found.problem
-        for found in check_checkpoint(engine, Checkpoint.open(path), **options)
-        if found.severity == "warning"
-    ]
+def warns(engine: str, path: Path, told: str) -> bool:
+    return any(told in problem for problem in errors(engine, path, "warning"))
 
 
 def choose_or_reason(name: str, scheme: Scheme) -> FormatChoice | QuantkitError:
@@ -157,20 +150,14 @@ def test_vllm_ascend_gets_symmetric_experts_and_the_group_size_key() -> None:
 
 
 def test_choice_by_device_and_format() -> None:
-    assert choose("sglang", find_scheme("int8-a8w8c16"), device="cuda").launch == (
-        "--quantization",
-        "w8a8_int8",
-    )
-    assert choose("sglang", find_scheme("int8-a8w8c16"), device="npu").launch == ()
-    assert (
-        "qkv_a"
-        not in choose(
-            "sglang", find_scheme("awq-w4a16"), format="compressed-tensors", device="cuda"
-        ).parts
-    )
+    int8, awq_scheme = find_scheme("int8-a8w8c16"), find_scheme("awq-w4a16")
+    for device, launch in (("cuda", ("--quantization", "w8a8_int8")), ("npu", ())):
+        assert choose("sglang", int8, device=device).launch == launch
+    packed = choose("sglang", awq_scheme, format="compressed-tensors", device="cuda")
+    assert "qkv_a" not in packed.parts
     assert not choose("sglang", find_scheme("fp4-w4a16")).mtp
     with pytest.raises(QuantkitError, match="runs on npu"):
-        choose("omni-infer", find_scheme("int8-a8w8c16"), device="cuda")
+        choose("omni-infer", int8, device="cuda")
 
 
 def test_unknown_engine_lists_the_known() -> None:
@@ -180,129 +167,87 @@ def test_unknown_engine_lists_the_known() -> None:
         find_engine("tgi")
 
 
-@pytest.mark.parametrize(
-    ("engine", "format", "grid", "quantizes"),
-    [
-        ("vllm", awq.FORMAT, INT4_G64, linear),
-        ("vllm", compressed_int4.FORMAT, INT4_G64, linear),
-        ("vllm", modelopt.FORMAT, Nvfp4Grid(), linear),
-        ("vllm", compressed_fp4.W4A4, W4A4, linear),
-        ("vllm", modelopt.W4A4, W4A4, linear),
-        ("sglang", awq.FORMAT, INT4_G64, linear),
-        ("sglang", compressed_int4.FORMAT, INT4_SYMMETRIC, no_qkv_a),
-        ("sglang", compressed_int8.FORMAT, INT8, linear),
-        ("sglang", modelopt.FORMAT, Nvfp4Grid(), no_mtp),
-        ("sglang", modelopt.W4A4, W4A4, no_mtp),
-        ("vllm-ascend", compressed_int8.FORMAT, INT8, linear),
-        ("omni-infer", compressed_int8.FORMAT, INT8, linear),
-        ("chitu", modelopt.FORMAT, Nvfp4Grid(), no_mtp),
-        ("chitu", compressed_int8.FORMAT, INT8, linear),
-    ],
-)
-def test_nothing_to_say_of_what_an_engine_loads(
-    packed: Any, engine: str, format: Any, grid: Any, quantizes: Any
-) -> None:
-    assert check_checkpoint(engine, Checkpoint.open(packed(format, grid, quantizes))) == []
+NVFP4 = Nvfp4Grid()
+WRITTEN = {
+    "awq": (awq.FORMAT, INT4),
+    "awq-g64": (awq.FORMAT, INT4_G64),
+    "awq-g16": (awq.FORMAT, INT4_G16),
+    "ct-int4": (compressed_int4.FORMAT, INT4),
+    "ct-int4-g64": (compressed_int4.FORMAT, INT4_G64),
+    "ct-int4-symmetric": (compressed_int4.FORMAT, INT4_SYMMETRIC),
+    "ct-int8": (compressed_int8.FORMAT, INT8),
+    "ct-nvfp4": (compressed_fp4.FORMAT, NVFP4),
+    "ct-w4a4": (compressed_fp4.W4A4, W4A4),
+    "modelopt": (modelopt.FORMAT, NVFP4),
+    "modelopt-w4a4": (modelopt.W4A4, W4A4),
+    "modelslim-int8": (modelslim.FORMAT, INT8),
+    "modelslim-int4": (modelslim.FORMAT, IntGrid(4, None, True)),
+}
+"""Format and grid."""
+PARTS = {
+    "linears": linear,
+    "experts": expert,
+    "no-qkv-a": no_qkv_a,
+    "kv-b": kv_b,
+    "no-mtp": no_mtp,
+}
+LOADED = """
+vllm awq-g64 linears
+vllm ct-int4-g64 linears
+vllm modelopt linears
+vllm ct-w4a4 linears
+vllm modelopt-w4a4 linears
+sglang awq-g64 linears
+sglang ct-int4-symmetric no-qkv-a
+sglang ct-int8 linears
+sglang modelopt no-mtp
+sglang modelopt-w4a4 no-mtp
+vllm-ascend ct-int8 linears
+omni-infer ct-int8 linears
+chitu modelopt no-mtp
+chitu ct-int8 linears
+"""
+REFUSED = """
+vllm-ascend awq linears any no AWQ reader
+vllm-ascend ct-int4 experts any symmetric
+vllm-ascend ct-int4-symmetric linears any does not take attention quantized
+vllm-ascend ct-int4-symmetric experts any group_size at the top
+vllm-ascend modelopt linears any not NVFP4
+vllm-ascend modelslim-int4 linears any takes int4 in experts only
+sglang ct-int4 linears any does not take qkv_a quantized
+sglang ct-int4 experts any does not take experts quantized
+sglang ct-nvfp4 linears any does not take qkv_a quantized
+sglang ct-w4a4 linears any does not take qkv_a quantized
+sglang ct-int4-symmetric kv-b cuda does not take kv_b quantized
+sglang modelopt kv-b cuda does not take kv_b quantized
+sglang awq-g16 linears any reads int4 in groups of 32, 64 or 128, not of 16
+sglang awq-g64 experts cuda expects every qkv_a linear quantized
+sglang modelopt experts cuda sglang looks for model.layers.1.mlp.shared_experts.gate_up_proj in
+sglang ct-int8 experts cuda sglang looks for model.layers.1.mlp.shared_experts.gate_up_proj in
+omni-infer ct-int8 experts any expects every
+vllm modelslim-int4 experts any for Arm processors
+vllm awq-g16 linears any reads int4 in groups of 32, 64 or 128, not of 16
+vllm awq linears cpu does not take shared_experts quantized
+vllm modelopt linears cpu no FP4 kernel
+vllm ct-w4a4 linears cpu no FP4 kernel
+chitu modelopt-w4a4 no-mtp any 16-bit activations
+"""
+"""Engine, what is written, of which linears, device, and what is said."""
 
 
-@pytest.mark.parametrize(
-    ("engine", "format", "grid", "quantizes", "device", "told"),
-    [
-        ("vllm-ascend", awq.FORMAT, INT4, linear, None, "no AWQ reader"),
-        ("vllm-ascend", compressed_int4.FORMAT, INT4, expert, None, "symmetric"),
-        (
-            "vllm-ascend",
-            compressed_int4.FORMAT,
-            INT4_SYMMETRIC,
-            linear,
-            None,
-            "does not take attention quantized",
-        ),
-        (
-            "vllm-ascend",
-            compressed_int4.FORMAT,
-            INT4_SYMMETRIC,
-            expert,
-            None,
-            "group_size at the top",
-        ),
-        ("vllm-ascend", modelopt.FORMAT, Nvfp4Grid(), linear, None, "not NVFP4"),
-        ("sglang", compressed_int4.FORMAT, INT4, linear, None, "does not take qkv_a quantized"),
-        ("sglang", compressed_int4.FORMAT, INT4, expert, None, "does not take experts quantized"),
-        (
-            "sglang",
-            compressed_fp4.FORMAT,
-            Nvfp4Grid(),
-            linear,
-            None,
-            "does not take qkv_a quantized",
-        ),
-        ("omni-infer", compressed_int8.FORMAT, INT8, expert, None, "expects every"),
-        (
-            "vllm-ascend",
-            modelslim.FORMAT,
-            IntGrid(4, None, True),
-            linear,
-            None,
-            "takes int4 in experts only",
-        ),
-        ("vllm", modelslim.FORMAT, IntGrid(4, None, True), expert, None, "for Arm processors"),
-        ("vllm", awq.FORMAT, INT4, linear, "cpu", "does not take shared_experts quantized"),
-        ("vllm", modelopt.FORMAT, Nvfp4Grid(), linear, "cpu", "no FP4 kernel"),
-        ("vllm", compressed_fp4.W4A4, W4A4, linear, "cpu", "no FP4 kernel"),
-        ("chitu", modelopt.W4A4, W4A4, no_mtp, None, "16-bit activations"),
-        ("sglang", compressed_fp4.W4A4, W4A4, linear, None, "does not take qkv_a quantized"),
-        (
-            "sglang",
-            compressed_int4.FORMAT,
-            INT4_SYMMETRIC,
-            kv_b,
-            "cuda",
-            "does not take kv_b quantized",
-        ),
-        ("sglang", modelopt.FORMAT, Nvfp4Grid(), kv_b, "cuda", "does not take kv_b quantized"),
-        (
-            "vllm",
-            awq.FORMAT,
-            INT4_G16,
-            linear,
-            None,
-            "reads int4 in groups of 32, 64 or 128, not of 16",
-        ),
-        (
-            "sglang",
-            awq.FORMAT,
-            INT4_G16,
-            linear,
-            None,
-            "reads int4 in groups of 32, 64 or 128, not of 16",
-        ),
-        ("sglang", awq.FORMAT, INT4_G64, expert, "cuda", "expects every qkv_a linear quantized"),
-        (
-            "sglang",
-            modelopt.FORMAT,
-            Nvfp4Grid(),
-            expert,
-            "cuda",
-            "sglang looks for model.layers.1.mlp.shared_experts.gate_up_proj in",
-        ),
-        (
-            "sglang",
-            compressed_int8.FORMAT,
-            INT8,
-            expert,
-            "cuda",
-            "sglang looks for model.layers.1.mlp.shared_experts.gate_up_proj in",
-        ),
-    ],
-)
-def test_what_an_engine_refuses(
-    packed: Any, engine: str, format: Any, grid: Any, quantizes: Any, device: Any, told: str
-) -> None:
-    assert any(
-        told in problem
-        for problem in errors(engine, packed(format, grid, quantizes), device=device)
-    )
+@pytest.mark.parametrize("case", LOADED.strip().splitlines())
+def test_nothing_to_say_of_what_an_engine_loads(packed: Any, case: str) -> None:
+    engine, written, parts = case.split()
+    path = packed(*WRITTEN[written], PARTS[parts])
+    assert check_checkpoint(engine, Checkpoint.open(path)) == []
+
+
+@pytest.mark.parametrize("case", REFUSED.strip().splitlines())
+def test_what_an_engine_refuses(packed: Any, case: str) -> None:
+    engine, written, parts, device, told = case.split(" ", 4)
+    path = packed(*WRITTEN[written], PARTS[parts])
+    found = errors(engine, path, device=None if device == "any" else device)
+    assert any(told in problem for problem in found)
 
 
 def test_unquantized_linears_that_sglang_looks_up_by_another_name(
@@ -326,7 +271,7 @@ def test_fp4_siblings_must_share_their_scale(packed: Any) -> None:
     path = packed(modelopt.FORMAT, Nvfp4Grid(), no_mtp, share_scales=False)
     assert any("different FP4 global scales" in problem for problem in errors("sglang", path))
     assert errors("vllm", path) == []
-    assert any("costs accuracy" in problem for problem in warnings("vllm", path))
+    assert warns("vllm", path, "costs accuracy")
 
 
 def test_fp4_scales_that_cannot_be_read_are_reported(packed: Any) -> None:
@@ -368,10 +313,7 @@ def test_vllm_mixes_up_the_scales_of_narrow_experts(
     )
     assert errors("vllm", path, device="cuda") == []
     assert (
-        any(
-            "128 columns of an expert per GPU are not more than group_size 128" in problem
-            for problem in warnings("vllm", path)
-        )
+        warns("vllm", path, "128 columns of an expert per GPU are not more than group_size 128")
         == warned
     )
 
@@ -380,13 +322,11 @@ def test_mtp_rules_are_warnings(packed: Any) -> None:
     """A main model still loads, so these do not keep it from running."""
     path = packed(modelopt.FORMAT, Nvfp4Grid(), linear)
     assert errors("sglang", path) == []
-    assert any("runs the MTP layer unquantized" in problem for problem in warnings("sglang", path))
+    assert warns("sglang", path, "runs the MTP layer unquantized")
     # SGLang calls the layer model.decoder, so an entry with its number does not cover it.
     path = packed(compressed_int8.FORMAT, INT8, no_mtp)
-    assert any("model.decoder" in problem for problem in warnings("sglang", path))
-    assert any(
-        "expects the MTP layer quantized" in problem for problem in warnings("omni-infer", path)
-    )
+    assert warns("sglang", path, "model.decoder")
+    assert warns("omni-infer", path, "expects the MTP layer quantized")
 
 
 def test_config_keys_and_architecture(packed: Any, tmp_path: Path) -> None:
@@ -415,44 +355,19 @@ def test_published_layouts(tiny_checkpoint: Path, tiny_dense_checkpoint: Path) -
 
 
 @pytest.mark.parametrize(
-    ("engine", "format", "grid", "file", "keys"),
+    "case",
     [
-        (
-            "transformers",
-            compressed_int4.FORMAT,
-            INT4_SYMMETRIC,
-            "config.json",
-            ("quantization_config", "ignore"),
-        ),
-        (
-            "transformers",
-            compressed_int8.FORMAT,
-            INT8,
-            "config.json",
-            ("quantization_config", "ignore"),
-        ),
-        (
-            "transformers",
-            compressed_fp4.FORMAT,
-            Nvfp4Grid(),
-            "config.json",
-            ("quantization_config", "ignore"),
-        ),
-        ("vllm", modelopt.FORMAT, Nvfp4Grid(), "config.json", ("quantization_config", "ignore")),
-        (
-            "vllm-ascend",
-            modelslim.FORMAT,
-            INT8,
-            "quant_model_description.json",
-            ("lm_head.weight",),
-        ),
+        "transformers ct-int4-symmetric config.json quantization_config ignore",
+        "transformers ct-int8 config.json quantization_config ignore",
+        "transformers ct-nvfp4 config.json quantization_config ignore",
+        "vllm modelopt config.json quantization_config ignore",
+        "vllm-ascend modelslim-int8 quant_model_description.json lm_head.weight",
     ],
 )
-def test_a_tied_head_must_be_listed(
-    tmp_path: Path, engine: str, format: Any, grid: Any, file: str, keys: tuple[str, ...]
-) -> None:
+def test_a_tied_head_must_be_listed(tmp_path: Path, case: str) -> None:
     """As written now; an older checkpoint without the entry gets an error that says what to add."""
-    path = write_packed(tmp_path / "model", TIED, tied_tensors(), format, grid, linear)
+    engine, written, file, *keys = case.split()
+    path = write_packed(tmp_path / "model", TIED, tied_tensors(), *WRITTEN[written], linear)
     assert errors(engine, path) == []
     described = json.loads((path / file).read_text())
     owner = described[keys[0]] if len(keys) > 1 else described
@@ -477,14 +392,7 @@ def test_engines_that_leave_a_tied_head_alone_do_not_ask_for_it(tmp_path: Path) 
     assert errors("vllm", path) == errors("sglang", path) == []
 
 
-@pytest.mark.parametrize(
-    ("grid", "name"),
-    [
-        (INT4, "int4-asymmetric"),
-        (INT4_SYMMETRIC, "int4-symmetric"),
-        (IntGrid(4, None, True), "int4-channel"),
-        (Nvfp4Grid(), "nvfp4"),
-    ],
-)
-def test_grid_names(grid: Any, name: str) -> None:
-    assert grid.engine_name == name
+def test_grid_names() -> None:
+    named = {"int4-asymmetric": INT4, "int4-symmetric": INT4_SYMMETRIC, "nvfp4": NVFP4}
+    for name, grid in (named | {"int4-channel": IntGrid(4, None, True)}).items():
+        assert grid.engine_name == name

@@ -2,13 +2,16 @@
 comes, ends or is cancelled."""
 
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import engines
 import pytest
 import torch
+from engines import capture, finish, note, submit_all
 from forked_ranks import run_ranks
-from guessed_models import in_place
 
 from quantkit.common.devices import HostCopy
 from quantkit.executor.engine import Engine
@@ -17,7 +20,6 @@ from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import Scheduler, StepBudget
 from quantkit.executor.scheduler.sequence import Sequence
-from quantkit.executor.speculation.mtp_drafter import MtpDrafter
 from quantkit.executor.speculation.speculation import Speculation
 
 MOST = 4
@@ -25,23 +27,10 @@ MOST = 4
 
 
 def load(path: Path, *, ahead: bool, draft_length: int = 0, **options: Any) -> Engine:
-    engine = Engine.load(
-        path,
-        device="cpu",
-        dtype="float32",
-        max_batch=MOST,
-        max_model_len=256,
-        draft_length=draft_length,
-        **options,
-    )
-    engine.runner = Runner(engine.loaded.model, engine.cache, in_place)
-    engine.runner._may_launch_async = ahead
+    engine = engines.load(path, max_batch=MOST, draft_length=draft_length, **options)
+    capture(engine, draft_length=draft_length).runner._may_launch_async = ahead
     assert isinstance(engine.scheduler, Scheduler)
     engine.scheduler.lookahead = max(draft_length, 1)
-    if draft_length:
-        engine.speculation = Speculation(
-            MtpDrafter(engine.loaded.mtp_layers[0], engine.runner, draft_length, engine.parallel), 0
-        )
     return engine
 
 
@@ -98,35 +87,26 @@ def answers(engine: Engine, count: int = 8, seed: int = 0) -> list[tuple[list[in
 @pytest.fixture
 def launched_with_guesses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Answers and rows of passes that were launched ahead together with guesses."""
-    made: list[tuple[int, int]] = []
-    launch = Runner.launch_async_verification
-
-    def noted(
-        self: Runner,
-        counts: list[tuple[Sequence, int]],
-        token_ids: torch.Tensor,
-        guessed: torch.Tensor,
-    ) -> None:
-        launch(self, counts, token_ids, guessed)
-        if self.has_async:
-            made.append((len(counts), len(guessed)))
-
-    monkeypatch.setattr(Runner, "launch_async_verification", noted)
-    return made
+    return ahead_of(
+        monkeypatch, "launch_async_verification", lambda *given: (len(given[0]), len(given[2]))
+    )
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of passes that were launched ahead."""
-    made: list[int] = []
-    launch = Runner.launch_async_decode
+    return ahead_of(monkeypatch, "launch_async_decode", len)
 
-    def noted(self: Runner, token_ids: torch.Tensor) -> None:
-        launch(self, token_ids)
+
+def ahead_of(monkeypatch: pytest.MonkeyPatch, name: str, size: Callable[..., Any]) -> list[Any]:
+    made, launch = list[Any](), getattr(Runner, name)
+
+    def noted(self: Runner, *given: Any) -> None:
+        launch(self, *given)
         if self.has_async:
-            made.append(len(token_ids))
+            made.append(size(*given))
 
-    monkeypatch.setattr(Runner, "launch_async_decode", noted)
+    monkeypatch.setattr(Runner, name, noted)
     return made
 
 
@@ -159,13 +139,8 @@ def test_a_prompt_waits_for_the_pass_in_flight(
         engine.step()
     before = len(answer.generated)
     for name in ("decode", "mixed", "prefill"):
-        computed = getattr(Runner, name)
-
-        def noted(self: Runner, *given: Any, name: str = name, computed: Any = computed) -> Any:
-            told.append((name, len(answer.generated) - before))
-            return computed(self, *given)
-
-        monkeypatch.setattr(Runner, name, noted)
+        seen = partial(lambda name, *_: told.append((name, len(answer.generated) - before)), name)
+        note(monkeypatch, Runner, name, seen)
     prompt = engine.submit([9] * 80, SamplingParams(max_new_tokens=1, ignore_eos=True))
     while prompt.finish_reason is None:
         engine.step()
@@ -208,8 +183,7 @@ def test_no_token_changes_with_a_shared_prefix(tiny_checkpoint: Path, launched: 
         for _ in range(2):
             one = engine.submit(prompt, params)
             other = engine.submit(prompt[:20], SamplingParams(max_new_tokens=15, ignore_eos=True))
-            while engine.has_work:
-                engine.step()
+            finish(engine)
             told += [one.generated, other.generated]
             prompt += one.generated
         found.append(told)
@@ -226,7 +200,7 @@ def test_drafting_starts_and_stops(
 ) -> None:
     """A layer that begins anew reads what passes launched ahead computed; what was launched with
     guesses serves where none are made."""
-    steps, guesses, extend = [0], list[list[tuple[int, int, tuple[int, ...]]]](), Sequence.extend
+    steps, guesses = [0], list[list[tuple[int, int, tuple[int, ...]]]]()
 
     def choose(self: Speculation) -> tuple[int, int]:
         steps[0] += 1
@@ -234,22 +208,18 @@ def test_drafting_starts_and_stops(
         self.set_lengths(*wanted)
         return wanted
 
-    def noted(self: Sequence, chosen: list[int], now: float) -> int:
-        if self.drafts:
-            guesses[-1].append((self.index, len(self.token_ids), tuple(self.drafts)))
-        return extend(self, chosen, now)
+    def noted(one: Sequence, *_: object) -> None:
+        if one.drafts:
+            guesses[-1].append((one.index, len(one.token_ids), tuple(one.drafts)))
 
     monkeypatch.setattr(Speculation, "choose", choose)
-    monkeypatch.setattr(Sequence, "extend", noted)
+    note(monkeypatch, Sequence, "extend", noted)
     found = []
     for ahead in (False, True):
         guesses.append([])
         steps[0], engine = 0, load(tiny_checkpoint, ahead=ahead, draft_length=2)
         params = SamplingParams(max_new_tokens=32, ignore_eos=True)
-        sequences = [engine.submit([9 + 5 * index, 3], params, index) for index in range(3)]
-        while engine.has_work:
-            engine.step()
-        found.append([one.generated for one in sequences])
+        found.append(submit_all(engine, [[9 + 5 * index, 3] for index in range(3)], params))
     assert found[0] == found[1]
     assert guesses[0] == guesses[1], "those of a layer that read the same"
     assert len(guesses[0]) > 10
@@ -262,22 +232,11 @@ def test_the_next_pass_is_launched_before_the_host_waits(
 ) -> None:
     """And before others are listened to; the last one's tokens need no further pass."""
     engine, told = load(tiny_checkpoint, ahead=True), list[str]()
-    launch, wait = Runner.launch_async_decode, HostCopy.tolist
     engine.while_computing = lambda brought: told.append("others")
-
-    def launching(self: Runner, token_ids: torch.Tensor) -> None:
-        told.append("launch")
-        launch(self, token_ids)
-
-    def waiting(self: HostCopy) -> list[Any]:
-        told.append("wait")
-        return wait(self)
-
-    monkeypatch.setattr(Runner, "launch_async_decode", launching)
-    monkeypatch.setattr(HostCopy, "tolist", waiting)
+    note(monkeypatch, Runner, "launch_async_decode", lambda *_: told.append("launch"))
+    note(monkeypatch, HostCopy, "tolist", lambda *_: told.append("wait"))
     engine.submit([5, 6, 7], SamplingParams(max_new_tokens=4, ignore_eos=True))
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     # The first size of a step is captured when it is first computed.
     assert told == ["others", "others", "wait", *["launch", "others", "wait"] * 2, "others", "wait"]
     assert not engine.runner.has_async
@@ -302,10 +261,7 @@ def test_a_failing_row_does_not_affect_others(
             append(*given)
 
         monkeypatch.setattr(engine, "_append", broken)
-        sequences = [engine.submit([9 + index, 3], params) for index in range(3)]
-        while engine.has_work:
-            engine.step()
-        found.append([one.generated for one in sequences])
+        found.append(submit_all(engine, [[9 + index, 3] for index in range(3)], params))
     assert found[0] == found[1]
     assert len(launched) > 20
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import make_model
 import pytest
 import torch
+from engines import load, tokens
 from packed_model import GROUPED, write_random
 from torch import Tensor
 
@@ -15,11 +16,10 @@ from quantkit.evaluation.generators.local import Local
 from quantkit.evaluation.options import PerplexityOptions
 from quantkit.evaluation.speed.engine import open_target
 from quantkit.executor.cache.cache import cache_dtype
-from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.weights import load
+from quantkit.executor.weights import load as loading
 from quantkit.executor.weights.load import load_model
 from quantkit.models import find_architecture
 from quantkit.models.architecture import KeyValueCache, LatentCache
@@ -46,14 +46,12 @@ def path(request: pytest.FixtureRequest, tiny_dense_checkpoint: Path, grouped: P
     return tiny_dense_checkpoint if request.param == "latents" else grouped
 
 
-def tokens(path: Path, cache: str | None, **options: int) -> list[list[int]]:
-    engine = Engine.load(
-        path, device="cpu", dtype="float32", max_batch=4, max_model_len=128, cache=cache, **options
-    )
-    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    return [
-        one.token_ids for one in sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)
-    ]
+def answers(path: Path, cache: str | None, **options: int) -> list[list[int]]:
+    engine = load(path, max_model_len=128, cache=cache, **options)
+    try:
+        return tokens(engine, PROMPTS, SamplingParams(max_new_tokens=12, ignore_eos=True))
+    finally:
+        engine.close()
 
 
 @KINDS
@@ -100,27 +98,16 @@ def test_through_the_cache_tokens_attend_to_its_codes(path: Path, cache: str) ->
 def test_tokens_are_the_same_however_they_were_scheduled(
     path: Path, cache: str, options: dict[str, int]
 ) -> None:
-    assert tokens(path, cache, **options) == tokens(path, cache)
+    assert answers(path, cache, **options) == answers(path, cache)
 
 
 @KINDS
 def test_drafts_change_no_token(tiny_checkpoint: Path, cache: str) -> None:
-    assert tokens(tiny_checkpoint, cache, draft_length=2) == tokens(tiny_checkpoint, cache)
+    assert answers(tiny_checkpoint, cache, draft_length=2) == answers(tiny_checkpoint, cache)
 
 
 def test_two_ranks_have_the_same_tokens_as_one(grouped: Path) -> None:
-    engine = Engine.load(
-        grouped, device="cpu", dtype="float32", max_batch=4, max_model_len=128, cache="int8", tp=2
-    )
-    try:
-        assert engine.loaded.cache_token_bytes == 2 * (32 + 32 + 2 * 4)
-        found = sorted(
-            engine.generate(PROMPTS, SamplingParams(max_new_tokens=12, ignore_eos=True)),
-            key=lambda one: one.index,
-        )
-        assert [one.token_ids for one in found] == tokens(grouped, "int8")
-    finally:
-        engine.close()
+    assert answers(grouped, "int8", tp=2) == answers(grouped, "int8")
 
 
 def test_it_holds_as_many_tokens_more_as_it_is_smaller(path: Path) -> None:
@@ -198,7 +185,7 @@ def test_channels_are_of_one_size_in_the_cache(
     found = measure(
         str(source), text, PerplexityOptions(baseline=str(source), device="cpu", cache="int8")
     ).kl
-    monkeypatch.setattr(load, "equalize_kv_channels", lambda *_: None)
+    monkeypatch.setattr(loading, "equalize_kv_channels", lambda *_: None)
     before = measure(
         str(source), text, PerplexityOptions(baseline=str(source), device="cpu", cache="int8")
     ).kl
@@ -217,11 +204,6 @@ def local(grouped: Path) -> Iterator[Local]:
 def test_kept_replies_are_of_one_cache(local: Local) -> None:
     assert local.identity["cache"] == "fp8"
     assert local.engine.cache.layers[0][0].dtype == torch.float8_e4m3fn
-
-
-def test_the_option_reaches_other_ranks() -> None:
-    options = EngineOptions(Path("x"), cache="int8")
-    assert EngineOptions.from_json(options.to_json()) == options
 
 
 def test_what_there_is_not_is_refused(grouped: Path) -> None:

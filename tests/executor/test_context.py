@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantkit_kernels import Norms
 from quantkit_kernels.reference import prompts as prompts_in_torch
 
 from quantkit.executor.cache.cache import PagedCache
 from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
 from quantkit.executor.weights.load import LoadedModel, load_model
-from quantkit.models.context import CausalContext, Context
-from quantkit.models.rope import Rope
+from quantkit.models.context import CausalContext
 
 LENGTHS = [19, 5, 33]
 BLOCKS = [[3, 9, 1], [7], [2, 8, 4, 5, 6]]
@@ -66,12 +64,6 @@ def prefill(
 
 
 @torch.inference_mode()
-def test_whole_prefill_is_causal(loaded: LoadedModel, cache: PagedCache) -> None:
-    ours = torch.cat(prefill(loaded, cache, [(0, length) for length in LENGTHS]))
-    torch.testing.assert_close(ours, causal(loaded, prompts()), rtol=0, atol=1e-5)
-
-
-@torch.inference_mode()
 @pytest.mark.parametrize("keys", [4096, 8])
 def test_chunked_prefill_is_whole_prefill(
     loaded: LoadedModel, cache: PagedCache, keys: int, monkeypatch: pytest.MonkeyPatch
@@ -101,64 +93,3 @@ def test_decode_after_prefill_is_causal(loaded: LoadedModel, cache: PagedCache) 
         hidden = loaded.model(tokens, DecodeContext(cache, positions, table, slots))
         expected = torch.stack([whole[row][position] for row, position in enumerate(positions)])
         torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
-
-
-@torch.inference_mode()
-def test_rows_of_one_sequence_see_each_other_causally(
-    loaded: LoadedModel, cache: PagedCache
-) -> None:
-    """As drafted tokens are verified: several rows of a sequence in one decode pass."""
-    whole = causal(loaded, prompts()[2:])
-    blocks = torch.tensor(BLOCKS[2])
-    loaded.model(prompts()[2][:30], PrefillContext(cache, [Chunk(0, 30, blocks)]))
-    positions = torch.arange(30, 33)
-    slots = blocks[positions // SIZE] * SIZE + positions % SIZE
-    hidden = loaded.model(
-        prompts()[2][30:], DecodeContext(cache, positions, blocks.expand(3, -1), slots)
-    )
-    torch.testing.assert_close(hidden, whole[30:], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("kv_heads", [2, 4])
-def test_grouped_query_attention_over_the_cache(kv_heads: int, normed: bool) -> None:
-    """Prefill of two sequences in two chunks, then decode, against the whole sequences."""
-    generator = torch.Generator().manual_seed(0)
-    lengths, heads, dim, rope = [21, 12], 4, 16, Rope(16, 10000.0, False)
-    qkv = torch.randn(sum(lengths), (heads + 2 * kv_heads) * dim, generator=generator)
-    norms = (
-        Norms(torch.rand(dim, generator=generator), torch.rand(dim, generator=generator), 1e-6)
-        if normed
-        else None
-    )
-
-    def attend(context: Context, tokens: torch.Tensor) -> torch.Tensor:
-        q = context.store_gqa(0, tokens, kv_heads, dim, norms, rope)
-        return context.attend_gqa(0, q, 0.3)
-
-    expected = attend(CausalContext(lengths), qkv).split(lengths)
-    width = kv_heads * dim
-    cache = PagedCache(
-        1, 8, 2 * width, block_size=SIZE, dtype=torch.float32, device="cpu", parts=(width, width)
-    )
-    for part in cache.layers[0]:
-        part.fill_(float("nan"))
-    blocks, tokens = [torch.tensor([4, 2, 5]), torch.tensor([7, 1])], qkv.split(lengths)
-    ours: list[list[torch.Tensor]] = [[], []]
-    for spans in ([(0, 9), (0, 1)], [(9, 20), (1, 11)]):
-        chunks = [Chunk(start, stop - start, own) for (start, stop), own in zip(spans, blocks)]
-        new = torch.cat([one[start:stop] for one, (start, stop) in zip(tokens, spans)])
-        for kept, part in zip(
-            ours,
-            attend(PrefillContext(cache, chunks), new).split(
-                [stop - start for start, stop in spans]
-            ),
-        ):
-            kept.append(part)
-    positions, table = torch.tensor([20, 11]), torch.tensor([[4, 2, 5], [7, 1, 0]])
-    slots = table.gather(1, positions[:, None] // SIZE)[:, 0] * SIZE + positions % SIZE
-    last = attend(
-        DecodeContext(cache, positions, table, slots), torch.stack([one[-1] for one in tokens])
-    )
-    for kept, newest, whole in zip(ours, last, expected):
-        torch.testing.assert_close(torch.cat((*kept, newest[None])), whole, rtol=0, atol=1e-5)

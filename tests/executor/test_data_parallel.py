@@ -69,7 +69,7 @@ def load(path: Path, dp: int, **options: object) -> Engine:
 
 
 def run(engine: Engine) -> list[Completion]:
-    return sorted(engine.generate(PROMPTS, PARAMS), key=lambda completion: completion.index)
+    return sorted(engine.generate(PROMPTS, PARAMS), key=lambda one: one.index)
 
 
 def test_ranks_of_their_own_are_one(tmp_path: Path) -> None:

@@ -1,19 +1,28 @@
 """A draft model that somebody brought changes how many tokens a step brings, and no token."""
 
-import os
-from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import make_model
 import pytest
 import torch
+from engines import finish, in_place, note
 from forked_ranks import run_ranks
-from guessed_models import LLAMA, MIXED, PROMPTS, QWEN3, in_place, load, measured, tokens
+from guessed_models import (
+    LLAMA,
+    MIXED,
+    PROMPTS,
+    QWEN3,
+    beyond_the_backlog,
+    load,
+    measured,
+    ranked,
+    tokens,
+)
 from tied_model import tied_tensors
 
 from quantkit.common.errors import QuantkitError
-from quantkit.executor.engine import Engine
 from quantkit.executor.memory_budget import plan_kv_cache
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.rank0 import follow
@@ -25,7 +34,6 @@ from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.executor.speculation.draft_model import VocabAdapter, load_draft, make_drafter
 from quantkit.executor.speculation.speculation import Speculation
 from quantkit.executor.weights.load import load_model
-from quantkit.tokenizer.chat import ChatTokenizer
 
 SMALL: dict[str, Any] = QWEN3 | {"num_hidden_layers": 1, "max_position_embeddings": 48}
 GREEDY = SamplingParams(max_new_tokens=40, ignore_eos=True)
@@ -155,50 +163,32 @@ def test_sequences_beyond_the_backlog_are_not_drafted_for(
     """However long nothing is guessed, it costs nothing; who came later is guessed for. Tokens are
     the same."""
     monkeypatch.setattr("quantkit.executor.speculation.draft_model._MAX_CATCH_UP", 8)
-    engine, asked = (
-        load(models["qwen3"], models["qwen3"], draft_length=2),
-        SamplingParams(max_new_tokens=60, ignore_eos=True),
-    )
+    engine = load(models["qwen3"], models["qwen3"], draft_length=2)
     drafter: Any = engine.speculation.drafter
-    read, run = list[int](), drafter._own.prefill_runner.run
+    read = list[int]()
 
-    def noted(answers: Any, parts: Any) -> Any:
+    def seen(answers: Any, parts: Any) -> None:
         read.append(sum(len(one.token_ids) for one in parts))
-        return run(answers, parts)
 
-    monkeypatch.setattr(drafter._own.prefill_runner, "run", noted)
-    engine.speculation.set_lengths(0, 0)
-    old = engine.submit(PROMPTS[0], asked)
-    while len(old.generated) < 12:
-        engine.step()
-    recent = engine.submit(PROMPTS[1], asked, 1)
-    while len(recent.generated) < 4:
-        engine.step()
-    assert read == [len(PROMPTS[0]), len(PROMPTS[1])]
-    engine.speculation.set_lengths(2, 0)
-    drafted = Counter[int]()
-    for _ in range(6):
-        engine.step()
-        drafted.update(one.index for one in (old, recent) if one.drafts)
-    assert drafted == {1: 6}
+    note(monkeypatch, drafter._own.prefill_runner, "run", seen)
+    old, recent = beyond_the_backlog(engine, 2, 4)
+    assert read[:2] == [len(PROMPTS[0]), len(PROMPTS[1])]
     assert sum(read[2:]) == 4, "what was missing of the recent one"
-    while old.finish_reason is None or recent.finish_reason is None:
-        engine.step()
+    finish(engine)
     assert measured(engine) == 1
-    assert [old.generated, recent.generated] == tokens(load(models["qwen3"]), asked, PROMPTS[:2])
+    expected = tokens(load(models["qwen3"]), replace(GREEDY, max_new_tokens=60), PROMPTS[:2])
+    assert [old.generated, recent.generated] == expected
 
 
 def test_nothing_is_guessed_behind_the_draft_models_positions(
     models: dict[str, Path], plain: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guessed: list[int] = []
-    extend = Sequence.extend
 
-    def kept(self: Sequence, chosen: list[int], now: float) -> int:
-        guessed.extend(len(self.token_ids) + i for i in range(len(self.drafts)))
-        return extend(self, chosen, now)
+    def seen(one: Sequence, *_: object) -> None:
+        guessed.extend(len(one.token_ids) + i for i in range(len(one.drafts)))
 
-    monkeypatch.setattr(Sequence, "extend", kept)
+    note(monkeypatch, Sequence, "extend", seen)
     engine = load(models["qwen3"], models["near"], draft_length=3)
     assert tokens(engine, MIXED) == plain["qwen3"]
     assert max(guessed) == 47
@@ -228,9 +218,6 @@ def test_two_ranks_guess_as_one(
     """Each rank has the draft model whole; what rank 0 guesses counts."""
 
     def rank(parallel: Parallel) -> list[Any]:
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-        parallel._open_channel(torch.device("cpu"))
-        loaded = load_model(models["qwen3"], device="cpu", dtype="float32", parallel=parallel)
         options = EngineOptions(
             models["qwen3"],
             device="cpu",
@@ -242,12 +229,11 @@ def test_two_ranks_guess_as_one(
             prompt_lookup=2,
             chunk_tokens=31,
         )
-        draft = load_draft(models["qwen3"], loaded, options)
-        cache = plan_kv_cache(loaded, options, draft)
-        engine = Engine(loaded, ChatTokenizer(models["qwen3"]), cache, options, draft)
+        engine = ranked(parallel, options)
+        loaded = engine.loaded
         if parallel.rank:
             follow(engine)
-            return [draft.nbytes, loaded.nbytes]
+            return [load_draft(models["qwen3"], loaded, options).nbytes, loaded.nbytes]
         found = tokens(engine, MIXED)
         engine.leader.dismiss()
         return [found, engine.speculation.acceptance.rate]
@@ -331,8 +317,5 @@ def test_other_tokens_are_refused(models: dict[str, Path], tmp_path: Path) -> No
         load(models["qwen3"], few)
     with pytest.raises(QuantkitError, match="nowhere"):
         load(models["qwen3"], tmp_path / "nowhere")
-
-
-def test_what_cannot_be_taken_back_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(QuantkitError, match="--dp 2 does not go with --draft"):
         load(models["qwen3"], models["near"], dp=2)

@@ -1,6 +1,5 @@
 """Guessing with the MTP layer changes how many tokens a step brings, and no token."""
 
-import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,47 +7,35 @@ from typing import Any
 import make_model
 import pytest
 import torch
+from engines import capture, load, tokens
 
 from quantkit.common.errors import QuantkitError
-from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.runner.decode_batch import DevicePositions, next_rows
-from quantkit.executor.runner.runner import Runner
+from quantkit.executor.runner.decode_batch import DevicePositions
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.sequence import Sequence
-from quantkit.executor.speculation.drafter import DeviceAcceptance, Drafter
-from quantkit.executor.speculation.mtp_drafter import make_mtp_drafter
-from quantkit.executor.speculation.speculation import Speculation
+from quantkit.executor.speculation.drafter import Drafter
 
 PROMPTS = [list(range(6 + i, 30 + 3 * i)) for i in range(6)]
 
 
-def load(path: Path, **options: int) -> Engine:
-    return Engine.load(
-        path, device="cpu", dtype="float32", **{"max_batch": 4, "max_model_len": 128, **options}
-    )
-
-
-def tokens(engine: Engine, params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
-    return [
-        done.token_ids
-        for done in sorted(engine.generate(PROMPTS, params), key=lambda done: done.index)
-    ]
-
-
-@pytest.mark.parametrize("draft_length", [1, 3])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("draft_length", "temperature"), [(1, 0.8), (3, 0.0)])
 def test_tokens_are_those_of_plain_decoding(
     easy_checkpoint: Path, draft_length: int, temperature: float
 ) -> None:
     params = [
         SamplingParams(
-            max_new_tokens=20 + i, temperature=temperature, top_p=0.9, seed=i, ignore_eos=True
+            max_new_tokens=20 + i if i else 250,
+            temperature=temperature,
+            top_p=0.9,
+            seed=i,
+            ignore_eos=True,
         )
         for i in range(6)
     ]
-    drafting = load(easy_checkpoint, draft_length=draft_length)
-    assert tokens(drafting, params) == tokens(load(easy_checkpoint), params)
+    drafting = load(easy_checkpoint, max_model_len=128, draft_length=draft_length)
+    assert tokens(drafting, PROMPTS, params) == tokens(
+        load(easy_checkpoint, max_model_len=128), PROMPTS, params
+    )
     assert 0.2 < drafting.speculation.acceptance.rate < 1, (
         "all or no guesses are right: the test tests half"
     )
@@ -75,72 +62,14 @@ def test_guesses_are_the_same_however_they_are_computed(
     for kind in ("waits", "chain", "captured"):
         engine = load(easy_checkpoint, draft_length=3)
         if kind == "captured":
-            engine.runner = Runner(engine.loaded.model, engine.cache, lambda step, _: step)
-            engine.speculation = Speculation(
-                make_mtp_drafter(engine.loaded.mtp_layers, engine.runner, 3, engine.parallel), 0
-            )
+            capture(engine, lambda step, _: step, 3)
         drafter = engine.speculation.drafter
         assert isinstance(drafter, Drafter)
         assert not drafter.waits
         drafter.waits = kind == "waits"
-        found.append((tokens(engine, params), vars(engine.speculation.acceptance)))
+        found.append((tokens(engine, PROMPTS, params), vars(engine.speculation.acceptance)))
     assert found[0] == found[1] == found[2]
     assert waited["chain"] == waited["captured"] < 0.6 * waited["waits"]
-
-
-def test_the_device_finds_what_the_host_will_keep(easy_checkpoint: Path) -> None:
-    draw, tokenizer = random.Random(5), load(easy_checkpoint).tokenizer
-    for _ in range(40):
-        counts, chosen = [], list[int]()
-        for index in range(draw.randrange(1, 5)):
-            one = Sequence(
-                index,
-                [1] * draw.randrange(1, 9),
-                SamplingParams(ignore_eos=True),
-                tokenizer,
-                64,
-                streams=False,
-            )
-            one.drafts = [draw.randrange(2) for _ in range(draw.randrange(4))]
-            counts.append((one, 1 + len(one.drafts)))
-            chosen += [draw.randrange(2) for _ in range(counts[-1][1])]
-        found, row = DeviceAcceptance.of(counts, torch.tensor(chosen)), 0
-        for place, (one, count) in enumerate(counts):
-            before = len(one.token_ids)
-            kept = one.extend(chosen[row : row + count], 1.0)
-            assert (int(found.accepted[place]), int(found.rows[place])) == (
-                kept - 1,
-                row + kept - 1,
-            )
-            assert int(found.newest[place]) == before + kept - 1 == len(one.token_ids) - 1
-            row += count
-
-
-def test_the_next_rows_are_those_that_the_host_would_make() -> None:
-    """Every sequence's newest token, which was chosen behind its last right guess, and the new
-    guesses, in its own blocks."""
-    draw, size = random.Random(7), 4
-    for _ in range(30):
-        number, each = draw.randrange(1, 5), draw.randrange(1, 4)
-        known, chosen, right, row = [], list[int](), [], 0
-        guesses = [[draw.randrange(90) for _ in range(number)] for _ in range(each - 1)]
-        for _ in range(number):
-            count, length = draw.randrange(1, 4), draw.randrange(1, 9)
-            known.append([row, length, *draw.sample(range(1, 50), 5)])
-            chosen += [draw.randrange(90) for _ in range(count)]
-            right.append(draw.randrange(count))
-            row += count
-        told = torch.tensor([*right, *(token for one in guesses for token in one)])
-        found = next_rows(torch.tensor(known, dtype=torch.int32), torch.tensor(chosen), told, size)
-        expected = []
-        for one, (first, length, *blocks) in enumerate(known):
-            tokens = [chosen[first + right[one]], *(own[one] for own in guesses)]
-            places = [length + right[one] + i for i in range(each)]
-            expected += [
-                [token, at, blocks[at // size] * size + at % size]
-                for token, at in zip(tokens, places)
-            ]
-        assert found.t().tolist() == expected
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -150,10 +79,7 @@ def test_behind_a_step_the_layer_goes_on_with_the_newest_rows_alone(
     """Its cache gets all of them; experts and head are asked for one row of a sequence."""
     engine = load(easy_checkpoint, draft_length=2)
     if captured:
-        engine.runner = Runner(engine.loaded.model, engine.cache, lambda step, _: step)
-        engine.speculation = Speculation(
-            make_mtp_drafter(engine.loaded.mtp_layers, engine.runner, 2, engine.parallel), 0
-        )
+        capture(engine, lambda step, _: step, 2)
     layer, seen = engine.loaded.mtp_layers[0], list[tuple[int, int]]()
     attention, mlp = type(layer.block).attention_part, type(layer.block).mlp_part
 
@@ -193,45 +119,6 @@ def test_places_that_are_nobodys_lie_in_block_0() -> None:
     assert (found.positions.tolist(), found.slots.tolist()) == ([15, 12], [1, 4])
     found = DevicePositions.of(torch.tensor([9, 6]), tables, 8, 6)
     assert (found.positions.tolist(), found.slots.tolist()) == ([5, 5], [1, 6])
-
-
-def test_guesses_save_steps(easy_checkpoint: Path) -> None:
-    engine = load(easy_checkpoint, draft_length=2)
-    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
-    sequence = engine.submit(PROMPTS[0], params)
-    steps = 0
-    while not sequence.finish_reason:
-        engine.step()
-        steps += 1
-    assert len(sequence.generated) == 40
-    assert steps == 40 - engine.speculation.acceptance.accepted
-
-
-def test_with_chunks_preemption_stops_and_the_end_of_the_context(easy_checkpoint: Path) -> None:
-    plain = load(easy_checkpoint)
-    long = SamplingParams(max_new_tokens=250, ignore_eos=True)
-    expected = tokens(plain, long)
-    tight = load(easy_checkpoint, draft_length=3, cache_tokens=320, chunk_tokens=7)
-    assert tokens(tight, long) == expected
-    assert tight.scheduler.num_preempted > 0
-    assert tight.scheduler.allocator.num_free == tight.scheduler.allocator.num_blocks
-    eos = frozenset({expected[0][11]})
-    plain.tokenizer.eos_ids = tight.tokenizer.eos_ids = eos
-    params = SamplingParams(max_new_tokens=30)
-    assert tokens(tight, params) == tokens(plain, params)
-
-
-def test_logprobs_belong_to_the_kept_tokens(easy_checkpoint: Path) -> None:
-    params = SamplingParams(max_new_tokens=15, logprobs=1, ignore_eos=True)
-    plain, drafting = (
-        next(iter(load(easy_checkpoint, draft_length=n).generate(PROMPTS[:1], params)))
-        for n in (0, 2)
-    )
-    assert drafting.logprobs is not None
-    assert plain.logprobs is not None
-    assert [one.token_id for one in drafting.logprobs] == drafting.token_ids
-    for ours, theirs in zip(drafting.logprobs, plain.logprobs):
-        assert abs(ours.logprob - theirs.logprob) < 1e-3
 
 
 def test_guesses_follow_the_mtp_layer(tiny_checkpoint: Path) -> None:

@@ -2,15 +2,15 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 import make_model
 import pytest
 import torch
+from engines import in_place
 from forked_ranks import run_ranks
-from guessed_models import MIXED, PROMPTS, QWEN3, in_place, load, measured, tokens
+from guessed_models import MIXED, PROMPTS, QWEN3, load, measured, ranked, tokens
 from safetensors.torch import save_file
 from tied_model import tied_tensors
 from torch import Tensor
@@ -19,8 +19,6 @@ from torch.nn import functional as F
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.memory import draft_sizes
-from quantkit.executor.engine import Engine
-from quantkit.executor.memory_budget import plan_kv_cache
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.rank0 import follow
 from quantkit.executor.ranks.parallel import Parallel
@@ -30,29 +28,17 @@ from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.speculation.eagle_head import load_eagle_head
 from quantkit.executor.speculation.speculation import Speculation
-from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
 from quantkit.models.eagle3 import HeadConfig
-from quantkit.tokenizer.chat import ChatTokenizer
 
 TARGET: dict[str, Any] = QWEN3 | {"num_hidden_layers": 8}
 HIDDEN, HEADS, DRAFT = 64, 4, 304
-HEAD: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "vocab_size": 320,
-    "draft_vocab_size": DRAFT,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+HEAD: dict[str, Any] = json.loads("""{
+    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": 320,
+    "draft_vocab_size": 304, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_act": "silu",
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": false,
+    "torch_dtype": "bfloat16"}""")
 
 
 def target_tensors() -> dict[str, Tensor]:
@@ -250,20 +236,16 @@ def test_two_ranks_guess_as_one(
     """Each rank has the head whole."""
 
     def rank(parallel: Parallel) -> list[Any]:
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-        parallel._open_channel(torch.device("cpu"))
-        loaded = load_model(models["target"], device="cpu", dtype="float32", parallel=parallel)
         options = EngineOptions(
             models["target"],
             device="cpu",
             max_model_len=128,
             max_batch=4,
             chunk_tokens=31,
+            draft=models["knowing"],
             draft_length=2,
         )
-        head = load_eagle_head(models["knowing"], loaded, options)
-        tokenizer, cache = ChatTokenizer(models["target"]), plan_kv_cache(loaded, options, head)
-        engine = Engine(loaded, tokenizer, cache, options, head)
+        engine = ranked(parallel, options)
         if parallel.rank:
             follow(engine)
             return []

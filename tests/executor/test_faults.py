@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import completions
 
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
@@ -41,13 +42,6 @@ def alone(engine: Engine) -> list[list[int]]:
     ]
 
 
-def run(engine: Engine, params: list[SamplingParams]) -> list[Completion]:
-    done = sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)
-    assert not engine.has_work
-    assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_blocks
-    return done
-
-
 def check(done: list[Completion], alone: list[list[int]], fault: type[BaseException]) -> None:
     for index, one in enumerate(done):
         if index == BAD:
@@ -75,7 +69,7 @@ def test_text_that_cannot_be_decoded(
     monkeypatch.setattr(TextStream, "push", broken)
     params = [*PARAMS]
     params[BAD] = SamplingParams(max_new_tokens=12, ignore_eos=True, seed=BAD, stop=("broken",))
-    check(run(engine, params), alone, fault)
+    check(completions(engine, PROMPTS, params), alone, fault)
 
 
 def test_a_row_that_cannot_be_sampled(engine: Engine, alone: list[list[int]]) -> None:
@@ -83,7 +77,7 @@ def test_a_row_that_cannot_be_sampled(engine: Engine, alone: list[list[int]]) ->
     params = [*PARAMS]
     params[BAD] = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=1.0)
     object.__setattr__(params[BAD], "top_k", 2**63)
-    check(run(engine, params), alone, ValueError)
+    check(completions(engine, PROMPTS, params), alone, ValueError)
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
@@ -102,9 +96,9 @@ def test_a_pass_that_fails_for_one(
         return compute(parts)
 
     monkeypatch.setattr(engine.runner, kind, broken)
-    check(run(engine, PARAMS), alone, RuntimeError)
+    check(completions(engine, PROMPTS, PARAMS), alone, RuntimeError)
     monkeypatch.undo()
-    again = run(engine, PARAMS)
+    again = completions(engine, PROMPTS, PARAMS)
     assert [one.token_ids for one in again] == alone, (
         "what the failed pass left in the cache was found again"
     )
@@ -115,8 +109,10 @@ def test_a_pass_that_fails_for_all_ends_all_and_no_more(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner, "prefill", lambda parts: 1 // 0)
-        assert [type(one.fault) for one in run(engine, PARAMS)] == [ZeroDivisionError] * 4
-    assert [one.token_ids for one in run(engine, PARAMS)] == alone
+        assert [type(one.fault) for one in completions(engine, PROMPTS, PARAMS)] == [
+            ZeroDivisionError
+        ] * 4
+    assert [one.token_ids for one in completions(engine, PROMPTS, PARAMS)] == alone
 
 
 def test_a_lost_device_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

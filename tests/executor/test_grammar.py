@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engines import completions, load
 
 from quantkit.checkpoint.hub import find_model
 from quantkit.common.errors import QuantkitError
@@ -30,14 +31,12 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Engine:
-    return Engine.load(
-        tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256
-    )
+    return load(tiny_checkpoint)
 
 
 def answers(engine: Engine, **options: object) -> list[str]:
     params = [SamplingParams(max_new_tokens=120, seed=i, **options) for i in range(4)]  # type: ignore[arg-type]
-    done = sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)
+    done = completions(engine, PROMPTS, params)
     assert {one.finish_reason for one in done} == {"stop"}
     return [one.text for one in done]
 
@@ -53,14 +52,7 @@ def test_json_fits_its_schema_with_drafts_and_without(
         assert list(value) == ["city", "days", "warm"]
         assert value["city"] in ("Oslo", "Rome")
         assert 1 <= value["days"] <= 14
-    drafting = Engine.load(
-        tiny_checkpoint,
-        device="cpu",
-        dtype="float32",
-        max_batch=4,
-        max_model_len=256,
-        draft_length=2,
-    )
+    drafting = load(tiny_checkpoint, draft_length=2)
     assert answers(drafting, **asked) == found
     assert drafting.speculation.acceptance.drafted > 0
     if temperature:
@@ -210,14 +202,7 @@ def test_thinking_is_closed_before_an_answer_that_is_held_ends(
 ) -> None:
     """A model whose next token is most often one that ends the answer, by the request's own
     bias."""
-    engine = Engine.load(
-        tiny_checkpoint,
-        device="cpu",
-        dtype="float32",
-        max_batch=4,
-        max_model_len=256,
-        draft_length=drafts,
-    )
+    engine = load(tiny_checkpoint, draft_length=drafts)
     end, eos = engine.tokenizer.end_think, next(iter(engine.tokenizer.eos_ids))
     assert end is not None
     bias = ((eos, 100.0), (end, 20.0))

@@ -6,14 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engines import capture, in_place, load, tokens
 
 from quantkit.executor.engine import Engine
-from quantkit.executor.runner.decode_batch import DecodeRows, StepResult
+from quantkit.executor.runner.decode_batch import DecodeRows
 from quantkit.executor.runner.graphs import Capture, DecodeBuffers, DecodeSteps, DeviceCapture, Step
-from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.speculation.mtp_drafter import MtpDrafter
-from quantkit.executor.speculation.speculation import Speculation
 
 PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(11)]
 PARAMS = [
@@ -28,19 +26,6 @@ PARAMS = [
 ]
 
 
-def in_place(step: Step, lengths: list[int]) -> Step:
-    """As a graph behaves: computes on the buffers that the step was made with, and leaves results
-    where the first ones lay."""
-    kept = step()
-
-    def replay() -> StepResult:
-        for old, new in zip(kept, step()):
-            old.copy_(new)
-        return kept
-
-    return replay
-
-
 def refuse(step: Step, lengths: list[int]) -> Step:
     try:
         raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
@@ -48,32 +33,9 @@ def refuse(step: Step, lengths: list[int]) -> Step:
         raise RuntimeError("operation failed due to a previous error during capture")
 
 
-def load(path: Path, capture: Capture | None, draft_length: int = 0) -> Engine:
-    engine = Engine.load(
-        path,
-        device="cpu",
-        dtype="float32",
-        max_batch=8,
-        max_model_len=256,
-        draft_length=draft_length,
-    )
-    if capture is not None:
-        engine.runner = Runner(engine.loaded.model, engine.cache, capture)
-        if engine.speculation.drafter is not None:
-            engine.speculation = Speculation(
-                MtpDrafter(
-                    engine.loaded.mtp_layers[0], engine.runner, draft_length, engine.parallel
-                ),
-                0,
-            )
-    return engine
-
-
-def tokens(engine: Engine) -> list[list[int]]:
-    return [
-        done.token_ids
-        for done in sorted(engine.generate(PROMPTS, PARAMS), key=lambda done: done.index)
-    ]
+def engine_of(path: Path, captured: Capture | None = None, draft_length: int = 0) -> Engine:
+    engine = load(path, max_batch=8, draft_length=draft_length)
+    return engine if captured is None else capture(engine, captured, draft_length)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -93,9 +55,9 @@ def test_graphs_share_their_memory() -> None:
 
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint: Path) -> list[list[int]]:
-    engine = load(tiny_checkpoint, None)
+    engine = engine_of(tiny_checkpoint)
     assert "cpu" in engine.runner.why_eager
-    return tokens(engine)
+    return tokens(engine, PROMPTS, PARAMS)
 
 
 @pytest.mark.parametrize("draft_length", [0, 2])
@@ -104,44 +66,26 @@ def test_static_buffers_change_no_token(
 ) -> None:
     """Batches of 1 to 8 (24 rows with drafts) shrink and grow, greedy and sampled, through padded
     steps."""
-    engine = load(tiny_checkpoint, in_place, draft_length)
-    assert tokens(engine) == expected
+    engine = engine_of(tiny_checkpoint, in_place, draft_length)
+    assert tokens(engine, PROMPTS, PARAMS) == expected
     assert engine.runner.why_eager == ""
     assert {rows for rows, _ in engine.runner.draw._sizes} >= {4, 8}, "draws are captured too"
-    if engine.speculation.drafter is not None:
-        assert isinstance(engine.speculation.drafter.steps, DecodeSteps), (
-            "the MTP layer is captured too"
-        )
-        assert engine.speculation.drafter.steps.failure == ""
+    if (drafter := engine.speculation.drafter) is not None:
+        assert isinstance(drafter.steps, DecodeSteps), "the MTP layer is captured too"
+        assert drafter.steps.failure == ""
 
 
 def test_a_failed_capture_is_computed_eagerly_and_says_why(
     tiny_checkpoint: Path, expected: list[list[int]]
 ) -> None:
-    engine = load(tiny_checkpoint, refuse)
+    engine = engine_of(tiny_checkpoint, refuse)
     with pytest.warns(RuntimeWarning, match="could not be captured"):
-        found = tokens(engine)
+        found = tokens(engine, PROMPTS, PARAMS)
     assert found == expected
     assert (
         engine.runner.why_eager
         == "the decode step could not be captured: operation not permitted when stream is capturing"
     )
-
-
-def test_rows_left_over_from_a_larger_batch_point_to_nobodys_block() -> None:
-    buffers = DecodeBuffers(4, 2, torch.device("cpu"))
-    full = np.arange(1, 5)
-    buffers.fill(DecodeRows(full, full * 2, full * 3, np.full((4, 2), 7)))
-    assert buffers.tables.tolist() == [[7, 7]] * 4
-    buffers.fill(DecodeRows(full[:1], full[1:2], full[2:3], np.array([[9]])))
-    assert [
-        column.tolist() for column in (buffers.token_ids, buffers.positions, buffers.slots)
-    ] == [
-        [1, 0, 0, 0],
-        [2, 0, 0, 0],
-        [3, 0, 0, 0],
-    ]
-    assert buffers.tables.tolist() == [[9, 0], [0, 0], [0, 0], [0, 0]]
 
 
 def test_what_is_given_lies_first_and_the_rest_is_padding() -> None:
@@ -171,7 +115,7 @@ def test_what_is_given_lies_first_and_the_rest_is_padding() -> None:
 def test_rows_that_are_wanted_are_those_of_all(tiny_checkpoint: Path) -> None:
     """A step for each number of them; who asks for one of so many rows is told the one that makes
     the fewest."""
-    engine = load(tiny_checkpoint, None)
+    engine = engine_of(tiny_checkpoint)
     steps = DecodeSteps(engine.loaded.model, engine.cache, in_place)
     rows = DecodeRows(
         np.array([7, 8, 9]),

@@ -8,14 +8,11 @@ from typing import Any
 import make_model
 import pytest
 import torch
+from engines import capture, load
 from tiny_models import CONFIGS, PROMPTS, random_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantkit.executor.engine import Engine
-from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.speculation.mtp_drafter import make_mtp_drafter
-from quantkit.executor.speculation.speculation import Speculation
 
 FAMILIES = ["gpt_oss", "minimax_m2", "qwen3_next", "glm_moe_dsa", "deepseek_v4", "openpangu_v2"]
 """Between them every kind of attention, state and expert that is computed in plain torch."""
@@ -57,19 +54,10 @@ def test_a_step_has_no_traffic_with_the_host(name: str, tmp_path: Path) -> None:
 
         return run
 
-    path, drafts = (
-        make_model.write_dense(tmp_path / name, config, random_tensors(config)),
-        config.get("num_nextn_predict_layers", 0),
-    )
-    engine = Engine.load(
-        path, device="cpu", dtype="float32", max_batch=3, max_model_len=128, draft_length=drafts
-    )
-    engine.runner = Runner(engine.loaded.model, engine.cache, watched)
-    engine.runner.prefill_runner._capture = None
-    if drafts:
-        engine.speculation = Speculation(
-            make_mtp_drafter(engine.loaded.mtp_layers, engine.runner, drafts, engine.parallel), 0
-        )
+    path = make_model.write_dense(tmp_path / name, config, random_tensors(config))
+    drafts = config.get("num_nextn_predict_layers", 0)
+    engine = load(path, max_batch=3, max_model_len=128, draft_length=drafts)
+    capture(engine, watched, drafts).runner.prefill_runner._capture = None
     list(engine.generate(PROMPTS, SamplingParams(max_new_tokens=3, ignore_eos=True)))
     assert steps[0] > 0
     assert traffic.found == set()

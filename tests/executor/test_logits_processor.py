@@ -4,9 +4,11 @@ drafts, chunks and shared prefixes."""
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from engines import completions, finish, load
 
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
@@ -31,9 +33,7 @@ EVERYTHING = SamplingParams(
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Engine:
-    return Engine.load(
-        tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256
-    )
+    return load(tiny_checkpoint)
 
 
 def penalized(
@@ -57,12 +57,13 @@ def penalized(
 
 
 def test_a_row_is_adjusted_for_the_tokens_before_it(engine: Engine) -> None:
-    sequence = Sequence(
-        0, [3, 5, 5, 8], replace(EVERYTHING, min_new_tokens=0), engine.tokenizer, 256, streams=False
-    )
+    def sequence_of(index: int, prompt: list[int], params: SamplingParams) -> Sequence:
+        return Sequence(index, prompt, params, engine.tokenizer, 256, streams=False)
+
+    sequence = sequence_of(0, [3, 5, 5, 8], replace(EVERYTHING, min_new_tokens=0))
     sequence.token_ids += [8, 9, 9, 11]
     sequence.drafts = [9, 12]
-    plain = Sequence(1, [3], SamplingParams(), engine.tokenizer, 256, streams=False)
+    plain = sequence_of(1, [3], SamplingParams())
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1)) * 3
     before = logits.clone()
     adjuster = LogitsProcessor(50, torch.device("cpu"))
@@ -77,9 +78,7 @@ def test_a_row_is_adjusted_for_the_tokens_before_it(engine: Engine) -> None:
     assert adjuster.process(logits, [(plain, 4)], frozenset({1}), {}, None) is logits
     sequence.token_ids += [9, 20]
     sequence.drafts = []
-    others = [
-        Sequence(i, [i, 7], EVERYTHING, engine.tokenizer, 256, streams=False) for i in range(9)
-    ]
+    others = [sequence_of(i, [i, 7], EVERYTHING) for i in range(9)]
     later = adjuster.process(
         before.repeat(3, 1)[:10],
         [(one, 1) for one in (*others, sequence)],
@@ -93,9 +92,7 @@ def test_a_row_is_adjusted_for_the_tokens_before_it(engine: Engine) -> None:
     torch.testing.assert_close(later, torch.tensor(expected), rtol=1e-5, atol=1e-5)
     for one in others:
         one.finish("cancelled")
-    fresh = Sequence(
-        20, [4], replace(EVERYTHING, min_new_tokens=0), engine.tokenizer, 256, streams=False
-    )
+    fresh = sequence_of(20, [4], replace(EVERYTHING, min_new_tokens=0))
     found = adjuster.process(before[:1], [(fresh, 1)], frozenset({1}), {}, None)[0]
     torch.testing.assert_close(
         found,
@@ -123,31 +120,18 @@ def test_min_p_keeps_a_share_of_the_likeliest() -> None:
 def run(
     engine: Engine, prompts: list[list[int]], params: SamplingParams
 ) -> list[tuple[list[int], list[float], list[float]]]:
-    done = sorted(engine.generate(prompts, params), key=lambda one: one.index)
-    return [
-        (
-            one.token_ids,
-            [t.logprob for t in one.logprobs or []],
-            [t.logprob for t in one.prompt_logprobs or []],
-        )
-        for one in done
-    ]
+    def scores(scored: Any) -> list[float]:
+        return [token.logprob for token in scored or []]
+
+    done = completions(engine, prompts, params)
+    return [(one.token_ids, scores(one.logprobs), scores(one.prompt_logprobs)) for one in done]
 
 
 def test_with_drafts_chunks_and_shared_prefixes_it_is_the_same(
     engine: Engine, tiny_checkpoint: Path
 ) -> None:
     prompts = [PROMPT * 3, PROMPT[:20], [7, 8]]
-    other = Engine.load(
-        tiny_checkpoint,
-        device="cpu",
-        dtype="float32",
-        max_batch=4,
-        max_model_len=256,
-        draft_length=2,
-        chunk_tokens=31,
-        prefix_cache=True,
-    )
+    other = load(tiny_checkpoint, draft_length=2, chunk_tokens=31, prefix_cache=True)
     for params in (
         EVERYTHING,
         replace(EVERYTHING, temperature=0.9, min_p=0.02, top_p=0.95, seed=3),
@@ -177,8 +161,7 @@ def test_put_back_in_the_queue_it_goes_on(engine: Engine) -> None:
     for _ in range(5):
         engine.step()
     engine.scheduler._preempt(sequence)
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert sequence.generated == expected.token_ids
     assert sequence.prompt_logprobs == expected.prompt_logprobs
 
@@ -213,32 +196,14 @@ def test_stop_tokens_end_an_answer_and_are_not_in_its_text(engine: Engine) -> No
     assert end not in late.token_ids[:20]
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"min_p": 1.5},
-        {"presence_penalty": 2.1},
-        {"frequency_penalty": float("nan")},
-        {"repetition_penalty": 0.0},
-        {"logit_bias": ((1, 101.0),)},
-        {"logit_bias": tuple((i, 0.0) for i in range(1025))},
-        {"stop_token_ids": tuple(range(65))},
-        {"prompt_logprobs": 21},
-        {"grammar": "start: /a/", "min_new_tokens": 3},
-    ],
-)
-def test_out_of_bounds(bad: dict) -> None:
-    with pytest.raises(QuantkitError, match=next(iter(bad))):
-        SamplingParams(**bad)
-
-
-@pytest.mark.parametrize(
-    "named",
-    [{"logit_bias": ((320, 1.0),)}, {"logit_bias": ((-1, 1.0),)}, {"stop_token_ids": (2**40,)}],
-)
-def test_tokens_that_the_model_does_not_have(engine: Engine, named: dict) -> None:
-    with pytest.raises(QuantkitError, match=r"outside 0\.\.319"):
-        engine.submit(PROMPT, SamplingParams(**named))
+def test_tokens_that_the_model_does_not_have(engine: Engine) -> None:
+    for named in (
+        {"logit_bias": ((320, 1.0),)},
+        {"logit_bias": ((-1, 1.0),)},
+        {"stop_token_ids": (2**40,)},
+    ):
+        with pytest.raises(QuantkitError, match=r"outside 0\.\.319"):
+            engine.submit(PROMPT, SamplingParams(**named))
 
 
 def test_defaults_of_a_model_include_its_penalty(tiny_checkpoint: Path, tmp_path: Path) -> None:

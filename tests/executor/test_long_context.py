@@ -8,11 +8,7 @@ import torch
 
 from quantkit.executor.cache.cache import PagedCache, plan_cache
 from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
-from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.scheduler import Scheduler
-from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.executor.weights.load import load_model
-from quantkit.tokenizer.chat import ChatTokenizer
 
 INPUT, OUTPUT, CHUNK = 60_000, 512, 2048
 R1_BYTES_PER_TOKEN = 61 * 576 * 2
@@ -42,38 +38,6 @@ def test_r1_beside_its_weights_has_room_for_long_inputs() -> None:
     assert r1_plan(free_gb=400, max_batch=2)["tokens"] < 2 * (INPUT + OUTPUT + 64), (
         "no more than the batch can use"
     )
-
-
-def test_a_long_prompt_is_prefilled_in_chunks_and_gives_everything_back(
-    tiny_dense_checkpoint: Path,
-) -> None:
-    plan = plan_cache(
-        bytes_per_token=1,
-        free_bytes=10**6,
-        device_type="cpu",
-        max_batch=1,
-        context_len=163_840,
-        max_model_len=INPUT + OUTPUT,
-        cache_tokens=None,
-    )
-    scheduler = Scheduler(plan, max_batch=1, chunk_tokens=CHUNK)
-    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
-    sequence = Sequence(
-        0, [5] * INPUT, params, ChatTokenizer(tiny_dense_checkpoint), INPUT + OUTPUT, streams=False
-    )
-    scheduler.add(sequence)
-    lengths = []
-    while sequence.num_cached < INPUT:
-        ((found, length),) = scheduler.schedule().prefill
-        assert found is sequence
-        lengths.append(length)
-        sequence.num_cached += length
-    assert lengths == [CHUNK] * (INPUT // CHUNK) + [INPUT % CHUNK]
-    assert len(sequence.blocks) == -(-INPUT // plan.block_size)
-    sequence.extend([7], 0.0)
-    assert scheduler.schedule().decode == [sequence]
-    scheduler.remove(sequence)
-    assert scheduler.allocator.num_free == scheduler.allocator.num_blocks
 
 
 @torch.inference_mode()

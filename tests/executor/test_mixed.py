@@ -4,20 +4,21 @@ and nobody waits for a long prompt."""
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from running_server import Running, load, wait_for
+from engines import completions, load, note, tokens
+from running_server import Running, wait_for
 
 from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner import prefill_tuner
 from quantkit.executor.runner.prefill_graphs import PrefillChunk
-from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import ScheduledStep, StepBudget
 from quantkit.executor.scheduler.sequence import Sequence
@@ -35,36 +36,6 @@ PARAMS = [
     )
     for i in range(6)
 ]
-
-
-def tokens(engine: Engine) -> list[list[int]]:
-    done = sorted(engine.generate(PROMPTS, PARAMS), key=lambda one: one.index)
-    assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_blocks
-    return [one.token_ids for one in done]
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"draft_length": 2, "prefix_cache": True, "cache_tokens": 512}]
-)
-def test_tokens_are_those_of_passes_apart(
-    tiny_checkpoint: Path, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = load(tiny_checkpoint, max_model_len=320, **options)
-    assert engine.scheduler.budget == StepBudget(1024, 1024), "nothing is measured unless asked for"
-    apart = tokens(engine)
-    sizes: list[tuple[int, int]] = []
-    mixed = Runner.mixed
-
-    def counted(self: Runner, sequences: list[Sequence], parts: list[tuple[Sequence, int]]) -> Any:
-        sizes.append((len(sequences), sum(count for _, count in parts)))
-        return mixed(self, sequences, parts)
-
-    monkeypatch.setattr(Runner, "mixed", counted)
-    engine.scheduler.budget = StepBudget(64, 16, mixed=True)
-    assert tokens(engine) == apart
-    assert len(sizes) > 3
-    assert max(answers for answers, _ in sizes) > 1
-    assert max(count for _, count in sizes) == 16
 
 
 @torch.inference_mode()
@@ -100,22 +71,19 @@ def test_a_mixed_pass_computes_what_two_do(tiny_checkpoint: Path) -> None:
 def test_a_pass_that_fails_for_one_fails_for_nobody_else(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = load(tiny_checkpoint)
-    alone = tokens(engine)
+    engine, index = load(tiny_checkpoint), 4
+    alone = tokens(engine, PROMPTS, PARAMS)
     engine.scheduler.budget = StepBudget(512, 16, mixed=True)
-    compute = Engine._forward
 
-    def broken(self: Engine, step: ScheduledStep) -> Any:
-        if any(sequence.index == 4 for sequence, _ in step.per_sequence()):
+    def broken(self: Engine, step: ScheduledStep) -> None:
+        if any(sequence.index == index for sequence, _ in step.per_sequence()):
             raise ValueError("no such row")
-        return compute(self, step)
 
-    monkeypatch.setattr(Engine, "_forward", broken)
-    done = sorted(engine.generate(PROMPTS, PARAMS), key=lambda one: one.index)
-    assert [one.finish_reason for one in done] == ["length"] * 4 + ["error", "length"]
-    assert [one.token_ids for one in done if one.index != 4] == [
-        one for index, one in enumerate(alone) if index != 4
-    ]
+    note(monkeypatch, Engine, "_forward", broken)
+    done = completions(engine, PROMPTS, PARAMS)
+    assert [one.finish_reason for one in done] == ["length"] * index + ["error", "length"]
+    del done[index], alone[index]
+    assert [one.token_ids for one in done] == alone
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -177,31 +145,25 @@ def test_answers_go_on_while_a_long_prompt_is_computed(
     assert sorted(gained.values())[-8:] == [119] * 8
 
 
+@dataclass
 class Clocked:
     """Passes that take as long as a rule says, and no less than launching them."""
 
-    def __init__(
-        self, fixed: float, each: float, launches: float = 0.0, pair: float = 0.0, seen: float = 0.0
-    ) -> None:
-        self.fixed, self.each, self.launches, self.pair, self.seen, self.measured = (
-            fixed,
-            each,
-            launches,
-            pair,
-            seen,
-            list[int](),
-        )
+    fixed: float
+    each: float
+    launches: float = 0.0
+    pair: float = 0.0
+    seen: float = 0.0
+    measured: list[int] = field(default_factory=list)
 
     def __call__(self, tokens: int, start: int = 0) -> float:
         self.measured.append(tokens)
-        return self.took(
-            tokens, start, tokens * (start + tokens / 2) if start else prefill_tuner._pairs(tokens)
-        )
+        pairs = tokens * (start + tokens / 2) if start else prefill_tuner._pairs(tokens)
+        return self.took(tokens, start, pairs)
 
     def took(self, tokens: int, start: int, pairs: float) -> float:
-        return max(
-            self.launches, self.fixed + self.each * tokens + self.pair * pairs + self.seen * start
-        )
+        computed = self.fixed + self.each * tokens + self.pair * pairs + self.seen * start
+        return max(self.launches, computed)
 
     def first(self, tokens: int) -> float:
         """The first tokens of one prompt."""
@@ -209,70 +171,44 @@ class Clocked:
 
 
 @pytest.mark.parametrize(
-    ("fixed", "each", "launches", "step", "chosen"),
+    ("fixed", "each", "launches", "step", "most", "chosen"),
     [
-        (0.0, 1e-6, 0.0, 0.0, 4096),
-        (10e-3, 30e-6, 0.0, 0.0, 4096),
-        (5e-3, 200e-6, 0.0, 0.0, 1152),
-        (1e-3, 100e-6, 0.0, 0.0, 2304),
-        (0.3, 1e-6, 0.0, 0.0, 4096),
-        (0.3, 1e-4, 0.0, 0.0, 2816),
-        (0.01, 2e-3, 0.0, 0.0, 112),
-        (0.0, 24e-6, 0.0, 4e-3, 4096),
-        (0.0, 24e-6, 0.0, 0.1e-3, 4096),
-        (52e-3, 52e-6, 0.155, 10e-3, 3584),
-        (52e-3, 52e-6, 0.3, 10e-3, 4096),
+        (0.0, 1e-6, 0.0, 0.0, 4096, 4096),
+        (5e-3, 200e-6, 0.0, 0.0, 4096, 1152),
+        (1e-3, 100e-6, 0.0, 0.0, 4096, 2304),
+        (0.3, 1e-6, 0.0, 0.0, 4096, 4096),
+        (0.3, 1e-4, 0.0, 0.0, 4096, 2816),
+        (0.01, 2e-3, 0.0, 0.0, 4096, 112),
+        (0.0, 24e-6, 0.0, 4e-3, 4096, 4096),
+        (52e-3, 52e-6, 0.155, 10e-3, 4096, 3584),
+        (52e-3, 52e-6, 0.3, 10e-3, 4096, 4096),
+        (6e-3, 24e-6, 0.0, 3.4e-3, 16384, 9216),
+        (0.01, 2e-3, 0.0, 0.0, 48, 32),
     ],
 )
 def test_the_chunk_is_the_longest_that_nobody_waits_too_long_for(
-    fixed: float, each: float, launches: float, step: float, chosen: int
+    fixed: float, each: float, launches: float, step: float, most: int, chosen: int
 ) -> None:
     """Whatever weights, launches and the answers' own step between chunks take."""
     clock = Clocked(fixed, each, launches)
-    chunk = prefill_tuner._PassTimes(clock, step).best_chunk(4096, 0.25)
+    chunk = prefill_tuner._PassTimes(clock, step).best_chunk(most, 0.25)
     assert chunk == chosen
     assert step + clock(chunk) <= max(0.25, 2 * (step + clock(32)))
-    assert prefill_tuner._PassTimes(clock, step).best_chunk(48, 0.25) == 32
     assert len(clock.measured) <= 12
 
 
-def test_the_chunk_is_shorter_where_fewer_tokens_are_faster() -> None:
-    assert (
-        prefill_tuner._PassTimes(
-            lambda tokens: tokens * 20e-6 * (1 + tokens / 20_000), 1e-3
-        ).best_chunk(4096, 0.25)
-        == 1024
-    )
-    assert (
-        prefill_tuner._PassTimes(
-            lambda tokens: tokens * 20e-6 * (1 + tokens / 2_000_000), 1e-3
-        ).best_chunk(4096, 0.25)
-        == 4096
-    )
-
-
-def test_few_sizes_are_measured_and_each_of_them_once() -> None:
-    """As R1 on four cards: passes over 1024 tokens and fewer wait for launches, and 4096 take too
-    long."""
+def test_chunks_of_measured_models() -> None:
+    """R1 on four cards, whose small passes wait for launches: few sizes are measured, and each
+    once. Qwen3-8B on an H200: what tokens of a prompt see of each other makes no chunk shorter. And
+    passes that are faster by the token where they are short."""
     clock = Clocked(52e-3, 52e-6, launches=0.155)
     assert prefill_tuner._PassTimes(clock, 10e-3).best_chunk(4096, 0.2) == 2560
     assert sorted(clock.measured) == [512, 2048, 2560, 4096]
-
-
-def test_what_tokens_of_a_prompt_see_of_each_other_makes_no_chunk_shorter() -> None:
-    """As Qwen3-8B on an H200: 36 layers whose attention over one prompt of 4096 tokens takes 0.42
-    ms each."""
     clock = Clocked(0.0, 20.8e-6, pair=36 * 0.42e-3 * 2 / 4096**2)
     assert prefill_tuner._PassTimes(clock, 2.7e-3).best_chunk(4096, 0.2) == 4096
-
-
-def test_a_step_has_more_tokens_where_more_are_allowed_and_answers_wait_no_longer() -> None:
-    """As Qwen3-8B on an H200: 104 ms for 4096 tokens, 3.4 for the answers' own step."""
-    clock = Clocked(6e-3, 24e-6)
-    assert prefill_tuner._PassTimes(clock, 3.4e-3).best_chunk(4096, 0.2) == 4096
-    chunk = prefill_tuner._PassTimes(clock, 3.4e-3).best_chunk(8192, 0.2)
-    assert 4096 < chunk < 8192
-    assert 3.4e-3 + clock(chunk) <= 0.2
+    for slope, chosen in ((20_000, 1024), (2_000_000, 4096)):
+        passes = prefill_tuner._PassTimes(lambda n, by=slope: n * 20e-6 * (1 + n / by), 1e-3)
+        assert passes.best_chunk(4096, 0.25) == chosen
 
 
 @pytest.mark.parametrize("seen", [0.0, 1.16e-6])
@@ -404,7 +340,7 @@ def test_slow_passes_are_not_measured_for_long(
 
 
 def test_the_slowest_rank_decides(tiny_checkpoint: Path) -> None:
-    engine = load(tiny_checkpoint)
+    engine = load(tiny_checkpoint, max_model_len=1024)
     told: list[int] = []
     parallel: Any = SimpleNamespace(minimum=lambda value: told.append(value) or -2_000_000_000)
     trial = prefill_tuner._Trial(engine.runner, parallel)
@@ -423,14 +359,8 @@ def test_the_slowest_rank_decides(tiny_checkpoint: Path) -> None:
 
 def test_loading_tells_what_is_behind_it(tiny_checkpoint: Path) -> None:
     told: list[str] = []
-    options = EngineOptions(
-        tiny_checkpoint,
-        device="cpu",
-        dtype="float32",
-        max_batch=2,
-        max_model_len=320,
-        measure_steps=True,
-    )
+    sizes = {"max_batch": 2, "max_model_len": 320, "measure_steps": True}
+    options = EngineOptions(tiny_checkpoint, device="cpu", dtype="float32", **sizes)
     engine = Engine.open(options, told.append)
     assert [line.partition(" after ")[0] for line in told] == [
         "weights loaded",

@@ -16,6 +16,7 @@ import good_checkpoints
 import psutil
 import pytest
 import torch
+from engines import completions
 from packed_model import write_packed
 
 from quantkit.common.errors import QuantkitError, UsageError
@@ -80,19 +81,11 @@ def _check_sockets(tp: int) -> None:
 
 
 def load(path: Path, tp: int, draft_length: int = 0) -> Engine:
-    return Engine.load(
-        path,
-        device="cpu",
-        dtype="float32",
-        max_batch=4,
-        max_model_len=256,
-        tp=tp,
-        draft_length=draft_length,
-    )
+    return load(path, tp=tp, draft_length=draft_length)
 
 
 def run(engine: Engine) -> list[Completion]:
-    return sorted(engine.generate(PROMPTS, PARAMS), key=lambda completion: completion.index)
+    return completions(engine, PROMPTS, PARAMS)
 
 
 @pytest.mark.parametrize(("tp", "draft_length"), [(2, 1), (4, 0)])
@@ -196,54 +189,31 @@ def test_more_ranks_than_devices_are_refused(
         join(EngineOptions(tiny_checkpoint, tp=2))
 
 
+QUANTKIT = [sys.executable, "-m", "quantkit"]
+
+
+def ended(line: str) -> tuple[int, str]:
+    """Exit code and stderr of a command in a process of its own."""
+    done = subprocess.run([*QUANTKIT, *line.split()], capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stderr.strip()
+
+
 def test_an_uneven_tp_is_bad_usage(tiny_checkpoint: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "quantkit",
-        "run",
-        str(tiny_checkpoint),
-        "--raw",
-        "--prompt",
-        "a",
-        "--device",
-        "cpu",
-        "--tp",
-        "3",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: the model has num_attention_heads = 4")
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    code, said = ended(f"run {tiny_checkpoint} --raw --prompt a --device cpu --tp 3")
+    assert code == 2
+    assert said.startswith("error: the model has num_attention_heads = 4")
+    assert len(said.splitlines()) == 1, said
 
 
 def test_what_every_rank_refuses_is_told_once(tiny_checkpoint: Path) -> None:
     """More tokens of a cache than there is memory for, which is known when the weights are
     there."""
-    command = [
-        sys.executable,
-        "-m",
-        "quantkit",
-        "serve",
-        str(tiny_checkpoint),
-        "--port",
-        "18431",
-        "--device",
-        "cpu",
-        "--tp",
-        "2",
-    ]
-    done = subprocess.run(
-        [*command, "--cache-tokens", str(10**12)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 1
-    said = done.stderr.strip().splitlines()
-    assert said[-1].startswith("error: a cache of 1000000000000 tokens asked for"), done.stderr
-    assert len([line for line in said if "cache of" in line]) == 1, done.stderr
+    asked = "--port 18431 --device cpu --tp 2 --cache-tokens 1000000000000"
+    code, said = ended(f"serve {tiny_checkpoint} {asked}")
+    assert code == 1
+    lines = said.splitlines()
+    assert lines[-1].startswith("error: a cache of 1000000000000 tokens asked for"), said
+    assert sum("cache of" in line for line in lines) == 1, said
 
 
 def test_what_one_rank_alone_refuses_is_told_with_its_number(
@@ -264,18 +234,8 @@ def test_ranks_that_a_launcher_started_lead_and_follow(tiny_checkpoint: Path) ->
     """As torchrun starts them: rank 0 answers, rank 1 prints nothing, and both end."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "quantkit",
-        "run",
-        str(tiny_checkpoint),
-        "--prompt",
-        "a",
-        "--max-new-tokens",
-        "3",
-        "--json",
-    ]
+    asked = f"run {tiny_checkpoint} --prompt a --max-new-tokens 3 --json --device cpu --tp 2"
+    command = [*QUANTKIT, *asked.split()]
     meeting = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -285,7 +245,7 @@ def test_ranks_that_a_launcher_started_lead_and_follow(tiny_checkpoint: Path) ->
     }
     ranks = [
         subprocess.Popen(
-            [*command, "--device", "cpu", "--tp", "2"],
+            command,
             env={**meeting, "RANK": rank},
             stdout=subprocess.PIPE,
         )

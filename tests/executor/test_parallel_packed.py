@@ -8,6 +8,7 @@ import make_model
 import pytest
 import quantkit_kernels as kernels
 import torch
+from engines import completions, load
 from packed_model import write_packed
 from top_logprobs import distance, top_logprobs
 
@@ -15,7 +16,6 @@ from quantkit.checkpoint.formats import awq, compressed_int4, compressed_int8, m
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.hub import find_model
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Completion
 from quantkit.executor.weights import weights
@@ -52,12 +52,12 @@ def plain() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 def answers(path: Path, tp: int) -> tuple[list[Completion], int]:
     """With their log-probabilities; and bytes of this rank's weights."""
-    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=4, max_model_len=128, tp=tp)
+    engine = load(path, max_model_len=128, tp=tp)
     prompts = [
         engine.tokenizer.encode_chat([{"role": "user", "content": f"What is {i * 7}+{i + 5}?"}])
         for i in range(4)
     ]
-    done = sorted(engine.generate(prompts, GREEDY), key=lambda one: one.index)
+    done = completions(engine, prompts, GREEDY)
     engine.close()
     return done, engine.loaded.nbytes
 

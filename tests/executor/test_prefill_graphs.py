@@ -7,20 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from engines import capture, completions, in_place, load, note, tokens
 from packed_model import GROUPED, write_random
-from torch import Tensor
 
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner import graph_warmup, prefill_graphs
 from quantkit.executor.runner.graph_warmup import warm_up_graphs
-from quantkit.executor.runner.graphs import Capture
-from quantkit.executor.runner.prefill_graphs import PrefillBuffers, PrefillChunk, PrefillGraphSize
-from quantkit.executor.runner.runner import Runner
+from quantkit.executor.runner.prefill_graphs import PrefillChunk
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
-from quantkit.executor.speculation.mtp_drafter import MtpDrafter
-from quantkit.executor.speculation.speculation import Speculation
 
 NARROW = GROUPED | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 PROMPTS = [
@@ -44,54 +40,14 @@ def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random(tmp_path_factory.mktemp("models") / "grouped", NARROW)
 
 
-def in_place(step: Callable[[], object], lengths: list[int]) -> Callable[[], object]:
-    """As a graph behaves: computes on the buffers that the step was made with, and leaves results
-    where the first ones lay."""
-    kept = step()
-
-    def replay() -> object:
-        for old, new in zip(
-            [kept] if isinstance(kept, Tensor) else kept,
-            [step()] if isinstance(kept, Tensor) else step(),
-        ):
-            if old.data_ptr() != new.data_ptr():
-                old.copy_(new)
-        return kept
-
-    return replay
-
-
-def load(
-    path: Path, capture: Capture | None, draft_length: int = 0, budget: StepBudget | None = None
+def engine_of(
+    path: Path, captured: Any = None, draft_length: int = 0, budget: StepBudget | None = None
 ) -> Engine:
-    engine = Engine.load(
-        path,
-        device="cpu",
-        dtype="float32",
-        max_batch=4,
-        max_model_len=320,
-        draft_length=draft_length,
-        prefix_cache=True,
-    )
-    if capture is not None:
-        keep_all_hidden = engine.runner.prefill_runner.keep_all_hidden
-        engine.runner = Runner(engine.loaded.model, engine.cache, capture)
-        engine.runner.prefill_runner.keep_all_hidden = keep_all_hidden
-        if engine.speculation.drafter is not None:
-            engine.speculation = Speculation(
-                MtpDrafter(
-                    engine.loaded.mtp_layers[0], engine.runner, draft_length, engine.parallel
-                ),
-                0,
-            )
+    engine = load(path, max_model_len=320, draft_length=draft_length, prefix_cache=True)
+    if captured is not None:
+        capture(engine, captured, draft_length)
     engine.scheduler.budget = budget or StepBudget(512, 48)
     return engine
-
-
-def tokens(engine: Engine) -> list[list[int]]:
-    return [
-        one.token_ids for one in sorted(engine.generate(PROMPTS, PARAMS), key=lambda one: one.index)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -104,9 +60,9 @@ def test_padded_passes_give_the_tokens_of_eager_ones(
     prefixes known from the second time on."""
     path, drafts = grouped if kind == "keys" else tiny_checkpoint, 2 if "guesses" in kind else 0
     budget = StepBudget(64, 48, mixed=mixed)
-    expected = tokens(load(path, None, drafts, budget))
-    engine = load(path, in_place, drafts, budget)
-    assert [tokens(engine) for _ in range(2)] == [expected] * 2
+    expected = tokens(engine_of(path, None, drafts, budget), PROMPTS, PARAMS)
+    engine = engine_of(path, in_place, drafts, budget)
+    assert [tokens(engine, PROMPTS, PARAMS) for _ in range(2)] == [expected] * 2
     sizes = list(engine.runner.prefill_runner._graphs)
     assert len(sizes) > 1
     assert any(size.decode[0] for size in sizes) == mixed
@@ -131,13 +87,13 @@ def test_hidden_states_are_those_of_an_eager_pass(tiny_checkpoint: Path) -> None
         PrefillChunk(PROMPTS[0] * 5, 0, blocks[1]),
         PrefillChunk(PROMPTS[0][:4], 35, blocks[0]),
     ]
-    for capture in (None, in_place):
-        runner = load(tiny_checkpoint, capture).runner
-        if capture:
+    for captured in (None, in_place):
+        runner = engine_of(tiny_checkpoint, captured).runner
+        if captured:
             for _ in range(2):
                 runner.prefill_runner.run(None, other)
         found.append([runner.prefill_runner.run(None, part).clone() for part in (first, second)])
-        if capture:
+        if captured:
             assert len(runner.prefill_runner._graphs) == 1
     for ours, theirs in zip(*found):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
@@ -145,14 +101,8 @@ def test_hidden_states_are_those_of_an_eager_pass(tiny_checkpoint: Path) -> None
 
 def widths(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens the last layer's MLP computes, pass by pass, from now on."""
-    found, last = list[int](), engine.loaded.model.layers[-1]
-    mlp = last.mlp
-
-    def noted(x: Tensor) -> Tensor:
-        found.append(len(x))
-        return mlp(x)
-
-    monkeypatch.setattr(last, "mlp", noted)
+    found = list[int]()
+    note(monkeypatch, engine.loaded.model.layers[-1], "mlp", lambda x: found.append(len(x)))
     return found
 
 
@@ -162,7 +112,7 @@ def test_last_tokens_alone_go_through_the_last_mlp(
     tiny_checkpoint: Path, grouped: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of passes that are launched and replayed; who asks for all tokens gets all."""
-    engine = load(tiny_checkpoint if kind == "latents" else grouped, in_place)
+    engine = engine_of(tiny_checkpoint if kind == "latents" else grouped, in_place)
     prompts, computed = engine.runner.prefill_runner, widths(engine, monkeypatch)
     assert not prompts.keep_all_hidden
     rows = [PrefillChunk(PROMPTS[2][:40], 0, [3, 1]), PrefillChunk(PROMPTS[1][:30], 0, [2])]
@@ -179,9 +129,7 @@ def test_last_tokens_alone_go_through_the_last_mlp(
 def test_guesses_and_counted_experts_read_all_tokens(
     tiny_checkpoint: Path, asked: dict[str, Any]
 ) -> None:
-    engine = Engine.load(
-        tiny_checkpoint, device="cpu", dtype="float32", max_batch=2, max_model_len=320, **asked
-    )
+    engine = load(tiny_checkpoint, **asked)
     assert engine.runner.prefill_runner.keep_all_hidden
 
 
@@ -189,14 +137,14 @@ def test_log_probabilities_of_a_prompt_are_of_all_its_tokens(
     grouped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one pass with prompts of which nobody asks for them."""
-    engine = load(grouped, None, budget=StepBudget(512, 512))
+    engine = engine_of(grouped, None, budget=StepBudget(512, 512))
     computed = widths(engine, monkeypatch)
     params = [
         SamplingParams(max_new_tokens=1, ignore_eos=True, prompt_logprobs=one)
         for one in (None, 0, None)
     ]
-    alone = [next(iter(engine.generate([prompt], one))) for prompt, one in zip(PROMPTS, params)]
-    together = sorted(engine.generate(PROMPTS[:3], params), key=lambda one: one.index)
+    alone = [completions(engine, [prompt], one)[0] for prompt, one in zip(PROMPTS, params)]
+    together = completions(engine, PROMPTS[:3], params)
     known = 64  # of the third prompt, by then
     assert computed == [1, len(PROMPTS[1]), 1, sum(map(len, PROMPTS[:3])) - known]
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
@@ -207,56 +155,24 @@ def test_log_probabilities_of_a_prompt_are_of_all_its_tokens(
     assert len(ours) == len(PROMPTS[1]) - 1
 
 
-def test_what_is_not_filled_is_a_sequence_in_nobodys_block() -> None:
-    size = PrefillGraphSize((0, 0), 8, 4, 16)
-    buffers = PrefillBuffers(size, 2, 4, torch.device("cpu"))
-    buffers.fill([PrefillChunk([9] * 6, 0, [7, 8]), PrefillChunk([5, 6], 3, [2, 3])])
-    buffers.fill([PrefillChunk([4, 5, 6], 2, [5, 6])])
-    prompts, part = buffers.prompts, buffers.prompts.parts(4, 16)[0]
-    assert buffers.token_ids.tolist() == [4, 5, 6, 0, 0, 0, 0, 0]
-    assert buffers.positions.tolist() == [2, 3, 4, 0, 1, 2, 3, 4]
-    assert buffers.slots.tolist() == [22, 23, 24, 0, 1, 2, 3, 0]
-    assert (prompts.starts.tolist(), prompts.seq_lens.tolist()) == ([0, 3, 3, 3, 8], [5, 0, 0, 5])
-    assert prompts.block_table.tolist() == [[5, 6], [0, 0], [0, 0], [0, 0]]
-    assert part.slots.tolist() == [20, 21, 22, 23, 24, 0, 1, 2, 3, 0, *[0] * 6]
-    assert (part.rows.tolist(), part.firsts.tolist(), part.lasts.tolist()) == (
-        [0, 5, 5, 5],
-        [0] * 4,
-        [5, 0, 0, 5],
-    )
-    assert list(prompts.spans) == [(2, 3), (0, 0), (0, 0), (0, 5)]
-    with pytest.raises(RuntimeError, match="takes 8 cached tokens at a time"):
-        prompts.parts(4, 8)
-
-
-@pytest.mark.parametrize("count", [1, 16, 17, 129, 300, 513, 700, 1000, 1024])
-def test_little_of_a_pass_is_padding(tiny_checkpoint: Path, count: int) -> None:
-    size = prefill_graphs.graph_size(
-        None, [PrefillChunk([0] * count, 0, [1] * 20)], load(tiny_checkpoint, None).cache
-    )
-    assert size is not None
-    assert count <= size.tokens < max(count + 16, 1.25 * count)
-    assert size.tokens <= size.cached <= 1.25 * size.tokens + 64
-
-
-@pytest.mark.parametrize(
-    ("prompts", "sequences"), [(1, 2), (2, 4), (3, 4), (4, 16), (15, 16), (16, 64)]
-)
-def test_few_graphs_serve_any_number_of_prompts(
-    tiny_checkpoint: Path, prompts: int, sequences: int
-) -> None:
-    size = prefill_graphs.graph_size(
-        None, [PrefillChunk([0] * 4, 0, [1])] * prompts, load(tiny_checkpoint, None).cache
-    )
-    assert size is not None
-    assert size.sequences == sequences, "one is padding"
+def test_little_of_a_pass_is_padding_and_few_graphs_serve_any_number(tiny_checkpoint: Path) -> None:
+    cache = engine_of(tiny_checkpoint).cache
+    for count in (1, 16, 17, 129, 300, 513, 700, 1000, 1024):
+        size = prefill_graphs.graph_size(None, [PrefillChunk([0] * count, 0, [1] * 20)], cache)
+        assert size is not None
+        assert count <= size.tokens < max(count + 16, 1.25 * count)
+        assert size.tokens <= size.cached <= 1.25 * size.tokens + 64
+    for prompts, sequences in {1: 2, 2: 4, 3: 4, 4: 16, 15: 16, 16: 64}.items():
+        size = prefill_graphs.graph_size(None, [PrefillChunk([0] * 4, 0, [1])] * prompts, cache)
+        assert size is not None
+        assert size.sequences == sequences, "one is padding"
 
 
 @torch.inference_mode()
 def test_long_passes_and_states_are_not_captured(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes = load(tiny_checkpoint, in_place).runner.prefill_runner
+    passes = engine_of(tiny_checkpoint, in_place).runner.prefill_runner
     passes.keep_all_hidden = True
     passes.limit(20)
     monkeypatch.setattr(prefill_graphs, "_MAX_GRAPHS", 1)
@@ -278,7 +194,7 @@ def test_a_size_is_launched_some_times_first(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes, prompt = (
-        load(tiny_checkpoint, in_place).runner.prefill_runner,
+        engine_of(tiny_checkpoint, in_place).runner.prefill_runner,
         [PrefillChunk([3, 4, 5], 0, [1])],
     )
     monkeypatch.setattr(prefill_graphs, "RUNS_BEFORE_CAPTURE", 3)
@@ -291,7 +207,7 @@ def test_a_size_is_launched_some_times_first(
 
 @torch.inference_mode()
 def test_a_limit_lets_go_of_larger_graphs(tiny_checkpoint: Path) -> None:
-    passes = load(tiny_checkpoint, in_place).runner.prefill_runner
+    passes = engine_of(tiny_checkpoint, in_place).runner.prefill_runner
     passes.keep_all_hidden = True  # a product of another size may differ in its last bit
     prompts = {
         length: [PrefillChunk([3 + one for one in range(length)], 0, [1, 2])] for length in (16, 48)
@@ -313,7 +229,7 @@ def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint: Path
         raise RuntimeError("operation not permitted\nsecond line")
 
     passes, prompt = (
-        load(tiny_checkpoint, refuse).runner.prefill_runner,
+        engine_of(tiny_checkpoint, refuse).runner.prefill_runner,
         [PrefillChunk([3, 4, 5], 0, [1])],
     )
     eager = passes.run(None, prompt).clone()
@@ -329,43 +245,37 @@ def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint: Path
 USERS = [list(range(5, 5 + length)) for length in (40, 7, 90)]
 
 
-class Counted:
-    """Captures as a CPU can, and counts them."""
+def three_users(grouped: Path, count: list[int] | None = None) -> Engine:
+    """count: of captures, where steps are captured."""
 
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, step: Callable[[], object], lengths: list[int]) -> Callable[[], object]:
-        self.count += 1
+    def counted(step: Callable[[], object], lengths: list[int]) -> Callable[[], object]:
+        assert count is not None
+        count[0] += 1
         return in_place(step, lengths)
 
-
-def engine_of(grouped: Path, capture: Counted | None) -> Engine:
-    engine = Engine.load(grouped, device="cpu", dtype="float32", max_batch=3, max_model_len=320)
-    if capture is not None:
-        engine.runner = Runner(engine.loaded.model, engine.cache, capture)
-    return engine
+    engine = load(grouped, max_batch=3, max_model_len=320)
+    return engine if count is None else capture(engine, counted)
 
 
 def answers(engine: Engine) -> list[list[int]]:
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)
-    return [next(iter(engine.generate([prompt], params))).token_ids for prompt in USERS] + [
-        one.token_ids for one in sorted(engine.generate(USERS, params), key=lambda one: one.index)
-    ]
+    alone = [tokens(engine, [prompt], params)[0] for prompt in USERS]
+    return alone + tokens(engine, USERS, params)
 
 
 def test_nobody_waits_for_what_was_captured_ahead(
     grouped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graph_warmup, "MIN_FREE_BYTES", 0)
-    expected, capture = answers(engine_of(grouped, None)), Counted()
-    engine = engine_of(grouped, capture)
+    monkeypatch.setattr(graph_warmup, "MAX_SECONDS", 600.0)
+    expected, count = answers(three_users(grouped)), [0]
+    engine = three_users(grouped, count)
     done = warm_up_graphs(engine.runner, SINGLE, 3, engine.max_model_len)
     # 1, 2 and 4 rows; 16 to 128 tokens by sixteens, 160 to 256 by 32s, 320: of one prompt, of up to
     # three and of up to fifteen.
-    assert done == capture.count == 3 + 3 * 13
+    assert done == count[0] == 3 + 3 * 13
     assert answers(engine) == expected
-    assert capture.count == done
+    assert count[0] == done
 
 
 @pytest.mark.parametrize("field", ["MAX_SECONDS", "MIN_FREE_BYTES"])
@@ -374,12 +284,12 @@ def test_time_and_memory_are_bounded(
 ) -> None:
     monkeypatch.setattr(graph_warmup, "MIN_FREE_BYTES", 0)
     monkeypatch.setattr(graph_warmup, field, 0.0 if field == "MAX_SECONDS" else 1 << 60)
-    engine = engine_of(grouped, capture := Counted())
-    assert warm_up_graphs(engine.runner, SINGLE, 3, 320) == capture.count == 0
+    engine = three_users(grouped, count := [0])
+    assert warm_up_graphs(engine.runner, SINGLE, 3, 320) == count[0] == 0
 
 
 def test_nothing_is_computed_ahead_without_captures(grouped: Path) -> None:
-    engine = engine_of(grouped, None)
+    engine = three_users(grouped)
     parts = [part for layer in engine.cache.layers for part in layer]
     for part in parts:
         part.fill_(1)

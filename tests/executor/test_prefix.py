@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from engines import completions
 
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
@@ -26,7 +27,7 @@ def load(path: Path, prefix_cache: bool, **options: int) -> Engine:
 
 
 def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Completion]:
-    return sorted(engine.generate(prompts, params), key=lambda completion: completion.index)
+    return completions(engine, prompts, params)
 
 
 def requests(count: int, new_tokens: int = 20) -> tuple[list[list[int]], list[SamplingParams]]:

@@ -6,6 +6,7 @@ from typing import Any
 import make_model
 import pytest
 import quantkit_kernels as kernels
+from engines import note
 from quantkit_kernels.sizes import ExpertsSize, LinearSize
 from quantkit_kernels.weights import kind, shape
 from tiny_models import CONFIGS, random_tensors
@@ -42,25 +43,18 @@ def test_products_are_those_of_the_operators(
 ) -> None:
     path = quantized(architecture, scheme, tmp_path)
     linears, experts = set[LinearSize](), set[tuple[str, int, int, int]]()
-    prepare, add = kernels.prepare, kernels.ExpertsBuilder.add
 
-    def noted(weight: kernels.Weight, **how: Any) -> kernels.Linear:
-        linears.add(LinearSize(kind(weight), *shape(weight)))
-        return prepare(weight, **how)
-
-    def also_noted(
-        builder: kernels.ExpertsBuilder,
-        index: int,
-        gate: kernels.Weight,
-        *others: kernels.Weight,
-        **how: Any,
-    ) -> None:
+    def added(builder: kernels.ExpertsBuilder, index: int, gate: kernels.Weight, *_: Any) -> None:
         intermediate, hidden = shape(gate)
         experts.add((kind(gate), hidden, intermediate, builder.num_experts))
-        add(builder, index, gate, *others, **how)
 
-    monkeypatch.setattr(kernels, "prepare", noted)
-    monkeypatch.setattr(kernels.ExpertsBuilder, "add", also_noted)
+    note(
+        monkeypatch,
+        kernels,
+        "prepare",
+        lambda weight, **_: linears.add(LinearSize(kind(weight), *shape(weight))),
+    )
+    note(monkeypatch, kernels.ExpertsBuilder, "add", lambda *given, **_: added(*given))
     load_model(path, device="cpu", dtype="float32")
     found = products(Checkpoint.open(path))
     assert {size for size in found.linears if size.kind != "dense"} == {

@@ -121,39 +121,32 @@ def test_log_probabilities() -> None:
     torch.testing.assert_close(found.top_values[0], exact[:2])
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"max_new_tokens": 0},
-        {"temperature": -1.0},
-        {"temperature": float("nan")},
-        {"top_p": 0.0},
-        {"stop": ("",)},
-        {"logprobs": 21},
-    ],
-)
+NAN, INF = float("nan"), float("inf")
+BAD = [
+    {"max_new_tokens": 0},
+    *({"temperature": value} for value in (-1.0, NAN, INF, 101.0)),
+    *({"top_p": value} for value in (0.0, -1.0, NAN, INF)),
+    *({"top_k": value} for value in (2**31, 2**63)),
+    *({"seed": value} for value in (2**63, -(2**63) - 1)),
+    {"stop": ("",)},
+    {"logprobs": 21},
+    {"prompt_logprobs": 21},
+    {"min_p": 1.5},
+    {"presence_penalty": 2.1},
+    {"frequency_penalty": NAN},
+    {"repetition_penalty": 0.0},
+    {"logit_bias": ((1, 101.0),)},
+    {"logit_bias": tuple((i, 0.0) for i in range(1025))},
+    {"stop_token_ids": tuple(range(65))},
+    {"grammar": "start: /a/", "min_new_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: str(bad)[:40])
 def test_bad_parameters_are_refused(bad: dict) -> None:
-    with pytest.raises(QuantkitError):
+    """Also what fits no tensor."""
+    with pytest.raises(QuantkitError, match=next(iter(bad))):
         SamplingParams(**bad)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"top_k": 2**31},
-        {"top_k": 2**63},
-        {"seed": 2**63},
-        {"seed": -(2**63) - 1},
-        {"temperature": 101.0},
-    ],
-)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
-def test_what_fits_no_tensor_is_refused(change: dict, bad: float) -> None:
-    with pytest.raises(QuantkitError, match=next(iter(change))):
-        SamplingParams(**change)
-    for name in ("temperature", "top_p"):
-        with pytest.raises(QuantkitError, match=name):
-            SamplingParams(**{name: bad})
 
 
 @pytest.mark.parametrize(
@@ -179,19 +172,13 @@ def test_the_largest_of_everything_is_sampled() -> None:
     assert log_probabilities(logits, torch.tensor([3]), 20).top_ids.shape == (1, 7)
 
 
-@pytest.mark.parametrize(
-    "defaults",
-    [
-        {"top_k": 2**63},
-        {"top_k": "5"},
-        {"top_k": True},
-        {"top_k": 1.5},
-        {"temperature": [1]},
-        {"temperature": -1},
-        {"top_p": float("nan")},
-    ],
-)
-def test_defaults_of_a_model_are_checked_and_their_file_named(defaults: dict) -> None:
-    with pytest.raises(QuantkitError, match=f"generation_config.json: {next(iter(defaults))}"):
-        check_defaults(defaults, Path("model/generation_config.json"))
+def test_defaults_of_a_model_are_checked_and_their_file_named() -> None:
+    for name, values in {
+        "top_k": (2**63, "5", True, 1.5),
+        "temperature": ([1], -1),
+        "top_p": (NAN,),
+    }.items():
+        for value in values:
+            with pytest.raises(QuantkitError, match=f"generation_config.json: {name}"):
+                check_defaults({name: value}, Path("model/generation_config.json"))
     check_defaults({"top_k": -1, "temperature": 1, "top_p": 0.95}, Path("x"))

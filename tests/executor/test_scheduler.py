@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from quantkit.executor.cache.cache import CachePlan
-from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import Scheduler, StepBudget
 from quantkit.executor.scheduler.sequence import Sequence
@@ -118,17 +117,3 @@ def test_where_nobody_answers_all_tokens_cost_the_same(tokenizer: ChatTokenizer)
     for expected in (512, 512, 476):
         assert scheduler.schedule().prefill == [(long, expected)]
         long.num_cached += expected
-
-
-def test_tokens_are_those_of_computing_alone(tiny_checkpoint: Path) -> None:
-    options = {"device": "cpu", "dtype": "float32", "max_model_len": 512}
-    engine = Engine.load(tiny_checkpoint, max_batch=4, chunk_tokens=16, **options)  # type: ignore[arg-type]
-    prompts = [[7 + i] * length for i, length in enumerate((150, 4, 120, 30, 9))]
-    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
-    together = sorted(engine.generate(prompts, params), key=lambda one: one.index)
-    assert (
-        max(together[i].timings.first_token_s for i in (1, 4)) < together[0].timings.first_token_s
-    )
-    assert [one.token_ids for one in together] == [
-        next(iter(engine.generate([prompt], params))).token_ids for prompt in prompts
-    ]

@@ -11,9 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import engines
+import guessed_models
 import pytest
 import torch
-from running_server import load
+from engines import finish, load, note
+from guessed_models import beyond_the_backlog
 
 from quantkit.checkpoint.hub import find_model
 from quantkit.common.errors import QuantkitError
@@ -26,7 +29,6 @@ from quantkit.executor.scheduler.sequence import PROMPT_LOOKUP, Sequence
 from quantkit.executor.speculation.adaptive_draft_length import (
     AcceptanceRates,
     DraftLengthController,
-    StepTimes,
 )
 from quantkit.executor.speculation.prompt_lookup import NgramIndex
 from quantkit.executor.weights.load import LoadedModel
@@ -49,24 +51,13 @@ def params(temperature: float) -> list[SamplingParams]:
 
 
 def tokens(engine: Engine, asked: list[SamplingParams]) -> list[list[int]]:
-    done = sorted(engine.generate(PROMPTS, asked), key=lambda one: one.index)
-    assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_blocks
-    return [one.token_ids for one in done]
-
-
-def test_prompt_lookup_drafts_the_tokens_after_the_last_occurrence() -> None:
-    looked = NgramIndex()
-    said = [1, 2, 3, 4, 5, 1, 2, 3]
-    assert looked.draft(said, 4) == [4, 5, 1, 2]
-    assert looked.draft([*said, 9], 4) == []
-    assert looked.draft([*said, 9, 1, 2, 3], 2) == [9, 1], "the last time counts"
-    assert looked.draft([*said, 9, 1, 2, 3], 0) == []
-    assert NgramIndex().draft([1, 2], 3) == []
+    return engines.tokens(engine, PROMPTS, asked)
 
 
 def test_prompt_lookup_equals_a_linear_search() -> None:
     draw = random.Random(3)
     looked, said = NgramIndex(), [draw.randrange(4) for _ in range(5)]
+    assert looked.draft([1, 2], 3) == looked.draft(said, 0) == []
     for _ in range(300):
         said += [draw.randrange(4) for _ in range(draw.randrange(1, 4))]
         places = [at for at in range(3, len(said)) if said[at - 3 : at] == said[-3:]]
@@ -104,10 +95,7 @@ def test_tokens_are_those_of_plain_decoding(
         )
         for i in kept
     ]
-    found = [
-        [one.token_ids for one in sorted(engine.generate(asked, given), key=lambda one: one.index)]
-        for engine in (plain, guessing)
-    ]
+    found = [engines.tokens(engine, asked, given) for engine in (plain, guessing)]
     assert found[0] == found[1]
     assert guessing.speculation.controller.rates[PROMPT_LOOKUP].proposed
     assert 0 < guessing.speculation.acceptance.accepted < guessing.speculation.acceptance.drafted
@@ -180,13 +168,13 @@ def test_catching_up_does_not_change_the_rows_of_the_pass(
         engine.step()
     first.drafts = [1, 2, 3, 4]
     engine.speculation.set_lengths(1, 0)
-    seen, run = list[tuple[list[int], list[list[int]]]](), drafter.steps.run
-
-    def noted(where: Any, *given: Any, **places: Any) -> Any:
-        seen.append((where.positions.tolist(), where.tables.tolist()))
-        return run(where, *given, **places)
-
-    monkeypatch.setattr(drafter.steps, "run", noted)
+    seen = list[tuple[list[int], list[list[int]]]]()
+    note(
+        monkeypatch,
+        drafter.steps,
+        "run",
+        lambda where, *_, **__: seen.append((where.positions.tolist(), where.tables.tolist())),
+    )
     start, owners = [len(one.token_ids) - 1 for one in (first, second)], [first] * 5 + [second]
     width = max(len(one.blocks) for one in owners)
     engine.step()
@@ -223,14 +211,7 @@ def test_the_mtp_layer_reads_its_backlog_in_one_pass(
     engine = load(tiny_checkpoint, max_model_len=128, draft_length=1)
     drafter: Any = engine.speculation.drafter
     read: list[int] = []
-    states = drafter._states
-
-    def seen(hidden: torch.Tensor) -> torch.Tensor:
-        read.append(len(hidden))
-        made: torch.Tensor = states(hidden)
-        return made
-
-    monkeypatch.setattr(drafter, "_states", seen)
+    note(monkeypatch, drafter, "_states", lambda hidden: read.append(len(hidden)))
     engine.speculation.set_lengths(0, 0)
     sequence = engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=64, ignore_eos=True))
     while len(sequence.generated) < 41:
@@ -247,58 +228,22 @@ def test_sequences_beyond_the_backlog_are_not_drafted_for(
     """However long guesses are off, they cost nothing; who came later is guessed for, and so is who
     was computed again."""
     monkeypatch.setattr("quantkit.executor.speculation.mtp_drafter._BACKLOG_TOKENS", 8)
-    engine = load(tiny_checkpoint, max_model_len=256, draft_length=1)
+    engine = load(tiny_checkpoint, draft_length=1)
     drafter: Any = engine.speculation.drafter
     read: list[int] = []
-    states = drafter._states
-    monkeypatch.setattr(
-        drafter, "_states", lambda hidden: read.append(len(hidden)) or states(hidden)
-    )
-    engine.speculation.set_lengths(0, 0)
-    asked = SamplingParams(max_new_tokens=96, ignore_eos=True)
-    old = engine.submit(PROMPTS[0], asked)
-    while len(old.generated) < 12:
-        engine.step()
-    recent = engine.submit(PROMPTS[1], asked, 1)
-    while not recent.generated:
-        engine.step()
-    assert read == [len(PROMPTS[0]), len(PROMPTS[1])], (
+    note(monkeypatch, drafter, "_states", lambda hidden: read.append(len(hidden)))
+    old, recent = beyond_the_backlog(engine, 1, 1)
+    prompts = guessed_models.PROMPTS[:2]
+    assert read[:2] == [len(prompt) for prompt in prompts], (
         "nothing of the answer, though more than eight tokens of it came"
     )
-    engine.speculation.set_lengths(1, 0)
-    drafted = Counter[int]()
-    for _ in range(6):
-        engine.step()
-        drafted.update(one.index for one in (old, recent) if one.drafts)
-    assert drafted == {1: 6}
     engine.scheduler._preempt(old)
     while not old.drafts:
         engine.step()
-    for one in (old, recent):
-        while one.finish_reason is None:
-            engine.step()
-    plain = load(tiny_checkpoint, max_model_len=256)
-    expected = plain.generate([PROMPTS[0], PROMPTS[1]], asked)
-    assert {one.index: one.token_ids for one in expected} == {0: old.generated, 1: recent.generated}
-
-
-def test_step_times_are_interpolated() -> None:
-    costs = StepTimes()
-    assert costs.seconds(4) is None
-    for rows, seconds in ((4, 1.0), (8, 3.0)):
-        for _ in range(3):
-            costs.add(rows, seconds)
-    assert [costs.seconds(rows) for rows in (1, 4, 6, 8, 20)] == [1.0, 1.0, 2.0, 3.0, 3.0]
-    assert costs.tried(5)
-    assert not costs.tried(20)
-
-
-def test_acceptance_rates_are_conditional_on_earlier_drafts() -> None:
-    rates = AcceptanceRates()
-    for number in range(4000):
-        rates.add(2, (0, 1, 2, 2)[number % 4])
-    assert abs(rates.expected(1) - 0.75) < 0.03
-    assert abs(rates.expected(2) - (0.75 + 0.5)) < 0.06
+    finish(engine)
+    asked = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    expected = engines.tokens(load(tiny_checkpoint), prompts, asked)
+    assert [old.generated, recent.generated] == expected
 
 
 @torch.inference_mode()
@@ -318,13 +263,13 @@ def test_steps_on_a_cpu_are_timed_by_thread_time(
 ) -> None:
     """What else the machine does is no cost of guesses."""
     engine = load(tiny_checkpoint, max_model_len=128, draft_length=1, measure_steps=True)
-    decode, seconds = engine.runner.decode, list[float]()
-    monkeypatch.setattr(engine.runner, "decode", lambda *given: time.sleep(0.5) or decode(*given))
-    record = DraftLengthController.record_step
-    monkeypatch.setattr(
+    seconds = list[float]()
+    note(monkeypatch, engine.runner, "decode", lambda *_: time.sleep(0.5))
+    note(
+        monkeypatch,
         DraftLengthController,
         "record_step",
-        lambda self, *told: seconds.append(told[3]) or record(self, *told),
+        lambda self, *told: seconds.append(told[3]),
     )
     list(engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=4, ignore_eos=True)))
     assert len(seconds) > 1
@@ -362,10 +307,8 @@ def test_draft_lengths_out_of_bounds_are_refused(asked: dict[str, int]) -> None:
 
 def test_expected_acceptance_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """A choice looks at each number that may be looked up."""
-    summed, places = AcceptanceRates._sums, []
-    monkeypatch.setattr(
-        AcceptanceRates, "_sums", lambda self, most: places.append(most) or summed(self, most)
-    )
+    places: list[int] = []
+    note(monkeypatch, AcceptanceRates, "_sums", lambda self, most: places.append(most))
     rates = AcceptanceRates()
     rates.add(4, 2)
     found = [rates.expected(count) for count in range(MAX_DRAFT_LENGTH + 1)]

@@ -8,30 +8,22 @@ from typing import Any
 import make_model
 import pytest
 import torch
+from engines import capture, completions, load
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.memory import ParallelSizes, fit
 from quantkit.executor import memory_budget
-from quantkit.executor.cache.sequence_state import RecurrentStates, recurrent_state_bytes
+from quantkit.executor.cache.sequence_state import recurrent_state_bytes
 from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.speculation.draft_model import load_draft
 from quantkit.executor.weights.load import load_model
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.models.delta_rule import (
-    DeltaInputs,
-    DeltaNet,
-    DeltaState,
-    DeltaWeights,
-    attend_sequence,
-    attend_step,
-)
 from quantkit.models.stored_parameters import read_model
 
 CONFIG = {
@@ -75,9 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(
     model: Path, budget: StepBudget | None = None, **options: Any
 ) -> Iterator[tuple[list[int], list[float]]]:
-    engine = Engine.load(
-        model, device="cpu", dtype="float32", **{"max_batch": 4, "max_model_len": 128} | options
-    )
+    engine = load(model, **{"max_model_len": 128} | options)
     if budget is not None:
         engine.scheduler.budget = budget
     yield from generated(engine)
@@ -85,7 +75,7 @@ def answers(
 
 
 def generated(engine: Engine) -> Iterator[tuple[list[int], list[float]]]:
-    for one in sorted(engine.generate(PROMPTS, PARAMS), key=lambda one: one.index):
+    for one in completions(engine, PROMPTS, PARAMS):
         yield one.token_ids, [token.logprob for token in one.logprobs or []]
     assert sorted(engine.scheduler._free_states) == [1, 2, 3, 4], "every place was given back"
 
@@ -140,7 +130,7 @@ def test_a_pass_may_be_computed_again(model: Path, monkeypatch: pytest.MonkeyPat
     """A layer fails after others have written their states: each sequence is computed alone then.
     And a captured step is computed first to compile it."""
     expected = list(answers(model))
-    engine = Engine.load(model, device="cpu", dtype="float32", max_batch=4, max_model_len=128)
+    engine = load(model, max_model_len=128)
     layer, calls = engine.loaded.model.layers[2], [0]
     attend = layer.attention
 
@@ -154,75 +144,26 @@ def test_a_pass_may_be_computed_again(model: Path, monkeypatch: pytest.MonkeyPat
     same(list(generated(engine)), expected)
     monkeypatch.undo()
 
-    def capture(step: Any, lengths: list[int]) -> Any:
+    def compiled(step: Any, lengths: list[int]) -> Any:
         step()
         return step
 
-    engine.runner = Runner(engine.loaded.model, engine.cache, capture)
+    capture(engine, compiled)
     same(list(generated(engine)), expected)
 
 
 def test_what_cannot_be_shared_or_guessed_is_refused(model: Path) -> None:
-    with pytest.raises(QuantkitError, match="whose state requests cannot share"):
-        Engine.load(model, device="cpu", prefix_cache=True)
-    with pytest.raises(QuantkitError, match="no MTP layer"):
-        Engine.load(model, device="cpu", draft_length=1)
-    with pytest.raises(
-        QuantkitError,
-        match="cannot be rolled back after a rejected draft; run it without --prompt-lookup",
+    rolled_back = "cannot be rolled back after a rejected draft; run it without --"
+    for asked, told in (
+        ({"prefix_cache": True}, "whose state requests cannot share"),
+        ({"draft_length": 1}, "no MTP layer"),
+        ({"prompt_lookup": 2}, f"{rolled_back}prompt-lookup"),
+        ({"draft": model}, f"{rolled_back}draft"),
     ):
-        Engine.load(model, device="cpu", prompt_lookup=2)
-    with pytest.raises(
-        QuantkitError, match="cannot be rolled back after a rejected draft; run it without --draft"
-    ):
-        Engine.load(model, device="cpu", draft=model)
+        with pytest.raises(QuantkitError, match=told):
+            load(model, **asked)
     with pytest.raises(QuantkitError, match="use another draft model"):
         load_draft(model, load_model(model, device="cpu"), EngineOptions(model, device="cpu"))
-
-
-def test_the_rule_token_by_token_is_the_rule_in_chunks() -> None:
-    """Against the definition in float64, with a state to begin with; and the bytes that are told
-    are those held."""
-    net, rng = DeltaNet(2, 4, 16, 8, 4, frozenset({0, 2})), torch.Generator().manual_seed(1)
-    weights = DeltaWeights(torch.randn(sum(net.segments), 4, generator=rng), net)
-    inputs = DeltaInputs(
-        torch.randn(150, sum(net.segments), generator=rng),
-        -torch.rand(150, 4, generator=rng),
-        torch.rand(150, 4, generator=rng),
-    )
-    state = DeltaState(
-        torch.randn(3, sum(net.segments), generator=rng), torch.randn(4, 16, 8, generator=rng)
-    )
-    exact, memory = _exact(inputs, weights, state)
-    found, after = attend_sequence(inputs, weights, state)
-    torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(after.memory.double(), memory, atol=1e-4, rtol=1e-4)
-    step = DeltaState(*(side[None] for side in state))
-    for token in range(150):
-        out, step = attend_step(
-            DeltaInputs(*(side[token : token + 1] for side in inputs)), weights, step
-        )
-        torch.testing.assert_close(out[0].double(), exact[token], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(step.recent[0], after.recent)
-    assert RecurrentStates(net, 5, "cpu").nbytes == recurrent_state_bytes(net, 5, 1)
-
-
-def _exact(inputs: DeltaInputs, weights: DeltaWeights, state: DeltaState) -> tuple[Tensor, Tensor]:
-    padded, memory = torch.cat((state.recent, inputs.mixed)).double(), state.memory.double()
-    out = []
-    for token, (decay, rate) in enumerate(zip(inputs.decay.double(), inputs.rate.double())):
-        mixed = torch.nn.functional.silu(
-            (padded[token : token + 4] * weights.convolution.double().t()).sum(0)
-        )
-        q, k, v = mixed[:32].view(2, 16), mixed[32:64].view(2, 16), mixed[64:].view(4, 8)
-        q, k = (side / (side.square().sum(-1, keepdim=True) + 1e-6).sqrt() for side in (q, k))
-        for head in range(4):
-            memory[head] *= decay[head].exp()
-            memory[head] += torch.outer(
-                k[head // 2], rate[head] * (v[head] - k[head // 2] @ memory[head])
-            )
-        out.append(torch.stack([q[head // 2] @ memory[head] / 4 for head in range(4)]))
-    return torch.stack(out), memory
 
 
 def test_plans_count_the_states_of_each_request(model: Path) -> None:

@@ -19,17 +19,33 @@ W = torch.randn(96, 256, generator=torch.Generator().manual_seed(0))
 NO_FP4 = kernels.backends.why_unusable("linear_fp4", "cpu", torch.device("cpu"))
 
 
+def rounded(
+    bits: int,
+    group: int | None,
+    symmetric: bool,
+    dtype: torch.dtype = torch.float32,
+    rows: int = 96,
+    columns: int = 256,
+) -> Weight:
+    return quantize_int(W[:rows, :columns], IntGrid(bits, group, symmetric), scale_dtype=dtype)
+
+
+def odd() -> kernels.Weight:
+    """24 rows in groups of 32, which no packed operator of a CPU takes."""
+    return operand(rounded(4, 32, False, torch.float16, 24, 64), torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("weight", "kind"),
     [
         (W, kernels.Dense),
-        (quantize_int(W, IntGrid(4, 128, False), scale_dtype=torch.float16), kernels.Int4),
-        (quantize_int(W, IntGrid(4, 64, True), scale_dtype=torch.bfloat16), kernels.Int4),
-        (quantize_int(W, IntGrid(8, None, True), scale_dtype=torch.float32), kernels.Int8),
-        (quantize_int(W, IntGrid(4, None, True), scale_dtype=torch.float32), kernels.Int4),
-        (quantize_int(W, IntGrid(4, None, False), scale_dtype=torch.float32), kernels.Int4),
-        (quantize_int(W, IntGrid(8, 128, True), scale_dtype=torch.float32), kernels.W8A16),
-        (quantize_int(W, IntGrid(8, 128, False), scale_dtype=torch.float32), kernels.Dense),
+        (rounded(4, 128, False, torch.float16), kernels.Int4),
+        (rounded(4, 64, True, torch.bfloat16), kernels.Int4),
+        (rounded(8, None, True), kernels.Int8),
+        (rounded(4, None, True), kernels.Int4),
+        (rounded(4, None, False), kernels.Int4),
+        (rounded(8, 128, True), kernels.W8A16),
+        (rounded(8, 128, False), kernels.Dense),
         (quantize_fp4(W), kernels.Fp4),
         (quantize_fp8_block(W), kernels.Dense),
     ],
@@ -95,7 +111,7 @@ def test_a_shared_expert_of_another_form_is_run_apart(
 def test_parts_on_different_grids_are_not_fused(
     weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = {"a": W, "b": quantize_int(W, IntGrid(4, 128, False), scale_dtype=torch.float16)}
+    parts = {"a": W, "b": rounded(4, 128, False, torch.float16)}
     monkeypatch.setattr(weights.checkpoint, "weight", lambda module, device: parts[module])
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
     expected = torch.cat([x @ dequantize(part).T for part in parts.values()], dim=-1)
@@ -154,9 +170,7 @@ def test_the_reference_is_told_with_its_time(
 ) -> None:
     """24 rows in groups of 32, which no packed operator of a CPU takes, and too little memory to
     expand them: told once."""
-    int4 = operand(
-        quantize_int(W[:24, :64], IntGrid(4, 32, False), scale_dtype=torch.float16), torch.bfloat16
-    )
+    int4 = odd()
     slow = ExecutorWeights(weights.checkpoint, [], device=torch.device("cpu"), dtype=torch.bfloat16)
     assert slow._backend("linear", int4) == "expanded"
     monkeypatch.setattr(slow, "_may_expand", False)
@@ -176,9 +190,7 @@ def test_what_the_backend_asked_for_does_not_take_of_a_model_is_told_once(
 ) -> None:
     """24 rows, which the CPU's packed operator of int4 does not take; of unquantized ones it has
     none, which is nothing to tell."""
-    int4 = operand(
-        quantize_int(W[:24, :64], IntGrid(4, 32, False), scale_dtype=torch.float16), torch.bfloat16
-    )
+    int4 = odd()
     asked = ExecutorWeights(
         weights.checkpoint, [], device=torch.device("cpu"), dtype=torch.bfloat16, backend="cpu"
     )
@@ -198,9 +210,7 @@ def test_experts_of_another_gate_go_where_kernels_for_it_are(
 ) -> None:
     """A CPU has none, and runs a loop over linears; inputs that are rounded need that loop
     everywhere."""
-    int4 = operand(
-        quantize_int(W[:24, :64], IntGrid(4, 32, False), scale_dtype=torch.float16), torch.bfloat16
-    )
+    int4 = odd()
     rounded = kernels.Fp4(
         *operand(quantize_fp4(W[:24, :64]), torch.bfloat16)[:3], torch.tensor(700.0)
     )

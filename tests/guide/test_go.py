@@ -13,7 +13,7 @@ from typing import Any
 import make_model
 import pytest
 import r1_headers
-from commands import Answer, command
+from commands import Answer, typed
 
 from quantkit.calibrate.recipe import load_recipe
 from quantkit.checkpoint.reader import Checkpoint
@@ -34,27 +34,26 @@ from quantkit.guide.record import Record
 from quantkit.planning.devices import Devices, find_devices
 
 GIB = 2**30
-SMALL = ["--samples", "4", "--seq-len", "48"]
 
 
 # --- devices
 # -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "count", "gib", "device"),
-    [
-        ("8x64GiB", 8, 64, "cuda"),
-        ("8x910C", 8, 64, "npu"),
-        ("8xh100", 8, 79, "cuda"),
-        ("16x910B4", 16, 32, "npu"),
-        ("1x24GiB", 1, 24, "cuda"),
-        ("4x80GiB", 4, 80, "cuda"),
-    ],
+DEVICES = (
+    "8x64GiB 8 64 cuda, 8x910C 8 64 npu, 8xh100 8 79 cuda, 16x910B4 16 32 npu, 1x24GiB 1 24 cuda"
 )
-def test_devices_are_read(text: str, count: int, gib: int, device: str) -> None:
-    found = find_devices(text)
-    assert (found.count, found.memory_bytes, found.device) == (count, gib * GIB, device)
+NO_DEVICES = (
+    "|8|8x|x64GiB|0x64GiB|8x64|8*64GiB|8x-1GiB|12x64GiB|8xGiB|8xV9000|-1x64GiB|2xcpu|8x0GiB"
+)
+
+
+def test_devices_are_read() -> None:
+    for case in DEVICES.split(", "):
+        text, count, gib, device = case.split()
+        found = find_devices(text)
+        size = (found.count, found.memory_bytes, found.device)
+        assert size == (int(count), int(gib) * GIB, device)
 
 
 def test_what_this_machine_has() -> None:
@@ -62,25 +61,7 @@ def test_what_this_machine_has() -> None:
     assert find_devices(None).count >= 1
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "8",
-        "8x",
-        "x64GiB",
-        "0x64GiB",
-        "8x64",
-        "8*64GiB",
-        "8x-1GiB",
-        "12x64GiB",
-        "8xGiB",
-        "8xV9000",
-        "-1x64GiB",
-        "2xcpu",
-        "8x0GiB",
-    ],
-)
+@pytest.mark.parametrize("text", NO_DEVICES.split("|"))
 def test_bad_devices_are_one_line_with_a_remedy(text: str) -> None:
     with pytest.raises(QuantkitError) as caught:
         find_devices(text)
@@ -194,24 +175,13 @@ def as_in_a_terminal() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def go(model: Path, *more: str) -> Answer:
-    return command(
-        "go",
-        str(model),
-        "--calibration",
-        "text.jsonl",
-        "--out",
-        "out",
-        "--yes",
-        "--devices",
-        "2xH100",
-        *SMALL,
-        *more,
-    )
+def go(model: Path, more: str = "") -> Answer:
+    asked = "--calibration text.jsonl --out out --yes --devices 2xH100 --samples 4 --seq-len 48"
+    return typed(f"go {model} {asked} {more}")
 
 
 def test_the_whole_job(tiny_checkpoint: Path, here: Path) -> None:
-    said = go(tiny_checkpoint, "--score", "--limit", "1", "--json")
+    said = go(tiny_checkpoint, "--score --limit 1 --json")
     assert said.code == 0, said
     made = said.json
     assert made["quality"]["kl"] > 0
@@ -223,7 +193,7 @@ def test_the_whole_job(tiny_checkpoint: Path, here: Path) -> None:
     assert f"vllm serve {made['model']} " in made["launch"][0]
     assert made["launch"][0] == (here / "out" / "launch.sh").read_text()
     before = {path: path.stat().st_mtime_ns for path in (here / "out").rglob("*.safetensors")}
-    again = go(tiny_checkpoint, "--score", "--limit", "1", "--json")
+    again = go(tiny_checkpoint, "--score --limit 1 --json")
     assert again.json == made
     assert all(
         f"{step}: done" in again.err
@@ -232,7 +202,7 @@ def test_the_whole_job(tiny_checkpoint: Path, here: Path) -> None:
     assert {
         path: path.stat().st_mtime_ns for path in (here / "out").rglob("*.safetensors")
     } == before
-    other = go(tiny_checkpoint, "--scheme", "awq-w4a16")
+    other = go(tiny_checkpoint, "--scheme awq-w4a16")
     assert (other.code, other.errors) == (1, 1)
     assert (
         "was begun with scheme not given; give the same to go on, or another --out" in other.error
@@ -309,28 +279,19 @@ def test_refused_before_work(
     tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One line each, and nothing is left behind."""
-    model, faults = (
-        str(tiny_checkpoint),
-        {
-            ("--devices", "8*64", "--yes"): "devices '8*64' make no sense",
-            ("--devices", "1x4GiB", "--yes"): "no scheme fits",
-            ("--devices", "cpu"): "no terminal to ask on; give --yes",
-            ("--scheme", "w3", "--yes"): "scheme 'w3' is not known",
-            ("--engine", "tgi", "--yes"): "engine 'tgi' is not known",
-            (
-                "--devices",
-                "cpu",
-                "--engine",
-                "vllm-ascend",
-                "--yes",
-            ): "vllm-ascend is not launched on",
-            ("--score", "--tasks", "chess", "--yes"): "chess",
-            ("--score", "--tasks", "humaneval", "--yes"): "humaneval",
-        },
-    )
+    faults = {
+        "--devices 8*64 --yes": "devices '8*64' make no sense",
+        "--devices 1x4GiB --yes": "no scheme fits",
+        "--devices cpu": "no terminal to ask on; give --yes",
+        "--scheme w3 --yes": "scheme 'w3' is not known",
+        "--engine tgi --yes": "engine 'tgi' is not known",
+        "--devices cpu --engine vllm-ascend --yes": "vllm-ascend is not launched on",
+        "--score --tasks chess --yes": "chess",
+        "--score --tasks humaneval --yes": "humaneval",
+    }
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
     for arguments, told in faults.items():
-        said = command("go", model, "--out", "out", "--calibration", "text.jsonl", *arguments)
+        said = typed(f"go {tiny_checkpoint} --out out --calibration text.jsonl {arguments}")
         assert (said.code, said.errors) == (2 if "is not known" in said.error else 1, 1), said
         assert told in said.error
         assert not (here / "out").exists(), arguments
@@ -360,17 +321,8 @@ def test_a_damaged_record_is_named(tiny_checkpoint: Path, here: Path) -> None:
 def test_it_asks(tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True, readline=lambda: "n\n"))
     monkeypatch.setattr("builtins.input", lambda: "n")
-    said = command(
-        "go",
-        str(tiny_checkpoint),
-        "--calibration",
-        "text.jsonl",
-        "--out",
-        "out",
-        "--devices",
-        "cpu",
-        *SMALL,
-    )
+    asked = "--calibration text.jsonl --out out --devices cpu --samples 4 --seq-len 48"
+    said = typed(f"go {tiny_checkpoint} {asked}")
     assert said.code == 1
     assert "loss to expect" in said.err
     assert "error: not begun" in said.err

@@ -3,6 +3,7 @@
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.results.published import published_speeds
 from quantkit.grids.schemes import find_scheme
 from quantkit.models import llama
+from quantkit.models.table import Parameter
 from quantkit.planning.cost_model import (
     PARTS,
     Prediction,
@@ -46,6 +48,15 @@ def levels(
         R1_TABLE, R1, find_scheme(scheme), hardware, devices=devices, batch=batch, context=context
     )
     return {prediction.level: prediction for prediction in predictions}
+
+
+def weights_of(rows: Iterable[Parameter]) -> int:
+    return sum(row.shape[0] * row.shape[1] for row in rows)
+
+
+def shared(rows: Iterable[Parameter]) -> float:
+    """On one device of eight."""
+    return sum(weights_of([row]) / (1 if row.split == "replicate" else 8) for row in rows)
 
 
 def compare_published(
@@ -145,26 +156,11 @@ def test_linears_of_few_rows_are_not_decoded(hardware: Hardware) -> None:
         few[0].weights + few[1].weights < many[0].weights < 1.05 * (few[0].weights + few[1].weights)
     )
     # Experts and the shared one, which runs as one of them, stay with the grouped product.
-    shared = (
-        sum(
-            row.shape[0] * row.shape[1]
-            for row in R1_TABLE
-            if row.block == "shared_expert" and not row.mtp
-        )
-        / 8
-    )
-    assert device_loads(R1_TABLE, R1, find_scheme("awq-w4a16").weight, 8, 1, split)[
-        0
-    ].weights == pytest.approx(
-        shared
-        + sum(
-            row.shape[0] * row.shape[1]
-            for row in R1_TABLE
-            if row.expert is not None and not row.mtp
-        )
-        / 8
-        / 32
-    )
+    main = [row for row in R1_TABLE if not row.mtp]
+    expected = weights_of(row for row in main if row.block == "shared_expert") / 8
+    expected += weights_of(row for row in main if row.expert is not None) / 8 / 32
+    found = device_loads(R1_TABLE, R1, find_scheme("awq-w4a16").weight, 8, 1, split)[0]
+    assert found.weights == pytest.approx(expected)
 
 
 def test_decoded_weights_go_to_the_l2_and_back(hardware: Hardware) -> None:
@@ -280,7 +276,7 @@ def test_what_fewer_launches_buy_is_what_the_page_says() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["awq-w4a16", "int8-a8w8c16"])
-@pytest.mark.parametrize("batch", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("batch", [1, 8, 32])
 def test_the_first_way_is_the_level_captured(scheme: str, batch: int, hardware: Hardware) -> None:
     first = ways(hardware, scheme, batch)[0]
     assert first.level == "torch_npu"
@@ -294,7 +290,7 @@ def test_why_backend_ascend_takes_its_kernels_where_they_were_built(
     scheme: str, hardware: Hardware
 ) -> None:
     """At any number of sequences: quantkit_kernels.ascend asks for no number."""
-    for batch in (*range(1, 9), 12, 16, 24, 32, 64):
+    for batch in (1, 2, 5, 8, 16, 64):
         found = {one.level: one.tpot_ms for one in ways(hardware, scheme, batch)}
         for more in ("", ", int8-attention"):
             assert found[f"ascend, built{more}"] < found[f"ascend{more}"], (batch, more)
@@ -305,25 +301,13 @@ def test_experts_on_the_vector_cores_go_not_through_the_l2(hardware: Hardware) -
     linears."""
     plain, mixed, few, both, *_ = ways(hardware, "awq-w4a16", 1)
     assert few.parts["l2"] == both.parts["l2"] == 0 < plain.parts["l2"]
-    moe = (
-        sum(
-            row.shape[0] * row.shape[1]
-            for row in R1_TABLE
-            if row.expert is not None and not row.mtp
-        )
-        / 8
-        / 32
-    )
+    moe = weights_of(row for row in R1_TABLE if row.expert is not None and not row.mtp) / 8 / 32
     rest = [row for row in R1_TABLE if row.role == "linear" and row.expert is None and not row.mtp]
-    others = sum(
-        row.shape[0] * row.shape[1] / (1 if row.split == "replicate" else 8) for row in rest
-    )
+    others = shared(rest)
     assert few.parts["vector"] == pytest.approx(9 * (moe + others) / 11e9)
     # What comes before attention costs a byte a weight, not four bits and a quarter.
     before = [row for row in rest if row.projection in ("q_a", "q_b", "kv_a")]
-    count = sum(
-        row.shape[0] * row.shape[1] / (1 if row.split == "replicate" else 8) for row in before
-    )
+    count = shared(before)
     assert mixed.parts["hbm"] - plain.parts["hbm"] == pytest.approx(
         count * (1 - 4.25 / 8) / (1600 * 0.6 * 1e6)
     )
@@ -331,24 +315,13 @@ def test_experts_on_the_vector_cores_go_not_through_the_l2(hardware: Hardware) -
 
 def test_a_dense_model_has_no_experts(hardware: Hardware) -> None:
     config = llama.Config.from_dict(
-        {
-            "vocab_size": 1000,
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 512,
-            "rope_theta": 10000.0,
-        }
+        json.loads("""{
+        "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 512, "rope_theta": 10000.0}""")
     )
-    one, two = (
-        device_loads(llama.parameters(config), config, find_scheme("awq-w4a16").weight, devices, 1)[
-            0
-        ]
-        for devices in (1, 2)
-    )
+    table, grid = llama.parameters(config), find_scheme("awq-w4a16").weight
+    one, two = (device_loads(table, config, grid, devices, 1)[0] for devices in (1, 2))
     linears = 2 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 256 * 512)
     assert one.weights == linears
     assert two.weights == linears / 2

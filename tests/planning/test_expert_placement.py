@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import command
+from commands import typed
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.weights.load import load_model
@@ -76,19 +76,8 @@ def test_the_file_says_what_was_placed(
     tiny_checkpoint: Path, counts: Path, tmp_path: Path, engine: str
 ) -> None:
     out = tmp_path / "placement"
-    answer = command(
-        *(
-            "place",
-            str(tiny_checkpoint),
-            "--counts",
-            str(counts),
-            "--devices",
-            "4",
-            "--redundant",
-            "4",
-        ),
-        *("--engine", engine, "--out", str(out), "--held-out", str(counts), "--json"),
-    )
+    asked = f"--devices 4 --redundant 4 --engine {engine} --out {out} --json"
+    answer = typed(f"place {tiny_checkpoint} --counts {counts} --held-out {counts} {asked}")
     told = answer.json
     loads = {
         layer: np.array(row, float) for layer, row in counts_of(tiny_checkpoint).layers.items()
@@ -125,45 +114,40 @@ def test_layers_share_copies_where_the_engine_allows_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "told"),
+    ("changes", "told"),
     [
-        ({"model_type": "qwen3_moe"}, {}, "model_type qwen3_moe"),
-        ({"hidden_size": 512}, {}, "hidden_size 512"),
-        ({"layers": {1: [1] * 8}}, {}, "counts no layer 2"),
-        ({"layers": {1: [1] * 8, 2: [1] * 8, 9: [1] * 8}}, {}, "counts layer 9"),
-        ({"layers": {1: [0] * 8, 2: [1] * 8}}, {}, "nothing but zeros for layer 1"),
-        ({"layers": {1: [1] * 7, 2: [1] * 8}}, {}, "7 counts for layer 1"),
-        ({"layers": {1: [-1] * 8, 2: [1] * 8}}, {}, "-1 for layer 1"),
-        ({}, {"--devices": "3"}, "give --redundant 1"),
-        ({}, {"--devices": "4", "--redundant": "6"}, "give --redundant 4 or 8"),
-        ({}, {"--devices": "2", "--redundant": "10"}, "more than 2 devices hold"),
-        ({}, {"--devices": "0"}, "make no sense"),
-        ({}, {"--devices": "4x1MiB", "--redundant": "4"}, "do not fit"),
-        ({}, {"--engine": "tgi"}, "'tgi'"),
-        ({}, {"--out": "/nowhere/file"}, "cannot write /nowhere/file"),
+        ({"model_type": "qwen3_moe"}, "model_type qwen3_moe"),
+        ({"hidden_size": 512}, "hidden_size 512"),
+        ({"layers": {1: [1] * 8}}, "counts no layer 2"),
+        ({"layers": {1: [1] * 8, 2: [1] * 8, 9: [1] * 8}}, "counts layer 9"),
+        ({"layers": {1: [0] * 8, 2: [1] * 8}}, "nothing but zeros for layer 1"),
+        ({"layers": {1: [1] * 7, 2: [1] * 8}}, "7 counts for layer 1"),
+        ({"layers": {1: [-1] * 8, 2: [1] * 8}}, "-1 for layer 1"),
     ],
 )
-def test_mismatched_inputs_are_one_line_errors(
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    changes: dict[str, Any],
-    options: dict[str, str],
-    told: str,
+def test_counts_of_another_model_are_refused(
+    tiny_checkpoint: Path, tmp_path: Path, changes: dict[str, Any], told: str
 ) -> None:
     counts_of(tiny_checkpoint, **changes).write(tmp_path / "counts.json")
-    given = {
-        "--counts": str(tmp_path / "counts.json"),
-        "--devices": "4",
-        "--engine": "vllm",
-        "--out": str(tmp_path / "p"),
-    } | options
-    answer = command(
-        "place", str(tiny_checkpoint), *(text for pair in given.items() for text in pair)
-    )
-    assert answer.code == 1
-    assert told in answer.error
-    assert answer.errors == 1
-    assert not (tmp_path / "p").exists()
+    assert told in refused(f"{tiny_checkpoint} --devices 4 --engine vllm", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "--devices 3 -> give --redundant 1",
+        "--devices 4 --redundant 6 -> give --redundant 4 or 8",
+        "--devices 2 --redundant 10 -> more than 2 devices hold",
+        "--devices 0 -> make no sense",
+        "--devices 4x1MiB --redundant 4 -> do not fit",
+        "--devices 4 --engine tgi -> 'tgi'",
+        "--devices 4 --out /nowhere/file -> cannot write /nowhere/file",
+    ],
+)
+@pytest.mark.usefixtures("counts")
+def test_what_cannot_be_placed_is_refused(tiny_checkpoint: Path, tmp_path: Path, case: str) -> None:
+    options, told = case.split(" -> ")
+    assert told in refused(f"{tiny_checkpoint} --engine vllm {options}", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -178,18 +162,15 @@ def test_mismatched_inputs_are_one_line_errors(
 )
 def test_an_invalid_file_is_reported(tiny_checkpoint: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "counts.json").write_text(text)
-    answer = command(
-        "place",
-        str(tiny_checkpoint),
-        "--counts",
-        str(tmp_path / "counts.json"),
-        "--devices",
-        "4",
-        "--engine",
-        "vllm",
-    )
-    assert answer.code == 1
-    assert "counts.json" in answer.error
+    assert "counts.json" in refused(f"{tiny_checkpoint} --devices 4 --engine vllm", tmp_path)
+
+
+def refused(asked: str, folder: Path) -> str:
+    """The one line of `place` with FOLDER/counts.json, which writes nothing."""
+    answer = typed(f"place --counts {folder}/counts.json --out {folder}/p {asked}")
+    assert (answer.code, answer.errors) == (1, 1)
+    assert not (folder / "p").exists()
+    return answer.error
 
 
 def chosen_by_hand(checkpoint: Path, ids: list[int]) -> dict[int, list[int]]:
@@ -219,13 +200,8 @@ def chosen_by_hand(checkpoint: Path, ids: list[int]) -> dict[int, list[int]]:
 def test_ppl_counts_what_the_routers_choose(tiny_checkpoint: Path, tmp_path: Path) -> None:
     text = "Experts are asked, and counted. " * 4
     (tmp_path / "text.txt").write_text(text)
-    answer = command(
-        "ppl",
-        str(tiny_checkpoint),
-        "--text",
-        str(tmp_path / "text.txt"),
-        "--count-experts",
-        str(tmp_path / "c.json"),
+    answer = typed(
+        f"ppl {tiny_checkpoint} --text {tmp_path}/text.txt --count-experts {tmp_path}/c.json"
     )
     assert answer.code == 0, answer.err
     counts = ExpertCounts.read(tmp_path / "c.json")
@@ -237,36 +213,19 @@ def test_ppl_counts_what_the_routers_choose(tiny_checkpoint: Path, tmp_path: Pat
 def test_run_counts_every_token_and_refuses_a_file_it_cannot_write(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    given = (
-        "run",
-        str(tiny_checkpoint),
-        "--prompt",
-        "one",
-        "--raw",
-        "--max-new-tokens",
-        "5",
-        "--json",
-        "--count-experts",
-    )
-    told = command(*given, str(tmp_path / "c.json")).json
+    given = f"run {tiny_checkpoint} --prompt one --raw --max-new-tokens 5 --json --count-experts"
+    told = typed(f"{given} {tmp_path}/c.json").json
     counts = ExpertCounts.read(tmp_path / "c.json")
     assert (
         counts.tokens == told["prompt_tokens"] + told["tokens"] - 1
     )  # the last one is not read any more
     assert all(sum(row) == 3 * counts.tokens for row in counts.layers.values())
-    assert "no folder" in command(*given, str(tmp_path / "none" / "c.json")).error
+    assert "no folder" in typed(f"{given} {tmp_path}/none/c.json").error
 
 
 def test_the_experts_of_a_server_are_counted_where_it_runs(tmp_path: Path) -> None:
-    answer = command(
-        "eval",
-        "http://127.0.0.1:1",
-        "--tasks",
-        "tiny-math",
-        "--limit",
-        "1",
-        "--count-experts",
-        str(tmp_path / "c.json"),
+    answer = typed(
+        f"eval http://127.0.0.1:1 --tasks tiny-math --limit 1 --count-experts {tmp_path}/c.json"
     )
     assert answer.code == 1
     assert not (tmp_path / "c.json").exists()

@@ -1,13 +1,15 @@
 """plan(): the published sizes of R1 from headers alone, and the bytes that quantize() then
 writes."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import make_model
 import psutil
 import pytest
 import r1_headers
-from commands import command
+from commands import typed
 from packed_model import write_random
 from tied_model import TIED, tied_tensors
 
@@ -22,6 +24,10 @@ from quantkit.planning.plan import Plan, plan
 from quantkit.quantization import quantize
 
 CUT = 4
+
+
+def made(source: Path | Checkpoint | str, scheme: str = "awq-w4a16", **options: Any) -> Plan:
+    return plan(source, find_scheme(scheme), PlanOptions(**options))
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,7 @@ def cut_source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="module")
 def r1(r1_source: Checkpoint) -> dict[str, Plan]:
     return {
-        scheme: plan(r1_source, find_scheme(scheme), PlanOptions(devices="8x64GiB"))
+        scheme: made(r1_source, scheme, devices="8x64GiB")
         for scheme in ("awq-w4a16", "int8-a8w8c16")
     }
 
@@ -69,10 +75,7 @@ def test_r1_in_four_bits_fits_one_box(r1: dict[str, Plan]) -> None:
 
 
 def test_a_cache_in_8_bits_has_room_for_more(tiny_checkpoint: Path) -> None:
-    wide, narrow = (
-        plan(tiny_checkpoint, find_scheme("awq-w4a16"), PlanOptions(cache=cache)).devices
-        for cache in (None, "int8")
-    )
+    wide, narrow = (made(tiny_checkpoint, cache=cache).devices for cache in (None, "int8"))
     assert narrow.cache_bytes_per_token == 3 * (128 + 2 * 16 + 4)
     assert wide.cache_bytes_per_token == 3 * 2 * (128 + 16)
     assert (
@@ -82,15 +85,14 @@ def test_a_cache_in_8_bits_has_room_for_more(tiny_checkpoint: Path) -> None:
     )
     assert "8-bit cache" in narrow.assumption
     with pytest.raises(QuantkitError, match="cache of 'int4' is not supported"):
-        plan(tiny_checkpoint, find_scheme("awq-w4a16"), PlanOptions(cache="int4"))
+        made(tiny_checkpoint, cache="int4")
 
 
 def test_a_draft_model_is_whole_on_every_device(
     tiny_checkpoint: Path, tiny_dense_checkpoint: Path
 ) -> None:
-    scheme = find_scheme("awq-w4a16")
     alone, beside = (
-        plan(tiny_checkpoint, scheme, PlanOptions(devices="2x64GiB", draft=draft)).devices
+        made(tiny_checkpoint, devices="2x64GiB", draft=draft).devices
         for draft in (None, tiny_dense_checkpoint)
     )
     stored = Checkpoint.open(tiny_dense_checkpoint).tensors
@@ -101,11 +103,7 @@ def test_a_draft_model_is_whole_on_every_device(
     assert beside.cache_bytes_per_token == 2 * (alone.cache_bytes_per_token or 0)
     assert beside.cache_tokens == pytest.approx((alone.cache_tokens or 0) / 2, rel=0.01)
     with pytest.raises(QuantkitError, match="--dp does not go with --draft"):
-        plan(
-            tiny_checkpoint,
-            scheme,
-            PlanOptions(devices="2x64GiB", dp=2, draft=tiny_dense_checkpoint),
-        )
+        made(tiny_checkpoint, devices="2x64GiB", dp=2, draft=tiny_dense_checkpoint)
 
 
 def test_r1_in_eight_bits_does_not(r1: dict[str, Plan]) -> None:
@@ -123,11 +121,9 @@ def test_memory_does_not_grow_with_the_model(r1: dict[str, Plan], tmp_path: Path
     cut = r1_headers.r1_config(
         num_hidden_layers=2, first_k_dense_replace=1, num_nextn_predict_layers=0
     )
-    small = plan(
-        r1_headers.write_headers(tmp_path / "cut", cut, shards=4), find_scheme("awq-w4a16")
-    )
+    small = made(r1_headers.write_headers(tmp_path / "cut", cut, shards=4))
     assert small.host_peak_bytes == r1["awq-w4a16"].host_peak_bytes
-    fewer = plan(tmp_path / "cut", find_scheme("awq-w4a16"), PlanOptions(samples=16))
+    fewer = made(tmp_path / "cut", samples=16)
     assert fewer.host_peak_bytes < small.host_peak_bytes
 
 
@@ -137,9 +133,9 @@ CALIBRATED = ("nvfp4-w4a4", "int8-a8w8c8")
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_output_bytes_are_those_written(tmp_path: Path, scheme: str) -> None:
-    config = make_model.tiny_config(num_hidden_layers=2)
+    config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
-    planned = plan(source, find_scheme(scheme))
+    planned = made(source, scheme)
     few = {"samples": 4, "held_out": 1, "seq_len": 24} if scheme in CALIBRATED else {"methods": ()}
     report = quantize(
         source,
@@ -157,7 +153,7 @@ def test_output_bytes_for_an_engine_are_those_written(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     scheme, recipe = find_scheme("awq-w4a16"), Recipe(scheme="awq-w4a16", methods=(), fit_points=1)
-    planned = plan(tiny_checkpoint, scheme, PlanOptions(engine="vllm-ascend", recipe=recipe))
+    planned = made(tiny_checkpoint, engine="vllm-ascend", recipe=recipe)
     report = quantize(
         tiny_checkpoint,
         tmp_path / "out",
@@ -168,19 +164,14 @@ def test_output_bytes_for_an_engine_are_those_written(
         device="cpu",
     )
     assert (planned.format, planned.output_bytes) == (report.format, report.output_bytes)
-    assert (
-        planned.output_bytes
-        != plan(tiny_checkpoint, scheme, PlanOptions(recipe=recipe)).output_bytes
-    )
+    assert planned.output_bytes != made(tiny_checkpoint, recipe=recipe).output_bytes
 
 
 def test_an_unknown_architecture_is_planned_without_a_cache(tmp_path: Path) -> None:
     config = make_model.tiny_config(model_type="mamba")
     source = make_model.write_dense(tmp_path / "source", config, make_model.random_tensors(config))
-    planned = command(
-        "plan", str(source), "--scheme", "rtn-w4a16", "--devices", "2x1GiB", "--json"
-    ).json
-    assert command("plan", str(source), "--scheme", "rtn-w4a16").code == 0
+    planned = typed(f"plan {source} --scheme rtn-w4a16 --devices 2x1GiB --json").json
+    assert typed(f"plan {source} --scheme rtn-w4a16").code == 0
     report = quantize(
         source,
         tmp_path / "out",
@@ -198,32 +189,25 @@ def test_an_unknown_architecture_is_planned_without_a_cache(tmp_path: Path) -> N
 
 
 def test_known_hardware_is_predicted_too() -> None:
-    planned = plan(
-        "tiny-r1", find_scheme("awq-w4a16"), PlanOptions(devices="8x910B1", context=4096)
-    )
+    planned = made("tiny-r1", devices="8x910B1", context=4096)
     assert planned.devices.count == 8
     assert planned.cost_model is not None
     assert (planned.cost_model["hardware"], planned.cost_model["context"]) == ("910B1", 384)
-    assert (
-        planned.devices.memory_bytes
-        == plan(
-            "tiny-r1", find_scheme("awq-w4a16"), PlanOptions(devices="8x64GiB")
-        ).devices.memory_bytes
-    )
-    assert (
-        plan("tiny-r1", find_scheme("awq-w4a16"), PlanOptions(devices="4x141GB")).cost_model is None
-    )
+    assert planned.devices.memory_bytes == made("tiny-r1", devices="8x64GiB").devices.memory_bytes
+    assert made("tiny-r1", devices="4x141GB").cost_model is None
     assert sum(planned.devices.workspace_bytes.values()) <= planned.devices.reserve_bytes
-    assert (
-        plan(
-            "tiny-r1", find_scheme("awq-w4a16"), PlanOptions(devices="8x64GiB")
-        ).devices.workspace_bytes
-        == {}
-    )
-    named = plan("tiny-r1", find_scheme("awq-w4a16"), PlanOptions(devices="8xh100"))
+    assert made("tiny-r1", devices="8x64GiB").devices.workspace_bytes == {}
+    named = made("tiny-r1", devices="8xh100")
     assert (named.devices.memory_bytes, named.cost_model) == (79 * 2**30, None)
     with pytest.raises(QuantkitError, match="hardware FOO is not known"):
-        plan("tiny-r1", find_scheme("awq-w4a16"), PlanOptions(devices="8xFOO"))
+        made("tiny-r1", devices="8xFOO")
+
+
+GROUPED = json.loads("""{
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_attention_heads": 16,
+    "num_key_value_heads": 8, "hidden_size": 128, "head_dim": 32, "intermediate_size": 256,
+    "num_hidden_layers": 2, "vocab_size": 320, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "max_position_embeddings": 40960, "tie_word_embeddings": false}""")
 
 
 def test_roles_of_a_layout_keep_tokens_in_as_many_bits_as_the_engine_has(
@@ -231,52 +215,25 @@ def test_roles_of_a_layout_keep_tokens_in_as_many_bits_as_the_engine_has(
 ) -> None:
     """vllm-ascend: latents in 8 bits only where they came from another role; keys and values
     wherever they are sent to none."""
-    grouped = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-    }
-    grouped |= {
-        "hidden_size": 128,
-        "head_dim": 32,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "vocab_size": 320,
-    }
-    grouped |= {
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 40960,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-    }
-    keys = write_random(tmp_path / "qwen3", grouped)
+    keys = write_random(tmp_path / "qwen3", GROUPED)
 
     def token_bytes(source: Path | Checkpoint, scheme: str, layout: str) -> dict[str, int]:
-        found = plan(
-            source, find_scheme(scheme), PlanOptions(engine="vllm-ascend", layout=layout)
-        ).layout
+        found = made(source, scheme, engine="vllm-ascend", layout=layout).layout
         assert found is not None
         return {role: held.cache_bytes_per_token for role, held in found.memory.items()}
 
-    apart = token_bytes(cut_source, "int8-a8w8c16", "disaggregated-a2")
-    assert apart == {"prefill": CUT * 2 * 576, "decode": CUT * 2 * 576}
-    assert token_bytes(cut_source, "int8-a8w8c8", "disaggregated-a2") == {
-        "prefill": apart["prefill"],
-        "decode": CUT * (512 + 4 + 2 * 64),
-    }
-    assert token_bytes(cut_source, "int8-a8w8c8", "four-boxes") == token_bytes(
-        cut_source, "int8-a8w8c16", "four-boxes"
-    )
-    assert (
-        token_bytes(keys, "int8-a8w8c8", "one-box")["server"]
-        < 0.6 * token_bytes(keys, "int8-a8w8c16", "one-box")["server"]
-    )
-    apart, coded = (
-        token_bytes(keys, scheme, "disaggregated-a2") for scheme in ("int8-a8w8c16", "int8-a8w8c8")
-    )
-    assert coded["prefill"] == apart["prefill"]
-    assert coded["decode"] < 0.6 * apart["decode"]
+    apart, wide, narrow = "disaggregated-a2", "int8-a8w8c16", "int8-a8w8c8"
+    plain = token_bytes(cut_source, wide, apart)
+    assert plain == {"prefill": CUT * 2 * 576, "decode": CUT * 2 * 576}
+    coded = token_bytes(cut_source, narrow, apart)
+    assert coded == plain | {"decode": CUT * (512 + 4 + 2 * 64)}
+    together = [token_bytes(cut_source, scheme, "four-boxes") for scheme in (narrow, wide)]
+    assert together[0] == together[1]
+    one, other = (token_bytes(keys, scheme, "one-box")["server"] for scheme in (narrow, wide))
+    assert one < 0.6 * other
+    plain, coded = (token_bytes(keys, scheme, apart) for scheme in (wide, narrow))
+    assert coded["prefill"] == plain["prefill"]
+    assert coded["decode"] < 0.6 * plain["decode"]
 
 
 def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(
@@ -284,48 +241,43 @@ def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(
 ) -> None:
     """What `deploy` reports for the output, from the source's headers: memory, experts and the
     predicted rate next to the published one."""
-    scheme = find_scheme("int8-a8w8c16")
-    planned = plan(r1_source, scheme, PlanOptions(engine="vllm-ascend", layout="four-boxes"))
-    found = planned.layout
+    whole = made(r1_source, "int8-a8w8c16", engine="vllm-ascend", layout="four-boxes")
+    found = whole.layout
     assert found is not None
-    assert planned.fits
-    assert not plan(
-        r1_source, scheme, PlanOptions(engine="vllm-ascend")
-    ).fits  # on the 8x64GiB that are meant otherwise
+    assert whole.fits
     assert (found.devices, found.experts) == ({"server": 32}, {"server": 8})
     assert round(found.memory["server"].weight_bytes / 1e9, 1) == 27.7, (
         "as benchmarks/results/clusters.json has it"
     )
     (rate,) = found.decoding
     predicted = {one["level"]: round(one["tokens_per_second"]) for one in rate["predicted"]}
-    assert (rate["tokens_per_second"], predicted["floor"], predicted["eager"]) == (
-        303.67,
-        1070,
-        426,
-    )
-    copies = plan(
-        r1_source, scheme, PlanOptions(engine="vllm-ascend", layout="four-boxes", redundant=32)
-    ).layout
-    assert copies is not None
-    assert copies.experts == {"server": 9}
-    assert copies.memory["server"].weight_bytes > found.memory["server"].weight_bytes
-    with pytest.raises(QuantkitError, match="layout 'four-boxes' needs an engine; give --engine"):
-        plan(cut_source, scheme, PlanOptions(layout="four-boxes"))
-    with pytest.raises(QuantkitError, match="--cache does not go with --layout"):
-        plan(
-            cut_source, scheme, PlanOptions(engine="vllm-ascend", layout="four-boxes", cache="int8")
-        )
-    with pytest.raises(QuantkitError, match="vllm-ascend has no layout none; its layouts"):
-        plan(cut_source, scheme, PlanOptions(engine="vllm-ascend", layout="none"))
+    rates = (rate["tokens_per_second"], predicted["floor"], predicted["eager"])
+    assert rates == (303.67, 1070, 426)
+
+    def cut(**options: Any) -> PlannedLayout:
+        asked = {"engine": "vllm-ascend", "layout": "four-boxes"} | options
+        found = made(cut_source, "int8-a8w8c16", **asked).layout
+        assert found is not None
+        return found
+
+    copies, alone = cut(redundant=32), cut()
+    assert (copies.experts, alone.experts) == ({"server": 9}, {"server": 8})
+    assert copies.memory["server"].weight_bytes > alone.memory["server"].weight_bytes
+    for asked, told in (
+        ({"engine": None}, "layout 'four-boxes' needs an engine; give --engine"),
+        ({"cache": "int8"}, "--cache does not go with --layout"),
+        ({"layout": "none"}, "vllm-ascend has no layout none; its layouts"),
+    ):
+        with pytest.raises(QuantkitError, match=told):
+            cut(**asked)
 
 
 def test_a_layout_is_planned_on_the_machines_that_are_given(cut_source: Checkpoint) -> None:
     """--devices were ignored with --layout: 64 devices held what 32 do."""
-    scheme = find_scheme("int8-a8w8c16")
 
     def laid_out(layout: str, devices: str | None) -> PlannedLayout:
-        found = plan(
-            cut_source, scheme, PlanOptions(engine="vllm-ascend", layout=layout, devices=devices)
+        found = made(
+            cut_source, "int8-a8w8c16", engine="vllm-ascend", layout=layout, devices=devices
         ).layout
         assert found is not None
         return found
@@ -350,31 +302,19 @@ def test_a_layout_is_planned_on_the_machines_that_are_given(cut_source: Checkpoi
 
 
 def test_a_layout_that_cannot_be_split_so_does_not_fit() -> None:
-    planned = plan(
-        "tiny-r1", find_scheme("awq-w4a16"), PlanOptions(engine="vllm", layout="two-boxes")
-    )
+    planned = made("tiny-r1", engine="vllm", layout="two-boxes")
     assert planned.layout is not None
     assert not planned.fits
     told = dict(planned.layout.facts())["  server cannot be split this way"]
     assert "which 8 ranks cannot share in steps of" in told
-    on_two = plan(
-        "tiny-r1",
-        find_scheme("int8-a8w8c16"),
-        PlanOptions(engine="vllm", layout="two-boxes", devices="2xH100"),
-    )
+    on_two = made("tiny-r1", "int8-a8w8c16", engine="vllm", layout="two-boxes", devices="2xH100")
     assert (on_two.fits, on_two.layout and on_two.layout.problems) == (True, {})
 
 
 def test_the_command_prints_a_layout_and_its_published_rate(r1_source: Checkpoint) -> None:
-    told = command(
-        "plan",
-        str(r1_source.path),
-        "--scheme",
-        "int8-a8w8c16",
-        "--engine",
-        "vllm-ascend",
-        "--layout",
-        "disaggregated-384",
+    told = typed(
+        f"plan {r1_source.path} --scheme int8-a8w8c16 --engine vllm-ascend "
+        "--layout disaggregated-384"
     )
     assert "published 1920 tokens/s a device" in told.err
     assert "fused: 2485 tokens/s (+29%)" in told.err
@@ -382,20 +322,10 @@ def test_the_command_prints_a_layout_and_its_published_rate(r1_source: Checkpoin
 
 
 def test_samples_are_the_recipes_unless_given(tiny_checkpoint: Path) -> None:
-    scheme, recipe = find_scheme("awq-w4a16"), Recipe(scheme="awq-w4a16", samples=16, seq_len=64)
-    by_recipe = plan(tiny_checkpoint, scheme, PlanOptions(recipe=recipe)).host_peak.hidden_states
-    assert (
-        by_recipe
-        == plan(
-            tiny_checkpoint, scheme, PlanOptions(samples=16, seq_len=64)
-        ).host_peak.hidden_states
-    )
-    assert (
-        by_recipe
-        < plan(
-            tiny_checkpoint, scheme, PlanOptions(recipe=recipe, samples=32)
-        ).host_peak.hidden_states
-    )
+    recipe = Recipe(scheme="awq-w4a16", samples=16, seq_len=64)
+    by_recipe = made(tiny_checkpoint, recipe=recipe).host_peak.hidden_states
+    assert by_recipe == made(tiny_checkpoint, samples=16, seq_len=64).host_peak.hidden_states
+    assert by_recipe < made(tiny_checkpoint, recipe=recipe, samples=32).host_peak.hidden_states
 
 
 def test_devices_are_parsed_and_faults_reported() -> None:
@@ -419,4 +349,4 @@ def test_devices_are_parsed_and_faults_reported() -> None:
 def test_copies_of_experts_that_are_not_there_are_refused(tmp_path: Path) -> None:
     dense = make_model.write_dense(tmp_path / "dense", TIED, tied_tensors())
     with pytest.raises(QuantkitError, match="no routed experts to copy; leave out --redundant"):
-        plan(dense, find_scheme("awq-w4a16"), PlanOptions(redundant=2))
+        made(dense, redundant=2)

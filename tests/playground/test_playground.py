@@ -141,12 +141,12 @@ def test_divergence_by_its_formula() -> None:
     assert divergence(torch.tensor([1.0, 0.0]).log(), torch.tensor([1.0, 0.0]).log()) == 0
 
 
-@pytest.mark.parametrize(
-    ("answers", "place"),
-    [([[1, 2], [1, 2]], None), ([[1, 2], [1, 3]], 1), ([[1], [1, 2]], 1), ([[], [4]], 0)],
-)
-def test_where_paths_part(answers: list[list[int]], place: int | None) -> None:
-    assert first_difference(answers) == place
+def test_where_paths_part() -> None:
+    cases = (
+        """{"[[1, 2], [1, 2]]": null, "[[1, 2], [1, 3]]": 1, "[[1], [1, 2]]": 1, "[[], [4]]": 0}"""
+    )
+    for answers, place in json.loads(cases).items():
+        assert first_difference(json.loads(answers)) == place
 
 
 def test_models_of_other_tokens_are_refused(tiny_checkpoint: Path, scripted: Playground) -> None:
@@ -156,18 +156,14 @@ def test_models_of_other_tokens_are_refused(tiny_checkpoint: Path, scripted: Pla
 
 
 def test_only_its_own_page_is_answered(url: str) -> None:
-    body = {"prompt": "a", "max_new_tokens": 2}
-    assert httpx.get(f"{url}/models", headers={"Host": "evil.example"}).status_code == 403
-    assert (
-        httpx.post(f"{url}/play", json=body, headers={"Origin": "http://evil.example"}).status_code
-        == 403
-    )
-    assert (
-        httpx.post(
-            f"{url}/play", content=json.dumps(body), headers={"Content-Type": "text/plain"}
-        ).status_code
-        == 400
-    )
+    body = json.dumps({"prompt": "a", "max_new_tokens": 2})
+    for header, value, status in (
+        ("Host", "evil.example", 403),
+        ("Origin", "http://evil.example", 403),
+        ("Content-Type", "text/plain", 400),
+    ):
+        headers = {"Content-Type": "application/json", header: value}
+        assert httpx.post(f"{url}/play", content=body, headers=headers).status_code == status
     page = httpx.get(f"{url}/")
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert page.headers["x-content-type-options"] == "nosniff"
@@ -175,20 +171,17 @@ def test_only_its_own_page_is_answered(url: str) -> None:
     assert "innerHTML" not in httpx.get(f"{url}/page.js").text
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
+def test_bad_questions_are_refused(url: str) -> None:
+    for body, said in (
         ({"prompt": ""}, "prompt"),
         ({"prompt": "a", "max_new_tokens": 2049}, "max_new_tokens"),
         ({"prompt": "a", "temperature": 1}, "temperature"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": "x" * 1_100_000}, "larger"),
-    ],
-)
-def test_bad_questions_are_refused(url: str, body: dict[str, Any], said: str) -> None:
-    answer = httpx.post(f"{url}/play", json=body)
-    assert answer.status_code == 400
-    assert said in answer.json()["error"]
+    ):
+        answer = httpx.post(f"{url}/play", json=body)
+        assert answer.status_code == 400
+        assert said in answer.json()["error"]
 
 
 def test_a_prompt_that_is_too_long_is_reported(url: str) -> None:

@@ -1,13 +1,23 @@
 """Small models that others guess for, and what is asked of them: of tests of draft models and
 heads."""
 
+import os
 from pathlib import Path
 from typing import Any
 
+import engines
+import torch
 from tied_model import TIED
 
 from quantkit.executor.engine import Engine
+from quantkit.executor.memory_budget import plan_kv_cache
+from quantkit.executor.options import EngineOptions
+from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Sequence
+from quantkit.executor.speculation.draft_model import load_draft
+from quantkit.executor.weights.load import load_model
+from quantkit.tokenizer.chat import ChatTokenizer
 
 LLAMA: dict[str, Any] = TIED | {
     "hidden_size": 64,
@@ -30,13 +40,7 @@ MIXED = [
 
 
 def load(path: Path, draft: Path | None = None, **options: Any) -> Engine:
-    return Engine.load(
-        path,
-        device="cpu",
-        dtype="float32",
-        draft=draft,
-        **{"max_batch": 4, "max_model_len": 128, **options},
-    )
+    return engines.load(path, draft, **{"max_model_len": 128, **options})
 
 
 def tokens(
@@ -44,9 +48,7 @@ def tokens(
     params: SamplingParams | list[SamplingParams],
     prompts: list[list[int]] = PROMPTS,
 ) -> list[list[int]]:
-    done = sorted(engine.generate(prompts, params), key=lambda one: one.index)
-    assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_blocks
-    return [one.token_ids for one in done]
+    return engines.tokens(engine, prompts, params)
 
 
 def measured(engine: Engine) -> float:
@@ -58,14 +60,29 @@ def measured(engine: Engine) -> float:
     return rate
 
 
-def in_place(step: Any, lengths: list[int]) -> Any:
-    """As a graph behaves: computes on the buffers that the step was made with, and leaves results
-    where the first ones lay."""
-    kept = step()
+def ranked(parallel: Parallel, options: EngineOptions) -> Engine:
+    """The engine of a forked rank, which has the whole draft."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    parallel._open_channel(torch.device("cpu"))
+    loaded = load_model(options.model_path, device="cpu", dtype="float32", parallel=parallel)
+    draft = load_draft(options.draft, loaded, options)
+    tokenizer, cache = ChatTokenizer(options.model_path), plan_kv_cache(loaded, options, draft)
+    return Engine(loaded, tokenizer, cache, options, draft)
 
-    def replay() -> Any:
-        for old, new in zip(kept, step()) if isinstance(kept, tuple) else [(kept, step())]:
-            old.copy_(new)
-        return kept
 
-    return replay
+def beyond_the_backlog(engine: Engine, drafts: int, unread: int) -> tuple[Sequence, Sequence]:
+    """An old and a recent request, of which the old one has more tokens than a drafter keeps to
+    read later, and the recent one `unread`: for six steps with guesses the recent one alone gets some."""
+    asked = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    engine.speculation.set_lengths(0, 0)
+    old = engine.submit(PROMPTS[0], asked)
+    while len(old.generated) < 12:
+        engine.step()
+    recent = engine.submit(PROMPTS[1], asked, 1)
+    while len(recent.generated) < unread:
+        engine.step()
+    engine.speculation.set_lengths(drafts, 0)
+    for _ in range(6):
+        engine.step()
+        assert (bool(old.drafts), bool(recent.drafts)) == (False, True)
+    return old, recent

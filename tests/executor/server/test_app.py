@@ -28,6 +28,9 @@ from quantkit.executor.server.metrics import Gauge
 from quantkit.executor.server.service import Service
 from quantkit.tokenizer.chat import TextStream
 
+ASKED: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 5}
+ON: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
+
 
 @pytest.fixture(scope="module")
 def running(tiny_checkpoint: Path) -> Iterator[Running]:
@@ -51,157 +54,88 @@ def expected(peer: Engine, prompt: list[int], params: SamplingParams) -> str:
 
 
 def test_chat_whole_and_streamed(running: Running, peer: Engine) -> None:
-    client = running.client()
-    asked = {
-        "model": "tiny",
-        "messages": MESSAGES,
-        "max_tokens": 20,
-        "temperature": 0,
-        "extra_body": {"ignore_eos": True},
-    }
+    """The template opens <think>, so it is all reasoning."""
+    client, ids = running.client(), peer.tokenizer.encode_chat(MESSAGES)
+    asked = ASKED | ON | {"messages": MESSAGES, "max_tokens": 20}
     whole = client.chat.completions.create(**asked)
-    text = expected(
-        peer,
-        peer.tokenizer.encode_chat(MESSAGES),
-        SamplingParams(max_new_tokens=20, ignore_eos=True),
-    )
-    message = whole.choices[0].message
-    assert message.reasoning_content.rstrip("\ufffd") == text.lstrip("\n"), (
-        "the template opens <think>, so it is all reasoning"
-    )
-    assert message.content == ""
+    text = expected(peer, ids, SamplingParams(max_new_tokens=20, ignore_eos=True)).lstrip("\n")
+    message, usage = whole.choices[0].message, whole.usage
+    assert (message.reasoning_content.rstrip("\ufffd"), message.content) == (text, "")
     assert whole.choices[0].finish_reason == "length"
-    assert whole.usage.prompt_tokens == len(peer.tokenizer.encode_chat(MESSAGES))
-    assert (
-        whole.usage.completion_tokens
-        == whole.usage.completion_tokens_details.reasoning_tokens
-        == 20
-    )
-    chunks = list(
-        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
-    )
-    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
-    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas).rstrip(
-        "\ufffd"
-    ) == text.lstrip("\n")
-    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
-    assert chunks[-1].usage == whole.usage
+    assert usage.prompt_tokens == len(ids)
+    assert usage.completion_tokens == usage.completion_tokens_details.reasoning_tokens == 20
+    asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(**asked))
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    thought = [getattr(one.delta, "reasoning_content", None) or "" for one in choices]
+    assert "".join(thought).rstrip("\ufffd") == text
+    assert choices[-1].finish_reason == "length"
+    assert chunks[-1].usage == usage
     assert len({chunk.id for chunk in chunks}) == 1
 
 
 def test_completions_prompts_choices_stop_and_seed(running: Running, peer: Engine) -> None:
     client = running.client()
-    asked = {
-        "model": "tiny",
-        "max_tokens": 12,
-        "temperature": 0.9,
-        "top_p": 0.95,
-        "seed": 11,
-        "extra_body": {"ignore_eos": True},
-    }
+    drawn = {"temperature": 0.9, "top_p": 0.95}
+    asked = ASKED | ON | drawn | {"max_tokens": 12, "seed": 11}
     both = client.completions.create(prompt=["one", "two"], n=2, **asked)
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
-    wanted = [("one", 11), ("one", 12), ("two", 11), ("two", 12)]
+    prompts = [peer.tokenizer.encode(prompt) for prompt in ("one", "one", "two", "two")]
     params = [
-        SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, seed=seed, ignore_eos=True)
-        for _, seed in wanted
+        SamplingParams(max_new_tokens=12, seed=seed, ignore_eos=True, **drawn)
+        for seed in (11, 12, 11, 12)
     ]
     # Together, as the server computes them: sums over other numbers of rows differ in their last
     # bits, and a draw may be close.
-    for done in peer.generate([peer.tokenizer.encode(prompt) for prompt, _ in wanted], params):
+    for done in peer.generate(prompts, params):
         assert both.choices[done.index].text.rstrip("\ufffd") == done.text.rstrip("\ufffd")
     assert both.usage.prompt_tokens == 6
     text = both.choices[0].text
-    stopped = client.completions.create(prompt="one", stop=[text[3:6]], **asked)
-    assert stopped.choices[0].text == text[: text.index(text[3:6])]
-    assert stopped.choices[0].finish_reason == "stop"
-
-
-def test_token_ids_as_prompt(running: Running) -> None:
-    asked = {"model": "tiny", "max_tokens": 4, "temperature": 0}
-    client = running.client()
-    ids = client.completions.create(prompt=running.engine.tokenizer.encode("one"), **asked)
-    assert ids.choices[0].text == client.completions.create(prompt="one", **asked).choices[0].text
+    stopped = client.completions.create(prompt="one", stop=[text[3:6]], **asked).choices[0]
+    assert (stopped.text, stopped.finish_reason) == (text[: text.index(text[3:6])], "stop")
+    ids, same = (
+        client.completions.create(prompt=prompt, **ASKED).choices[0].text
+        for prompt in (running.engine.tokenizer.encode("one"), "one")
+    )
+    assert ids == same
 
 
 def test_logprobs(running: Running) -> None:
     client = running.client()
-    asked = {
-        "model": "tiny",
-        "messages": MESSAGES,
-        "max_tokens": 5,
-        "temperature": 0,
-        "logprobs": True,
-        "top_logprobs": 2,
-    }
+    asked = ASKED | {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
     whole = client.chat.completions.create(**asked).choices[0].logprobs.content
     assert len(whole) == 5
     for token in whole:
         assert token.logprob == token.top_logprobs[0].logprob > token.top_logprobs[1].logprob
-    streamed = [
-        chunk.choices[0]
-        for chunk in client.chat.completions.create(**asked, stream=True)
-        if chunk.choices
-    ]
-    again = [token for choice in streamed if choice.logprobs for token in choice.logprobs.content]
-    assert [token.logprob for token in again] == [token.logprob for token in whole]
-    old = (
-        client.completions.create(
-            model="tiny", prompt="one", max_tokens=3, temperature=0, logprobs=2
-        )
-        .choices[0]
-        .logprobs
-    )
-    assert len(old.tokens) == len(old.token_logprobs) == len(old.top_logprobs) == 3
+    chunks = client.chat.completions.create(**asked, stream=True)
+    shown = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices]
+    again = [token.logprob for one in shown if one for token in one.content]
+    assert again == [token.logprob for token in whole]
+    old = client.completions.create(prompt="one", logprobs=2, **ASKED).choices[0].logprobs
+    assert len(old.tokens) == len(old.token_logprobs) == len(old.top_logprobs) == 5
 
 
 def test_parts_of_characters_are_told_by_their_bytes(running: Running) -> None:
     text, client = "é😀a你b", running.client()
-    forced: dict[str, Any] = {
-        "model": "tiny",
-        "max_tokens": 30,
-        "temperature": 0,
-        "extra_body": {"guided_regex": text},
-    }
-    old = client.completions.create(prompt="one", logprobs=1, **forced).choices[0]
+    forced = ASKED | {"max_tokens": 30, "extra_body": {"guided_regex": text}, "logprobs": 1}
+    old = client.completions.create(prompt="one", **forced).choices[0]
     assert old.text == text
-    assert old.logprobs is not None
-    offsets = old.logprobs.text_offset or []
-    assert [
-        (token, text[at])
-        for token, at in zip(old.logprobs.tokens or [], offsets, strict=True)
-        if "\ufffd" not in token
-    ] == [
-        ("a", "a"),
-        ("b", "b"),
-    ]
+    offsets = old.logprobs.text_offset
+    places = zip(old.logprobs.tokens, offsets, strict=True)
+    whole = [(token, text[at]) for token, at in places if "\ufffd" not in token]
+    assert whole == [("a", "a"), ("b", "b")]
     assert max(offsets) == len(text) - 1
-    chunks = list(
-        client.completions.create(prompt="one", logprobs=1, echo=True, stream=True, **forced)
-    )
-    streamed = [
-        at
-        for chunk in chunks
-        if (shown := chunk.choices[0].logprobs)
-        for at in shown.text_offset or []
-    ]
+    chunks = client.completions.create(prompt="one", echo=True, stream=True, **forced)
+    shown = [chunk.choices[0].logprobs for chunk in chunks]
+    streamed = [at for one in shown if one for at in one.text_offset or []]
     assert streamed == [*range(3), *(3 + at for at in offsets)]
-    asked: dict[str, Any] = {
-        "model": "tiny",
-        "messages": MESSAGES,
-        "max_tokens": 30,
-        "temperature": 0,
-        "logprobs": True,
-    }
-    said = client.chat.completions.create(
-        **asked, extra_body={"separate_reasoning": False}
-    ).choices[0]
-    assert said.logprobs is not None
-    assert "\ufffd" in "".join(token.token for token in said.logprobs.content or [])
-    told = b"".join(bytes(token.bytes or []) for token in said.logprobs.content or [])
-    assert (
-        told.decode(errors="replace").rstrip("\ufffd") == said.message.content
-    )  # of the last character the rest lacks
+    asked = ASKED | {"messages": MESSAGES, "max_tokens": 30, "logprobs": True}
+    asked["extra_body"] = {"separate_reasoning": False}
+    said = client.chat.completions.create(**asked).choices[0]
+    tokens = said.logprobs.content
+    assert "\ufffd" in "".join(token.token for token in tokens)
+    told = b"".join(bytes(token.bytes or []) for token in tokens).decode(errors="replace")
+    assert told.rstrip("\ufffd") == said.message.content  # of the last character the rest lacks
 
 
 def test_an_answer_goes_on_beside_a_prompt(
@@ -226,13 +160,7 @@ def test_an_answer_goes_on_beside_a_prompt(
         return agree(chosen)
 
     def answer() -> None:
-        asked: dict[str, Any] = {
-            "model": "tiny",
-            "prompt": [5, 6, 7],
-            "max_tokens": 600,
-            "logprobs": 0,
-            "extra_body": {"ignore_eos": True},
-        }
+        asked = ASKED | ON | {"prompt": [5, 6, 7], "max_tokens": 300, "logprobs": 0}
         for chunk in server.client().completions.create(**asked, stream=True):
             shown = chunk.choices[0].logprobs
             tokens.extend((shown.tokens if shown else None) or [])
@@ -299,22 +227,12 @@ def test_a_stream_cut_by_the_end_of_the_grace_says_so(
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_stops_the_work(running: Running, stream: bool) -> None:
-    body = json.dumps(
-        {
-            "model": "tiny",
-            "messages": MESSAGES,
-            "max_tokens": 900,
-            "stream": stream,
-            "ignore_eos": True,
-        }
-    ).encode()
-    lines = [
-        "POST /v1/chat/completions HTTP/1.1",
-        "Host: x",
-        f"Authorization: Bearer {KEY}",
-        "Content-Type: application/json",
-    ]
-    head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
+    asked = {"messages": MESSAGES, "max_tokens": 900, "stream": stream, "ignore_eos": True}
+    body = json.dumps(asked).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     before = running.service.finished.values.get("cancelled", 0)
     with socket.create_connection(("127.0.0.1", running.port)) as connection:
         connection.sendall(head.encode() + body)
@@ -364,31 +282,19 @@ def test_200_at_once_with_a_queue_limit(tiny_checkpoint: Path, peer: Engine) -> 
 def test_metrics_count_what_happened(running: Running) -> None:
     def read() -> dict[str, float]:
         lines = httpx.get(f"{running.url}/metrics").text.splitlines()
-        return {
-            line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
-            for line in lines
-            if not line.startswith("#")
-        }
+        pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+        return {name.removeprefix("quantkit_"): float(value) for name, _, value in pairs}
 
     before = read()
-    asked = {
-        "model": "tiny",
-        "prompt": "one",
-        "max_tokens": 5,
-        "temperature": 0,
-        "extra_body": {"ignore_eos": True},
-    }
-    running.client().completions.create(**asked)
+    running.client().completions.create(prompt="one", **ASKED | ON)
     after = read()
-    assert after["quantkit_generated_tokens_total"] - before["quantkit_generated_tokens_total"] == 5
-    assert after["quantkit_prompt_tokens_total"] - before["quantkit_prompt_tokens_total"] == 3
-    assert (
-        after["quantkit_time_to_first_token_seconds_count"]
-        - before["quantkit_time_to_first_token_seconds_count"]
-        == 1
-    )
-    assert after["quantkit_requests_running"] == 0
-    assert after["quantkit_cache_usage_ratio"] == 0
+    for name, count in (
+        ("generated_tokens_total", 5),
+        ("prompt_tokens_total", 3),
+        ("time_to_first_token_seconds_count", 1),
+    ):
+        assert after[name] - before[name] == count
+    assert after["requests_running"] == after["cache_usage_ratio"] == 0
 
 
 def test_answers_that_are_computed_and_not_read_do_not_wait(tiny_checkpoint: Path) -> None:
@@ -514,7 +420,7 @@ def served(path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_for(lambda: _answers(url), 60)
+        wait_for(lambda: _answers(url), 180)
         yield process, url
     finally:
         process.kill()

@@ -33,22 +33,14 @@ TEMPLATE = scripted_model.TEMPLATE.replace(
 )
 LOGGED: list[str] = []
 
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {
+WEATHER: dict[str, Any] = json.loads("""{
+    "type": "function", "function": {
+        "name": "get_weather", "description": "The weather of a city.", "parameters": {
+            "type": "object", "properties": {
                 "city": {"enum": ["Oslo", "Rome"]},
-                "days": {"type": "integer", "minimum": 1, "maximum": 9},
-            },
-            "required": ["city", "days"],
-            "additionalProperties": False,
-        },
-    },
-}
+                "days": {"type": "integer", "minimum": 1, "maximum": 9}
+            }, "required": ["city", "days"], "additionalProperties": false
+        }}}""")
 NOW = {"type": "function", "function": {"name": "now"}}
 QUESTION: list[Any] = [{"role": "user", "content": "How is the weather in Oslo?"}]
 
@@ -284,24 +276,28 @@ def test_responses_call_tools_think_and_fit_schemas(client: openai.OpenAI) -> No
     assert isinstance(parsed.output_parsed, Weather)
 
 
+def post(running: Running, path: str, **body: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return httpx.post(f"{running.url}/{path}", json=body, headers=headers)
+
+
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "case",
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
-        ({"reasoning": {"effort": "high"}}, "reasoning is not supported"),
-        ({"tools": [{"type": "web_search"}]}, "tools of type web_search"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
-        ({"input": []}, "input"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity is not supported"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
+        '{"previous_response_id": "resp_1"} -> previous_response_id is not supported',
+        '{"reasoning": {"effort": "high"}} -> reasoning is not supported',
+        '{"tools": [{"type": "web_search"}]} -> tools of type web_search',
+        '{"input": [{"type": "item_reference", "id": "x"}]} -> item_reference',
+        '{"input": [{"role": "user", "content": [{"type": "input_image"}]}]} -> input_image',
+        '{"input": []} -> input',
+        '{"text": {"verbosity": "low"}} -> text.verbosity is not supported',
+        '{"max_output_tokens": 0} -> max_output_tokens',
     ],
 )
-def test_responses_refuse_by_name(running: Running, change: dict[str, Any], said: str) -> None:
-    body = {"model": "tiny", "input": "x", **change}
-    answer = httpx.post(
-        f"{running.url}/v1/responses", json=body, headers={"Authorization": f"Bearer {KEY}"}
-    )
+def test_responses_refuse_by_name(running: Running, case: str) -> None:
+    change, said = case.split(" -> ")
+    body = {"model": "tiny", "input": "x"} | json.loads(change)
+    answer = post(running, "v1/responses", **body)
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
 
@@ -353,68 +349,36 @@ def test_echo_and_the_log_probabilities_of_prompts(client: openai.OpenAI, peer: 
 
 def test_options_of_sampling_reach_the_engine(client: openai.OpenAI, peer: Engine) -> None:
     prompt = peer.tokenizer.encode("one two")
-    more = {
-        "repetition_penalty": 1.4,
-        "min_p": 0.02,
-        "stop_token_ids": [7],
-        "min_tokens": 8,
-        "ignore_eos": True,
-    }
+    same = {"temperature": 0.9, "seed": 4, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+    more = {"repetition_penalty": 1.4, "min_p": 0.02, "stop_token_ids": [7], "ignore_eos": True}
     params = SamplingParams(
+        **same,
+        **(more | {"stop_token_ids": (7,)}),
         max_new_tokens=24,
-        temperature=0.9,
-        seed=4,
-        presence_penalty=0.5,
-        frequency_penalty=0.3,
-        repetition_penalty=1.4,
-        min_p=0.02,
-        logit_bias=((40, 3.0),),
-        stop_token_ids=(7,),
         min_new_tokens=8,
-        ignore_eos=True,
+        logit_bias=((40, 3.0),),
         top_p=0.95,  # the model's own default
     )
     (expected,) = peer.generate([prompt], params)
-    penalties: dict[str, Any] = {
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.3,
-        "logit_bias": {"40": 3},
-    }
+    asked: dict[str, Any] = {**same, "max_tokens": 24, "logit_bias": {"40": 3}}
     answer = client.completions.create(
-        model="tiny",
-        prompt=prompt,
-        max_tokens=24,
-        temperature=0.9,
-        seed=4,
-        extra_body=more,
-        **penalties,
+        model="tiny", prompt=prompt, extra_body=more | {"min_tokens": 8}, **asked
     )
     assert answer.choices[0].text.rstrip("\ufffd") == expected.text.rstrip("\ufffd")
 
 
 def test_tokens_version_and_one_model(running: Running, client: openai.OpenAI) -> None:
-    def post(path: str, **body: Any) -> Any:
-        return httpx.post(
-            f"{running.url}/{path}", json=body, headers={"Authorization": f"Bearer {KEY}"}
-        ).json()
-
     tokenizer = running.engine.tokenizer
-    found = post("tokenize", prompt="It is fine", return_token_strs=True)
-    assert found["tokens"] == tokenizer.encode("It is fine")
-    assert (found["count"], "".join(found["token_strs"]), found["max_model_len"]) == (
-        len(found["tokens"]),
-        "It is fine",
-        1024,
-    )
-    assert post("tokenize", messages=QUESTION, tools=[WEATHER])["tokens"] == tokenizer.encode_chat(
-        QUESTION, tools=[WEATHER]
-    )
-    assert post("detokenize", tokens=found["tokens"]) == {"prompt": "It is fine"}
-    assert "outside" in post("detokenize", tokens=[100_000])["error"]["message"]
-    assert (
-        "add_stuff is not supported"
-        in post("tokenize", prompt="a", add_stuff=1)["error"]["message"]
-    )
+    found = post(running, "tokenize", prompt="It is fine", return_token_strs=True).json()
+    ids = tokenizer.encode("It is fine")
+    assert (found["tokens"], found["count"]) == (ids, len(ids))
+    assert ("".join(found["token_strs"]), found["max_model_len"]) == ("It is fine", 1024)
+    chat = post(running, "tokenize", messages=QUESTION, tools=[WEATHER]).json()
+    assert chat["tokens"] == tokenizer.encode_chat(QUESTION, tools=[WEATHER])
+    assert post(running, "detokenize", tokens=ids).json() == {"prompt": "It is fine"}
+    assert "outside" in post(running, "detokenize", tokens=[100_000]).json()["error"]["message"]
+    refused = post(running, "tokenize", prompt="a", add_stuff=1).json()["error"]
+    assert "add_stuff is not supported" in refused["message"]
     assert httpx.get(f"{running.url}/version").json() == {"version": __version__}
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
@@ -437,11 +401,8 @@ def test_every_request_is_a_line_in_the_log(running: Running, client: openai.Ope
 
 
 def test_a_developer_is_heard_like_the_system(running: Running) -> None:
-    def tokens(role: str) -> list[int]:
-        body = {"messages": [{"role": role, "content": "Be short."}, *QUESTION]}
-        found: list[int] = httpx.post(
-            f"{running.url}/tokenize", json=body, headers={"Authorization": f"Bearer {KEY}"}
-        ).json()["tokens"]
-        return found
-
-    assert tokens("developer") == tokens("system") != tokens("user")
+    developer, system, user = (
+        post(running, "tokenize", messages=[{"role": role, "content": "Be short."}, *QUESTION])
+        for role in ("developer", "system", "user")
+    )
+    assert developer.json() == system.json() != user.json()

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from engines import note
 
 from quantkit.checkpoint.hub import find_model
 from quantkit.common.errors import QuantkitError
@@ -52,15 +53,9 @@ def test_who_left_is_not_read_and_places_are_limited() -> None:
 
 
 @pytest.fixture
-def tokenised(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lengths: list[int] = []
-    encode = ChatTokenizer._ids
-
-    def counted(self: ChatTokenizer, text: str, **options: bool) -> list[int]:
-        lengths.append(len(text))
-        return encode(self, text, **options)
-
-    monkeypatch.setattr(ChatTokenizer, "_ids", counted)
+    note(monkeypatch, ChatTokenizer, "_ids", lambda self, text, **_: lengths.append(len(text)))
     return lengths
 
 

@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -26,141 +27,118 @@ def running(tiny_checkpoint: Path) -> Iterator[Running]:
     server.stop()
 
 
+def post(
+    running: Running, path: str, kind: str = "application/json", **body: Any
+) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {KEY}"} | ({"Content-Type": kind} if kind else {})
+    return httpx.post(f"{running.url}/v1/{path}", headers=headers, **body)
+
+
+def read_case(line: str) -> tuple[dict[str, object], str]:
+    change, answered = line.split(" -> ")
+    return json.loads(change), answered
+
+
+REFUSED = """
+{"model": "other"} -> 404 'tiny' is
+{"max_tokens": 0} -> 400 max_tokens
+{"max_tokens": 901} -> 400 at most 900
+{"max_tokens": 1020} -> 400 the context holds 1024
+{"messages": []} -> 400 messages
+{"messages": "hi"} -> 400 messages: Input should be an array
+{"messages": ["hi"]} -> 400 messages.0: Input should be an object
+{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]} -> 400 image_url
+{"messages": [{"content": "x"}]} -> 400 no role
+{"messages": [{"role": "user", "text": "x"}]} -> 400 a message of role user has no content
+{"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": null}]} -> 400 of role tool has no content
+{"temperature": -1} -> 400 temperature
+{"stop": [""]} -> 400 stop string is empty
+{"tools": [{"type": "function"}]} -> 400 tools.0 is no function
+{"tools": [{"type": "function", "function": {"name": "f"}}]} -> 400 the model's chat template shows it no tools
+{"n": 1000} -> 400 n:
+{"top_logprobs": 2} -> 400 top_logprobs asks
+{"temperature": "1"} -> 400 temperature:
+{"n": true} -> 400 n:
+{"max_completion_tokens": 5} -> 400 differ
+{"stop": 5} -> 400 stop: Input should be a valid string
+{"messages": [{"role": "user", "content": [["text"]]}]} -> 400 content parts
+{"messages": [{"role": "user", "content": [{"type": ["text"]}]}]} -> 400 content parts
+{"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]} -> 400 no text
+{"messages": [{"role": "user", "content": 5}]} -> 400 neither text
+{"chat_template_kwargs": {"messages": []}} -> 400 holds messages
+{"tool_choice": "required"} -> 400 tools holds none
+{"response_format": {"type": "grammar"}} -> 400 response_format.type
+{"response_format": {"type": "json_schema"}} -> 400 json_schema is missing
+{"response_format": {"type": "json_object"}, "guided_regex": "a"} -> 400 in two forms
+{"response_format": {"type": "json_object"}, "min_tokens": 2} -> 400 min_new_tokens forbids it
+{"structured_outputs": {"whitespace_pattern": "x"}} -> 400 structured_outputs.whitespace_pattern is not supported
+{"guided_json": {"type": "nothing"}} -> 400 cannot be used
+{"guided_grammar": "no"} -> 400 cannot be used
+{"guided_json": {"$ref": "#"}} -> 400 allows no first token
+{"guided_choice": []} -> 400 guided_choice
+{"logit_bias": {"x": 1}} -> 400 logit_bias has the key 'x'
+{"logit_bias": {"5": 101}} -> 400 logit_bias
+{"logit_bias": {"320": 1}} -> 400 outside 0..319
+{"stop_token_ids": [320]} -> 400 outside 0..319
+{"presence_penalty": 2.5} -> 400 presence_penalty
+{"repetition_penalty": 0} -> 400 repetition_penalty
+{"min_p": 1.1} -> 400 min_p
+{"prompt_logprobs": 21} -> 400 prompt_logprobs
+{"best_of": 2} -> 400 best_of is not supported
+{"echo": true} -> 400 echo is not supported
+{"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]} -> 400 no call of a function
+{"prompt": "x"} -> 400 prompt is not supported
+{"invented_tomorrow": 1} -> 400 invented_tomorrow is not supported
+"""
+"""What is changed in a request, the status and what is said."""
+LARGE: list[tuple[dict[str, object], str]] = [
+    ({"messages": [{"role": "user", "content": "x" * 700}]}, "400 at most 600"),
+    ({"top_k": 2**63}, "400 top_k:"),
+    ({"top_k": 2**31}, "400 top_k:"),
+    ({"seed": 2**63}, "400 seed:"),
+    ({"max_tokens": 2**63}, "400 max_tokens:"),
+    ({"min_tokens": 2**63}, "400 min_tokens:"),
+    ({"top_logprobs": 2**63, "logprobs": True}, "400 top_logprobs:"),
+    ({"temperature": 10**400}, "400 temperature:"),
+    ({"stop": ["x"] * 17}, "400 stop: List should have at most 16 items"),
+    ({"stop": "x" * 257}, "400 stop: String should have at most 256 characters"),
+    ({"stop": ["x", "x" * 257]}, "400 stop.1: String should have at most 256 characters"),
+    ({"messages": [{}] * 4097}, "400 messages"),
+    ({"guided_regex": "(" * 70}, "400 brackets"),
+    ({"guided_regex": "x" * 140_000, "padding": ""}, "413 larger than 100000 bytes"),
+    ({"stop_token_ids": [1] * 65}, "400 stop_token_ids"),
+    ({"padding": "x" * 100_000}, "413 larger than 100000 bytes"),
+]
+
+
 @pytest.mark.parametrize(
-    ("change", "status", "said"),
-    [
-        ({"model": "other"}, 404, "'tiny' is"),
-        ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"max_tokens": 901}, 400, "at most 900"),
-        ({"max_tokens": 1020}, 400, "the context holds 1024"),
-        ({"messages": []}, 400, "messages"),
-        ({"messages": "hi"}, 400, "messages: Input should be an array"),
-        ({"messages": ["hi"]}, 400, "messages.0: Input should be an object"),
-        ({"messages": [{"role": "user", "content": "x" * 700}]}, 400, "at most 600"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
-        ({"messages": [{"content": "x"}]}, 400, "no role"),
-        (
-            {"messages": [{"role": "user", "text": "x"}]},
-            400,
-            "a message of role user has no content",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": None}]},
-            400,
-            "of role tool has no content",
-        ),
-        ({"temperature": -1}, 400, "temperature"),
-        ({"stop": [""]}, 400, "stop string is empty"),
-        ({"tools": [{"type": "function"}]}, 400, "tools.0 is no function"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f"}}]},
-            400,
-            "the model's chat template shows it no tools",
-        ),
-        ({"n": 1000}, 400, "n:"),
-        ({"top_k": 2**63}, 400, "top_k:"),
-        ({"top_k": 2**31}, 400, "top_k:"),
-        ({"seed": 2**63}, 400, "seed:"),
-        ({"max_tokens": 2**63}, 400, "max_tokens:"),
-        ({"min_tokens": 2**63}, 400, "min_tokens:"),
-        ({"top_logprobs": 2**63, "logprobs": True}, 400, "top_logprobs:"),
-        ({"top_logprobs": 2}, 400, "top_logprobs asks"),
-        ({"temperature": 10**400}, 400, "temperature:"),
-        ({"temperature": "1"}, 400, "temperature:"),
-        ({"n": True}, 400, "n:"),
-        ({"max_completion_tokens": 5}, 400, "differ"),
-        ({"stop": ["x"] * 17}, 400, "stop: List should have at most 16 items"),
-        ({"stop": "x" * 257}, 400, "stop: String should have at most 256 characters"),
-        ({"stop": ["x", "x" * 257]}, 400, "stop.1: String should have at most 256 characters"),
-        ({"stop": 5}, 400, "stop: Input should be a valid string"),
-        ({"messages": [{}] * 4097}, 400, "messages"),
-        ({"messages": [{"role": "user", "content": [["text"]]}]}, 400, "content parts"),
-        ({"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, 400, "content parts"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
-            400,
-            "no text",
-        ),
-        ({"messages": [{"role": "user", "content": 5}]}, 400, "neither text"),
-        ({"chat_template_kwargs": {"messages": []}}, 400, "holds messages"),
-        ({"tool_choice": "required"}, 400, "tools holds none"),
-        ({"response_format": {"type": "grammar"}}, 400, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, 400, "json_schema is missing"),
-        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, 400, "in two forms"),
-        (
-            {"response_format": {"type": "json_object"}, "min_tokens": 2},
-            400,
-            "min_new_tokens forbids it",
-        ),
-        (
-            {"structured_outputs": {"whitespace_pattern": "x"}},
-            400,
-            "structured_outputs.whitespace_pattern is not supported",
-        ),
-        ({"guided_json": {"type": "nothing"}}, 400, "cannot be used"),
-        ({"guided_regex": "(" * 70}, 400, "brackets"),
-        ({"guided_regex": "x" * 140_000, "padding": ""}, 413, "larger than 100000 bytes"),
-        ({"guided_grammar": "no"}, 400, "cannot be used"),
-        ({"guided_json": {"$ref": "#"}}, 400, "allows no first token"),
-        ({"guided_choice": []}, 400, "guided_choice"),
-        ({"logit_bias": {"x": 1}}, 400, "logit_bias has the key 'x'"),
-        ({"logit_bias": {"5": 101}}, 400, "logit_bias"),
-        ({"logit_bias": {"320": 1}}, 400, "outside 0..319"),
-        ({"stop_token_ids": [320]}, 400, "outside 0..319"),
-        ({"stop_token_ids": [1] * 65}, 400, "stop_token_ids"),
-        ({"presence_penalty": 2.5}, 400, "presence_penalty"),
-        ({"repetition_penalty": 0}, 400, "repetition_penalty"),
-        ({"min_p": 1.1}, 400, "min_p"),
-        ({"prompt_logprobs": 21}, 400, "prompt_logprobs"),
-        ({"best_of": 2}, 400, "best_of is not supported"),
-        ({"echo": True}, 400, "echo is not supported"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
-            400,
-            "no call of a function",
-        ),
-        ({"prompt": "x"}, 400, "prompt is not supported"),
-        ({"invented_tomorrow": 1}, 400, "invented_tomorrow is not supported"),
-        ({"padding": "x" * 100_000}, 413, "larger than 100000 bytes"),
-    ],
+    ("change", "answered"),
+    [*map(read_case, REFUSED.strip().splitlines()), *LARGE],
+    ids=lambda one: str(one)[:60],
 )
 def test_what_cannot_be_answered_is_refused(
-    running: Running, change: dict, status: int, said: str
+    running: Running, change: dict[str, object], answered: str
 ) -> None:
+    status, said = answered.split(" ", 1)
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, **change}
-    answer = httpx.post(
-        f"{running.url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}
-    )
-    assert answer.status_code == status
+    answer = post(running, "chat/completions", json=body)
+    assert answer.status_code == int(status)
     assert said in answer.json()["error"]["message"]
     assert idle(running)
 
 
+ABSENT = "guided_json response_format invented_tomorrow seed stop n stream temperature"
+
+
 def test_fields_that_ask_for_nothing_are_accepted(running: Running) -> None:
     neutral = {name: values[0] for name, values in NEUTRAL.items()}
-    bookkeeping = dict.fromkeys(HARMLESS, "x")
-    absent = dict.fromkeys(
-        (
-            "guided_json",
-            "response_format",
-            "invented_tomorrow",
-            "seed",
-            "stop",
-            "n",
-            "stream",
-            "temperature",
-        )
-    )
-    asked = {"model": "tiny", "max_tokens": 2, **neutral, **bookkeeping, **absent}
+    asked = {"model": "tiny", "max_tokens": 2, **neutral, **dict.fromkeys(HARMLESS, "x")}
+    asked |= dict.fromkeys(ABSENT.split())
     for path, prompt in (
         ("chat/completions", {"messages": MESSAGES}),
         ("completions", {"prompt": "one"}),
     ):
-        answer = httpx.post(
-            f"{running.url}/v1/{path}",
-            json={**asked, **prompt},
-            headers={"Authorization": f"Bearer {KEY}"},
-        )
+        answer = post(running, path, json=asked | prompt)
         assert answer.status_code == 200, answer.text
 
 
@@ -183,8 +161,7 @@ def test_fields_that_ask_for_nothing_are_accepted(running: Running) -> None:
 )
 def test_what_is_no_request_is_refused(running: Running, content: bytes, said: str) -> None:
     sys.set_int_max_str_digits(0)  # as libraries do
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    answer = httpx.post(f"{running.url}/v1/completions", content=content, headers=headers)
+    answer = post(running, "completions", content=content)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert said in error["message"]
@@ -195,28 +172,17 @@ def test_what_is_no_request_is_refused(running: Running, content: bytes, said: s
     "kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"]
 )
 def test_only_json_is_read(running: Running, kind: str) -> None:
-    headers = {"Authorization": f"Bearer {KEY}"} | ({"Content-Type": kind} if kind else {})
-    answer = httpx.post(
-        f"{running.url}/v1/completions", content=b'{"prompt": "x"}', headers=headers
-    )
+    answer = post(running, "completions", kind, content=b'{"prompt": "x"}')
     assert answer.status_code == 415
     assert "Content-Type" in answer.json()["error"]["message"]
 
 
 def test_a_compressed_body_is_told_as_that(running: Running) -> None:
-    headers = {
-        "Authorization": f"Bearer {KEY}",
-        "Content-Type": "application/json",
-        "Content-Encoding": "gzip",
-    }
-    answer = httpx.post(
-        f"{running.url}/v1/completions", content=b'{"prompt": "x"}', headers=headers
-    )
-    assert answer.status_code == 415
-    assert (
-        answer.json()["error"]["message"]
-        == "the request is sent as Content-Encoding: gzip; send it as it is"
-    )
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    headers["Content-Encoding"] = "gzip"
+    answer = httpx.post(f"{running.url}/v1/completions", content=b"{}", headers=headers)
+    told = "the request is sent as Content-Encoding: gzip; send it as it is"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (415, told)
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(tiny_checkpoint: Path) -> None:
@@ -248,26 +214,15 @@ def test_two_keys_are_none(running: Running) -> None:
 
 def test_more_answers_than_the_server_ever_holds_are_refused_for_good(running: Running) -> None:
     body = {"prompt": ["a"] * 35, "n": 2, "max_tokens": 1}  # 4 run and 64 wait
-    answer = httpx.post(
-        f"{running.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}
-    )
+    answer = post(running, "completions", json=body)
     assert answer.status_code == 400
     assert "70 answers" in answer.json()["error"]["message"]
 
 
-def test_not_json_wrong_key_wrong_path(running: Running) -> None:
-    url = f"{running.url}/v1/chat/completions"
-    headers = {"Authorization": f"Bearer {KEY}"}
-    assert (
-        httpx.post(
-            url, content=b"{", headers={**headers, "Content-Type": "application/json"}
-        ).status_code
-        == 400
-    )
-    assert (
-        httpx.post(url, json={}, headers={"Authorization": "Bearer wrong"}).json()["error"]["code"]
-        == "invalid_api_key"
-    )
+def test_wrong_key_wrong_path(running: Running) -> None:
+    url, wrong = f"{running.url}/v1/chat/completions", {"Authorization": "Bearer wrong"}
+    refused = httpx.post(url, json={}, headers=wrong).json()["error"]
+    assert refused["code"] == "invalid_api_key"
     assert httpx.get(f"{running.url}/v1/models").status_code == 401
     assert httpx.get(f"{running.url}/v2").json()["error"]["message"] == "Not Found: GET /v2"
     with pytest.raises(openai.AuthenticationError):

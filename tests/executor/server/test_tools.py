@@ -21,24 +21,13 @@ from quantkit.executor.server.tools.tool_choice import calls_grammar
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.template import ChatTemplate
 
-TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "city": {"type": "string"},
-                    "days": {"type": "integer"},
-                    "unit": {"enum": ["C", "F"]},
-                },
-                "required": ["city"],
-            },
-        },
-    },
-    {"type": "function", "function": {"name": "now"}},
-]
+TOOLS: list[Any] = json.loads("""[
+    {"type": "function", "function": {"name": "get_weather", "parameters": {
+        "type": "object", "required": ["city"], "properties": {
+            "city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}
+        }}}},
+    {"type": "function", "function": {"name": "now"}}
+]""")
 ARGUMENTS = '{"city": "Köln {\\"x\\"}", "days": 3}'
 # As each model's own chat template writes them.
 WRITTEN = {
@@ -127,21 +116,14 @@ def test_hermes_in_another_order_and_as_text() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("schema", "text"),
-    [
-        ({"type": "string"}, True),
-        ({"type": ["integer", "null"]}, False),
-        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, True),
-        ({"enum": [1, 2]}, False),
-        ({"enum": ["a", 2]}, True),
-        ({"$ref": "#/x"}, False),
-        ({}, True),
-        (None, True),
-    ],
-)
-def test_which_parameters_are_text(schema: Any, text: bool) -> None:
-    assert takes_text(schema) is text
+def test_which_parameters_are_text() -> None:
+    text = """
+        {"type": "string"} | {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+        | {"enum": ["a", 2]} | {} | null"""
+    other = """{"type": ["integer", "null"]} | {"enum": [1, 2]} | {"$ref": "#/x"}"""
+    for schemas, expected in ((text, True), (other, False)):
+        for schema in map(json.loads, schemas.split("|")):
+            assert takes_text(schema) is expected, schema
 
 
 @pytest.fixture(scope="module")
@@ -175,10 +157,7 @@ def test_the_forced_grammar_is_what_the_template_writes(
     assert taken(text, use("required")) == len(text)
     assert taken(f"x{text}", use("required")) == 0
     assert taken(text, use("required", parallel=False)) < second + len(named_format(name).call[0])
-    assert (
-        taken(text, use({"type": "function", "function": {"name": "now"}}))
-        < text.index("get_weather") + 3
-    )
+    assert taken(text, use(function(name="now"))) < text.index("get_weather") + 3
     assert taken(text, use(), {"type": "object"}) == len(text)
     assert taken('{"a": 1}', use(), {"type": "object"}) == 8
     strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
@@ -216,7 +195,7 @@ def test_the_template_says_its_format_and_how_it_wants_arguments(
     tokenizer.templates = {"default": ChatTemplate(TEMPLATES[name], "here")}
     template = ToolTemplate(tokenizer)
     assert template.form.name == name
-    call = {"type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
+    call = function(name="now", arguments='{"a": 1}')
     (message,) = template.messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
     wanted = '{"a": 1}' if name.startswith("deepseek") else {"a": 1}
     assert message["tool_calls"][0]["function"]["arguments"] == wanted
@@ -234,32 +213,29 @@ def test_a_template_without_tools_and_names_that_are_none(tokenizer: ChatTokeniz
     assert {one.name for one in FORMATS} == set(WRITTEN)
 
 
+def function(**about: Any) -> dict[str, Any]:
+    return {"type": "function", "function": about}
+
+
 @pytest.mark.parametrize(
     ("tools", "choice", "said"),
     [
         (TOOLS * 65, "auto", "tools holds 130"),
         ([TOOLS[0], TOOLS[0]], "auto", "get_weather twice"),
-        ([{"type": "function", "function": {"name": "a b"}}], "auto", "tools.0.function.name"),
-        ([{"type": "function", "function": {"name": "a", "parameters": []}}] * 1, "auto", None),
-        (
-            [{"type": "function", "function": {"name": "a", "parameters": [1]}}],
-            "auto",
-            "tools.0.function.parameters",
-        ),
+        ([function(name="a b")], "auto", "tools.0.function.name"),
+        ([function(name="a", parameters=[1])], "auto", "tools.0.function.parameters"),
         ([{"type": "code_interpreter"}], "auto", "tools.0 is no function"),
         (TOOLS, "sometimes", "'sometimes' is not supported"),
-        (
-            TOOLS,
-            {"type": "function", "function": {"name": "other"}},
-            "'other', which tools does not hold",
-        ),
+        (TOOLS, function(name="other"), "'other', which tools does not hold"),
         (TOOLS, {"type": "allowed_tools"}, "is not supported"),
         ([], "required", "tools holds none"),
     ],
 )
-def test_tools_are_checked(tools: list[Any], choice: Any, said: str | None) -> None:
-    if said is None:
-        assert declared_tools(tools, choice, True).tools[0].parameters["properties"] == {}
-        return
+def test_tools_are_checked(tools: list[Any], choice: Any, said: str) -> None:
     with pytest.raises(QuantkitError, match=said):
         declared_tools(tools, choice, True)
+
+
+def test_a_tool_may_have_no_parameters() -> None:
+    found = declared_tools([function(name="a", parameters=[])], "auto", True).tools[0]
+    assert found.parameters["properties"] == {}

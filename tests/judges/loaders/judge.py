@@ -29,6 +29,7 @@ for folder in (HERE.parent.parent, HERE.parent, HERE):
     sys.path.insert(0, str(folder))
 
 import torch
+from checkpoints import text
 from compare import Rank, faults
 from dense_models import CONFIGS, EXPERTS, random_weights
 from make_model import write_dense
@@ -76,16 +77,19 @@ class Case:
         return directory / f"{self.model}-{self.engine}-{self.device}-{self.scheme}-{self.format}"
 
 
-SCHEMES = (
-    ("awq-w4a16", "awq"),
-    ("awq-w4a16", "compressed-tensors"),
-    ("int8-a8w8c16", "compressed-tensors"),
-    ("fp4-w4a16", "modelopt"),
-    ("fp4-w4a16", "compressed-tensors"),
-    ("int8-a8w8c16", "modelslim"),
-    ("int8-a8w8c8", "modelslim"),
-    ("int4-w4a8", "modelslim"),
-)
+SCHEMES = [
+    tuple(line.split())
+    for line in """
+awq-w4a16 awq
+awq-w4a16 compressed-tensors
+int8-a8w8c16 compressed-tensors
+fp4-w4a16 modelopt
+fp4-w4a16 compressed-tensors
+int8-a8w8c16 modelslim
+int8-a8w8c8 modelslim
+int4-w4a8 modelslim
+""".strip().splitlines()
+]
 # What an engine has no class for, and where there is nothing to quantize.
 WITHOUT = {"sglang": ("pangu_ultra_moe",)}
 EXPERTS_ONLY = (("vllm-ascend", "awq-w4a16"), ("vllm-ascend", "int4-w4a8"), ("sglang", "int4-w4a8"))
@@ -96,13 +100,7 @@ EXPERTS_ONLY = (("vllm-ascend", "awq-w4a16"), ("vllm-ascend", "int4-w4a8"), ("sg
 # alone.
 UNUSED = {
     "vllm-ascend": r"\.((w13_|w2_)?weight_offset|fa_[qv]\.(scale|offset)|[kv]_cache_offset) ",
-    "sglang": r"\.((w13_|w2_)?(weight_)?(input_scale|blockscale_swizzled|g_idx|g_idx_sort_indices)|attn(_mqa|_mha)?\.[kv]_scale) "
-    r""
-    r""
-    r""
-    r""
-    r""
-    r"",
+    "sglang": r"\.((w13_|w2_)?(weight_)?(input_scale|blockscale_swizzled|g_idx|g_idx_sort_indices)|attn(_mqa|_mha)?\.[kv]_scale) ",
 }
 
 
@@ -133,26 +131,12 @@ def write(case: Case, directory: Path) -> Path:
     source, out = directory / f"{case.model}-source", case.written(directory)
     if not source.exists():
         write_dense(source, MODELS[case.model], random_weights(MODELS[case.model]))
-    calibration = directory / "calibration.jsonl"
-    calibration.write_text(
-        "".join(
-            json.dumps({"text": " ".join(str(i * j % 97) for j in range(60))}) + "\n"
-            for i in range(8)
-        )
-    )
     if not (out / "config.json").exists():
         recipe = Recipe(
-            scheme=case.scheme, calibration=str(calibration), samples=4, held_out=2, seq_len=64
+            scheme=case.scheme, calibration=str(text(directory)), samples=4, held_out=2, seq_len=64
         )
-        quantize(
-            source,
-            out,
-            find_scheme(case.scheme),
-            case.format,
-            recipe,
-            engine=case.engine,
-            device="cpu",
-        )
+        asked, options = find_scheme(case.scheme), {"engine": case.engine, "device": "cpu"}
+        quantize(source, out, asked, case.format, recipe, **options)
     return out
 
 
@@ -329,18 +313,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--vllm-ascend", help="python of an environment with vllm-ascend 0.23.0")
-    parser.add_argument("--sglang", help="python of an environment with SGLang 0.5.23")
-    parser.add_argument(
-        "--directory",
-        type=Path,
-        required=True,
-        help="checkpoints and what was loaded; what is written is not written again",
-    )
-    parser.add_argument(
-        "--result", action="store_true", help=f"write what was found to {RESULT.relative_to(ROOT)}"
-    )
-    parser.add_argument("--cases", default="", help="regular expression of names")
+    add = parser.add_argument
+    add("--vllm-ascend", help="python of an environment with vllm-ascend 0.23.0")
+    add("--sglang", help="python of an environment with SGLang 0.5.23")
+    add("--directory", type=Path, required=True, help="checkpoints and what was loaded; kept")
+    add("--result", action="store_true", help=f"write what was found to {RESULT.relative_to(ROOT)}")
+    add("--cases", default="", help="regular expression of names")
     asked = parser.parse_args()
     asked.directory.mkdir(parents=True, exist_ok=True)
     entries: list[dict[str, Any]] = []

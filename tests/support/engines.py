@@ -1,0 +1,86 @@
+"""Engines of small models on this CPU: loaded, captured as graphs are, and asked."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.executor.engine import Engine
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Completion
+from quantkit.executor.speculation.mtp_drafter import make_mtp_drafter
+from quantkit.executor.speculation.speculation import Speculation
+
+
+def load(path: Path, draft: Path | None = None, **options: Any) -> Engine:
+    asked = {"max_batch": 4, "max_model_len": 256, "draft": draft, **options}
+    return Engine.load(path, device="cpu", dtype="float32", **asked)
+
+
+def completions(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+) -> list[Completion]:
+    """In the order of the prompts. Afterwards nothing is computed, and no block is held."""
+    done = sorted(engine.generate(prompts, params), key=lambda one: one.index)
+    assert not engine.has_work
+    assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_blocks
+    return done
+
+
+def tokens(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+) -> list[list[int]]:
+    return [one.token_ids for one in completions(engine, prompts, params)]
+
+
+def in_place(step: Callable[[], Any], lengths: list[int]) -> Callable[[], Any]:
+    """A capture that behaves as a graph: it computes on the buffers that the step was made with,
+    and leaves results where the first ones lay."""
+    kept = step()
+
+    def replay() -> Any:
+        for old, new in zip(kept, step()) if isinstance(kept, tuple) else [(kept, step())]:
+            if old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+        return kept
+
+    return replay
+
+
+def capture(engine: Engine, captured: Any = in_place, draft_length: int = 0) -> Engine:
+    """The engine with captured steps, those of its MTP layer too."""
+    keep_all_hidden = engine.runner.prefill_runner.keep_all_hidden
+    engine.runner = Runner(engine.loaded.model, engine.cache, captured)
+    engine.runner.prefill_runner.keep_all_hidden = keep_all_hidden
+    if draft_length:
+        layers = engine.loaded.mtp_layers
+        drafter = make_mtp_drafter(layers, engine.runner, draft_length, engine.parallel)
+        engine.speculation = Speculation(drafter, 0)
+    return engine
+
+
+def submit_all(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    """Tokens of requests that are submitted at once and computed step by step."""
+    sequences = [engine.submit(prompt, params, index) for index, prompt in enumerate(prompts)]
+    finish(engine)
+    return [one.generated for one in sequences]
+
+
+def finish(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def note(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, seen: Callable[..., object]
+) -> None:
+    """Have `seen` called with what a function of `owner` is given, before that computes."""
+    run = getattr(owner, name)
+
+    def noted(*given: Any, **named: Any) -> Any:
+        seen(*given, **named)
+        return run(*given, **named)
+
+    monkeypatch.setattr(owner, name, noted)
