@@ -43,6 +43,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 NO_METADATA: Mapping[str, str] = {}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LONGEST_NAME, _MAX_DIMENSIONS = 1000, 64
 _MAX_VALUES = 2**62  # of a tensor, ignoring dimensions of size 0: torch counts in 64 bits
 
 
@@ -124,7 +125,7 @@ def read_header(folder: Path, shard: str) -> list[TensorInfo]:
             )
         text = file.read(length)
     try:
-        entries = parse_json(text.decode("utf-8"), unique=True)
+        entries = parse_json(text.decode("utf-8"), strict=True)
     except ValueError as error:
         raise _damaged(path, f"has a header that is not JSON ({error})") from error
     if not isinstance(entries, dict):
@@ -137,6 +138,8 @@ def read_header(folder: Path, shard: str) -> list[TensorInfo]:
 
 
 def _tensor(path: Path, shard: str, name: str, entry: Any, data_start: int) -> TensorInfo:
+    if len(name) > _LONGEST_NAME:
+        raise _damaged(path, f"has a name of {len(name)} characters, {name[:40]}...")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _invalid_entry(path, name)
     shape, offsets = entry["shape"], entry["data_offsets"]
@@ -155,8 +158,10 @@ def _tensor(path: Path, shard: str, name: str, entry: Any, data_start: int) -> T
 
 
 def _are_sizes(numbers: Any) -> bool:
-    return isinstance(numbers, list) and all(
-        type(number) is int and number >= 0 for number in numbers
+    return (
+        isinstance(numbers, list)
+        and len(numbers) <= _MAX_DIMENSIONS
+        and all(type(number) is int and 0 <= number <= _MAX_VALUES for number in numbers)
     )
 
 

@@ -1,6 +1,7 @@
 """How a command reads its arguments and how it is stopped: Ctrl-C and SIGTERM end it with one line
 that says what is stored, where, and which command resumes it."""
 
+import os
 import shlex
 import signal
 import sys
@@ -86,11 +87,13 @@ class Command(TyperCommand):
         # Before conversion: an empty path would become the working directory.
         values = self.make_parser(ctx).parse_args(typed)[0]
         for one in self.params:
-            if one.name not in _MAY_BE_EMPTY and values.get(one.name) == "":
+            variable = one.envvar if isinstance(one.envvar, str) else ""
+            unset = values.get(one.name) is None and os.environ.get(variable) == ""
+            if one.name not in _MAY_BE_EMPTY and (unset or values.get(one.name) == ""):
                 raise typer.BadParameter(
                     "it is empty: give it a value, or leave it out",
                     ctx=ctx,
-                    param_hint=_as_typed(one),
+                    param_hint=variable if unset else _as_typed(one),
                 )
             value = ctx.params.get(one.name)
             if isinstance(value, Path) and value.parts[:1] == ("~",):

@@ -154,7 +154,7 @@ def serve(
 ) -> None:
     """Serve an OpenAI-compatible API: chat, completions and responses, tools, JSON schemas,
     streaming, metrics."""
-    from quantkit.common.bind import url_address
+    from quantkit.common.bind import is_loopback, url_address
     from quantkit.common.model_files import read_text
     from quantkit.executor.server.serve import serve as run_server
     from quantkit.executor.worker import lead_or_follow
@@ -181,6 +181,11 @@ def serve(
             )
         url = f"http://{url_address(server.host, server.port)}/v1"
         err.print(f"serving {model} on {url}", soft_wrap=True)
+        if server.api_key is None and not is_loopback(server.host):
+            console.notify(
+                f"no key is asked for: whoever reaches {server.host} may use the model; --api-key or "
+                "QUANTKIT_API_KEY sets one"
+            )
         log = console.notify if server.log_requests else None
         with closing(running), _expert_counts_to(running, count_experts):
             run_server(running, server.served_name or model_basename(model), server, sockets, log)

@@ -1,5 +1,6 @@
 """Server sockets, bound before a model is loaded and listened on afterwards."""
 
+import ipaddress
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,15 @@ def url_address(host: str, port: int) -> str:
 def host_in_url(host: str) -> str:
     """A host as written in a URL or before a port: IPv6 in brackets."""
     return f"[{host}]" if ":" in host else host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address, also in brackets as in a URL, can only be of this machine."""
+    name = host.removeprefix("[").removesuffix("]").lower()
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def bind_error(host: str, port: int, error: OSError) -> QuantkitError:

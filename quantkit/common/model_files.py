@@ -6,9 +6,11 @@ Sizes are limited before a byte is read. Shards may be in subfolders if the inde
 """
 
 import json
+import math
 import os
 import re
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +135,16 @@ def read_json(path: Path, limit: int = LARGEST_SETTINGS) -> dict[str, Any]:
     return value
 
 
-def parse_json(text: str, *, unique: bool = False) -> Any:
+def parse_json(text: str, *, strict: bool = False) -> Any:
     """The parsed value. Raises ValueError for invalid JSON and for a key with two different values
-    (with `unique`: for any repeated key)."""
+    (with `strict`: for any repeated key, and for NaN and infinite numbers)."""
     try:
         value = json.loads(
-            text, object_pairs_hook=_unique if unique else _unambiguous, parse_int=_integer
+            text,
+            object_pairs_hook=_unique if strict else _unambiguous,
+            parse_int=_integer,
+            parse_constant=_finite if strict else float,
+            parse_float=_finite if strict else float,
         )
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
@@ -158,6 +164,12 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
+def _finite(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise ValueError(f"{digits[:30]} is not a finite number")
+    return value
+
+
 def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
@@ -170,7 +182,8 @@ def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        raise ValueError("a name appears twice")
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{twice[:100]} appears twice")
     return value
 
 

@@ -129,14 +129,18 @@ def _detect_formats(tensors: Mapping[str, TensorInfo]) -> list[Format]:
     """Formats whose tensors are present: the main tensor of a linear, and the scale that belongs to
     it."""
     found = []
+    endings = {name[name.rfind(".") :] for name in tensors}
     for format in FORMATS:
-        if not format.own_suffixes:
+        needed = _required_suffixes(format)
+        if not format.own_suffixes or not all(
+            any(ending.endswith(suffix) for ending in endings) for suffix in needed
+        ):
             continue
         for tensor in tensors.values():
             module = format.quantized_module(tensor)
             if (
                 module is not None
-                and all(module + suffix in tensors for suffix in _required_suffixes(format))
+                and all(module + suffix in tensors for suffix in needed)
                 and _is_laid_out(format, tensors, module)
             ):
                 found.append(format)
@@ -456,11 +460,11 @@ def _find_orphans(
         for tensor in survey.tensors.values()
         if tensor.name not in owned and tensor.name.rpartition(".")[0] not in description.broken
     ]
-    orphans = [
-        tensor.name for tensor in rest if tensor.name.endswith((*_PARTS, *format.own_suffixes))
+    parts = (*_PARTS, *format.own_suffixes)
+    orphans = [tensor.name for tensor in rest if tensor.name.endswith(parts)]
+    unexpected = [
+        tensor for tensor in rest if not is_unquantized(tensor) and not tensor.name.endswith(parts)
     ]
-    other_dtypes = [tensor for tensor in rest if not is_unquantized(tensor)]
-    unexpected = [tensor for tensor in other_dtypes if tensor.name not in orphans]
     if orphans:
         findings.add("part-orphan", orphans, "part of a quantized weight whose codes are missing")
     if unexpected:

@@ -38,10 +38,12 @@ _OTHER_NAMES: tuple[tuple[str, str], ...] = (
     (r"\.attention\.", ".self_attn."),
 )
 """Tensor name spellings of other writers, and the published ones."""
+_OTHER_NAME = re.compile("|".join(pattern for pattern, _ in _OTHER_NAMES))
 _HEADS_LISTED = ("compressed-tensors", "modelopt")
 """Formats whose readers treat the head as any other linear unless it is listed."""
 _MOE_FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj|w13|w2)(?:\.|_|$)")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass
@@ -80,7 +82,7 @@ def rename(survey: Survey, structure: Structure, findings: Findings) -> None:
     }
     unknown = [name for name in survey.tensors if not _is_of(name, modules)]
     names: dict[str, str] = {}
-    for name in unknown:
+    for name in filter(_OTHER_NAME.search, unknown):
         new = name
         for pattern, replacement in _OTHER_NAMES:
             new = re.sub(pattern, replacement, new, count=1)
@@ -244,10 +246,9 @@ def _report_unknown(survey: Survey, structure: Structure, findings: Findings) ->
     modules = {row.module for row in structure.rows} | {row.name for row in structure.rows}
     layers = structure.config.num_hidden_layers
     num_layers = structure.config.num_hidden_layers + structure.config.num_nextn_predict_layers
+    dropped = re.compile("|".join(f"(?:{pattern})" for pattern in DROPPED))
     unknown = [
-        name
-        for name in survey.tensors
-        if not _is_of(name, modules) and not any(re.fullmatch(p, name) for p in DROPPED)
+        name for name in survey.tensors if not _is_of(name, modules) and not dropped.fullmatch(name)
     ]
     unknown = [name for name in unknown if not name.startswith(structure.config.copied_prefixes)]
     extra_layers = [
@@ -267,13 +268,12 @@ def _report_unknown(survey: Survey, structure: Structure, findings: Findings) ->
             )
         else:
             findings.add("layers-beyond", extra_layers, evidence)
-    known_layers = [
-        name for name in unknown if name not in extra_layers and not _MOE_FUSED.search(name)
-    ]
-    experts = [name for name in known_layers if re.search(r"\.experts\.\d+\.", name)]
+    beyond = set(extra_layers)
+    known_layers = [name for name in unknown if name not in beyond and not _MOE_FUSED.search(name)]
+    experts = [name for name in known_layers if _EXPERT.search(name)]
     if experts:
         findings.add("layers-beyond", experts, "more experts than config.json has")
-    rest = [name for name in known_layers if name not in experts]
+    rest = [name for name in known_layers if not _EXPERT.search(name)]
     kinds = Counter(
         _LAYER.sub(".N.", name) for name in rest if name.endswith(".weight") and _LAYER.search(name)
     )

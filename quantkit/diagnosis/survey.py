@@ -84,10 +84,11 @@ class Survey:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """names: stored name -> the table's. The stored bytes stay as they are."""
-        self.tensors = {
-            names.get(name, name): replace(info, name=names.get(name, name))
-            for name, info in self.tensors.items()
-        }
+        if names:
+            self.tensors = {
+                names.get(name, name): replace(info, name=names[name]) if name in names else info
+                for name, info in self.tensors.items()
+            }
         self.renamed |= {new: old for old, new in names.items()}
 
 

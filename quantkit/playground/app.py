@@ -4,14 +4,14 @@
 
 The page loads nothing from other hosts and runs only its own script (see its
 Content-Security-Policy); text of models is inserted as text. Requests with another Host name or
-Origin are rejected, so that websites cannot reach the loopback port.
+Origin are rejected (executor/server/guard.py).
 """
 
 import asyncio
 import json
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from socket import socket
@@ -20,10 +20,13 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quantkit.common.bind import bind_error
 from quantkit.common.errors import QuantkitError
+from quantkit.executor.server.guard import Faults, LoopbackOnly
 from quantkit.executor.server.serve import HttpServer
 from quantkit.playground.play import MAX_NEW_TOKENS, Playground
 
@@ -43,7 +46,6 @@ _FILES = {
     "/page.js": ("page.js", "text/javascript"),
 }
 _MAX_BODY = 1 << 20
-_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
 class Question(BaseModel):
@@ -59,17 +61,15 @@ def create_app(playground: Playground) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     worker = ThreadPoolExecutor(1, "quantkit-playground")
 
-    @app.middleware("http")
-    async def check_request(
-        request: Request, call_next: Callable[[Request], Awaitable[Response]]
-    ) -> Response:
-        response = (
-            await call_next(request)
-            if _is_same_origin(request)
-            else _error(403, "this address is for the playground's own page")
-        )
-        response.headers.update(_HEADERS)
-        return response
+    def not_local() -> Response:
+        return _error(403, "this address is for the playground's own page")
+
+    def unforeseen(fault: Exception) -> Response:
+        return _error(500, f"internal error: {type(fault).__name__}")
+
+    app.add_middleware(Faults, answer=unforeseen)
+    app.add_middleware(LoopbackOnly, refusal=not_local)
+    app.add_middleware(_PageHeaders)
 
     def add_file(path: str, name: str, kind: str) -> None:
         text = resources.files("quantkit.playground").joinpath("page", name).read_text()
@@ -104,11 +104,19 @@ def create_app(playground: Playground) -> FastAPI:
     return app
 
 
-def _is_same_origin(request: Request) -> bool:
-    """Whether a request has this machine's name as Host, and no other site's Origin."""
-    host = request.headers.get("host", "")
-    origin = request.headers.get("origin")
-    return host.rpartition(":")[0] in _HOSTS and origin in (None, f"http://{host}")
+class _PageHeaders:
+    """The application, whose every answer has the headers of the page."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
 
 
 async def _body(request: Request) -> bytes:

@@ -64,7 +64,7 @@ def _entry(**changes: Any) -> dict[str, Any]:
         (b"PK\x03\x04" + b"x" * 100, "is truncated or not safetensors"),
         (b"\x08\0\0\0\0\0\0\0{{{{{{{{", "has a header that is not JSON"),
         (b"\x02\0\0\0\0\0\0\0[]", "not a JSON object"),
-        (b'\x0f\0\0\0\0\0\0\0{"a":{},"a":{}}', "a name appears twice"),
+        (b'\x0f\0\0\0\0\0\0\0{"a":{},"a":{}}', "a appears twice"),
         (_file({"a": _entry()}, b"x" * 7), "is truncated: .* bytes, and its header describes"),
         (_file({"a": _entry()}, b"x" * 9), "has 1 bytes that its header does not describe"),
         (_file({"a": _entry(data_offsets=[4, 12])}, b"x" * 12), "has a gap or an overlap before a"),

@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 import sandbox_attacks as attacks
+import sandbox_generated as generated
 import sandbox_idioms as idioms
 from replay_server import ReplayServer
+from sample_sizes import sized
 from sandbox_walls import RESOURCES, WALLS, wall
 from typer.testing import CliRunner
 
@@ -46,6 +48,18 @@ SCRIPTS |= {f"right: script {name}": fenced(source) for name, source in idioms.S
 SCRIPTS |= {f"right: script reply {name}": reply for name, reply in idioms.SCRIPT_REPLIES.items()}
 METHODS = {f"attack: method {name}": fenced(source) for name, source in attacks.METHODS.items()}
 METHODS |= {f"right: method {name}": fenced(source) for name, source in idioms.METHODS.items()}
+FUNCTIONS |= {
+    f"attack: {name}": fenced(source)
+    for name, source in generated.wrong_functions(sized(12, 75)).items()
+}
+SCRIPTS |= {
+    f"attack: script {name}": fenced(source)
+    for name, source in generated.wrong_scripts(sized(12, 75)).items()
+}
+SCRIPTS |= {
+    f"right: script {name}": fenced(source)
+    for name, source in generated.right_scripts(sized(12, 60)).items()
+}
 ENDLESS = {
     f"attack: {name}"
     for name in (
@@ -222,7 +236,7 @@ def test_what_is_held_at_the_end_counts(victim: Victim, monkeypatch: pytest.Monk
     it answers."""
     monkeypatch.setattr(sandbox_programs, "WATCH_S", 60.0)
     program = sandbox.Program(
-        (attacks.PROMPT, victim.names + wall(RESOURCES["shared-mappings"])), "total"
+        (attacks.PROMPT, victim.names + wall(RESOURCES["memory-of-many"])), "total"
     )
     run = sandbox.run_tests(program, "", f"{attacks.TESTS}\ncheck(total)", timeout_s=60.0)
     assert (run.status, run.detail) == ("failed", "more than 2048 MiB of memory")
@@ -326,9 +340,12 @@ def test_the_program_sees_an_empty_world() -> None:
     )
     told = sandbox.run_script(look, "").output
     assert told.startswith("False /work ['main.py'] [")
-    assert "['null', 'random', 'shm', 'stderr', 'stdin', 'stdout', 'urandom', 'zero']" in told
+    assert "['fd', 'null', 'random', 'shm', 'stderr', 'stdin', 'stdout', 'urandom']" in told
     assert "'home'" not in told
-    assert "'proc'" not in told
+    listed = "import os\nprint([(place, names, files) for place, names, files in os.walk('/proc')])"
+    assert sandbox.run_script(listed, "").output.startswith(
+        "[('/proc', ['self'], []), ('/proc/self', ['fd'], []), ('/proc/self/fd', [], ["
+    )
 
 
 def test_nothing_of_the_tests_is_in_the_candidates_process() -> None:

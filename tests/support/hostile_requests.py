@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from random_damage import places
+
 from quantkit.executor.server.protocol import HARMLESS, NEUTRAL, ChatRequest, CompletionRequest
 from quantkit.executor.server.responses import ResponsesRequest
 
@@ -263,6 +265,27 @@ def _spoilt_bytes(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
     return Sent("POST", path, content)
 
 
+_ECHOED: dict[str, Any] = {
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object", "x": [1]}}],
+    "tool_choice": "none",
+    "text": {"format": {"type": "json_schema", "name": "s", "schema": {"maximum": 1, "x": {}}}},
+    "metadata": {"a": "b"},
+}
+_RAW = ("1e999", "-1e999", "1e-999", "NaN", "-0", "9" * 400, '"\\u0000"', '"\\ud800"', "{}")
+
+
+def _spoilt_place(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+    """What JSON can write and no field means, at any place, also of what an answer repeats."""
+    if path == RESPONSES:
+        body = {**body, **{name: _ECHOED[name] for name in draw.sample(sorted(_ECHOED), 2)}}
+    body = json.loads(json.dumps(body))
+    holder, key = draw.choice(list(places(body)))
+    holder[key] = "@@"
+    depth = draw.choice([10, 70, 99, 130, 950])
+    raw = draw.choice([*_RAW, "[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth])
+    return Sent("POST", path, json.dumps(body).replace('"@@"', raw).encode())
+
+
 def _large(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
     big: dict[str, Any] = draw.choice(
         [
@@ -352,6 +375,8 @@ KINDS: tuple[Callable[[random.Random, str, dict[str, Any]], Sent], ...] = (
     _missing,
     _spoilt_bytes,
     _spoilt_bytes,
+    _spoilt_place,
+    _spoilt_place,
     _large,
     _spoilt_headers,
     _elsewhere,

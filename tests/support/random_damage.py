@@ -48,11 +48,11 @@ def shaken(content: bytes, reach: int, draw: random.Random) -> bytes:
 
 
 def perturbed(value: Any, draw: random.Random) -> Any:
-    places = list(_places(value))
+    found = list(places(value))
     for _ in range(draw.choice((1, 1, 2, 3))):
         # The upper levels are few and matter most; a place further down is one of thousands.
-        holder, key = draw.choice(places[:40] if draw.random() < 0.7 else places)
-        other, other_key = draw.choice(places)
+        holder, key = draw.choice(found[:40] if draw.random() < 0.7 else found)
+        other, other_key = draw.choice(found)
         try:
             held = holder[key]
             holder[key] = draw.choice(
@@ -69,7 +69,7 @@ def perturbed(value: Any, draw: random.Random) -> Any:
     return value
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
     level = [value]
     while level:
         inner = []

@@ -89,7 +89,7 @@ import mmap
 if os.uname().machine == 'x86_64':
     pid = os.fork()
     if pid == 0:
-        page = mmap.mmap(-1, 4096, prot=7)
+        page = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 7)
         page.write(bytes.fromhex('b814000000cd80c3'))  # getpid by int 0x80
         got = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
         os._exit(0 if got > 0 else 1)

@@ -25,7 +25,7 @@ Level = Literal["namespaces", "rlimits"]
 MIB = 1 << 20
 MEMORY = 2048 * MIB  # of each process, and of all processes of a sandbox together
 OUTPUT = 16 * MIB  # of each file, so also of stdout
-DISK_MIB, PROCESSES, FILES, STACK = 64, 48, 128, 64 * MIB
+DISK_MIB, PROCESSES, FILES, STACK = 64, 80, 128, 64 * MIB
 CPUS = 8  # process pools start one worker per visible CPU
 OWN_PROCESSES = 4  # processes of a sandbox between this process and the program, and one spare
 START_S = 30.0  # for setting up the isolation on a busy machine
@@ -43,7 +43,7 @@ class Command:
     pipes.
 
     files: text files in its directory. views: more host files that it sees, as (source, path
-    inside, writable); only with namespaces.
+    inside, writable), and links: symbolic links, as (path inside, target); only with namespaces.
     """
 
     arguments: list[str]
@@ -53,6 +53,7 @@ class Command:
     keep: tuple[int, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
     views: tuple[tuple[str, str, bool], ...] = ()
+    links: tuple[tuple[str, str], ...] = ()
 
 
 class SandboxProcess:
@@ -61,18 +62,22 @@ class SandboxProcess:
     def __init__(self, level: Level, command: Command, cpu_s: float) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="quantkit-sandbox-"))
         self._started, started = os.pipe()
+        self._ended, ended = os.pipe()
+        self._level = level
+        self._status: int | None = None
         self._group: cgroup.Group | None = None
         try:
             self._group = cgroup.new_group(MEMORY, PROCESSES + OWN_PROCESSES)
-            self._process = self._start(level, command, cpu_s, started)
+            self._process = self._start(level, command, cpu_s, started, ended)
         except (OSError, subprocess.SubprocessError) as error:
             self._remove()
             raise SandboxError(f"{type(error).__name__}: {error}") from error
         finally:
             os.close(started)
+            os.close(ended)
 
     def _start(
-        self, level: Level, command: Command, cpu_s: float, started: int
+        self, level: Level, command: Command, cpu_s: float, started: int, ended: int
     ) -> subprocess.Popen[bytes]:
         root = self.directory / "root"
         root.mkdir()
@@ -82,13 +87,14 @@ class SandboxProcess:
             stdin=subprocess.PIPE,
             stdout=command.stdout or subprocess.DEVNULL,
             stderr=command.stderr or subprocess.DEVNULL,
-            pass_fds=(started, stdin, *command.keep),
+            pass_fds=(started, ended, stdin, *command.keep),
             cwd="/",
             start_new_session=True,
         )
         if self._group is not None:
             self._group.add(process.pid)
-        request = _request(level, command, root, cpu_s) | {"started": started, "input": stdin}
+        descriptors = {"started": started, "ended": ended, "input": stdin}
+        request = _request(level, command, root, cpu_s) | descriptors
         assert process.stdin
         with (
             contextlib.suppress(BrokenPipeError),
@@ -113,8 +119,14 @@ class SandboxProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; 128 + n after signal n."""
-        return self._process.poll()
+        """None while it runs; -n after signal n."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        if self._status is None:  # with namespaces process 1 passes it on, unless it was killed
+            instead = -signal.SIGKILL if self._level == "namespaces" else code
+            self._status = int(os.read(self._ended, 16) or instead)
+        return self._status
 
     def excess(self) -> str:
         """The limit that the process tree exceeds, or an empty string. Memory: private, shared,
@@ -136,6 +148,7 @@ class SandboxProcess:
 
     def _remove(self) -> None:
         os.close(self._started)
+        os.close(self._ended)
         if self._group is not None:
             self._group.remove()
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -154,6 +167,7 @@ def _request(level: Level, command: Command, root: Path, cpu_s: float) -> dict[s
     views: list[list[Any]] = [[name, name, False] for name in _system_paths()]
     views += [[str(package), f"/packages/{package.name}", False] for package in packages]
     views += [[str(INSIDE), "/sandbox", False], *map(list, command.views)]
+    path += os.pathsep + os.path.join(inside, "ending")
     cpus = os.sched_getaffinity(0)
     processes = PROCESSES + (
         0 if isolate and _has_namespace_process_limits() else _count_user_threads()
@@ -163,6 +177,7 @@ def _request(level: Level, command: Command, root: Path, cpu_s: float) -> dict[s
         "isolate": isolate,
         "root": str(root),
         "views": views,
+        "links": command.links,
         "disk_mib": DISK_MIB,
         "cpus": random.sample(sorted(cpus), min(CPUS, len(cpus))),
         "files": command.files,
@@ -181,6 +196,8 @@ def _request(level: Level, command: Command, root: Path, cpu_s: float) -> dict[s
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
             "LANG": "C.UTF-8",
+            "MALLOC_ARENA_MAX": "2",  # each takes 64 MiB of addresses
+            "QUANTKIT_PROGRAM": "1",
         },
         "limits": {
             "CPU": int(cpu_s) + 1,
@@ -241,11 +258,11 @@ def tree(pid: int) -> tuple[list[int], int]:
         with contextlib.suppress(OSError, ValueError):
             for task in os.listdir(f"/proc/{one}/task"):
                 threads += 1
-                found += map(int, Path(f"/proc/{one}/task/{task}/children").read_text().split())
+                found += map(int, Path(f"/proc/{one}/task/{task}/children").read_bytes().split())
     return found, threads
 
 
-_HELD = ("RssAnon", "RssShmem", "VmSwap", "VmPTE", "HugetlbPages")
+_HELD = (b"RssAnon", b"RssShmem", b"VmSwap", b"VmPTE", b"HugetlbPages")
 
 
 def _private_bytes(pid: int) -> int:
@@ -256,17 +273,18 @@ def _proportional_bytes(pid: int) -> int:
     """Shared pages divided by the number of their processes, where the kernel reports it; else
     `_private_bytes`."""
     try:
-        return _fields(f"/proc/{pid}/smaps_rollup", ("Pss_Anon", "Pss_Shmem", "SwapPss")) + _fields(
-            f"/proc/{pid}/status", ("VmPTE",)
-        )
+        return _fields(
+            f"/proc/{pid}/smaps_rollup", (b"Pss_Anon", b"Pss_Shmem", b"SwapPss")
+        ) + _fields(f"/proc/{pid}/status", (b"VmPTE",))
     except PermissionError:
         return _private_bytes(pid)
 
 
-def _fields(path: str, names: tuple[str, ...]) -> int:
-    """The sum of some kB fields of a file in /proc, in bytes; 0 for a process that has ended."""
+def _fields(path: str, names: tuple[bytes, ...]) -> int:
+    """The sum of some kB fields of a file in /proc, in bytes; 0 for a process that has ended. Bytes:
+    a program may name its process as it likes."""
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_bytes().split(b"\n")
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.partition(":")[0] in names)
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.partition(b":")[0] in names)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import select
 import tempfile
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
 from quantkit.evaluation.sandbox import cgroup
+from quantkit.evaluation.sandbox.inside.ending.sitecustomize import UNCAUGHT
+from quantkit.evaluation.sandbox.inside.isolation import NO_NAMESPACES
 from quantkit.evaluation.sandbox.process import (
     OUTPUT,
     START_S,
@@ -28,7 +29,7 @@ Status = Literal["passed", "failed", "timeout", "no-verdict", "sandbox-error"]
 
 TIMEOUT_S = 10.0
 _TRIES, _PAUSE_S, _POLL_S = 3, 0.3, 0.005
-_TAIL = 4000  # bytes of stderr searched for an exception
+_TAIL = 1 << 16  # bytes of stderr searched for an exception
 T = TypeVar("T")
 
 
@@ -119,6 +120,19 @@ def _run_with_retries(attempt: Callable[[Level], ProgramRun], level: Level | Non
     return ProgramRun("sandbox-error", problem)
 
 
+def _from_first_line(follow: Callable[[float], ProgramRun]) -> ProgramRun:
+    """What `follow`, given the time of the start, finds of a program that has begun. Whatever goes
+    wrong here then is the program's doing: it may name, fill and change what is looked at."""
+    start = time.monotonic()
+    try:
+        return follow(start)
+    except Exception as fault:
+        detail = (
+            str(fault) if isinstance(fault, LimitExceeded) else f"it cannot be followed: {fault!r}"
+        )
+        return ProgramRun("failed", _printable(detail), seconds=time.monotonic() - start)
+
+
 def _run_judged(
     program: Program, request: dict[str, Any], timeout_s: float, level: Level
 ) -> ProgramRun:
@@ -146,17 +160,15 @@ def _run_judged(
         for sandbox in sandboxes:
             sandbox.wait_started()
         lines = _Lines(report.read)
-        start = time.monotonic()
-        try:
-            ready = _wait(lines.next, sandboxes, START_S)
-            if ready != b"ready":
-                fault = json.loads(ready)["fault"] if ready else "the judge did not start"
-                raise SandboxError(_printable(fault))
-            start = time.monotonic()
-            line = _wait(lines.next, sandboxes, timeout_s)
-        except LimitExceeded as error:
-            return ProgramRun("failed", str(error), seconds=time.monotonic() - start)
-        return _verdict(line, time.monotonic() - start)
+        ready = _wait(lines.next, [], START_S)
+        if ready != b"ready":
+            fault = json.loads(ready)["fault"] if ready else "the judge did not start"
+            raise SandboxError(_printable(fault))
+        return _from_first_line(
+            lambda start: _verdict(
+                _wait(lines.next, sandboxes, timeout_s), time.monotonic() - start
+            )
+        )
 
 
 def _verdict(line: bytes | None, seconds: float) -> ProgramRun:
@@ -178,38 +190,42 @@ def _run_script(source: str, stdin: str, timeout_s: float, level: Level) -> Prog
         for name in _STREAMS:
             (folder / name).chmod(0o666)  # a program with its own uid opens /dev/stdout by name
         views = tuple((str(folder / name), f"/dev/{name}", name != "stdin") for name in _STREAMS)
-        command = Command(["main.py"], given, out, verdict, files={"main.py": source}, views=views)
+        links = tuple(
+            (f"{place}/{number}", f"/dev/{name}")
+            for place in ("/dev/fd", "/proc/self/fd")
+            for number, name in enumerate(_STREAMS)
+        )
+        command = Command(
+            ["main.py"], given, out, verdict, files={"main.py": source}, views=views, links=links
+        )
         sandbox = stack.enter_context(contextlib.closing(SandboxProcess(level, command, timeout_s)))
         sandbox.wait_started()
-        start = time.monotonic()
-        try:
+
+        def follow(start: float) -> ProgramRun:
             code = _wait(lambda: _poll_exit(sandbox), [sandbox], timeout_s)
-        except LimitExceeded as error:
-            return ProgramRun("failed", str(error), seconds=time.monotonic() - start)
-        seconds = time.monotonic() - start
-        output, errors = ((folder / name).read_bytes() for name in ("stdout", "stderr"))
-    text = output[:OUTPUT].decode(errors="replace")
-    if code is None:
-        return ProgramRun("timeout", f"still running after {seconds:.1f} s", text, seconds)
-    if problem := _problem(code, errors[-_TAIL:].decode(errors="replace")):
-        return ProgramRun("failed", problem, text, seconds)
-    return ProgramRun("passed", "", text, seconds)
+            seconds = time.monotonic() - start
+            # By the descriptors: the program may have taken away the right to open the files.
+            text = os.pread(out.fileno(), OUTPUT, 0).decode(errors="replace")
+            if code is None:
+                return ProgramRun("timeout", f"still running after {seconds:.1f} s", text, seconds)
+            size = os.fstat(verdict.fileno()).st_size
+            if problem := _problem(code, os.pread(verdict.fileno(), _TAIL, max(0, size - _TAIL))):
+                return ProgramRun("failed", problem, text, seconds)
+            return ProgramRun("passed", "", text, seconds)
+
+        return _from_first_line(follow)
 
 
-_STREAMS = {"stdin": "rb", "stdout": "wb", "stderr": "wb"}
+_STREAMS = {"stdin": "rb", "stdout": "w+b", "stderr": "w+b"}
 
 
-def _problem(code: int, errors: str) -> str:
-    """A failed end of a script: a signal, or an uncaught exception. sys.exit may give any code."""
-    if code > 128:
-        return f"ended by signal {code - 128}"
-    if code == 1 and re.search(
-        r"^(Traceback \(most recent call last\):|  File \".*main.py\", line \d+$)",
-        errors,
-        re.MULTILINE,
-    ):
-        return _printable(errors.strip().rpartition("\n")[2])[:2000]
-    return ""
+def _problem(code: int, errors: bytes) -> str:
+    """A failed end of a script: a signal, or an uncaught exception, which
+    inside/ending/sitecustomize.py writes down. sys.exit may give any code."""
+    if code < 0:
+        return f"ended by signal {-code}"
+    _, uncaught, detail = errors.rpartition(UNCAUGHT)
+    return _printable(detail.decode(errors="replace"))[:2000].strip() if code and uncaught else ""
 
 
 class LimitExceeded(Exception):
@@ -333,6 +349,8 @@ def find_level() -> IsolationLevel:
             run = _run_judged(_PROBE, request, TIMEOUT_S, "namespaces")
         except (SandboxError, OSError) as fault:
             reason = str(fault)
+            if NO_NAMESPACES in reason:
+                break
             continue
         if run.status == "passed":
             return IsolationLevel("namespaces")

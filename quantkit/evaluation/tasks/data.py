@@ -197,11 +197,29 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             f"{path} needs pyarrow", "pip install pyarrow, or convert it to jsonl"
         ) from error
     try:
-        yield from pyarrow.parquet.read_table(path).to_pylist()
+        file = pyarrow.parquet.ParquetFile(path)
+        groups = map(file.metadata.row_group, range(file.num_row_groups))
+        if sum(group.total_byte_size for group in groups) > _LARGEST_UNPACKED:
+            raise _too_large(path)
+        yield from file.read().to_pylist()
     except pyarrow.ArrowException as error:
         raise QuantkitError(
             f"{path} is not Parquet ({str(error).splitlines()[0]})", "download it again"
         ) from error
+
+
+_LONGEST_LINE = 256 << 20
+"""Limit in characters of a row; LiveCodeBench's reach tens of millions."""
+_LARGEST_UNPACKED = 4 << 30
+"""Limit in bytes of a compressed file's contents: all rows are in memory."""
+
+
+def _too_large(path: Path) -> QuantkitError:
+    return QuantkitError(
+        f"{path} unpacks to more than {_LARGEST_UNPACKED >> 30} GiB, or has a row of more than "
+        f"{_LONGEST_LINE >> 20} MiB",
+        "split it, or use the files as published",
+    )
 
 
 def _read_text(path: Path) -> Iterator[Row]:
@@ -218,7 +236,12 @@ def _read_text(path: Path) -> Iterator[Row]:
         if path.suffix == ".gz"
         else path.open(encoding="utf-8-sig") as file
     ):
-        for number, line in enumerate(file, start=1):
+        lines = iter(lambda: file.readline(_LONGEST_LINE), "")
+        size = 0
+        for number, line in enumerate(lines, start=1):
+            size += len(line)
+            if len(line) == _LONGEST_LINE or (path.suffix == ".gz" and size > _LARGEST_UNPACKED):
+                raise _too_large(path)
             if not line.strip():
                 continue
             try:

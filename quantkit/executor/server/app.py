@@ -24,7 +24,15 @@ from quantkit import __version__
 from quantkit.common.disconnect import until_disconnect
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.server.answers import ChatAnswer, CompletionAnswer
-from quantkit.executor.server.asgi import EventStream, RequestLog, WireJson, error_body, note_of
+from quantkit.executor.server.asgi import (
+    EventStream,
+    RequestLog,
+    WireJson,
+    error_body,
+    internal_error,
+    note_of,
+)
+from quantkit.executor.server.guard import Faults, LoopbackOnly
 from quantkit.executor.server.intake import (
     ApiError,
     Intake,
@@ -71,6 +79,7 @@ class Api:
             grammars=self.engine.grammars,
         )
         self.lanes = Lanes(service.limit)
+        self._held = 0
         self._api_key = api_key
         self.started = int(time.time())
 
@@ -145,14 +154,17 @@ class Api:
 
     async def _prepared(self, request: Request, prepare: Callable[[bytes], Result]) -> Result:
         """What `prepare` makes of the body, on a thread of its own."""
-        raw = await self._read(request)
+        raw = bytearray()
         try:
+            await self._read(request, raw)
             found: Result = await until_disconnect(
-                self.lanes.run(len(raw), lambda: prepare(raw)), request.receive
+                self.lanes.run(len(raw), lambda: prepare(bytes(raw))), request.receive
             )
             return found
         except asyncio.CancelledError as cut:
             raise EngineFault("the server is stopping") from cut
+        finally:
+            self._held -= len(raw)
 
     async def _answered(self, request: Request, prepared: Prepared, answer: Answer) -> Response:
         stream = self.service.submit(prepared.choices)
@@ -169,7 +181,9 @@ class Api:
         finally:
             stream.close()
 
-    async def _read(self, request: Request) -> bytes:
+    async def _read(self, request: Request, raw: bytearray) -> None:
+        """Add the body to `raw`. Raises ApiError, and QueueFull where the bodies of all requests
+        together are too large."""
         self._check_key(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -184,11 +198,15 @@ class Api:
                 f"the request is sent as Content-Encoding: {encoding[:50]}; send it as it is",
                 "unsupported_media_type",
             )
-        raw = bytearray()
         try:
             async with asyncio.timeout(self.limits.body_s):
                 async for part in request.stream():
                     raw += part
+                    self._held += len(part)
+                    if self._held > self.limits.max_bodies:
+                        raise QueueFull(
+                            f"the requests being read have more than {self.limits.max_bodies} bytes"
+                        )
                     if len(raw) > self.limits.max_body:
                         raise ApiError(
                             413,
@@ -199,7 +217,6 @@ class Api:
             raise ApiError(
                 408, f"the request was not whole after {self.limits.body_s:g} s", "request_timeout"
             ) from late
-        return bytes(raw)
 
     def _check_key(self, request: Request) -> None:
         if self._api_key is None:
@@ -219,9 +236,10 @@ def create_app(
     limits: Limits | None = None,
     tool_parser: str = "auto",
     log: Callable[[str], None] | None = None,
+    local: bool = False,
 ) -> FastAPI:
     """The application; its lifespan starts and stops the engine's thread. log: takes a line for
-    every request."""
+    every request. local: it listens on loopback alone."""
     api = Api(
         service, model_name, api_key=api_key, limits=limits or Limits(), tool_parser=tool_parser
     )
@@ -249,12 +267,24 @@ def create_app(
     app.add_api_route("/version", api.version, methods=["GET"], response_model=None)
     app.add_api_route("/health", api.health, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", api.metrics, methods=["GET"], response_model=None)
-    if log is not None:
-        app.add_middleware(RequestLog, log=log)
-
     on_error = _refusals(service)
     for kind in _FAULTS:
         app.add_exception_handler(kind, on_error)
+
+    def unforeseen(fault: Exception) -> Response:
+        service.refused.add(1, "500")
+        return WireJson(internal_error(fault), status_code=500)
+
+    def not_local() -> Response:
+        service.refused.add(1, "403")
+        message = "without an API key this server answers localhost alone; start it with --api-key"
+        return WireJson(error_body(403, message, "not_local"), status_code=403)
+
+    app.add_middleware(Faults, answer=unforeseen)
+    if local and api_key is None:
+        app.add_middleware(LoopbackOnly, refusal=not_local)
+    if log is not None:
+        app.add_middleware(RequestLog, log=log)
     return app
 
 
@@ -266,7 +296,6 @@ _FAULTS = (
     EngineFault,
     HTTPException,
     ClientDisconnect,
-    Exception,
 )
 
 
@@ -308,6 +337,6 @@ def _refusals(service: Service) -> Callable[[Request, Exception], Awaitable[Resp
             case ClientDisconnect():
                 return refuse(499, "the client closed the request", "client_closed")
             case _:
-                return refuse(500, f"internal error: {type(fault).__name__}", "internal_error")
+                raise fault
 
     return on_error

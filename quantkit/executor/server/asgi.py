@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quantkit.common.disconnect import until_disconnect
+from quantkit.executor.server.guard import log_fault
 from quantkit.executor.server.service import AnswerStream, EngineFault, RequestFault
 
 
@@ -33,6 +34,10 @@ def error_body(status: int, message: str, code: str, param: str | None = None) -
         else "invalid_request_error"
     )
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def internal_error(fault: Exception) -> dict[str, Any]:
+    return error_body(500, f"internal error: {type(fault).__name__}", "internal_error")
 
 
 class EventStream(Response):
@@ -73,6 +78,9 @@ class EventStream(Response):
         except (RequestFault, EngineFault) as fault:
             code = "request_fault" if isinstance(fault, RequestFault) else "engine_fault"
             return await self._end(send, error_body(500, str(fault), code))
+        except Exception as fault:
+            log_fault("a stream", fault)
+            return await self._end(send, internal_error(fault))
         await self._end(send)
 
     async def _end(
@@ -143,9 +151,6 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, watched)
-        except Exception:
-            status[0] = "500"  # what is outside of us answers so
-            raise
         finally:
             seconds = time.perf_counter() - started
             path = str(scope["path"])[:_LONGEST]

@@ -7,10 +7,6 @@ long one can hold.
 """
 
 import asyncio
-import json
-import re
-import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,6 +16,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import parse_json
 from quantkit.executor.sampling.grammar import Grammars
 from quantkit.executor.sampling.params import SamplingParams, signed64
 from quantkit.executor.server.protocol import (
@@ -63,13 +60,14 @@ class ApiError(Exception):
 @dataclass(frozen=True)
 class Limits:
     """max_input: prompt tokens; max_output: tokens of one answer (None: what the context leaves);
-    max_body: bytes of a request;
-    body_s: seconds in which they come."""
+    max_body: bytes of a request; body_s: seconds in which they come; max_bodies: bytes of all
+    requests that are being read."""
 
     max_input: int | None = None
     max_output: int | None = None
     max_body: int = 8 << 20
     body_s: float = 120.0
+    max_bodies: int = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -342,24 +340,13 @@ def parse(raw: bytes) -> dict[str, Any]:
     """A JSON object without the keys whose value is null, which ask for nothing. ApiError for
     anything else.
 
-    Refused too is what readers of JSON disagree about: a key given twice, NaN, and halves of a
-    surrogate pair.
+    Refused too is what readers of JSON disagree about (`parse_json`): a key given twice, NaN and
+    infinity, deep nesting, and halves of a surrogate pair.
     """
     try:
-        text = raw.decode()
-        value = json.loads(
-            text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_integer
-        )
-        if re.search(r"\\u[dD]", text):
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as fault:
-        raise ApiError(
-            400, "the request holds a lone surrogate, which is no text", "invalid_json"
-        ) from fault
+        value = parse_json(raw.decode(), strict=True)
     except UnicodeDecodeError as fault:
         raise ApiError(400, "the request is not UTF-8", "invalid_json") from fault
-    except RecursionError as fault:
-        raise ApiError(400, "the request is nested too deeply", "invalid_json") from fault
     except ValueError as fault:
         raise ApiError(
             400, f"the request is not JSON: {str(fault)[:200]}", "invalid_json"
@@ -367,25 +354,6 @@ def parse(raw: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ApiError(400, "the request is not a JSON object", "invalid_json")
     return {key: item for key, item in value.items() if item is not None}
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ApiError(400, f"{twice[:100]} is given twice", "invalid_json")
-    return value
-
-
-def _no_constant(name: str) -> None:
-    raise ApiError(400, f"{name} is not JSON", "invalid_json")
-
-
-def _integer(digits: str) -> int:
-    """Python's own limit of digits is the process's: a library may have lifted it."""
-    if len(digits) > sys.int_info.default_max_str_digits:
-        raise ValueError("an integer of thousands of digits")
-    return int(digits)
 
 
 def or_refuse(work: Callable[[], Result], what: str) -> Result:

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from quantkit.common.bind import bind_error
+from quantkit.common.bind import bind_error, is_loopback
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.server.app import Limits, create_app
@@ -115,6 +115,7 @@ def serve(
         limits=Limits(max_input=options.max_input, max_output=options.max_output),
         tool_parser=options.tool_parser,
         log=log,
+        local=is_loopback(options.host),
     )
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=options.grace_s

@@ -1,12 +1,16 @@
 import gzip
+import io
 import json
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.grading.graders import find_grader
+from quantkit.evaluation.tasks import data
 from quantkit.evaluation.tasks.data import problems, read_rows
 from quantkit.evaluation.tasks.definitions import DataSource, Setting, find_setting, find_task
 
@@ -148,3 +152,32 @@ def test_parquet_without_its_reader_says_what_to_install(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(QuantkitError, match="pip install pyarrow"):
         read_rows("mmlu_pro", DataSource(files=["mmlu_pro/test.parquet"]), tmp_path)
+
+
+def _packed(name: str, rows: list[dict[str, str]]) -> bytes:
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if name.endswith(".gz"):
+        return gzip.compress(text, mtime=0)
+    if name.endswith(".parquet"):
+        packed = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), packed, compression="gzip")
+        return packed.getvalue()
+    return text
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.parquet"])
+def test_a_small_file_cannot_unpack_to_much(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limits are lowered; the rows just within them are read."""
+    monkeypatch.setattr(data, "_LONGEST_LINE", 10_000)
+    monkeypatch.setattr(data, "_LARGEST_UNPACKED", 50_000)
+    source = find_task("gsm8k").data.model_copy(update={"files": [name]})
+    few = [{"question": str(n) * 40} for n in range(100)]
+    (tmp_path / name).write_bytes(_packed(name, few))
+    assert read_rows("gsm8k", source, tmp_path).rows == few
+    many = [{"question": f"{n:04} " * 20} for n in range(1000)]
+    for rows in ([{"question": "x" * 60_000}], *([] if name == "t.jsonl" else [many])):
+        (tmp_path / name).write_bytes(_packed(name, rows))
+        with pytest.raises(QuantkitError, match="unpacks to more than"):
+            read_rows("gsm8k", source, tmp_path)

@@ -1,4 +1,4 @@
-"""2,000 generated requests from a real client to a real `quantkit serve`: no 5xx, every refusal in
+"""Thousands of generated requests from a real client to a real `quantkit serve`: no 5xx, every refusal in
 one shape, and it answers afterwards."""
 
 import asyncio
@@ -16,8 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 from hostile_requests import KEY, Sent, request
+from sample_sizes import sized
 
-REQUESTS, CLIENTS = 2000, 24
+REQUESTS, CLIENTS = sized(2000, 3000), 24
 ASKED = {"prompt": "What is 2+3?", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 SERVE = "from quantkit.cli import main; main()"
 
@@ -127,7 +128,7 @@ async def send_all(url: str, requests: list[Sent]) -> list[tuple[int, str]]:
         return await asyncio.gather(*(send_one(client, one) for one in requests))
 
 
-def test_2000_generated_requests(url: str) -> None:
+def test_generated_requests(url: str) -> None:
     draw = random.Random(20261122)
     requests = [request(draw) for _ in range(REQUESTS)]
     before = ask(url)

@@ -1,6 +1,7 @@
 """Namespaces, a private root file system, and dropping all privileges. Linux only."""
 
 import ctypes
+import errno
 import os
 import resource
 import signal
@@ -29,10 +30,15 @@ MNT_DETACH, PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 2, 1, 24, 3
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 ONE_ID, TWO_IDS = b"one id", b"two ids"
+NO_NAMESPACES = "no user namespaces"
 NOBODY, PROGRAM = (
     65534,
     1,
 )  # the program's user id outside and inside, where a second id can be mapped
+
+
+class NoNamespaces(Exception):
+    """The system, or the container that this runs in, gives no user namespaces."""
 
 
 def check(result: int, what: str) -> None:
@@ -54,11 +60,12 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
     )
 
 
-def exit_with_child(child: int) -> None:
-    """Wait for a child and exit with its status."""
+def exit_with_child(child: int, ended: int | None = None) -> None:
+    """Wait for a child, write its exit code, or -n after signal n, to the pipe `ended`, and exit."""
     _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    os._exit(code if code >= 0 else 128 - code)
+    if ended is not None:
+        os.write(ended, str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
 
 
 def enter_namespaces(close: int) -> bool:
@@ -81,7 +88,11 @@ def enter_namespaces(close: int) -> bool:
     os.close(ready_read)
     os.close(mapped_write)
     die_with_parent()
-    check(libc.unshare(NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS), "unshare")
+    if libc.unshare(NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS) != 0:
+        number = ctypes.get_errno()
+        # The kernel's words for a limit of namespaces are those for a full disk.
+        cause = "none may be made, or no more" if number == errno.ENOSPC else os.strerror(number)
+        raise NoNamespaces(f"{NO_NAMESPACES}: {cause}")
     die_with_parent()  # new credentials reset it
     os.write(ready_write, b"1")
     answer = os.read(mapped_read, 500)
@@ -126,11 +137,11 @@ def become_init(close: int) -> None:
     die_with_parent()
 
 
-def mount_root(root: str, views: list[list[Any]], size_mib: int) -> None:
+def mount_root(root: str, views: list[list[Any]], links: list[list[str]], size_mib: int) -> None:
     """Replace / by a read-only tmpfs with views of some host files; /work, /tmp and /dev/shm are
     writable, `size_mib` in total.
 
-    views: (source, path in the new root, writable).
+    views: (source, path in the new root, writable). links: (path in the new root, target).
     """
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=1024,mode=755")
@@ -140,7 +151,11 @@ def mount_root(root: str, views: list[list[Any]], size_mib: int) -> None:
             os.symlink(os.readlink(source), root + target)
         elif os.path.exists(source):
             bind(source, root + target, writable)
-    for name in ("null", "zero", "random", "urandom"):
+    for path, target in links:
+        os.makedirs(os.path.dirname(root + path), exist_ok=True)
+        os.symlink(target, root + path)
+    # Not zero: shared maps of it are memory that no process shows.
+    for name in ("null", "random", "urandom"):
         bind(f"/dev/{name}", f"{root}/dev/{name}", True)
     os.mkdir(f"{root}/scratch")
     mount(

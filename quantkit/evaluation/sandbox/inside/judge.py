@@ -79,6 +79,8 @@ class Candidate:
         for name in names:
             kind = getattr(builtins, name, None)
             if isinstance(kind, type) and issubclass(kind, Exception):
+                if kind in (StopIteration, StopAsyncIteration):
+                    kind = RuntimeError  # as PEP 479: in map(candidate, ...) it would end the loop
                 error = _make_exception(kind, text)
                 error.of_candidate = f"{names[0]}: {text}"  # type: ignore[attr-defined]
                 return error

@@ -32,11 +32,14 @@ def main() -> None:
         if request["isolate"]:
             own_id = isolation.enter_namespaces(started)
             isolation.become_init(started)
-            isolation.mount_root(request["root"], request["views"], request["disk_mib"])
+            isolation.mount_root(
+                request["root"], request["views"], request["links"], request["disk_mib"]
+            )
             child = os.fork()
             if child:
                 os.close(started)
-                isolation.exit_with_child(child)
+                isolation.exit_with_child(child, request["ended"])
+            os.setsid()  # not in the group of the processes outside, which killpg(0) would reach
             isolation.drop_privileges(own_id)
         else:
             os.chdir(request["root"])
@@ -52,7 +55,8 @@ def execute(request: dict[str, Any]) -> NoReturn:
             file.write(text)
     os.dup2(request["input"], 0)
     os.close(request["input"])
-    os.set_inheritable(request["started"], False)
+    for name in ("started", "ended"):
+        os.set_inheritable(request[name], False)
     os.sched_setaffinity(0, request["cpus"])
     isolation.set_limits(request["limits"])
     if request["isolate"] or seccomp.supported():

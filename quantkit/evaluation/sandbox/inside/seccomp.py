@@ -3,7 +3,7 @@ isolation or limits before.
 
 Everything else is allowed. A denied call returns EPERM; a call newer than the list returns ENOSYS,
 and clone3 too, whose flags a filter cannot read (the C library then uses clone). Sockets are of the
-Unix family only. Numbers: Linux 6.x, x86-64 and AArch64.
+Unix family only; memory is not mapped shared without a file. Numbers: Linux 6.x, x86-64 and AArch64.
 """
 
 import ctypes
@@ -15,12 +15,13 @@ PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, MODE_FILTER = 22, 38, 2
 AF_UNIX = 1
 NEW_NAMESPACES = 0x7E020000  # clone flags: NEWNS NEWCGROUP NEWUTS NEWIPC NEWUSER NEWPID NEWNET
 LAST_KNOWN = 462
-LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_BITS, RETURN, AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
 ALLOW, DENY, KILL = 0x7FFF0000, 0x00050000, 0x80000000
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = (
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, FOURTH_ARGUMENT = (
     0,
     4,
     16,
+    40,
 )  # offsets in struct seccomp_data; the low word of an argument comes first
 
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -49,6 +50,8 @@ personality 135 92, iopl 172 -, ioperm 173 -, modify_ldt 154 -
 # memory not counted by process limits
 memfd_create 319 279, memfd_secret 447 447, shmget 29 194, shmat 30 196, shmctl 31 195
 semget 64 190, msgget 68 186, mq_open 240 180
+# more processors than it was given
+sched_setaffinity 203 122
 """
 DENIED = [
     entry.split()
@@ -59,6 +62,8 @@ DENIED = [
 SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}  # socket, socketpair
 CLONE = {"x86_64": 56, "aarch64": 220}
 CLONE3 = 435
+MMAP = {"x86_64": 9, "aarch64": 222}
+SHARED_ANONYMOUS = 0x21  # pages of such a map stay when no process shows them any more
 
 
 def supported() -> bool:
@@ -91,6 +96,12 @@ def program(machine: str) -> bytes:
     step(JUMP_EQUAL, CLONE[machine], no=4)
     step(LOAD, FIRST_ARGUMENT)
     step(JUMP_BITS, NEW_NAMESPACES, no=1)
+    answer(DENY | errno.EPERM)
+    answer(ALLOW)
+    step(JUMP_EQUAL, MMAP[machine], no=5)
+    step(LOAD, FOURTH_ARGUMENT)
+    step(AND, SHARED_ANONYMOUS)
+    step(JUMP_EQUAL, SHARED_ANONYMOUS, no=1)
     answer(DENY | errno.EPERM)
     answer(ALLOW)
     for number in SOCKETS[machine]:
