@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from quantkit_kernels.compiled import cache_directory
 
 from quantkit.common.errors import QuantkitError
 
@@ -24,6 +23,8 @@ def unpack(path: Path) -> Path:
     A tokenizer.json next to the file is preferred to its own vocabulary. Raises QuantkitError for a
     file that transformers cannot read, or whose text is split in an unknown way.
     """
+    from quantkit_kernels.compiled import cache_directory  # the package imports torch
+
     status = path.stat()
     key = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}".encode()
     folder = f"{path.stem}-{hashlib.sha256(key).hexdigest()[:12]}"
