@@ -181,14 +181,16 @@ def show_scores(results: dict[str, Any]) -> None:
             table.add_row(name, "-", "", "0")
             continue
         stderr = "-" if task["stderr"] is None else f"{100 * task['stderr']:.2f}"
-        shares = (f"{100 * task[key]:.1f} %" for key in ("unfinished", "no_answer"))
+        low, high = (100 * share for share in task["no_answer_interval"])
+        unanswered = f"{100 * task['no_answer']:.1f} % ({low:.1f} to {high:.1f})"
         count = f"{task['n']} x {task['repeats']}"
         table.add_row(
             name,
             f"{100 * task['accuracy']:.2f} %",
             stderr,
             count,
-            *shares,
+            f"{100 * task['unfinished']:.1f} %",
+            unanswered,
             f"{task['tokens']['mean']:.0f}",
         )
     _show(f"{results['model']}, {results['hardware']}", table)

@@ -238,9 +238,12 @@ def check_not_all_failed(task: str, samples: list[Sample]) -> None:
         return
     first = samples[0].grade
     if all(sample.grade.excluded for sample in samples):
+        refused = next((name for name in REQUEST_FIELDS if name in first.detail), None)
         raise QuantkitError(
             f"every sample of {task} failed: {first.detail}",
-            "fix that and run again; finished replies are stored",
+            f"leave {refused} out with --extra-body '{{\"{refused}\": null}}'"
+            if refused
+            else "fix that and run again; finished replies are stored",
         )
     if all(sample.grade.reason == "context" for sample in samples):
         raise QuantkitError(
@@ -249,6 +252,8 @@ def check_not_all_failed(task: str, samples: list[Sample]) -> None:
         )
 
 
+REQUEST_FIELDS = ("stream_options", "temperature", "top_p", "max_tokens", "seed", "stop")
+"""Fields of a request that a server may refuse."""
 PROBE_TOKENS = 64
 _QUOTE_CHARS = 60  # characters
 

@@ -1,10 +1,12 @@
 """Options of `eval`, `regrade` and `ppl` and of the Python functions `evaluate` and
 `perplexity`."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.common.errors import QuantkitError
 from quantkit.common.options import option
 from quantkit.executor.options import ModelOptions
 
@@ -73,6 +75,19 @@ class EvaluateOptions(GradingOptions, ServerModelOptions, ModelOptions):
         600.0, "Longest wait for the next piece of a server's reply, seconds.", min=0.1
     )
     retries: int = option(5, "Further attempts of a request that failed temporarily.", min=0)
+    extra_body: str | None = option(
+        None,
+        "Fields of every request to a server, as JSON; null leaves one out, as in "
+        '{"top_k": 20, "stream_options": null}.',
+        metavar="JSON",
+    )
+    chat_template_kwargs: str | None = option(
+        None,
+        'Variables of the server\'s chat template, as JSON, as in {"enable_thinking": false}.',
+        metavar="JSON",
+    )
+    reasoning_effort: str | None = option(None, "Sent to the server: low, medium or high.")
+    no_seed: bool = option(False, "Send no seed, for a server that refuses it.")
     trust_kept: bool = option(
         False, "Reuse stored replies without checking that it is still the same model."
     )
@@ -87,6 +102,32 @@ class EvaluateOptions(GradingOptions, ServerModelOptions, ModelOptions):
         """Sampling parameters that replace the protocol's."""
         given = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p")}
         return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def request_fields(self) -> dict[str, Any]:
+        """Fields that every request to a server gets; None leaves one out. Raises QuantkitError for
+        what is no JSON object."""
+        fields: dict[str, Any] = {"seed": None} if self.no_seed else {}
+        if self.reasoning_effort is not None:
+            fields["reasoning_effort"] = self.reasoning_effort
+        if self.chat_template_kwargs is not None:
+            given = _json_object("--chat-template-kwargs", self.chat_template_kwargs)
+            fields["chat_template_kwargs"] = given
+        if self.extra_body is not None:
+            fields |= _json_object("--extra-body", self.extra_body)
+        return fields
+
+
+def _json_object(flag: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise QuantkitError(
+            f"{flag} {text!r} is no JSON object", f"give {flag} '{{\"name\": value}}'"
+        )
+    return value
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,16 @@ class _Run:
 
     def evaluate(self, model: str, works: list[TaskRun], out: Path | None) -> EvalResults:
         generator = self._open(model)
+        if is_url(model) and (fields := self.options.request_fields):
+            works = [replace(work, facts=work.facts | {"request": fields}) for work in works]
+        context = getattr(generator, "context", None)
+        for work in works:
+            limit = work.setting.generation.max_tokens
+            if context is not None and limit is not None and limit >= context:
+                self.notice(
+                    f"{work.setting.task.name}: the server's context is {context} tokens, prompt and "
+                    f"reply: replies get what the prompt leaves of it, not {limit}"
+                )
         try:
             tasks = {
                 work.setting.task.name: run_task(
@@ -222,6 +232,7 @@ class _Run:
             concurrency=options.concurrency,
             timeout_s=options.timeout,
             retries=options.retries,
+            fields=options.request_fields,
         )
 
     def _open(self, model: str) -> Generator:

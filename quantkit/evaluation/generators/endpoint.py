@@ -206,6 +206,8 @@ class Endpoint:
     `identity` describes the model, not the address: its name, and `revision` if given, else what
     the server reports. retries: further attempts after a transient failure. timeout_s: longest wait
     for the next event. top_logprobs: alternatives returned at every position of a chat reply.
+    fields: of every request, in place of quantkit's own; None leaves one out. `context`: what the
+    server says its longest prompt and reply are together, in tokens, or None.
     """
 
     identity_is_certain = False
@@ -223,6 +225,7 @@ class Endpoint:
         retries: int = RETRIES,
         backoff_s: float = 1.0,
         top_logprobs: int = 0,
+        fields: dict[str, Any] | None = None,
     ) -> None:
         self.server = OpenAIServer(
             url, api_key=api_key, connect_timeout_s=connect_timeout_s, timeout_s=timeout_s
@@ -230,11 +233,14 @@ class Endpoint:
         self._concurrency = concurrency
         self._retries = retries
         self._backoff_s = backoff_s
-        self._extra_fields: dict[str, Any] = (
+        self._fields: dict[str, Any] = (
             {"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}
-        )
+        ) | (fields or {})
+        self._limit_name = "max_tokens"
         entry = self.server.find_model(model)
         self.name: str = entry["id"]
+        context = entry.get("max_model_len")
+        self.context = context if isinstance(context, int) and context > 0 else None
         facts = (
             {"revision": revision}
             if revision
@@ -337,6 +343,9 @@ class Endpoint:
                 problem = describe_error(error)
                 if _is_context_overflow(error.response.status_code, problem):
                     return ModelReply(index=-1, finish_reason="context", refusal=problem)
+                if self._limit_name == "max_tokens" and _OTHER_LIMIT in problem:
+                    self._limit_name = _OTHER_LIMIT  # what newer servers take instead
+                    return await self._ask(client, prompt, parameters)
                 self._count_refusal(error.response.status_code, problem)
                 if error.response.status_code not in _RETRY_STATUS:
                     break
@@ -379,9 +388,7 @@ class Endpoint:
         path = "/completions" if prompt.text is not None else "/chat/completions"
         reader = ReplyReader()
         async with aclosing(
-            self.server.stream(
-                client, path, request_body(self.name, prompt, parameters) | self._extra_fields
-            )
+            self.server.stream(client, path, self._body(prompt, parameters))
         ) as events:
             try:
                 async for event in events:
@@ -391,7 +398,27 @@ class Endpoint:
                     raise
         return reader
 
+    def _body(self, prompt: Prompt, parameters: Generation) -> dict[str, Any]:
+        """The request, whose reply is no longer than the server's context leaves room for."""
+        if self.context is not None and parameters.max_tokens is not None:
+            room = max(1, self.context - most_tokens(prompt))
+            parameters = replace(parameters, max_tokens=min(parameters.max_tokens, room))
+        body = request_body(self.name, prompt, parameters)
+        if "max_tokens" in body:
+            body[self._limit_name] = body.pop("max_tokens")
+        return {name: value for name, value in (body | self._fields).items() if value is not None}
+
     def close(self) -> None: ...
+
+
+_OTHER_LIMIT = "max_completion_tokens"
+
+
+def most_tokens(prompt: Prompt) -> int:
+    """An upper bound of a prompt's tokens: texts have two bytes a token or more, a chat template
+    adds some."""
+    texts = [prompt.text or "", *(message["content"] for message in prompt.messages)]
+    return sum(len(text.encode()) for text in texts) // 2 + 64
 
 
 def request_body(model: str, prompt: Prompt, parameters: Generation) -> dict[str, Any]:

@@ -18,6 +18,9 @@ WARNING_SHARE = (
     0.02  # share of replies lost to something other than a wrong answer that gives a warning
 )
 MAX_ERROR_SHARE = 0.02  # share of failed samples above which there is no verdict
+_WITHOUT_ANSWER = tuple(
+    reason for reason in MISSING if reason not in ("unfinished", "context", "filtered")
+)
 _FINISH_REASONS = {"stop", "length", "content_filter", "context"}
 
 
@@ -95,9 +98,15 @@ class TaskResult:
     @property
     def no_answer(self) -> float:
         """Share of replies without an answer that did finish their reasoning."""
-        return self.share(
-            *(reason for reason in MISSING if reason not in ("unfinished", "context", "filtered"))
-        )
+        return self.share(*_WITHOUT_ANSWER)
+
+    @property
+    def no_answer_interval(self) -> tuple[float, float]:
+        """Its 95 % interval over problems."""
+        rows = defaultdict(list)
+        for sample in self.graded:
+            rows[sample.problem.id].append(float(sample.grade.reason in _WITHOUT_ANSWER))
+        return statistics.interval(list(rows.values())) if rows else (0.0, 1.0)
 
     @property
     def truncated(self) -> float:
@@ -137,9 +146,37 @@ class TaskResult:
             )
         return f"max_tokens {limit}", "raise --max-tokens"
 
+    def _unfinished_by_cause(self, limit: str, remedy: str) -> list[tuple[float, str]]:
+        """Shares of replies that never left their reasoning: cut by a limit, all taken for
+        reasoning by the server, or ended by the model."""
+        ended, kept = [], []
+        for sample in self.graded:
+            is_ended = sample.grade.reason == "unfinished" and (
+                sample.completion.finish_reason != "length"
+            )
+            kept.append(is_ended and sample.completion.reasoning is not None)
+            ended.append(is_ended and not kept[-1])
+        cut = self.unfinished - _mean(kept) - _mean(ended)
+        return [
+            (
+                cut,
+                f"did not finish their reasoning ({limit}): they count as wrong; {remedy}",
+            ),
+            (
+                _mean(kept),
+                "ended by themselves and are all reasoning, without an answer: the server's "
+                "reasoning parser does not fit the model; serve it with the right one or none",
+            ),
+            (
+                _mean(ended),
+                "ended by themselves inside their reasoning: a longer limit does not help; look at "
+                "the chat template and the stop tokens",
+            ),
+        ]
+
     def warnings(self) -> list[str]:
         """What may explain the score other than the model's ability."""
-        graded = self.graded
+        graded, no_answer = self.graded, self.no_answer_interval
         limit, remedy = self._limit_and_remedy()
         refused, filtered = self.share("context"), self.share("filtered")
         loose = _mean([sample.grade.correct and not sample.grade.strict for sample in graded])
@@ -149,10 +186,9 @@ class TaskResult:
             for sample in graded
         )
         checks = [
-            (
-                self.unfinished >= WARNING_SHARE,
-                f"{self.unfinished:.0%} of replies did not finish their reasoning ({limit}): they "
-                f"count as wrong; {remedy}",
+            *(
+                (share >= WARNING_SHARE, f"{share:.0%} of replies {cause}")
+                for share, cause in self._unfinished_by_cause(limit, remedy)
             ),
             (
                 self.truncated - self.unfinished >= WARNING_SHARE,
@@ -170,8 +206,9 @@ class TaskResult:
             ),
             (
                 self.no_answer >= WARNING_SHARE,
-                f"{self.no_answer:.0%} of replies give no answer: read some before trusting the "
-                "score",
+                f"{self.no_answer:.0%} of replies give no answer (95 % "
+                f"{100 * no_answer[0]:.1f} to {100 * no_answer[1]:.1f}): they state none as asked "
+                "and none is inferred; read some before trusting the score",
             ),
             (
                 loose >= WARNING_SHARE,
@@ -214,6 +251,7 @@ class TaskResult:
             "n": len(table),
             "unfinished": self.unfinished,
             "no_answer": self.no_answer,
+            "no_answer_interval": list(self.no_answer_interval),
             "truncated": self.truncated,
             "strict": statistics.accuracy(list(self.table(strict=True).values())),
             "interval": [low, high],

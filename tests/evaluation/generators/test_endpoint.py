@@ -10,6 +10,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.endpoint import Endpoint, request_body
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
 from quantkit.evaluation.openai_server import OpenAIServer, base_url, describe_error
+from quantkit.evaluation.options import EvaluateOptions
 
 
 def chat(text: str, seed: int = 0) -> Prompt:
@@ -64,6 +65,53 @@ def test_replies_come_back_whole_and_in_their_place() -> None:
         for r in replies
     )
     assert 1 < server.most_at_once <= 4
+
+
+def test_fields_are_sent_renamed_and_left_out() -> None:
+    """extra_body and its like decide over every field; a server that wants max_completion_tokens
+    says so once."""
+
+    def answer(question: str, body: dict) -> Reply | str:
+        if "max_tokens" in body:
+            message = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
+            return Reply(status=400, text=message)
+        return "4"
+
+    options = EvaluateOptions(
+        extra_body='{"top_k": 20, "stream_options": null}',
+        chat_template_kwargs='{"enable_thinking": false}',
+        reasoning_effort="low",
+        no_seed=True,
+    )
+    with ReplayServer(answer) as server:
+        (reply,) = ask(
+            server,
+            [chat("1")],
+            Generation(temperature=0.6, max_tokens=7),
+            fields=options.request_fields,
+            retries=0,
+        )
+        refused, sent = server.requests
+    assert reply.text == "4"
+    assert refused["max_tokens"] == sent["max_completion_tokens"] == 7
+    assert sent["top_k"] == 20
+    assert sent["chat_template_kwargs"] == {"enable_thinking": False}
+    assert sent["reasoning_effort"] == "low"
+    assert not {"max_tokens", "seed", "stream_options"} & sent.keys()
+    with pytest.raises(QuantkitError, match="--extra-body"):
+        _ = EvaluateOptions(extra_body="top_k=20").request_fields
+
+
+def test_a_reply_is_asked_for_within_the_servers_context() -> None:
+    with ReplayServer(lambda question, body: "4") as server:
+        endpoint = Endpoint(server.url)
+        endpoint.context = 4096
+        prompt = chat("问" * 100)
+        next(endpoint.generate([prompt], Generation(max_tokens=32768)))
+        next(endpoint.generate([prompt], Generation(max_tokens=100)))
+        first, second = server.requests
+    assert 3500 < first["max_tokens"] <= 4096 - 200
+    assert second["max_tokens"] == 100
 
 
 def test_the_request_says_what_was_asked() -> None:
