@@ -6,6 +6,9 @@ from typing import Any
 
 import published_shapes
 import pytest
+import torch
+from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.utils.match import is_match
 from size_coverage import covered
 from small_recipe import SMALL
 from tiny_models import CONFIGS
@@ -67,7 +70,16 @@ def test_compressed_tensors_has_group_sizes_of_linears(tmp_path: Path) -> None:
     sizes = group_sizes(out)
     assert {sizes[name] for name in ("q_proj", "o_proj", "gate_proj")} == {64}
     assert sizes["down_proj"] == 128
-    assert Checkpoint.open(out).config["quantization_config"]["format"] == "pack-quantized"
+    block = Checkpoint.open(out).config["quantization_config"]
+    assert block["format"] == "pack-quantized"
+    groups = QuantizationConfig.model_validate(block).config_groups.values()
+    for module, linear in Checkpoint.open(out).linears.items():
+        sizes = [
+            group.weights.group_size
+            for group in groups
+            if any(is_match(module, torch.nn.Linear(1, 1), target) for target in group.targets)
+        ]
+        assert sizes == [linear.grid and linear.grid.group_size], "the library reads another size"
     assert not [one for one in check_checkpoint("vllm", Checkpoint.open(out), device="cpu")]
 
 
