@@ -14,7 +14,7 @@ scale and sweep, and the logits of the head.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from quantkit.calibrate.output_cost import JUDGED_TOKENS
+from quantkit.calibrate.output_cost import HEAD_TOKENS, JUDGED_TOKENS
 from quantkit.models.table import Parameter
 from quantkit.quantization.job import Job
 from quantkit.quantization.machine import H200, Rate
@@ -102,8 +102,8 @@ def _with_head(job: Job, linears: Sequence[Parameter], work: RunWork) -> RunWork
         return work
     rows, width = heads[-1].shape
     sublayers = {(row.layer, row.block == "attention") for row in linears}
-    costed = JUDGED_TOKENS * len(sublayers) if recipe.output_curvature else 0
-    judged = 3 * recipe.held_out * recipe.seq_len if len(linears) == len(job.linears) else 0
+    costed = HEAD_TOKENS * len(sublayers) if recipe.output_curvature else 0
+    judged = 3 * JUDGED_TOKENS if recipe.held_out and len(linears) == len(job.linears) else 0
     logits = float(rows) * (2 * costed + judged)
     return replace(
         work,
