@@ -2,11 +2,14 @@
 cache, against float64."""
 
 from collections.abc import Callable
-from itertools import pairwise, product
-from typing import NamedTuple
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from kernel_backends import backends_of, device_of
 from quantkit_kernels import (
     PagedLatents,
@@ -25,6 +28,7 @@ from quantkit_kernels.cpu.build import why_no_library
 from quantkit_kernels.reference import prompts as prompts_in_torch
 from quantkit_kernels.samples import (
     TOLERANCE,
+    GroupedAttention,
     code_latents,
     distance,
     grouped_attention,
@@ -39,139 +43,34 @@ compiled_prompts = pytest.mark.skipif(
 )
 
 
-class Grouped(NamedTuple):
-    heads: tuple[int, int]
-    width: int
-    block_size: int
-    lengths: list[int]
-    window: int = 0
-    news: list[int] | None = None
-    """Of prompts: how many tokens of each sequence are new."""
-    sinks: bool = False
-
-
-class Latent(NamedTuple):
-    heads: int
-    block_size: int
-    lengths: list[int]
-    sizes: tuple[int, int, int, int] = (24, 16, 20, 64)
-
-
-FOUR = [1, 0, 37, 64]
-EDGES = [1, 0, 31, 32, 33, 63, 64, 65, 128, 640, 1000]
-SMALL = [
-    *(
-        Grouped(heads, width, block, FOUR, window)
-        for (heads, width, block), window in product(
-            [((6, 2), 16, 7), ((4, 4), 24, 64), ((5, 1), 80, 1)], [0, 1, 20]
-        )
-    ),
-    *(Grouped((6, 2), 16, 7, FOUR, window, sinks=True) for window in (0, 20)),
-]
-GROUPED = {
-    "reference": SMALL,
-    "cpu": SMALL,
-    "triton": [
-        Grouped((6, 2), 16, 7, FOUR, 20),
-        Grouped((4, 4), 24, 64, FOUR, 1),
-        Grouped((40, 2), 80, 1, FOUR),
-        Grouped((40, 2), 64, 16, [300, 5], 20),
-        Grouped((6, 2), 24, 7, [300]),
-        Grouped((6, 2), 32, 16, [300, 0], 20, sinks=True),
-    ],
-    "cuda": [
-        Grouped((32, 8), 128, 64, EDGES),
-        Grouped((32, 4), 128, 64, [5000, 1, 30000]),
-        Grouped((8, 8), 64, 16, [100, 17, 16, 15]),
-        Grouped((16, 1), 128, 64, [700, 33]),
-        Grouped((40, 2), 64, 64, [700, 33]),
-        Grouped((12, 4), 80, 7, [900, 900, 900]),
-        Grouped((12, 4), 24, 7, [90, 9]),
-        Grouped((9, 1), 96, 1, [40]),
-        Grouped((14, 2), 112, 64, [300, 1]),
-        Grouped((24, 8), 160, 64, [300, 1, 0]),
-        Grouped((8, 2), 192, 128, [1000, 77]),
-        Grouped((16, 8), 256, 64, [1000, 77]),
-        Grouped((16, 1), 256, 64, [1000, 77]),
-        Grouped((32, 8), 128, 64, [1, 0, 99, 100, 101, 640, 5000], 100),
-        Grouped((32, 8), 128, 64, [1, 7], 1),
-        Grouped((32, 8), 128, 64, [1] * 300),
-        Grouped((32, 8), 128, 64, list(range(100, 164))),
-        Grouped((8, 8), 128, 64, [0, 0]),
-    ],
-}
-THREE = {"lengths": [3, 300, 140], "news": [3, 200, 1]}
-SMALL_PROMPTS = [
-    *(Grouped((6, 2), 16, 16, **THREE, window=window) for window in (0, 1, 50)),  # type: ignore[arg-type]
-    Grouped((6, 2), 16, 16, **THREE, window=20, sinks=True),  # type: ignore[arg-type]
-    Grouped((6, 2), 16, 16, **THREE, sinks=True),  # type: ignore[arg-type]
-]
-PROMPTS = {
-    "reference": SMALL_PROMPTS,
-    "cpu": SMALL_PROMPTS,
-    "triton": [
-        SMALL_PROMPTS[0],
-        SMALL_PROMPTS[2],
-        *(Grouped((6, 2), 32, 16, [140, 20], window, [40, 20], True) for window in (0, 20)),
-    ],
-    "cuda": [
-        Grouped((32, 8), 128, 64, [1, 300, 5000], 0, [1, 300, 1000]),
-        Grouped((8, 1), 64, 16, [77, 129], 0, [77, 1]),
-        Grouped((4, 2), 80, 7, [200, 300], 0, [100, 300]),
-        Grouped((4, 2), 96, 64, [200], 0, [130]),
-        Grouped((4, 2), 192, 64, [200, 64], 0, [130, 64]),
-        Grouped((4, 2), 256, 64, [200, 700], 0, [130, 700]),
-        Grouped((8, 2), 128, 64, [1, 50, 1000, 900], 100, [1, 50, 600, 3]),
-        Grouped((8, 2), 128, 64, [200], 1, [200]),
-    ],
-}
 R1 = (128, 64, 128, 512)
-SMALL_LATENTS = [Latent(5, 1, FOUR), Latent(5, 16, FOUR), Latent(5, 64, FOUR), Latent(12, 16, FOUR)]
-LATENT = {
-    "reference": SMALL_LATENTS,
-    "cpu": SMALL_LATENTS,
-    # One row in small programs too, and so many that the products by head are kernels: in one tile
-    # of rows and in two.
-    "triton": [
-        SMALL_LATENTS[1],
-        Latent(40, 64, [300], (16, 32, 16, 48)),
-        Latent(40, 16, [37]),
-        Latent(3, 16, [9, 0, 40, 5, 1, 64, 17, 30]),
-        Latent(2, 16, [3] * 33),
-    ],
-    "cuda": [
-        Latent(heads, block, lengths, R1)
-        for heads, block, lengths in [
-            (32, 64, EDGES),
-            (16, 16, [1, 700, 0, 5]),
-            (128, 64, [100, 640, 1]),
-            (20, 64, [77, 500]),
-            (8, 16, [5000, 1]),
-            (3, 64, [257] * 40),
-            (5, 1, [40]),
-            (48, 7, [900, 900, 900]),
-            (32, 64, [5000, 1, 30000]),
-            (32, 64, [30000]),
-            (32, 64, [60001, 7]),
-            (128, 64, [30001]),
-            (20, 16, [9000, 4000, 3]),
-            (32, 7, [5000, 33]),
-            (16, 16, [5000, 700]),
-            (100, 64, [3000]),
-            (32, 64, [1000, 64, 0, 640, 31, 700, 2]),
-            (32, 64, [0, 5000, 1, 640, 33, 900, 2, 65, 31, 64, 300, 700, 1000, 32, 77, 500]),
-            (32, 64, [1] * 200),
-            (32, 64, list(range(640, 672))),
-        ]
-    ],
-}
+TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("attention_cases.yaml").read_text())
 
 
-def sinks_of(case: Grouped, backend: str) -> Tensor | None:
-    """Some far below every score, some far above."""
-    if not case.sinks:
-        return None
-    return torch.tensor([-30.0, -1.0, 0.0, 2.0, 8.0, 40.0], device=device_of(backend))
+def cases_of(backend: str, kind: str) -> Any:
+    return TABLE[backend if backend in TABLE else "small"][kind]
+
+
+def lengths_of(case: dict[str, Any]) -> list[int]:
+    given = case["lengths"]
+    if isinstance(given, list):
+        return given
+    first, how, last = given.split()
+    return [int(first)] * int(last) if how == "times" else [*range(int(first), int(last) + 1)]
+
+
+def grouped(
+    one: dict[str, Any], backend: str, dtype: torch.dtype, codes: torch.dtype | None
+) -> tuple[GroupedAttention, dict[str, Any]]:
+    """The case, and the keywords of its call; sinks lie some far below every score, some far
+    above."""
+    device, window, lengths = device_of(backend), one.get("window", 0), lengths_of(one)
+    sinks = torch.tensor([-30.0, -1.0, 0.0, 2.0, 8.0, 40.0], device=device)
+    given = sinks if "sinks" in one else None
+    sizes = one["heads"], one["width"], one["block_size"]
+    news = one.get("news", [1] * len(lengths))
+    case = grouped_attention(lengths, news, *sizes, dtype, device, window, given, codes)
+    return case, {"scale": case.scale, "window": window, "sinks": given, "backend": backend}
 
 
 def check(
@@ -192,32 +91,11 @@ def check(
 def test_gqa_decode(
     backend: str, dtype: torch.dtype, codes: torch.dtype | None, poisoned_memory: None
 ) -> None:
-    for one in GROUPED[backend]:
-        sinks = sinks_of(one, backend)
-        case = grouped_attention(
-            one.lengths,
-            [1] * len(one.lengths),
-            *one[:3],
-            dtype,
-            device_of(backend),
-            one.window,
-            sinks,
-            codes,
-        )
-        check(
-            lambda case=case, one=one, sinks=sinks: gqa_decode(  # type: ignore[misc]
-                case.q,
-                case.pages,
-                scale=case.scale,
-                window=one.window,
-                sinks=sinks,
-                backend=backend,
-            ),
-            case.exact,
-            [1] * len(one.lengths) if one.sinks else one.lengths,
-            dtype,
-            one,
-        )
+    for one in cases_of(backend, "gqa"):
+        case, how = grouped(one, backend, dtype, codes)
+        lengths = lengths_of(one)
+        empty_is_zero = [1] * len(lengths) if "sinks" in one else lengths
+        check(partial(gqa_decode, case.q, case.pages, **how), case.exact, empty_is_zero, dtype, one)
 
 
 @CACHES
@@ -230,24 +108,12 @@ def test_mla_decode(
     codes: torch.dtype | None,
     poisoned_memory: None,
 ) -> None:
-    for one in LATENT[backend]:
-        case = latent_attention(
-            one.lengths,
-            one.heads,
-            one.block_size,
-            one.sizes,
-            dtype,
-            device_of(backend),
-            interleaved,
-            codes,
-        )
-        check(
-            lambda case=case: mla_decode(*case.arguments, scale=case.scale, backend=backend),  # type: ignore[misc]
-            case.exact,
-            one.lengths,
-            dtype,
-            one,
-        )
+    for one in cases_of(backend, "mla"):
+        lengths = lengths_of(one)
+        sizes = one["heads"], one["block_size"], one["sizes"]
+        case = latent_attention(lengths, *sizes, dtype, device_of(backend), interleaved, codes)
+        run = partial(mla_decode, *case.arguments, scale=case.scale, backend=backend)
+        check(run, case.exact, lengths, dtype, one)
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "in parts"])
@@ -269,32 +135,10 @@ def test_gqa_prefill(
     in_parts: None,
     poisoned_memory: None,
 ) -> None:
-    for one in PROMPTS[backend]:
-        assert one.news is not None
-        sinks = sinks_of(one, backend)
-        case = grouped_attention(
-            one.lengths, one.news, *one[:3], dtype, device_of(backend), one.window, sinks, codes
-        )
-        out = gqa_prefill(
-            case.q,
-            case.pages.cache,
-            case.prompts,
-            scale=case.scale,
-            window=one.window,
-            sinks=sinks,
-            backend=backend,
-        )
+    for one in cases_of(backend, "prompts"):
+        case, how = grouped(one, backend, dtype, codes)
+        out = gqa_prefill(case.q, case.pages.cache, case.prompts, **how)
         assert distance(out, case.exact) < TOLERANCE[dtype], one
-
-
-LATENT_PROMPTS = {
-    "reference": ([(130, 20), (0, 150)], 3, [(24, 8, 16, 40)]),
-    "cpu": ([(130, 20), (0, 150)], 3, [(24, 8, 16, 40)]),
-    "triton": ([(30, 20), (0, 50)], 3, [(32, 16, 32, 40)]),
-    "cuda": ([(0, 300), (700, 40), (1500, 200)], 8, [R1, (32, 16, 64, 96)]),
-}
-"""By backend: first position and new tokens of each prompt, heads, sizes as `latent_attention` has
-them."""
 
 
 @CACHES
@@ -304,9 +148,10 @@ def test_mla_prefill_is_mla_decode(
     backend: str, dtype: torch.dtype, interleaved: bool, codes: torch.dtype | None, in_parts: None
 ) -> None:
     """Expanded or absorbed: each token of several prompts as a row of its own."""
-    spans, heads, every_size = LATENT_PROMPTS[backend]
+    given = cases_of(backend, "latent_prompts")
+    spans, heads = [(first, new) for first, new in given["spans"]], given["heads"]
     device, block = device_of(backend), 16
-    for nope, rope, value, latent in every_size:
+    for nope, rope, value, latent in given["sizes"]:
         tokens = sum(new for _, new in spans)
         q = torch.randn(tokens, heads, nope + rope, device=device).to(dtype)
         kv_b = (torch.randn(heads, nope + value, latent, device=device) * latent**-0.5).to(dtype)
