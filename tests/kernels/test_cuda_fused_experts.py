@@ -3,7 +3,7 @@ against float64."""
 
 import pytest
 import torch
-from quantkit_kernels import ExpertsBuilder, UnsummedPairs
+from quantkit_kernels import NO_EXPERT, ExpertsBuilder, UnsummedPairs
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.cuda.experts.experts import CudaExperts
 from quantkit_kernels.cuda.experts.fused import fused_experts
@@ -154,3 +154,24 @@ def test_replays_of_a_graph_with_changing_routing(grid: str) -> None:
         assert distance(y, exact_experts(x, ids, weights, few)) < 2 * TOLERANCE[torch.bfloat16], (
             turn
         )
+
+
+# One launch of both products; a launch each for int8; pairs sorted, in tiles that are rounded and
+# that are not.
+@pytest.mark.parametrize("tokens", [1, 2, 12, 40, 700])
+@pytest.mark.parametrize("grid", ["int4-asym-128", "fp4", "int8"])
+def test_pairs_of_no_expert_add_nothing(grid: str, tokens: int) -> None:
+    """Experts of one rank among several: ids that name none here."""
+    rng = torch.Generator(DEVICE).manual_seed(tokens)
+    experts, few = built(grid, 12, 512, 1024, torch.bfloat16, rng)
+    experts.asked = 0.5
+    x = torch.randn(tokens, 512, generator=rng, device=DEVICE).bfloat16()
+    ids = torch.rand(tokens, 12, generator=rng, device=DEVICE).topk(4, dim=-1).indices.int()
+    weights = torch.rand(tokens, 4, generator=rng, device=DEVICE)
+    gone = torch.rand(tokens, 4, generator=rng, device=DEVICE) < 0.5
+    gone[0] = torch.tensor([True, False, True, False], device=DEVICE) if tokens == 1 else True
+    found = experts(x, ids.masked_fill(gone, NO_EXPERT), weights)
+    assert tokens == 1 or not found[0].any()
+    exact = exact_experts(x, ids, weights.masked_fill(gone, 0.0), few)
+    assert distance(found, exact) < (2e-2 if grid == "int8" else 2 * TOLERANCE[torch.bfloat16])
+    assert not experts(x, torch.full_like(ids, NO_EXPERT), weights).any()

@@ -39,13 +39,13 @@ from quantkit_kernels import (  # noqa: E402
     mla_prepare,
     moe_gate,
     prepare,
-    prepare_experts,
     rms_norm,
     rope,
     route,
     silu_and_mul,
 )
 from quantkit_kernels.codes import empty_keys, empty_latents  # noqa: E402
+from quantkit_kernels.gating import SILU  # noqa: E402
 from quantkit_kernels.samples import random_weight  # noqa: E402
 from quantkit_kernels.triton import cards  # noqa: E402
 from quantkit_kernels.triton.dense_experts import MANY_PAIRS  # noqa: E402
@@ -252,39 +252,20 @@ def few_rows_of_16_bits(every: bool = EVERY) -> None:
             multiply_rows(zeros(tokens, k), zeros(n, k), plan)
 
 
-def experts(grid: str) -> None:
+def experts(grid: str, gated: bool = False) -> None:
+    """gated: with everything that a gate can have, as gpt-oss has it."""
     rng = torch.Generator().manual_seed(0)
     gate, down = random_weight(grid, 256, 2048, rng), random_weight(grid, 2048, 256, rng)
-    prepared = prepare_experts([gate] * 8, [gate] * 8, [down] * 8, backend="triton")
-    prompts = (MANY_PAIRS // 8,) if grid == "dense" else ()
-    for tokens in (1, 128, *prompts) if not EVERY else (1, 20, 64, 128, *prompts):
-        prepared(
-            zeros(tokens, 2048),
-            zeros(tokens, 8, dtype=torch.int64),
-            zeros(tokens, 8, dtype=torch.float32),
-        )
-
-
-def gated_experts(grid: str) -> None:
-    """With everything that a gate can have, as gpt-oss has it."""
-    rng = torch.Generator().manual_seed(0)
-    gate, down = random_weight(grid, 256, 2048, rng), random_weight(grid, 2048, 256, rng)
-    builder = ExpertsBuilder(8, backend="triton", gating=Gating(1.702, 7.0, 1.0))
+    gating = Gating(1.702, 7.0, 1.0) if gated else SILU
+    builder = ExpertsBuilder(8, backend="triton", gating=gating)
+    biases = ExpertBiases(torch.zeros(256), torch.zeros(256), torch.zeros(2048))
     for expert in range(8):
-        builder.add(
-            expert,
-            gate,
-            gate,
-            down,
-            biases=ExpertBiases(torch.zeros(256), torch.zeros(256), torch.zeros(2048)),
-        )
+        builder.add(expert, gate, gate, down, biases=biases if gated else None)
     prepared = builder.finish()
-    for tokens in (1, 128):
-        prepared(
-            zeros(tokens, 2048),
-            zeros(tokens, 8, dtype=torch.int64),
-            zeros(tokens, 8, dtype=torch.float32),
-        )
+    counts = (1, 20, 64, 128) if EVERY and not gated else (1, 128)
+    for tokens in (*counts, *((MANY_PAIRS // 8,) if grid == "dense" else ())):
+        ids = zeros(tokens, 8, dtype=torch.int64)
+        prepared(zeros(tokens, 2048), ids, zeros(tokens, 8, dtype=torch.float32))
 
 
 def operators() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -294,7 +275,7 @@ def operators() -> Iterator[tuple[str, Callable[[], object]]]:
     for kind, grid in (("int4", "int4-asym-128"), ("fp4", "fp4"), ("int8", "int8")):
         yield f"linear_{kind}", lambda grid=grid: linear(grid)
         yield f"experts_{kind}", lambda grid=grid: experts(grid)
-        yield f"gated_experts_{kind}", lambda grid=grid: gated_experts(grid)
+        yield f"gated_experts_{kind}", lambda grid=grid: experts(grid, gated=True)
     x, rule = zeros(8, 7168), Routing(256, 8, n_group=8, topk_group=4, num_joined_experts=1)
     single, ints = torch.float32, torch.int64
     yield "rms_norm", lambda: rms_norm(x, x[0], 1e-6, backend="triton")

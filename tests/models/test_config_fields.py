@@ -33,53 +33,20 @@ from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.mlp import PROJ_NAMES
 
-KINDS = [
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_next",
-    "glm4_moe",
-    "gpt_oss",
-    "minimax_m2",
-]
-KINDS += ["hy_v3", "solar_open"]
-DEEPSEEK = LATENT | {"num_mtp_layers": 0}
-BASES: dict[str, tuple[str, dict[str, Any]]] = {kind: CASES[kind] for kind in KINDS} | {
-    "deepseek_v3": ("DeepseekV3", DEEPSEEK)
+SIZES = {
+    "latent": LATENT,
+    "sparse": SPARSE,
+    "compressed": COMPRESSED,
+    "qwen_3_5": QWEN_3_5,
+    "qwen_3_5_dense": QWEN_3_5_DENSE,
 }
-BASES = {
-    name: (kind, {**extra, "num_hidden_layers": 2, "mlp_only_layers": []})
-    for name, (kind, extra) in BASES.items()
+BASES: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (CASES[name][0], {**CASES[name][1], "mlp_only_layers": [], **extra})
+    if isinstance(extra, dict)
+    else (extra[0], {**SIZES[extra[1]], **extra[2]})
+    for name, extra in TABLES["fields_of"].items()
 }
-BASES |= {
-    name: (kind, {**SPARSE, "num_hidden_layers": 2})
-    for name, kind in (("deepseek_v32", "DeepseekV32"), ("glm_moe_dsa", "GlmMoeDsa"))
-}
-BASES["deepseek_v4"] = ("DeepseekV4", COMPRESSED)
-BASES["qwen3_5_moe"] = ("Qwen3_5MoeText", {**QWEN_3_5, "num_hidden_layers": 2})
-BASES["qwen3_5"] = ("Qwen3_5Text", {**QWEN_3_5_DENSE, "num_hidden_layers": 2})
-for name in ("qwen3_next", "qwen3_5_moe", "qwen3_5"):
-    BASES[name][1]["layer_types"] = ["linear_attention", "full_attention"]
-NOT_OF_THE_MODEL = {
-    "transformers_version",
-    "architectures",
-    "output_hidden_states",
-    "return_dict",
-    "dtype",
-    "chunk_size_feed_forward",
-}
-NOT_OF_THE_MODEL |= {
-    "is_encoder_decoder",
-    "id2label",
-    "label2id",
-    "problem_type",
-    "output_attentions",
-    "num_mtp_layers",
-}
+NOT_OF_THE_MODEL = set(TABLES["fields_not_of_the_model"])
 
 
 def others(name: str, value: Any) -> list[Any]:
