@@ -7,13 +7,17 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from commands import command as run_command
+from commands import typed
 from make_model import random_tensors, tiny_config
 from packed_model import write_packed
+from tiny_models import CONFIGS
+from tiny_models import random_tensors as of_any
 
 from quantkit.checkpoint.formats import awq, compressed_int8, gptq
 from quantkit.checkpoint.reader import Checkpoint
@@ -45,30 +49,34 @@ OPTIONS = {
 }
 
 
+INT8 = IntGrid(8, None, symmetric=True)
+
+
+def packed(path: Path, config: dict[str, Any], tensors: Any = None) -> Path:
+    tensors = tensors or random_tensors(config)
+    return write_packed(path, config, tensors, compressed_int8.FORMAT, INT8)
+
+
+def awq_of(path: Path) -> Path:
+    config, grid = tiny_config(), IntGrid(4, 128, symmetric=False)
+    return write_packed(path / "awq", config, random_tensors(config), awq.FORMAT, grid)
+
+
+def after(words: Sequence[str], *options: str) -> list[str]:
+    """What a command says after each of these options."""
+    return [words[words.index(option) + 1] for option in options]
+
+
 @pytest.fixture(scope="module")
 def int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_config(num_attention_heads=32, n_routed_experts=32, n_group=4)
-    path = tmp_path_factory.mktemp("int8")
-    return write_packed(
-        path,
-        config,
-        random_tensors(config),
-        compressed_int8.FORMAT,
-        IntGrid(8, None, symmetric=True),
-    )
+    return packed(tmp_path_factory.mktemp("int8"), config)
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_config(first_k_dense_replace=3, num_nextn_predict_layers=0)
-    path = tmp_path_factory.mktemp("dense")
-    return write_packed(
-        path,
-        config,
-        random_tensors(config),
-        compressed_int8.FORMAT,
-        IntGrid(8, None, symmetric=True),
-    )
+    return packed(tmp_path_factory.mktemp("dense"), config)
 
 
 def program(command: tuple[str, ...]) -> str:
@@ -91,6 +99,7 @@ def test_commands_use_options_the_engine_defines(
         for problem in made.problems
         if problem.severity == "error" and "share" not in problem.problem
     ]
+    ranks: dict[str, list[str]] = {}
     for launch in made.launches:
         for environment, command in launch.commands:
             if launch.role != "router" and program(command) != "ray":
@@ -100,29 +109,14 @@ def test_commands_use_options_the_engine_defines(
             for word in command:
                 if word.startswith("{"):
                     json.loads(word)
-    json.dumps(made.as_dict())
-
-
-@pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
-def test_ranks_and_boxes_are_covered_once(
-    int8: Path, engine: str, device: str, layout: str
-) -> None:
-    made = deploy(int8, engine, layout=layout, device=device)  # type: ignore[arg-type]
+            if "--data-parallel-rank" in command:
+                ranks.setdefault(launch.role, []).extend(after(command, "--data-parallel-rank"))
+                assert "--data-parallel-size" in command
     servers = [launch for launch in made.launches if launch.role != "router"]
     assert len({launch.box for launch in servers}) == len(servers)
-    ranks: dict[str, list[int]] = {}
-    for launch in made.launches:
-        for _, command in launch.commands:
-            if "--data-parallel-rank" in command:
-                ranks.setdefault(launch.role, []).append(
-                    int(command[command.index("--data-parallel-rank") + 1])
-                )
     for found in ranks.values():
-        assert found == list(range(len(found)))
-        size = next(
-            c for launch in made.launches for _, c in launch.commands if "--data-parallel-size" in c
-        )
-        assert size
+        assert found == [str(rank) for rank in range(len(found))]
+    json.dumps(made.as_dict())
 
 
 def test_box_layouts_and_quantization_options(int8: Path) -> None:
@@ -172,74 +166,52 @@ def test_one_box_with_an_address_listens_there(int8: Path) -> None:
     assert "eth0" not in alone, "an interface that the machine may not have"
 
 
-def test_an_engine_that_does_not_load_the_checkpoint_is_reported(
-    int8: Path, tmp_path: Path
-) -> None:
-    config = tiny_config()
-    path = write_packed(
-        tmp_path / "awq",
-        config,
-        random_tensors(config),
-        awq.FORMAT,
-        IntGrid(4, 128, symmetric=False),
-    )
-    made = deploy(path, "vllm-ascend")
+def test_an_engine_that_does_not_load_the_checkpoint_is_reported(tmp_path: Path) -> None:
+    made = deploy(awq_of(tmp_path), "vllm-ascend")
     assert not made.ready
     assert "no AWQ reader" in made.problems[0].problem
 
 
 def test_questions_without_an_answer(int8: Path) -> None:
-    with pytest.raises(QuantkitError, match="no layout of 3 boxes"):
-        deploy(int8, "vllm", boxes=3)
-    with pytest.raises(QuantkitError, match="needs 2 boxes and 1 hosts"):
-        deploy(int8, "vllm", boxes=2, hosts=["a"])
-    with pytest.raises(
-        QuantkitError, match=r"'http://10\.0\.0\.1:80' is not an address of a box; give a name or"
+    many = {"boxes": 2, "hosts": ["10.0.0.1", "10.0.0.1"]}
+    nic = "is not a network interface; give one that ip link lists"
+    for engine, asked, told in (
+        ("vllm", {"boxes": 3}, "no layout of 3 boxes"),
+        ("vllm", {"boxes": 2, "hosts": ["a"]}, "needs 2 boxes and 1 hosts"),
+        ("vllm", {"hosts": ["http://10.0.0.1:80"]}, "is not an address of a box; give a name or"),
+        ("vllm", many, r"10\.0\.0\.1 is given for two boxes"),
+        ("vllm", {"nic": "eth0; reboot"}, f"'eth0; reboot' {nic}"),
+        ("vllm", {"nic": ""}, f"'' {nic}"),
+        ("vllm", {"nic": "a/b"}, f"'a/b' {nic}"),
+        ("chitu", {}, "no deployment recipe for chitu"),
+        ("omni-infer", {"draft_length": 1}, "omni-infer has no options for speculative decoding"),
     ):
-        deploy(int8, "vllm", hosts=["http://10.0.0.1:80"])
-    with pytest.raises(QuantkitError, match=r"10\.0\.0\.1 is given for two boxes"):
-        deploy(int8, "vllm", boxes=2, hosts=["10.0.0.1", "10.0.0.1"])
+        with pytest.raises(QuantkitError, match=told):
+            deploy(int8, engine, **asked)
     assert deploy(int8, "vllm", boxes=2, hosts=["fe80::1", "node-2.local"]).launches
-    for nic in ("eth0; reboot", "", "a/b"):
-        with pytest.raises(
-            QuantkitError, match=f"{nic!r} is not a network interface; give one that ip link lists"
-        ):
-            deploy(int8, "vllm", nic=nic)
     assert deploy(int8, "vllm", nic="^docker,lo").launches
-    with pytest.raises(QuantkitError, match="no deployment recipe for chitu"):
-        deploy(int8, "chitu")
 
 
 def test_a_longer_request_than_the_model_accepts_is_reported(tmp_path: Path) -> None:
     """Engines refuse to start with it. YaRN extends what it begins with, whatever
     max_position_embeddings says; vLLM goes by it."""
+    plain = packed(tmp_path / "plain", tiny_config(num_nextn_predict_layers=0, rope_scaling=None))
+    yarn = packed(tmp_path / "yarn", tiny_config(num_nextn_predict_layers=0))
 
-    def made(name: str, context: int | None, **changes: object) -> tuple[list[str], str]:
-        config = tiny_config(num_nextn_predict_layers=0, **changes)
-        path = tmp_path / name
-        if not path.exists():
-            write_packed(
-                path,
-                config,
-                random_tensors(config),
-                compressed_int8.FORMAT,
-                IntGrid(8, None, symmetric=True),
-            )
+    def made(path: Path, context: int | None) -> tuple[list[str], str]:
         found = deploy(path, "vllm", devices=1, context=context)
-        _, command = found.launches[0].commands[0]
-        return [
-            problem.problem for problem in found.problems if problem.severity == "error"
-        ], command[command.index("--max-model-len") + 1]
+        (length,) = after(found.launches[0].commands[0][1], "--max-model-len")
+        return [one.problem for one in found.problems if one.severity == "error"], length
 
-    assert made("yarn", None) == ([], "16384")
-    assert made("yarn", 4096 * 40) == ([], "163840")
-    assert made("yarn", 4096 * 40 + 1)[0] == [
-        "the model accepts texts of 163840 tokens, fewer than 163841"
-    ]
-    assert made("plain", None, rope_scaling=None) == ([], "2048")
-    assert made("plain", 2049, rope_scaling=None)[0] == [
-        "the model accepts texts of 2048 tokens, fewer than 2049"
-    ]
+    for path, context, length in (
+        (yarn, None, "16384"),
+        (yarn, 4096 * 40, "163840"),
+        (plain, None, "2048"),
+    ):
+        assert made(path, context) == ([], length)
+    for path, most in ((yarn, 4096 * 40), (plain, 2048)):
+        told = f"the model accepts texts of {most} tokens, fewer than {most + 1}"
+        assert made(path, most + 1)[0] == [told]
 
 
 def test_a_checkpoint_without_a_tokenizer_is_reported(int8: Path, tmp_path: Path) -> None:
@@ -280,26 +252,17 @@ def test_memory_is_counted_from_headers(int8: Path) -> None:
 
 def test_heads_and_layers_come_out_even(int8: Path, tmp_path: Path) -> None:
     """Their rows may divide where heads do not: vLLM refuses such ranks."""
-    from tiny_models import CONFIGS
-    from tiny_models import random_tensors as of_any
 
     def told(path: Path, devices: int, boxes: int = 1) -> str:
         return str(deploy(path, "vllm", devices=devices, boxes=boxes).refusal)
 
-    assert "32 attention heads, which 64 ranks cannot share evenly; give --devices 1" in told(
-        int8, 64
-    )
+    uneven = "32 attention heads, which 64 ranks cannot share evenly; give --devices 1"
+    assert uneven in told(int8, 64)
     assert told(int8, 32) == "None"
     made = deploy(int8, "vllm", layout="two-boxes", boxes=5, devices=1)
     assert "has 3 layers, fewer than 5 pipeline stages" in str(made.refusal)
     config = CONFIGS["qwen3"] | {"num_attention_heads": 12, "num_key_value_heads": 3}
-    few = write_packed(
-        tmp_path / "few",
-        config,
-        of_any(config),
-        compressed_int8.FORMAT,
-        IntGrid(8, None, symmetric=True),
-    )
+    few = packed(tmp_path / "few", config, of_any(config))
     assert "3 key-value heads, which 2 ranks cannot share" in told(few, 2)
     assert [told(few, devices) for devices in (1, 3, 6, 12)] == ["None"] * 4, (
         "one head is held by several ranks"
@@ -319,15 +282,7 @@ def test_an_mtp_layer_for_speculation_takes_memory(int8: Path) -> None:
 
 
 def test_a_split_that_does_not_divide_is_named(tmp_path: Path) -> None:
-    config = tiny_config()
-    path = write_packed(
-        tmp_path / "awq",
-        config,
-        random_tensors(config),
-        awq.FORMAT,
-        IntGrid(4, 128, symmetric=False),
-    )
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint.open(awq_of(tmp_path))
     assert check_split(checkpoint, ParallelSizes(1)) == []
     told = check_split(checkpoint, ParallelSizes(2))[0].problem
     assert "input channels, which 2 ranks cannot share in steps of 128" in told
@@ -339,17 +294,8 @@ def test_a_split_that_does_not_divide_is_named(tmp_path: Path) -> None:
 
 def test_a_bias_after_a_sum_over_ranks_is_not_split(tmp_path: Path) -> None:
     """gpt-oss and openPangu-Embedded have o_proj.bias."""
-    from tiny_models import CONFIGS
-    from tiny_models import random_tensors as of_any
-
     config = CONFIGS["gpt_oss"]
-    path = write_packed(
-        tmp_path / "int8",
-        config,
-        of_any(config),
-        compressed_int8.FORMAT,
-        IntGrid(8, None, symmetric=True),
-    )
+    path = packed(tmp_path / "int8", config, of_any(config))
     assert "model.layers.0.self_attn.o_proj.bias" in Checkpoint.open(path).tensors
     assert check_split(Checkpoint.open(path), ParallelSizes(2)) == []
     assert deploy(path, "vllm", devices=2).launches
@@ -370,18 +316,19 @@ def test_a_remedy_works_as_it_is_printed(int8: Path, options: str, problem: str)
     """A refusal writes nothing to stdout, and names an option that serves the model."""
     held = deploy(int8, "vllm").memory["server"].weight_bytes / GIB
     small = f"{(4 + 0.75 * held) / 0.9:.6f}"
-    words = ["deploy", str(int8), "--engine", "vllm", *options.replace("{SMALL}", small).split()]
-    refused = run_command(*words)
+    options, deployed = options.replace("{SMALL}", small), f"deploy {int8} --engine vllm"
+    refused = typed(f"{deployed} {options}")
     assert (refused.code, refused.out) == (1, "")
     assert problem in refused.error
     remedy = re.search(r"; (?:give|use) (--.+)$", refused.error.strip())
     assert remedy is not None, refused.error
-    changed = {**_options(words[4:]), **_options(remedy[1].split())}
-    served = run_command(*words[:4], *(word for pair in changed.items() for word in pair))
+    changed = _options(options) | _options(remedy[1])
+    served = typed(f"{deployed} {' '.join(map(' '.join, changed.items()))}")
     assert (served.code, "vllm serve" in served.out) == (0, True), served.err
 
 
-def _options(words: list[str]) -> dict[str, str]:
+def _options(line: str) -> dict[str, str]:
+    words = line.split()
     return dict(zip(words[::2], words[1::2]))
 
 
@@ -392,11 +339,11 @@ def test_a_format_that_another_tool_must_write(tmp_path: Path, int8: Path) -> No
     format = next(one for one in gptq.FORMATS if one.holds(grid))
     stored = write_packed(tmp_path / "gptq", config, random_tensors(config), format, grid)
     for engine in ("vllm", "sglang", "vllm-ascend", "omni-infer"):
-        refused = run_command("deploy", str(stored), "--engine", engine)
+        refused = typed(f"deploy {stored} --engine {engine}")
         found = re.search(r"quantkit (convert .+)$", refused.error.strip())
         if refused.code and found:
-            assert run_command(*found[1].replace("OUT", str(tmp_path / engine)).split()).code == 0
-            assert run_command("deploy", str(tmp_path / engine), "--engine", engine).code == 0
+            assert typed(found[1].replace("OUT", f"{tmp_path}/{engine}")).code == 0
+            assert typed(f"deploy {tmp_path}/{engine} --engine {engine}").code == 0
         elif refused.code:
             assert f"quantize the source again with --engine {engine}" in refused.error
 
@@ -414,11 +361,7 @@ def test_the_fewest_devices_are_the_default(int8: Path, dense: Path) -> None:
 def test_every_fault_has_its_own_remedy(tmp_path: Path) -> None:
     config = tiny_config(num_nextn_predict_layers=0)
     del config["topk_method"], config["scoring_func"]
-    grid = IntGrid(8, None, symmetric=True)
-    path = write_packed(
-        tmp_path / "int8", config, random_tensors(config), compressed_int8.FORMAT, grid
-    )
-    told = str(deploy(path, "vllm", devices=1).refusal)
+    told = str(deploy(packed(tmp_path / "int8", config), "vllm", devices=1).refusal)
     assert "config.json has topk_method = None (set it to 'noaux_tc': vllm reads it)" in told
     assert told.endswith("config.json has scoring_func = None; set it to 'sigmoid': vllm reads it")
 
@@ -427,26 +370,19 @@ def test_one_box_of_fewer_devices(int8: Path) -> None:
     """Tensor parallel over as many as there are, and what each holds is counted so."""
     eight, two = (deploy(int8, "vllm", devices=devices) for devices in (8, 2))
     for made, devices in ((eight, "8"), (two, "2")):
-        ((_, command),) = made.launches[0].commands
-        assert command[command.index("--tensor-parallel-size") + 1] == devices
+        assert after(made.launches[0].commands[0][1], "--tensor-parallel-size") == [devices]
     assert two.memory["server"].weight_bytes > 1.5 * eight.memory["server"].weight_bytes
 
 
 def test_many_boxes_of_fewer_devices(int8: Path) -> None:
     """Tensor parallel inside each box, as many data-parallel groups as there are devices for, and
     no rank left over."""
-    two = deploy(int8, "vllm", boxes=2, devices=2)
-    for launch in two.launches:
-        ((_, command),) = launch.commands
-        sizes = [
-            command[command.index(option) + 1]
-            for option in ("--tensor-parallel-size", "--pipeline-parallel-size")
-        ]
-        assert sizes == ["2", "2"]
-    four = deploy(int8, "vllm", boxes=4, devices=2)
-    ((_, command),) = four.launches[3].commands
-    assert command[command.index("--data-parallel-size") + 1] == "8"
-    assert command[command.index("--data-parallel-start-rank") + 1] == "6"
+    sizes = ("--tensor-parallel-size", "--pipeline-parallel-size")
+    for launch in deploy(int8, "vllm", boxes=2, devices=2).launches:
+        assert after(launch.commands[0][1], *sizes) == ["2", "2"]
+    ((_, command),) = deploy(int8, "vllm", boxes=4, devices=2).launches[3].commands
+    groups = after(command, "--data-parallel-size", "--data-parallel-start-rank")
+    assert groups == ["8", "6"]
     with pytest.raises(QuantkitError, match="groups of 4"):
         deploy(int8, "vllm-ascend", boxes=4, devices=3)
 
@@ -456,21 +392,20 @@ def test_a_layout_on_another_number_of_boxes(int8: Path) -> None:
     published rate is of its own size alone."""
     two = deploy(int8, "vllm", layout="four-boxes", boxes=2, devices=2)
     commands = [launch.commands[0][1] for launch in two.launches]
-    assert [command[command.index("--data-parallel-size") + 1] for command in commands] == [
-        "4",
-        "4",
-    ]
-    assert commands[1][commands[1].index("--data-parallel-start-rank") + 1] == "2"
-    stages = deploy(int8, "vllm", layout="two-boxes", boxes=3).launches
-    for launch in stages:
-        (_, command), *_ = launch.commands
-        assert [
-            command[command.index(option) + 1]
-            for option in ("--pipeline-parallel-size", "--nnodes")
-        ] == ["3", "3"]
+    assert [after(one, "--data-parallel-size") for one in commands] == [["4"], ["4"]]
+    assert after(commands[1], "--data-parallel-start-rank") == ["2"]
+    for launch in deploy(int8, "vllm", layout="two-boxes", boxes=3).launches:
+        sizes = after(launch.commands[0][1], "--pipeline-parallel-size", "--nnodes")
+        assert sizes == ["3", "3"]
+    for layout, boxes in (("two-boxes", 3), ("four-boxes", 8)):
+        made = deploy(int8, "sglang", layout=layout, boxes=boxes, device="cuda")
+        for number, launch in enumerate(made.launches):
+            sizes = after(launch.commands[0][1], "--nnodes", "--node-rank")
+            assert sizes == [str(boxes), str(number)]
     assert find_topology("vllm-ascend", None, "four-boxes").published
-    assert not find_topology("vllm-ascend", 8, "four-boxes").published
-    assert find_topology("vllm-ascend", 8, "four-boxes").roles[0].data_parallel == 16
+    eight = find_topology("vllm-ascend", 8, "four-boxes")
+    assert not eight.published
+    assert eight.roles[0].data_parallel == 16
     for layout, boxes in (("one-box", 2), ("four-boxes", 1), ("disaggregated-a2", 12)):
         with pytest.raises(QuantkitError, match=f"{layout} is a layout of"):
             deploy(int8, "vllm-ascend", layout=layout, boxes=boxes)
@@ -506,17 +441,6 @@ def test_commands_are_for_the_given_machines(
                 )
                 assert told == sizes
     assert not [note for note in made.notes if "$" in note]
-
-
-def test_the_number_of_boxes_of_sglang(int8: Path) -> None:
-    for layout, boxes in (("two-boxes", 3), ("four-boxes", 8)):
-        for number, launch in enumerate(
-            deploy(int8, "sglang", layout=layout, boxes=boxes, device="cuda").launches
-        ):
-            ((_, command),) = launch.commands
-            assert [
-                command[command.index(option) + 1] for option in ("--nnodes", "--node-rank")
-            ] == [str(boxes), str(number)]
 
 
 @pytest.mark.parametrize("ends", ["0", "3"])
@@ -572,50 +496,27 @@ def test_a_model_without_experts_gets_no_expert_options(
 
 
 def test_speculation_with_the_mtp_layer(int8: Path, tmp_path: Path) -> None:
-    ((_, command),) = deploy(int8, "vllm", draft_length=2).launches[0].commands
-    assert json.loads(command[command.index("--speculative-config") + 1]) == {
-        "method": "mtp",
-        "num_speculative_tokens": 2,
-    }
+    for engine, length in (("vllm", 2), ("vllm-ascend", 1)):
+        ((_, command),) = deploy(int8, engine, draft_length=length).launches[0].commands
+        (told,) = after(command, "--speculative-config")
+        assert json.loads(told) == {"method": "mtp", "num_speculative_tokens": length}
+    options = ("algorithm", "num-steps", "eagle-topk", "num-draft-tokens")
+    named = [f"--speculative-{option}" for option in options]
     for device in ("cuda", "npu"):
         ((_, command),) = deploy(int8, "sglang", device=device, draft_length=2).launches[0].commands  # type: ignore[arg-type]
-        said = {
-            word: command[at + 1]
-            for at, word in enumerate(command)
-            if word.startswith("--speculative-")
-        }
-        assert said == {
-            "--speculative-algorithm": "NEXTN",
-            "--speculative-num-steps": "2",
-            "--speculative-eagle-topk": "1",
-            "--speculative-num-draft-tokens": "3",
-        }
-        assert set(said) <= OPTIONS["sglang"]
-    ((_, command),) = deploy(int8, "vllm-ascend", draft_length=1).launches[0].commands
-    assert json.loads(command[command.index("--speculative-config") + 1]) == {
-        "method": "mtp",
-        "num_speculative_tokens": 1,
-    }
-    with pytest.raises(QuantkitError, match="omni-infer has no options for speculative decoding"):
-        deploy(int8, "omni-infer", draft_length=1)
-    config = tiny_config(num_nextn_predict_layers=0)
-    without = write_packed(
-        tmp_path / "int8",
-        config,
-        random_tensors(config),
-        compressed_int8.FORMAT,
-        IntGrid(8, None, symmetric=True),
-    )
+        assert {word for word in command if word.startswith("--speculative-")} == set(named)
+        assert after(command, *named) == ["NEXTN", "2", "1", "3"]
+        assert set(named) <= OPTIONS["sglang"]
+    without = packed(tmp_path / "int8", tiny_config(num_nextn_predict_layers=0))
     with pytest.raises(QuantkitError, match="has no MTP layer"):
         deploy(without, "vllm", draft_length=1)
 
 
 def test_experts_shared_by_the_devices_of_one_box(int8: Path) -> None:
-    made = deploy(int8, "vllm", layout="one-box-experts", devices=4)
-    ((_, command),) = made.launches[0].commands
-    assert command[command.index("--data-parallel-size") + 1] == "4"
-    assert "--enable-expert-parallel" in command
-    assert (
-        made.memory["server"].weight_bytes
-        < deploy(int8, "vllm", layout="one-box-experts", devices=2).memory["server"].weight_bytes
+    four, two = (
+        deploy(int8, "vllm", layout="one-box-experts", devices=devices) for devices in (4, 2)
     )
+    ((_, command),) = four.launches[0].commands
+    assert after(command, "--data-parallel-size") == ["4"]
+    assert "--enable-expert-parallel" in command
+    assert four.memory["server"].weight_bytes < two.memory["server"].weight_bytes
