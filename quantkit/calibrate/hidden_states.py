@@ -77,6 +77,10 @@ class TokenBatch:
     lengths: list[int]
     held_out: bool
 
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
 
 @dataclass
 class HiddenStates:
@@ -98,6 +102,12 @@ class HiddenStates:
             pending.append(length)
         if pending:
             yield TokenBatch(slice(start, start + sum(pending)), pending, start >= self.fitted)
+
+    def parts(self) -> tuple[list[TokenBatch], list[TokenBatch]]:
+        """Batches of calibration tokens, and of held-out ones."""
+        batches = list(self.batches())
+        fitted = sum(not batch.held_out for batch in batches)
+        return batches[:fitted], batches[fitted:]
 
 
 @dataclass

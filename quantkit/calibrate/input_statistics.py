@@ -8,7 +8,8 @@ overfits, so held-out rows decide which fraction of it is applied.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +17,12 @@ from torch import Tensor
 
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, TokenBatch
 from quantkit.calibrate.layer_weights import LayerWeights, RoutedTokens, RoutingRecorder
+from quantkit.calibrate.layer_weights import Observer as InputHook
 from quantkit.calibrate.ranks import BatchParallel, Ranks
 from quantkit.calibrate.sublayer import Sublayer
-from quantkit.quant.tensor_cores import tensor_core_products
+from quantkit.models.decoder import DecoderLayer
+from quantkit.models.weights import ExpertsOp
+from quantkit.quant.tensor_cores import sample_linear, sample_products
 
 PANEL = 1024
 """Rows of a Hessian summed together. A Hessian is symmetric, so columns to the right of a panel's
@@ -99,7 +103,7 @@ class StatisticsAccumulator:
         self._sample, self._ranks, self._every = RowSample(sample_rows), ranks, every
         self._rows = [self._hessian.new_empty(0, channels)]
 
-    @tensor_core_products()
+    @sample_products()
     def add(self, x: Tensor) -> None:
         """x float32 [T, K] of calibration tokens."""
         for rows in own_panels(x.shape[1], self._ranks):
@@ -187,7 +191,7 @@ class DriftAccumulator:
         """x float32 [..., K]: input of `module` on the quantized path, calibration tokens."""
         self._heard.setdefault(module, deque()).append(x.reshape(-1, x.shape[-1]))
 
-    @tensor_core_products()
+    @sample_products()
     def add_original(self, module: str, o: Tensor) -> None:
         """o: its input for the same tokens on the original path."""
         x = self._heard[module].popleft()
@@ -243,6 +247,8 @@ HELD_OUT_ROWS = 128
 """Held-out rows kept for each linear input."""
 SCALE_ROWS = 4096
 """Approximate number of calibration rows kept for each linear input."""
+SEARCH_TOKENS = 4096
+"""Calibration tokens on which the scale of an input that is observed again later is searched."""
 PROBED_TOKENS = 64
 
 
@@ -275,6 +281,44 @@ class SublayerStatistics:
     stream: Tensor
 
 
+class InputsObserved(Exception):
+    """Ends a run of a sublayer after the last input that it was to show."""
+
+
+class PartialRun:
+    """Runs of a sublayer that may end once the inputs of `wanted`, modules, were observed for all
+    tokens of a batch: most of the work comes after the first inputs. Without modules, none does."""
+
+    def __init__(self) -> None:
+        self.wanted, self._left = frozenset[str](), dict[str, int]()
+
+    def hook(self, listen: InputHook) -> InputHook:
+        """Calls `listen`, after which the run may end."""
+
+        def see(module: str, x: Tensor) -> None:
+            listen(module, x)
+            if module in self._left:  # several times for a batch, if it runs sequence by sequence
+                self._left[module] -= x.numel() // x.shape[-1]
+                if all(left <= 0 for left in self._left.values()):
+                    raise InputsObserved
+
+        return see
+
+    def __call__(self, run: Callable[[], object], tokens: int) -> None:
+        """A run of a batch of so many tokens; of none: to the end."""
+        self._left = dict.fromkeys(self.wanted, tokens) if tokens else {}
+        with suppress(InputsObserved):
+            run()
+
+
+def enough(batches: Iterable[TokenBatch], tokens: int) -> Iterator[TokenBatch]:
+    """The first of the batches that together have so many tokens."""
+    for batch in batches:
+        if tokens > 0:
+            tokens -= batch.tokens
+            yield batch
+
+
 def collect_statistics(
     sublayer: Sublayer,
     tensors: Mapping[str, Tensor],
@@ -283,71 +327,104 @@ def collect_statistics(
     original: HiddenStates | None = None,
 ) -> SublayerStatistics:
     """Run the original weights `tensors` over `states`, and over `original`, the calibration tokens
-    on the original path, if given. The hidden states are not changed."""
-    every = max(1, states.quantized.fitted // SCALE_ROWS)
-    observer = Observer(HELD_OUT_ROWS, ranks, every)
+    on the original path, if given. The hidden states are not changed.
+
+    With `original`, inputs of linears that write to the residual stream are observed again later
+    (sublayer_solver.py): here on SEARCH_TOKENS if a scale depends on them. All tokens run through
+    the whole sublayer if it has experts, as their routing is recorded.
+    """
+    calibration, held_out = states.quantized.parts()
+    runs = BatchParallel(ranks, states.quantized.hidden.device)
     recorder = RoutingRecorder(len(states.quantized.hidden) + len(states.original.hidden))
     asked, total = RoutingRecorder(states.quantized.fitted), DriftAccumulator(HELD_OUT_ROWS, ranks)
-    runs = BatchParallel(ranks, states.quantized.hidden.device)
-    ask = runs.shared_experts(recorder)
+    whole, again = sublayer.experts is not None, original is not None
+    searched = calibration
+    if again and not whole:
+        count = SEARCH_TOKENS if sublayer.searches_output_inputs else 0
+        apart = max(1, states.quantized.fitted // max(count, 1))
+        searched = list(enough(calibration[::apart], count))
+    if not whole:
+        held_out = list(enough(held_out, HELD_OUT_ROWS))
+    every, every_last = (
+        max(1, sum(batch.tokens for batch in some) // SCALE_ROWS)
+        for some in (calibration, searched)
+    )
+    observer = Observer(HELD_OUT_ROWS, ranks, every)
+    last = Observer(HELD_OUT_ROWS, ranks, every_last)
+    partial = PartialRun()
 
     def add(module: str, x: Tensor) -> None:
+        if module in last_inputs:
+            last(module, x)
+            return
         observer(module, x)
-        if original is not None and not observer.held_out:
+        if again and not observer.held_out:
             total.add_quantized(module, x)
 
-    weights = LayerWeights(
-        tensors, ask, runs.shared_hook(add), skipped_linears=sublayer.output_linears
-    )
-    block = sublayer.build(weights)
-    original_weights = LayerWeights(
-        tensors,
-        runs.shared_experts(asked),
-        runs.shared_hook(total.add_original),
-        skipped_linears=sublayer.output_linears,
-    )
-    source = None if original is None else sublayer.build(original_weights)
+    def add_original(module: str, o: Tensor) -> None:
+        if module not in last_inputs:
+            (total.add_held_out if observer.held_out else total.add_original)(module, o)
+
+    def build(experts: ExpertsOp, hook: InputHook) -> tuple[DecoderLayer, LayerWeights]:
+        weights = LayerWeights(
+            tensors,
+            runs.shared_experts(experts),
+            partial.hook(runs.shared_hook(hook)),
+            skipped_linears=sublayer.output_linears,
+            product=sample_linear,
+        )
+        return sublayer.build(weights), weights
+
+    block, weights = build(recorder, add)
+    source, _ = build(asked, add_original)
+    last_source, _ = build(recorder, add_original)
+    own = {row.module for row in sublayer.rows}
+    sites = {first: modules for first, modules in weights.sites.items() if first in own}
+    last_inputs = {
+        first for first, modules in sites.items() if sublayer.output_linears.issuperset(modules)
+    }
+    partial.wanted = frozenset(sites.keys() - last_inputs)
 
     def begin(batch: TokenBatch) -> None:
-        observer.held_out = batch.held_out
+        observer.held_out = last.held_out = batch.held_out
 
-    def run(batch: TokenBatch) -> None:
-        sublayer.run(block, states.quantized.hidden[batch.part], batch.lengths)
-        if original is not None and source is not None and not batch.held_out:
-            sublayer.run(source, original.hidden[batch.part], batch.lengths)
-
-    runs.over(states.quantized.batches(), run, begin)
-    if recorder.count or original is not None:  # routing and linear inputs of the original path
-        keep = None if original is None else runs.shared_hook(total.add_held_out)
-        last = sublayer.build(
-            LayerWeights(tensors, ask, keep, skipped_linears=sublayer.output_linears)
+    def run(block: DecoderLayer, path: HiddenStates, batch: TokenBatch, to_end: bool) -> None:
+        partial(
+            lambda: sublayer.run(block, path.hidden[batch.part], batch.lengths),
+            0 if to_end else batch.tokens,
         )
+
+    def run_both(batch: TokenBatch) -> None:
+        run(
+            block, states.quantized, batch, batch in searched or (batch.held_out and bool(searched))
+        )
+        if original is not None and not batch.held_out:
+            run(source, original, batch, whole)
+
+    runs.over([*calibration, *held_out], run_both, begin)
+    if recorder.count or again:  # routing and linear inputs of the original path
+        tokens = sum(batch.tokens for batch in held_out)
         runs.over(
-            states.original.batches(),
-            lambda batch: sublayer.run(last, states.original.hidden[batch.part], batch.lengths),
+            enough(states.original.batches(), tokens),
+            lambda batch: run(last_source, states.original, batch, whole),
             begin,
         )
     routed = recorder.routed(states.quantized.fitted, len(states.quantized.hidden))
     if routed is not None:
         _observe_experts_input(
-            sublayer, routed, states, observer, None if original is None else (total, asked)
+            sublayer, routed, states, observer, (total, asked) if again else None
         )
-    own = {row.module for row in sublayer.rows}
-    sites = {first: modules for first, modules in weights.sites.items() if first in own}
-    fitted = (
-        states.quantized.hidden[batch.part]
-        for batch in states.quantized.batches()
-        if not batch.held_out
-    )
-    stream = torch.cat([hidden[::every, : sublayer.width] for hidden in fitted])
+    stream = [
+        states.quantized.hidden[batch.part][::every_last, : sublayer.width] for batch in searched
+    ]
     return SublayerStatistics(
         sublayer,
         sites,
-        observer.finish(),
+        observer.finish() | last.finish(),
         routed,
         run_probe(sublayer, tensors, states),
         total.finish(),
-        stream,
+        torch.cat(stream) if stream else states.quantized.hidden[:0, : sublayer.width],
     )
 
 

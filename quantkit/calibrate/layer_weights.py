@@ -128,7 +128,7 @@ class LayerWeights:
     replace a weight between calls.
 
     skipped_linears: linears whose outputs are not needed in this run; they return zeros.
-    activation_quants: of linears with quantized inputs.
+    activation_quants: of linears with quantized inputs. product: of an input and a weight.
     """
 
     def __init__(
@@ -138,8 +138,10 @@ class LayerWeights:
         observer: Observer | None = None,
         skipped_linears: frozenset[str] = frozenset(),
         activation_quants: Mapping[str, ActivationQuant] = NO_ACTIVATION_QUANTS,
+        product: Callable[[Tensor, Tensor], Tensor] = F.linear,
     ) -> None:
         """"""
+        self.product = product
         self.tensors = tensors
         self.routed = experts
         self.observer = observer
@@ -198,7 +200,7 @@ class LayerWeights:
         return (
             x.new_zeros(*x.shape[:-1], len(weight))
             if module in self.skipped_linears
-            else F.linear(x, weight)
+            else self.product(x, weight)
         )
 
     def mla_prolog(

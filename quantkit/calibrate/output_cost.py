@@ -24,7 +24,7 @@ from torch import Tensor
 from quantkit.calibrate.embed_and_head import EmbedAndHead
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.models.table import Parameter, ScaleGroup
-from quantkit.quant.tensor_cores import tensor_core_products
+from quantkit.quant.tensor_cores import sample_products
 
 BLOCK_ROWS = 4096
 """Rows of the head read and multiplied at a time: 117 MB in float32 for R1."""
@@ -119,8 +119,8 @@ class Softmax:
 
 READ_NORMS = 2
 """Norms whose readers count: with one, KL increases by 40 % on tiny-r1; a third changes nothing."""
-HEAD_TOKENS = 1024
-DRAWS = 4
+HEAD_TOKENS = 512
+DRAWS = 8
 """Next tokens drawn for each of HEAD_TOKENS tokens."""
 
 
@@ -144,46 +144,51 @@ def cost_to_next_token(
     embed_and_head: EmbedAndHead | None = None,
 ) -> Tensor:
     """Fisher information [H, H] of the next token at the residual stream `hidden` float32 [T, H],
-    scaled to trace 1.
+    scaled to trace 1: the covariance of the gradients of drawn tokens.
 
-    gain [H], eps: of the final norm; head: its rows, in blocks float32 [R, H]. One pass over them
-    keeps the mean row under p and the drawn rows: the largest of logit + Gumbel noise is a draw
-    from the softmax. embed_and_head: of a model whose final norm is not an RMSNorm, or whose logits
-    are not the products themselves; a nonlinearity of the logits, such as a cap, is neglected in
-    the gradient.
+    gain [H], eps: of the final norm; head: its rows, in blocks float32 [R, H]. embed_and_head: of a
+    model whose final norm is not an RMSNorm, or whose logits are not the products themselves; a
+    nonlinearity of the logits, such as a cap, is neglected in the gradient.
     """
     x = rms_norm(hidden, gain, eps) if embed_and_head is None else embed_and_head.final_norm(hidden)
+    logits = products if embed_and_head is None else embed_and_head.logits
     centred = embed_and_head is not None and embed_and_head.centred
-    generator = torch.Generator(hidden.device).manual_seed(0)
-    softmax = Softmax(len(x), x.device)
-    mean = torch.zeros_like(x)
-    best = torch.full((DRAWS, len(x)), -torch.inf, device=x.device)
-    drawn = torch.zeros(DRAWS, *x.shape, device=x.device)
-    for rows in head:
-        logits = (
-            x @ rows.t()
-            if embed_and_head is None
-            else embed_and_head.logits(x @ rows.t(), softmax.offset)
-        )
-        mean *= softmax.update(logits).float()[:, None]
-        mean.addmm_((logits - softmax.largest[:, None]).exp_(), rows)
-        for draw in range(DRAWS):
-            noise = torch.empty_like(logits).exponential_(generator=generator).log_()
-            score, place = (logits - noise).max(-1)
-            better = score > best[draw]
-            best[draw] = torch.where(better, score, best[draw])
-            drawn[draw][better] = rows[place[better]]
-    mean /= softmax.total.float()[:, None]
+    drawn = draw_rows(x, head, logits)
+    drawn -= drawn.mean(0)
     around = hidden - hidden.mean(-1, keepdim=True) if centred else hidden
     size = (around.square().mean(-1, keepdim=True) + eps).sqrt()
     direction = around / size
     total = hidden.new_zeros(hidden.shape[1], hidden.shape[1])
     for one in drawn:
-        by_norm = (one - mean) * gain
+        by_norm = one * gain
         by_stream = (by_norm - direction * (by_norm * direction).mean(-1, keepdim=True)) / size
         by_stream = by_stream - by_stream.mean(-1, keepdim=True) if centred else by_stream
         total.addmm_(by_stream.t(), by_stream)
     return total.div_(total.diagonal().sum().clamp(min=1e-30))
+
+
+def draw_rows(x: Tensor, head: Iterable[Tensor], logits: Logits) -> Tensor:
+    """Rows of the head of DRAWS next tokens for each of x float32 [T, H], [DRAWS, T, H], drawn from
+    the softmax in one pass over the head.
+
+    With S the sum of exp(logit) so far, u S with u uniform in [0, 1) is a place in it; if that lies
+    in the latest block, the draw becomes the row there, otherwise it stays. So there is one random
+    number for a block, and none for a row.
+    """
+    generator = torch.Generator(x.device).manual_seed(0)
+    largest, before = x.new_full((len(x), 1), -torch.inf), x.new_zeros(len(x), 1)
+    drawn, first = x.new_zeros(DRAWS, *x.shape), 0
+    for rows in head:
+        own = logits(x @ rows.t(), first)
+        higher = torch.maximum(largest, own.amax(-1, keepdim=True))
+        up_to = own.sub_(higher).exp_().cumsum(-1)
+        total = before * (largest - higher).exp_() + up_to[:, -1:]
+        place = total * torch.rand(len(x), DRAWS, generator=generator, device=x.device)
+        inside = (place < up_to[:, -1:]).t()
+        row = torch.searchsorted(up_to, place).clamp_(max=len(rows) - 1).t()
+        drawn[inside] = rows[row[inside]]
+        largest, before, first = higher, total, first + len(rows)
+    return drawn
 
 
 class ResidualStream:
@@ -226,20 +231,25 @@ class ResidualStream:
         )
         return None if norm is None else self.source.gain(norm).square()
 
-    @tensor_core_products()
-    def cost(self, sublayer: Sequence[Parameter], hidden: Tensor, eps: float) -> Tensor:
-        """Cost of an error in what the sublayer with these parameters writes, [H, H]. hidden
-        float32 [T, H]: the stream before it. If none of its norms is known to read the stream, only
-        the next token counts."""
+    @sample_products()
+    def next_token_cost(self, hidden: Tensor, eps: float) -> Tensor:
+        """`cost_to_next_token` [H, H] of some tokens of the stream hidden float32 [T, H]."""
         assert self.norm is not None, "no norm at the end of the stack"
-        some = hidden[:: max(1, len(hidden) // HEAD_TOKENS)][:HEAD_TOKENS]
-        cost = cost_to_next_token(
-            some,
+        return cost_to_next_token(
+            hidden[:: max(1, len(hidden) // HEAD_TOKENS)][:HEAD_TOKENS],
             self.source.gain(self.norm),
             eps,
             self.source.blocks(self.head, BLOCK_ROWS),
             self.embed_and_head,
         )
+
+    @sample_products()
+    def cost(self, sublayer: Sequence[Parameter], next_token: Tensor) -> Tensor:
+        """Cost of an error in what the sublayer with these parameters writes, [H, H]. next_token:
+        `next_token_cost` of the stream before its layer, which changes little within a layer. If
+        none of the sublayer's norms is known to read the stream, only the next token counts."""
+        assert self.norm is not None, "no norm at the end of the stack"
+        cost = next_token.clone()
         own = {row.module for row in sublayer}
         here = max(
             (place for place, group in enumerate(self.activation_quant) if group.producer in own),

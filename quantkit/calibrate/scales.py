@@ -284,8 +284,8 @@ class LinearInput:
 
 @dataclass(frozen=True)
 class SublayerScales:
-    """A sublayer with scales chosen and verified. inputs: of linears to quantize, by module.
-    scales: by group."""
+    """A sublayer with scales chosen and verified. inputs: of linears to quantize, by module; with
+    drift, those of the last linears only if a scale was chosen for them. scales: by group."""
 
     sublayer: Sublayer
     sites: dict[str, tuple[str, ...]]
@@ -347,15 +347,9 @@ def scale_sublayer(
     for group in sublayer.groups:
         consumers = [*_consumers(sublayer, group, FoldedTensors(sublayer, source, folding))]
         consumers += experts if group.reaches_experts else ()
-        if (
-            not consumers
-            or not {"awq", "smooth"} & set(sublayer.solvers.methods)
-            or sublayer.is_frozen(group)
-        ):
+        if not consumers or not sublayer.searches(group):
             continue
         solver = consumers[0].solver
-        if group.heads is not None and solver.activation_bits != 8:
-            continue  # not measured with other schemes
         statistics = observed.inputs[group.observe]
         if solver.activation_bits == 8:
             statistics = replace(
@@ -447,9 +441,10 @@ def _fold(
 
 
 def _to_round(observed: SublayerStatistics) -> Iterator[str]:
-    """Inputs of linears that will be quantized."""
+    """Inputs of linears that will be quantized, without those that are observed again."""
     for first, modules in observed.sites.items():
-        if not observed.sublayer.quantized.isdisjoint(modules):
+        again = observed.drifts and observed.sublayer.output_linears.issuperset(modules)
+        if not again and not observed.sublayer.quantized.isdisjoint(modules):
             yield first
     if observed.sublayer.experts_site is not None:
         yield observed.sublayer.experts_site

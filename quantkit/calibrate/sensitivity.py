@@ -200,7 +200,8 @@ class SensitivityPass:
         weights = self.model.weights
         tensors, base = weights.dequantized_all(sublayer.needed), hidden[0]
         cost = self.residual.cost(
-            self.model.units[sublayer.name], base, self.model.config.rms_norm_eps
+            self.model.units[sublayer.name],
+            self.residual.next_token_cost(base, self.model.config.rms_norm_eps),
         )
         recorder = RoutingRecorder(len(hidden) * len(base))
         after = _run(sublayer, tensors, hidden.flatten(0, 1), lengths * len(hidden), recorder)

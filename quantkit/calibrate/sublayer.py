@@ -21,6 +21,7 @@ from quantkit.models.decoder import DecoderLayer
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import ExpertsOp
 from quantkit.quant.gptq import Curvature
+from quantkit.quant.tensor_cores import sample_linear
 
 Build = Callable[[LayerWeights], DecoderLayer]
 """Weights -> the model's decoder layer."""
@@ -74,6 +75,21 @@ class Sublayer:
         """Modules that write to the residual stream: no linear of this sublayer reads their
         outputs."""
         return frozenset(row.module for row in self.rows if row.split == "row")
+
+    @property
+    def searches_output_inputs(self) -> bool:
+        """Whether a scale is searched for inputs of these linears."""
+        return any(
+            group.observe in self.output_linears and self.searches(group) for group in self.groups
+        )
+
+    def searches(self, group: ScaleGroup) -> bool:
+        """Whether the scale of a group is searched, if it has consumers that are quantized."""
+        if not {"awq", "smooth"} & set(self.solvers.methods) or self.is_frozen(group):
+            return False
+        own = self.quantized.intersection(group.consumers)
+        # scales between values and o were not measured with 16-bit activations
+        return group.heads is None or any(self.solvers.of(one).activation_bits == 8 for one in own)
 
     def is_frozen(self, group: ScaleGroup) -> bool:
         """Whether a scale would change a linear that must stay as in the source."""
@@ -156,6 +172,7 @@ def advance(
             tensors,
             experts if experts is no_experts else runs.shared_experts(experts),
             activation_quants=activation_quants,
+            product=sample_linear,
         )
     )
 

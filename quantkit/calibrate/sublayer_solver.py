@@ -15,14 +15,19 @@ of latent attention are alike in all channels; that the mean of the keys costs n
 of a norm's division.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, TokenBatch
-from quantkit.calibrate.input_statistics import HELD_OUT_ROWS, DriftAccumulator, Observer
+from quantkit.calibrate.input_statistics import (
+    HELD_OUT_ROWS,
+    DriftAccumulator,
+    Observer,
+    enough,
+)
 from quantkit.calibrate.layer_weights import LayerWeights, no_experts
 from quantkit.calibrate.layer_weights import Observer as InputHook
 from quantkit.calibrate.linear_solver import LinearResult, LinearSolver
@@ -32,12 +37,12 @@ from quantkit.calibrate.source_model import ParameterReader
 from quantkit.grids.base import Weight, dequantize
 from quantkit.models.table import Parameter, Projection
 from quantkit.quant.gptq import Curvature
-from quantkit.quant.tensor_cores import tensor_core_products
+from quantkit.quant.tensor_cores import sample_linear, tensor_core_products
 
 
 def observe_output_linears(
     scaled: SublayerScales,
-    folded: Mapping[str, Tensor],
+    source: ParameterReader,
     rounded: Mapping[str, Weight],
     states: HiddenStatePair,
     ranks: Ranks,
@@ -45,17 +50,22 @@ def observe_output_linears(
 ) -> dict[str, LinearInput]:
     """Inputs of the linears that write to the residual stream, with the linears before them
     quantized: o_proj after quantized q, k and v, down_proj after quantized gate and up. By module.
-    folded: the sublayer's tensors; rounded: linears solved so far, by module; states, original:
-    before this sublayer, the latter the calibration tokens on the original path."""
-    sublayer = scaled.sublayer
+    rounded: linears solved so far, by module; states, original: before this sublayer, the latter
+    the calibration tokens on the original path. Tokens on the original path, which run through the
+    source's tensors here, advance at the same time if the sublayer has no experts.
+    """
+    sublayer, folded = scaled.sublayer, FoldedTensors(scaled.sublayer, source, scaled.folding)
     sites = {
         first
         for first, modules in scaled.sites.items()
         if sublayer.output_linears.issuperset(modules)
     }
+    scales = {group.observe: scaled.scales.get(group.name) for group in sublayer.groups}
     observer, total = Observer(HELD_OUT_ROWS, ranks), DriftAccumulator(HELD_OUT_ROWS, ranks)
-
     runs = BatchParallel(ranks, states.quantized.hidden.device)
+    calibration, held_out = states.quantized.parts()
+    skipped = frozenset[str]() if sublayer.experts is None else sublayer.output_linears
+    batches = list[TokenBatch]()
 
     def add_quantized(module: str, x: Tensor) -> None:
         observer(module, x)
@@ -63,6 +73,8 @@ def observe_output_linears(
             total.add_quantized(module, x)
 
     def add_original(module: str, o: Tensor) -> None:
+        scale = scales.get(module)
+        o = o if scale is None else o / scale
         (total.add_held_out if observer.held_out else total.add_original)(module, o)
 
     def at_output_linears(listen: InputHook) -> InputHook:
@@ -70,42 +82,55 @@ def observe_output_linears(
         shared = runs.shared_hook(listen)
         return lambda module, x: shared(module, x) if module in sites else None
 
-    tensors = {row.name: folded[row.name] for row in sublayer.needed}
     written = {f"{module}.weight": dequantize(weight) for module, weight in rounded.items()}
-    activation_quants = sublayer.solvers.activation_quants(rounded, rounded)
     block = sublayer.build(
         LayerWeights(
-            {**tensors, **written},
+            {row.name: folded[row.name] for row in sublayer.needed} | written,
             no_experts,
             at_output_linears(add_quantized),
             skipped_linears=sublayer.output_linears,
-            activation_quants=activation_quants,
+            activation_quants=sublayer.solvers.activation_quants(rounded, rounded),
+            product=sample_linear,
         )
     )
-    source = sublayer.build(
+    exact = sublayer.build(
         LayerWeights(
-            tensors,
+            source.dequantized_all(sublayer.needed),
             no_experts,
             at_output_linears(add_original),
-            skipped_linears=sublayer.output_linears,
+            skipped_linears=skipped,
+            product=sample_linear,
         )
     )
 
+    def replacing(path: HiddenStates) -> Callable[[TokenBatch], None]:
+        """Runs the original tensors over a batch of the path."""
+
+        def take(_: str, after: Tensor) -> None:
+            path.hidden[batches[-1].part] = after
+
+        give = runs.shared_hook(take)
+
+        def run(batch: TokenBatch) -> None:
+            after = sublayer.run(exact, path.hidden[batch.part], batch.lengths)
+            if not skipped:
+                give("", after)
+
+        return run
+
+    run_calibration, run_held_out = replacing(original), replacing(states.original)
+
     def begin(batch: TokenBatch) -> None:
         observer.held_out = batch.held_out
+        batches.append(batch)
 
     def run(batch: TokenBatch) -> None:
         sublayer.run(block, states.quantized.hidden[batch.part], batch.lengths)
         if not batch.held_out:
-            sublayer.run(source, original.hidden[batch.part], batch.lengths)
+            run_calibration(batch)
 
-    runs.over(states.quantized.batches(), run, begin)
-    observer.held_out = True
-    runs.over(
-        states.original.batches(),
-        lambda batch: sublayer.run(source, states.original.hidden[batch.part], batch.lengths),
-        begin,
-    )
+    runs.over([*calibration, *enough(held_out, HELD_OUT_ROWS)], run, begin)
+    runs.over(states.original.batches(), run_held_out, begin)
     drifts = total.finish()
     return {
         site: linear_input(own, sublayer.solvers, None, drift=drifts[site])
@@ -290,10 +315,11 @@ def _gain_before(scaled: SublayerScales, folded: FoldedTensors, row: Parameter) 
 @dataclass(frozen=True)
 class SublayerSolution:
     """linears: quantized, by module. plain: unquantized tensors that folding changed, in their
-    stored dtype."""
+    stored dtype. advanced: whether tokens on the original path are after the sublayer now."""
 
     linears: dict[str, LinearResult]
     plain: dict[str, Tensor]
+    advanced: bool
 
     @property
     def weights(self) -> dict[str, Weight]:
@@ -332,7 +358,7 @@ def solve_sublayer(
                 replace(
                     scaled,
                     inputs=scaled.inputs
-                    | observe_output_linears(scaled, folded, weights, states, ranks, original),
+                    | observe_output_linears(scaled, source, weights, states, ranks, original),
                 ),
                 True,
             )
@@ -347,7 +373,9 @@ def solve_sublayer(
         if row.module not in sublayer.quantized and scaled.folding.changes(row.name)
     ]
     return SublayerSolution(
-        linears, {row.name: folded[row.name].to(sublayer.stored[row.name]) for row in changed}
+        linears,
+        {row.name: folded[row.name].to(sublayer.stored[row.name]) for row in changed},
+        original is not None and observed and sublayer.experts is None,
     )
 
 

@@ -35,7 +35,7 @@ from quantkit.calibrate.output_cost import (
     BLOCK_ROWS,
     JUDGED_TOKENS,
     ResidualStream,
-    compare_next_tokens,
+    compare_paths,
 )
 from quantkit.calibrate.progress_log import Findings, ProgressLog
 from quantkit.calibrate.ranks import Ranks
@@ -60,12 +60,13 @@ from quantkit.quant.gptq import Curvature
 class SublayerResult:
     """Result of a sublayer. weights: by module; plain: its other tensors that changed, or all, in
     their stored dtype. routed, read: routing to its experts, and their input; None without
-    experts."""
+    experts. advanced: whether tokens on the original path are after the sublayer already."""
 
     weights: Mapping[str, Weight]
     plain: Mapping[str, Tensor]
     routed: RoutedTokens | None = None
     read: LinearInput | None = None
+    advanced: bool = False
 
 
 class Walk:
@@ -184,10 +185,10 @@ class Walk:
             self.log.store.save_state(layer + 1, hidden, self.log.findings.to_dict())
 
     def _layer(self, layer: int, states: HiddenStatePair) -> None:
+        next_token = self._next_token_cost(layer, states.quantized)
         if attend_unit(layer) in self.model.units:  # except for layers that are run whole
-            self._walk(
-                self._sublayer(attend_unit(layer), layer, states, run_attention), states, None
-            )
+            attention = self._sublayer(attend_unit(layer), layer, run_attention, next_token)
+            self._walk(attention, states, None)
         experts = None
         if self.model.experts(layer):
             experts = ExpertLayer(
@@ -200,9 +201,8 @@ class Walk:
             *(one.states for one in (self.plain, self.path) if one is not None),
         ]
         with feed_forward(self.model, layer, paths) as run:
-            self._walk(
-                self._sublayer(feed_forward_unit(layer), layer, states, run), states, experts
-            )
+            mlp = self._sublayer(feed_forward_unit(layer), layer, run, next_token)
+            self._walk(mlp, states, experts)
         fitted = states.quantized.fitted
         self.log.findings.hidden_error[str(layer)] = relative_distance(
             states.quantized.hidden[fitted:], states.original.hidden
@@ -216,30 +216,33 @@ class Walk:
                 assert self.log.store.done(unit), f"{unit} is not written, but a later layer is"
                 self.log.skip(unit)
 
-    def _sublayer(self, unit: str, layer: int, states: HiddenStatePair, run: Run) -> Sublayer:
-        outputs = self._output_cost(unit, layer, states.quantized)
+    def _sublayer(self, unit: str, layer: int, run: Run, next_token: Tensor | None) -> Sublayer:
+        outputs = self._output_cost(unit, layer, next_token)
         importance = None if outputs is None else outputs.conditional
         if outputs is None and layer in self.model.layers:
             importance = self.residual.squared_gain(layer)
         return sublayer_of(self.model, self.solvers, unit, layer, run, importance, outputs)
 
-    def _output_cost(self, unit: str, layer: int, states: HiddenStates) -> Curvature | None:
-        """Cost of an error in the residual stream after this sublayer, evaluated at the stream
-        before it. None in an MTP layer, if an earlier run solved everything that needs it, and with
-        several residual streams, which mix."""
-        solved = unit == attend_unit(layer) and self.log.store.done(unit)
+    def _next_token_cost(self, layer: int, states: HiddenStates) -> Tensor | None:
+        """Of an error in the stream of this layer, evaluated before it, so that a resumed run finds
+        the same. None in an MTP layer, and with several residual streams, which mix."""
         weighted = (
             self.solvers.compensates
             and self.solvers.recipe.output_curvature
             and self.residual.norm is not None
+            and self.model.config.streams is None
         )
-        weighted = weighted and self.model.config.streams is None
-        if solved or layer not in self.model.layers or not weighted:
+        if layer not in self.model.layers or not weighted:
             return None
-        stream = states.hidden[
-            : states.fitted, : self.model.config.hidden_size
-        ]  # there may be more channels, with linears parallel to experts
-        cost = self.residual.cost(self.model.units[unit], stream, self.model.config.rms_norm_eps)
+        stream = states.hidden[: states.fitted, : self.model.config.hidden_size]
+        return self.residual.next_token_cost(stream, self.model.config.rms_norm_eps)
+
+    def _output_cost(self, unit: str, layer: int, next_token: Tensor | None) -> Curvature | None:
+        """Cost of an error in what this sublayer writes. None if it is unknown, or an earlier run
+        solved everything that needs it."""
+        if next_token is None or (unit == attend_unit(layer) and self.log.store.done(unit)):
+            return None
+        cost = self.residual.cost(self.model.units[unit], next_token)
         return Curvature.of(cost, self.solvers.recipe.output_damping)
 
     # --- one sublayer
@@ -259,7 +262,7 @@ class Walk:
             if done
             else self._quantized(sublayer, states, experts)
         )
-        if self.path is not None:
+        if self.path is not None and not written.advanced:
             source = self.model.weights.dequantized_all(sublayer.needed)
             self._advance_original(sublayer, source, states)
             self.path.advance(sublayer, source, self.ranks)
@@ -301,7 +304,7 @@ class Walk:
             activation_quants = self.solvers.activation_quants(solved.weights, solved.weights)
             plain = plain | self.cache.find(sublayer, tensors, states.quantized, activation_quants)
         self.log.write(unit, solved.linears, plain, scaled.scales, owned=self.ranks.is_main)
-        return SublayerResult(solved.weights, plain, routed, scaled.experts_input)
+        return SublayerResult(solved.weights, plain, routed, scaled.experts_input, solved.advanced)
 
     def _resumed(
         self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None
@@ -370,13 +373,9 @@ class Walk:
                 *(() if self.plain is None else (self.plain.states.hidden,)),
             )
         )
-        found = asdict(
-            compare_next_tokens(
-                original, quantized, self.model.weights.blocks(head, BLOCK_ROWS), logits
-            )
-        )
-        for hidden in plain:
-            found["plain_kl"] = compare_next_tokens(
-                original, hidden, self.model.weights.blocks(head, BLOCK_ROWS), logits
-            ).kl
+        blocks = self.model.weights.blocks(head, BLOCK_ROWS)
+        own, *others = compare_paths(original, [quantized, *plain], blocks, logits)
+        found = asdict(own)
+        if others:
+            found["plain_kl"] = others[0].kl
         self.log.findings.next_token = found

@@ -1,11 +1,12 @@
 """Products of float32 matrices at reduced precision: on a GPU's tensor cores, operands rounded to
-TF32, which has float32's range and 11 bits, sums in float32; on a CPU that multiplies BF16 twice as
-fast, in BF16, but only for error compensation.
+TF32, which has float32's range and 11 bits, sums in float32; on a CPU that multiplies BF16 faster,
+in BF16, sums in float32.
 
-The results are estimates from a sample of tokens anyway, or are served in 16 bits: the sums in a
-Hessian, the cost of errors in the residual stream, the compensation of GPTQ and descent, the
-outputs of quantized experts. Scale verification, the source's outputs and comparisons of paths use
-full float32.
+The results are estimates from a sample of tokens anyway, or are served in 16 bits. In BF16 on a
+CPU, too: the calibration paths, the sums in a Hessian, the cost of errors in the residual stream
+(`sample_products`), and large products of errors in GPTQ and descent. Other arithmetic of GPTQ and
+descent uses TF32 on a GPU and float32 on a CPU (`tensor_core_products`). Routers, scale verification
+and the comparison of next tokens use full float32.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 LARGE = 2**26
 """Multiplications in a product from which a CPU rounds operands to BF16: below, rounding them costs
@@ -29,6 +31,28 @@ def tensor_core_products() -> Iterator[None]:
         yield
     finally:
         matmul.fp32_precision = before
+
+
+@contextmanager
+def sample_products() -> Iterator[None]:
+    """Context manager: as `tensor_core_products`, and operands rounded to BF16 on a CPU that
+    multiplies them faster. Both operands of x^T x are rounded alike, so it stays positive
+    semidefinite. May be nested."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    if _has_bf16():
+        matmul.fp32_precision = "bf16"
+    try:
+        with tensor_core_products():
+            yield
+    finally:
+        matmul.fp32_precision = before
+
+
+@sample_products()
+def sample_linear(x: Tensor, w: Tensor) -> Tensor:
+    """x [..., K] @ w [N, K]^T of calibration tokens."""
+    return F.linear(x, w)
 
 
 def error_product(a: Tensor, b: Tensor) -> Tensor:

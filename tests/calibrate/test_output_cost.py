@@ -75,9 +75,8 @@ def test_the_next_two_norms_of_the_model_read() -> None:
     )
 
     last = feed_forward_unit(config.num_hidden_layers - 1)
-    torch.testing.assert_close(
-        readers.cost(units[last], hidden, EPS), head
-    )  # nobody but the head reads what it writes
+    # nobody but the head reads what it writes
+    torch.testing.assert_close(readers.cost(units[last], head), head)
     behind = {
         "model.layers.0.post_attention_layernorm": (
             "model.layers.0.mlp.gate_proj",
@@ -94,4 +93,4 @@ def test_the_next_two_norms_of_the_model_read() -> None:
         for reader in modules
     )
     assert expected is not None
-    torch.testing.assert_close(readers.cost(units[attend_unit(0)], hidden, EPS), head + expected)
+    torch.testing.assert_close(readers.cost(units[attend_unit(0)], head), head + expected)
