@@ -1,7 +1,7 @@
 """Calibration sequences from quantkit's own text, a file, or a data set of the `datasets` library.
 
 A document is one sequence, cut to seq_len, so that a model never sees two documents in one context.
-A .txt file is one document, cut into sequences of seq_len. Which documents are used depends on the
+A .txt file is one document, cut into sequences of seq_len, each with BOS if the model has it. Which documents are used depends on the
 seed alone. Documents of fewer than two tokens are skipped and replaced by others.
 
 Conversations are rendered by the model's own chat template. Templates of reasoning models drop the
@@ -17,6 +17,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -418,12 +419,27 @@ def is_shipped(text: Path) -> bool:
 def _split_text(path: Path, encoder: Encoder, wanted: int, seq_len: int, seed: int) -> _Drawn:
     """Sequences of one long text."""
     text = read_text(path)
-    ids = torch.tensor(encoder.encode(text), dtype=torch.int64)
-    sequences = [part for part in ids.split(seq_len) if len(part) > 1]
+    sequences = split_text(encoder, text, seq_len)
+    tokens = sum(map(len, sequences))
     random.Random(seed).shuffle(sequences)
     drawn = _Drawn(sequences[:wanted], [], records=len(sequences))
-    drawn.samples.append(preview(text, len(ids)))
+    drawn.samples.append(preview(text, tokens))
     return drawn
+
+
+def split_text(encoder: Encoder, text: str, length: int) -> list[Tensor]:
+    """Token ids of a text in pieces of 2 to `length` tokens, int64. Each begins with the tokens that
+    the model expects before a text, such as BOS: attention sinks on them."""
+    ids, empty = encoder.encode(text), encoder.encode("")
+    first = [one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(ids, empty))]
+    if len(first) >= length - 1:
+        raise QuantkitError(
+            f"pieces of {length} tokens have no room after the {len(first)} that begin a text",
+            "give a longer --seq-len",
+        )
+    begin, rest = (torch.tensor(part, dtype=torch.int64) for part in (first, ids[len(first) :]))
+    pieces = (torch.cat((begin, part)) for part in rest.split(length - len(first)) if len(part))
+    return [piece for piece in pieces if len(piece) > 1]
 
 
 def _documents(source: str) -> list[tuple[str, Document]]:

@@ -119,6 +119,13 @@ class HiddenStatePair:
     original: HiddenStates
 
 
+def mean_row_distance(a: Tensor, b: Tensor) -> float:
+    """Mean over rows [T, H] of |a - b|^2 / |b|^2; NaN without rows. A mean of its own for every
+    token, as one may have a stream hundreds of times as large as the others."""
+    size = b.square().sum(-1).clamp(min=1e-30)
+    return float(((a - b).square().sum(-1) / size).mean())
+
+
 def relative_distance(a: Tensor, b: Tensor) -> float:
     """|a - b||^2 / ||b||^2; 0 for equal tensors, also all-zero ones; NaN for empty ones."""
     if not b.numel():

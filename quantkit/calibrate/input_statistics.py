@@ -37,7 +37,8 @@ class InputStatistics:
     mean_hessian: mean of x x^T per token, float32 [K, K], so that losses of inputs with different
     token counts are comparable. absmax: largest magnitudes, float32 [K]. sample: held-out rows for
     evaluation, float32 [S, K]. rows: some calibration rows, on which scales for quantized
-    activations are evaluated, float32 [R, K], each multiplied by the weight of its token.
+    activations are evaluated, float32 [R, K]. All but absmax of rows times `row_weights` if the
+    input is that of a linear that writes to the residual stream.
     """
 
     mean_hessian: Tensor
@@ -48,10 +49,26 @@ class InputStatistics:
 
 def token_weights(stream: Tensor) -> Tensor:
     """Weight of an error added to rows of the residual stream [T, H], float32 [T, 1], mean square
-    1: the norm that reads a row divides by its size. A few tokens have a stream hundreds of times
-    as large as the others, and with it the largest int8 scales."""
+    1: the norm that reads a row divides by its size. A few tokens, often the first ones, have a
+    stream hundreds of times as large as the others."""
     counts = stream.square().mean(-1, keepdim=True).clamp(min=1e-30).rsqrt()
     return counts / counts.square().mean().sqrt()
+
+
+LARGEST_SHARE = 100
+"""Most that a token counts in a Hessian, relative to the median: where a massive activation enters
+or leaves the residual stream, its token's input is hundreds of times as large as the others, and
+their errors would not count at all."""
+
+
+def row_weights(x: Tensor, after: Tensor) -> Tensor:
+    """Weights [T, 1] of inputs x float32 [T, K] of a linear that writes to the residual stream,
+    which is `after` [T, H] the sublayer: `token_weights`, limited by LARGEST_SHARE."""
+    w = token_weights(after)
+    energy = (x * w).square().sum(-1, keepdim=True)
+    middle = energy.median()
+    limit = torch.where(middle > 0, LARGEST_SHARE * middle, torch.inf)
+    return w * (limit / energy.clamp(min=1e-30)).clamp(max=1).sqrt()
 
 
 def panels(channels: int) -> Iterator[slice]:
@@ -104,11 +121,12 @@ class StatisticsAccumulator:
         self._rows = [self._hessian.new_empty(0, channels)]
 
     @sample_products()
-    def add(self, x: Tensor) -> None:
-        """x float32 [T, K] of calibration tokens."""
+    def add(self, x: Tensor, w: Tensor | None = None) -> None:
+        """x float32 [T, K] of calibration tokens; w [T, 1]: weights of the tokens."""
+        self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
+        x = x if w is None else x * w
         for rows in own_panels(x.shape[1], self._ranks):
             self._hessian[rows, : rows.stop].addmm_(x[:, rows].t(), x[:, : rows.stop])
-        self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
         self._tokens += x.shape[0]
         if self._every:
             self._rows.append(x[:: self._every].clone())
@@ -141,17 +159,17 @@ class Observer:
     def __contains__(self, module: str) -> bool:
         return module in self._sums
 
-    def __call__(self, module: str, x: Tensor) -> None:
-        """x float32 [..., K]: input of `module`."""
+    def __call__(self, module: str, x: Tensor, w: Tensor | None = None) -> None:
+        """x float32 [..., K]: input of `module`; w [T, 1]: weights of its rows."""
         x = x.reshape(-1, x.shape[-1])
         if module not in self._sums:
             self._sums[module] = StatisticsAccumulator(
                 x.shape[-1], x.device, self._sample_rows, self._ranks, self._every
             )
         if self.held_out:
-            self._sums[module].add_held_out(x)
+            self._sums[module].add_held_out(x if w is None else x * w)
         else:
-            self._sums[module].add(x)
+            self._sums[module].add(x, w)
 
     def finish(self) -> dict[str, InputStatistics]:
         """The statistics of every input; the observer is empty afterwards."""
@@ -268,8 +286,7 @@ class SublayerStatistics:
     sites: linears that read one input, by the module under which it is observed. inputs: statistics
     of these inputs, and of the routed experts' input. routed: tokens routed to experts on both
     paths. probe: reference against which folding is verified. drifts: of the inputs, where
-    calibration tokens also run through the original path. stream: the residual stream before the
-    sublayer at the kept rows, [R, H].
+    calibration tokens also run through the original path.
     """
 
     sublayer: Sublayer
@@ -278,7 +295,40 @@ class SublayerStatistics:
     routed: RoutedTokens | None
     probe: SublayerProbe
     drifts: dict[str, Drift]
-    stream: Tensor
+
+
+class OutputInputs:
+    """Inputs of linears that write to the residual stream, held until the stream after the sublayer
+    is known, which gives their rows' weights. total: also of their drift."""
+
+    def __init__(self, observer: Observer, total: DriftAccumulator | None = None) -> None:
+        self._observer, self._total = observer, total
+        self._seen, self._original = dict[str, list[Tensor]](), dict[str, list[Tensor]]()
+
+    def add(self, module: str, x: Tensor) -> None:
+        """x float32 [..., K]: input of `module` on the quantized path."""
+        self._seen.setdefault(module, []).append(x.reshape(-1, x.shape[-1]))
+
+    def add_original(self, module: str, o: Tensor) -> None:
+        """o: its input for the same tokens on the original path."""
+        self._original.setdefault(module, []).append(o.reshape(-1, o.shape[-1]))
+
+    def finish_batch(self, after: Tensor) -> None:
+        """after [T, H]: the residual stream after the sublayer at the tokens of these inputs."""
+        for module, parts in self._seen.items():
+            x = torch.cat(parts)
+            w = row_weights(x, after)
+            self._observer(module, x, w)
+            if self._total is None:
+                continue
+            o = torch.cat(self._original[module]) * w
+            if self._observer.held_out:
+                self._total.add_held_out(module, o)
+            else:
+                self._total.add_quantized(module, x * w)
+                self._total.add_original(module, o)
+        self._seen.clear()
+        self._original.clear()
 
 
 class InputsObserved(Exception):
@@ -351,18 +401,18 @@ def collect_statistics(
     )
     observer = Observer(HELD_OUT_ROWS, ranks, every)
     last = Observer(HELD_OUT_ROWS, ranks, every_last)
-    partial = PartialRun()
+    outputs, partial = OutputInputs(last), PartialRun()
 
     def add(module: str, x: Tensor) -> None:
-        if module in last_inputs:
-            last(module, x)
+        if module in output_sites:
+            outputs.add(module, x)
             return
         observer(module, x)
         if again and not observer.held_out:
             total.add_quantized(module, x)
 
     def add_original(module: str, o: Tensor) -> None:
-        if module not in last_inputs:
+        if module not in output_sites:
             (total.add_held_out if observer.held_out else total.add_original)(module, o)
 
     def build(experts: ExpertsOp, hook: InputHook) -> tuple[DecoderLayer, LayerWeights]:
@@ -370,43 +420,43 @@ def collect_statistics(
             tensors,
             runs.shared_experts(experts),
             partial.hook(runs.shared_hook(hook)),
-            skipped_linears=sublayer.output_linears,
             product=sample_linear,
         )
         return sublayer.build(weights), weights
 
+    finish = runs.shared_hook(lambda _, after: outputs.finish_batch(after))
     block, weights = build(recorder, add)
     source, _ = build(asked, add_original)
-    last_source, _ = build(recorder, add_original)
+    held_out_source, _ = build(recorder, add_original)
     own = {row.module for row in sublayer.rows}
     sites = {first: modules for first, modules in weights.sites.items() if first in own}
-    last_inputs = {
-        first for first, modules in sites.items() if sublayer.output_linears.issuperset(modules)
-    }
-    partial.wanted = frozenset(sites.keys() - last_inputs)
+    output_sites = sublayer.output_sites(sites)
+    partial.wanted = frozenset(sites.keys() - output_sites)
 
     def begin(batch: TokenBatch) -> None:
         observer.held_out = last.held_out = batch.held_out
 
-    def run(block: DecoderLayer, path: HiddenStates, batch: TokenBatch, to_end: bool) -> None:
-        partial(
-            lambda: sublayer.run(block, path.hidden[batch.part], batch.lengths),
-            0 if to_end else batch.tokens,
-        )
-
     def run_both(batch: TokenBatch) -> None:
-        run(
-            block, states.quantized, batch, batch in searched or (batch.held_out and bool(searched))
-        )
+        hidden, to_end = states.quantized.hidden[batch.part], bool(searched) and batch.held_out
+
+        def run() -> None:
+            finish("", sublayer.run(block, hidden, batch.lengths)[:, : sublayer.width])
+
+        partial(run, 0 if to_end or batch in searched else batch.tokens)
         if original is not None and not batch.held_out:
-            run(source, original, batch, whole)
+            run_original(source, original.hidden, batch)
+
+    def run_original(block: DecoderLayer, hidden: Tensor, batch: TokenBatch) -> None:
+        partial(
+            lambda: sublayer.run(block, hidden[batch.part], batch.lengths),
+            0 if whole else batch.tokens,
+        )
 
     runs.over([*calibration, *held_out], run_both, begin)
     if recorder.count or again:  # routing and linear inputs of the original path
-        tokens = sum(batch.tokens for batch in held_out)
         runs.over(
-            enough(states.original.batches(), tokens),
-            lambda batch: run(last_source, states.original, batch, whole),
+            enough(states.original.batches(), sum(batch.tokens for batch in held_out)),
+            lambda batch: run_original(held_out_source, states.original.hidden, batch),
             begin,
         )
     routed = recorder.routed(states.quantized.fitted, len(states.quantized.hidden))
@@ -414,9 +464,6 @@ def collect_statistics(
         _observe_experts_input(
             sublayer, routed, states, observer, (total, asked) if again else None
         )
-    stream = [
-        states.quantized.hidden[batch.part][::every_last, : sublayer.width] for batch in searched
-    ]
     return SublayerStatistics(
         sublayer,
         sites,
@@ -424,7 +471,6 @@ def collect_statistics(
         routed,
         run_probe(sublayer, tensors, states),
         total.finish(),
-        torch.cat(stream) if stream else states.quantized.hidden[:0, : sublayer.width],
     )
 
 

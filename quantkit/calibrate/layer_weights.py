@@ -127,7 +127,6 @@ class LayerWeights:
     """tensors: by full name, float32, on one device. Looked up at every call, so a caller may
     replace a weight between calls.
 
-    skipped_linears: linears whose outputs are not needed in this run; they return zeros.
     activation_quants: of linears with quantized inputs. product: of an input and a weight.
     """
 
@@ -136,7 +135,6 @@ class LayerWeights:
         tensors: Mapping[str, Tensor],
         experts: ExpertsOp | None = None,
         observer: Observer | None = None,
-        skipped_linears: frozenset[str] = frozenset(),
         activation_quants: Mapping[str, ActivationQuant] = NO_ACTIVATION_QUANTS,
         product: Callable[[Tensor, Tensor], Tensor] = F.linear,
     ) -> None:
@@ -145,7 +143,7 @@ class LayerWeights:
         self.tensors = tensors
         self.routed = experts
         self.observer = observer
-        self.skipped_linears, self.activation_quants = skipped_linears, activation_quants
+        self.activation_quants = activation_quants
         self.sites: dict[str, tuple[str, ...]] = {}
         """Linears that read one input, by the name it is observed under."""
 
@@ -196,12 +194,7 @@ class LayerWeights:
         return apply
 
     def _apply(self, x: Tensor, module: str) -> Tensor:
-        weight = self.tensors[f"{module}.weight"]
-        return (
-            x.new_zeros(*x.shape[:-1], len(weight))
-            if module in self.skipped_linears
-            else self.product(x, weight)
-        )
+        return self.product(x, self.tensors[f"{module}.weight"])
 
     def mla_prolog(
         self,

@@ -9,7 +9,7 @@ group becomes worse than without scales.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
@@ -24,7 +24,6 @@ from quantkit.calibrate.input_statistics import (
     SublayerStatistics,
     best_fraction,
     run_probe,
-    token_weights,
 )
 from quantkit.calibrate.linear_solver import LinearSolver, SolverTable, input_curvature
 from quantkit.calibrate.source_model import ParameterReader
@@ -351,11 +350,6 @@ def scale_sublayer(
             continue
         solver = consumers[0].solver
         statistics = observed.inputs[group.observe]
-        if solver.activation_bits == 8:
-            statistics = replace(
-                statistics,
-                rows=_counted_rows(observed, group, FoldedTensors(sublayer, source, folding)),
-            )
         curvature = input_curvature(statistics.mean_hessian, sublayer.solvers.recipe)
         exact = sublayer.solvers.recipe.exact_router and not sublayer.quantized.issuperset(
             _inside(sublayer, group)
@@ -373,23 +367,6 @@ def scale_sublayer(
                 observed.inputs[first], sublayer.solvers, None, drift=observed.drifts.get(first)
             )
     return SublayerScales(sublayer, observed.sites, inputs, scales, folding)
-
-
-def _counted_rows(
-    observed: SublayerStatistics, group: ScaleGroup, tensors: Mapping[str, Tensor]
-) -> Tensor:
-    """The rows of a group's input. If a linear that writes to the residual stream reads it, each is
-    multiplied by its token weight: from the stream including that linear's output, as that makes
-    the largest streams."""
-    rows = observed.inputs[group.observe].rows
-    writers = sorted(observed.sublayer.output_linears.intersection(group.consumers))
-    if not writers:
-        return rows
-    assert len(rows) == len(observed.stream), (
-        f"{group.observe} reads other tokens than the sublayer"
-    )
-    added = (rows @ tensors[f"{module}.weight"].t() for module in writers)
-    return rows * token_weights(sum(added, observed.stream))
 
 
 def scale_in_effect(

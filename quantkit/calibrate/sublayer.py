@@ -76,6 +76,12 @@ class Sublayer:
         outputs."""
         return frozenset(row.module for row in self.rows if row.split == "row")
 
+    def output_sites(self, sites: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
+        """Those of the sites, linears that read one input by the first, that write there."""
+        return frozenset(
+            first for first, modules in sites.items() if self.output_linears.issuperset(modules)
+        )
+
     @property
     def searches_output_inputs(self) -> bool:
         """Whether a scale is searched for inputs of these linears."""

@@ -15,7 +15,7 @@ of latent attention are alike in all channels; that the mean of the keys costs n
 of a norm's division.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +26,8 @@ from quantkit.calibrate.input_statistics import (
     HELD_OUT_ROWS,
     DriftAccumulator,
     Observer,
+    OutputInputs,
+    PartialRun,
     enough,
 )
 from quantkit.calibrate.layer_weights import LayerWeights, no_experts
@@ -55,27 +57,19 @@ def observe_output_linears(
     source's tensors here, advance at the same time if the sublayer has no experts.
     """
     sublayer, folded = scaled.sublayer, FoldedTensors(scaled.sublayer, source, scaled.folding)
-    sites = {
-        first
-        for first, modules in scaled.sites.items()
-        if sublayer.output_linears.issuperset(modules)
-    }
+    sites = sublayer.output_sites(scaled.sites)
     scales = {group.observe: scaled.scales.get(group.name) for group in sublayer.groups}
     observer, total = Observer(HELD_OUT_ROWS, ranks), DriftAccumulator(HELD_OUT_ROWS, ranks)
+    outputs, partial = OutputInputs(observer, total), PartialRun()
+    partial.wanted = sites
     runs = BatchParallel(ranks, states.quantized.hidden.device)
     calibration, held_out = states.quantized.parts()
-    skipped = frozenset[str]() if sublayer.experts is None else sublayer.output_linears
+    observed = [*calibration, *enough(held_out, HELD_OUT_ROWS)]
     batches = list[TokenBatch]()
-
-    def add_quantized(module: str, x: Tensor) -> None:
-        observer(module, x)
-        if not observer.held_out:
-            total.add_quantized(module, x)
 
     def add_original(module: str, o: Tensor) -> None:
         scale = scales.get(module)
-        o = o if scale is None else o / scale
-        (total.add_held_out if observer.held_out else total.add_original)(module, o)
+        outputs.add_original(module, o if scale is None else o / scale)
 
     def at_output_linears(listen: InputHook) -> InputHook:
         """Only these inputs are sent to other ranks."""
@@ -87,8 +81,7 @@ def observe_output_linears(
         LayerWeights(
             {row.name: folded[row.name] for row in sublayer.needed} | written,
             no_experts,
-            at_output_linears(add_quantized),
-            skipped_linears=sublayer.output_linears,
+            partial.hook(at_output_linears(outputs.add)),
             activation_quants=sublayer.solvers.activation_quants(rounded, rounded),
             product=sample_linear,
         )
@@ -98,39 +91,35 @@ def observe_output_linears(
             source.dequantized_all(sublayer.needed),
             no_experts,
             at_output_linears(add_original),
-            skipped_linears=skipped,
             product=sample_linear,
         )
     )
 
-    def replacing(path: HiddenStates) -> Callable[[TokenBatch], None]:
-        """Runs the original tensors over a batch of the path."""
+    def original_part(batch: TokenBatch) -> Tensor:
+        """The batch's hidden states on the original path."""
+        if not batch.held_out:
+            return original.hidden[batch.part]
+        fitted = states.quantized.fitted
+        return states.original.hidden[batch.part.start - fitted : batch.part.stop - fitted]
 
-        def take(_: str, after: Tensor) -> None:
-            path.hidden[batches[-1].part] = after
+    def take(_: str, after: Tensor) -> None:
+        outputs.finish_batch(after[:, : sublayer.width])
+        if sublayer.experts is None:
+            original_part(batches[-1]).copy_(after)
 
-        give = runs.shared_hook(take)
+    give = runs.shared_hook(take)
 
-        def run(batch: TokenBatch) -> None:
-            after = sublayer.run(exact, path.hidden[batch.part], batch.lengths)
-            if not skipped:
-                give("", after)
-
-        return run
-
-    run_calibration, run_held_out = replacing(original), replacing(states.original)
+    def run(batch: TokenBatch) -> None:
+        if batch in observed:
+            hidden = states.quantized.hidden[batch.part]
+            partial(lambda: sublayer.run(block, hidden, batch.lengths), batch.tokens)
+        give("", sublayer.run(exact, original_part(batch), batch.lengths))
 
     def begin(batch: TokenBatch) -> None:
         observer.held_out = batch.held_out
         batches.append(batch)
 
-    def run(batch: TokenBatch) -> None:
-        sublayer.run(block, states.quantized.hidden[batch.part], batch.lengths)
-        if not batch.held_out:
-            run_calibration(batch)
-
-    runs.over([*calibration, *enough(held_out, HELD_OUT_ROWS)], run, begin)
-    runs.over(states.original.batches(), run_held_out, begin)
+    runs.over(observed if sublayer.experts else [*calibration, *held_out], run, begin)
     drifts = total.finish()
     return {
         site: linear_input(own, sublayer.solvers, None, drift=drifts[site])

@@ -26,7 +26,7 @@ from quantkit.calibrate.hidden_states import (
     HiddenStatePair,
     HiddenStates,
     keep_freed_blocks,
-    relative_distance,
+    mean_row_distance,
 )
 from quantkit.calibrate.input_statistics import SublayerStatistics, collect_statistics
 from quantkit.calibrate.layer_weights import NO_ACTIVATION_QUANTS, RoutedTokens, RoutingUpdater
@@ -204,7 +204,7 @@ class Walk:
             mlp = self._sublayer(feed_forward_unit(layer), layer, run, next_token)
             self._walk(mlp, states, experts)
         fitted = states.quantized.fitted
-        self.log.findings.hidden_error[str(layer)] = relative_distance(
+        self.log.findings.hidden_error[str(layer)] = mean_row_distance(
             states.quantized.hidden[fitted:], states.original.hidden
         )
 

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from quantkit.calibrate.data import Sequences, load_sequences
+from quantkit.calibrate.data import Sequences, load_sequences, split_text
 from quantkit.common.assets import calibration_text
 from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -64,6 +64,22 @@ def test_jsonl_records_are_sequences_of_their_own(tmp_path: Path) -> None:
     found = load(source, samples=2)
     assert texts(found) == ["\x01bbb", "aaaaaaaa", "cc"]
     assert (len(found.calibration), len(found.held_out)) == (2, 1)
+
+
+class Marked(Letters):
+    """BOS and EOS around a text."""
+
+    def encode(self, text: str) -> list[int]:
+        return [1, *super().encode(text), 2]
+
+
+def test_every_piece_of_a_text_begins_with_bos() -> None:
+    pieces = split_text(Marked(), "abcdefgh", 4)
+    assert ["".join(map(chr, one.tolist())) for one in pieces] == ["\1abc", "\1def", "\1gh\2"]
+    assert [one.tolist() for one in split_text(Letters(), "abcd", 4)] == [[97, 98, 99, 100]]
+    assert split_text(Letters(), "", 4) == []
+    with pytest.raises(QuantkitError, match="no room after the 1"):
+        split_text(Marked(), "ab", 2)
 
 
 def test_the_seed_alone_decides(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.data import plain
+from quantkit.calibrate.data import plain, split_text
 from quantkit.calibrate.documents import UnknownRecordFormat, read_document
 from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -59,7 +59,7 @@ def read_documents(
     """int64 [T], 2 <= T <= seq_len each, in file order.
 
     A .jsonl has one document per line, {"text": ...} or {"messages": [...]}, each truncated to
-    seq_len; any other file is one text, split into pieces of seq_len. Without a chat template a
+    seq_len; any other file is one text, split into pieces of seq_len, each with BOS if the model has it. Without a chat template a
     conversation becomes its text, as in calibration. Raises QuantkitError where the file cannot be
     read or has nothing to predict.
     """
@@ -82,9 +82,7 @@ def read_documents(
             _encode(path, number, line, tokenizer)[:seq_len] for number, line in lines[:limit]
         ]
     else:
-        documents = list(torch.tensor(tokenizer.encode(text), dtype=torch.int64).split(seq_len))[
-            :limit
-        ]
+        documents = split_text(tokenizer, text, seq_len)[:limit]
     documents = [document for document in documents if len(document) > 1]
     if not documents:
         raise QuantkitError(
