@@ -5,8 +5,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.input_statistics import InputStatistics, token_weights
+from quantkit.calibrate.hidden_states import mean_row_distance
+from quantkit.calibrate.input_statistics import (
+    HELD_OUT_ROWS,
+    LARGEST_SHARE,
+    InputStatistics,
+    Observer,
+    OutputInputs,
+    PartialRun,
+    row_weights,
+    token_weights,
+)
 from quantkit.calibrate.linear_solver import LinearSolver
+from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.scales import Consumer, choose_scale
 from quantkit.grids.int_groups import IntGrid
@@ -144,6 +155,50 @@ def test_a_token_counts_by_what_the_stream_holds_of_it() -> None:
     counts = token_weights(torch.randn(64, 32) * torch.tensor([1.0] * 63 + [300.0])[:, None])
     assert counts.square().mean() == pytest.approx(1.0)
     assert counts[-1] / counts[:-1].mean() < 0.005
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_massive_activation_does_not_own_the_fit(leaves: bool) -> None:
+    """One token of 512 has an input 500 times as large, and, unless it leaves there, a stream to
+    match: the error of the others stays as without it. Counted like them it would be larger."""
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    x = inputs(1, 1536)
+    x[::512] = 500 * inputs(3, 1)
+    after = torch.randn(1536, 32, generator=torch.Generator().manual_seed(4))
+    after[::512] *= 1 if leaves else 160
+    own, others = solver("gptq"), torch.arange(1536) % 512 > 0
+
+    def error(hessian: Tensor) -> float:
+        values = own.solve_stack({"a": w}, {}, own.curvature(hessian), x[:0])["a"].values
+        return float(((w - values) @ x[others].t()).square().sum())
+
+    observer = Observer(HELD_OUT_ROWS, Ranks())
+    outputs = OutputInputs(observer)
+    outputs.add("a", x)
+    outputs.finish_batch(after)
+    without = error(x[others].t() @ x[others] / 1533)
+    assert error(x.t() @ x / 1536) > 1.3 * without
+    assert error(observer.finish()["a"].mean_hessian) < 1.15 * without
+    energy = (x * row_weights(x, after)).square().sum(-1)
+    assert energy.max() <= 1.01 * LARGEST_SHARE * energy.median()
+    assert mean_row_distance(1.1 * x, x) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_run_ends_after_the_last_input_that_is_wanted() -> None:
+    """Of all tokens of a batch, which may come sequence by sequence."""
+    seen, run = list[str](), PartialRun()
+    hook = run.hook(lambda module, x: seen.append(module))
+    run.wanted = frozenset("ab")
+
+    def sublayer() -> None:
+        for _ in range(2):
+            for module in "abc":
+                hook(module, torch.ones(4, K))
+
+    run(sublayer, 8)
+    assert "".join(seen) == "abcab"
+    run(sublayer, 0)
+    assert "".join(seen) == "abcab" + 2 * "abc"
 
 
 @pytest.mark.parametrize("outputs", [False, True])
