@@ -1,7 +1,8 @@
-"""Quantize layers with DeepSeek-R1's true dimensions, or those of models after it, and say how long
+"""Quantize layers with DeepSeek-R1's true dimensions, or those of other models, and say how long
 one takes and how much memory.
 
-    python benchmarks/r1_shape.py write DIR [--shape r1|deepseek-v32|kimi-k2] [--experts 256] [--layers 2] [--dense 1] [--chosen 8]
+    python benchmarks/r1_shape.py write DIR [--shape r1|deepseek-v32|kimi-k2|qwen3-8b|smollm2]
+    [--experts 256] [--layers 2] [--dense 1] [--chosen 8]
     python benchmarks/r1_shape.py run DIR [--recipe awq-w4a16] [--device cpu] [--samples 128]
     [--held-out 16] [--memory 16GiB] [--profile]
     torchrun --nproc-per-node 4 benchmarks/r1_shape.py run DIR --device cuda             on several cards; seconds are those of rank 0
@@ -13,7 +14,7 @@ are Gaussian, of R1's size, with scales that differ from block to block; norm ga
 channels, so activations have outliers as a trained model's do. One pool of random codes is cut at
 another place for every tensor: drawing 12 billion of them would take longer than quantizing. Fewer
 experts make the same layer with less of it; 32 of which a token chooses 1 have as many tokens each
-as R1's.
+as R1's. qwen3-8b and smollm2 are dense models in BF16.
 
 `run` quantizes it and prints one JSON object: seconds by phase, peak memory as the operating system
 counts it, and the plan's figure. Calibration text is random words, one token each, frequent ones
@@ -35,6 +36,7 @@ from typing import Any
 
 import torch
 from core import about, parser, print_about
+from published_sizes import QWEN3_8B
 from torch import Tensor
 
 from quantkit.calibrate.recipe import load_recipe
@@ -73,6 +75,25 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """What differs from R1."""
+DENSE: dict[str, dict[str, Any]] = {
+    "qwen3-8b": QWEN3_8B | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+    "smollm2": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+}
+"""Configs of dense models."""
 
 
 def shape_config(
@@ -80,6 +101,8 @@ def shape_config(
 ) -> dict[str, Any]:
     """A published config.json with fewer layers and, if wanted, fewer experts and fewer chosen.
     dense: layers without experts, but that one layer has them."""
+    if shape in DENSE:
+        return DENSE[shape] | {"num_hidden_layers": layers, "hidden_act": "silu"}
     made = r1_config(experts, layers) | SHAPES[shape]
     groups = {"n_group": 1, "topk_group": 1} if experts < 16 else {}
     return (
@@ -149,9 +172,10 @@ def is_fp8(row: Parameter) -> bool:
     return row.role in ("linear", "kv_b", "indexer")
 
 
-def specs(rows: list[Parameter]) -> Iterator[TensorSpec]:
+def specs(rows: list[Parameter], packed: bool) -> Iterator[TensorSpec]:
+    """packed: linears in FP8."""
     for row in rows:
-        if is_fp8(row):
+        if packed and is_fp8(row):
             yield TensorSpec(row.name, torch.float8_e4m3fn, row.shape)
             yield TensorSpec(
                 f"{row.name}_scale_inv",
@@ -165,9 +189,10 @@ def specs(rows: list[Parameter]) -> Iterator[TensorSpec]:
 
 
 class Values:
-    """Random tensors cut from two pools."""
+    """Random tensors cut from two pools. packed: linears in FP8."""
 
-    def __init__(self) -> None:
+    def __init__(self, packed: bool) -> None:
+        self.packed = packed
         self.generator = torch.Generator().manual_seed(0)
         noise = torch.randn(POOL, generator=self.generator)
         self.plain = noise.bfloat16()
@@ -183,7 +208,7 @@ class Values:
         if row.role in ("router_bias", "bias"):
             return {row.name: 0.01 * self.randn(row.shape)}
         spread = 1 / math.sqrt(row.shape[1])
-        if not is_fp8(row):
+        if not (self.packed and is_fp8(row)):
             return {
                 row.name: self.cut(self.plain, row.shape)
                 * (1.0 if row.role == "embedding" else spread)
@@ -209,8 +234,9 @@ class Values:
 def write(path: Path, config: dict[str, Any]) -> None:
     architecture = find_architecture(config)
     rows = architecture.parameters(architecture.Config.from_dict(config))
-    values, start = Values(), time.perf_counter()
-    with CheckpointWriter(path, list(specs(rows)), fingerprint={}, overwrite=True) as writer:
+    packed, start = "quantization_config" in config, time.perf_counter()
+    values, layout = Values(packed), list(specs(rows, packed))
+    with CheckpointWriter(path, layout, fingerprint={}, overwrite=True) as writer:
         for row in rows:
             if not writer.is_done(row.name):
                 writer.write(row.name, values.tensors(row))
@@ -400,7 +426,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("what", choices=("write", "run"))
     options.add_argument("path", type=Path)
-    options.add_argument("--shape", choices=SHAPES, default="r1")
+    options.add_argument("--shape", choices=[*SHAPES, *DENSE], default="r1")
     options.add_argument("--experts", type=int, default=256)
     options.add_argument("--layers", type=int, default=2)
     options.add_argument("--dense", type=int, default=1, help="layers without experts")

@@ -38,7 +38,7 @@ def sample_products() -> Iterator[None]:
     """Context manager: as `tensor_core_products`, and operands rounded to BF16 on a CPU that
     multiplies them faster. Both operands of x^T x are rounded alike, so it stays positive
     semidefinite. May be nested."""
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     if _has_bf16():
         matmul.fp32_precision = "bf16"
