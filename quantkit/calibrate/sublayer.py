@@ -173,14 +173,16 @@ def advance(
     routing; returns zeros.
     """
     runs, started = BatchParallel(ranks, states.hidden.device), list[TokenBatch]()
-    block = sublayer.build(
-        LayerWeights(
-            tensors,
-            experts if experts is no_experts else runs.shared_experts(experts),
-            activation_quants=activation_quants,
-            product=sample_linear,
-        )
+    weights = LayerWeights(
+        tensors,
+        experts if experts is no_experts else runs.shared_experts(experts),
+        activation_quants=activation_quants,
     )
+    block = sublayer.build(weights)
+
+    def begin(batch: TokenBatch) -> None:
+        weights.product = batch_product(batch)
+        started.append(batch)
 
     def take(_: str, after: Tensor) -> None:
         states.hidden[started[-1].part] = after
@@ -189,8 +191,13 @@ def advance(
     runs.over(
         states.batches(),
         lambda batch: give("", sublayer.run(block, states.hidden[batch.part], batch.lengths)),
-        started.append,
+        begin,
     )
+
+
+def batch_product(batch: TokenBatch) -> Callable[[Tensor, Tensor], Tensor]:
+    """Of inputs and weights: in float32 for held-out tokens, whose paths are compared."""
+    return F.linear if batch.held_out else sample_linear
 
 
 def output_tensors(

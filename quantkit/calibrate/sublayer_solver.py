@@ -36,10 +36,11 @@ from quantkit.calibrate.linear_solver import LinearResult, LinearSolver
 from quantkit.calibrate.ranks import BatchParallel, Ranks
 from quantkit.calibrate.scales import FoldedTensors, LinearInput, SublayerScales, linear_input
 from quantkit.calibrate.source_model import ParameterReader
+from quantkit.calibrate.sublayer import batch_product
 from quantkit.grids.base import Weight, dequantize
 from quantkit.models.table import Parameter, Projection
 from quantkit.quant.gptq import Curvature
-from quantkit.quant.tensor_cores import sample_linear, tensor_core_products
+from quantkit.quant.tensor_cores import tensor_core_products
 
 
 def observe_output_linears(
@@ -77,23 +78,18 @@ def observe_output_linears(
         return lambda module, x: shared(module, x) if module in sites else None
 
     written = {f"{module}.weight": dequantize(weight) for module, weight in rounded.items()}
-    block = sublayer.build(
+    both = (
         LayerWeights(
             {row.name: folded[row.name] for row in sublayer.needed} | written,
             no_experts,
             partial.hook(at_output_linears(outputs.add)),
             activation_quants=sublayer.solvers.activation_quants(rounded, rounded),
-            product=sample_linear,
-        )
-    )
-    exact = sublayer.build(
+        ),
         LayerWeights(
-            source.dequantized_all(sublayer.needed),
-            no_experts,
-            at_output_linears(add_original),
-            product=sample_linear,
-        )
+            source.dequantized_all(sublayer.needed), no_experts, at_output_linears(add_original)
+        ),
     )
+    block, exact = map(sublayer.build, both)
 
     def original_part(batch: TokenBatch) -> Tensor:
         """The batch's hidden states on the original path."""
@@ -117,6 +113,8 @@ def observe_output_linears(
 
     def begin(batch: TokenBatch) -> None:
         observer.held_out = batch.held_out
+        for weights in both:
+            weights.product = batch_product(batch)
         batches.append(batch)
 
     runs.over(observed if sublayer.experts else [*calibration, *held_out], run, begin)

@@ -3,10 +3,10 @@ TF32, which has float32's range and 11 bits, sums in float32; on a CPU that mult
 in BF16, sums in float32.
 
 The results are estimates from a sample of tokens anyway, or are served in 16 bits. In BF16 on a
-CPU, too: the calibration paths, the sums in a Hessian, the cost of errors in the residual stream
+CPU, too: the paths of calibration tokens, the sums in a Hessian, the cost of errors in the residual stream
 (`sample_products`), and large products of errors in GPTQ and descent. Other arithmetic of GPTQ and
 descent uses TF32 on a GPU and float32 on a CPU (`tensor_core_products`). Routers, scale verification
-and the comparison of next tokens use full float32.
+and the paths of held-out tokens, which are compared, use full float32.
 """
 
 from collections.abc import Iterator
