@@ -24,7 +24,7 @@ from quantkit.grids.nvfp4 import input_divisor
 from quantkit.models.activation_quant import NO_ACTIVATION_QUANT, ActivationQuant
 from quantkit.models.table import GatedMlp
 from quantkit.quant.gptq import Curvature
-from quantkit.quant.tensor_cores import tensor_core_products
+from quantkit.quant.tensor_cores import sample_products, tensor_core_products
 
 LAYER_ROWS = 512
 """Rows of the layer's input used with every expert, for the shared part of its Hessian."""
@@ -207,6 +207,7 @@ class ExpertSolver:
         """Arguments of `_sample`, with token weights."""
         return hidden, w * counts[tokens, 0], of_layer * _of_layer(counts[: self.routed.fitted])
 
+    @sample_products()
     def _drift_corrected_downs(
         self, experts: Mapping[int, ExpertWeights], runs: "list[_ExpertRun]", curvature: Curvature
     ) -> dict[int, Tensor]:
@@ -276,6 +277,7 @@ class ExpertSolver:
         raised = scale * (least / scale).amax().clamp(min=1).log2().ceil().exp2()
         return torch.minimum(torch.maximum(raised, least), largest)
 
+    @sample_products()
     def _down_hessian(self, hidden: Tensor, w: Tensor, of_layer: Tensor) -> Tensor:
         """Mean over tokens of w^2 h h^T, [I, I]: of the expert's own [n, I], blended with those of
         the layer [R, I]."""

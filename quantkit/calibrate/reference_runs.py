@@ -27,7 +27,7 @@ from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.calibrate.sublayer import Sublayer, advance
 from quantkit.models.table import GatedMlp, Parameter
-from quantkit.quant.tensor_cores import tensor_core_products
+from quantkit.quant.tensor_cores import sample_products
 
 
 @dataclass
@@ -52,7 +52,7 @@ class ReferenceRun:
         )
         self.routed = recorder.routed(len(self.states.hidden), len(self.states.hidden))
 
-    @tensor_core_products()
+    @sample_products()
     def expert_outputs(self, number: int, original: ExpertWeights) -> Tensor:
         """One expert's outputs [n, H], unweighted, for the tokens routed to it."""
         assert self.routed is not None, "a sublayer with routed experts"

@@ -180,19 +180,16 @@ def advance(
     )
     block = sublayer.build(weights)
 
-    def begin(batch: TokenBatch) -> None:
-        weights.product = batch_product(batch)
-        started.append(batch)
-
     def take(_: str, after: Tensor) -> None:
         states.hidden[started[-1].part] = after
 
     give = runs.shared_hook(take)
-    runs.over(
-        states.batches(),
-        lambda batch: give("", sublayer.run(block, states.hidden[batch.part], batch.lengths)),
-        begin,
-    )
+
+    def run(batch: TokenBatch) -> None:
+        weights.product = batch_product(batch)
+        give("", sublayer.run(block, states.hidden[batch.part], batch.lengths))
+
+    runs.over(states.batches(), run, started.append)
 
 
 def batch_product(batch: TokenBatch) -> Callable[[Tensor, Tensor], Tensor]:

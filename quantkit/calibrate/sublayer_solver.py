@@ -106,6 +106,8 @@ def observe_output_linears(
     give = runs.shared_hook(take)
 
     def run(batch: TokenBatch) -> None:
+        for weights in both:
+            weights.product = batch_product(batch)
         if batch in observed:
             hidden = states.quantized.hidden[batch.part]
             partial(lambda: sublayer.run(block, hidden, batch.lengths), batch.tokens)
@@ -113,8 +115,6 @@ def observe_output_linears(
 
     def begin(batch: TokenBatch) -> None:
         observer.held_out = batch.held_out
-        for weights in both:
-            weights.product = batch_product(batch)
         batches.append(batch)
 
     runs.over(observed if sublayer.experts else [*calibration, *held_out], run, begin)
