@@ -14,6 +14,8 @@ from quantkit.quant.tensor_cores import (
     LARGE,
     add_error_product_,
     error_product,
+    sample_linear,
+    sample_products,
     tensor_core_products,
 )
 
@@ -39,6 +41,17 @@ def test_products_of_a_processor_are_those_of_float32() -> None:
     with tensor_core_products():
         product = a @ b
     assert torch.equal(product, a @ b)
+
+
+def test_products_of_calibration_tokens_have_float32_sums() -> None:
+    """Of operands rounded to BF16 where the processor has that, and never more than rounded."""
+    a, b = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0))
+    with sample_products():
+        product = (a @ b).double()
+    assert torch.equal(sample_linear(a, b.t()).double(), product)
+    rounded, exact = a.bfloat16().double() @ b.bfloat16().double(), a.double() @ b.double()
+    assert min((product - one).abs().max() for one in (rounded, exact)) < 1e-4
+    assert (a @ b - exact).abs().max() < 1e-4, "no longer than wanted"
 
 
 def test_large_products_of_a_processor_are_in_bf16_where_it_has_them(
