@@ -9,7 +9,7 @@ import make_model
 import pytest
 import torch
 from cut_texts import furthest_from_whole
-from guessed_models import in_place
+from engines import in_place
 from pangu_statement import Statement, norm, random_tensors
 from plain_weights import PlainWeights
 from scaled_groups import folded, power_of_two
