@@ -21,7 +21,7 @@ from quantkit.grids.base import Grid, grid_label
 from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.models.table import Parameter
 from quantkit.quantization.allocation import Allocation, Allocator, CurvePoint, Option
-from quantkit.quantization.fitting import INT8, Allowed
+from quantkit.quantization.fitting import GROUP_SIZES, INT8, Allowed, in_groups_of
 from quantkit.quantization.job import Job
 from quantkit.quantization.mixed_precision import FP8, Mixture, is_fp8
 
@@ -202,11 +202,14 @@ class GridOptions:
         """The grids that the source, the format, the engine and the shapes allow."""
         mixed_choice, checkpoint = self.job.request.mixed_choice, self.job.checkpoint
         base = self.job.request.scheme.grid(expert=choice.of_experts, mtp=choice.rows[0].mtp)
-        fine = base.with_group_size(FINE_GROUP) if base.group_size else None
-        fp8 = all(is_fp8(checkpoint, row) for row in choice.rows)
-        candidates = dict.fromkeys((base, fine, Nvfp4Grid(), INT8, *([FP8] if fp8 else [])))
         allows = (lambda row, grid: True) if mixed_choice is None else mixed_choice.allows
         output = Allowed(self.job.request.target, allows)
+        sizes = [in_groups_of(base, size) for size in GROUP_SIZES]
+        fine = base.with_group_size(FINE_GROUP) if base.group_size else None
+        fp8 = all(is_fp8(checkpoint, row) for row in choice.rows)
+        candidates = dict.fromkeys(
+            (output.first(choice, sizes), fine, Nvfp4Grid(), INT8, *([FP8] if fp8 else []))
+        )
         held = (
             grid
             for grid in candidates
