@@ -39,10 +39,15 @@ def unpack(path: Path) -> Path:
 
 def _write(path: Path, folder: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
-    from transformers.integrations.gguf.reader import read_gguf_metadata
-    from transformers.utils.logging import disable_progress_bar
 
+    try:
+        from transformers import AutoModelForCausalLM, GgufConfig
+        from transformers.integrations.gguf.reader import read_gguf_metadata
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError as error:
+        raise QuantkitError(
+            f"{path} needs transformers 5.23 or newer", "pip install -U transformers"
+        ) from error
     disable_progress_bar()
     try:
         metadata, _ = read_gguf_metadata(str(path))
