@@ -134,6 +134,14 @@ def _vocabulary(survey: Survey, findings: Findings) -> tuple[dict[str, int], dic
     return vocabulary, added_tokens(tokenizer)
 
 
+def _added_tokens(tokenizer_config: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """Special tokens listed without a role of their own: a list, or an object by role."""
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        listed = tokenizer_config.get(key)
+        for token in listed.values() if isinstance(listed, dict) else listed or ():
+            yield key, content_of(token)
+
+
 def _check_end_tokens(
     survey: Survey, rows: int, tokens: Mapping[str, int], findings: Findings
 ) -> None:
@@ -152,10 +160,9 @@ def _check_end_tokens(
             )
     tokenizer_config = survey.settings.get("tokenizer_config.json", {})
     special = {name: content_of(tokenizer_config.get(name)) for name in _SPECIAL}
+    named = [*special.items(), *_added_tokens(tokenizer_config)]
     unknown = [
-        f"{name} {token!r}"
-        for name, token in special.items()
-        if token and tokens and token not in tokens
+        f"{name} {token!r}" for name, token in named if token and tokens and token not in tokens
     ]
     if unknown:
         findings.add(

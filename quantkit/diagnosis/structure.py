@@ -16,29 +16,9 @@ from quantkit.models import check_missing, find_architecture, is_known
 from quantkit.models.architecture import ModelConfig
 from quantkit.models.stored_parameters import check_size
 from quantkit.models.table import Parameter, resolve
-from quantkit.models.tensor_names import has_linear_suffix
+from quantkit.models.tensor_names import has_linear_suffix, usual_name
 from quantkit.quantization.checks import DROPPED
 
-_OTHER_NAMES: tuple[tuple[str, str], ...] = (
-    (r"^model\.language_model\.", "model."),
-    (r"^language_model\.model\.", "model."),
-    (r"^language_model\.", ""),
-    (r"^model\.model\.", "model."),
-    (r"^module\.", ""),
-    (r"^_orig_mod\.", ""),
-    (r"^transformer\.", "model."),
-    (r"^(?=layers\.|embed_tokens\.|norm\.)", "model."),
-    (r"\.base_layer\.", "."),
-    (r"\._orig_mod\.", "."),
-    (r"\.block_sparse_moe\.", ".mlp."),
-    (r"\.w1\.", ".gate_proj."),
-    (r"\.w3\.", ".up_proj."),
-    (r"\.w2\.", ".down_proj."),
-    (r"\.feed_forward\.", ".mlp."),
-    (r"\.attention\.", ".self_attn."),
-)
-"""Tensor name spellings of other writers, and the published ones."""
-_OTHER_NAME = re.compile("|".join(pattern for pattern, _ in _OTHER_NAMES))
 _HEADS_LISTED = ("compressed-tensors", "modelopt")
 """Formats whose readers treat the head as any other linear unless it is listed."""
 _MOE_FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj|w13|w2)(?:\.|_|$)")
@@ -82,10 +62,8 @@ def rename(survey: Survey, structure: Structure, findings: Findings) -> None:
     }
     unknown = [name for name in survey.tensors if not _is_of(name, modules)]
     names: dict[str, str] = {}
-    for name in filter(_OTHER_NAME.search, unknown):
-        new = name
-        for pattern, replacement in _OTHER_NAMES:
-            new = re.sub(pattern, replacement, new, count=1)
+    for name in unknown:
+        new = usual_name(name)
         if new != name and new not in survey.tensors and _is_of(new, modules):
             names[name] = new
     if names:

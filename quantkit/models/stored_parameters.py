@@ -12,7 +12,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.models import find_architecture
 from quantkit.models.architecture import Architecture, ModelConfig
 from quantkit.models.table import Parameter, resolve
-from quantkit.models.tensor_names import has_linear_suffix
+from quantkit.models.tensor_names import has_linear_suffix, usual_name
 
 _SMALL_TABLE = 10_000
 """Tables up to this size are built whatever the headers hold, so that missing tensors of a small
@@ -192,6 +192,13 @@ def check_stored(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
     config.json implies."""
     for row in rows:
         if not is_stored(checkpoint, row):
+            for name in checkpoint.tensors:
+                if usual_name(name) in (row.name, row.other_name):
+                    raise QuantkitError(
+                        f"{checkpoint.path} has {name} where {row.name} is expected",
+                        f"quantkit check {checkpoint.path} --repair OUT writes a copy with the "
+                        "usual names",
+                    )
             raise QuantkitError(
                 f"{checkpoint.path / 'config.json'} asks for a model of which {checkpoint.path} "
                 f"lacks {row.name}",

@@ -9,6 +9,7 @@ from typing import Any
 import make_model
 import pytest
 import torch
+from commands import command
 from safetensors.torch import save_file
 from tiny_models import CASES
 
@@ -140,6 +141,20 @@ def test_one_missing_tensor_of_the_mtp_layer_is_a_missing_tensor(tmp_path: Path)
         QuantkitError, match=r"lacks model\.layers\.2\.enorm\.weight; download the missing shard"
     ):
         take_inventory(Checkpoint.open(folder))
+
+
+@pytest.mark.parametrize("prefix", ["model.model.", "module.model.", "language_model.model."])
+def test_a_prefix_of_another_writer_is_named_and_repaired(prefix: str, tmp_path: Path) -> None:
+    """The remedy is the one that check prints, and works as printed."""
+    config = make_model.tiny_config(**CONFIG)
+    tensors = make_model.random_tensors(config)
+    renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+    folder = make_model.write_dense(tmp_path / "model", config, renamed)
+    with pytest.raises(QuantkitError, match="where model.* is expected") as refused:
+        take_inventory(Checkpoint.open(folder))
+    words = refused.value.remedy.split(" writes")[0].replace("OUT", str(tmp_path / "out"))
+    command(*words.removeprefix("quantkit ").split())
+    assert take_inventory(Checkpoint.open(tmp_path / "out"))
 
 
 def test_shapes_are_compared_by_every_command(tmp_path: Path) -> None:
