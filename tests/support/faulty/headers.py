@@ -662,6 +662,11 @@ for finds, name, apply in (
     ("class-missing", "no_class_is_named", lacks("architectures")),
     ("eos-outside", "eos_is_a_text", config(eos_token_id="</s>")),
     (
+        "special-token-unknown",
+        "extra_token_is_not_there",
+        file(CONFIG, extra_special_tokens=["<|nowhere|>"]),
+    ),
+    (
         "eos-outside",
         "eos_is_no_token",
         lambda c: c.config.update(eos_token_id=c.config["vocab_size"] + 5),
