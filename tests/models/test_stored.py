@@ -150,7 +150,7 @@ def test_a_prefix_of_another_writer_is_named_and_repaired(prefix: str, tmp_path:
     tensors = make_model.random_tensors(config)
     renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
     folder = make_model.write_dense(tmp_path / "model", config, renamed)
-    with pytest.raises(QuantkitError, match="where model.* is expected") as refused:
+    with pytest.raises(QuantkitError, match=r"where model.* is expected") as refused:
         take_inventory(Checkpoint.open(folder))
     words = refused.value.remedy.split(" writes")[0].replace("OUT", str(tmp_path / "out"))
     command(*words.removeprefix("quantkit ").split())
