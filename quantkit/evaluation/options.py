@@ -54,7 +54,9 @@ class EvaluateOptions(GradingOptions, ServerModelOptions, ModelOptions):
     repeats: int | None = option(
         None, "Replies per problem; the task's own number by default.", min=1
     )
-    protocol: str | None = option(None, "r1, r1-0528, report, evalscope or lm-eval.")
+    protocol: str | None = option(
+        None, "r1, r1-0528, report, evalscope, evalscope-1.0.1 or lm-eval."
+    )
     baseline: str | Path | None = option(
         None, "A model, or the --out folder of an earlier run, to compare with."
     )

@@ -66,6 +66,9 @@ _TAKEN_BACK = re.compile(
     r"\s*(?:clearly |definitely )?(?:not\b(?! only)|n't|wrong|incorrect|false|impossible"
     r"|too (?:large|small|big|high|low))"
 )
+_GIVES_UP = re.compile(
+    r"\b(?:I|[Ww]e) (?:could not|couldn't|cannot|can't|am unable to) (?:solve|determine|find) (?:it|this|the)\b"
+)
 _SCALE = re.compile(
     r"[\s$*)\\,;~]*(?:\\(?:text|mathrm)\s*\{)?\s*((?:dozen|hundred|thousand|million|billion|trillion)s?\b|[万亿])",
     re.IGNORECASE,
@@ -111,7 +114,8 @@ def last_box(text: str) -> Extraction:
     if not filled:
         return Extraction(None)
     last = filled[-1]
-    if _DENIED.search(text[: last.start][-40:]) or _TAKEN_BACK.match(text, last.end):
+    denied = _DENIED.search(text[: last.start][-40:]) or _TAKEN_BACK.match(text, last.end)
+    if denied or _GIVES_UP.search(text, last.end):
         return Extraction("", "asked")
     first = len(filled) - 1
     while first and _JOINED.fullmatch(text, filled[first - 1].end, filled[first].start):

@@ -257,6 +257,17 @@ def _read_gsm8k_filters(problem: Problem, text: str, cut: bool, judge: MathJudge
     return Grade("right-loose" if correct else "wrong-loose", correct, False, loose[-1])
 
 
+def _read_last_number(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
+    """evalscope 1.0.1's grader of gsm8k: the last thing that looks like a number, compared as
+    text with the row's answer."""
+    found = [first or second for first, second in re.findall(r"(-?[0-9.,]{2,})|(-?[0-9]+)", text)]
+    if not found:
+        return Grade("truncated" if cut else "no-answer")
+    answer = found[-1].replace(",", "").strip().strip(".")
+    correct = answer == str(problem.fields["answer"]).rpartition("####")[2].strip()
+    return Grade("right" if correct else "wrong", correct, correct, answer)
+
+
 def _as_lm_eval_compares(text: str) -> str:
     for pattern in (",", r"\$", r"(?s).*#### ", r"\.$"):
         text = re.sub(pattern, "", text)
@@ -280,6 +291,7 @@ GRADERS: dict[str, Grader] = {
     "short": Grader(lambda fields: str(fields["answer"]).strip(), _read_short),
     "retrieval": Grader(lambda fields: str(fields["answer"]), _read_retrieval),
     "gsm8k-filters": Grader(_number_gold, _read_gsm8k_filters),
+    "last-number": Grader(_number_gold, _read_last_number),
     "python-tests": Grader(
         lambda fields: f"passes the tests of {fields['entry_point']}",
         _read_tests,

@@ -7,12 +7,10 @@ statement. `pytest -s` prints the number of rows of each task.
 """
 
 import functools
-import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -171,12 +169,3 @@ def test_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         return program_replies(problem, solutions[problem.id])
 
     assert misread("humaneval", replies, read("humaneval")) == []
-
-
-def sample(folder: Path, name: str, every: int, out: Path = SAMPLE) -> list[dict[str, Any]]:
-    """How rows/ was made: every nth row of a set."""
-    task = find_task(name)
-    rows = read_rows(name, task.data, folder).rows[::every]
-    (out / task.data.files[0]).parent.mkdir(parents=True, exist_ok=True)
-    (out / task.data.files[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return rows
