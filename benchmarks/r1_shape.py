@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 from core import about, parser, print_about
-from published_sizes import QWEN3_8B
+from made_weights import QWEN3_8B
 from torch import Tensor
 
 from quantkit.calibrate.recipe import load_recipe
