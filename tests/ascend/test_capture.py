@@ -28,6 +28,17 @@ def tokens(engine: Engine) -> list[list[int]]:
     ]
 
 
+def load(path: Path) -> Engine:
+    return Engine.load(
+        path,
+        device="cpu",
+        dtype="bfloat16",
+        backend="torch_npu",
+        max_batch=4,
+        max_model_len=256,
+    )
+
+
 @pytest.fixture
 def npu(monkeypatch: pytest.MonkeyPatch) -> DeviceCapture:
     monkeypatch.setattr(accelerator, "module", lambda device: device_double.driver())
@@ -39,14 +50,7 @@ def test_a_captured_step_gives_the_eager_tokens(
     scheme: str, quantized: Callable[[str], Path], npu: DeviceCapture
 ) -> None:
     with npu_double.installed():
-        engine = Engine.load(
-            quantized(scheme),
-            device="cpu",
-            dtype="bfloat16",
-            backend="torch_npu",
-            max_batch=4,
-            max_model_len=256,
-        )
+        engine = load(quantized(scheme))
         eager = tokens(engine)
         engine.runner = Runner(engine.loaded.model, engine.cache, npu)
         assert tokens(engine) == eager
@@ -58,14 +62,7 @@ def test_what_waits_for_a_value_is_launched_one_by_one(
 ) -> None:
     """FP4 experts loop over counts on the host: backend ascend has a kernel, torch_npu has not."""
     with npu_double.installed():
-        engine = Engine.load(
-            quantized("fp4-w4a16"),
-            device="cpu",
-            dtype="bfloat16",
-            backend="torch_npu",
-            max_batch=4,
-            max_model_len=256,
-        )
+        engine = load(quantized("fp4-w4a16"))
         eager = tokens(engine)
         engine.runner = Runner(engine.loaded.model, engine.cache, npu)
         with pytest.warns(RuntimeWarning, match="could not be captured"):
@@ -91,14 +88,7 @@ def test_a_capture_that_prefetching_ends_is_tried_without(
         lambda device, parallel: Prefetcher(torch_npu.prefetch, device_double.driver()),
     )
     with npu_double.installed():
-        engine = Engine.load(
-            quantized("rtn-w4a16"),
-            device="cpu",
-            dtype="bfloat16",
-            backend="torch_npu",
-            max_batch=4,
-            max_model_len=256,
-        )
+        engine = load(quantized("rtn-w4a16"))
         eager = tokens(engine)
         assert asked.count(0) > 0
         engine.runner = Runner(engine.loaded.model, engine.cache, npu)
@@ -126,14 +116,7 @@ def test_graphs_are_captured_on_one_stream_but_for_a_layers_behind(
         lambda *given, **options: streams.append(options["stream"]) or kept(*given, **options),
     )
     with npu_double.installed():
-        engine = Engine.load(
-            quantized("rtn-w4a16"),
-            device="cpu",
-            dtype="bfloat16",
-            backend="torch_npu",
-            max_batch=4,
-            max_model_len=256,
-        )
+        engine = load(quantized("rtn-w4a16"))
         monkeypatch.setattr("quantkit.executor.runner.runner.why_eager", lambda device: "")
         engine.runner = Runner(engine.loaded.model, engine.cache)
         tokens(engine)
@@ -170,14 +153,7 @@ def test_both_reasons_are_told(
         lambda device, parallel: Prefetcher(torch_npu.prefetch, device_double.driver()),
     )
     with npu_double.installed():
-        engine = Engine.load(
-            quantized("fp4-w4a16"),
-            device="cpu",
-            dtype="bfloat16",
-            backend="torch_npu",
-            max_batch=4,
-            max_model_len=256,
-        )
+        engine = load(quantized("fp4-w4a16"))
         engine.runner = Runner(engine.loaded.model, engine.cache, npu)
         with pytest.warns(
             RuntimeWarning,

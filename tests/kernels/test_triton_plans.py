@@ -22,6 +22,16 @@ from quantkit_kernels.weights import Int4
 MULTIPROCESSORS = 108
 
 
+def write_own(name: str, text: str | None = None, **plans: list[object]) -> Path:
+    """A table of this machine, with these plans or this text."""
+    path = cards.own_table(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = {"plans": {"linear": [], "experts": [], **plans}}
+    path.write_text(json.dumps(table) if text is None else text)
+    cards._table.cache_clear()
+    return path
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -113,14 +123,7 @@ def test_a_table_of_this_machine_counts_for_more_than_the_one_that_ships() -> No
     assert of_one != of_sixteen
     assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 1) == of_one
     assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 3) == of_sixteen  # the next larger
-    path = cards.own_table("sm_90")
-    path.parent.mkdir(parents=True)
-    path.write_text(
-        json.dumps(
-            {"plans": {"linear": [["int4", 2112, 7168, 16, [128, 16, 2, 8, 3]]], "experts": []}}
-        )
-    )
-    cards._table.cache_clear()
+    write_own("sm_90", linear=[["int4", 2112, 7168, 16, [128, 16, 2, 8, 3]]])
     assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 1) == cards.LinearPlan(
         128, 16, 2, 8, 3
     )
@@ -133,14 +136,7 @@ def test_a_table_is_of_the_card_it_was_measured_on(monkeypatch: pytest.MonkeyPat
     """An H100 and an H200 are of one class: what --tune measured on one is not for the other, and
     it is told whose plans count."""
     monkeypatch.setattr(cards, "card_name", lambda: "NVIDIA H100 80GB HBM3")
-    path = cards.own_table("sm_90")
-    path.parent.mkdir(parents=True)
-    path.write_text(
-        json.dumps(
-            {"plans": {"linear": [["int4", 2112, 7168, 16, [128, 16, 2, 8, 3]]], "experts": []}}
-        )
-    )
-    cards._table.cache_clear()
+    path = write_own("sm_90", linear=[["int4", 2112, 7168, 16, [128, 16, 2, 8, 3]]])
     assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 16) == cards.LinearPlan(
         128, 16, 2, 8, 3
     )
@@ -160,13 +156,11 @@ def test_a_table_is_of_the_card_it_was_measured_on(monkeypatch: pytest.MonkeyPat
 def test_plans_of_experts_are_read_from_a_table() -> None:
     """One pair an expert was measured: of a little more, as with a shared expert, the same plan; of
     many more the next one."""
-    path = cards.own_table("sm_80")
-    path.parent.mkdir(parents=True)
     rows = [
         ["fp4", 512, 256, most, [64, tokens, 1, 2, 4], [32, tokens, 1, 1, 3]]
         for most, tokens in ((256, 16), (2560, 32))
     ]
-    path.write_text(json.dumps({"plans": {"linear": [], "experts": rows}}))
+    write_own("sm_80", experts=rows)
     few, many = (
         cards.ExpertsPlan(
             cards.LinearPlan(64, tokens, 1, 2, 4), cards.LinearPlan(32, tokens, 1, 1, 3)
@@ -241,23 +235,15 @@ def test_a_tune_that_is_stopped_keeps_what_it_measured(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a card")
     monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(tune, "multiprocessors", lambda device: 132)
-    path = cards.own_table("sm_90")
-    path.parent.mkdir(parents=True)
-    earlier = {
-        "linear": [
-            ["int8", 64, 128, 1, [32, 16, 1, 1, 2]],
-            ["int4", 64, 128, 1, [32, 16, 1, 1, 2]],
-        ],
-        "experts": [],
-    }
-    path.write_text(json.dumps({"plans": earlier}))
+    earlier = [[kind, 64, 128, 1, [32, 16, 1, 1, 2]] for kind in ("int8", "int4")]
+    path = write_own("sm_90", linear=earlier)
     products = Products((LinearSize("int8", 64, 128), LinearSize("int8", 192, 128)), ())
     with pytest.raises(KeyboardInterrupt):
         list(tune.write_table(torch.device("cuda"), path, products))
     plans = json.loads(path.read_text())["plans"]
     fields = [64, 16, 4, 2, 3]
     assert plans["linear"] == [
-        earlier["linear"][1],
+        earlier[1],
         ["int8", 64, 128, 16, fields],
         ["int8", 64, 128, 64, fields],
     ]
@@ -282,10 +268,8 @@ def test_a_tune_that_is_stopped_keeps_what_it_measured(
 def test_a_damaged_table_of_this_machine_is_named_and_does_not_count(
     text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before, path = cards.linear_plan("sm_90", 132, "int4", 7168, 2048, 1), cards.own_table("sm_90")
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
-    cards._table.cache_clear()
+    before = cards.linear_plan("sm_90", 132, "int4", 7168, 2048, 1)
+    path = write_own("sm_90", text)
     assert cards.linear_plan("sm_90", 132, "int4", 7168, 2048, 1) == before
     assert f"{path} is no table of plans" in caplog.text
     assert "delete it" in caplog.text
