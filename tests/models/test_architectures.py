@@ -1,6 +1,7 @@
 """Every architecture through the whole line, quantize with every scheme, run, tensor parallel; and
 one that nobody knows."""
 
+import functools
 import json
 import os
 import re
@@ -71,6 +72,12 @@ def logprobs(path: Path, tp: int = 1) -> tuple[list[list[int]], list[list[float]
     ]
 
 
+@functools.cache
+def logprobs_of_source(path: Path) -> tuple[list[list[int]], list[list[float]]]:
+    """`logprobs` of a model that every test of it is held against, computed once."""
+    return logprobs(path)
+
+
 def schemes_of(name: str) -> tuple[str, ...]:
     """What `make test` quantizes an architecture with."""
     named = CELLS[name]["schemes"]
@@ -121,7 +128,7 @@ def test_quantized_model_stays_near_its_source(source: Path, tmp_path: Path, sch
             quantize(source, tmp_path / "out", SCHEMES[scheme], "auto", recipe, device="cpu")
         return
     quantize(source, tmp_path / "out", SCHEMES[scheme], "auto", recipe, device="cpu")
-    _, expected = logprobs(source)
+    _, expected = logprobs_of_source(source)
     _, found = logprobs(tmp_path / "out")
     moved = [abs(ours[0] - theirs[0]) for ours, theirs in zip(found, expected)]
     assert max(moved) < 2.0, moved
@@ -286,7 +293,7 @@ def test_drafts_of_the_mtp_layer_change_no_token(name: str, tmp_path: Path) -> N
 
 def test_two_ranks_are_one(source: Path) -> None:
     _skip_unasked(source, "ranks" in CELLS[source.name])
-    assert logprobs(source, tp=2)[0] == logprobs(source)[0]
+    assert logprobs(source, tp=2)[0] == logprobs_of_source(source)[0]
 
 
 SHARED_HEADS = {
