@@ -58,7 +58,7 @@ def copy(tmp_path: Path) -> Path:
         *ROOT.glob("docs/bench*.md"),
         *ROOT.glob("docs/pictures/*.svg"),
         ROOT / "docs/ascend.md",
-        ROOT / "docs/evaluation.md",
+        ROOT / "docs/lab/quality.md",
         ROOT / "docs/quantize.md",
         ROOT / "README.md",
     ):
