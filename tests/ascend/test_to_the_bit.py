@@ -101,6 +101,7 @@ def test_experts(grid: str, dtype: torch.dtype, factor: float, called: list[str]
     x, ids = random(6, 256, dtype=dtype), torch.rand(6, 5, generator=rng).topk(2, dim=-1).indices
     share = torch.rand(6, 2, generator=rng) * (LARGE if dtype == torch.bfloat16 else 1)
     called.clear()
+    assert made[0].num_experts == 5
     found = made[0](x, ids, share)
     assert called.count("npu_grouped_matmul") == (0 if grid == "fp4" else 2)
     assert set(called) <= set(torch_npu.NEEDS[f"experts_{grid.split('-')[0]}"])

@@ -108,7 +108,10 @@ def test_mla_decode(
     codes: torch.dtype | None,
     poisoned_memory: None,
 ) -> None:
-    for one in cases_of(backend, "mla"):
+    cases = cases_of(backend, "mla")
+    # The interpreter takes seconds for a case.
+    short = backend == "triton" and (codes is not None or dtype == torch.bfloat16)
+    for one in cases[:2] if short else cases:
         lengths = lengths_of(one)
         sizes = one["heads"], one["block_size"], one["sizes"]
         case = latent_attention(lengths, *sizes, dtype, device_of(backend), interleaved, codes)
