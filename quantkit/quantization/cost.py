@@ -29,7 +29,8 @@ _ROUNDINGS, _SWEEP_PASSES = 12, 8
 _SOFTMAX_PASSES = 6
 """Over logits."""
 EFFICIENCY = 0.45
-"""Share of the speed of large matrix products that the products of a run reach."""
+"""Share of the speed of large matrix products that the products of a run reach: SmolLM2 on 32
+documents takes some 250 s of a core with AMX, 0.48."""
 LINEAR_SECONDS = 0.05
 """For each linear outside of routed experts, whatever its size: searches, held-out errors, small
 operators."""

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from quantkit.common.devices import find_device
+from quantkit.quant.tensor_cores import sample_products
 
-_SIZE = 512
+_SIZE = 1024
 _MEASURED_S, _DISK_BYTES = 0.25, 16 * 2**20
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A machine's rates: float32 operations a second in large matrix products, values a second of a
-    rounding in float32, bytes a second to disk."""
+    """A machine's rates: operations a second in large matrix products of calibration, values a
+    second of a rounding in float32, bytes a second to disk."""
 
     name: str
     flops: float
@@ -30,7 +31,7 @@ class Rate:
     @property
     def assumption(self) -> str:
         return (
-            f"{self.flops / 1e9:,.0f} GFLOP/s in large float32 products, "
+            f"{self.flops / 1e9:,.0f} GFLOP/s in large products, "
             f"{self.values / 1e9:,.1f} G values/s rounded, {self.disk / 1e9:.1f} GB/s disk"
         )
 
@@ -50,13 +51,15 @@ def measure_rate(folder: Path, device: torch.device | None = None) -> Rate:
 @cache
 def _computing(device: str) -> tuple[float, float]:
     """Operations and values a second. On a CPU one thread is measured, in its own time, for all:
-    other jobs on this machine do not count, nor does waiting for each other."""
+    other jobs on this machine do not count, nor does waiting for each other; and in BF16 where
+    calibration is."""
     threads = torch.get_num_threads()
     if device != "cpu":
         return _speeds(device, time.perf_counter)
     torch.set_num_threads(1)
     try:
-        flops, values = _speeds(device, time.thread_time)
+        with sample_products():
+            flops, values = _speeds(device, time.thread_time)
     finally:
         torch.set_num_threads(threads)
     return flops * threads, values * threads
