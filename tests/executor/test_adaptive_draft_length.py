@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from quantkit.executor.scheduler.sequence import DRAFTER
-from quantkit.executor.speculation.adaptive_draft_length import DraftLengthController
+from quantkit.executor.speculation.adaptive_draft_length import DraftLengthController, StepTimes
 
 
 class Simulated:
@@ -241,3 +241,12 @@ def test_measured_step_times(
         min(runs[0].fixed(drafts) for drafts in range(len(costs[users][0]))),
     )
     assert best / mean >= (0.97 if best < 0.9 or rate == 0.69 else 0.92), (best, later)
+
+
+def test_step_times_are_interpolated() -> None:
+    times = StepTimes()
+    assert times.seconds(4) is None
+    for rows, seconds in ((4, 1.0), (8, 3.0)):
+        for _ in range(3):
+            times.add(rows, seconds)
+    assert [times.seconds(rows) for rows in (1, 4, 6, 8, 20)] == [1.0, 1.0, 2.0, 3.0, 3.0]
