@@ -78,7 +78,7 @@ def compare_paths(
             q_logits = logits(other @ rows.t(), first)
             q.update(q_logits)
             difference *= factor
-            difference += (weight * (p_logits - q_logits)).sum(-1, dtype=torch.float64)
+            difference += (weight * (p_logits - q_logits)).sum(-1).double()
     found = []
     for q, difference in zip(paths, differences):
         kl = difference / p.total - p.log_sum() + q.log_sum()
@@ -107,9 +107,7 @@ class Softmax:
         self.argmax = torch.where(largest > self.largest, place + self.offset, self.argmax)
         largest = torch.maximum(largest, self.largest)
         factor = (self.largest.double() - largest.double()).exp_()
-        self.total = self.total * factor + (logits - largest[:, None]).exp_().sum(
-            -1, dtype=torch.float64
-        )
+        self.total = self.total * factor + (logits - largest[:, None]).exp_().sum(-1).double()
         self.largest, self.offset = largest, self.offset + logits.shape[1]
         return factor
 
