@@ -207,8 +207,29 @@ def test_lost_replies_are_told_loudly(task: str, tmp_path: Path) -> None:
         "30% of replies did not finish their reasoning (max_tokens 23): they count as wrong; raise "
         "--max-tokens" in text
     )
-    assert "20% of replies give no answer" in text
+    assert "20% of replies give no answer (95 % 2.5 to " in text
     assert "50% of replies are right but not in the requested format" in text
+
+
+@pytest.mark.parametrize(
+    ("reply", "cause"),
+    [
+        (Reply("", reasoning="let me think"), "reasoning parser does not fit the model"),
+        (Reply("<think>let me think"), "ended by themselves inside their reasoning"),
+    ],
+)
+def test_what_no_limit_cut_is_not_cured_by_max_tokens(
+    task: str, tmp_path: Path, reply: Reply, cause: str
+) -> None:
+    with ReplayServer(lambda question, body: reply) as server:
+        results = run_evaluation(server.url, [task], EvaluateOptions(data_dir=tmp_path, limit=2))
+    told = results.to_json()["results"]["sums"]
+    assert (told["unfinished"], told["no_answer"]) == (1, 0)
+    assert told["no_answer_interval"][0] == 0 < told["no_answer_interval"][1]
+    warning = told["warnings"][0]
+    assert warning.startswith("100% of replies")
+    assert cause in warning
+    assert "--max-tokens" not in warning
 
 
 def test_replies_that_the_context_cut_are_not_cured_by_max_tokens(
