@@ -134,7 +134,7 @@ NAMES = (*KNOWN, *_DEFAULTS, *OTHERS)
 
 _WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "ffn_dim")
 _WIDTHS += ("shared_expert_intermediate_size", "word_embed_proj_dim")
-_CUT = {"num_hidden_layers": 2, "vocab_size": 320, "max_position_embeddings": 256}
+_CUT = {"num_hidden_layers": 2, "vocab_size": 320, "max_position_embeddings": 1024}
 _IDS = {"eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 0}
 _HEAD = 32
 
