@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo real wheel test test-numbers test-long test-families lint test-ascend test-triton test-engines test-vllm-cuda test-vllm-topologies test-faults test-loaders test-placement test-placement-loaders test-packers test-evalscope test-styles test-lm-eval test-clients test-router mutants mutants-ascend acceptance-npu ascendc test-datasets clean gallery demo-real
+.PHONY: demo real wheel test test-numbers test-long check-long test-families lint test-ascend test-triton test-engines test-vllm-cuda test-vllm-topologies test-faults test-loaders test-placement test-placement-loaders test-packers test-evalscope test-styles test-lm-eval test-clients test-router mutants mutants-ascend acceptance-npu ascendc test-datasets clean gallery demo-real
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -45,6 +45,13 @@ LONG := tests/test_benchmarks.py tests/test_package.py tests/ascend/test_accepta
 	tests/checkpoint/test_damaged_files.py tests/guide/test_go.py
 test-long: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG) --numprocesses 2 --dist loadscope --no-loadscope-reorder
+
+# The whole of what tests generate, of which CI takes a sample: hostile programs, requests, files, results folders, servers and power cuts. Hours.
+CHECK_LONG := tests/evaluation/test_sandbox.py tests/evaluation/test_hostile_server.py tests/evaluation/results/test_hostile_results.py \
+	tests/executor/server/test_fuzz.py tests/checkpoint/test_damaged_files.py tests/common/test_power_cuts.py tests/common/test_settings.py \
+	tests/diagnosis/test_many_tensors.py
+check-long: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 QUANTKIT_EVERY_CASE=1 $(BIN)/pytest $(CHECK_LONG) --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 # Every architecture with every scheme, on ranks, by name and in eval: the cells of docs/models.md that `make test` leaves out.
 test-families: $(VENV)/test.stamp

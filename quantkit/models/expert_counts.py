@@ -9,11 +9,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
 
 from quantkit.common.atomic_write import write_atomic
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import read_json
+from quantkit.common.settings import checked
 from quantkit.models.architecture import ModelConfig
 
 KIND = "expert counts"
@@ -23,8 +26,6 @@ _REMEDY = (
     "give a file that quantize, ppl --count-experts, eval --count-experts or serve "
     "--count-experts wrote"
 )
-_MOST = 2**53
-"""Largest count that JSON readers represent exactly."""
 
 
 @dataclass(frozen=True)
@@ -66,35 +67,26 @@ class ExpertCounts:
         """Raises QuantkitError for any other file."""
         if not path.exists():
             raise QuantkitError(f"{path} does not exist", _REMEDY)
-        found = read_json(path)
-        if found.get("quantkit") != KIND or not isinstance(found.get("layers"), dict):
-            raise QuantkitError(f"{path} is not a file of expert counts", _REMEDY)
-        hidden_size, experts, tokens = (
-            _count(path, name, found.get(name)) for name in ("hidden_size", "experts", "tokens")
-        )
-        layers = {
-            _layer(path, name): _counts(path, name, row, experts)
-            for name, row in found["layers"].items()
-        }
-        return cls(str(found.get("model_type")), hidden_size, experts, tokens, layers)
+        found = checked(read_json(path), _File, str(path), _REMEDY)
+        for layer, counts in found.layers.items():
+            if len(counts) != found.experts:
+                raise QuantkitError(
+                    f"{path} has {len(counts)} counts for layer {layer} and says {found.experts} "
+                    "experts",
+                    _REMEDY,
+                )
+        layers = {int(layer): counts for layer, counts in found.layers.items()}
+        return cls(found.model_type, found.hidden_size, found.experts, found.tokens, layers)
 
 
-def _layer(path: Path, name: str) -> int:
-    if not name.isdecimal():
-        raise QuantkitError(f"{path} counts a layer {name!r}, which is not a number", _REMEDY)
-    return int(name)
+_Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+"""What JSON readers represent exactly."""
 
 
-def _counts(path: Path, layer: str, row: Any, experts: int) -> list[int]:
-    if not isinstance(row, list) or len(row) != experts:
-        held = f"{len(row)} counts" if isinstance(row, list) else "no list"
-        raise QuantkitError(
-            f"{path} has {held} for layer {layer} and says {experts} experts", _REMEDY
-        )
-    return [_count(path, f"layer {layer}", value) for value in row]
-
-
-def _count(path: Path, name: str, value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MOST:
-        raise QuantkitError(f"{path} has {value!r} for {name}, which is not a count", _REMEDY)
-    return value
+class _File(BaseModel):
+    quantkit: Literal["expert counts"]
+    model_type: str
+    hidden_size: _Count
+    experts: _Count
+    tokens: _Count
+    layers: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,5})$")], list[_Count]]

@@ -1,4 +1,4 @@
-"""A thousand damaged checkpoints through the command line: each works, or is refused by one line
+"""A thousand and more damaged checkpoints through the command line: each works, or is refused by one line
 that names the damaged file.
 
 In one process, as starting Python and torch takes longer than all commands together; a few go
@@ -25,6 +25,7 @@ import pytest
 import random_damage
 import typer
 from damage import Damage
+from sample_sizes import sized
 
 from quantkit import cli
 
@@ -211,11 +212,11 @@ def test_a_few_in_a_process_of_their_own(
 def test_damage_by_rule_is_told(
     part: int, rules: list[Damage], model: Path, text: Path, tmp_path: Path
 ) -> None:
-    found = faults(rules[:700][part::4], model, text, tmp_path)
+    found = faults(rules[: sized(700, 1000)][part::4], model, text, tmp_path)
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("seed", [11, 12])
+@pytest.mark.parametrize("seed", range(11, 11 + sized(2, 4)))
 def test_damage_at_random_is_told(seed: int, model: Path, text: Path, tmp_path: Path) -> None:
     found = faults(list(random_damage.at_random(model, seed, 150)), model, text, tmp_path)
     assert not found, "\n".join(found)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from commands import typed
+from damage import VALUES
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
 from quantkit.models.expert_counts import ExpertCounts
@@ -122,7 +124,7 @@ def test_layers_share_copies_where_the_engine_allows_it() -> None:
         ({"layers": {1: [1] * 8, 2: [1] * 8, 9: [1] * 8}}, "counts layer 9"),
         ({"layers": {1: [0] * 8, 2: [1] * 8}}, "nothing but zeros for layer 1"),
         ({"layers": {1: [1] * 7, 2: [1] * 8}}, "7 counts for layer 1"),
-        ({"layers": {1: [-1] * 8, 2: [1] * 8}}, "-1 for layer 1"),
+        ({"layers": {1: [-1] * 8, 2: [1] * 8}}, "layers.1.0: "),
     ],
 )
 def test_counts_of_another_model_are_refused(
@@ -229,3 +231,22 @@ def test_the_experts_of_a_server_are_counted_where_it_runs(tmp_path: Path) -> No
     )
     assert answer.code == 1
     assert not (tmp_path / "c.json").exists()
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_hostile_counts_are_refused_in_one_line(tmp_path: Path, value: Any) -> None:
+    """Each value in place of every field, and as the key of a layer."""
+    path, read = tmp_path / "counts.json", 0
+    good = {"quantkit": "expert counts", "model_type": "m", "hidden_size": 8, "experts": 2}
+    good |= {"tokens": 4, "layers": {"1": [2, 2]}}
+    spoilt = [{**good, name: value} for name in good]
+    spoilt += [{**good, "layers": {"1": value}}, {**good, "layers": {"1": [value, 2]}}]
+    spoilt += [{**good, "layers": {str(value) * 5000: [2, 2]}}, value]
+    for content in spoilt:
+        path.write_text(json.dumps(content))
+        try:
+            ExpertCounts.read(path)
+            read += 1
+        except QuantkitError as error:
+            read += "\n" in str(error) or str(path) not in str(error)
+    assert read <= 4  # a number is a size, and a text a type

@@ -124,7 +124,7 @@ async def send_all(url: str, requests: list[Sent]) -> list[tuple[int, str]]:
                 # A server may close while a body that it refused is on its way.
                 return (413, "") if len(one.content) > 1 << 20 else (0, repr(refused))
 
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         return await asyncio.gather(*(send_one(client, one) for one in requests))
 
 

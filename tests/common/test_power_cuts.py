@@ -1,0 +1,130 @@
+"""A run that a power failure stopped at any flush or rename goes on, or is refused in one line; its
+result is then the one of a run that was not stopped."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from power_cuts import Recorder, restore
+from replay_server import ReplayServer
+from sample_sizes import sized
+from two_runs import TASK
+
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.common.atomic_write import check_writable, write_atomic
+from quantkit.common.errors import QuantkitError
+from quantkit.evaluation.options import EvaluateOptions
+from quantkit.evaluation.run import run_evaluation
+
+UNITS = {f"unit {n}": {f"model.layers.{n}.weight": torch.full((64, 64), n)} for n in range(6)}
+
+
+def _write_checkpoint(out: Path) -> dict[str, bytes]:
+    specs = [
+        TensorSpec(name, tensor.dtype, tuple(tensor.shape))
+        for tensors in UNITS.values()
+        for name, tensor in tensors.items()
+    ]
+    with CheckpointWriter(
+        out, specs, fingerprint={"source": "a"}, overwrite=False, shard_bytes=1 << 16
+    ) as writer:
+        for unit, tensors in UNITS.items():
+            if not writer.is_done(unit):
+                writer.write(unit, tensors, {})
+                writer.wait()
+        writer.finish({"model_type": "test"}, {"tokenizer.json": b"{}"})
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def test_a_checkpoint_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        recorder = Recorder(tmp_path / "first", patch)
+        expected = _write_checkpoint(tmp_path / "first" / "out")
+    images = recorder.sample(sized(10, 40))
+    assert len(images) == sized(10, 40)
+    for number, image in enumerate(images):
+        folder = restore(image, tmp_path / f"cut{number}")
+        if (folder / "out").exists():
+            continue  # complete
+        assert _write_checkpoint(folder / "out") == expected, number
+        assert os.listdir(folder) == ["out"]
+
+
+def _accuracy_or_line(
+    run: Callable[[Path], float], out: Path, journals: list[Path]
+) -> float | None:
+    """None if it was refused in a line that names a journal."""
+    try:
+        return run(out)
+    except QuantkitError as error:
+        return None if any(str(path) in str(error) for path in journals) else -1.0
+
+
+def test_an_evaluation_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"id": f"s{n}", "question": f"{n} + {n}", "answer": str(2 * n), "steps": 1}
+        for n in range(6)
+    ]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "sums.yaml").write_text(TASK)
+    asked: list[str] = []
+
+    def answer(question: str, body: dict) -> str:
+        asked.append(question)
+        return f"</think>\\boxed{{{2 * int(question.split()[0])}}}"
+
+    def run(out: Path, temperature: float = 0.6) -> float:
+        with ReplayServer(answer) as server:
+            options = EvaluateOptions(
+                data_dir=tmp_path, out=out, repeats=1, temperature=temperature, concurrency=1
+            )
+            results = run_evaluation(server.url, [str(tmp_path / "sums.yaml")], options)
+        return float(results.tasks["sums"].to_json()["accuracy"])
+
+    with monkeypatch.context() as patch:
+        recorder = Recorder(tmp_path / "first", patch)
+        run(tmp_path / "first" / "out", 0.1)
+        run(tmp_path / "first" / "out")
+    images, refused = recorder.sample(sized(5, 30)), 0
+    for number, image in enumerate(images):
+        out = restore(image, tmp_path / f"cut{number}") / "out"
+        before = {path: path.read_bytes() for path in out.rglob("*-*.jsonl")}
+        assert _accuracy_or_line(run, out, list(before)) in (1.0, None), number
+        refused += not (out / "results.json").exists()
+    assert refused <= len(images) // 4
+
+
+def test_a_file_is_never_written_through_another_name(tmp_path: Path) -> None:
+    """Names that a writer may have used before, and links with them, stay as they are."""
+    target = tmp_path / "report.html"
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    names = [
+        f"{stem}{ending}"
+        for stem in ("report.html", "report", ".report.html")
+        for ending in (".partial", ".new", ".tmp", "~", ".bak", ".swp", ".lock")
+    ]
+    for number, name in enumerate(names):
+        make = (os.symlink, os.link)[number % 2]
+        make(precious, tmp_path / name)
+    before = {path: path.lstat().st_ino for path in tmp_path.iterdir()}
+    for content in ("one", "two"):
+        check_writable(target, "--out")
+        write_atomic(target, content)
+    assert {path: path.lstat().st_ino for path in tmp_path.iterdir() if path != target} == before
+    assert precious.read_text() == "mine"
+    target.unlink()
+    target.symlink_to(precious)
+    write_atomic(target, "three")
+    assert (precious.read_text(), target.read_text()) == ("mine", "three")
+    assert not target.is_symlink()
+    mask = os.umask(0o027)
+    try:
+        write_atomic(target, "four")
+    finally:
+        os.umask(mask)
+    assert target.stat().st_mode & 0o777 == 0o640
