@@ -78,16 +78,20 @@ def observe_output_linears(
         return lambda module, x: shared(module, x) if module in sites else None
 
     written = {f"{module}.weight": dequantize(weight) for module, weight in rounded.items()}
+    tensors = source.dequantized_all(sublayer.needed)
+    kept = [  # the last linears' outputs are not used
+        row.name
+        for row in sublayer.needed
+        if row.module not in rounded and row.module not in sublayer.output_linears
+    ]
     both = (
         LayerWeights(
-            {row.name: folded[row.name] for row in sublayer.needed} | written,
+            tensors | {name: folded[name] for name in kept} | written,
             no_experts,
             partial.hook(at_output_linears(outputs.add)),
             activation_quants=sublayer.solvers.activation_quants(rounded, rounded),
         ),
-        LayerWeights(
-            source.dequantized_all(sublayer.needed), no_experts, at_output_linears(add_original)
-        ),
+        LayerWeights(tensors, no_experts, at_output_linears(add_original)),
     )
     block, exact = map(sublayer.build, both)
 
