@@ -26,8 +26,8 @@ from quantkit.models.hf_traced.skeleton import CALL_CACHE_BYTES
 from quantkit.models.table import Parameter
 from quantkit.quantization.job import Job
 
-PROCESS_BYTES = 400 * 10**6
-"""Python, torch and the tokenizer, before any weight is read."""
+PROCESS_BYTES = 450 * 10**6
+"""Python, torch, its BF16 kernels and the tokenizer, before any weight is read."""
 MODULES_BYTES = 150 * 10**6 + CALL_CACHE_BYTES
 """Additional memory if transformers computes: itself, and the masks and rotary tables with which
 its layers are called."""
