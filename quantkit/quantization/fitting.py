@@ -123,8 +123,9 @@ def fit_grids(
         if grid is not None
         for module in group.modules
     }
+    fitted = kept | chosen
     return FittedGrids(
-        {module: one for module in grids if (one := (kept | chosen).get(module)) is not None},
+        {module: fitted[module] for module in grids if module in fitted},
         mixed,
         base,
     )
