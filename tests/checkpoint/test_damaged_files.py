@@ -187,7 +187,7 @@ def test_the_good_checkpoint_passes(model: Path, text: Path, tmp_path: Path) -> 
         "config.json: pipe",
         "config.json: nested deep",
         "tokenizer.json: 5 tenths",
-        "link up and back",
+        "config.json: link up and back",
     ],
 )
 def test_a_few_in_a_process_of_their_own(

@@ -16,7 +16,7 @@ import good_checkpoints
 import psutil
 import pytest
 import torch
-from engines import completions
+from engines import completions, load
 from packed_model import write_packed
 
 from quantkit.common.errors import QuantkitError, UsageError
@@ -80,10 +80,6 @@ def _check_sockets(tp: int) -> None:
     assert {ip.removeprefix("::ffff:") for ip in listening} <= {"127.0.0.1", "::1"}
 
 
-def load(path: Path, tp: int, draft_length: int = 0) -> Engine:
-    return load(path, tp=tp, draft_length=draft_length)
-
-
 def run(engine: Engine) -> list[Completion]:
     return completions(engine, PROMPTS, PARAMS)
 
@@ -92,8 +88,8 @@ def run(engine: Engine) -> list[Completion]:
 def test_ranks_together_are_one(tiny_checkpoint: Path, tp: int, draft_length: int) -> None:
     """Greedy and sampled tokens identical, log-probabilities to float tolerance; a request left
     early stops on every rank."""
-    alone = run(load(tiny_checkpoint, 1))
-    engine = load(tiny_checkpoint, tp, draft_length)
+    alone = run(load(tiny_checkpoint, tp=1))
+    engine = load(tiny_checkpoint, tp=tp, draft_length=draft_length)
     stream = engine.stream(PROMPTS[0], PARAMS[0])
     next(stream)
     stream.close()
@@ -114,13 +110,13 @@ def test_ranks_together_are_one(tiny_checkpoint: Path, tp: int, draft_length: in
         assert max(differences) < 0.02, (
             "the cache is bfloat16: sums in another order may round to its other neighbour"
         )
-    assert engine.loaded.nbytes < load(tiny_checkpoint, 1, draft_length).loaded.nbytes * (
-        0.7 if tp == 2 else 0.5
-    )
+    assert engine.loaded.nbytes < load(
+        tiny_checkpoint, tp=1, draft_length=draft_length
+    ).loaded.nbytes * (0.7 if tp == 2 else 0.5)
 
 
 def test_a_rank_that_dies_is_named_within_seconds(tiny_checkpoint: Path) -> None:
-    engine = load(tiny_checkpoint, 2)
+    engine = load(tiny_checkpoint, tp=2)
     stream = engine.stream(PROMPTS[0], SamplingParams(max_new_tokens=200, ignore_eos=True))
     next(stream)
     ranks = engine.parallel._ranks
@@ -258,7 +254,7 @@ def test_ranks_that_a_launcher_started_lead_and_follow(tiny_checkpoint: Path) ->
 
 
 def test_a_rank_that_follows_takes_no_requests(tiny_checkpoint: Path) -> None:
-    engine = load(tiny_checkpoint, 1)
+    engine = load(tiny_checkpoint, tp=1)
     engine.leader = Leader(Parallel(1, 2))
     with pytest.raises(QuantkitError, match="rank 1 follows rank 0"):
         engine.submit(PROMPTS[0], PARAMS[0])

@@ -9,6 +9,7 @@ import csv
 import gzip
 import hashlib
 import json
+import logging
 import random
 import re
 import zlib
@@ -291,6 +292,8 @@ def _read_hub(task: str, source: DataSource) -> TaskRows:
             "not installed",
             f"{instead}, or pip install datasets",
         ) from error
+    for library in ("datasets", "huggingface_hub"):
+        logging.getLogger(library).setLevel(logging.ERROR)  # they log every retry
     try:
         rows = [dict(row) for row in datasets.load_dataset(**source.hub)]
     except Exception as error:  # the library raises many kinds of errors
