@@ -114,8 +114,12 @@ def find_choice(text: str, options: list[str]) -> Extraction:
         (_PHRASE, "phrase"),
         (_JUDGED, "phrase"),
     )
+    answers = [(one.end(), _line(text, one.end())) for one in _ASKED.finditer(text)]
+    quoted = [(at, at + len(line)) for at, line in answers if _is_printed(line, options)]
     for pattern, kind in kinds:
         for match in list(pattern.finditer(text))[-_CUES:]:
+            if pattern is not _ASKED and any(a <= match.start() < b for a, b in quoted):
+                continue  # words of the option that the answer repeats
             said = match["letter"] if pattern is _JUDGED else _line(text, match.end())
             denied = pattern is _PHRASE and match["denied"]
             before = text[: match.start()][-_SENTENCE:]
