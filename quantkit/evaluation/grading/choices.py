@@ -97,6 +97,13 @@ def find_choice(text: str, options: list[str]) -> Extraction:
     The text is NOTHING where the reply makes a statement that chooses none, and None where it makes
     none at all.
     """
+    same = [number for number, option in enumerate(options) if option.strip() == text.strip()]
+    if len(same) == 1 and len(text.strip()) > 1:
+        return Extraction(LETTERS[same[0]], "last")
+    for option in options:
+        if "\n" in option:
+            text = text.replace(option, " ".join(option.split()))
+    options = [" ".join(option.split()) for option in options]
     text = _EMPHASIS.sub(" ", prepare(text)).replace("$", " ")
     if (whole := _by_text(text, options)) is not None:
         return Extraction(whole, "last")
@@ -114,7 +121,11 @@ def find_choice(text: str, options: list[str]) -> Extraction:
         (_PHRASE, "phrase"),
         (_JUDGED, "phrase"),
     )
-    answers = [(one.end(), _line(text, one.end())) for one in _ASKED.finditer(text)]
+    answers = [
+        (one.end(), _line(text, one.end()))
+        for pattern in (_ASKED, _PHRASE)
+        for one in pattern.finditer(text)
+    ]
     quoted = [(at, at + len(line)) for at, line in answers if _is_printed(line, options)]
     for pattern, kind in kinds:
         for match in list(pattern.finditer(text))[-_CUES:]:
