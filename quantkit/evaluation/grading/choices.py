@@ -105,6 +105,8 @@ def find_choice(text: str, options: list[str]) -> Extraction:
             text = text.replace(option, " ".join(option.split()))
     options = [" ".join(option.split()) for option in options]
     text = _EMPHASIS.sub(" ", prepare(text)).replace("$", " ")
+    if _is_printed(text, options) and (printed := _option_line(text, options)) is not None:
+        return Extraction(printed, "last")
     if (whole := _by_text(text, options)) is not None:
         return Extraction(whole, "last")
     ending = text[-_ENDING:]
