@@ -4,7 +4,6 @@ recipes/deploy/*.yaml filled in."""
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -29,10 +28,11 @@ from quantkit.engines.layouts import (
     resize_boxes,
     resize_devices,
 )
-from quantkit.engines.memory import Fit, check_split, fit
+from quantkit.engines.memory import Fit, check_split, fit_rows, stored_rows
 from quantkit.engines.profiles import Device, find_engine
 from quantkit.models.architecture import longest_text
-from quantkit.models.stored_parameters import read_model
+from quantkit.models.stored_parameters import Model, read_model
+from quantkit.models.table import Parameter
 
 CONTEXT = 16384
 """Default tokens of the longest request."""
@@ -186,7 +186,8 @@ def deploy(
                 "copy it from the model's source",
             )
         )
-    max_length = longest_text(read_model(checkpoint).config)
+    stored = read_model(checkpoint)
+    max_length = longest_text(stored.config)
     if max_length and context and context > max_length:
         problems.append(
             LoadProblem(
@@ -197,6 +198,8 @@ def deploy(
         )
     inputs = _Inputs(
         checkpoint,
+        stored,
+        stored_rows(checkpoint, stored.rows),
         recipe,
         tuple(problems),
         context or min(CONTEXT, max_length or CONTEXT),
@@ -223,10 +226,12 @@ def deploy(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What `deploy` fills layouts with. problems: of the checkpoint with the engine, whatever the
-    layout."""
+    """What `deploy` fills layouts with, read once for all that it tries. stored: parameters and
+    their bytes. problems: of the checkpoint with the engine, whatever the layout."""
 
     checkpoint: Checkpoint
+    model: Model
+    stored: list[tuple[Parameter, int]]
     recipe: LaunchRecipe
     problems: tuple[LoadProblem, ...]
     context: int
@@ -239,10 +244,13 @@ class _Inputs:
     def on_fewest_devices(self, topology: Topology) -> tuple[int, Deployment] | None:
         """The layout on machines with the fewest devices; None if the model fits on none."""
         for count in range(1, topology.devices_per_box + 1):
-            with suppress(QuantkitError):  # groups that this number does not divide into
-                found = self.fill(resize_devices(topology, count))
-                if found.ready:
-                    return count, found
+            try:
+                smaller = resize_devices(topology, count)
+            except QuantkitError:  # groups that this number does not divide into
+                continue
+            found = self.fill(smaller)
+            if found.ready:
+                return count, found
         return None
 
     def remedy(self, planned: Deployment, topology: Topology) -> str:
@@ -275,7 +283,6 @@ class _Inputs:
             recipe = _without_network(recipe)
         hosts = self.hosts or tuple(f"box{number}" for number in range(topology.boxes))
         _check_hosts(hosts, topology)
-        model = read_model(checkpoint)
         rule = find_load(recipe.engine, checkpoint, recipe.device)
         heads = dict(zip([role.name for role in topology.roles], _first_hosts(topology, hosts)))
         common = {
@@ -295,9 +302,9 @@ class _Inputs:
         options = (
             *recipe.options,
             *(rule.launch if rule else ()),
-            *_speculation(recipe, checkpoint, self.draft_length),
+            *_speculation(recipe, checkpoint, self.model, self.draft_length),
         )
-        has_experts = any(row.expert is not None for row in model.rows)
+        has_experts = any(row.expert is not None for row in self.model.rows)
         moe_options = {} if has_experts else recipe.of_experts
         problems, launches, memory = list(self.problems), list[Launch](), dict[str, Fit]()
         for role in topology.roles:
@@ -307,19 +314,20 @@ class _Inputs:
                 launch.without_options(moe_options)
                 for launch in _launches(recipe, topology, role, role_hosts, options, common)
             ]
-            memory[role.name] = fit(
-                checkpoint,
+            memory[role.name] = fit_rows(
+                self.stored,
+                self.model.config,
                 role.parallel,
                 self.context,
                 self.memory_gib,
                 recipe.memory_fraction,
                 recipe.reserve_gib,
                 topology.cache_bits(
-                    role, model.config.cache, checkpoint.format.cache_codes(checkpoint.side)
+                    role, self.model.config.cache, checkpoint.format.cache_codes(checkpoint.side)
                 ),
                 mtp=self.draft_length > 0,
             )
-            problems += check_split(checkpoint, role.parallel)
+            problems += check_split(checkpoint, self.model, role.parallel)
             problems += _check_fit(role.name, memory[role.name])
         if topology.router:
             launches.append(_router_launch(topology, hosts[0], common))
@@ -412,7 +420,9 @@ _API_KEY_NOTE = (
 )
 
 
-def _speculation(recipe: LaunchRecipe, checkpoint: Checkpoint, draft_length: int) -> Command:
+def _speculation(
+    recipe: LaunchRecipe, checkpoint: Checkpoint, model: Model, draft_length: int
+) -> Command:
     if not draft_length:
         return ()
     if not recipe.speculation:
@@ -421,7 +431,7 @@ def _speculation(recipe: LaunchRecipe, checkpoint: Checkpoint, draft_length: int
             "MTP layer",
             "leave out --draft-length",
         )
-    if not any(row.mtp for row in read_model(checkpoint).rows):
+    if not any(row.mtp for row in model.rows):
         raise QuantkitError(
             f"{checkpoint.path} has no MTP layer for speculative decoding",
             "leave out --draft-length",

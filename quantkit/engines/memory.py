@@ -14,7 +14,7 @@ from quantkit.engines.check import LoadProblem
 from quantkit.grids.base import Grid
 from quantkit.models.architecture import CacheBits, KeyValueCache, ModelConfig
 from quantkit.models.eagle3 import HeadConfig, is_head
-from quantkit.models.stored_parameters import read_model
+from quantkit.models.stored_parameters import Model, read_model
 from quantkit.models.table import Parameter
 
 GIB = 2**30
@@ -105,9 +105,8 @@ def fit(
     """Whether weights, reserve and one request of `context` tokens fit in the `fraction` of
     `memory_gib` that an engine may use. mtp: whether the MTP layers are loaded."""
     model = read_model(checkpoint)
-    stored = [(row, _stored_bytes(checkpoint, row)) for row in model.rows]
     return fit_rows(
-        stored,
+        stored_rows(checkpoint, model.rows),
         model.config,
         parallel,
         context,
@@ -159,7 +158,12 @@ def fit_rows(
     return Fit(weights, reserve, usable, per_token, state, tokens, context)
 
 
-def check_split(checkpoint: Checkpoint, parallel: ParallelSizes) -> list[LoadProblem]:
+def stored_rows(checkpoint: Checkpoint, rows: list[Parameter]) -> list[tuple[Parameter, int]]:
+    """Each parameter and the bytes that the checkpoint stores of it."""
+    return [(row, _stored_bytes(checkpoint, row)) for row in rows]
+
+
+def check_split(checkpoint: Checkpoint, model: Model, parallel: ParallelSizes) -> list[LoadProblem]:
     """Heads, layers and linears that do not divide over the ranks. Linears are split in units of 8
     rows where int4 is packed along them, or of the group size along columns."""
 
@@ -167,7 +171,6 @@ def check_split(checkpoint: Checkpoint, parallel: ParallelSizes) -> list[LoadPro
         linear = checkpoint.linears.get(module)
         return None if linear is None else linear.grid
 
-    model = read_model(checkpoint)
     problem = find_part_problem(model.config, parallel) or find_split_problem(
         model.rows, grid, parallel
     )

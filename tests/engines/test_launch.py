@@ -283,8 +283,8 @@ def test_an_mtp_layer_for_speculation_takes_memory(int8: Path) -> None:
 
 def test_a_split_that_does_not_divide_is_named(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(awq_of(tmp_path))
-    assert check_split(checkpoint, ParallelSizes(1)) == []
-    told = check_split(checkpoint, ParallelSizes(2))[0].problem
+    assert check_split(checkpoint, read_model(checkpoint), ParallelSizes(1)) == []
+    told = check_split(checkpoint, read_model(checkpoint), ParallelSizes(2))[0].problem
     assert "input channels, which 2 ranks cannot share in steps of 128" in told
     whole = [row for row in read_model(checkpoint).rows if row.expert is not None]
     found = find_split_problem(whole, lambda _: None, ParallelSizes(7))
@@ -297,7 +297,8 @@ def test_a_bias_after_a_sum_over_ranks_is_not_split(tmp_path: Path) -> None:
     config = CONFIGS["gpt_oss"]
     path = packed(tmp_path / "int8", config, of_any(config))
     assert "model.layers.0.self_attn.o_proj.bias" in Checkpoint.open(path).tensors
-    assert check_split(Checkpoint.open(path), ParallelSizes(2)) == []
+    checkpoint = Checkpoint.open(path)
+    assert check_split(checkpoint, read_model(checkpoint), ParallelSizes(2)) == []
     assert deploy(path, "vllm", devices=2).launches
 
 

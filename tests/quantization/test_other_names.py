@@ -114,10 +114,10 @@ def test_engines_parts_and_memory_are_asked_of_its_table(model: Path) -> None:
     )
     assert one.weight_bytes == sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     assert two.weight_bytes == spread.weight_bytes < one.weight_bytes
-    assert check_split(checkpoint, ParallelSizes(2)) == []
+    assert check_split(checkpoint, read_model(checkpoint), ParallelSizes(2)) == []
     assert (
         "4 attention heads, which 3 ranks cannot share"
-        in check_split(checkpoint, ParallelSizes(3))[0].problem
+        in check_split(checkpoint, read_model(checkpoint), ParallelSizes(3))[0].problem
     )
     undivided = find_split_problem(rows, lambda module: None, ParallelSizes(3))
     assert undivided is not None
