@@ -14,9 +14,9 @@ from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.survey import Survey
 from quantkit.models import check_missing, find_architecture, is_known
 from quantkit.models.architecture import ModelConfig
-from quantkit.models.stored_parameters import check_size
+from quantkit.models.stored_parameters import check_size, usual_name
 from quantkit.models.table import Parameter, resolve
-from quantkit.models.tensor_names import has_linear_suffix, usual_name
+from quantkit.models.tensor_names import has_linear_suffix
 from quantkit.quantization.checks import DROPPED
 
 _HEADS_LISTED = ("compressed-tensors", "modelopt")

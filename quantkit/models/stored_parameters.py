@@ -1,5 +1,6 @@
 """A model's parameter table compared with the tensors in a checkpoint's headers."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +13,34 @@ from quantkit.common.errors import QuantkitError
 from quantkit.models import find_architecture
 from quantkit.models.architecture import Architecture, ModelConfig
 from quantkit.models.table import Parameter, resolve
-from quantkit.models.tensor_names import has_linear_suffix, usual_name
+from quantkit.models.tensor_names import has_linear_suffix
 
 _SMALL_TABLE = 10_000
 """Tables up to this size are built whatever the headers hold, so that missing tensors of a small
 checkpoint can be listed."""
 _MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 """config.json's names of the number of MTP layers."""
+_OTHER_NAMES: tuple[tuple[str, str], ...] = (
+    (r"^model\.language_model\.", "model."),
+    (r"^language_model\.model\.", "model."),
+    (r"^language_model\.", ""),
+    (r"^model\.model\.", "model."),
+    (r"^module\.", ""),
+    (r"^_orig_mod\.", ""),
+    (r"^transformer\.", "model."),
+    (r"^(?=layers\.|embed_tokens\.|norm\.)", "model."),
+    (r"\.base_layer\.", "."),
+    (r"\._orig_mod\.", "."),
+    (r"\.block_sparse_moe\.", ".mlp."),
+    (r"\.w1\.", ".gate_proj."),
+    (r"\.w3\.", ".up_proj."),
+    (r"\.w2\.", ".down_proj."),
+    (r"\.feed_forward\.", ".mlp."),
+    (r"\.attention\.", ".self_attn."),
+)
+"""Tensor name spellings of other writers, and the published ones."""
+
+_OTHER_NAME = re.compile("|".join(pattern for pattern, _ in _OTHER_NAMES))
 
 
 @dataclass(frozen=True)
@@ -185,6 +207,15 @@ def check_size(config: ModelConfig, stored: int) -> None:
             f"config.json has {sizes}, and the checkpoint holds {stored} tensors",
             "use the config.json of these weights",
         )
+
+
+def usual_name(name: str) -> str:
+    """A tensor's name in the spelling of published checkpoints, if it has a known other one."""
+    if _OTHER_NAME.search(name) is None:
+        return name
+    for pattern, replacement in _OTHER_NAMES:
+        name = re.sub(pattern, replacement, name, count=1)
+    return name
 
 
 def check_stored(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:

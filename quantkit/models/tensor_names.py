@@ -76,35 +76,3 @@ def _parameter(name: str, shape: tuple[int, ...], linears: Collection[str] | Non
         )
     block = next((block for block, pattern in _BLOCKS.items() if pattern.search(name)), None)
     return Parameter(name, shape, role, split, layer=number, block=block)
-
-
-_OTHER_NAMES: tuple[tuple[str, str], ...] = (
-    (r"^model\.language_model\.", "model."),
-    (r"^language_model\.model\.", "model."),
-    (r"^language_model\.", ""),
-    (r"^model\.model\.", "model."),
-    (r"^module\.", ""),
-    (r"^_orig_mod\.", ""),
-    (r"^transformer\.", "model."),
-    (r"^(?=layers\.|embed_tokens\.|norm\.)", "model."),
-    (r"\.base_layer\.", "."),
-    (r"\._orig_mod\.", "."),
-    (r"\.block_sparse_moe\.", ".mlp."),
-    (r"\.w1\.", ".gate_proj."),
-    (r"\.w3\.", ".up_proj."),
-    (r"\.w2\.", ".down_proj."),
-    (r"\.feed_forward\.", ".mlp."),
-    (r"\.attention\.", ".self_attn."),
-)
-"""Tensor name spellings of other writers, and the published ones."""
-
-_OTHER_NAME = re.compile("|".join(pattern for pattern, _ in _OTHER_NAMES))
-
-
-def usual_name(name: str) -> str:
-    """A tensor's name in the spelling of published checkpoints, if it has a known other one."""
-    if _OTHER_NAME.search(name) is None:
-        return name
-    for pattern, replacement in _OTHER_NAMES:
-        name = re.sub(pattern, replacement, name, count=1)
-    return name
