@@ -97,17 +97,16 @@ def find_choice(text: str, options: list[str]) -> Extraction:
     The text is NOTHING where the reply makes a statement that chooses none, and None where it makes
     none at all.
     """
-    same = [number for number, option in enumerate(options) if option.strip() == text.strip()]
-    if len(same) == 1 and len(text.strip()) > 1:
-        return Extraction(LETTERS[same[0]], "last")
     for option in options:
         if "\n" in option:
             text = text.replace(option, " ".join(option.split()))
     options = [" ".join(option.split()) for option in options]
+    reply = " ".join(text.split())
+    if len(reply) > 1 and options.count(reply) == 1:  # signs too, which `prepare` takes for bullets
+        return Extraction(LETTERS[options.index(reply)], "last")
     text = _EMPHASIS.sub(" ", prepare(text)).replace("$", " ")
-    if _is_printed(text, options) and (printed := _option_line(text, options)) is not None:
-        return Extraction(printed, "last")
-    if (whole := _by_text(text, options)) is not None:
+    printed = _option_line(text, options) if _is_printed(text, options) else None
+    if (whole := printed or _by_text(text, options)) is not None:
         return Extraction(whole, "last")
     ending = text[-_ENDING:]
     # Words of the options are not words of the reply.
