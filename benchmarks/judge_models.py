@@ -10,6 +10,11 @@ shared one, its router balanced by biases
 alone. dense: Qwen3. experts: Qwen3-MoE of 16 experts. Each has 30 to 32 million parameters and is
 trained in the ordinary way: nothing is rescaled, and the rate falls to nothing as the time runs
 out. transformers' own modules compute; only their norms and experts run as fewer, wider kernels.
+
+    python benchmarks/judge_models.py blur DIR MODEL        DIR/MODEL-blurred
+
+of a model whose weights were read from blocks of 32 4-bit codes (`make real`): uniform noise of half
+a step, so that no method finds the codes again.
 """
 
 import argparse
@@ -310,21 +315,37 @@ def build(given: argparse.Namespace) -> None:
     folder.rename(given.folder / given.model)
 
 
+def blur(given: argparse.Namespace) -> None:
+    """Of linears in layers alone."""
+    source, out = given.folder / given.weights, given.folder / f"{given.weights}-blurred"
+    shutil.copytree(source, out)
+    for file in out.glob("*.safetensors"):
+        state = load_file(file)
+        draws = torch.Generator().manual_seed(SEED)
+        for name, tensor in state.items():
+            if tensor.dim() == 2 and ".layers." in name:
+                blocks = tensor.float().unflatten(1, (-1, 32))
+                step = (blocks.amax(-1, keepdim=True) - blocks.amin(-1, keepdim=True)) / 15
+                noise = torch.rand(blocks.shape, generator=draws) - 0.5
+                state[name] = (blocks + noise * step).flatten(1).to(tensor.dtype)
+        save_file(state, file, {"format": "pt"})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("train", "build"))
+    parser.add_argument("what", choices=("train", "build", "blur"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("weights", type=Path, nargs="?")
-    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--model", choices=MODELS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=110)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
-    train(given) if given.what == "train" else build(given)
+    {"train": train, "build": build, "blur": blur}[given.what](given)
 
 
 if __name__ == "__main__":

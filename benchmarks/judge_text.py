@@ -2,13 +2,16 @@
 pages and prose.
 
     python benchmarks/judge_text.py DIR [--megabytes 36] [--python LIBRARY] [--html FOLDER]
-    [--documents FOLDER]
+    [--documents FOLDER] [--conversations FILE] [--chats FILE]
 
 writes DIR/tokenizer.json (byte-level BPE of 8,192, made of the training part), DIR/tokens.bin
 (uint16, documents one after another, each ended by token 0), DIR/own.jsonl (documents of the
 training part, to calibrate on), DIR/held-out.jsonl and .bin (of other files). A paragraph that
 occurred before, as licences and boilerplate do, is left out. What is found depends on the machine:
-keep DIR.
+keep DIR. Held-out documents say whether they are prose, code or chat. A published model judges too,
+as a folder or link in DIR: --conversations, lines with `messages`, are a third of what it is
+calibrated on,
+and --chats, lines of a question and its answer, what it is judged on.
 """
 
 import argparse
@@ -21,6 +24,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -129,11 +133,15 @@ def documents(path: Path, seen: set[int]) -> Iterator[str]:
         yield "\n\n".join(kept)
 
 
-def collect(kinds: dict[str, list[Path]], megabytes: float) -> tuple[list[str], list[str]]:
+Record = dict[str, Any]
+"""A line of own.jsonl or held-out.jsonl: `kind`, and `text` or `messages`."""
+
+
+def collect(kinds: dict[str, list[Path]], megabytes: float) -> tuple[list[Record], list[Record]]:
     """Documents to train on, and those of held-out files; every kind gives as many characters,
     those of least text first."""
     seen: set[int] = set()
-    parts: tuple[list[str], list[str]] = ([], [])
+    parts: tuple[list[Record], list[Record]] = ([], [])
     left = megabytes * 1e6
     shuffled = {kind: random.Random(0).sample(files, len(files)) for kind, files in kinds.items()}
     ordered = sorted(shuffled, key=lambda kind: sum(path.stat().st_size for path in shuffled[kind]))
@@ -143,7 +151,8 @@ def collect(kinds: dict[str, list[Path]], megabytes: float) -> tuple[list[str], 
             if taken >= budget:
                 break
             for text in documents(path, seen):
-                parts[index % HELD_OUT_FILES == 0].append(text)
+                record = {"kind": "code" if kind == "python" else "prose", "text": text}
+                parts[index % HELD_OUT_FILES == 0].append(record)
                 taken += len(text)
         left -= taken
         print(f"{kind}: {taken / 1e6:.1f} MB of {len(shuffled[kind])} files", flush=True)
@@ -164,8 +173,27 @@ def make_tokenizer(texts: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def write_lines(path: Path, texts: list[str]) -> None:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+def write_lines(path: Path, records: list[Record]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def conversations(path: Path) -> list[Record]:
+    """Those of FILE that have as many characters as a document."""
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        {"kind": "chat", "messages": one["messages"]}
+        for one in found
+        if sum(len(turn["content"] or "") for turn in one.get("messages", ())) > 2 * LEAST
+    ]
+
+
+def chats(path: Path) -> list[Record]:
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    roles = {"user": "question", "assistant": "answer"}
+    return [
+        {"kind": "chat", "messages": [{"role": r, "content": row[k]} for r, k in roles.items()]}
+        for row in rows[:OWN_DOCUMENTS]
+    ]
 
 
 def write_tokens(path: Path, tokenizer: Tokenizer, texts: list[str]) -> int:
@@ -186,6 +214,8 @@ def main() -> None:
     parser.add_argument("--python", type=Path, default=Path(sysconfig.get_path("stdlib")))
     parser.add_argument("--html", type=Path, action="append", default=[])
     parser.add_argument("--documents", type=Path, action="append", default=[])
+    parser.add_argument("--conversations", type=Path)
+    parser.add_argument("--chats", type=Path)
     given = parser.parse_args()
     manuals = few_alike(
         [
@@ -212,11 +242,16 @@ def main() -> None:
         {kind: files for kind, files in kinds.items() if files}, given.megabytes
     )
     given.folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(train)
+    parts = {"tokens.bin": train, "held-out.bin": held_out}
+    texts_by_file = {name: [one["text"] for one in part] for name, part in parts.items()}
+    tokenizer = make_tokenizer(texts_by_file["tokens.bin"])
     tokenizer.save(str(given.folder / "tokenizer.json"))
-    write_lines(given.folder / "own.jsonl", train[:OWN_DOCUMENTS])
-    write_lines(given.folder / "held-out.jsonl", held_out)
-    for name, texts in (("tokens.bin", train), ("held-out.bin", held_out)):
+    more = conversations(given.conversations) if given.conversations else []
+    count = 2 * len(more) or OWN_DOCUMENTS
+    write_lines(given.folder / "own.jsonl", train[:count] + more)
+    more = chats(given.chats) if given.chats else []
+    write_lines(given.folder / "held-out.jsonl", held_out + more)
+    for name, texts in texts_by_file.items():
         print(
             f"{name}: {len(texts)} documents, "
             f"{write_tokens(given.folder / name, tokenizer, texts):,} tokens",

@@ -39,12 +39,12 @@ PEERS = {
     "int4-w4a8-groups": ("w4a8-awq-gptq", "w4a8-200", "w4a8-gptq", "w4a8-nearest"),
 }
 STRONGEST = {
-    "awq-w4a16": ("w4-1000",),
-    "fp4-w4a16": ("fp4-v2-200", "fp4-1000"),
+    "awq-w4a16": ("w4-v2-200", "w4-awq-200", "w4-1000"),
+    "fp4-w4a16": ("fp4-v2-200", "fp4-awq-200", "fp4-1000"),
     "int8-a8w8c16": ("int8-1000",),
 }
-"""AutoRound's second version, and five times its iterations: of the first seed alone. The second
-version is one of symmetric grids."""
+"""AutoRound's second version, its own AWQ first, and five times its iterations: of the first seed
+alone."""
 ON_CPU = ("quantkit", "gptq", "smooth-gptq", "nearest")
 """Methods that one core finishes in a minute or two."""
 
@@ -89,15 +89,16 @@ def jobs(given: argparse.Namespace) -> list[QualityJob]:
             named += [
                 (turn, name, {})
                 for name in PEERS[scheme]
-                if given.peers and (nth == 0 or not name.endswith("nearest"))
+                if name in given.peers and (nth == 0 or not name.endswith("nearest"))
             ]
             named += [
                 (turn, f"quantkit {name}", own) for name, own in variants.get(scheme, {}).items()
             ]
-            if nth == 0 and given.peers and given.longest:
+            if nth == 0:
                 named += [
                     (-1 if scheme == given.schemes[0] else 99, name, {})
                     for name in STRONGEST.get(scheme, ())
+                    if name in given.peers
                 ]
             for own_turn, name, settings in named:
                 found += [
@@ -383,15 +384,9 @@ def main() -> None:
     )
     options.add_argument(
         "--peers",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="others' programs next to ours",
-    )
-    options.add_argument(
-        "--longest",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="AutoRound's 1,000 iterations, too",
+        type=words,
+        default=[name for table in (PEERS, STRONGEST) for own in table.values() for name in own],
+        help="others' recipes next to ours; an empty word for none",
     )
     options.add_argument(
         "--peer-python",

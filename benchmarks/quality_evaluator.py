@@ -9,6 +9,7 @@ activations.json (quality_peers.py).
 import json
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,18 +126,23 @@ def round_rows(x: Tensor) -> Tensor:
     return (x / step).round_().mul_(step)
 
 
-def documents_of(folder: Path, judge: str, split: str, count: int) -> list[Tensor]:
-    """Token ids of the split's held-out documents, `count` at most."""
+def documents_of(folder: Path, judge: str, split: str, count: int) -> list[tuple[str, Tensor]]:
+    """(kind, token ids) of the split's held-out documents, at most `count` of a kind."""
     tokenizer = ChatTokenizer(folder / judge)
     lines = (folder / "held-out.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = [json.loads(line)["text"] for line in lines[split == "final" :: 2][:count]]
-    ids = [tokenizer.encode(text)[:JUDGED_TOKENS] for text in texts]
-    return [torch.tensor(one, dtype=torch.int64) for one in ids]
+    found: dict[str, list[Tensor]] = defaultdict(list)
+    for record in map(json.loads, lines[split == "final" :: 2]):
+        own = found[record.get("kind", "")]
+        if len(own) < count:
+            messages = record.get("messages")
+            ids = tokenizer.encode_chat(messages) if messages else tokenizer.encode(record["text"])
+            own.append(torch.tensor(ids[:JUDGED_TOKENS], dtype=torch.int64))
+    return [(kind, ids) for kind, own in found.items() for ids in own]
 
 
 @torch.inference_mode()
 def run_model(
-    path: Path, documents: list[Tensor], device: torch.device
+    path: Path, documents: Sequence[Tensor], device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
     """For every document: log-probabilities [T, vocab], and the experts chosen, [layers, T, k], of
     no layer in a dense model."""
@@ -156,7 +162,7 @@ def run_model(
     return found
 
 
-def _passes(documents: list[Tensor]) -> list[list[Tensor]]:
+def _passes(documents: Sequence[Tensor]) -> list[list[Tensor]]:
     parts: list[list[Tensor]] = [[]]
     for ids in documents:
         if sum(map(len, parts[-1])) + len(ids) > TOKENS_A_PASS and parts[-1]:
@@ -185,18 +191,31 @@ Rows = dict[tuple[str, str, str], list[dict[str, Any]]]
 
 
 def read_rows(path: Path, split: str) -> Rows:
-    """(judge, scheme, name) -> its seeds' figures per document. NVFP4's headrooms are rows of their
-    own."""
+    """(judge, scheme, name) -> its seeds' figures per document. Documents of a kind are a judge of
+    their own, and NVFP4's headrooms rows of their own."""
     found: Rows = defaultdict(list)
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        key = row["judge"], row["scheme"]
-        found[*key, row["name"]].append(row["scores"][split] | {"seed": row["seed"]})
+        named = {row["name"]: row["scores"]}
         for headroom, own in row.get("headroom", {}).items():
-            found[*key, f"{row['name']}, headroom {headroom}"].append(
-                own[split] | {"seed": row["seed"]}
-            )
+            named[f"{row['name']}, headroom {headroom}"] = own
+        for name, own in named.items():
+            for judge, figures in by_kind(row["judge"], own[split]).items():
+                found[judge, row["scheme"], name].append(figures | {"seed": row["seed"]})
     return found
+
+
+def by_kind(judge: str, figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    kinds = figures.pop("kinds", [""])
+    if set(kinds) == {""}:
+        return {judge: figures}
+    return {
+        f"{judge}, {kind}": {
+            name: [x for x, own in zip(values, kinds, strict=True) if own == kind]
+            for name, values in figures.items()
+        }
+        for kind in dict.fromkeys(kinds)
+    }
 
 
 def per_document(runs: list[dict[str, Any]]) -> np.ndarray:

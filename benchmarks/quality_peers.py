@@ -19,6 +19,12 @@ IGNORE = ["lm_head", "re:.*mlp.gate$", "re:.*kv_b_proj$"]
 SCHEMES = {"w4": "W4A16_ASYM", "fp4": "NVFP4A16", "w4a4": "NVFP4", "int8": "W8A8", "w4a8": "W4A8"}
 
 
+def group_size(model: Any) -> int:
+    """The largest of 128, 64 and 32 that divides the inputs of all linears."""
+    widths = [one.in_features for one in model.modules() if isinstance(one, torch.nn.Linear)]
+    return next(size for size in (128, 64, 32) if all(width % size == 0 for width in widths))
+
+
 def mappings(config: Any) -> list[Any]:
     """The scale groups of a DeepSeek-V3, Qwen3 or Qwen3-MoE model, dense layers apart from the
     others; routers are readers."""
@@ -64,13 +70,17 @@ def mappings(config: Any) -> list[Any]:
 def modifiers(recipe: str, model: Any) -> list[Any]:
     """w4-awq-gptq, fp4-gptq, int8-smooth-gptq, int8-nearest, ...: the grid, then the methods in
     order; a grid alone rounds to nearest."""
+    from compressed_tensors.quantization import preset_name_to_scheme
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 
     grid, *methods = recipe.split("-")
-    scheme = {"targets": "Linear", "scheme": SCHEMES[grid], "ignore": IGNORE}
+    preset = preset_name_to_scheme(SCHEMES[grid], ["Linear"])
+    if preset.weights.group_size == 128:
+        preset.weights.group_size = group_size(model)
+    scheme = {"config_groups": {"linears": preset}, "ignore": IGNORE}
     groups = mappings(model.config)
     found: list[Any] = []
     if "awq" in methods:
@@ -158,8 +168,9 @@ KEPT = ("lm_head", "kv_b_proj", "mlp.gate")
 
 
 def auto_round(source: Path, tokens: Path, recipe: str, out: Path) -> None:
-    """Recipes are GRID-ITERATIONS, or GRID-v2-ITERATIONS for the second version of its method: w4
-    (int4 with zero points in groups of 128), fp4 (NVFP4 weights, 16-bit activations), int8 (a step
+    """Recipes are GRID-ITERATIONS, GRID-v2-ITERATIONS for the second version of its method, or
+    GRID-awq-ITERATIONS for its own AWQ before it: w4
+    (int4 with zero points in groups of 128 or what divides the model), fp4 (NVFP4 weights, 16-bit activations), int8 (a step
     a row, activations int8 a token) and w4a8 (int4 in groups of 128, the same activations). OUT is
     a BF16 checkpoint of the decoded values; OUT/activations.json says how many bits the inputs of
     its linears have, and which linears are kept. All lists of tokens have one length."""
@@ -172,6 +183,7 @@ def auto_round(source: Path, tokens: Path, recipe: str, out: Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
+    size = {"group_size": group_size(model)} if GRIDS[grid]["group_size"] == 128 else {}
     data = [
         {
             "input_ids": torch.tensor(one[:length])[None],
@@ -195,7 +207,8 @@ def auto_round(source: Path, tokens: Path, recipe: str, out: Path) -> None:
         batch_size=8,
         enable_torch_compile=False,
         enable_alg_ext=version == ["v2"],
-        **GRIDS[grid],
+        alg_configs="awq,auto_round" if version == ["awq"] else None,
+        **(GRIDS[grid] | size),
         **kept,
     )
     rounding.quantize_and_save(str(out), format="fake")

@@ -73,21 +73,20 @@ def scores() -> Callable[[Job], Job]:
     def of(job: Job) -> Any:
         if job["judge"] not in judges:
             folder, name = Path(job["judges"]), job["judge"]
-            documents = [documents_of(folder, name, split, job["documents"]) for split in SPLITS]
-            judges[name] = (
-                documents,
-                [run_model(folder / name, own, device) for own in documents],
-            )
+            judges[name] = []
+            for split in SPLITS:
+                kinds, own = zip(*documents_of(folder, name, split, job["documents"]), strict=True)
+                judges[name].append((kinds, own, run_model(folder / name, own, device)))
         return judges[job["judge"]]
 
     def figures(job: Job) -> Job:
         found_of = {}
-        for split, documents, reference in zip(SPLITS, *of(job), strict=True):
+        for split, (kinds, documents, reference) in zip(SPLITS, of(job), strict=True):
             found = score(reference, run_model(Path(job["out"]), documents, device))
             found_of[split] = {
                 name: [float(f"{x:.6g}") for x in getattr(found, name)]
                 for name in ("kl", "top1", "tokens", "experts")
-            }
+            } | {"kinds": kinds}
         return found_of
 
     def run(job: Job) -> Job:
