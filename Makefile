@@ -108,7 +108,7 @@ ascendc:
 mutants: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python tests/judges/mutants/product.py
 
-mutants-ascend: .venv-ascend/stamp
+mutants-ascend: .venv-ascend/stamp .venv-npu/stamp
 	PYTHONPATH=.:kernels OMP_NUM_THREADS=1 .venv-ascend/bin/python tests/judges/mutants/run.py
 
 .venv-ascend/stamp: $(VENV)/test.stamp

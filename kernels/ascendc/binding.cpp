@@ -4,6 +4,9 @@
  * NEVER BUILT, NEVER RUN: it needs torch_npu's and CANN's headers, and what ascendc_library generates. Layouts are those of int4_grouped.py and
  * fp4_gemv.py; the sources say what each operand is. cores: the device's, of the cube for int4_grouped and vector cores for fp4_gemv; more would
  * wait for ever at SyncAll. Scratch comes from torch's allocator, on the current stream.
+ *
+ * torch_npu launches its operators from a second thread, in the order of a queue (TASK_QUEUE_ENABLE), so a kernel goes into that queue: launched at
+ * once it would start before the operators that make its operands.
  */
 #include <ATen/ATen.h>
 #include <torch/library.h>
@@ -11,6 +14,7 @@
 #include "aclrtlaunch_fp4_gemv.h"
 #include "aclrtlaunch_int4_grouped.h"
 #include "torch_npu/csrc/core/npu/NPUStream.h"
+#include "torch_npu/csrc/framework/OpCommand.h"
 
 namespace {
 at::Tensor scratch(const at::Tensor &like, at::IntArrayRef shape, at::ScalarType dtype) { return at::empty(shape, like.options().dtype(dtype)); }
@@ -20,6 +24,13 @@ void check(const at::Tensor &x, const at::Tensor &weight, const at::Tensor &grou
     TORCH_CHECK(x.dim() == 2 && x.scalar_type() == at::kBFloat16 && x.is_contiguous(), "x is bfloat16 [R, K], in one piece");
     TORCH_CHECK(weight.is_contiguous() && group_list.is_contiguous(), "operands lie in one piece");
     TORCH_CHECK(group_list.scalar_type() == at::kLong && group_list.size(0) == weight.size(0), "group_list is int64 [E]");
+}
+
+/* launch, which holds the tensors, after what torch_npu has queued; its result is the runtime's error. */
+template <typename Launch> void queue(const char *name, const Launch &launch)
+{
+    const aclrtStream stream = c10_npu::getCurrentNPUStream().stream(false);  // the queue is not drained
+    at_npu::native::OpCommand::RunOpApiV2(std::string("quantkit_ascendc_") + name, [launch, stream]() -> int { return launch(stream); });
 }
 
 at::Tensor int4_grouped(const at::Tensor &x, const at::Tensor &weight, const at::Tensor &parameters, const at::Tensor &group_list,
@@ -33,10 +44,12 @@ at::Tensor int4_grouped(const at::Tensor &x, const at::Tensor &weight, const at:
     const at::Tensor slots = scratch(x, {cores, 4, 32768}, at::kChar), sums = scratch(x, {cores, 2, 16, 256}, at::kInt);
     at::Tensor y = scratch(x, {rows, n}, at::kBFloat16);
     if (rows > 0) {
-        ACLRT_LAUNCH_KERNEL(int4_grouped)
-        (cores, c10_npu::getCurrentNPUStream().stream(false), x.data_ptr(), weight.data_ptr(), parameters.data_ptr(),
-         group_list.data_ptr(), digits.data_ptr(), factors.data_ptr(), slots.data_ptr(), sums.data_ptr(), y.data_ptr(),
-         static_cast<uint32_t>(rows), static_cast<uint32_t>(weight.size(0)), static_cast<uint32_t>(k), static_cast<uint32_t>(n));
+        queue("int4_grouped", [=](aclrtStream stream) -> int {
+            return ACLRT_LAUNCH_KERNEL(int4_grouped)(
+                cores, stream, x.data_ptr(), weight.data_ptr(), parameters.data_ptr(), group_list.data_ptr(), digits.data_ptr(),
+                factors.data_ptr(), slots.data_ptr(), sums.data_ptr(), y.data_ptr(), static_cast<uint32_t>(rows),
+                static_cast<uint32_t>(weight.size(0)), static_cast<uint32_t>(k), static_cast<uint32_t>(n));
+        });
     }
     return y;
 }
@@ -53,10 +66,12 @@ at::Tensor fp4_gemv(const at::Tensor &x, const at::Tensor &weight, const at::Ten
     const at::Tensor partial = scratch(x, {blocks, n / 512, splits, 4, 512}, at::kFloat);
     at::Tensor y = scratch(x, {rows, n}, at::kBFloat16);
     if (rows > 0) {
-        ACLRT_LAUNCH_KERNEL(fp4_gemv)
-        (cores, c10_npu::getCurrentNPUStream().stream(false), x.data_ptr(), weight.data_ptr(), scale.data_ptr(),
-         global_scale.data_ptr(), group_list.data_ptr(), partial.data_ptr(), y.data_ptr(), static_cast<uint32_t>(experts),
-         static_cast<uint32_t>(k), static_cast<uint32_t>(n), static_cast<uint32_t>(splits));
+        queue("fp4_gemv", [=](aclrtStream stream) -> int {
+            return ACLRT_LAUNCH_KERNEL(fp4_gemv)(
+                cores, stream, x.data_ptr(), weight.data_ptr(), scale.data_ptr(), global_scale.data_ptr(), group_list.data_ptr(),
+                partial.data_ptr(), y.data_ptr(), static_cast<uint32_t>(experts), static_cast<uint32_t>(k), static_cast<uint32_t>(n),
+                static_cast<uint32_t>(splits));
+        });
     }
     return y;
 }

@@ -300,8 +300,9 @@ private:
     uint32_t columnTiles;
 };
 
-extern "C" __global__ __aicore__ void fp4_gemv(GM_ADDR x, GM_ADDR weight, GM_ADDR scale, GM_ADDR globalScale, GM_ADDR groupList,
-                                               GM_ADDR partial, GM_ADDR y, uint32_t experts, uint32_t k, uint32_t n, uint32_t splits)
+extern "C" __schedmode__(1) __global__ __aicore__ void fp4_gemv(GM_ADDR x, GM_ADDR weight, GM_ADDR scale, GM_ADDR globalScale,
+                                                                 GM_ADDR groupList, GM_ADDR partial, GM_ADDR y, uint32_t experts, uint32_t k,
+                                                                 uint32_t n, uint32_t splits)
 {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
     Fp4Gemv kernel;

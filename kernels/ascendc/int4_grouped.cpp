@@ -106,6 +106,7 @@ public:
             const uint32_t first = item % chunks * CHUNK;
             MakeDigits(item / chunks, first, t.k - first < CHUNK ? t.k - first : CHUNK);
         }
+        xQueue.FreeAllEvent();  // the Decoder's buffers take all eight
     }
 
 private:
@@ -536,9 +537,9 @@ private:
     uint32_t read = 0, done = 0;
 };
 
-extern "C" __global__ __aicore__ void int4_grouped(GM_ADDR x, GM_ADDR weight, GM_ADDR parameters, GM_ADDR groupList, GM_ADDR digits,
-                                                   GM_ADDR factors, GM_ADDR slots, GM_ADDR sums, GM_ADDR y, uint32_t rows, uint32_t experts,
-                                                   uint32_t k, uint32_t n)
+extern "C" __schedmode__(1) __global__ __aicore__ void int4_grouped(GM_ADDR x, GM_ADDR weight, GM_ADDR parameters, GM_ADDR groupList,
+                                                                     GM_ADDR digits, GM_ADDR factors, GM_ADDR slots, GM_ADDR sums, GM_ADDR y,
+                                                                     uint32_t rows, uint32_t experts, uint32_t k, uint32_t n)
 {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
     const Int4Operands operands{x, weight, parameters, groupList, digits, factors, slots, sums, y};

@@ -21,6 +21,10 @@ RULES = (
     "both vector cores tell the cube core",
     "flags 11 to 14 are SyncAll's",
     "all cores meet at SyncAll",
+    "eight event ids of a pair of pipes",
+    "SyncAll of vector cores wants a type that is scheduled",
+    "a cube core has two vector cores",
+    "SyncAll wants batch mode",
 )
 
 

@@ -45,6 +45,21 @@ def test_experts_of_few_tokens_are_two_launches(grid: str, launched: list[str]) 
         ), tokens
 
 
+@pytest.mark.parametrize("grid", GRIDS)
+def test_weights_of_experts_are_added_in_float32(grid: str) -> None:
+    """Two experts that differ in down's sign alone, by weights that 16 bits do not tell apart: what
+    is left is the difference of the weights."""
+    weights = random_experts(grid, 1, 256, 128, torch.Generator().manual_seed(3))
+    down = weights[2][0]
+    signed = "global_scale" if grid == "fp4" else "scale"
+    opposite = down._replace(**{signed: -getattr(down, signed)})  # type: ignore[union-attr]
+    experts = layer([2 * weights[0], 2 * weights[1], [down, opposite]], "ascend", torch.bfloat16)
+    x = torch.randn(1, 256, generator=torch.Generator().manual_seed(4)).bfloat16()
+    one, ids = experts(x, torch.tensor([[0]]), torch.ones(1, 1)), torch.tensor([[0, 1]])
+    left = experts(x, ids, torch.tensor([[1 + 2.0**-12, 1.0]]))
+    assert distance(left * 2.0**12, one.double()) < 1e-2
+
+
 def test_gate_ends_with_a_column_tile() -> None:
     """Down's inputs, as many as gate has columns, are whole spans, and a span is whole tiles: up
     begins with one."""

@@ -37,9 +37,11 @@ def operands(twin: ModuleType, weights: list[Fp4]) -> tuple[np.ndarray, np.ndarr
 
 
 def fp4(n: int, k: int, seed: int) -> Fp4:
-    weight = random_weight("fp4", n, k, torch.Generator().manual_seed(seed))
+    """A global scale for every column, as stacked gate and up have them."""
+    rng = torch.Generator().manual_seed(seed)
+    weight = random_weight("fp4", n, k, rng)
     assert isinstance(weight, Fp4)
-    return weight
+    return weight._replace(global_scale=weight.global_scale * (0.5 + torch.rand(n, generator=rng)))
 
 
 def test_where_a_code_lies(twin: ModuleType) -> None:

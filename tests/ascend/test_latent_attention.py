@@ -169,6 +169,7 @@ def test_the_cache_lies_as_the_operators_want() -> None:
     assert cache_layout(512, 64, torch.bfloat16, cpu, backend="torch_npu") == ((512, 64), 128)
     assert cache_layout(512, 64, torch.float32, cpu, backend="torch_npu").widths == (576,)
     assert cache_layout(128, 32, torch.bfloat16, cpu, backend="torch_npu").widths == (160,)
+    assert cache_layout(512, 32, torch.bfloat16, cpu, backend="torch_npu").widths == (544,)
     assert cache_layout(512, 64, torch.bfloat16, cpu, backend="reference").widths == (576,)
     case = latent_attention([3], 2, 16, (128, 64, 128, 512), torch.bfloat16)
     q, kv_b, rotation, pages = case.arguments

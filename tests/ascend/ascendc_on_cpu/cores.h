@@ -19,6 +19,10 @@
 
 #define REQUIRE(condition) do { if (!(condition)) { fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); abort(); } } while (0)
 
+/* A kernel's task type decides which cores it is launched on, and whether they can wait for each other. */
+enum TaskType { KERNEL_TYPE_AIV_ONLY, KERNEL_TYPE_AIC_ONLY, KERNEL_TYPE_MIX_AIV_1_0, KERNEL_TYPE_MIX_AIC_1_0, KERNEL_TYPE_MIX_AIC_1_1,
+                KERNEL_TYPE_MIX_AIC_1_2 };
+
 enum pipe_t { PIPE_S, PIPE_V, PIPE_M, PIPE_MTE1, PIPE_MTE2, PIPE_MTE3, PIPE_FIX };
 
 namespace AscendC {
@@ -33,7 +37,9 @@ struct Core {
     bool cube;
     uint64_t period = 1, instruction = 0;  // what lies between two barriers; what is being executed
     uint32_t unified = 0, l1 = 0, l0a = 0, l0b = 0, l0c = 0;  // bytes taken
+    uint32_t events[5][2] = {};  // ids taken of a pair of pipes, by the queue's position (memory.h), there and back
     bool atomicAdd = false, done = false;
+    TaskType task = KERNEL_TYPE_AIV_ONLY;  // what a compiler takes where a kernel says nothing
     int flags[16] = {};
     int set[16] = {};  // by this one, not yet by its partners
     uint64_t meetings = 0;
@@ -47,7 +53,7 @@ struct Core {
 inline std::vector<std::unique_ptr<Core>> cores;
 inline Core *core = nullptr;
 inline ucontext_t scheduler;
-inline bool meets = false;
+inline bool meets = false, batched = false;
 inline uint32_t yielding = 0;  // bit 0: vector cores; bit 1: cube cores
 inline uint64_t progress = 0;
 inline std::function<void()> body;
@@ -56,6 +62,12 @@ inline bool isCube() { return core->cube; }
 inline uint32_t GetBlockIdx() { return core->index; }
 inline uint32_t GetSubBlockIdx() { return core->sub; }
 inline uint32_t GetBlockNum() { return core->number; }
+inline void setTaskType(TaskType type) {
+    bool cubes = false;
+    for (auto &other : cores) cubes |= other->cube;
+    REQUIRE((type == KERNEL_TYPE_MIX_AIC_1_2) == cubes && "other cores than those it is launched on");
+    core->task = type;
+}
 template <pipe_t pipe> void PipeBarrier() { REQUIRE(pipe == PIPE_V && !core->cube); core->period++; }
 template <typename T> void SetAtomicAdd() { core->atomicAdd = true; }
 inline void SetAtomicNone() { core->atomicAdd = false; }
@@ -69,6 +81,7 @@ void landIncoming();
 
 /* Both vector cores tell the cube core; the cube core tells both. */
 template <uint8_t mode, pipe_t pipe> void CrossCoreSetFlag(uint16_t flag) {
+    REQUIRE(core->task == KERNEL_TYPE_MIX_AIC_1_2 && "mode 2 is between a cube core and its two");
     REQUIRE(mode == 2 && flag < 16 && !(meets && flag >= 11 && flag <= 14));
     REQUIRE(pipe == PIPE_MTE2 || (core->cube ? pipe == PIPE_FIX : pipe == PIPE_MTE3));
     land(pipe);
@@ -92,6 +105,8 @@ template <bool vectorsAlone = true> void SyncAll() {
     bool cubes = false;
     for (auto &other : cores) cubes |= other->cube;
     REQUIRE(vectorsAlone == !cubes);
+    REQUIRE(core->task != KERNEL_TYPE_AIV_ONLY && core->task != KERNEL_TYPE_AIC_ONLY && "nothing schedules its flags");
+    REQUIRE(batched && "another stream's kernel may hold some of the cores for ever: __schedmode__(1)");
     meets = true;
     land(PIPE_S, true);
     landIncoming();
@@ -112,9 +127,10 @@ inline void enter() {
     swapcontext(&core->context, &scheduler);
 }
 
-/* mixed: each of `number` cores is a cube core with two vector cores; else each is a vector core. */
-inline void launch(uint32_t number, bool mixed, std::function<void()> kernel) {
+/* mixed: each of `number` cores is a cube core with two vector cores; else each is a vector core. batch: as __schedmode__(1) says. */
+inline void launch(uint32_t number, bool mixed, bool batch, std::function<void()> kernel) {
     cores.clear();
+    batched = batch;
     body = std::move(kernel);
     meets = false;
     for (uint32_t i = 0; i < number; i++)

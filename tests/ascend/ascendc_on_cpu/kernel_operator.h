@@ -7,7 +7,8 @@
  *   memory when the core's pipe was waited for (cores.h);
  *   before a copy, and after FreeTensor, a buffer holds NaN; a buffer is used as its state allows (allocated, queued, dequeued, free);
  *   a vector instruction that touches what another wrote, or writes what another read, without PipeBarrier between, ends the program;
- *   so do a step over a buffer's end, a misaligned block, too many buffers, and an atomic mode that is on when the kernel ends.
+ *   so do a step over a buffer's end, a misaligned block, too many buffers or event ids, and an atomic mode that is on when the kernel ends;
+ *   so do cores that wait for each other where the task type or the scheduling mode does not let them.
  */
 #pragma once
 #include "cube.h"
@@ -17,6 +18,8 @@
 #define __global__
 #define __gm__
 #define GM_ADDR uint8_t *
-#define KERNEL_TASK_TYPE_DEFAULT(type)
+#define KERNEL_TASK_TYPE_DEFAULT(type) AscendC::setTaskType(type)
+/* A kernel's section says its mode: whether its address lies within that of batch mode. */
+#define __schedmode__(mode) __attribute__((section("schedmode" #mode)))
 #define ASCEND_IS_AIC (AscendC::isCube())
 #define ASCEND_IS_AIV (!AscendC::isCube())

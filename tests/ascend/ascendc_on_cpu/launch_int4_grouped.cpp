@@ -4,7 +4,7 @@
 
 EXPORT void launch(uint32_t cores, uint32_t yielding, uint8_t **p, const uint32_t *sizes) {
     AscendC::yielding = yielding;
-    AscendC::launch(cores, true, [=] {
+    AscendC::launch(cores, true, inBatchMode(int4_grouped), [=] {
         int4_grouped(p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], p[8], sizes[0], sizes[1], sizes[2], sizes[3]);
     });
 }

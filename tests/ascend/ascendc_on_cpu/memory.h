@@ -30,6 +30,7 @@ struct Memory {
     uint8_t *base = nullptr;
     uint32_t size = 0;
     State state = State::BUFFER;
+    bool event = false;  // taken when it was freed
     TPosition position = TPosition::VECCALC;
     std::vector<Touched> written, read;
     std::vector<std::function<void()>> pending;
@@ -104,6 +105,13 @@ template <TPosition position> struct TBuf {
     Memory memory;
     template <typename T> LocalTensor<T> Get() { return {&memory, 0}; }
 };
+/* Who fills a queue's buffer and who reads it wait for each other by event ids, eight of each pair of pipes and direction. A buffer takes one
+ * from EnQue to DeQue, and one from FreeTensor until it is allocated again, or FreeAllEvent. */
+constexpr uint32_t EVENT_IDS = 8;
+inline uint32_t *eventsOf(TPosition position) {
+    return core->events[position == TPosition::VECIN ? 0 : position == TPosition::VECOUT ? 1 : position <= TPosition::B1 ? 2
+                        : position == TPosition::CO1 ? 4 : 3];
+}
 template <TPosition position, int depth> struct TQue {
     std::vector<std::unique_ptr<Memory>> memories;
     std::deque<Memory *> idle, full;
@@ -112,6 +120,7 @@ template <TPosition position, int depth> struct TQue {
         Memory *memory = idle.front();
         idle.pop_front();
         memory->state = State::ALLOCATED;
+        release(memory);
         return {memory, 0};
     }
     template <typename T> void EnQue(const LocalTensor<T> &tensor) {
@@ -119,12 +128,14 @@ template <TPosition position, int depth> struct TQue {
         tensor.memory->state = State::QUEUED;
         full.push_back(tensor.memory);
         REQUIRE(int(full.size()) <= depth);
+        REQUIRE(++eventsOf(position)[0] <= EVENT_IDS && "event ids");
     }
     template <typename T> LocalTensor<T> DeQue() {
         REQUIRE(!full.empty());
         Memory *memory = full.front();
         full.pop_front();
         memory->state = State::DEQUEUED;
+        eventsOf(position)[0]--;
         memory->settle();
         return {memory, 0};
     }
@@ -134,11 +145,22 @@ template <TPosition position, int depth> struct TQue {
         tensor.memory->spoil();
         tensor.memory->state = State::FREE;
         idle.push_back(tensor.memory);
+        tensor.memory->event = true;
+        REQUIRE(++eventsOf(position)[1] <= EVENT_IDS && "event ids: FreeAllEvent gives them back");
+    }
+    void FreeAllEvent() { for (auto &memory : memories) release(memory.get()); }
+    void release(Memory *memory) {
+        eventsOf(position)[1] -= memory->event;
+        memory->event = false;
     }
     ~TQue() { REQUIRE(full.empty() && idle.size() == memories.size()); }
 };
 struct TPipe {
-    ~TPipe() { REQUIRE(!core->atomicAdd && "the next kernel finds the atomic mode on"); }
+    TPipe() { eventsOf(TPosition::A2)[1] += core->cube ? 3 : 0; }  // the high-level product's own
+    ~TPipe() {
+        memset(core->events, 0, sizeof(core->events));
+        REQUIRE(!core->atomicAdd && "the next kernel finds the atomic mode on");
+    }
     template <TPosition p> void InitBuffer(TBuf<p> &buffer, uint32_t size) { buffer.memory.allocate(size, p, State::BUFFER); }
     template <TPosition p, int depth> void InitBuffer(TQue<p, depth> &queue, int number, uint32_t size) {
         for (int i = 0; i < number; i++) {

@@ -1,7 +1,6 @@
 /* One core, or one cube core with its two, that breaks a rule, and beside each the same that keeps it: `launch` ends the process or not. */
 #include <functional>
-#include <map>
-#include <string>
+#include <optional>
 
 #include "harness.h"
 
@@ -109,22 +108,52 @@ void reserved(bool good) {
     else CrossCoreWaitFlag(good ? 10 : 12);
 }
 void everybody(bool good) { if (good || ASCEND_IS_AIV) SyncAll<false>(); }
+/* Nine buffers, of which the first is not used again. */
+void ids(bool good) {
+    TPipe pipe;
+    TQue<TPosition::VECIN, 1> first;
+    TQue<TPosition::VECIN, 8> others;
+    pipe.InitBuffer(first, 1, 256);
+    pipe.InitBuffer(others, 8, 256);
+    for (uint32_t i = 0; i < 9; i++) {
+        auto pass = [](auto &queue) {
+            queue.EnQue(queue.template AllocTensor<float>());
+            queue.FreeTensor(queue.template DeQue<float>());
+        };
+        if (i == 0) pass(first);
+        else pass(others);
+        if (good && i == 0) first.FreeAllEvent();
+    }
+}
 
-const std::vector<std::pair<bool, std::function<void(bool)>>> rules = {
+/* type: another than what the kernel needs. batch: whether it is in batch mode all the same. */
+struct Rule {
+    bool mixed;
+    std::function<void(bool)> body;
+    std::optional<TaskType> type = {};
+    bool batch = true;
+};
+const std::vector<Rule> rules = {
     {false, copied}, {false, freed}, {false, barrier}, {false, atomic}, {false, returned}, {false, end}, {false, room},
     {true, [](bool good) { flags(good, false); }}, {true, [](bool good) { flags(good, true); }}, {true, both}, {true, reserved},
-    {true, everybody},
+    {true, everybody}, {false, ids}, {false, [](bool) { SyncAll(); }, KERNEL_TYPE_AIV_ONLY},
+    {true, [](bool) { SyncAll<false>(); }, KERNEL_TYPE_MIX_AIC_1_1}, {false, [](bool) { SyncAll(); }, {}, false},
 };
 } // namespace
 
 EXPORT void launch(uint32_t rule, bool good, uint8_t **p, const uint32_t *) {
     data.SetGlobalBuffer((float *)p[0]);
-    AscendC::launch(1, rules[rule].first, [=] { rules[rule].second(good); });
+    const Rule &one = rules[rule];
+    const TaskType right = one.mixed ? KERNEL_TYPE_MIX_AIC_1_2 : KERNEL_TYPE_MIX_AIV_1_0;
+    AscendC::launch(1, one.mixed, good || one.batch, [&] {
+        setTaskType(good ? right : one.type.value_or(right));
+        one.body(good);
+    });
 }
 /* What was sent is in memory at the end, and not before: a core reads its own old value. */
 EXPORT void late(float *values) {
     data.SetGlobalBuffer(values);
-    AscendC::launch(1, false, [] {
+    AscendC::launch(1, false, false, [] {
         Vector core;
         LocalTensor<float> arrived = core.read();
         core.write(arrived, 64);

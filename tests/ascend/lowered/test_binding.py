@@ -1,11 +1,12 @@
-"""binding.cpp, built against torch and stand-ins of CANN's headers, and run over the CPU's version
-of Ascend C: experts of backend ascend.
+"""binding.cpp, built against the headers of torch and torch_npu, and run over the CPU's version of
+Ascend C, with a queue as torch_npu has it: experts of backend ascend.
 
 Here, and not with the other tests of Ascend C, because torch's headers take a compiler half a
 minute.
 """
 
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from quantkit_kernels.samples import distance
 from torch.utils import cpp_extension
 
 STAND_INS = Path(__file__).parents[1] / "cann_on_cpu"
+TORCH_NPU = ".venv-npu/lib/python*/site-packages/torch_npu/include"
+"""Next to the environment that runs this."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("binding")
     for name in ("int4_grouped", "fp4_gemv"):
         ascendc.compiled(ascendc.CPU / f"launch_{name}.cpp", folder)
-    includes = [f"-I{one}" for one in (STAND_INS, *cpp_extension.include_paths())]
+    (headers,) = Path(sys.prefix).parent.glob(TORCH_NPU)
+    includes = [f"-I{STAND_INS}", f"-isystem{headers}"]
+    includes += [f"-isystem{one}" for one in cpp_extension.include_paths()]
     libraries = [f"-L{one}" for one in cpp_extension.library_paths()] + [
         "-ltorch",
         "-ltorch_cpu",
@@ -38,7 +43,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "g++",
         *options,
         *includes,
-        str(ascendc.SOURCES / "binding.cpp"),
+        str(STAND_INS / "binding.cpp"),
         *libraries,
         "-o",
         str(folder / "binding.so"),
@@ -82,6 +87,19 @@ def test_experts_by_the_binding(
         with monkeypatch.context() as patched:
             patched.setattr(torch.ops, "quantkit_ascendc", ascendc_double)
             assert torch.equal(ours, experts(x, ids, share)), tokens
+
+
+@pytest.mark.parametrize("grid", ["int4-asym-128", "fp4"])
+def test_a_kernel_runs_after_what_was_queued(grid: str, operators: None) -> None:
+    """Its operands are there when torch_npu's queue comes to it, and not before."""
+    rng = torch.Generator().manual_seed(2)
+    experts = layer(random_experts(grid, 2, 512, 256, rng), "ascend", torch.bfloat16)
+    assert isinstance(experts, streamed.StreamedExperts)
+    x, ends = torch.randn(3, 512, generator=rng).bfloat16(), torch.tensor([1, 3])
+    later = torch.full_like(x, float("nan"))
+    expected = experts.gate_up.times(x, ends)
+    torch.ops.quantkit_ascendc.copied_later(later, x)
+    assert torch.equal(experts.gate_up.times(later, ends), expected)
 
 
 def test_what_the_binding_refuses(operators: None) -> None:

@@ -69,6 +69,10 @@ def times(x: Tensor, weight: Weight) -> Tensor:
     return x.double() @ dequantize(weight, torch.float64).T
 
 
+LARGE = 2.0**17
+"""Times a code more than fp16 holds."""
+
+
 def integers(rows: int, k: int, rng: torch.Generator, low: int = -4, high: int = 5) -> Tensor:
     return torch.randint(low, high, (rows, k), generator=rng).bfloat16()
 
@@ -79,7 +83,7 @@ def test_rows(grid: str, factor: float) -> None:
     rng = torch.Generator().manual_seed(1)
     weights = [whole(grid, 72, 256, factor, rng) for _ in range(2)]
     x, out, experts = (
-        integers(3, 256, rng),
+        LARGE * integers(3, 256, rng),
         torch.zeros(3, 72).bfloat16(),
         torch.tensor([1, 0, 1], dtype=torch.int32),
     )
@@ -101,12 +105,11 @@ def test_blocks(grid: str, factor: float) -> None:
         torch.tensor([1, 0], dtype=torch.int32),
     )
     scale = 2.0 ** torch.randint(-2, 3, (20,), generator=rng)
-    codes, rows = (x.to(torch.int8), scale) if grid == "int8" else (x, None)
+    by = scale if grid == "int8" else torch.full((20,), LARGE)
+    codes, rows = (x.to(torch.int8), scale) if grid == "int8" else (LARGE * x, None)
     run(launch.blocks(packed_of(weights), codes, rows, in_order(experts, len(x), 16), out))
     exact = torch.cat([times(x[:16], weights[1]), times(x[16:], weights[0])])
-    assert torch.equal(
-        out, (exact * scale.double().unsqueeze(1) if grid == "int8" else exact).bfloat16()
-    )
+    assert torch.equal(out, (exact * by.double().unsqueeze(1)).bfloat16())
 
 
 def quantizable(rows: int, k: int, rng: torch.Generator) -> Tensor:
@@ -122,7 +125,7 @@ def test_down(grid: str, factor: float) -> None:
     """Experts' weights have nine bits, one more than bf16 has."""
     rng = torch.Generator().manual_seed(3)
     weights = [whole(grid, 136, 128, factor, rng, least=-1) for _ in range(3)]
-    x = quantizable(4, 128, rng) if grid == "int8" else integers(4, 128, rng, -2, 3)
+    x = quantizable(4, 128, rng) if grid == "int8" else LARGE * integers(4, 128, rng, -2, 3)
     experts, share = (
         torch.tensor([2, 0, 1, 2], dtype=torch.int32),
         1 + (2 * torch.arange(4) + 1) / 256,
