@@ -40,7 +40,7 @@ def is_loopback(host: str) -> bool:
     """Whether a name or an address, also in brackets as in a URL, can only be of this machine."""
     name = host.removeprefix("[").removesuffix("]").lower()
     try:
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+        return name in ("localhost", "localhost.") or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
 

@@ -255,7 +255,7 @@ def _kind(scaling: Mapping[str, Any]) -> Kind:
     named = [scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None] or [
         "default"
     ]
-    if any(name != named[0] for name in named):
+    if len(named) == 2 and named[0] != named[1]:
         raise QuantkitError(
             f"config.json's rope scaling has rope_type {named[0]!r} and type {named[1]!r}",
             "keep the one that is meant",

@@ -57,6 +57,10 @@ _NO_FORCING = '%llguidance {"no_forcing": true}'
 _REMEDY = "use a grammar that llguidance supports (https://github.com/guidance-ai/llguidance)"
 
 
+class GrammarError(QuantkitError):
+    """A grammar that came with a request and cannot be followed to its end."""
+
+
 class Grammars:
     """Compiles grammars for one tokenizer, in any thread. vocab_size: width of the logits; eos_ids:
     tokens that may end the output. The tokenizer's vocabulary is read with the first grammar."""
@@ -154,7 +158,7 @@ class Guide:
         """Write the masks of the next token after the output and after each of `drafts`: bits int32
         [rows, words] from row `first` on, one bit per token, 1 if it is allowed. Rows where all are
         allowed are not written, nor those after a draft that is not allowed, where no token is
-        kept. Raises QuantkitError if no token can follow.
+        kept. Raises GrammarError if no token can follow.
         """
         if self._after is not None:
             started = drafts.index(self._after) + 1 if self._after in drafts else 1 + len(drafts)
@@ -173,18 +177,18 @@ class Guide:
         else:
             executor.unsafe_compute_mask_ptr([(self._matcher, first)], *where)
         if self._matcher.is_error():  # its mask would end the output
-            raise QuantkitError(
+            raise GrammarError(
                 f"the grammar allows no next token: {self._matcher.get_error()[:300]}", _REMEDY
             )
 
     def advance(self, token_id: int) -> bool:
         """Advance by a sampled token. Returns whether the grammar is complete and nothing can
-        follow. Raises QuantkitError at a limit."""
+        follow. Raises GrammarError at a limit."""
         if self._after is not None:
             self._after = None if token_id == self._after else self._after
             return False
         if not self._matcher.consume_token(token_id):
-            raise QuantkitError(
+            raise GrammarError(
                 f"the output left the grammar: {self._matcher.get_error()[:300]}", _REMEDY
             )
         return bool(self._matcher.is_stopped())

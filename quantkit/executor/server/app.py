@@ -21,7 +21,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 from quantkit import __version__
-from quantkit.common.disconnect import until_disconnect
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.server.answers import ChatAnswer, CompletionAnswer
 from quantkit.executor.server.asgi import (
@@ -32,6 +31,7 @@ from quantkit.executor.server.asgi import (
     internal_error,
     note_of,
 )
+from quantkit.executor.server.disconnect import until_disconnect
 from quantkit.executor.server.guard import Faults, LoopbackOnly
 from quantkit.executor.server.intake import (
     ApiError,
@@ -323,7 +323,7 @@ def _refusals(service: Service) -> Callable[[Request, Exception], Awaitable[Resp
             case QueueFull():
                 return refuse(429, str(fault), "queue_full", headers={"Retry-After": "1"})
             case RequestFault():
-                return refuse(500, str(fault), "request_fault")
+                return refuse(fault.status, str(fault), "request_fault")
             case EngineFault():
                 return refuse(503, str(fault), "engine_fault")
             case HTTPException():

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quantkit.common.disconnect import until_disconnect
+from quantkit.executor.server.disconnect import until_disconnect
 from quantkit.executor.server.guard import log_fault
 from quantkit.executor.server.service import AnswerStream, EngineFault, RequestFault
 
@@ -75,9 +75,10 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await send(_event(_json(event), event["type"] if self._named else None))
-        except (RequestFault, EngineFault) as fault:
-            code = "request_fault" if isinstance(fault, RequestFault) else "engine_fault"
-            return await self._end(send, error_body(500, str(fault), code))
+        except RequestFault as fault:
+            return await self._end(send, error_body(fault.status, str(fault), "request_fault"))
+        except EngineFault as fault:
+            return await self._end(send, error_body(500, str(fault), "engine_fault"))
         except Exception as fault:
             log_fault("a stream", fault)
             return await self._end(send, internal_error(fault))

@@ -6,10 +6,10 @@ of the same origin.
 """
 
 import logging
+import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -40,22 +40,28 @@ def is_local(headers: Headers) -> bool:
     """Whether Host is a loopback name and Origin, if any, a page of such a name."""
     hosts, origins = headers.getlist("host"), headers.getlist("origin")
     return (
-        len(hosts) == 1 and _is_local_url(f"http://{hosts[0]}") and all(map(_is_local_url, origins))
+        len(hosts) == 1
+        and _is_local(_HOST, hosts[0])
+        and all(_is_local(_ORIGIN, one) for one in origins)
     )
 
 
-def _is_local_url(url: str) -> bool:
-    try:
-        return is_loopback(urlsplit(url).hostname or "")
-    except ValueError:
-        return False
+_HOST = re.compile(r"(\[[\da-f:.]+\]|[^\[\]:/@]+)(:\d*)?", re.ASCII | re.IGNORECASE)
+_ORIGIN = re.compile(f"https?://{_HOST.pattern}", _HOST.flags)
+
+
+def _is_local(form: re.Pattern[str], text: str) -> bool:
+    found = form.fullmatch(text)
+    return found is not None and is_loopback(found[1])
 
 
 def log_fault(what: str, fault: BaseException) -> None:
     """One line for a fault that nothing foresaw: what failed, why and where."""
-    last = traceback.extract_tb(fault.__traceback__)[-1]
-    where = f"{Path(last.filename).name}:{last.lineno}"
-    _LOG.error(one_line(f"{what}: {type(fault).__name__}: {str(fault)[:_LONGEST]} ({where})"))
+    where = "".join(
+        f" ({Path(last.filename).name}:{last.lineno})"
+        for last in traceback.extract_tb(fault.__traceback__)[-1:]  # none if it was not raised
+    )
+    _LOG.error(one_line(f"{what}: {type(fault).__name__}: {str(fault)[:_LONGEST]}{where}"))
 
 
 class Faults:

@@ -5,19 +5,17 @@ through a queue, and what each step produced comes back to the event loop in one
 """
 
 import asyncio
-import logging
 import queue
 import threading
-import traceback
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from quantkit.executor.engine import Engine
+from quantkit.executor.sampling.grammar import GrammarError
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Completion, Sequence, TokenLogprob
+from quantkit.executor.server.guard import log_fault
 from quantkit.executor.server.metrics import Counter, Gauge, Histogram, Metric
-
-_log = logging.getLogger(__name__)
 
 
 class QueueFull(Exception):
@@ -29,7 +27,12 @@ class EngineFault(Exception):
 
 
 class RequestFault(Exception):
-    """One request ended on an unexpected error; the others go on."""
+    """One request ended on an error; the others go on. status: 400 where its grammar is at fault,
+    500 where an unexpected error is."""
+
+    def __init__(self, problem: str, status: int = 500) -> None:
+        self.status = status
+        super().__init__(problem)
 
 
 @dataclass(frozen=True)
@@ -279,10 +282,9 @@ class Service:
 def _news(sequence: Sequence) -> Piece | RequestFault:
     """What the last step added to a sequence, or what ended it."""
     if sequence.fault is not None:
-        trace = "".join(traceback.format_exception(sequence.fault))
-        _log.error(
-            "a request ended with an error\n%s", trace.encode(errors="backslashreplace").decode()
-        )
+        if isinstance(sequence.fault, GrammarError):
+            return RequestFault(str(sequence.fault), 400)
+        log_fault("a request", sequence.fault)
         return RequestFault(
             f"this request ended with an error: {type(sequence.fault).__name__}: "
             f"{str(sequence.fault)[:500]}"

@@ -18,7 +18,7 @@ from quantkit.executor.server.app import Limits
 from quantkit.executor.server.guard import is_local
 from quantkit.executor.server.responses import ResponseAnswer
 
-LOCAL = ("127.0.0.1", "localhost", "LOCALHOST", "[::1]", "127.1.2.3")
+LOCAL = ("127.0.0.1", "localhost", "LOCALHOST", "localhost.", "[::1]", "127.1.2.3")
 FOREIGN = (
     *(
         "evil.example",
@@ -28,6 +28,7 @@ FOREIGN = (
     ),
     *("0.0.0.0", "[::]", "10.0.0.1", "169.254.169.254", "2130706433", "", "localhost@evil.example"),
     *("evil.example#localhost", "[::1", "localhost\\.evil.example", "null", "local host"),
+    *("localhost/", "a@localhost", "localhost:x", "::1", "[::1%lo]", "127.1", "//localhost"),
 )
 PORTS = ("", ":80", ":8000")
 
@@ -42,7 +43,8 @@ def test_names_of_this_machine_and_others(port: str) -> None:
     assert not any(map(told, FOREIGN))
     for host, name, scheme in itertools.product(LOCAL, (*LOCAL, *FOREIGN), ("http", "https")):
         assert told(host, f"{scheme}://{name}{port}") == (name in LOCAL), (host, name)
-    assert not told("localhost", "null")
+    for origin in ("null", "file://", "localhost", "//localhost", "app://localhost", ""):
+        assert not told("localhost", origin), origin
     assert not told("localhost", "http://localhost", "http://evil.example")
     assert not is_local(Headers(raw=[]))
     assert not is_local(Headers(raw=[(b"host", b"localhost"), (b"host", b"evil.example")]))

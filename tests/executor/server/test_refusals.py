@@ -1,6 +1,7 @@
 """Requests that the server refuses, and what it says of them."""
 
 import json
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from running_server import KEY, MESSAGES, Running, idle, load
+from running_server import KEY, MESSAGES, Running, idle, load, wait_for
 
 from quantkit.executor.server.app import Limits
 from quantkit.executor.server.protocol import HARMLESS, NEUTRAL
@@ -125,6 +126,22 @@ def test_what_cannot_be_answered_is_refused(
     assert answer.status_code == int(status)
     assert said in answer.json()["error"]["message"]
     assert idle(running)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("asked", ["guided_regex=a{99999999}", 'guided_grammar=start: "a" start'])
+def test_a_grammar_that_cannot_be_followed_is_the_clients(
+    running: Running, asked: str, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    form, _, grammar = asked.partition("=")
+    body = {"prompt": "a", "max_tokens": 6, "stream": stream, form: grammar}
+    answer = post(running, "completions", json=body)
+    assert answer.status_code == (200 if stream else 400)
+    error = json.loads(re.findall('{"error".*', answer.text)[-1])["error"]
+    assert error["type"] == "invalid_request_error"
+    assert "grammar" in error["message"]
+    assert not caplog.records
+    wait_for(lambda: idle(running))
 
 
 ABSENT = "guided_json response_format invented_tomorrow seed stop n stream temperature"
