@@ -262,6 +262,11 @@ class Checkpoint:
         return view
 
     def _info(self, name: str) -> TensorInfo:
+        if name not in self.tensors and (module := name.removesuffix(".weight")) in self.linears:
+            raise QuantkitError(
+                f"{module} of {self.path} is quantized, and is read unquantized here",
+                f"quantkit convert {self.path} OUT --dtype bf16 writes it so",
+            )
         if name not in self.tensors:
             raise QuantkitError(
                 f"{self.path} has no tensor {name}",

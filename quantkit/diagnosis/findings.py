@@ -79,6 +79,9 @@ CATALOGUE: dict[str, Kind] = {
     ),
     "experts-plain": Kind("warning", "quantize again: the experts hold nearly all of the weights"),
     "router-quantized": Kind("warning", "quantize again and keep the router in 16 bits"),
+    "embedding-quantized": Kind(
+        "warning", "quantkit convert MODEL OUT --dtype bf16 writes it unquantized"
+    ),
     "mtp-incomplete": Kind("error", _FROM_SOURCE),
     "mtp-missing": Kind(
         "warning",

@@ -39,7 +39,8 @@ class Measures:
     rms: of its values. offset: mean of code minus zero point; spread: its RMS over half the range.
     ends, next_to_ends: share of codes at the ends of the range, and one step inside. commonest:
     share of the most common code. follows: correlation of a group's mean code with its zero point,
-    None without zero points. constant_rows, constant_columns: shares. outlier: largest row norm
+    None without zero points. constant_rows, constant_columns: shares, of columns without those of
+    zeros next to others in their groups, whose share is zero_columns. outlier: largest row norm
     over the median one. positive: share of codes above the zero point, among those not on it.
     dead_bit: a bit of the codes that never changes, None without. common_scale: share of the most
     common scale. unwritten: all stored bytes are zero. digest: of its bytes.
@@ -59,6 +60,7 @@ class Measures:
     follows: float | None = None
     constant_rows: float = 0.0
     constant_columns: float = 0.0
+    zero_columns: float = 0.0
     positive: float = 0.5
     dead_bit: int | None = None
 
@@ -153,6 +155,11 @@ def _code_measures(rows: SampledRows, values: Tensor) -> dict[str, Any]:
     codes = centred = CodeHistogram.of(values, step)
     if rows.zero_point is not None:
         centred = CodeHistogram.of(rows.centred(values), step)
+    zero = (rows.values == 0).all(0)
+    if rows.in_order and rows.scale is not None:  # a group of zeros has no padding: see `live`
+        group = rows.group_means((~zero).float()[None].expand(len(values), -1))
+        zero &= rows.by_input(group)[0] > 0
+    zeros = float(zero.float().mean())
     return {
         "offset": _mean_inside(rows, codes, centred),
         "spread": centred.rms / 2.0 ** (rows.bits - 1),
@@ -161,7 +168,8 @@ def _code_measures(rows: SampledRows, values: Tensor) -> dict[str, Any]:
         "commonest": codes.commonest,
         "follows": correlation_with_zeros(rows, values),
         "constant_rows": _share_of_constant(values, 1),
-        "constant_columns": _share_of_constant(values, 0),
+        "constant_columns": _share_of_constant(values, 0) - zeros,
+        "zero_columns": zeros,
         "positive": centred.positive,
         "dead_bit": _dead_bit(rows, codes),
     }
@@ -333,8 +341,8 @@ _ONE_SIDE = 0.04
 _MAX_BETWEEN = 0.01
 """Share of codes between the zero point and half of the range; normally a half."""
 _CONSTANT = 0.98
-_CONSTANT_SHARE = 0.05
-"""Share of rows or columns; padding of models is less."""
+CONSTANT_SHARE = 0.05
+"""Share of rows or columns."""
 
 Fault = tuple[str, str]
 """Name of a finding, and the evidence."""
@@ -361,7 +369,7 @@ def code_faults(
         yield "codes-constant", f"{found.commonest:.1%} of its codes are one value"
         return
     for share, what in ((found.constant_rows, "rows"), (found.constant_columns, "columns")):
-        if share > _CONSTANT_SHARE:
+        if share > CONSTANT_SHARE:
             yield "codes-constant", f"{share:.1%} of its {what} hold one code each"
     if found.dead_bit is not None:
         yield (

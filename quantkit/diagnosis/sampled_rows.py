@@ -62,6 +62,41 @@ class SampledRows:
         members = torch.bincount(self.of_group, minlength=count).clamp(min=1)
         return torch.zeros(len(of_inputs), count).index_add_(1, self.of_group, of_inputs) / members
 
+    @property
+    def live(self) -> "SampledRows":
+        """Without rows and groups of zeros that the model has, as padding is: their scales, of
+        nothing, are all one value. Codes that were not written have the scales of their weights.
+        The rows themselves if nothing is left."""
+        values = self.values != 0
+        rows, groups = values.any(1), torch.tensor([True])
+        scale = self.scale
+        if scale is None or self.of_group is None or not bool(rows.any()):
+            return self
+        if not bool(rows.all()) and scale[~rows].unique().numel() > 1:
+            rows = torch.ones_like(rows)
+        if self.in_order and scale.shape[1] > 1:
+            groups = values.any(0).view(scale.shape[1], -1).any(1)
+            same = (scale[rows] == scale[rows][:1]).all(0)
+            groups |= ~same
+        if bool(rows.all()) and bool(groups.all()):
+            return self
+        if not self.in_order or scale.shape[1] == 1:
+            groups = torch.ones(scale.shape[1], dtype=torch.bool)
+            inputs = torch.ones(values.shape[1], dtype=torch.bool)
+            of_group = self.of_group
+        else:
+            size = values.shape[1] // scale.shape[1]
+            inputs = groups.repeat_interleave(size)
+            of_group = torch.arange(int(inputs.sum())) // size
+        cut = {
+            name: None if (tensor := getattr(self, name)) is None else tensor[rows][:, columns]
+            for name, columns in (
+                *(("values", inputs), ("codes", inputs)),
+                *(("zero_point", groups), ("scale", groups)),
+            )
+        }
+        return replace(self, **cut, of_group=of_group)
+
 
 def read_parts(survey: Survey, linear: QuantizedLinear) -> dict[str, Tensor]:
     """All tensors of a linear."""

@@ -44,11 +44,16 @@ class SourceFit:
 def fit(ours: Tensor, theirs: Tensor) -> SourceFit:
     """ours, theirs: float32 [n, K], rows of a linear here and in the source."""
     columns, rows = torch.ones(theirs.shape[1]), torch.ones(theirs.shape[0])
+    pair = (ours != 0) | (theirs != 0)
     for _ in range(3):
         part = theirs * rows[:, None]
         columns = (ours * part).sum(0) / part.square().sum(0).clamp(min=1e-20)
         part = theirs * columns
         rows = (ours * part).sum(1) / part.square().sum(1).clamp(min=1e-20)
+    # What is zero in both, as padding is, has no factor of its own.
+    rows, columns = (
+        _filled(of, part) for of, part in ((rows, pair.any(1)), (columns, pair.any(0)))
+    )
     middle = float(rows.abs().median().clamp(min=1e-20))
     rows, columns = rows / middle, columns * middle
     left = ours - theirs * rows[:, None] * columns
@@ -59,6 +64,13 @@ def fit(ours: Tensor, theirs: Tensor) -> SourceFit:
         rows,
         float(columns.abs().median() * rows.abs().median()),
     )
+
+
+def _filled(factors: Tensor, known: Tensor) -> Tensor:
+    """The factors, with the median of the known ones in place of the others."""
+    if bool(known.all()) or not bool(known.any()):
+        return factors
+    return torch.where(known, factors, factors[known].abs().median())
 
 
 def column_noise(ours: Tensor, theirs: Tensor, found: SourceFit) -> float:

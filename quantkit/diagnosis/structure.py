@@ -335,13 +335,12 @@ def _compare_kinds(
         held = sum(survey.tensors[row.name].nbytes for row in experts)
         evidence = f"no routed expert is quantized: {held / max(survey.nbytes, 1):.0%} of the bytes"
         findings.add("experts-plain", [row.module for row in experts], evidence)
-    routers = [
-        row.module
-        for row in rows
-        if row.role in ("router", "embedding") and description.is_quantized(row.module)
-    ]
-    if routers:
-        findings.add("router-quantized", routers, "engines build it in 16 bits")
+    for role in ("router", "embedding"):
+        quantized = [
+            row.module for row in rows if row.role == role and description.is_quantized(row.module)
+        ]
+        if quantized:
+            findings.add(f"{role}-quantized", quantized, "engines build it in 16 bits")
 
 
 def _compare_routers(

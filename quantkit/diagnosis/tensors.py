@@ -16,6 +16,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.description import Description
 from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.measures import (
+    CONSTANT_SHARE,
     LARGEST_GAIN,
     Measures,
     code_faults,
@@ -125,11 +126,13 @@ class TensorCheck:
         except QuantkitError as fault:
             self.record("codes-unreadable", module, fault.problem)
             return None
-        found = measure(rows, tensors)
+        live = rows.live
+        found = measure(live, tensors)
         self.measures[module] = found
-        self._check_filled(module, linear, tensors, found)
-        self._check_scales(module, linear, rows, tensors)
-        for name, evidence in code_faults(linear, rows, found, symmetric=self.says_symmetric):
+        padding = 1 - live.values.numel() / rows.values.numel()
+        self._check_filled(module, linear, tensors, padding if found.rms else 1.0)
+        self._check_scales(module, linear, live, tensors)
+        for name, evidence in code_faults(linear, live, found, symmetric=self.says_symmetric):
             self.record(name, module, evidence)
         return rows
 
@@ -143,10 +146,10 @@ class TensorCheck:
                 self.activation_scales.add(name, tensor)
 
     def _check_filled(
-        self, module: str, linear: QuantizedLinear, tensors: dict[str, Tensor], found: Measures
+        self, module: str, linear: QuantizedLinear, tensors: dict[str, Tensor], padding: float
     ) -> None:
         """Bytes that were never written are zeros, a run of lowest codes in packed words; and the
-        stored shape."""
+        stored shape. padding: share of weights that are zero, whose codes may be."""
         shape = tensors.get(f"{module}.weight_shape")
         if shape is not None and tuple(shape.tolist()) != linear.shape:
             self.record(
@@ -155,9 +158,7 @@ class TensorCheck:
                 f"it says {shape.tolist()}, and the codes have {list(linear.shape)}",
             )
         codes = tensors.get(linear.format.main_tensor(module, tensors))
-        if (
-            codes is None or codes.dtype != torch.int32 or found.rms == 0
-        ):  # zero codes may be weights that are zero
+        if codes is None or codes.dtype != torch.int32:
             return
         flat = codes.contiguous().view(-1).view(torch.uint8)
         runs = int(
@@ -165,7 +166,7 @@ class TensorCheck:
             .all(1)
             .sum()
         )
-        if runs:
+        if runs * _RUN > 1.02 * padding * len(flat):
             self.record(
                 "codes-constant",
                 module,
@@ -261,6 +262,7 @@ class TensorCheck:
 
     def _compare(self) -> None:
         self._compare_sizes()
+        self._compare_zeros()
         self._compare_scales()
         self._compare_offsets()
         self._find_equal()
@@ -294,6 +296,16 @@ class TensorCheck:
             self._report_inactive(
                 modules, len([one for one in self.measures if self.expert.get(one) == expert])
             )
+
+    def _compare_zeros(self) -> None:
+        """Inputs that are padding are so in all layers."""
+        for modules in self._kinds().values():
+            usual = median(self.measures[module].zero_columns for module in modules)
+            for module in modules:
+                zeros = self.measures[module].zero_columns
+                if zeros > usual + CONSTANT_SHARE:
+                    evidence = f"{zeros:.1%} of its columns are zeros, and {usual:.1%} of others'"
+                    self.record("codes-constant", module, evidence)
 
     def _size_fault(self, module: str, found: Measures, usual: float) -> str:
         """usual: size of its kind, 0 if unknown."""

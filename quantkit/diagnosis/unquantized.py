@@ -85,6 +85,8 @@ class UnquantizedCheck:
         """Tensors that MTP layers have copies of."""
         self.tokens = token_count(survey)
         self.kinds: dict[str, dict[str, float]] = {}
+        self.empty: dict[str, dict[str, float]] = {}
+        """Shares of rows of zeros, by kind."""
         self.holders: dict[tuple[str, str], list[str]] = {}
         self.digests: dict[str, str] = {}
         self.absurd: dict[str, str] = {}
@@ -93,7 +95,7 @@ class UnquantizedCheck:
 
     def _begin(self) -> None:
         self._squares, self._sum, self._count, self._seen, self._repeats = 0.0, 0.0, 0, 0, 0
-        self._digest, self._misread = hashlib.blake2b(digest_size=16), ""
+        self._digest, self._misread, self._empty = hashlib.blake2b(digest_size=16), "", 0
 
     def add(self, name: str, part: Tensor) -> None:
         """Add the next rows of a tensor."""
@@ -118,7 +120,11 @@ class UnquantizedCheck:
             first = part[
                 : max(self.tokens - self._seen, 0) if name in self.shared else None, :_COLUMNS
             ]
-            self._repeats += int((first[1:] == first[:-1]).all(1).sum())
+            same = (first[1:] == first[:-1]).all(1)
+            if name not in self.shared:  # rows of zeros are padding, which is in all layers
+                empty = ~part[1:].any(1)
+                same, self._empty = same & ~empty, self._empty + int(empty.sum())
+            self._repeats += int(same.sum())
             self._seen += len(first)
 
     def end_tensor(self, name: str) -> None:
@@ -126,6 +132,7 @@ class UnquantizedCheck:
         kind = re.sub(r"\.\d+\.", ".N.", name)
         if self._count and name.endswith(".weight"):  # biases may have any size
             self.kinds.setdefault(kind, {})[name] = (self._squares / self._count) ** 0.5
+            self.empty.setdefault(kind, {})[name] = self._empty / max(self._seen, 1)
             self.digests[name] = self._digest.hexdigest()
             if (
                 len(self.survey.tensors[name].shape) == 2
@@ -192,6 +199,13 @@ class UnquantizedCheck:
                 ):
                     self.absurd[name] = (
                         f"its values are {size / usual:.3g} times the size of others of its kind"
+                    )
+        for shares in self.empty.values():
+            usual = median(shares.values())
+            for name, share in shares.items():
+                if share > usual + _REPEATS and name not in self.absurd:
+                    self.absurd[name] = (
+                        f"{share:.0%} of its rows are zeros, and {usual:.0%} of others'"
                     )
         absurd = {
             name: evidence

@@ -179,6 +179,31 @@ def test_weights_of_three_values_are_not_saturated(
     assert told(path, source) == {}
 
 
+PADDING = {
+    "the last third": lambda size: torch.arange(size) >= size * 2 // 3,
+    "a twelfth": lambda size: torch.arange(size) >= size * 11 // 12,
+    "a part of a group": lambda size: torch.arange(size) >= size - 12,
+    "units here and there": lambda size: torch.arange(size) % 4 == 1,
+    "a half": lambda size: torch.arange(size) >= size // 2,
+}
+
+
+@pytest.mark.parametrize("format", ["awq", "gptq-sym", "ct-int8", "modelopt", "modelslim-int4"])
+@pytest.mark.parametrize("padding", PADDING)
+def test_what_is_zero_by_design_is_no_fault(padding: str, format: str, tmp_path: Path) -> None:
+    """AutoAWQ 522: feed-forward units and heads are padded, as for groups or for ranks."""
+    config = good_checkpoints.QWEN3 | {"num_hidden_layers": 2}
+    padded = good_checkpoints.random_weights(config)
+    for name, value in padded.items():
+        if name.endswith(("gate_proj.weight", "up_proj.weight", "q_proj.weight")):
+            value[PADDING[padding](len(value))] = 0
+        elif name.endswith(("down_proj.weight", "o_proj.weight")):
+            value[:, PADDING[padding](value.shape[1])] = 0
+    source = make_model.write_dense(tmp_path / "source", config, padded)
+    path = write_packed(tmp_path / format, config, padded, *good_checkpoints.FORMATS[format])
+    assert told(source) == told(path) == told(path, source) == {}
+
+
 def test_two_shards_may_hold_one_tensor_with_the_same_bytes(
     tensors: dict[str, Tensor], tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ knows. Module names in
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import regex
@@ -43,6 +43,12 @@ INT8_TOKENS = {
 """How activations are described that are quantized so."""
 _CLASSES = ("Linear", "Expert", "MLP", "Moe", "MoE")
 """In the name of a class that a group is for: it has linears."""
+_EMBEDDING = "Embedding"
+_EMBEDDINGS = re.compile(
+    r"(?:.*\.)?(?:embed|embed_in|embed_tokens\w*|tok_embeddings|word_embeddings|wte)"
+)
+"""Names that models give to modules of the class Embedding; all others that hold codes are linears.
+The headers of a checkpoint do not say of what class a module is."""
 
 
 def detect(config: Mapping[str, Any], variant: str) -> bool:
@@ -125,15 +131,18 @@ def ignored(config: Mapping[str, Any]) -> Callable[[str], bool]:
         if isinstance(group, dict)
         for target in group.get("targets", _CLASSES)
     ]
-    if any(not is_name(target) and any(word in target for word in _CLASSES) for target in targets):
-        return listed
-    meant = matcher([target for target in targets if is_name(target)])
-    return lambda module: listed(module) or not meant(module)
+    meant, of_class = matcher(targets), class_matcher(targets)
+    return lambda module: listed(module) or not (meant(module) or of_class(module))
 
 
-def is_name(target: Any) -> bool:
-    """Whether an entry of targets names modules, and no class."""
-    return isinstance(target, str) and ("." in target or target.startswith("re:"))
+def class_matcher(targets: Iterable[str]) -> Callable[[str], bool]:
+    """Whether a target is the class of a module: an embedding is no Linear."""
+    classes = [target for target in targets if "." not in target and ":" not in target]
+    embeddings = any(_EMBEDDING in target for target in classes)
+    linears = any(
+        word in target for target in classes if _EMBEDDING not in target for word in _CLASSES
+    )
+    return lambda module: embeddings if _EMBEDDINGS.fullmatch(module) else linears
 
 
 def matcher(entries: Sequence[str]) -> Callable[[str], bool]:

@@ -15,7 +15,7 @@ fused modules; a group for the class Linear would take every fused linear, and n
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -203,14 +203,18 @@ def _member(grid: Grid) -> Format:
 
 def _placed(config: Mapping[str, Any]) -> Placed:
     """By name before by class, as compressed-tensors matches; listed modules are on nothing."""
-    groups = [(placement, *_matchers(targets)) for placement, targets in _declared_groups(config)]
+    declared = _declared_groups(config)
+    groups = [
+        (placement, match(targets))
+        for match in (compressed.matcher, compressed.class_matcher)
+        for placement, targets in declared
+    ]
     listed = compressed.matcher(config["quantization_config"].get("ignore") or [])
 
     def placed(module: str) -> DeclaredFormat | None:
         if listed(module):
             return None
-        named = (placement for placement, by_name, _ in groups if by_name(module))
-        return next(named, next((placement for placement, _, by_class in groups if by_class), None))
+        return next((placement for placement, meant in groups if meant(module)), None)
 
     return placed
 
@@ -258,13 +262,6 @@ def _short(args: Any) -> str:
         if isinstance(args, dict)
         else str(args)
     )
-
-
-def _matchers(targets: Iterable[str]) -> tuple[Callable[[str], bool], bool]:
-    """Whether a module is meant by its name; and whether every linear is, by its class."""
-    entries = list(targets)
-    by_name = compressed.matcher([entry for entry in entries if compressed.is_name(entry)])
-    return by_name, any(not compressed.is_name(entry) for entry in entries)
 
 
 def module_patterns(chosen: Collection[str], others: Collection[str]) -> list[str]:

@@ -11,8 +11,9 @@ from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils.match import is_match
 from nearest import quantize_int
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from quantkit.checkpoint.formats import compressed
 from quantkit.checkpoint.formats.compressed_mixed import FORMAT
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
@@ -72,6 +73,30 @@ def test_a_linear_comes_back_as_it_was(grid: Grid) -> None:
     }
     assert torch.equal(dequantize(FORMAT.unpack("m", tensors)), dequantize(before))
     assert FORMAT.activation_bits_of(grid) == (8 if grid in (W8, W4A8) else 16)
+
+
+@pytest.mark.parametrize("ignore", [[], ["lm_head"], ["re:.*o_proj$"]])
+@pytest.mark.parametrize(
+    "targets",
+    [
+        *(["Linear"], ["Embedding"], ["Linear", "Embedding"], ["lm_head"], ["re:.*embed_tokens$"]),
+        *(["re:.*self_attn.*"], ["model.embed_tokens"], ["Conv2d"], ["Conv2d", "lm_head"]),
+    ],
+    ids=str,
+)
+def test_a_group_is_for_the_modules_that_the_library_matches(
+    targets: list[str], ignore: list[str]
+) -> None:
+    """vLLM 54304: a group for embeddings is for no linear, nor one for linears for embeddings."""
+    block = {"ignore": ignore, "config_groups": {"group_0": {"targets": targets}}}
+    ignored = compressed.ignored({"quantization_config": block})
+    for name, module in (
+        ("model.embed_tokens", nn.Embedding(2, 2)),
+        ("lm_head", nn.Linear(2, 2)),
+        ("model.layers.0.self_attn.o_proj", nn.Linear(2, 2)),
+        ("model.layers.0.mlp.down_proj", nn.Linear(2, 2)),
+    ):
+        assert ignored(name) is not is_match(name, module, targets, ignore), name
 
 
 def described(layout: Mapping[str, Grid]) -> dict[str, object]:
