@@ -66,13 +66,6 @@ _TAKEN_BACK = re.compile(
     r"\s*(?:clearly |definitely )?(?:not\b(?! only)|n't|wrong|incorrect|false|impossible"
     r"|too (?:large|small|big|high|low))"
 )
-_GIVES_UP = re.compile(
-    r"\b(?:I|[Ww]e) (?:could not|couldn't|cannot|can't|am unable to) (?:solve|determine|find) (?:it|this|the)\b"
-)
-_SCALE = re.compile(
-    r"[\s$*)\\,;~]*(?:\\(?:text|mathrm)\s*\{)?\s*((?:dozen|hundred|thousand|million|billion|trillion)s?\b|[万亿])",
-    re.IGNORECASE,
-)
 
 
 def boxes(text: str) -> tuple[list[BoxedText], bool]:
@@ -114,15 +107,13 @@ def last_box(text: str) -> Extraction:
     if not filled:
         return Extraction(None)
     last = filled[-1]
-    denied = _DENIED.search(text[: last.start][-40:]) or _TAKEN_BACK.match(text, last.end)
-    if denied or _GIVES_UP.search(text, last.end):
+    if _DENIED.search(text[: last.start][-40:]) or _TAKEN_BACK.match(text, last.end):
         return Extraction("", "asked")
     first = len(filled) - 1
     while first and _JOINED.fullmatch(text, filled[first - 1].end, filled[first].start):
         first -= 1
     contents = list(dict.fromkeys(box.content for box in filled[first:]))
-    scale = _SCALE.match(text, last.end)
-    return Extraction(", ".join(contents) + (f" {scale[1]}" if scale else ""), "asked")
+    return Extraction(", ".join(contents), "asked")
 
 
 # ----------------------------------------------------------------------------------------- statements
@@ -143,12 +134,7 @@ _DOUBTED = re.compile(
     r"(?i)(?:\bno|\bassum(?:e|ing)|\bsuppos(?:e|ing)|\bif|\bwhether|\bnot|\bfalse|\bwrong"
     r"|\bunable to|\bdoubt|n't)\b(?:(?!\bbut\b)[\w\s,]){0,40}$"
 )
-_KIND = re.compile(
-    r"(?i)\s*(?:an?|the|some)\s+(?:[a-z-]+\s+)?(?:integer|number)\s+(?:between|from|in|less|at|of)\b"
-)
-_INSTEAD = re.compile(r"(?i)\b(?:but|it is|it's|rather)\s+(.*)")
 _MARKS = re.compile(r"(?m)^[ \t]*(?:#{1,3}[ \t]+|>+[ \t]?|[-*][ \t]+)|<<[^<>\n]*>>")
-_DISPLAYED = re.compile(r"\\\[|\\\]|\$\$")
 _NEXT_QUESTION = re.compile(r"\n[ \t]*\n[^\w\n]*(?:Question|Q|Human|User|Instruction)\s*\d*\s*:")
 _ANSWERED = re.compile(r"(?m:^\W{0,4}A\s*:\s*\S)|####\s*\S|(?i:\banswer\s*(?:is|:))|\\boxed\s*\{")
 
@@ -168,10 +154,9 @@ def last_statement(text: str) -> str | None:
         rest = text[match.end() : match.end() + _SENTENCE]
         line = next((line for line in rest.split("\n") if line.strip(" *_:$")), "")
         line = re.sub(r"^[*_]+\s+", "", line.strip())
-        if line and not _KIND.match(line):
+        if line:
             doubted = _DOUBTED.search(text[: match.start()][-60:].rpartition("\n")[2])
-            instead = _INSTEAD.search(line) if match["denied"] else None
-            return instead[1] if instead else "" if match["denied"] or doubted else line
+            return "" if match["denied"] or doubted else line
     return None
 
 
@@ -217,7 +202,7 @@ def find_number(text: str, letters: bool = True) -> Extraction:
         )
 
     def stated(text: str) -> Extraction:
-        said = last_statement(_DISPLAYED.sub("\n", text))
+        said = last_statement(re.sub(r"\\[\[\]]|\$\$", "\n", text))
         if said is None or (said and not _has_number(said)):
             return Extraction(None)
         return Extraction(said[:100], "phrase", value=read_sentence(said, letters))
@@ -250,51 +235,21 @@ _GOES_ON = re.compile(
     r"|the\s+power))"
     r"|\sand(?![A-Za-z])(?!\s+(?:\$?\d|an?\s|half|one|two))"
 )
-_OFFERED = re.compile(
-    r"(?i)[,;.…!?—(\s]*(?:or|no|wait|sorry|correction|otherwise|perhaps|maybe|possibly"
-    r"|alternatively|i\.e\.|that is)\b[^.]*\d"
-    r"|,\s*(?:and\s+)?(?:[a-z]\w?\s*=\s*)?\$?\d|[^.]*\d[^.]*\botherwise\b|[^.]*\b(?:may|might"
-    r"|could)\s+(?:also\s+)?be\s+\d"
-    r"|[\s,]+(?:is|are)\s*(?:not|n't|wrong)"
-)
-_MATH = re.compile(
-    r"[^$\\\d]{0,40}?(?:\$([^$]+)\$(?!\d)|\\\((.+?)\\\)|\*\*([^*]*\d[^*]*)\*\*)(?!\s*(?:[-+*/=^]"
-    r"|or\b|to\b))"
-)
 
 
 def read_sentence(text: str, letters: bool = True) -> Value | None:
-    """What a sentence that states the answer says: its mathematics or bold text where that is a
-    value, else its number, if the number is over where the sentence goes on."""
-    text = text[: 2 * LONGEST]
-    shown_first = _MATH.match(text)
-    if shown_first is not None and not CHANGES.search(
-        shown_first[0][: shown_first.start(shown_first.lastindex or 0) - shown_first.start()]
-    ):
-        value = read_value(shown_first[shown_first.lastindex or 0], letters)
-        if value is not None or shown_first[1] or shown_first[2]:
-            return None if _OFFERED.match(text, shown_first.end()) else value
+    """What a sentence that states the answer says: its number, if that is over where the sentence
+    goes on."""
     shown = re.sub(r"(?<!\\)\$(?!\d)", " ", plain(text).translate({2: " ", 3: " "}))
     first = next(numbers(shown), None)
     if first is None:
         return number_in_words(re.split(r"[.,;!?]", shown.strip())[0])
     over = _GOES_ON.search(shown, first.end)
-    if over is not None and _OFFERED.match(shown, over.start()):
-        return None
     said = (shown[: over.start()] if over else shown).strip()
     return read_value(said.rstrip("}\"' ") if said.count("}") > said.count("{") else said, letters)
 
 
 _END = re.compile(r"(?<=[.!?。])(?<!\b[A-Z].)(?<!i\.e\.)(?<!e\.g\.)(?<!vs\.)\s+|[\n。]")
-_ASIDE = re.compile(
-    r"(?i)^\W*(?:note|notice|observe|remember|let\s+me\s+know|feel\s+free|i\s+hope|(?:would|do"
-    r"|if)\s+you|to\s+(?:check|verify)|verif\w+|check|\[\d+\]|for\s+(?:comparison|reference))\b"
-    r"|^\s*\([^()]*\)\W*$"
-)
-_NAMED = re.compile(
-    r"(?i)\b(?:step|equation|theorem|lemma|problem|question|case|page|chapter|section|figure"
-    r"|table|part|line|example|day|week|year|round|method)\s*[(#]?\d+\)?[:.]?|^\W*\d+[.)]\s"
-)
 _UNSURE = re.compile(
     r"(?i)\b(?:not|neither|nor|cannot|either|or|maybe|perhaps|might|may|could|would|if|unless"
     r"|whether|suppose|assume|let|set|try|consider"
@@ -303,9 +258,6 @@ _UNSURE = re.compile(
     r"|impossible|too|attained|achieved|occurs|base|so far|continued|time"
     r"|nicht|pas|não|non|не|no es)\b|n't\b|[?:]\W*$|[≈<>≤≥≠~|!不]|\\mid|大约|아니|ではな"
 )
-_LETTER_IS = re.compile(r"(?<![A-Za-z])[A-Za-z]{1,2}\s*=")
-_OPERATOR = re.compile(r"[-+*/^×÷·√(\\_]\s*$|[A-Za-z]$")
-_GOES_ON_TO = re.compile(r"(?i),\s*(?:so|and|but|which)\b.*\d|[:;].*\d")
 _FINAL = re.compile(
     r"(?is)(?P<before>.*)\b(?<!who )(?:is|are|was|were|equals|total of|yields"
     r"|gives)\s+(?P<said>[^\d]{0,3}\d[^\s]*(?:\s[^\d\s]+){0,2})\W*$"
@@ -317,21 +269,13 @@ _RESULT = re.compile(r"(?s).*\d[^=]*[-+*/×÷·%][^=]*=\s*([^=]*\d[^=]*)$")
 def _last_number(text: str, letters: bool) -> Extraction:
     """The value of the last sentence with a number: of its bold text, of all its numbers if they
     are one, of what it says of its subject. Several, a bound or a doubt: it says none."""
-    sentences = [part for part in _END.split(text) if not _ASIDE.match(part)]
-    said = None
-    for part in reversed(sentences):
-        if re.search(r"\d", _NAMED.sub("", part)):
-            said = part
-            break
-        if part.rstrip().endswith("?"):
-            return Extraction(None)
+    sentences = [part for part in _END.split(text) if part.strip()]
+    said = next((part for part in reversed(sentences) if re.search(r"\d", part)), None)
     if said is None:
-        whole = number_in_words(sentences[-1].strip("* .")) if len(sentences) == 1 else None
-        return (
-            Extraction(text.strip(), "last", value=whole) if whole is not None else Extraction(None)
-        )
-    said = re.sub(r"^(?:[=-]+>|[→⇒])\s*", "", _NAMED.sub("", said).strip())
-    value = _conclusion(said, letters)
+        value = number_in_words(sentences[-1].strip("* .")) if len(sentences) == 1 else None
+        said = text.strip()
+    else:
+        value = _conclusion(re.sub(r"^(?:[=-]+>|[→⇒])\s*", "", said.strip()), letters)
     return Extraction(said[-100:], "last", value=value) if value is not None else Extraction(None)
 
 
@@ -341,8 +285,8 @@ def _conclusion(said: str, letters: bool) -> Value | None:
     said = bold[0].strip(" :") if len(bold) == 1 else said
     shown = re.sub(r"(?<!\\)\$(?!\d)", " ", plain(said).translate({2: " ", 3: " "}))
     if (result := _RESULT.match(shown)) is not None:
-        return None if _GOES_ON_TO.search(result[1]) else read_sentence(result[1], letters)
-    if _UNSURE.search(shown) or len(_LETTER_IS.findall(shown)) > 1:
+        return read_sentence(result[1], letters)
+    if _UNSURE.search(shown):
         return None
     if (value := read_value(shown, letters)) is not None:
         return value
@@ -356,6 +300,6 @@ def _conclusion(said: str, letters: bool) -> Value | None:
     alone = len({number.value for number in found}) == 1 and is_unit(
         rest[: over.start()] if over else rest, letters
     )
-    if not alone or _OPERATOR.search(before) or CHANGES.search(before[-20:]):
+    if not alone or CHANGES.search(before[-20:]):
         return None
     return found[-1].value
