@@ -145,14 +145,10 @@ def _read_value(
     return _verdict(equal, found, problem.gold if equal else found.text)
 
 
-_FACTOR = re.compile(r"\d\s*[A-Za-z]\s*$")  # 2k
-
-
 def _read_expression(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
     """MATH-500: a gold that is a number is read as one; any other is compared as text and by
     math-verify."""
-    worded = _FACTOR.search(problem.gold) or "text" in problem.gold
-    if isinstance(read_value(problem.gold), Fraction) and not worded:
+    if isinstance(read_value(problem.gold), Fraction) and "text" not in problem.gold:
         return _read_number(problem, text, cut, judge)
     found = expressions.find_expression(text)
     if (missing := _missing(found, text, cut)) is not None:

@@ -104,19 +104,13 @@ _UNIT_WORD = re.compile(
     rf"(?P<lead>[\s/·.,'’\"(){TEXT}-]*)(?P<word>°?[^\W\d_π²³]+"
     rf"|°){END_TEXT}?(?:\s*\^\s*\{{?[23]\}}?|[²³])?"
 )
-_CJK_NO_UNIT = re.compile(
-    r"[万萬亿百千十零一二三四五六七八九两倍至到或和与加减乘除以点负]|不(?!同)"
-)
 _CJK = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]")
-_PRIME = re.compile(r"^['\"]+$|^-(?:gon|fold|sided|digit|bit)")
 
 
 def is_unit(text: str, letters: bool) -> bool:
     """Whether `text`, which follows a number, only says what is counted. `letters`: a letter can be
     a unit (18 m)."""
     shown = text.rstrip(" .。,;\"')").replace("left over", "leftover")
-    if _PRIME.match(text.strip()):
-        return False
     position, attached = 0, shown[:1].isalpha()
     prose = re.search(r"\s[^\W\d_]{3}", shown) is not None
     while position < len(shown.rstrip(f"{TEXT}{END_TEXT} ")):
@@ -127,7 +121,7 @@ def is_unit(text: str, letters: bool) -> bool:
         opened, closed = (shown.rfind(mark, 0, match.start("word")) for mark in (TEXT, END_TEXT))
         quoted = opened > closed
         if _CJK.match(word):
-            known = not _CJK_NO_UNIT.search(word)
+            known = True
         elif word.lower() in _NO_UNIT:
             known = False
         elif len(word) == 1:
@@ -162,13 +156,7 @@ CHANGES = re.compile(
 )
 _FUNCTION = re.compile(r"^\s*\\?(?:Pr|[A-Za-z])\s*\([^()]{1,20}\)\s*(?==)")  # P(X = 2) = 3/8
 _HALF = re.compile(rf"{_GAP}*(?<![A-Za-z])(?:and\s+)?(?:an?|one)\s+half(?![A-Za-z]){END_TEXT}?")
-_UNSOLVED = re.compile(  # 2n = 540
-    r"(?:\d\s*[a-z]|[a-z]\s*\^\s*\{?\d+\}?|\|[a-z]+\|)\s*=\s*-?[\d.,]+\W*$"
-)
 _BEFORE = re.compile(r"(?:[^\W\d_π]|[\s:,.'\"()\[-])*")
-_AGAIN = re.compile(r"(?P<unit>[^()]*)\((?P<remark>[^()]*)\)\s*\.?$")
-_MODULO = re.compile(r"[\s(]*\\?[pb]?mod(?:ulo)?[\s{]*(\d+)[\s})]*")
-_LISTED = re.compile(r"[,;]|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
 _AROUND = f" \t\n$。{TEXT}{END_TEXT}"
 
 
@@ -181,19 +169,14 @@ def read_value(text: str, letters: bool = True) -> Value | None:
     exact, approximate, _ = shown.partition("≈")
     shown = exact if approximate and any(numbers(exact)) else shown
     shown = _HALF.sub(" 1/2", shown)
-    if _UNSOLVED.search(shown):
-        return None
     shown = shown.rpartition("≡")[2]
     sides = [side for side in re.split(r"=+>?|≈", shown.lstrip("→⇒ ")) if side.strip(_AROUND)]
     values = [_single(side, letters) for side in sides]
-    if any(
-        v is None and _LISTED.search(re.sub(r"\([^()]*\)", "", s)) for s, v in zip(sides, values)
-    ):
+    if any(value is None and "," in side for value, side in zip(values, sides)):
         return None
     found = {value for value in values if value is not None}
     if found:
-        computed = {v for v in map(_computed, sides) if v is not None and v.denominator == 1}
-        return found.pop() if len(found | computed) == 1 else None
+        return found.pop() if len(found) == 1 else None
     if not sides:
         return None
     spoken = number_in_words(sides[-1].strip(_AROUND))
@@ -216,14 +199,7 @@ def _single(side: str, letters: bool) -> Fraction | None:
         before.strip() and side[found.start] in "+-" and alone
     ):
         return None
-    modulo = _MODULO.fullmatch(rest.translate({2: None, 3: None}))
-    if is_unit(rest, letters) or (modulo and found.value < int(modulo[1])):
-        return found.value
-    remark = _AGAIN.match(rest)
-    if remark is None or not is_unit(remark["unit"], letters):
-        return None
-    again = {number.value for number in numbers(remark["remark"])}
-    return found.value if again <= {found.value} and not CHANGES.search(remark["remark"]) else None
+    return found.value if is_unit(rest, letters) else None
 
 
 def _open(text: str) -> str:
@@ -241,26 +217,6 @@ def _open(text: str) -> str:
     return text
 
 
-def _computed(side: str) -> Fraction | None:
-    """The value of a sum, product or small power of whole numbers, where a side is one."""
-    text = re.sub(r"\\cdot|\\times|[×·]", "*", side).replace("^", "**").strip(" $.")
-    text = text.replace("{", "(").replace("}", ")")
-    if not _SUM.fullmatch(text):
-        return None
-    try:
-        total = Fraction(0)
-        for sign, term in re.findall(r"([-+]?)([^-+]+)", text):
-            product = Fraction(1)
-            for factor in re.split(r"(?<!\*)\*(?!\*)", term):
-                base, _, power = factor.partition("**")
-                product *= Fraction(base) ** int(power.strip("() ") or 1)
-            total += -product if sign == "-" else product
-    except ValueError:
-        return None
-    return total
-
-
-_SUM = re.compile(r"\s*\d{1,9}(?:\s*(?:[-+]|\*)\s*\d{1,9}|\*\*\(?\d\d?\)?)+\s*")
 _ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
     "sixteen seventeen eighteen nineteen"
@@ -296,7 +252,6 @@ _COMMANDS = re.compile(
     r"|pi)(?![A-Za-z])"
 )
 _ARITHMETIC = re.compile(r"[\d\s.+*/^(){}\[\]|#-]*\d[\d\s.+*/^(){}\[\]|#-]*")
-_BROKEN = re.compile(r"\d\s+\d|[-+*/^]\s*(?:[+*/^]|$)|^\s*[*/^]")
 
 
 def _expression(shown: str) -> str | None:
@@ -311,7 +266,11 @@ def _expression(shown: str) -> str | None:
     text = text.replace("π", r"\pi ")
     rest = _COMMANDS.sub("#", text)
     is_whole = text.count("{") == text.count("}") and text.count("|") % 2 == 0
-    return text if is_whole and _ARITHMETIC.fullmatch(rest) and not _BROKEN.search(rest) else None
+    return (
+        text
+        if is_whole and _ARITHMETIC.fullmatch(rest) and not re.search(r"\d\s+\d", rest)
+        else None
+    )
 
 
 def canonical(number: Fraction) -> str:
