@@ -31,11 +31,13 @@ def deploy(
     Where it cannot be served so, nothing is printed but the reason, and the exit code is 1.
     """
     from quantkit.checkpoint.remote import open_headers
+    from quantkit.deploy.formats import find_format
     from quantkit.deploy.launch import deploy as plan
     from quantkit.engines.layouts import find_topology
     from quantkit.planning.clusters import compare_checkpoint
     from quantkit.planning.devices import read_devices
 
+    format = find_format(options.format, hosts=options.hosts is not None)
     given = None if options.devices is None else read_devices(options.devices)
     checkpoint, layout = open_headers(model), options.layout
     machine: dict[str, Any] = {"boxes": options.boxes}
@@ -51,6 +53,7 @@ def deploy(
         memory_gib=(given.memory_bytes / 2**30 or None) if given is not None else None,
         draft_length=options.draft_length,
         name=model_basename(model),
+        placed=format.placed,
         **machine,
     )
     if planned.refusal is not None:
@@ -61,10 +64,12 @@ def deploy(
     result = planned.as_dict() | {
         "decoding": compare_checkpoint(checkpoint, topology, planned.memory)
     }
+    files = format.write(planned)
     if json_:
         print_json(result)
     else:
-        console.show_deployment(result, [launch.script() for launch in planned.launches])
+        result["notes"] = [*result["notes"], *([format.note] if format.note else [])]
+        console.show_deployment(result, files)
 
 
 def place(

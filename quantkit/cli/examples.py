@@ -87,6 +87,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "quantkit deploy out/awq --engine vllm --devices 2x80GiB",
         "quantkit deploy out/awq --engine vllm-ascend --boxes 2 --context 32768",
         "quantkit deploy out/awq --engine vllm --layout four-boxes --draft-length 1",
+        "quantkit deploy out/awq --engine vllm --boxes 2 --format slurm",
     ),
 }
 

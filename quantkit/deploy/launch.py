@@ -42,6 +42,8 @@ _NIC = re.compile(r"[=^]?[^/\s,\x00-\x1f\x7f]+(,[^/\s,\x00-\x1f\x7f]+)*")
 """A network interface, or NCCL's syntax for several: prefixes, exact names after "=", exclusions
 after "^"."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+BOX = "QUANTKIT_BOX_"
+"""Begins the variables that hold the addresses of machines where a scheduler chooses them."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Launch:
     """Commands for one machine, each with its environment, in order; the last ones run, and end,
     together.
 
-    key: option or variable for the API key, if a command serves; see `LaunchRecipe`.
+    key: option or variable for the API key, if a command serves; see `LaunchRecipe`. host: on
+    which it then listens. package: that has its program, if that is not the engine's.
     """
 
     role: str
@@ -57,6 +60,15 @@ class Launch:
     commands: tuple[tuple[dict[str, str], Command], ...]
     key: str | None
     listens: str
+    host: str
+    package: str = ""
+
+    @property
+    def port(self) -> int | None:
+        """Of the API, the first one's if several commands serve; None if none does."""
+        serving = (" ".join(words) for _, words in self.commands if self.listens in words)
+        found = re.search(r"(?:--port |--base-api-port |, port=)(\d+)", next(serving, ""))
+        return int(found[1]) if found else None
 
     def without_options(self, options: dict[str, int]) -> "Launch":
         """Without these options and their values, also inside words that hold another program's
@@ -68,7 +80,11 @@ class Launch:
 
     def script(self) -> str:
         """A shell script that refuses to start servers without a key in QUANTKIT_API_KEY."""
-        lines = ["#!/bin/bash", f"# {self.role} on {self.box}", "set -e"]
+        return f"#!/bin/bash\n# {self.role} on {self.box}\n{self.body()}"
+
+    def body(self) -> str:
+        """The script's commands."""
+        lines = ["set -e"]
         if self.key is not None:
             lines.append(f': "${{{API_KEY}:?set it to the key that clients must send}}"')
             if not self.key.startswith("-"):
@@ -76,10 +92,10 @@ class Launch:
         shared = dict(
             set.intersection(*(set(environment.items()) for environment, _ in self.commands))
         )
-        lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(shared.items())]
+        lines += [f"export {key}={quoted(value)}" for key, value in sorted(shared.items())]
         for environment, command in self.commands:
             variables = " ".join(
-                f"{key}={shlex.quote(value)}"
+                f"{key}={quoted(value)}"
                 for key, value in sorted(environment.items())
                 if key not in shared
             )
@@ -90,7 +106,7 @@ class Launch:
                 else ""
             )
             lines.append(
-                f"{variables} {shlex.join(command)}{key_option}".strip()
+                f"{variables} {' '.join(map(quoted, command))}{key_option}".strip()
                 + ("" if ray_head or len(self.commands) == 1 else " &")
             )
         if any(line.endswith(" &") for line in lines):
@@ -101,15 +117,29 @@ class Launch:
         return "\n".join(lines) + "\n"
 
 
+def quoted(word: str) -> str:
+    """A word as bash reads it, with the variables of addresses expanded."""
+    parts = re.split(rf"({BOX}\d+)", word)
+    return (
+        "".join(
+            f'"${part}"' if part.startswith(BOX) else shlex.quote(part) for part in parts if part
+        )
+        or "''"
+    )
+
+
 @dataclass(frozen=True)
 class Deployment:
     """A layout filled in for one checkpoint. `ready`: no error among its problems.
 
+    name: that clients use. image: with the engine, for containers; empty: none is published.
     evidence: how the commands, and that the engine loads this format, were verified.
     """
 
     model: str
+    name: str
     engine: str
+    image: str
     device: Device
     layout: str
     devices_per_box: int
@@ -155,6 +185,7 @@ def deploy(
     memory_gib: float | None = None,
     draft_length: int = 0,
     name: str | None = None,
+    placed: bool = False,
 ) -> Deployment:
     """Commands for every machine, and the memory of every role.
 
@@ -167,7 +198,8 @@ def deploy(
     default a single machine listens on loopback, and its engine finds its own interface. nic:
     network interface of the machines. memory_gib: of one device, overriding the recipe's.
     draft_length: draft tokens per step of the MTP layer. name: that clients use for the model, by
-    default the directory's.
+    default the directory's. placed: a scheduler chooses the machines, whose addresses are then in
+    variables (BOX).
 
     Raises QuantkitError for an unknown engine or layout, or a wrong number of hosts.
     """
@@ -208,6 +240,7 @@ def deploy(
         memory_gib or recipe.memory_gib,
         draft_length,
         name or model_basename(str(checkpoint.path)),
+        placed,
     )
     chosen = find_topology(engine, boxes, layout, device, devices)
     if devices is None and layout is None and chosen.boxes == 1:
@@ -240,6 +273,7 @@ class _Inputs:
     memory_gib: float
     draft_length: int
     name: str
+    placed: bool
 
     def on_fewest_devices(self, topology: Topology) -> tuple[int, Deployment] | None:
         """The layout on machines with the fewest devices; None if the model fits on none."""
@@ -279,19 +313,21 @@ class _Inputs:
     def fill(self, topology: Topology) -> Deployment:
         """The layout's commands, and the memory of its roles."""
         checkpoint, recipe, path = self.checkpoint, self.recipe, self.checkpoint.path
-        if self.hosts is None and topology.boxes == 1:
+        networked = self.placed or self.hosts is not None or topology.boxes > 1
+        if not networked:
             recipe = _without_network(recipe)
-        hosts = self.hosts or tuple(f"box{number}" for number in range(topology.boxes))
+        unnamed = BOX if self.placed else "box"
+        hosts = self.hosts or tuple(f"{unnamed}{number}" for number in range(topology.boxes))
         _check_hosts(hosts, topology)
         rule = find_load(recipe.engine, checkpoint, recipe.device)
         heads = dict(zip([role.name for role in topology.roles], _first_hosts(topology, hosts)))
         common = {
-            "model": str(path),
+            "model": str(path.resolve() if checkpoint.has_weights else path),
             "name": self.name,
             "context": str(self.context),
             "nic": self.nic,
             "first_host_in_url": host_in_url(hosts[0]),
-            "listen": "$ip" if self.hosts is not None or topology.boxes > 1 else "127.0.0.1",
+            "listen": "$ip" if networked else "127.0.0.1",
             "guesses": str(self.draft_length),
             "drafted": str(self.draft_length + 1),
             "per_box": str(topology.devices_per_box),
@@ -336,7 +372,9 @@ class _Inputs:
             notes += [rule.launch_notes, rule.expert_launch_notes if has_experts else ""]
         return Deployment(
             str(path),
+            self.name,
             recipe.engine,
+            recipe.image,
             recipe.device,
             topology.name,
             topology.devices_per_box,
@@ -369,7 +407,15 @@ def _router_launch(topology: Topology, host: str, common: dict[str, str]) -> Lau
     values = common | {"listen": _fill(common["listen"], {"ip": host})}
     command = tuple(_fill(word, values) for word in topology.router)
     # The key that vllm-router sends to its servers, and the servers ask for.
-    return Launch("router", host, (({}, command),), "OPENAI_API_KEY", command[0])
+    return Launch(
+        "router",
+        host,
+        (({}, command),),
+        "OPENAI_API_KEY",
+        command[0],
+        values["listen"],
+        topology.router_package,
+    )
 
 
 def _first_hosts(topology: Topology, hosts: Sequence[str]) -> Iterator[str]:
@@ -491,9 +537,8 @@ def _launches(
                 (environment, _command(template, options, values)) for template in templates
             ]
         serves = any(recipe.listens in command for _, command in commands)
-        yield Launch(
-            role.name, host, tuple(commands), recipe.key if serves else None, recipe.listens
-        )
+        key, listen = recipe.key if serves else None, _fill(common["listen"], {"ip": host})
+        yield Launch(role.name, host, tuple(commands), key, recipe.listens, listen)
 
 
 def _command(template: Command, options: Command, values: dict[str, str]) -> Command:

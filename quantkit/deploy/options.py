@@ -26,6 +26,11 @@ class DeployOptions:
     )
     hosts: str | None = option(None, "Addresses of the machines, comma-separated.")
     nic: str = option("eth0", "The network interface of these addresses.")
+    format: str = option(
+        "sh",
+        "sh, compose, k8s, ray or slurm: what the launch is written for.",
+        complete=lambda: ["sh", "compose", "k8s", "ray", "slurm"],
+    )
     draft_length: int = option(
         0, "Draft tokens per step of the MTP layer; 0 does without.", min=0, old=("--mtp",)
     )

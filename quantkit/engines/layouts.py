@@ -71,13 +71,14 @@ class PublishedRate(Strict):
 
 class Topology(Strict):
     """A layout. router: the command, on the first machine, that sends each request to a server of
-    every role. hardware: in recipes/hardware, for predicted decode times."""
+    every role; router_package: what it needs, for pip. hardware: in recipes/hardware, for predicted decode times."""
 
     name: str
     summary: str
     devices_per_box: int = 8
     roles: tuple[Role, ...]
     router: Command = ()
+    router_package: str = ""
     notes: str = ""
     hardware: str | None = None
     published: tuple[PublishedRate, ...] = ()
@@ -114,10 +115,11 @@ class LaunchRecipe(Strict):
 
     memory_gib: of one device; memory_fraction: share that the engine may use; reserve_gib: estimate
     for activations, graphs and communication buffers. key: option or environment variable for the
-    API key that clients must send. listens: option that identifies a serving command. speculation:
-    options for speculative decoding with the checkpoint's MTP layer and $guesses draft tokens,
-    empty if unsupported. of_experts: options, with their number of values, to leave out for a model
-    without experts.
+    API key that clients must send. image: of a container with the engine; empty if none is
+    published. listens: option that identifies a serving command. speculation: options for
+    speculative decoding with the checkpoint's MTP layer and $guesses draft tokens, empty if
+    unsupported. of_experts: options, with their number of values, to leave out for a model without
+    experts.
     """
 
     engine: str
@@ -129,6 +131,7 @@ class LaunchRecipe(Strict):
     environment: dict[str, str]
     options: Command
     key: str
+    image: str = ""
     listens: str = "--host"
     speculation: Command = ()
     of_experts: dict[str, int] = Field({})

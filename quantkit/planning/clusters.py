@@ -204,7 +204,8 @@ class PlannedLayout:
 
     devices: number per role, on all machines; experts: per layer on one device, None for a model
     without; memory_gib: of one device. problems: by role, why it cannot be split this way.
-    decoding: predictions for each published rate of the layout.
+    decoding: predictions for each published rate of the layout. launch: the command that starts it
+    once OUT is written.
     """
 
     engine: str
@@ -216,6 +217,7 @@ class PlannedLayout:
     memory: dict[str, Fit]
     problems: dict[str, str]
     decoding: tuple[dict[str, Any], ...]
+    launch: str = ""
 
     @property
     def fits(self) -> bool:
@@ -236,7 +238,7 @@ class PlannedLayout:
             )
             if role in self.problems:
                 lines.append((f"  {role} cannot be split this way", self.problems[role]))
-        return lines
+        return [*lines, *([("  to start it", self.launch)] if self.fits else [])]
 
 
 def plan_layout(

@@ -293,7 +293,7 @@ def _plan_layout(
     if given is not None:
         memory = given.memory_bytes / 2**30 or None
         machine = {"devices": given.count, "memory_gib": memory, "device": given.device}
-    return plan_layout(
+    planned = plan_layout(
         engine,
         layout,
         rows,
@@ -304,6 +304,10 @@ def _plan_layout(
         grid=job.grids.get,
         **machine,
     )
+    asked = "" if devices is None else f" --devices {devices}"
+    starts = f"quantkit deploy OUT --engine {engine} --layout {layout}{asked}"
+    scheduled = f"{starts} --context {serving.context} --format slurm | sbatch"
+    return replace(planned, launch=scheduled)
 
 
 def _read_request(

@@ -8,16 +8,19 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import typed
+import yaml
+from commands import command, typed
 from make_model import random_tensors, tiny_config
 from packed_model import write_packed
 
 from quantkit.checkpoint.formats import compressed_int8
 from quantkit.common.errors import QuantkitError
-from quantkit.deploy.launch import deploy
+from quantkit.deploy.formats import find_format
+from quantkit.deploy.launch import Launch, deploy
 from quantkit.engines.layouts import find_recipe, find_topology
 from quantkit.engines.profiles import Device
 from quantkit.grids.int_groups import IntGrid
@@ -36,6 +39,7 @@ LAUNCHES = [
 ]
 ODD = 'it\'s $HOME "a" `b`; \\n -x'
 KEY = "a 'key' of $HOME"
+Call = tuple[list[str], dict[str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -70,40 +74,127 @@ def missing():
 while name != "ray" and missing() and time.monotonic() < until:
     time.sleep(0.02)
 """
-    for name in ("vllm", "python", "ray", "bash"):
+    for name in ("vllm", "python", "python3", "ray", "bash"):
         (folder / name).write_text(text)
         (folder / name).chmod(stat.S_IRWXU)
     return folder
+
+
+def called_by(script: str, programs: Path, commands: int, **environment: str) -> list[Call]:
+    """The words and the environment of each program that a script runs."""
+    variables = {"PATH": f"{programs}:/usr/bin:/bin", "QUANTKIT_API_KEY": KEY}
+    ended = subprocess.run(
+        ["/bin/bash", "-c", script],
+        env={**variables, "COMMANDS": str(commands), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert not ended.stderr
+    files = (programs.parent / "called").glob("*.json")
+    return [(words, seen) for words, seen in map(json.loads, map(Path.read_text, files))]
+
+
+def check_calls(launch: Launch, called: list[Call], filled: Callable[[str], str] = str) -> None:
+    asks = [launch.key, KEY] if launch.key and launch.key.startswith("-") else []
+    meant = [
+        [*map(filled, words), *(asks if launch.listens in words else [])]
+        for _, words in launch.commands
+    ]
+    assert sorted(words for words, _ in called) == sorted(meant)
+    for words, seen in called:
+        own = next(
+            told
+            for told, command in launch.commands
+            if [*map(filled, command)] == words[: len(command)]
+        )
+        assert {name: filled(value) for name, value in own.items()}.items() <= seen.items()
+        if launch.key and not asks:
+            assert seen[launch.key] == KEY
 
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
 def test_the_engine_gets_every_word_as_it_was_meant(
     odd: Path, programs: Path, engine: str, device: Device, layout: str
 ) -> None:
-    made = deploy(odd, engine, layout=layout, device=device)
-    launch = made.launches[-1]
-    environment = {
-        "PATH": f"{programs}:/usr/bin:/bin",
-        "QUANTKIT_API_KEY": KEY,
-        "COMMANDS": str(len(launch.commands)),
-    }
-    ended = subprocess.run(
-        ["/bin/bash", "-c", launch.script()],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert not ended.stderr
-    called = [json.loads(file.read_text()) for file in (programs.parent / "called").glob("*.json")]
-    asks = [launch.key, KEY] if launch.key and launch.key.startswith("-") else []
-    meant = [[*words, *(asks if launch.listens in words else [])] for _, words in launch.commands]
-    assert sorted(words for words, _ in called) == sorted(meant)
-    for words, seen in called:
-        own = next(told for told, command in launch.commands if [*command] == words[: len(command)])
-        assert own.items() <= seen.items()
-        if launch.key and not asks:
-            assert seen[launch.key] == KEY
+    launch = deploy(odd, engine, layout=layout, device=device).launches[-1]
+    check_calls(launch, called_by(launch.script(), programs, len(launch.commands)))
+
+
+def address(word: str) -> str:
+    """Words in which the addresses of boxes are filled in."""
+    return re.sub(r"QUANTKIT_BOX_(\d+)", r"10.0.0.\1", word)
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout"),
+    [
+        ("vllm", "prefill-decode"),
+        ("vllm", "four-boxes"),
+        ("sglang", "two-boxes"),
+        ("vllm-ascend", "disaggregated-a2"),
+    ],
+)
+@pytest.mark.parametrize("format", ["compose", "k8s", "slurm"])
+def test_other_formats_run_the_same_commands(
+    odd: Path, programs: Path, format: str, engine: str, layout: str
+) -> None:
+    asked = find_format(format, hosts=False)
+    made = deploy(odd, engine, layout=layout, placed=asked.placed)
+    (text,), launch, boxes = asked.write(made), made.launches[-1], {}
+    if format == "slurm":
+        shutil.copy(programs / "python", programs / "srun")
+        helpers = (
+            "scontrol() { [ $2 = hostnames ] && seq -f node%g 0 99 ||"
+            ' echo "NodeName=$3 NodeAddr=10.0.0.${3#node} a=b"; }\n'
+            'getent() { echo "$2 STREAM"; echo "$2 DGRAM"; }\n'
+        )
+        steps = called_by(helpers + text, programs, len(made.launches))
+        for called in (programs.parent / "called").iterdir():
+            called.unlink()
+        words, boxes = next(
+            (words, seen) for words, seen in steps if words[-1] == f"launch_{len(steps) - 1}"
+        )
+        number = re.fullmatch(r"QUANTKIT_BOX_(\d+)", launch.box)
+        assert number is not None
+        assert f"--nodelist=node{number[1]}" in words
+        script = boxes.pop(f"BASH_FUNC_{words[-1]}%%").removeprefix("()") + f"\n{words[-1]}"
+        script = f"{words[-1]}() {script}"
+        boxes = {name: value for name, value in boxes.items() if name.startswith("QUANTKIT_BOX")}
+    elif format == "compose":
+        (service,) = list(yaml.safe_load(text)["services"].values())[-1:]
+        script = service["command"][0].replace("$$", "$")
+        assert service["volumes"][0]["target"] == str(odd)
+    else:
+        pods = [one for one in yaml.safe_load_all(text) if one["kind"] == "Deployment"]
+        assert len(pods) == len({one.box for one in made.launches})
+        containers = {
+            (pod["metadata"]["name"], one["name"]): one
+            for pod in pods
+            for one in pod["spec"]["template"]["spec"]["containers"]
+        }
+        assert len(containers) == len(made.launches)
+        name = pods[int(launch.box.removeprefix("QUANTKIT_BOX_"))]["metadata"]["name"]
+        script = containers[name, launch.role]["command"][2]
+        given = {one["name"]: one.get("value") for one in containers[name, launch.role]["env"]}
+        assert [box for box, value in given.items() if value is None][-1] == launch.box
+        boxes = {box: f"10.0.0.{box.rpartition('_')[2]}" for box in given if "BOX" in box}
+    installs = [["python3", "-m", "pip", "--quiet", "install", launch.package]]
+    called = called_by(script, programs, len(launch.commands), **boxes)
+    expected = installs if launch.package and format != "slurm" else []
+    assert [one for one, _ in called if "pip" in one] == expected
+    check_calls(launch, [one for one in called if "pip" not in one[0]], address)
+
+
+def test_what_a_format_does_not_start(odd: Path) -> None:
+    for line, told in (
+        ("--engine vllm --format yaml", "choose one of sh, compose, k8s, ray, slurm"),
+        ("--engine vllm --format slurm --hosts a", "leave out --hosts"),
+        ("--engine omni-infer --format k8s", "give --format sh or --format slurm"),
+        ("--engine sglang --format ray", "Ray Serve starts vLLM, not sglang; give --format slurm"),
+    ):
+        refused = command("deploy", str(odd), *line.split())
+        assert (refused.code, refused.out, told in refused.error) == (2, "", True), refused.error
 
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
