@@ -225,7 +225,7 @@ def show_needed(plan: dict[str, Any], margin: float) -> None:
         )
     else:
         text = f"its {plan['problems']} problems can say held with --repeats {plan['enough']}"
-    out.print(text, soft_wrap=True)
+    out.print(f"{text}\n{plan['sampled']}", soft_wrap=True)
 
 
 def show_comparison(table: dict[str, Any]) -> None:

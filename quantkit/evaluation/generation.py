@@ -61,6 +61,22 @@ class TaskRun:
     origin: str
     facts: dict[str, Any]
     request: dict[str, Any]
+    counts: dict[str, int] | None = None
+    """Repeats by problem; None: the setting's for each."""
+
+    @property
+    def keys(self) -> list[tuple[Problem, int]]:
+        """Repeats are the outer loop: an interrupted run has sampled all problems about equally
+        often."""
+        counts = self.counts or dict.fromkeys(
+            (problem.id for problem in self.problems), self.setting.repeats
+        )
+        return [
+            (problem, repeat)
+            for repeat in range(max(counts.values()))
+            for problem in self.problems
+            if repeat < counts[problem.id]
+        ]
 
     def prompt(self, problem: Problem, repeat: int) -> prompts.Prompt:
         return prompts.render(
@@ -143,8 +159,7 @@ def run_task(
         check_same_model(
             generator, journal, work.prompt(work.problems[0], 0), setting.generation, notice
         )
-    # Repeats are the outer loop: an interrupted run has sampled all problems about equally often.
-    keys = [(problem, repeat) for repeat in range(setting.repeats) for problem in work.problems]
+    keys = work.keys
     kept = journal.kept if journal else {}
     replies = {(p.id, r): kept[p.id, r] for p, r in keys if (p.id, r) in kept}
     reused = len(replies)

@@ -70,6 +70,14 @@ class EvaluateOptions(GradingOptions, ServerModelOptions, ModelOptions):
     top_p: float | None = option(None, "Nucleus sampling; the protocol's by default.", min=0, max=1)
     seed: int = seed_option()
     concurrency: int = option(64, "Requests in flight, or prompts in a batch.", min=1)
+    sequential: bool = option(
+        False,
+        "Ask in stages, where answers vary, and stop when the verdict on these problems is known; "
+        "needs --baseline and --out.",
+    )
+    token_budget: int | None = option(
+        None, "Say before the run which loss this many tokens can tell.", min=1
+    )
     model_revision: str | None = option(
         None, "What the server runs, if it does not say so: a revision, a hash."
     )

@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.generation import prepare
+from quantkit.evaluation.generation import TaskRun, prepare
 from quantkit.evaluation.options import EvaluateOptions
 from quantkit.evaluation.results.baseline import Baseline, read_baseline
-from quantkit.evaluation.run import check_margin
-from quantkit.evaluation.statistics import power
+from quantkit.evaluation.statistics import power, sampling
 from quantkit.evaluation.statistics.estimates import accuracy as mean_accuracy
 
 
@@ -30,9 +29,18 @@ class TaskPlan:
     measured: bool
     enough: int | None
     rows: list[power.PlannedRow]
+    sampled: str = ""
+    """What the verdict on these problems alone needs."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def check_margin(margin: float) -> None:
+    if not 0 < margin < 1:
+        raise QuantkitError(
+            f"--margin is {margin}", "give a share between 0 and 1; 0.01 is one point"
+        )
 
 
 def plan_evaluation(
@@ -52,16 +60,14 @@ def _plan(
     protocol = options.protocol or "r1"
     work = prepare(name, protocol, options.data_dir, options.limit, None, None, 0)
     task = work.setting.task.name
-    scores = list(reference.scores.get(task, {}).values()) if reference is not None else []
+    noise, known = _noise(task, reference)
     if accuracy is None:
-        if not scores:
+        if known is None:
             raise QuantkitError(
                 f"the accuracy of the model in {task} is not known",
                 "give --accuracy, or a run of it with --baseline",
             )
-        accuracy = mean_accuracy(scores)
-    repeated = [row for row in scores if len(row) > 1]
-    noise = 2 * float(np.mean([np.var(row, ddof=1) for row in repeated])) if repeated else None
+        accuracy = known
     worst = 2 * accuracy * (1 - accuracy)
     enough = power.repeats_for_held(
         len(work.problems), options.margin, worst if noise is None else noise
@@ -73,4 +79,53 @@ def _plan(
         noise is not None,
         enough,
         power.plan(accuracy, options.margin, noise),
+        forecast(work, options, reference, accuracy),
     )
+
+
+def _noise(task: str, reference: Baseline | None) -> tuple[float | None, float | None]:
+    """Variance that one repeat of both models adds to a problem, by the baseline's repeats, and
+    its accuracy; None where not known."""
+    scores = list(reference.scores.get(task, {}).values()) if reference is not None else []
+    repeated = [np.var(row, ddof=1) for row in scores if len(row) > 1]
+    return (
+        2 * float(np.mean(repeated)) if repeated else None,
+        mean_accuracy(scores) if scores else None,
+    )
+
+
+def forecast(
+    work: TaskRun,
+    options: EvaluateOptions,
+    reference: Baseline | None,
+    accuracy: float | None = None,
+) -> str:
+    """Which loss the asked repeats, and a budget of tokens, tell from none on these problems alone,
+    and what the asked margin takes. Without a baseline's replies noise and lengths are upper
+    limits."""
+    task, problems = work.setting.task.name, len(work.problems)
+    noise, known = _noise(task, reference)
+    p = accuracy if accuracy is not None else known if known is not None else 0.5
+    variance = 2 * p * (1 - p) if noise is None else noise
+    rows = reference.samples.get(task, {}) if reference is not None else {}
+    lengths = [row["completion_tokens"] for replies in rows.values() for row in replies]
+    length = float(np.mean(lengths)) if lengths else work.setting.generation.max_tokens
+    each = 2 * problems * length if length else None  # tokens of one repeat of both models
+
+    def told(repeats: float) -> str:
+        loss = sampling.decidable_margin(variance, problems, repeats)
+        cost = f", {_short(each * repeats)} tokens" if each else ""
+        return f"{repeats:,.0f} repeats of both{cost}: a loss of {100 * loss:.1f} points"
+
+    said = [told(work.setting.repeats)]
+    if options.token_budget is not None and each:
+        said.append(told(options.token_budget / each))
+    needed = sampling.repeats_for_margin(variance, problems, options.margin)
+    cost = f", {_short(each * needed)} tokens" if each else ""
+    said.append(f"{100 * options.margin:g} points take {needed:,} repeats{cost}")
+    most = "" if noise is not None and lengths else " (at most: no replies are known yet)"
+    return f"{task}: on its {problems} problems alone can be told{most}: {'; '.join(said)}"
+
+
+def _short(count: float) -> str:
+    return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count / 1e3:,.0f} K"

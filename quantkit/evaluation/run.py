@@ -3,8 +3,10 @@
 Tasks, data, protocol, consent to run code and the baseline are checked before the model is loaded.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from quantkit import __version__
 from quantkit.checkpoint.hub import find_model
@@ -24,9 +26,11 @@ from quantkit.evaluation.generation import (
 from quantkit.evaluation.generators.generator import Generator, reject_cache_option
 from quantkit.evaluation.openai_server import is_url
 from quantkit.evaluation.options import EvaluateOptions, GradingOptions
+from quantkit.evaluation.planning import check_margin, forecast
 from quantkit.evaluation.results.baseline import Baseline, compare_results, read_baseline
 from quantkit.evaluation.results.report import write_results
-from quantkit.evaluation.results.task_results import EvalResults
+from quantkit.evaluation.results.task_results import EvalResults, TaskResult
+from quantkit.evaluation.statistics.sampling import PILOT, STAGES, repeats_of_stage
 from quantkit.executor.options import EngineOptions
 
 __all__ = ["EvaluationProgress", "prepare", "run_evaluation", "run_task"]
@@ -69,15 +73,23 @@ def run_evaluation(
     run = _Run(options, progress, notice)
     run.check(model)
     check_countable(model, options.count_experts)
+    base = replace(run, options=replace(options, cache=None, count_experts=None))
     if reference is None and baseline is not None:
-        base = replace(run, options=replace(options, cache=None, count_experts=None))
         base.check(baseline)
-        reference = Baseline.from_results(
-            base.evaluate(baseline, works, out / "baseline" if out else None)
-        )
-    results = run.evaluate(model, works, out)
-    if reference is not None:
-        results = compare_results(results, reference, options.margin, options.seed)
+    if baseline is not None:
+        for work in works:
+            if work.setting.generation.temperature > 0:
+                notice(forecast(work, options, reference))
+    if options.sequential:
+        results, reference = _in_stages(run, base, works, (model, str(baseline)), reference)
+    else:
+        if reference is None and baseline is not None:
+            reference = Baseline.from_results(
+                base.evaluate(baseline, works, out / "baseline" if out else None)
+            )
+        results = run.evaluate(model, works, out)
+        if reference is not None:
+            results = compare_results(results, reference, options.margin, options.seed)
     if out is not None:
         write_results(results, reference, options.format, notice)
     return results
@@ -95,13 +107,8 @@ def _check(tasks: list[str], options: EvaluateOptions) -> None:
             raise QuantkitError(f"--{name} is {value}", "give 1 or more")
     check_margin(options.margin)
     check_export(options.format, options.out)
-
-
-def check_margin(margin: float) -> None:
-    if not 0 < margin < 1:
-        raise QuantkitError(
-            f"--margin is {margin}", "give a share between 0 and 1; 0.01 is one point"
-        )
+    if options.sequential and (options.baseline is None or options.out is None):
+        raise QuantkitError("--sequential compares, and grows a run", "give --baseline and --out")
 
 
 def check_export(export: str | None, out: Path | None) -> None:
@@ -255,6 +262,64 @@ class _Run:
         if made.engine.loaded.warning:
             self.notice(made.engine.loaded.warning)
         return made
+
+
+def _in_stages(
+    run: _Run,
+    base: _Run,
+    works: list[TaskRun],
+    models: tuple[str, str],
+    stored: Baseline | None,
+) -> tuple[EvalResults, Baseline]:
+    """The model and its baseline in the stages of statistics/sampling.py, each task until its
+    verdict is known or out of reach. A stored baseline is complete. Every stage is a run that
+    grows."""
+    options, out = run.options, run.options.out
+    assert out is not None
+    theirs, ours, bases = stored, None, works
+    finished: dict[str, TaskResult] = {}
+    for stage in range(len(STAGES)):
+        if stored is None:
+            bases = [_grown(work, ours, stage, finished) for work in bases]
+            theirs = Baseline.from_results(base.evaluate(models[1], bases, out / "baseline"))
+        assert theirs is not None
+        works = [_grown(w, theirs, stage, finished, complete=stored is not None) for w in works]
+        results = run.evaluate(models[0], works, out)
+        results = compare_results(results, theirs, options.margin, options.seed, stage)
+        results = replace(results, tasks=results.tasks | finished)
+        ours = Baseline.from_results(results)
+        for name, task in results.tasks.items():
+            found = task.comparison.sampled if task.comparison is not None else None
+            if found is None or found.verdict != "cannot tell" or found.hopeless:
+                finished[name] = task
+        if len(finished) == len(works):
+            break
+    return results, theirs
+
+
+def _grown(
+    work: TaskRun,
+    other: Baseline | None,
+    stage: int,
+    finished: Container[str],
+    *,
+    complete: bool = False,
+) -> TaskRun:
+    """The task with the repeats of this stage, by the replies of the other model."""
+    name, counts = work.setting.task.name, dict.fromkeys((p.id for p in work.problems), PILOT)
+    if name in finished:
+        return work
+    if other is not None and stage:
+        scores = {p: row for p, row in other.scores.get(name, {}).items() if p in counts}
+        lengths = {
+            p: fmean(row["completion_tokens"] for row in rows)
+            for p, rows in other.samples[name].items()
+        }
+        repeats = work.setting.repeats
+        grown = repeats_of_stage(scores, lengths, repeats, stage, complete=complete)
+        before = work.counts or counts
+        counts = {p: max(before[p], grown.get(p, 0)) for p in counts}
+    return replace(work, counts=counts)
 
 
 def sandbox_level(works: list[TaskRun]) -> str | None:

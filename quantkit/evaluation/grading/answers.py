@@ -270,7 +270,9 @@ def _last_number(text: str, letters: bool) -> Extraction:
     """The value of the last sentence with a number: of its bold text, of all its numbers if they
     are one, of what it says of its subject. Several, a bound or a doubt: it says none."""
     sentences = [part for part in _END.split(text) if part.strip()]
-    said = next((part for part in reversed(sentences) if re.search(r"\d", part)), None)
+    said = next((part for part in reversed(sentences) if re.search(r"\d|\?$", part)), None)
+    if said is not None and said.endswith("?"):
+        return Extraction(None)
     if said is None:
         value = number_in_words(sentences[-1].strip("* .")) if len(sentences) == 1 else None
         said = text.strip()

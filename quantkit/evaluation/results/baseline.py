@@ -99,13 +99,13 @@ def read_baseline(name: str) -> Baseline | None:
 
 
 def compare_results(
-    results: EvalResults, reference: Baseline, margin: float, seed: int
+    results: EvalResults, reference: Baseline, margin: float, seed: int, stage: int | None = None
 ) -> EvalResults:
     """`results` with a comparison in every task that shares problems with `reference`, unless
-    either lost too many samples. `seed` seeds the bounds."""
+    either lost too many samples. `seed` seeds the bounds. stage: of a sequential plan."""
     looks = Looks(results.out)
     tasks = {
-        name: _compare_task(task, reference, margin, seed, looks)
+        name: _compare_task(task, reference, margin, seed, looks, stage, len(results.tasks))
         for name, task in results.tasks.items()
     }
     found = holm_corrected(
@@ -116,7 +116,13 @@ def compare_results(
 
 
 def _compare_task(
-    task: TaskResult, reference: Baseline, margin: float, seed: int, looks: Looks
+    task: TaskResult,
+    reference: Baseline,
+    margin: float,
+    seed: int,
+    looks: Looks,
+    stage: int | None,
+    tasks: int,
 ) -> TaskResult:
     scores, facts = reference.scores.get(task.name, {}), reference.facts.get(task.name, {})
     task = replace(task, baseline_fault=reference.fault(task.name))
@@ -130,7 +136,16 @@ def _compare_task(
         )
     look = looks.number(task.facts, facts, (len(task.graded), reference.graded(task.name)))
     greedy = task.setting.generation.temperature == 0
-    comparison = compare(ours, scores, margin=margin, seed=seed, greedy=greedy, look=look)
+    comparison = compare(
+        ours,
+        scores,
+        margin=margin,
+        seed=seed,
+        greedy=greedy,
+        look=look,
+        stage=stage,
+        tasks=tasks,
+    )
     notes = list(task.notes)
     if changed := reference.changed_facts(task.name, task.facts):
         notes.append(

@@ -14,19 +14,25 @@ Holm's method.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from quantkit.evaluation.statistics.estimates import ONE_SIDED, mcnemar, mean_bounds, problem_means
+from quantkit.evaluation.statistics.estimates import (
+    ONE_SIDED,
+    Verdict,
+    mcnemar,
+    mean_bounds,
+    problem_means,
+)
 from quantkit.evaluation.statistics.power import (
     Spread,
     UndecidedLook,
     problems_needed,
     repeats_needed,
 )
+from quantkit.evaluation.statistics.sampling import SamplingComparison, compare_sampling
 
-Verdict = Literal["held", "lost", "cannot tell"]
 MARGIN = 0.01
 _NO_LOSS_IMPLAUSIBLE = 0.1  # below this p_lost, planning ignores the case of no loss
 
@@ -62,8 +68,14 @@ class Comparison:
     look: int = 1
     tasks: int = 1
     alone: Verdict | None = None
+    sampled: SamplingComparison | None = None  # None for greedy replies
 
     def sentence(self) -> str:
+        """The verdict on all problems such as these, then that on these alone."""
+        said = f"; {self.sampled.sentence()}" if self.sampled is not None else ""
+        return self._on_all() + said
+
+    def _on_all(self) -> str:
         span = f"{100 * self.level:.3g} %: {100 * self.low:+.1f} to {100 * self.high:+.1f}"
         seen = f"{100 * self.difference:+.1f} points ({span}) on {self.n} problems"
         if self.look > 1:
@@ -102,11 +114,13 @@ def compare(
     seed: int = 0,
     greedy: bool = False,
     look: int = 1,
+    stage: int | None = None,
+    tasks: int = 1,
 ) -> Comparison | None:
     """Compare two runs, each problem id -> 0/1 per repeat; None where they share no problem.
 
     greedy: repeats would change nothing. look: how often these runs were compared while they grew,
-    this time included.
+    this time included. stage: of a sequential plan (sampling.py) of so many `tasks`.
     """
     shared = [problem for problem in candidate if problem in baseline]
     if not shared:
@@ -150,23 +164,49 @@ def compare(
         repeats_needed=needed[0],
         problems_needed=needed[1],
         look=look,
+        sampled=None
+        if greedy
+        else compare_sampling(
+            candidate,
+            baseline,
+            margin=margin,
+            error=error if stage is None else ONE_SIDED / tasks,
+            stage=stage,
+        ),
     )
 
 
 def holm_corrected(comparisons: Mapping[str, Comparison]) -> dict[str, Comparison]:
     """Comparisons of several tasks with family-wise corrected verdicts and p-values (Holm 1979)."""
-    held = _holm({name: one.p_held for name, one in comparisons.items()})
-    lost = _holm({name: one.p_lost for name, one in comparisons.items()})
+    found = {
+        name: one.sampled
+        for name, one in comparisons.items()
+        if one.sampled is not None and one.sampled.stage is None
+    }
+    sampled = _holm_each(found, {name: (1 - one.level) / 2 for name, one in found.items()})
+    errors = {name: one_sided_error(one.look) for name, one in comparisons.items()}
     return {
         name: replace(
             one,
-            verdict=_verdict(held[name], lost[name], one_sided_error(one.look)),
+            tasks=len(comparisons),
+            alone=comparisons[name].verdict,
+            sampled=sampled.get(name, one.sampled),
+        )
+        for name, one in _holm_each(comparisons, errors).items()
+    }
+
+
+def _holm_each(found: Mapping[str, Any], errors: Mapping[str, float]) -> dict[str, Any]:
+    held = _holm({name: one.p_held for name, one in found.items()})
+    lost = _holm({name: one.p_lost for name, one in found.items()})
+    return {
+        name: replace(
+            one,
+            verdict=_verdict(held[name], lost[name], errors[name]),
             p_held=held[name],
             p_lost=lost[name],
-            tasks=len(comparisons),
-            alone=one.verdict,
         )
-        for name, one in comparisons.items()
+        for name, one in found.items()
     }
 
 

@@ -20,9 +20,11 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+Verdict = Literal["held", "lost", "cannot tell"]
 Scores = Sequence[Sequence[float]]  # problems x repeats, ragged, no empty row
 
 

@@ -3,8 +3,10 @@ agrees with the reader nearly always, and of the rare ones it calls hardly any w
 `pytest -s` prints how often."""
 
 import functools
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from answer_styles import TASKS, Style, styles
@@ -57,6 +59,25 @@ def test_the_reader_is_agreed_with(name: str, judge: MathJudge) -> None:
         shown = "\n".join(f"{style.right}: {style.reply!r}" for style in differing)
         assert not is_common or len(differing) <= 0.01 * len(judged), shown
         assert len(false_right) <= (0 if is_common else 0.02 * len(judged)), shown
+
+
+REAL = Path(__file__).with_name("real") / "smollm2.jsonl"
+
+
+@pytest.mark.parametrize(("name", "number"), [("gsm8k", 40), ("humaneval", 15), ("mmlu_pro", 40)])
+def test_replies_of_a_real_model(name: str, number: int, judge: MathJudge) -> None:
+    """SmolLM2-135M-Instruct's greedy replies of at most 256 tokens to the first questions; a person
+    read every one and agrees with its reason."""
+    task = find_task(name)
+    grader = find_grader(find_setting(task, "r1").grader)
+    rows = [json.loads(line) for line in REAL.read_text().split("\n") if line]
+    rows = [row for row in rows if row["task"] == name]
+    assert len(rows) == number
+    for row in rows:
+        fields = map_fields(task, row["row"], 0)
+        problem = Problem("p", fields, grader.gold(fields))
+        found = grade(grader, problem, ModelReply(0, row["reply"], row["finish"]), False, judge)
+        assert found.reason == row["reason"], row["reply"]
 
 
 def test_the_corpus_is_even() -> None:
