@@ -45,6 +45,7 @@ NO_METADATA: Mapping[str, str] = {}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LONGEST_NAME, _MAX_DIMENSIONS = 1000, 64
 _MAX_VALUES = 2**62  # of a tensor, ignoring dimensions of size 0: torch counts in 64 bits
+_SIZES = range(_MAX_VALUES + 1)
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _tensor(path: Path, shard: str, name: str, entry: Any, data_start: int) -> T
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise _invalid_entry(path, name)
-    if math.prod(size for size in shape if size) > _MAX_VALUES:
+    if math.prod(filter(None, shape)) > _MAX_VALUES:
         raise _invalid_entry(path, name)
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         raise QuantkitError(
@@ -161,7 +162,8 @@ def _are_sizes(numbers: Any) -> bool:
     return (
         isinstance(numbers, list)
         and len(numbers) <= _MAX_DIMENSIONS
-        and all(type(number) is int and 0 <= number <= _MAX_VALUES for number in numbers)
+        and set(map(type, numbers)) <= {int}  # a bool is none
+        and all(map(_SIZES.__contains__, numbers))
     )
 
 

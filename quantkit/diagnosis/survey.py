@@ -5,6 +5,7 @@ everything else.
 machine only headers and small files are read.
 """
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -233,8 +234,13 @@ def _tensors(
             PICKLE_REMEDY if pickles else "give the directory of a complete checkpoint",
         )
     shards = sorted(wanted & present)
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        read = list(pool.map(lambda shard: _header(shard, header), shards))
+    # Headers hold no cycles, and looking for some takes as long as reading 300,000 tensors.
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            read = list(pool.map(lambda shard: _header(shard, header), shards))
+    finally:
+        gc.enable()
     held: dict[str, dict[str, TensorInfo]] = {}
     for shard, found in zip(shards, read):
         held[shard] = {} if isinstance(found, QuantkitError) else found

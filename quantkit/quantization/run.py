@@ -59,7 +59,7 @@ from quantkit.quantization.report import (
 )
 from quantkit.quantization.rtn import round_units
 from quantkit.quantization.sensitivity_run import NAME, find_sensitivities, sensitivities_path
-from quantkit.quantization.spent import Spent
+from quantkit.quantization.usage import RunUsage
 from quantkit.tokenizer.chat import ChatTokenizer
 
 _LONG_S = 60
@@ -232,13 +232,13 @@ def quantize(
         resumed = writer.progress(output.units) if ranks.is_main else ""
         if ranks.is_main and resumed:
             on_event(Note(f"resuming {out}: {resumed}"))
-        spent = Spent(writer.state_dir / "spent.json", start, run.fingerprint)
+        usage = RunUsage(writer.state_dir / "spent.json", start, run.fingerprint)
         listen: OnEvent = ignore_event
         if ranks.is_main:
             seconds = _expected_seconds(run, output, writer.state_dir, ranks.size)
             if seconds > _LONG_S and not resumed:
                 on_event(Note(f"about {format_duration(seconds)} on this machine"))
-            listen = spent.listening(_with_expected(on_event, seconds))
+            listen = usage.listener(_with_expected(on_event, seconds))
         pruned = _pruned(run, output, ranks, listen)
         if ranks.is_main:
             writer.check_source()
@@ -249,7 +249,7 @@ def quantize(
         if ranks.is_main:
             facts = RunFacts(
                 datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-                round(spent.seconds, 1),
+                round(usage.seconds, 1),
                 describe_hardware(device),
                 resumed,
             )
@@ -260,7 +260,7 @@ def quantize(
                 job.request.scheme.weight, files | ({NAME: run.measured} if run.chosen else {})
             )
             sensitivities_path(out).unlink(missing_ok=True)
-    return _report(run, output, out, spent.seconds, spent.peak_memory, found)
+    return _report(run, output, out, usage.seconds, usage.peak_memory, found)
 
 
 def _expected_seconds(run: "_Run", output: Output, folder: Path, ranks: int) -> float:

@@ -6,21 +6,20 @@ process.py checks limits as well.
 """
 
 import contextlib
-import itertools
-import os
+import secrets
 import subprocess
 import time
 from functools import cache
 from pathlib import Path
 
-_numbers = itertools.count()
-
 
 class Group:
-    """Limits for added processes and their descendants. `processes` includes threads."""
+    """Limits for added processes and their descendants: a new group in `above`. `processes`
+    includes threads."""
 
-    def __init__(self, path: Path, memory: int, processes: int) -> None:
-        self._path = path
+    def __init__(self, above: Path, memory: int, processes: int) -> None:
+        # A random name: a run that was killed may have left a group, and had the same pid.
+        self._path = path = above / f"quantkit-{secrets.token_hex(8)}"
         path.mkdir()
         try:
             (path / "memory.max").write_text(str(memory))
@@ -52,11 +51,7 @@ class Group:
 
 def new_group(memory: int, processes: int) -> Group | None:
     above = usable()
-    return (
-        None
-        if above is None
-        else Group(above / f"quantkit-{os.getpid()}-{next(_numbers)}", memory, processes)
-    )
+    return None if above is None else Group(above, memory, processes)
 
 
 @cache
@@ -84,7 +79,7 @@ def _works(above: Path) -> bool:
     try:
         if "memory" not in (above / "cgroup.subtree_control").read_text().split():
             return False
-        group = Group(above / f"quantkit-{os.getpid()}-try", 1 << 30, 8)
+        group = Group(above, 1 << 30, 8)
     except OSError:
         return False
     with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as child:  # ends with its stdin

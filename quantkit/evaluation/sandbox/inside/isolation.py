@@ -34,7 +34,7 @@ NO_NAMESPACES = "no user namespaces"
 NOBODY, PROGRAM = (
     65534,
     1,
-)  # the program's user id outside and inside, where a second id can be mapped
+)  # the program's user id outside, where a second id can be mapped, and inside
 
 
 class NoNamespaces(Exception):
@@ -91,7 +91,8 @@ def enter_namespaces(close: int) -> bool:
     if libc.unshare(NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS) != 0:
         number = ctypes.get_errno()
         # The kernel's words for a limit of namespaces are those for a full disk.
-        cause = "none may be made, or no more" if number == errno.ENOSPC else os.strerror(number)
+        limit = "none may be made, or no more (/proc/sys/user)"
+        cause = limit if number == errno.ENOSPC else os.strerror(number)
         raise NoNamespaces(f"{NO_NAMESPACES}: {cause}")
     die_with_parent()  # new credentials reset it
     os.write(ready_write, b"1")
@@ -104,8 +105,8 @@ def enter_namespaces(close: int) -> bool:
 
 
 def map_ids(child: int) -> bytes:
-    """As root, map a second, unprivileged id for the program if possible; else one id. Returns
-    ONE_ID, TWO_IDS or an error message."""
+    """As root, map a second, unprivileged id for the program if possible; else one id, which is
+    not root's inside either. Returns ONE_ID, TWO_IDS or an error message."""
     second = f"\n{PROGRAM} {NOBODY} 1"
     problem = ""
     for ids in (second, "") if os.geteuid() == 0 else ("",):
@@ -114,8 +115,9 @@ def map_ids(child: int) -> bytes:
                 write(
                     f"/proc/{child}/setgroups", "deny"
                 )  # required for mapping a group without root
-            write(f"/proc/{child}/gid_map", f"0 {os.getegid()} 1{ids}")
-            write(f"/proc/{child}/uid_map", f"0 {os.geteuid()} 1{ids}")
+            first = 0 if ids else PROGRAM
+            write(f"/proc/{child}/gid_map", f"{first} {os.getegid()} 1{ids}")
+            write(f"/proc/{child}/uid_map", f"{first} {os.geteuid()} 1{ids}")
             return TWO_IDS if ids else ONE_ID
         except OSError as error:
             problem = str(error)
