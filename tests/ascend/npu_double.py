@@ -71,6 +71,17 @@ def _enforcing(name: str, called: list[str]) -> Any:
     return run
 
 
+def copied(arguments: Any) -> list[str]:
+    """Operands that are not contiguous: aclnn makes each so before it launches its kernel
+    (l0op::Contiguous), which is a launch of its own, and of a weight reads and writes all of it."""
+    return [
+        argument
+        for argument, value in vars(arguments).items()
+        for tensor in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(tensor, Tensor) and not tensor.is_contiguous()
+    ]
+
+
 NZ = "FRACTAL_NZ"
 PLACED = {
     "npu_mla_prolog_v3": {"weight_dq": {NZ}, "weight_uq_qr": {NZ}, "weight_dkv_kr": {NZ}},

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from ascend import ascendc_double, triton_double
+from ascend.npu_double import copied
 from ascend.test_executor import divergence, forced
 from quantkit_kernels import backends
+from quantkit_kernels.torch_npu.calls import bind
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.executor.engine import Engine
@@ -22,8 +24,8 @@ NOT_LAUNCHED = VIEWS | {"empty", "empty_like", "new_empty", "_local_scalar_dense
 
 
 class CountLaunches(TorchDispatchMode):
-    """Operators that would start something on a device. A rule that reads counts on the CPU only is
-    none of them."""
+    """Operators that would start something on a device, and what aclnn copies before torch_npu's. A
+    rule that reads counts on the CPU only is none of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +34,10 @@ class CountLaunches(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = operator._schema.name.partition("::")[2]
+        library, _, name = operator._schema.name.partition("::")
+        if library == "npu":
+            first = copied(bind(name, args, kwargs or {}))
+            self.names += [f"{name}: {one}" for one in first]
         if not operator.is_view and name not in NOT_LAUNCHED:
             self.names.append(name)
         return operator(*args, **(kwargs or {}))
@@ -90,6 +95,7 @@ def launches_of(engine: Engine, backend: str, batch: int) -> Launches:
             layer(hidden, hidden, context, layer.input_norm)
             with CountLaunches() as launches:
                 layer(hidden, hidden, context, layer.input_norm)
+        assert not any(name.endswith(": weight") for name in launches.names), "copied at every step"
         found.append(len(launches.names))
     with CountLaunches() as launches:
         compute(loaded, (torch.tensor([5] * batch),), rows.context(engine.cache))

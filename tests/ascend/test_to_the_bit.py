@@ -210,7 +210,7 @@ def test_what_is_held_is_all_that_is_computed_with(grid: str, backend: str) -> N
 
 @pytest.mark.parametrize("grid", ["dense", "int8"])
 def test_what_a_prolog_holds(grid: str) -> None:
-    """W_UV is a view of W_UK's tensor, read after attention; two gains are 4 KB."""
+    """kv_b is for prompts; two gains are 4 KB."""
     prolog = prepare_mla_prolog(layer_of(grid), 64, eps=1e-6, interleaved=True, backend="torch_npu")
     left = bytes_of(tensors_of(prolog)) - bytes_of(prolog.held())
     assert left == bytes_of([prolog.kv_b, *prolog._gains])  # type: ignore[attr-defined]

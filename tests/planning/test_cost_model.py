@@ -203,11 +203,11 @@ def test_levels_and_batches_rise(hardware: Hardware, scheme: str) -> None:
 
 def test_launches_and_collectives_are_named(hardware: Hardware) -> None:
     at = levels(hardware, "awq-w4a16", 1)
-    assert at["captured"].num_launches == 3 * 16 + 58 * 24 + 27
+    assert at["captured"].num_launches == 3 * 18 + 58 * 26 + 27
     assert at["captured"].num_collectives == 123
     assert levels(hardware, "int8-a8w8c16", 1)["captured"].num_launches == 3 * 13 + 58 * 20 + 27
     saved = at["captured"].parts["launches"] - at["fused"].parts["launches"]
-    assert saved == pytest.approx((3 * 16 + 58 * 24 + 27) * 4e-3 - (3 * 14 + 58 * 22 + 4) * 3e-3)
+    assert saved == pytest.approx((3 * 18 + 58 * 26 + 27) * 4e-3 - (3 * 14 + 58 * 22 + 4) * 3e-3)
 
 
 def test_steps_say_what_each_level_adds(hardware: Hardware) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from quantkit_kernels.paged import (
     CacheLayout,
@@ -141,7 +142,8 @@ def mla_decode(
     q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float
 ) -> Tensor:
     nope = q.shape[2] - (2 * rotation.cos.shape[1] if isinstance(pages.cache, Tensor) else ROPE)
-    absorbed, q_pe = by_head(q[..., :nope], kv_b[:, :nope], order=[1, 0, 2]), q[..., nope:]
+    w_uk, w_uv = absorbed_weights(kv_b, nope)
+    absorbed, q_pe = by_head(q[..., :nope], w_uk, order=[1, 0, 2]), q[..., nope:]
     if isinstance(pages.cache, Tensor):
         q_pe = rotated(q_pe, rotation)
     else:
@@ -149,12 +151,28 @@ def mla_decode(
             (q_pe if rotation.interleaved else pairs_together(q_pe)).unsqueeze(2).contiguous()
         )
         q_pe = call("npu_interleave_rope", neighbours, *_four(rotation)).squeeze(2)
-    return values(attend(absorbed, q_pe, pages, scale), kv_b, nope)
+    return values(attend(absorbed, q_pe, pages, scale), w_uv)
 
 
-def values(attended: Tensor, kv_b: Tensor, nope: int) -> Tensor:
+_ABSORBED = WeakTensorKeyDictionary()
+
+
+def absorbed_weights(kv_b: Tensor, nope: int) -> tuple[Tensor, Tensor]:
+    """W_UK [heads, nope, kv_lora] and W_UV [heads, kv_lora, V], contiguous: aclnn copies a weight
+    that is not, at every call. Made once for a kv_b, where a layer is prepared or its first prompt
+    computed, before the cache is given its memory."""
+    if kv_b not in _ABSORBED:
+        _ABSORBED[kv_b] = (
+            kv_b[:, :nope].contiguous(),
+            kv_b[:, nope:].transpose(1, 2).contiguous(),
+        )
+    w_uk, w_uv = _ABSORBED[kv_b]
+    return w_uk, w_uv
+
+
+def values(attended: Tensor, w_uv: Tensor) -> Tensor:
     """attended [heads, B, kv_lora] times W_UV -> [B, heads, V]."""
-    return by_head(attended, kv_b[:, nope:].transpose(1, 2), order=[0, 1, 2])
+    return by_head(attended, w_uv, order=[0, 1, 2])
 
 
 def by_head(x: Tensor, weight: Tensor, order: list[int]) -> Tensor:

@@ -13,7 +13,7 @@ from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference import grouped as plain
 from quantkit_kernels.reference import prompts as plain_prompts
 from quantkit_kernels.torch_npu.calls import bind, call
-from quantkit_kernels.torch_npu.functional import STEPS, rotated
+from quantkit_kernels.torch_npu.functional import STEPS, absorbed_weights, rotated
 from quantkit_kernels.torch_npu.rules import violated
 
 _OPERATOR = "npu_fused_infer_attention_score"
@@ -58,6 +58,7 @@ def mla_prefill(
     q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float
 ) -> Tensor:
     q_pe = rotated(q[..., -2 * rotation.cos.shape[1] :], rotation)
+    absorbed_weights(kv_b, q.shape[2] - q_pe.shape[2])  # what decoding will hold has its memory now
     return plain_prompts.attend_expanded(
         q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, plain_prompts.attend_at_once
     )

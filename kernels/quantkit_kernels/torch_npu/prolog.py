@@ -22,7 +22,7 @@ from quantkit_kernels.torch_npu.attention_rules import (
     PROLOG_ROPE,
 )
 from quantkit_kernels.torch_npu.calls import mla_prolog as launch
-from quantkit_kernels.torch_npu.functional import attend, values
+from quantkit_kernels.torch_npu.functional import absorbed_weights, attend, values
 from quantkit_kernels.torch_npu.linear import NzLinear, nz_linear
 from quantkit_kernels.weights import Dense, Int8, Weight
 
@@ -73,7 +73,7 @@ class FusedProlog(MlaProlog):
         self._q_a, self._q_b, self._kv_a = (
             nz_linear(one, dtype, device) for one in (weights.q_a, q_b, kv_a)
         )
-        self._w_uk = self.kv_b[:, : sizes.nope].contiguous()
+        self._w_uk, self._w_uv = absorbed_weights(self.kv_b, sizes.nope)
         self._gains, self._eps = (weights.q_norm.to(device), weights.kv_norm.to(device)), eps
 
     def query(
@@ -94,7 +94,7 @@ class FusedProlog(MlaProlog):
         )
 
     def attend(self, absorbed: Tensor, q_pe: Tensor, pages: PagedLatents, scale: float) -> Tensor:
-        return values(attend(absorbed, q_pe, pages, scale), self.kv_b, self.nope)
+        return values(attend(absorbed, q_pe, pages, scale), self._w_uv)
 
     def qkv_a(self, x: Tensor) -> Tensor:
         return torch.cat([self._q_a(x), self._in_model_order(self._kv_a(x), 1)], dim=-1)
@@ -113,7 +113,7 @@ class FusedProlog(MlaProlog):
         ).flatten(-2)
 
     def held(self) -> list[Tensor]:
-        return [*self._q_a.held(), *self._q_b.held(), *self._kv_a.held(), self._w_uk]
+        return [*self._q_a.held(), *self._q_b.held(), *self._kv_a.held(), self._w_uk, self._w_uv]
 
     def _scales(self) -> tuple[Tensor, Tensor, Tensor] | None:
         q_a, q_b, kv_a = self._q_a, self._q_b, self._kv_a
