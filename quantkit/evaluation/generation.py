@@ -18,6 +18,7 @@ from quantkit.evaluation.generators.generator import Generation, Generator, Mode
 from quantkit.evaluation.grading import reasoning
 from quantkit.evaluation.grading.graders import Grader, find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge
+from quantkit.evaluation.options import GradingOptions
 from quantkit.evaluation.results.folder import Key, ReplyJournal
 from quantkit.evaluation.results.task_results import Sample, TaskResult
 from quantkit.evaluation.tasks import data, prompts
@@ -141,6 +142,7 @@ def run_task(
     *,
     notice: Notice = silent,
     trust_kept: bool = False,
+    options: GradingOptions | None = None,
 ) -> TaskResult:
     """Run one task on one model. Replies in the journal of `out` are reused.
 
@@ -194,7 +196,7 @@ def run_task(
             if journal is not None:
                 journal.add((problem.id, repeat), completion)
             report("generate", len(replies))
-    samples = grade_samples(work, keys, replies, lambda done: report("grade", done))
+    samples = grade_samples(work, keys, replies, lambda done: report("grade", done), options)
     check_not_all_failed(setting.task.name, samples)
     notes = []
     if journal is not None and journal.changed:
@@ -217,14 +219,32 @@ def run_task(
     )
 
 
+def open_judge(options: GradingOptions) -> Callable[[str], str]:
+    """The model at options.judge as a function from a prompt to its greedy reply."""
+    from quantkit.evaluation.generators.endpoint import Endpoint
+
+    assert options.judge is not None
+    endpoint = Endpoint(options.judge, model=options.judge_model, api_key=options.judge_key)
+    greedy = Generation(max_tokens=JUDGE_TOKENS)
+
+    def ask(text: str) -> str:
+        prompt = Prompt(messages=({"role": "user", "content": text},))
+        (reply,) = endpoint.generate([prompt], greedy)
+        return reply.text if reply.error is None else reply.error
+
+    return ask
+
+
 def grade_samples(
     work: TaskRun,
     keys: list[tuple[Problem, int]],
     replies: dict[Key, ModelReply],
     report: Callable[[int], None],
+    options: GradingOptions | None = None,
 ) -> list[Sample]:
-    """Samples in the order of `keys`. Programs are graded in parallel threads."""
-    judge = MathJudge()
+    """Samples in the order of `keys`. Programs run, and the model that judges is asked, in parallel
+    threads."""
+    judge = MathJudge(ask=open_judge(options) if options and work.grader.judged else None)
     thinking = work.setting.thinking or reasoning.thinks(replies.values())
 
     def one(key: tuple[Problem, int]) -> Sample:
@@ -235,7 +255,7 @@ def grade_samples(
         )
 
     try:
-        if not work.grader.runs_code:
+        if not (work.grader.runs_code or work.grader.judged):
             return [one(key) for key in keys]
         samples: list[Sample] = []
         with ThreadPoolExecutor(sandbox.workers()) as pool:
@@ -270,6 +290,7 @@ def check_not_all_failed(task: str, samples: list[Sample]) -> None:
 REQUEST_FIELDS = ("stream_options", "temperature", "top_p", "max_tokens", "seed", "stop")
 """Fields of a request that a server may refuse."""
 PROBE_TOKENS = 64
+JUDGE_TOKENS = 8192  # of a judge's reply, its reasoning included
 _QUOTE_CHARS = 60  # characters
 
 

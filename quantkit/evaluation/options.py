@@ -35,6 +35,9 @@ class GradingOptions:
         False, "Run them even where only resource limits contain them."
     )
     format: str | None = option(None, "Also write the results as: evalscope.", "--format")
+    judge: str | None = option(None, "Server whose model judges what no rule can (simpleqa).")
+    judge_model: str | None = option(None, "That server's name for the model.")
+    judge_key: str | None = option(None, "API key of that server.")
 
 
 @dataclass(frozen=True)

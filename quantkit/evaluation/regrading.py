@@ -62,7 +62,7 @@ def regrade(
     ]
     check_consent(works, options, notice)
     tasks = {
-        work.setting.task.name: _grade(path, work, facts)
+        work.setting.task.name: _grade(path, work, facts, options)
         for path, work, (facts, _) in zip(paths, works, heads)
     }
     for path, (name, task) in zip(paths, tasks.items()):
@@ -114,7 +114,7 @@ def _prepare(
     return work
 
 
-def _grade(path: Path, work: TaskRun, facts: dict[str, Any]) -> TaskResult:
+def _grade(path: Path, work: TaskRun, facts: dict[str, Any], options: RegradeOptions) -> TaskResult:
     start = time.monotonic()
     kept = ReplyJournal(path).kept
     by_id = {problem.id: problem for problem in work.problems}
@@ -130,7 +130,7 @@ def _grade(path: Path, work: TaskRun, facts: dict[str, Any]) -> TaskResult:
         for problem in work.problems
         if (problem.id, repeat) in kept
     ]
-    samples = grade_samples(work, keys, kept, lambda done: None)
+    samples = grade_samples(work, keys, kept, lambda done: None, options)
     check_not_all_failed(facts["task"], samples)
     setting = work.setting.model_copy(update={"repeats": repeats})
     seconds = time.monotonic() - start

@@ -119,8 +119,13 @@ def check_export(export: str | None, out: Path | None) -> None:
 
 
 def check_consent(works: list[TaskRun], options: GradingOptions, notice: Notice) -> None:
-    """Refuse to run the model's programs without consent or without isolation; pass the kind of
-    isolation to `notice`."""
+    """Refuse to run the model's programs without consent or without isolation, and a task that a
+    model judges without one; pass the kind of isolation to `notice`."""
+    judged = [work.setting.task.name for work in works if work.grader.judged]
+    if judged and options.judge is None:
+        raise QuantkitError(
+            f"{', '.join(judged)} is judged by a model", "name its server with --judge"
+        )
     names = [work.setting.task.name for work in works if work.grader.runs_code]
     if not names:
         return
@@ -199,6 +204,7 @@ class _Run:
                     self.progress,
                     notice=self.notice,
                     trust_kept=self.options.trust_kept,
+                    options=self.options,
                 )
                 for work in works
             }
@@ -294,6 +300,7 @@ def _in_stages(
                 finished[name] = task
         if len(finished) == len(works):
             break
+    assert theirs is not None
     return results, theirs
 
 

@@ -273,6 +273,7 @@ def _last_number(text: str, letters: bool) -> Extraction:
     said = next((part for part in reversed(sentences) if re.search(r"\d|\?$", part)), None)
     if said is not None and said.endswith("?"):
         return Extraction(None)
+    value: Value | None
     if said is None:
         value = number_in_words(sentences[-1].strip("* .")) if len(sentences) == 1 else None
         said = text.strip()

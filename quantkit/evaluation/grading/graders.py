@@ -5,6 +5,7 @@ math-verify on the box content in a killable process, and only for the flexible 
 answer or the last number in the text.
 """
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading import answers, expressions, instructions, programs, reasoning
 from quantkit.evaluation.grading.answers import Extraction, last_box
+from quantkit.evaluation.grading.calls import read_calls, same_calls
 from quantkit.evaluation.grading.choices import LETTERS, NOTHING, find_choice
 from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.grading.numbers import canonical, numbers, read_value
@@ -28,7 +30,8 @@ class Grader:
     (second argument: was it cut short?).
 
     `votes`: answers can be compared, so a majority over repeats means something. `runs_code`: needs
-    consent. `measured`: its grades have measures, also for a reply without an answer.
+    consent. `measured`: its grades have measures, also for a reply without an answer. `judged`: a
+    model grades, which --judge names.
     """
 
     gold: Callable[[dict[str, Any]], str]
@@ -36,6 +39,7 @@ class Grader:
     votes: bool = True
     runs_code: bool = False
     measured: bool = False
+    judged: bool = False
 
 
 _ENDED = {
@@ -274,6 +278,47 @@ def _read_tests(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Gra
     return programs.grade_with_tests(problem, text)
 
 
+def _read_asserts(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
+    return programs.grade_with_asserts(problem, text)
+
+
+def _read_calls(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
+    calls = read_calls(text)
+    possible = problem.fields["ground_truth"] or []
+    if calls is None and (possible or not text.strip()):
+        return Grade("truncated" if cut else "no-answer")
+    correct = same_calls(calls or [], possible)
+    shown = json.dumps(calls, default=str) if calls is not None else None
+    return Grade("right" if correct else "wrong", correct, correct, shown)
+
+
+_JUDGED = """\
+Compare an answer to a question with the answer that is known to be right.
+
+Question: {question}
+Right answer: {gold}
+Given answer: {answer}
+
+Reply with one letter. A: the given answer contains the right answer and contradicts it nowhere; \
+case, word order, spelling of names and further true facts do not matter, and a number must agree to \
+its last digit. B: it contradicts the right answer, even with reservations. C: it neither contains \
+nor contradicts it."""
+
+
+def _read_judged(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
+    """SimpleQA: a model says whether the answer is right, wrong, or not attempted."""
+    if not text.strip():
+        return Grade("truncated" if cut else "no-answer", detail="empty reply")
+    assert judge.ask is not None
+    question = problem.fields["problem"]
+    said = judge.ask(_JUDGED.format(question=question, gold=problem.gold, answer=text))
+    letter = re.search(r"\b[ABC]\b", reasoning.split(ModelReply(0, said), False).answer)
+    if letter is None:
+        return Grade("error", detail=f"the judge replied {said[:100]!r}")
+    reason = {"A": "right", "B": "wrong", "C": "no-answer"}[letter[0]]
+    return Grade(reason, reason == "right", reason == "right", text.strip()[:200])
+
+
 def _read_contest(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
     return programs.grade_contest(problem, text)
 
@@ -294,6 +339,11 @@ GRADERS: dict[str, Grader] = {
         votes=False,
         runs_code=True,
     ),
+    "asserts": Grader(
+        lambda fields: "passes its assertions", _read_asserts, votes=False, runs_code=True
+    ),
+    "calls": Grader(lambda fields: json.dumps(fields["ground_truth"] or []), _read_calls),
+    "judged": Grader(lambda fields: str(fields["answer"]), _read_judged, votes=False, judged=True),
     "contest-tests": Grader(
         lambda fields: "passes every public and private test",
         _read_contest,

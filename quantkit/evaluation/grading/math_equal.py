@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 DEADLINE_S = 5.0
@@ -18,10 +19,12 @@ _WORKER = Path(__file__).with_name("math_worker.py")
 
 class MathJudge:
     """Compares a gold answer with a LaTeX fragment. Usable from several threads, one comparison at
-    a time."""
+    a time. ask: the model that judges what no rule compares, from prompt to reply."""
 
-    def __init__(self, deadline_s: float = DEADLINE_S) -> None:
-        self._deadline_s = deadline_s
+    def __init__(
+        self, deadline_s: float = DEADLINE_S, ask: Callable[[str], str] | None = None
+    ) -> None:
+        self._deadline_s, self.ask = deadline_s, ask
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 

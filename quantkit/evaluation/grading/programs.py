@@ -23,6 +23,7 @@ from quantkit.evaluation import sandbox
 from quantkit.evaluation.grading.code_blocks import Block, blocks, leading_code
 from quantkit.evaluation.grading.source_names import (
     bound_names,
+    defined_names,
     defines,
     is_sketch,
     only_defines,
@@ -206,23 +207,31 @@ def grade_with_tests(problem: Problem, text: str) -> Grade:
     return Grade(run.status, run.status == "passed", run.status == "passed", detail=run.detail)
 
 
+def grade_with_asserts(problem: Problem, text: str) -> Grade:
+    """MBPP: the assertions of a row, on the function of theirs that its reference defines."""
+    fields = problem.fields
+    tests = fields["test"] or "\n".join([fields["setup"], *fields["asserts"]])
+    called = used_names("\n".join(fields["asserts"]))
+    name = next((one for one in defined_names(fields["code"]) if one in called), None)
+    if name is None:
+        raise QuantkitError(
+            f"{problem.id}: its assertions call no function that its code defines",
+            "use the rows as published",
+        )
+    program = whole_program(text, name)
+    if program is None:
+        return Grade("no-code")
+    run = sandbox.run_tests(sandbox.Program((program,), name), "", tests)
+    return Grade(run.status, run.status == "passed", run.status == "passed", detail=run.detail)
+
+
 # ------------------------------------------------------------------------------------------------------------------- contests
 
-_STANDARD = [
-    "string",
-    "re",
-    "datetime",
-    "collections",
-    "heapq",
-    "bisect",
-    "copy",
-    "math",
-    "random",
-    "statistics",
-    "itertools",
-    "functools",
-]
-_STANDARD += ["operator", "io", "sys", "json", "builtins", "typing"]
+_NAMES = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools "
+    "operator io sys json builtins typing"
+)
+_STANDARD = _NAMES.split()
 # Contest judges give every program the standard library's names; solutions rely on it.
 PRELUDE = "\n".join(
     [

@@ -8,67 +8,15 @@ contraction is two.
 
 import re
 
-_ABBREVIATIONS = frozenset(
-    [
-        "mr",
-        "mrs",
-        "ms",
-        "dr",
-        "prof",
-        "st",
-        "jr",
-        "sr",
-        "corp",
-        "co",
-        "cos",
-        "ltd",
-        "bros",
-        "vs",
-        "ct",
-        "ft",
-        "va",
-        "gen",
-        "sen",
-        "sens",
-        "rep",
-        "reps",
-        "col",
-        "lt",
-        "maj",
-        "messrs",
-        "inc",
-        "fig",
-        "jan",
-        "feb",
-        "aug",
-        "sept",
-        "sep",
-        "oct",
-        "nov",
-        "dec",
-        "tues",
-        "wed",
-        "fri",
-        "calif",
-        "mass",
-        "minn",
-        "fla",
-        "tenn",
-        "mich",
-        "u.s",
-        "u.k",
-        "u.n",
-        "u.s.a",
-        "u.s.s.r",
-        "d.c",
-        "n.y",
-        "l.a",
-        "a.m",
-        "p.m",
-        "ph.d",
-        "m.b.a",
-    ]
+_SHORT = (
+    "mr mrs ms dr prof st jr sr corp co cos ltd bros vs "
+    "ct ft va gen sen sens rep reps col lt maj messrs inc fig "
+    "jan feb aug sept sep oct nov dec tues wed fri calif mass minn "
+    "fla tenn mich u.s u.k u.n u.s.a u.s.s.r d.c n.y l.a a.m p.m ph.d "
+    "m.b.a"
 )
+_LAST = "inc co ltd corp jr sr a.m p.m u.s u.k ph.d"
+_ABBREVIATIONS, _MAY_END = frozenset(_SHORT.split()), frozenset(_LAST.split())
 _END = re.compile(r"(\S*?)([.?!]+)(?:[)\]}\"']*(?=\s+(\S+)|\s*$)|(?=[)\"';}\]*:@({\[]))")
 
 
@@ -91,19 +39,7 @@ def _ends(word: str, marks: str, following: str | None) -> bool:
     if re.fullmatch(r"[a-z]", bare):
         return False
     if bare in _ABBREVIATIONS:
-        return following[:1].isupper() and bare in {
-            "inc",
-            "co",
-            "ltd",
-            "corp",
-            "jr",
-            "sr",
-            "a.m",
-            "p.m",
-            "u.s",
-            "u.k",
-            "ph.d",
-        }
+        return following[:1].isupper() and bare in _MAY_END
     return not (re.fullmatch(r"-?[\d.,]+", bare) and following[:1].islower())
 
 

@@ -1,5 +1,5 @@
-"""Rows of a task: shipped with quantkit, from a file below --data-dir, or through the `datasets`
-extra. quantkit ships no public data set.
+"""Rows of a task: shipped with quantkit, from a file below --data-dir, or from a hub (hubs.py).
+quantkit ships no public data set.
 
 Files may be .jsonl, .jsonl.gz, .json, .csv or .parquet. The hash of the data goes into every
 result, so that two scores are known to use the same questions.
@@ -8,8 +8,7 @@ result, so that two scores are known to use the same questions.
 import csv
 import gzip
 import hashlib
-import json
-import logging
+import os
 import random
 import re
 import zlib
@@ -23,6 +22,7 @@ from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import parse_json
 from quantkit.evaluation.grading.graders import Grader
+from quantkit.evaluation.tasks import hubs
 from quantkit.evaluation.tasks.definitions import DataSource, Dates, Problem, Setting, Task
 
 Row = dict[str, Any]
@@ -38,25 +38,35 @@ class TaskRows:
 
 
 def read_rows(task: str, source: DataSource, data_dir: Path | None) -> TaskRows:
-    paths = _find_files(source, data_dir)
-    if len(paths) == 1 and not any("*" in name for name in source.files):
-        return TaskRows(
-            list(_read_file(paths[0])),
-            str(paths[0]),
-            hashlib.sha256(paths[0].read_bytes()).hexdigest(),
+    paths, origin = _find_files(source.files, source, data_dir), ""
+    if not paths and source.hub is not None and data_dir is None:
+        hub = hubs.hub_name()
+        repo = (
+            source.modelscope or source.hub["path"] if hub == "modelscope" else source.hub["path"]
         )
-    if paths:
-        rows = [{"file": _subject(path)} | row for path in paths for row in _read_file(path)]
-        digest = hashlib.sha256(
-            b"".join(hashlib.sha256(path.read_bytes()).digest() for path in paths)
-        ).hexdigest()
-        return TaskRows(rows, f"{paths[0].parent} ({len(paths)} files)", digest)
-    if source.hub is not None and data_dir is None:
-        return _read_hub(task, source)
-    place = f"not below {data_dir}" if data_dir is not None else "no --data-dir given"
-    wanted = " or ".join(source.files)
-    raise QuantkitError(
-        f"data of {task} not found: {place}", f"put {wanted} below --data-dir ({source.where})"
+        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "quantkit"
+        name, split = source.hub.get("name"), source.hub["split"]
+        paths = hubs.download(repo, name, split, cache / "datasets", hub)
+        origin = f"{repo} ({split}) of {hub}"
+    if not paths:
+        place = f"not below {data_dir}" if data_dir is not None else "no --data-dir given"
+        raise QuantkitError(
+            f"data of {task} not found: {place}",
+            f"put {' or '.join(source.files)} below --data-dir ({source.where})",
+        )
+    digests = [hashlib.sha256(path.read_bytes()).digest() for path in paths]
+    if len(paths) == 1 and (origin or not any("*" in one for one in source.files)):
+        return TaskRows(list(_read_file(paths[0])), origin or str(paths[0]), digests[0].hex())
+    rows = [{"file": _subject(path)} | row for path in paths for row in _read_file(path)]
+    if source.answers:
+        further = _find_files(source.answers, source, data_dir)
+        digests += [hashlib.sha256(path.read_bytes()).digest() for path in further]
+        answers = {row.get("id"): row for path in further for row in _read_file(path)}
+        rows = [row | answers.get(row.get("id"), {}) for row in rows]
+    return TaskRows(
+        rows,
+        origin or f"{paths[0].parent} ({len(paths)} files)",
+        hashlib.sha256(b"".join(digests)).hexdigest(),
     )
 
 
@@ -149,7 +159,7 @@ def _in_range(fields: Row, dates: Dates) -> bool:
     return dates.first <= str(fields["date"])[:10] <= dates.last
 
 
-def _find_files(source: DataSource, data_dir: Path | None) -> list[Path]:
+def _find_files(names: list[str], source: DataSource, data_dir: Path | None) -> list[Path]:
     """The file of a source, or all files of the first name with a * that matches; empty where
     there is none."""
     if source.builtin is not None:
@@ -161,7 +171,7 @@ def _find_files(source: DataSource, data_dir: Path | None) -> list[Path]:
             f"{data_dir} is not a directory",
             "give --data-dir a directory that holds the tasks' files",
         )
-    for name in source.files:
+    for name in names:
         found = (
             sorted(data_dir.glob(name))
             if "*" in name
@@ -174,7 +184,10 @@ def _find_files(source: DataSource, data_dir: Path | None) -> list[Path]:
 
 
 def _subject(path: Path) -> str:
-    return re.sub(r"_(?:test|val|dev)$", "", path.name.split(".")[0])
+    """Of law_test.csv, and of law/test-00000-of-00001.parquet: law."""
+    stem = path.name.split(".")[0]
+    by_folder = re.match(r"(?:test|val|validation|dev|train)(?:-|$)", stem)
+    return path.parent.name if by_folder else re.sub(r"_(?:test|val|dev)$", "", stem)
 
 
 def _read_file(path: Path) -> Iterator[Row]:
@@ -261,7 +274,9 @@ def _read_text(path: Path) -> Iterator[Row]:
 def _read_examples(path: Path) -> Iterator[Row]:
     """A list of objects, or BIG-Bench's {"examples": [...]}."""
     try:
-        content = parse_json(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig").strip()
+        is_lines = text.startswith("{") and "}\n{" in text
+        content = [parse_json(line) for line in text.split("\n")] if is_lines else parse_json(text)
     except UnicodeDecodeError:
         raise
     except ValueError as error:
@@ -275,34 +290,3 @@ def _read_examples(path: Path) -> Iterator[Row]:
             "a list of objects, or one below `examples`, is expected",
         )
     yield from rows
-
-
-def _read_hub(task: str, source: DataSource) -> TaskRows:
-    assert source.hub is not None
-    instead = (
-        f"put {source.files[0]} below --data-dir ({source.where})"
-        if source.files
-        else "check the task's hub entry"
-    )
-    try:
-        import datasets
-    except ImportError as error:
-        raise QuantkitError(
-            f"data of {task} not found: no --data-dir given and the library datasets is "
-            "not installed",
-            f"{instead}, or pip install datasets",
-        ) from error
-    for library in ("datasets", "huggingface_hub"):
-        logging.getLogger(library).setLevel(logging.ERROR)  # they log every retry
-    try:
-        rows = [dict(row) for row in datasets.load_dataset(**source.hub)]
-    except Exception as error:  # the library raises many kinds of errors
-        raise QuantkitError(
-            f"data of {task} cannot be loaded from the hub ({type(error).__name__})", instead
-        ) from error
-    text = "\n".join(json.dumps(row, sort_keys=True, default=str) for row in rows)
-    return TaskRows(
-        rows,
-        f"{source.hub['path']} ({source.hub['split']})",
-        hashlib.sha256(text.encode()).hexdigest(),
-    )

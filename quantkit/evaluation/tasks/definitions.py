@@ -80,14 +80,18 @@ class Grade:
 
 
 class DataSource(Strict):
-    """Where rows come from: a file shipped with quantkit, a file below --data-dir, or the
-    `datasets` extra.
+    """Where rows come from: a file shipped with quantkit, a file below --data-dir, a hub through
+    the `datasets` extra, or ModelScope.
 
     A name in `files` with a * means all matching files, one per subject: their rows get the field
     `file`, the file's name without its extension and without _test, _val or _dev.
     """
 
     builtin: str | None = None
+    answers: list[str] = Field([])
+    """Files with further fields of the rows, by `id`."""
+    modelscope: str | None = None
+    """The repository at ModelScope, where it has another name than `hub`'s."""
     files: list[str] = Field([])
     hub: dict[str, str] | None = None
     where: str = ""
@@ -166,6 +170,15 @@ class Setting(Strict):
     generation: Generation
 
 
+# What others have and quantkit has not, with the reason.
+ABSENT = {
+    "ifbench": "its 58 kinds of constraints are not checked here; use allenai/IFBench's own code",
+    "hle": "its questions need pictures, and its answers a judge of their own",
+    "tau_bench": "a dialogue with a simulated user is not run here",
+    "longbench": "its texts and its overlap scores are not here; `needle` tests long prompts",
+}
+
+
 def task_names() -> list[str]:
     return sorted(path.stem for path in asset("eval", "tasks").glob("*.yaml"))
 
@@ -174,6 +187,8 @@ def find_task(name: str) -> Task:
     """The task `name` of eval/tasks, or the task in the YAML file `name`."""
     path = find_yaml(name, "eval", "tasks")
     if path is None:
+        if (reason := ABSENT.get(name.lower().replace("-", "_"))) is not None:
+            raise UsageError(f"task {name} is not in quantkit", reason)
         raise UsageError(
             f"task {name!r} is not known",
             f"choose from {', '.join(task_names())}, or give the path of a task YAML",

@@ -125,6 +125,88 @@ def test_short_answers(tmp_path: Path, gold: str, reply: str, right: bool) -> No
     judge.close()
 
 
+WEATHER = [{"weather.get": {"city": ["Ulm", "Ulm, Germany"], "days": [3, 3.0], "unit": ["", "C"]}}]
+TWO = [{"f": {"x": [1]}}, {"f": {"x": [2]}}]
+
+
+@pytest.mark.parametrize(
+    ("possible", "reply", "right"),
+    [
+        (WEATHER, '[weather.get(city="ulm", days=3)]', True),
+        (WEATHER, "```python\n[weather.get(city='Ulm, Germany', days=3, unit='c')]\n```", True),
+        (WEATHER, '{"name": "weather.get", "arguments": {"city": "Ulm", "days": 3}}', True),
+        (
+            WEATHER,
+            '<tool_call>\n{"name": "weather.get", "arguments": "{\\"city\\": \\"Ulm\\", '
+            '\\"days\\": 3}"}\n</tool_call>',
+            True,
+        ),
+        (WEATHER, '[weather.get(city="Ulm")]', False),
+        (WEATHER, '[weather.get(city="Bonn", days=3)]', False),
+        (WEATHER, '[weather.get(city="Ulm", days=True)]', False),
+        (WEATHER, '[weather.get(city="Ulm", days=3, more=1)]', False),
+        (WEATHER, '[weather.get("Ulm", 3)]', False),
+        (WEATHER, '[weather.get(city="Ulm", days=3)] * 2', False),
+        (WEATHER, "It rains.", False),
+        (TWO, "[f(x=2), f(x=1)]", True),
+        (TWO, "[f(x=1), f(x=1)]", False),
+        (TWO, "f(x=1)", False),
+        (None, "[]", True),
+        (None, "None of the functions fits.", True),
+        (None, "[f(x=1)]", False),
+        (None, "", False),
+    ],
+)
+def test_function_calls(
+    tmp_path: Path, possible: list[dict] | None, reply: str, right: bool
+) -> None:
+    row = {"id": "simple_0", "question": [[{"role": "user", "content": "?"}]], "function": []}
+    (tmp_path / "bfcl/possible_answer").mkdir(parents=True)
+    rows = "\n".join(json.dumps(row | {"id": f"simple_{n}"}) for n in range(2))
+    (tmp_path / "bfcl/BFCL_v4_simple.json").write_text(rows)
+    if possible is not None:
+        answer = json.dumps({"id": "simple_0", "ground_truth": possible})
+        (tmp_path / "bfcl/possible_answer/BFCL_v4_simple.json").write_text(f"{answer}\n{answer}")
+    problem, _ = read("bfcl", tmp_path)
+    judge = MathJudge()
+    assert grade(find_grader("calls"), problem, ModelReply(0, reply), False, judge).correct is right
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        ("```python\ndef add(a, b):\n    return a + b\n```", "passed"),
+        ("```python\ndef add(a, b):\n    return a - b\n```", "failed"),
+        ("I cannot.", "no-code"),
+    ],
+)
+def test_assertions(tmp_path: Path, reply: str, reason: str) -> None:
+    row = {"task_id": 11, "text": "Add.", "code": "import math\ndef add(a, b): return a + b"}
+    row |= {"test_list": ["assert math.isclose(add(1, 2), 3)"], "test_setup_code": "import math"}
+    (tmp_path / "mbpp").mkdir()
+    (tmp_path / "mbpp/test.jsonl").write_text(json.dumps(row))
+    (problem,) = read("mbpp", tmp_path)
+    found = grade(find_grader("asserts"), problem, ModelReply(0, reply), False, MathJudge())
+    assert found.reason == reason, found.detail
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("A", "right"),
+        ("<think>A?</think>B", "wrong"),
+        ("C", "no-answer"),
+        ("I am not sure", "error"),
+    ],
+)
+def test_a_model_judges(said: str, reason: str) -> None:
+    asked: list[str] = []
+    judge = MathJudge(ask=lambda prompt: asked.append(prompt) or said)
+    problem = Problem("0", {"problem": "Who?", "answer": "Ada"}, "Ada")
+    assert grade(find_grader("judged"), problem, ModelReply(0, "Bo"), False, judge).reason == reason
+    assert all(word in asked[0] for word in ("Who?", "Ada", "Bo"))
+
+
 def test_a_limit_takes_from_every_subject_in_proportion() -> None:
     found = [
         Problem(f"{group}{n}", {}, group=group)

@@ -1,0 +1,153 @@
+"""Rows of the hubs' repositories, from a local server that answers as they do: listings with
+checksums, files by their paths."""
+
+import hashlib
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlparse
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from quantkit.common.errors import QuantkitError
+from quantkit.evaluation.tasks.data import read_rows
+from quantkit.evaluation.tasks.definitions import find_task
+
+
+def parquet(rows: list[dict]) -> bytes:
+    packed = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), packed)
+    return packed.getvalue()
+
+
+GSM8K = [{"question": "1 + 1?", "answer": "#### 2"}]
+LAW = [{"id": 0, "question": "?", "A": "1", "B": "2", "C": "3", "D": "4", "answer": "B"}]
+FILES = {
+    "openai/gsm8k": {
+        "README.md": b"x",
+        "main/test-00000-of-00001.parquet": parquet(GSM8K),
+        "main/train-00000-of-00001.parquet": parquet(GSM8K * 2),
+        "socratic/test-00000-of-00001.parquet": parquet(GSM8K * 3),
+    },
+    "HuggingFaceH4/MATH-500": {
+        ".gitattributes": b"",
+        "test.jsonl": b'{"problem": "?", "answer": "2"}\n',
+    },
+    "google/IFEval": {"ifeval_input_data.jsonl": b'{"key": 1}\n'},
+    "ceval/ceval-exam": {
+        f"{name}/{split}-00000-of-00001.parquet": parquet(LAW)
+        for name in ("law", "logic")
+        for split in ("dev", "val", "test")
+    },
+}
+NAMES = {
+    "AI-ModelScope/gsm8k": "openai/gsm8k",
+    "AI-ModelScope/MATH-500": "HuggingFaceH4/MATH-500",
+    "opencompass/ifeval": "google/IFEval",
+    "evalscope/ceval": "ceval/ceval-exam",
+}
+
+
+class Hubs(BaseHTTPRequestHandler):
+    damaged = False
+
+    def do_GET(self) -> None:
+        url, query = urlparse(self.path), parse_qs(urlparse(self.path).query)
+        parts = url.path.strip("/").split("/")
+        if parts[:2] == ["api", "datasets"]:  # huggingface.co
+            held = FILES["/".join(parts[2:4])]
+            large = {path: path.endswith(".parquet") for path in held}
+            body = json.dumps(
+                [{"type": "directory", "path": "main", "oid": "0"}]
+                + [
+                    {"type": "file", "path": path, "size": len(data), "oid": git(data)}
+                    | ({"lfs": {"oid": sha(data), "size": len(data)}} if large[path] else {})
+                    for path, data in held.items()
+                ]
+            ).encode()
+        elif parts[0] == "datasets":
+            body = FILES["/".join(parts[1:3])]["/".join(parts[5:])]
+        elif parts[-1] == "tree":  # modelscope.cn
+            held = FILES[NAMES["/".join(parts[3:5])]]
+            files = [
+                {"Path": path, "Type": "blob", "Size": len(data), "Sha256": sha(data)}
+                for path, data in held.items()
+            ]
+            files.append({"Path": "main", "Type": "tree", "Size": 0, "Sha256": ""})
+            body = json.dumps({"Code": 200, "Data": {"Files": files}, "Success": True}).encode()
+        else:
+            body = FILES[NAMES["/".join(parts[3:5])]][query["FilePath"][0]]
+        is_file = parts[0] == "datasets" or "FilePath" in query
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body + b" " * (is_file and self.damaged))
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def git(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+@pytest.fixture(params=["huggingface", "modelscope"])
+def hub(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hubs)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    monkeypatch.setenv("QUANTKIT_HUB", request.param)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("HF_ENDPOINT", "MODELSCOPE_ENDPOINT"):
+        monkeypatch.setenv(name, url)
+    yield request.param
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_files_of_a_split_are_loaded_and_kept(
+    hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gsm8k = find_task("gsm8k")
+    read = read_rows("gsm8k", gsm8k.data, None)
+    assert read.rows == GSM8K
+    assert read.sha256 == sha(FILES["openai/gsm8k"]["main/test-00000-of-00001.parquet"])
+    assert read.origin.endswith(f"gsm8k (test) of {hub}")
+    assert gsm8k.shots is not None
+    assert read_rows("gsm8k", gsm8k.shots, None).rows == GSM8K * 2
+    assert read_rows("math_500", find_task("math_500").data, None).rows[0]["answer"] == "2"
+    assert read_rows("ifeval", find_task("ifeval").data, None).rows == [{"key": 1}]
+    ceval = read_rows("ceval", find_task("ceval").data, None).rows
+    assert [row["file"] for row in ceval] == ["law", "logic"]
+    monkeypatch.setattr(Hubs, "damaged", True)  # what is kept is not asked for again
+    assert read_rows("gsm8k", gsm8k.data, None).rows == GSM8K
+
+
+def test_what_is_not_as_listed_is_refused(
+    hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = find_task("gsm8k").data
+    monkeypatch.setattr(Hubs, "damaged", True)
+    with pytest.raises(QuantkitError, match="checksum differs"):
+        read_rows("gsm8k", source, None)
+    assert source.hub is not None
+    lacking = source.model_copy(update={"hub": source.hub | {"split": "validation"}})
+    with pytest.raises(QuantkitError, match="has no files of"):
+        read_rows("gsm8k", lacking, None)
+    for name in ("HF_ENDPOINT", "MODELSCOPE_ENDPOINT"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with pytest.raises(QuantkitError, match=f"cannot be loaded from {hub} at http"):
+        read_rows("gsm8k", source, None)
+    monkeypatch.setenv("QUANTKIT_HUB", "else")
+    with pytest.raises(QuantkitError, match="use huggingface or modelscope"):
+        read_rows("gsm8k", source, None)
