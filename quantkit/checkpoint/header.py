@@ -41,6 +41,15 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_INTERRUPTED = "a download, copy or save that was interrupted"
+_BEGINNINGS = {
+    bytes(8): "begins with zeros: " + _INTERRUPTED,
+    b"<": "is a web page: a download that was refused",
+    b"PK": "is a pickle of PyTorch under the name of safetensors",
+    b"\x80": "is a pickle under the name of safetensors",
+    b"GGUF": "is GGUF under the name of safetensors",
+}
+"""First bytes of what lies in the place of a safetensors file."""
 NO_METADATA: Mapping[str, str] = {}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LONGEST_NAME, _MAX_DIMENSIONS = 1000, 64
@@ -120,10 +129,10 @@ def read_header(folder: Path, shard: str) -> list[TensorInfo]:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > LARGEST or 8 + length > size:
-            raise _damaged(
-                path, f"is truncated or not safetensors: {size} bytes do not hold its header"
-            )
+        if len(prefix) < 8 or length > LARGEST or 8 + length > size or not length:
+            what = f"is truncated or not safetensors: {size} bytes do not hold its header"
+            begun = (said for begin, said in _BEGINNINGS.items() if prefix.startswith(begin))
+            raise _damaged(path, next(begun, what) if prefix else "is empty: " + _INTERRUPTED)
         text = file.read(length)
     try:
         entries = parse_json(text.decode("utf-8"), strict=True)

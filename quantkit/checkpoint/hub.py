@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.containers import check_files, foreign_files
 from quantkit.checkpoint.gguf import unpack as unpack_gguf
 from quantkit.common.assets import BUILTIN_MODELS, builtin_model
 from quantkit.common.errors import QuantkitError
@@ -26,14 +27,6 @@ _CONNECTIONS = 8
 """Headers requested concurrently."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
 """Anything else that has a slash is a path."""
-_OTHER_KINDS = {
-    "adapter_config.json": (
-        "a LoRA adapter",
-        "merge it into its base model, save that, and give its directory",
-    ),
-    "model_index.json": ("a pipeline of diffusers", "quantkit takes language models"),
-}
-"""File -> what a directory with it and without config.json is, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +99,8 @@ def read_headers(name: str, wanted: tuple[str, ...]) -> RemoteHeaders:
             headers = list(
                 pool.map(lambda shard: api.parse_safetensors_file_metadata(name, shard), shards)
             )
+    if found := foreign_files(listed, files.get("config.json", {}), name):
+        raise QuantkitError(f"hub model {name} holds {found[0]}", found[1])
     if not shards:
         raise QuantkitError(
             f"hub model {name} has no safetensors file",
@@ -209,7 +204,7 @@ def _find_directory(name: str) -> Path | None:
             "give a directory, or a hub id such as org/name",
         ) from error
     if is_directory:
-        _refuse_other_kinds(path)
+        _check_folder(path)
         return path
     if name in BUILTIN_MODELS:
         return builtin_model(name)
@@ -242,20 +237,17 @@ def _find_directory(name: str) -> Path | None:
     return None
 
 
-def _refuse_other_kinds(path: Path) -> None:
-    """Raise QuantkitError where a directory has no config.json and is recognized as something
-    else."""
-    if is_there(path / "config.json"):
-        return
-    for file, (kind, remedy) in _OTHER_KINDS.items():
-        if is_there(path / file):
-            raise QuantkitError(f"{path} holds {kind} ({file}), not a model", remedy)
-    if any(path.glob("*.safetensors")):
-        return  # a model without its config.json
-    if ggufs := sorted(file.name for file in path.glob("*.gguf")):
+def _check_folder(path: Path) -> None:
+    """Raise QuantkitError where a directory is recognized as something else than a checkpoint."""
+    try:
+        check_files(path)
+        if is_there(path / "config.json") or any(path.glob("*.safetensors")):
+            return  # a model, maybe without its config.json
+    except PermissionError as error:
         raise QuantkitError(
-            f"{path} holds weights in GGUF", f"give the file itself, {path / ggufs[0]}"
-        )
+            f"{path} cannot be listed: {error.strerror}",
+            f"its owner can allow it: chmod -R a+rX {path}",
+        ) from error
     if below := sorted(
         file.parent
         for pattern in ("*/config.json", "snapshots/*/config.json")

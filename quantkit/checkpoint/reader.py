@@ -23,9 +23,16 @@ from quantkit.checkpoint.check import (
     check_ignored,
     quantized_linears,
 )
+from quantkit.checkpoint.containers import (
+    check_download,
+    check_files,
+    check_readable,
+    numbering_fault,
+    read_shard,
+)
 from quantkit.checkpoint.formats import detect_format, fp8_block
 from quantkit.checkpoint.formats.base import CODES, SIDE_FILES, Axis, Format, StoredPart, lifted
-from quantkit.checkpoint.header import TensorInfo, read_at, read_header
+from quantkit.checkpoint.header import TensorInfo, read_at
 from quantkit.checkpoint.shards import CPU, Shards
 from quantkit.checkpoint.stacked_experts import Stack, split_stacked_experts
 from quantkit.checkpoint.tensor_aliases import apply_aliases
@@ -38,17 +45,6 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _FINITE_CHUNK = 2**26
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-PICKLE_REMEDY = "convert them to safetensors first, as save_pretrained of transformers does"
-
-
-def find_pickles(files: Iterable[str]) -> list[str]:
-    """The file names that have a pickle's extension, sorted."""
-    return sorted(name for name in files if name.endswith(_PICKLES))
-
-
-def describe_pickles(pickles: list[str]) -> str:
-    return f"pickle weights ({pickles[0]}), which can run code when opened"
 
 
 class Checkpoint:
@@ -73,6 +69,7 @@ class Checkpoint:
         self.config = config = lifted(config)
         self.side = side
         self.tensors = tensors = split_stacked_experts(config, apply_aliases(config, tensors))
+        check_readable(path, config, tensors.values())
         self.description_file = check_description(path, config, side)
         try:
             self.format: Format = detect_format(self.description_file, config, side)
@@ -99,6 +96,7 @@ class Checkpoint:
                 f"{path} is not a directory",
                 "give the directory of a checkpoint, or a model's name",
             )
+        check_files(path)
         config = read_json(path / "config.json")
         side = {
             name: read_json(path / name, LARGEST) for name in SIDE_FILES if is_there(path / name)
@@ -293,7 +291,7 @@ def _read_tensors(path: Path) -> dict[str, TensorInfo]:
     """All tensors of the shards that the index names; without an index, of the only shard."""
     index_path = _find_index(path)
     if index_path is None:
-        return {tensor.name: tensor for tensor in read_header(path, _only_shard(path))}
+        return {tensor.name: tensor for tensor in read_shard(path, _only_shard(path))}
     weight_map = read_json(index_path, LARGEST).get("weight_map")
     if (
         not isinstance(weight_map, dict)
@@ -358,12 +356,13 @@ def _only_shard(path: Path) -> str:
     # consolidated.safetensors.
     if is_there(path / _SINGLE_FILE):
         return _SINGLE_FILE
+    problem, remedy = numbering_fault([file.name for file in shards])
+    if problem:
+        raise QuantkitError(f"{path} holds {problem}, and there is no {_INDEX}", remedy)
     if shards:
         raise QuantkitError(
             f"{path} has {len(shards)} safetensors files and no {_INDEX}", "download the index too"
         )
-    if pickles := find_pickles(file.name for file in path.iterdir()):
-        raise QuantkitError(f"{path} holds {describe_pickles(pickles)}", PICKLE_REMEDY)
     raise QuantkitError(
         f"{path} holds no safetensors file", "give the directory of a complete checkpoint"
     )
@@ -376,8 +375,9 @@ def _read_shard(path: Path, shard: str, index_path: Path) -> dict[str, TensorInf
             "download the index again",
         )
     if not is_there(path / shard):
+        check_download(path, shard)
         raise QuantkitError(
             f"shard {shard} is missing from {path} ({index_path.name} names it)",
             "download it, or restore it, and run again",
         )
-    return {tensor.name: tensor for tensor in read_header(path, shard)}
+    return {tensor.name: tensor for tensor in read_shard(path, shard)}

@@ -83,6 +83,11 @@ def open_file(path: Path, folder: Path | None = None) -> int:
         raise QuantkitError(
             f"{path} does not exist", "restore it, or give the directory of a complete checkpoint"
         ) from None
+    except PermissionError as error:
+        raise QuantkitError(
+            f"cannot read {path}: {error.strerror} for {os.path.realpath(path)}",
+            f"its owner can allow it: chmod -R a+rX {os.path.realpath(path.parent)}",
+        ) from error
     except OSError as error:
         raise QuantkitError(
             f"cannot read {path}: {error.strerror}", "restore that file and run again"

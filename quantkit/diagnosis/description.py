@@ -13,6 +13,7 @@ from quantkit.checkpoint.check import (
     is_unquantized,
     quantized_linear,
 )
+from quantkit.checkpoint.containers import STACKED_REMEDY, foreign_format
 from quantkit.checkpoint.formats import FORMATS, detect_format, fp8_block
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES, HEAD, SLIM_FILES, Format, is_cache_alone
 from quantkit.checkpoint.header import TensorInfo
@@ -49,13 +50,14 @@ class Description:
     """The quantization of a checkpoint.
 
     format, grid: as described, or as stored if the description is missing or wrong; None if
-    quantkit has no reader. ignored: whether a module is described as unquantized; None without a
+    quantkit has no reader. foreign: recognized as another program's. ignored: whether a module is described as unquantized; None without a
     description. linears: the complete quantized linears; broken: quantized modules with a missing
     or malformed part. corrections: keys of quantization_config and their right values.
     """
 
     format: Format | None = None
     grid: Grid | None = None
+    foreign: bool = False
     ignored: Callable[[str], bool] | None = None
     linears: dict[str, QuantizedLinear] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
@@ -74,8 +76,14 @@ def describe(
 ) -> Description:
     """The quantization as described and as stored, with a finding for every difference. shapes: of
     weights by module, if known."""
-    detected = _detect_formats(survey.tensors)
     description = Description()
+    if found := foreign_format(survey.path, survey.config, survey.tensors.values()):
+        stacked = bool(shapes) and found[1] == STACKED_REMEDY
+        kind = "experts-fused" if stacked else "not-read"
+        findings.add(kind, _description_file(survey), f"it is {found[0]}", found[1])
+        description.foreign = True
+        return description
+    detected = _detect_formats(survey.tensors)
     try:
         check_description(survey.path, survey.config, survey.side)
     except QuantkitError as fault:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantkit import __version__
+from quantkit.checkpoint.containers import STACKED_REMEDY
 from quantkit.common.atomic_write import write_atomic
 from quantkit.common.pages import render_page
 
@@ -43,10 +44,7 @@ CATALOGUE: dict[str, Kind] = {
     "config-field": Kind("error", "use the config.json that came with the model"),
     "class-wrong": Kind("error", _FROM_SOURCE),
     "names-wrong": Kind("error", _REPAIR),
-    "experts-fused": Kind(
-        "error",
-        "write one tensor per expert and projection, or quantize again with a writer that does",
-    ),
+    "experts-fused": Kind("error", STACKED_REMEDY),
     "tensors-missing": Kind(
         "error", "download the missing tensors, or use the config.json of these weights"
     ),
@@ -186,13 +184,21 @@ CATALOGUE: dict[str, Kind] = {
     "dtype-differs": Kind(
         "note", "nothing if the engine computes in the dtype that config.json names"
     ),
-    "size-differs": Kind("note", "nothing: engines do not read total_size"),
+    "shards-unused": Kind(
+        "note", "remove them if they are of another save: engines leave them out"
+    ),
     "not-read": Kind(
         "note",
-        "nothing: quantkit has no reader for this format, so codes and scales were not checked",
+        "give the model that it was made from: quantkit has no reader for this format, so codes and "
+        "scales were not checked",
     ),
 }
 
+_CONSEQUENCES = (
+    *("tensors-missing", "head-missing", "mtp-missing", "mtp-incomplete", "part-missing"),
+    *("part-orphan", "nothing-quantized", "experts-mixed", "siblings-mixed", "experts-plain"),
+)
+"""Findings that say nothing of a checkpoint of which shards could not be read."""
 
 Verdict = Literal["good", "doubtful", "bad"]
 EXIT_CODES: dict[Verdict, int] = {"good": 0, "doubtful": 1, "bad": 2}
@@ -225,6 +231,8 @@ class Findings:
     def add(self, name: str, where: str | Iterable[str], evidence: str, remedy: str = "") -> None:
         """where: one name, or all that share the evidence. remedy: replaces that of the
         catalogue."""
+        if name in _CONSEQUENCES and self.has("shard-missing", "shard-damaged"):
+            return
         kind = CATALOGUE[name]
         places = where if isinstance(where, str) else join_names(where)
         self.found.append(Finding(name, kind.severity, places, evidence, remedy or kind.remedy))

@@ -16,10 +16,15 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.aux_files import JSON_AUX_FILES
+from quantkit.checkpoint.containers import (
+    check_download,
+    foreign_files,
+    numbering_fault,
+    read_shard,
+)
 from quantkit.checkpoint.formats.base import SIDE_FILES
-from quantkit.checkpoint.header import TensorInfo, read_header
+from quantkit.checkpoint.header import TensorInfo
 from quantkit.checkpoint.hub import fetch_small, find_local, read_shard_header
-from quantkit.checkpoint.reader import PICKLE_REMEDY, describe_pickles, find_pickles
 from quantkit.checkpoint.remote import remote_tensor
 from quantkit.checkpoint.shards import Shards
 from quantkit.checkpoint.stacked_experts import split_stacked_experts
@@ -108,16 +113,20 @@ def survey_folder(path: Path, findings: Findings) -> Survey:
         return is_there(path / shard)
 
     def header(shard: str) -> dict[str, TensorInfo]:
-        return {info.name: info for info in read_header(path, shard)}
+        return {info.name: info for info in read_shard(path, shard)}
 
     return _survey(path, path, names, holds, header, findings)
 
 
 def _survey_hub(model: str, findings: Findings) -> Survey:
-    """The same for a Hub model: small files are downloaded, headers read by range requests."""
+    """The same for a Hub model: small files are downloaded, headers read by range requests. Raises
+    QuantkitError if it is no checkpoint."""
     folder, sizes = fetch_small(
         model, ("config.json", *SIDE_FILES, *_SETTINGS_FILES, INDEX, TEMPLATE)
     )
+    config = _json(folder, "config.json", Findings())
+    if found := foreign_files(sizes, config, model):
+        raise QuantkitError(f"hub model {model} holds {found[0]}", found[1])
 
     def header(shard: str) -> dict[str, TensorInfo]:
         entries = read_shard_header(model, shard, sizes[shard])
@@ -184,7 +193,7 @@ def _json(
     try:
         return read_json(path / name, LARGEST)
     except QuantkitError as fault:
-        findings.add(finding, name, fault.problem)
+        findings.add(finding, name, fault.problem, fault.remedy)
         return {}
 
 
@@ -212,26 +221,33 @@ def _tensors(
     }
     # Names in an index that lead out of the folder are not shards of it.
     wanted = set(weight_map.values()) if weight_map else present
-    missing = sorted(shard for shard in wanted if shard not in present)
-    for shard in missing:
-        missing_tensors = [name for name, where in weight_map.items() if where == shard]
-        findings.add(
-            "shard-missing",
-            shard,
-            f"the index names it, with {len(missing_tensors)} tensors such as {missing_tensors[0]}",
-        )
-    if not weight_map and len(present) > 1:
-        findings.add("index-missing", INDEX, f"{len(present)} shards and no index")
+    if present and not wanted & present:
+        evidence = f"it names {min(wanted)}, and none of the {len(present)} shards that are here"
+        findings.add("index-wrong", INDEX, evidence)
+        weight_map, wanted = {}, present
+    elif not weight_map and len(present) > 1:
+        problem, remedy = numbering_fault(present)
+        if problem and "missing" in problem:
+            findings.add("shard-missing", str(path), problem, remedy)
+        else:
+            evidence = problem or f"{len(present)} shards"
+            findings.add("index-missing", INDEX, f"{evidence} and no index", remedy)
+    elif unused := sorted(name for name in present - wanted if name.startswith("model")):
+        findings.add("shards-unused", unused, "the index names none of them")
+    for shard in sorted(wanted - present):
+        of_shard = [name for name, where in weight_map.items() if where == shard]
+        evidence = f"the index names it, with {len(of_shard)} tensors such as {of_shard[0]}"
+        try:
+            check_download(folder, shard)
+            findings.add("shard-missing", shard, evidence)
+        except QuantkitError as fault:
+            findings.add("shard-missing", shard, fault.problem, fault.remedy)
     if not wanted:
-        pickles = find_pickles(names)
-        evidence = (
-            f"there is no safetensors file{f', but {describe_pickles(pickles)}' if pickles else ''}"
-        )
         findings.add(
             "shard-missing",
             str(path),
-            evidence,
-            PICKLE_REMEDY if pickles else "give the directory of a complete checkpoint",
+            "there is no safetensors file",
+            "give the directory of a complete checkpoint",
         )
     shards = sorted(wanted & present)
     # Headers hold no cycles, and looking for some takes as long as reading 300,000 tensors.
@@ -245,7 +261,7 @@ def _tensors(
     for shard, found in zip(shards, read):
         held[shard] = {} if isinstance(found, QuantkitError) else found
         if isinstance(found, QuantkitError):
-            findings.add("shard-damaged", shard, found.problem)
+            findings.add("shard-damaged", shard, found.problem, found.remedy)
     _compare_index(weight_map, held, findings)
     return _merge_shards(weight_map, held, findings)
 
@@ -319,16 +335,15 @@ def _merge_shards(
     weight_map: Mapping[str, str], held: Mapping[str, Mapping[str, TensorInfo]], findings: Findings
 ) -> tuple[dict[str, TensorInfo], list[tuple[TensorInfo, TensorInfo]]]:
     tensors: dict[str, TensorInfo] = {}
+    twice: dict[str, list[tuple[str, str]]] = {"tensor-twice": []}
     for shard, own in held.items():
         for name, tensor in own.items():
             if name in tensors and name not in weight_map:
-                findings.add(
-                    "tensor-twice",
-                    name,
-                    f"in {tensors[name].shard} and in {shard}, and no index says which",
-                )
+                evidence = f"in {tensors[name].shard} and in {shard}, and no index says which"
+                twice["tensor-twice"].append((name, evidence))
             if name not in tensors or weight_map.get(name) == shard:
                 tensors[name] = tensor
+    findings.add_groups(twice)
     copies = [
         (tensors[name], tensor)
         for shard, own in held.items()

@@ -59,9 +59,9 @@ def _entry(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (b"", "is truncated or not safetensors: 0 bytes"),
+        (b"", "is empty: a download"),
         (b"\x10\0\0\0", "is truncated or not safetensors"),
-        (b"PK\x03\x04" + b"x" * 100, "is truncated or not safetensors"),
+        (b"PK\x03\x04" + b"x" * 100, "is a pickle of PyTorch"),
         (b"\x08\0\0\0\0\0\0\0{{{{{{{{", "has a header that is not JSON"),
         (b"\x02\0\0\0\0\0\0\0[]", "not a JSON object"),
         (b'\x0f\0\0\0\0\0\0\0{"a":{},"a":{}}', "a appears twice"),

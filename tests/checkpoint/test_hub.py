@@ -224,15 +224,6 @@ def test_a_model_without_safetensors(
     ("files", "told"),
     [
         (
-            ["adapter_config.json", "adapter_model.safetensors"],
-            r"holds a LoRA adapter \(adapter_config.json\), not a model; merge it",
-        ),
-        (["model_index.json", "unet/config.json"], "holds a pipeline of diffusers"),
-        (
-            ["small-Q4_K_M.gguf", "README.md"],
-            r"holds weights in GGUF; give the file itself, .*small-Q4_K_M\.gguf",
-        ),
-        (
             ["refs/main", "snapshots/0a1b/config.json"],
             "holds no config.json; give the directory of the model, such as .*snapshots/0a1b",
         ),

@@ -179,13 +179,6 @@ def _two_shards_hold_one_name(path: Path) -> None:
         save_file({**load_file(shard), "extra.weight": torch.ones(2)}, shard)
 
 
-def _pickle_only(path: Path) -> None:
-    for shard in _shards(path):
-        shard.unlink()
-    (path / _INDEX).unlink()
-    (path / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
-
-
 def _drop(name: str) -> Callable[[Path], None]:
     return lambda path: _edit_tensors(path, lambda tensors: tensors.pop(name))
 
@@ -262,10 +255,6 @@ _LINEAR = "model.layers.0.self_attn.q_a_proj"
         ),
         (lambda path: (path / _INDEX).write_text("{}"), "has no weight_map"),
         (lambda path: (path / _INDEX).write_text("{"), "is not valid JSON"),
-        (
-            _pickle_only,
-            r"holds pickle weights \(pytorch_model\.bin\), which can run code when opened",
-        ),
         (lambda path: (path / "config.json").unlink(), r"config\.json does not exist"),
         (
             lambda path: (path / "config.json").write_text("{'a': 1}"),
@@ -320,9 +309,9 @@ _LINEAR = "model.layers.0.self_attn.q_a_proj"
         (
             lambda path: _edit_json(
                 path / "config.json",
-                lambda config: config["quantization_config"].update(quant_method="hqq"),
+                lambda config: config["quantization_config"].update(quant_method="vptq"),
             ),
-            "is quantized in a way that quantkit does not read: hqq",
+            "is quantized in a way that quantkit does not read: vptq",
         ),
         (
             lambda path: _edit_json(

@@ -266,16 +266,3 @@ def test_a_command_that_needs_a_file_says_so(
     assert answer.code == 1
     assert "architecture 'gemma2' is not supported by this command" in answer.error
     assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_of_pickles_is_reported(tmp_path: Path) -> None:
-    source = make_model.write_dense(
-        tmp_path / "model", CONFIG, good_checkpoints.random_weights(CONFIG)
-    )
-    for shard in source.glob("*.safetensors"):
-        shard.rename(source / "pytorch_model.bin")
-    (source / "model.safetensors.index.json").unlink()
-    (found,) = diagnose(str(source)).findings.found
-    assert found.name == "shard-missing"
-    assert "but pickle weights (pytorch_model.bin)" in found.evidence
-    assert "save_pretrained of transformers" in found.remedy
