@@ -224,6 +224,10 @@ SPELLED: dict[str, dict[str, str]] = {
         "_proj.": "the same",
         "_proj": "how publishers name experts that they stack in one tensor",
     },
+    "checkpoint/formats/compressed.py": {
+        r"(?:.*\.)?(?:embed|embed_in|embed_tokens\w*|tok_embeddings|word_embeddings|wte)": "the "
+        "description names classes, which headers do not"
+    },
     "checkpoint/formats/modelslim_kinds.py": dict.fromkeys(
         ("o_proj", "down_proj"), "the format slices scale_bias of these two, for vllm-ascend"
     ),

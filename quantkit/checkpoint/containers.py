@@ -4,17 +4,20 @@ every command names it at sight, with what helps.
 Recognized by file names where there are no safetensors, else by config.json and tensor names.
 """
 
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quantkit.checkpoint.header import TensorInfo, TensorSpec, read_header
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import is_there, read_json
+
+if TYPE_CHECKING:  # the command line imports this module, and torch takes seconds
+    from quantkit.checkpoint.header import TensorSpec
 
 _SAVED_AGAIN = (
     "AutoModelForCausalLM.from_pretrained('{path}'){change}.save_pretrained('OUT') of transformers "
@@ -53,7 +56,7 @@ _BY_FILE: tuple[Container, ...] = (
     Container("an ONNX model", _ORIGINAL, ("*.onnx", "*.onnx_data", "onnx/*.onnx")),
     Container("an OpenVINO model", _ORIGINAL, ("openvino_*.xml",)),
     Container("an engine of TensorRT-LLM", _ORIGINAL, ("*.engine",)),
-    Container("a model of Core ML", _ORIGINAL, ("*.mlmodel", "*.mlpackage", "*.mlmodelc")),
+    Container("a model of Core ML", _ORIGINAL, ("*.mlmodel*", "coreml")),
     Container("weights of MLX in NumPy's format", _ORIGINAL, ("weights*.npz",)),
     Container(
         "a state of distributed training",
@@ -96,9 +99,7 @@ _UNFINISHED = ("{}.part", "{}.partial", "{}.aria2", "{}.crdownload", "{}.incompl
 _DOWNLOADS = (".cache/huggingface/download/*.incomplete", "../../blobs/*.incomplete")
 """Downloads of huggingface_hub that are not finished, from a folder or a snapshot in its cache."""
 _NUMBERED = re.compile(r"(.*-)(\d{5,6})-of-(\d{5,6})\.safetensors")
-_STACKED = re.compile(
-    r".*\.experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj|w13|w1|w2|w3)(?:[._].*)?"
-)
+_STACKED = re.compile(r".*\bexperts\.[a-z]\w*(?:\.\w+)?")
 STACKED_REMEDY = (
     "write one tensor per expert and projection, or quantize again with a writer that does"
 )
@@ -144,7 +145,7 @@ def foreign_files(
     return None
 
 
-def check_readable(path: Path, config: Mapping[str, Any], tensors: Iterable[TensorSpec]) -> None:
+def check_readable(path: Path, config: Mapping[str, Any], tensors: "Iterable[TensorSpec]") -> None:
     """Raise QuantkitError if config.json or the tensors are those of a format that quantkit does
     not read."""
     if found := foreign_format(path, config, tensors):
@@ -152,7 +153,7 @@ def check_readable(path: Path, config: Mapping[str, Any], tensors: Iterable[Tens
 
 
 def foreign_format(
-    path: Path, config: Mapping[str, Any], tensors: Iterable[TensorSpec]
+    path: Path, config: Mapping[str, Any], tensors: "Iterable[TensorSpec]"
 ) -> tuple[str, str] | None:
     """What the checkpoint is that quantkit does not read, with the evidence, and what helps; None
     if it is not recognized."""
@@ -188,20 +189,11 @@ def _remedy(container: Container, config: Mapping[str, Any], path: str) -> str:
     return text.replace("{base}", f", {base}" if named else "")
 
 
-def read_shard(folder: Path, shard: str) -> list[TensorInfo]:
-    """As `read_header`; of a shard that is still being downloaded the error says so."""
-    try:
-        return read_header(folder, shard)
-    except QuantkitError:
-        check_download(folder, shard)
-        raise
-
-
 def check_download(folder: Path, shard: str) -> None:
     """Raise QuantkitError if the download of a shard, missing or cut short, has not ended."""
     beside = (folder / pattern.format(shard) for pattern in _UNFINISHED)
     found = (file for pattern in _DOWNLOADS for file in sorted(folder.glob(pattern)))
-    if file := next((file for file in (*beside, *found) if file.exists()), None):
+    if file := next((file for file in (*beside, *found) if os.path.exists(file)), None):
         raise QuantkitError(
             f"the download of {folder / shard} is not finished: there is {file.name}",
             "wait for it, or give the command that downloads it again: it resumes",

@@ -28,11 +28,10 @@ from quantkit.checkpoint.containers import (
     check_files,
     check_readable,
     numbering_fault,
-    read_shard,
 )
 from quantkit.checkpoint.formats import detect_format, fp8_block
 from quantkit.checkpoint.formats.base import CODES, SIDE_FILES, Axis, Format, StoredPart, lifted
-from quantkit.checkpoint.header import TensorInfo, read_at
+from quantkit.checkpoint.header import TensorInfo, read_at, read_header
 from quantkit.checkpoint.shards import CPU, Shards
 from quantkit.checkpoint.stacked_experts import Stack, split_stacked_experts
 from quantkit.checkpoint.tensor_aliases import apply_aliases
@@ -366,6 +365,15 @@ def _only_shard(path: Path) -> str:
     raise QuantkitError(
         f"{path} holds no safetensors file", "give the directory of a complete checkpoint"
     )
+
+
+def read_shard(folder: Path, shard: str) -> list[TensorInfo]:
+    """As `read_header`; of a shard that is still being downloaded the error says so."""
+    try:
+        return read_header(folder, shard)
+    except QuantkitError:
+        check_download(folder, shard)
+        raise
 
 
 def _read_shard(path: Path, shard: str, index_path: Path) -> dict[str, TensorInfo]:

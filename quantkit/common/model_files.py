@@ -84,9 +84,11 @@ def open_file(path: Path, folder: Path | None = None) -> int:
             f"{path} does not exist", "restore it, or give the directory of a complete checkpoint"
         ) from None
     except PermissionError as error:
+        real = os.path.realpath(path)
+        link = f", a link to {real}" if os.path.islink(path) else ""
         raise QuantkitError(
-            f"cannot read {path}: {error.strerror} for {os.path.realpath(path)}",
-            f"its owner can allow it: chmod -R a+rX {os.path.realpath(path.parent)}",
+            f"cannot read {path}{link}: {error.strerror}",
+            f"its owner can allow it: chmod -R a+rX {os.path.dirname(real)}",
         ) from error
     except OSError as error:
         raise QuantkitError(

@@ -88,14 +88,18 @@ class SampledRows:
             size = values.shape[1] // scale.shape[1]
             inputs = groups.repeat_interleave(size)
             of_group = torch.arange(int(inputs.sum())) // size
-        cut = {
-            name: None if (tensor := getattr(self, name)) is None else tensor[rows][:, columns]
-            for name, columns in (
-                *(("values", inputs), ("codes", inputs)),
-                *(("zero_point", groups), ("scale", groups)),
-            )
-        }
-        return replace(self, **cut, of_group=of_group)
+
+        def cut(tensor: Tensor | None, columns: Tensor) -> Tensor | None:
+            return None if tensor is None else tensor[rows][:, columns]
+
+        return replace(
+            self,
+            values=self.values[rows][:, inputs],
+            codes=cut(self.codes, inputs),
+            zero_point=cut(self.zero_point, groups),
+            scale=cut(scale, groups),
+            of_group=of_group,
+        )
 
 
 def read_parts(survey: Survey, linear: QuantizedLinear) -> dict[str, Tensor]:

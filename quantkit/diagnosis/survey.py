@@ -20,11 +20,11 @@ from quantkit.checkpoint.containers import (
     check_download,
     foreign_files,
     numbering_fault,
-    read_shard,
 )
 from quantkit.checkpoint.formats.base import SIDE_FILES
 from quantkit.checkpoint.header import TensorInfo
 from quantkit.checkpoint.hub import fetch_small, find_local, read_shard_header
+from quantkit.checkpoint.reader import read_shard
 from quantkit.checkpoint.remote import remote_tensor
 from quantkit.checkpoint.shards import Shards
 from quantkit.checkpoint.stacked_experts import split_stacked_experts

@@ -197,7 +197,11 @@ BROKEN: dict[str, tuple[Break, str, str]] = {
         "index-missing tensor-twice",
         "shards of 2 saves .*; keep the files of one",
     ),
-    "the index is another's": (renamed, "index-wrong", "pytorch-00001-of-000003.safetensors is missing"),
+    "the index is another's": (
+        renamed,
+        "index-wrong",
+        "pytorch-00001-of-000003.safetensors is missing",
+    ),
 }
 
 
