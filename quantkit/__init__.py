@@ -4,8 +4,13 @@ The functions and classes below are imported on first use, so that `import quant
 (docs/python.md).
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+# torch would import torch_npu with itself, which without CANN's libraries fails for every device:
+# `find_device` imports it, where an NPU is asked for.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 __version__ = "0.2.0"
 __all__ = [

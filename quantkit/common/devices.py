@@ -1,15 +1,19 @@
 """Device and dtype selection ("auto" resolves to what this machine has), host/device copies, and a
 one-line description of the hardware."""
 
-import importlib.util
+import functools
 import os
 import platform
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quantkit.common.errors import QuantkitError, UsageError
+
+if TYPE_CHECKING:
+    from quantkit_kernels.torch_npu import machine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -22,16 +26,15 @@ def find_device(name: str) -> torch.device:
     this machine has no such device.
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "npu" if _has_npu() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu" if npu_lack() else "npu"
     kind = name.partition(":")[0]
     if kind not in ("cpu", "cuda", "npu"):
         raise UsageError(f"device {name!r} is not known", "use cpu, cuda or npu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise QuantkitError("no CUDA device is usable here", "use --device cpu")
-    if kind == "npu" and not _has_npu():
+    if kind == "npu" and (lack := npu_lack()):
         raise QuantkitError(
-            "no Ascend NPU is usable here",
-            "install torch_npu on an Ascend machine, or use --device cpu",
+            f"no Ascend NPU is usable here: {lack.what}", f"{lack.remedy}; or use --device cpu"
         )
     if name in ("cuda", "npu"):
         name = f"{name}:{os.environ.get('LOCAL_RANK', 0)}"
@@ -162,12 +165,16 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _has_npu() -> bool:
-    if importlib.util.find_spec("torch_npu") is None:
-        return False
-    import torch_npu  # noqa: F401  registers torch.npu
+@functools.cache
+def npu_lack() -> "machine.Lack | None":
+    """What keeps an Ascend NPU from being used. Where one can be, a warning says which versions
+    were not published to work together."""
+    from quantkit_kernels.torch_npu import machine
 
-    return bool(torch.get_device_module("npu").is_available())
+    lack = machine.lack()
+    for line in machine.unpublished(machine.versions()) if lack is None else ():
+        warnings.warn(line, RuntimeWarning, stacklevel=2)
+    return lack
 
 
 def describe_machine(device: str = "auto") -> dict[str, str]:

@@ -71,7 +71,7 @@ def test_a_mode_that_was_set_stays(
 
 
 def test_each_process_takes_the_card_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_has_npu", lambda: True)
+    monkeypatch.setattr(devices, "npu_lack", lambda: None)
     monkeypatch.setattr(torch, "device", str)
     monkeypatch.setattr(
         torch, "get_device_module", lambda kind: SimpleNamespace(device_count=lambda: 8)

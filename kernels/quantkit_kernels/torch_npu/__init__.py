@@ -10,6 +10,7 @@ import torch
 from quantkit_kernels.backends import Shape
 from quantkit_kernels.experts import ExpertsLayout
 from quantkit_kernels.reference.experts import LoopLayout
+from quantkit_kernels.torch_npu import machine
 from quantkit_kernels.torch_npu.calls import has_kernel, prefetch
 from quantkit_kernels.torch_npu.experts import GroupedLayout
 from quantkit_kernels.torch_npu.functional import (
@@ -100,6 +101,8 @@ def unusable(
         return "torch_npu is not installed"
     if missing:
         return f"{missing[0]} does not run on {device.type}"
+    if device.type == "npu" and (reason := machine.too_old(NEEDS[operator])):
+        return reason
     if (
         operator.startswith(("linear_", "experts_"))
         and not operator.endswith("_dense")
