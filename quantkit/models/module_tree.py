@@ -47,7 +47,14 @@ class ModuleTree:
 
 def read_tree(config: Mapping[str, Any]) -> ModuleTree:
     """The tree of a config.json. Errors of building it are returned, not raised: linears are then
-    identified by name."""
+    identified by name. Raises QuantkitError without transformers, which must not decide what is
+    rounded."""
+    if importlib.util.find_spec("transformers") is None:
+        raise QuantkitError(
+            f"model_type {config.get('model_type')!r} is not one that quantkit has a file for, and "
+            "transformers, which says what its linears are, is not installed",
+            "pip install -U transformers",
+        )
     why = not_built(config)
     if why:
         return ModuleTree(None, why)
@@ -63,9 +70,15 @@ def read_tree(config: Mapping[str, Any]) -> ModuleTree:
     except Exception as fault:  # transformers' classes may fail in any way
         return ModuleTree(
             None,
-            f"transformers {transformers.__version__} does not build it ({type(fault).__name__}: "
-            f"{fault!s:.80})",
+            f"transformers {transformers.__version__} does not build it ({in_words(fault)})",
         )
+
+
+def in_words(fault: Exception) -> str:
+    """An error of transformers' code as a reason: weights that no layer is given have no values."""
+    if "device meta" in str(fault) or "meta tensor" in str(fault):
+        return "it reads weights outside its layers, such as embeddings for every layer"
+    return f"{type(fault).__name__}: {fault!s:.120}"
 
 
 def not_built(config: Mapping[str, Any]) -> str:

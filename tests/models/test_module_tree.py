@@ -1,6 +1,7 @@
 """What a linear is, told by transformers' modules: the same as the tables say of known
 architectures, and right where names mislead."""
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,15 @@ def test_where_there_is_no_tree_it_says_why() -> None:
             {"model_type": "llava", "text_config": {"model_type": "olmoe", "num_experts": 10**9}}
         ).why
     )
+
+
+def test_no_guess_takes_the_place_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tensors would be rounded than with it."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        QuantkitError, match=r"transformers, which .*, is not installed; pip install"
+    ):
+        read_tree({"model_type": "gemma2", **SHARED})
 
 
 def written(path: Path, kind: str, extra: dict[str, Any]) -> Path:

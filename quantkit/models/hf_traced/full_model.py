@@ -24,6 +24,7 @@ from quantkit.models.hf_traced.experts import (
     trace_experts,
 )
 from quantkit.models.hf_traced.skeleton import RTN_REMEDY, Skeleton, check_built
+from quantkit.models.module_tree import in_words
 
 
 def transformers_warning(path: Path) -> str:
@@ -149,8 +150,7 @@ class TransformersModel:
             ValueError,
         ) as fault:
             raise QuantkitError(
-                f"{self.checkpoint.path}: transformers fails to compute it "
-                f"({type(fault).__name__}: {fault!s:.120})",
+                f"{self.checkpoint.path}: transformers fails to compute it ({in_words(fault)})",
                 "the values of its config.json may not go together: use the one that came with "
                 "these weights",
             ) from fault

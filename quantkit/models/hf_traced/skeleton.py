@@ -20,6 +20,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.models.module_tree import (
     build_model,
     decoder_stack,
+    in_words,
     linear_weights,
     not_built,
     published_names,
@@ -141,7 +142,7 @@ class Skeleton:
                 else "use a smaller --seq-len"
             )
             raise QuantkitError(
-                f"{self.label}: {places} computes no texts of {length} tokens ({fault!s:.80})",
+                f"{self.label}: {places} computes no texts of {length} tokens ({in_words(fault)})",
                 remedy,
             ) from fault
 
@@ -261,7 +262,7 @@ class Skeleton:
                 others, _, _ = self._run(torch.zeros(shape))
             # a forward may fail in any way if layers return something unexpected
             except Exception as fault:
-                reason = f"{type(fault).__name__}: {fault!s:.80}"
+                reason = in_words(fault)
                 continue
             if len(calls) != len(self.layers):
                 reason = f"its forward calls {len(calls)} of {len(self.layers)} layers"
@@ -335,7 +336,7 @@ def _build(config: Mapping[str, Any], label: str) -> Any:
         except Exception as found:  # an unsupported attention implementation or config
             fault = found
     raise QuantkitError(
-        f"{label}: transformers does not build it ({type(fault).__name__}: {fault!s:.160})",
+        f"{label}: transformers does not build it ({in_words(fault)})",
         RTN_REMEDY,
     ) from fault
 

@@ -26,6 +26,7 @@ from quantkit.models.hf_traced.scale_groups import (
     distance,
 )
 from quantkit.models.hf_traced.skeleton import PROBE_TOKENS, RTN_REMEDY, Skeleton
+from quantkit.models.module_tree import in_words
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def trace_layer(skeleton: Skeleton, layer: int) -> LayerTrace:
     except Exception as fault:  # a layer's own code may fail in any way
         raise QuantkitError(
             f"{skeleton.label}: layer {layer} of transformers' model cannot be run on weights "
-            f"that are given one by one ({type(fault).__name__}: {fault!s:.80})",
+            f"that are given one by one ({in_words(fault)})",
             RTN_REMEDY,
         ) from fault
 
