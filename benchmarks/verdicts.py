@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import core
 import numpy as np
 
+from quantkit.evaluation.statistics import sampling
 from quantkit.evaluation.statistics.comparison import Comparison, compare, holm_corrected
 from quantkit.evaluation.statistics.estimates import interval
 
@@ -85,6 +86,85 @@ class Line:
 def table(rng: np.random.Generator, shares: np.ndarray, repeats: int) -> dict[str, list[float]]:
     scores = (rng.random((len(shares), repeats)) < shares[:, None]).astype(float)
     return {str(number): row for number, row in enumerate(scores.tolist())}
+
+
+def logistic(
+    rng: np.random.Generator, n: int, accuracy: float, spread: float, loss: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(baseline's, candidate's) share right and mean tokens of n problems: difficulties are normal
+    on the logit scale, the candidate moves each by noise and all by what loses `loss`."""
+    logits = rng.normal(0, spread, n) + np.log(accuracy / (1 - accuracy)) * np.sqrt(
+        1 + spread**2 / 3
+    )
+    moved = logits + rng.normal(0, 0.3, n)
+    baseline, low, high = 1 / (1 + np.exp(-logits)), -30.0, 30.0
+    for _ in range(60):
+        shift = (low + high) / 2
+        candidate = 1 / (1 + np.exp(-(moved + shift)))
+        low, high = (shift, high) if baseline.mean() - candidate.mean() > loss else (low, shift)
+    return baseline, candidate, np.exp(rng.normal(8, 0.5, n) - 0.15 * logits)
+
+
+def sequential_run(
+    seed: int,
+    n: int,
+    accuracy: float,
+    spread: float,
+    loss: float,
+    margin: float,
+    *,
+    repeats: int = 16,
+    stored: int | None = None,
+) -> tuple[str, str, float]:
+    """The verdict of fixed repeats, that of the stages of sampling.py, and the tokens of the stages
+    as a share of the fixed ones'. stored: repeats of a baseline that is not asked; the tokens are
+    then the candidate's. Wrong replies are half as long again."""
+    rng = np.random.default_rng(seed)
+    shares = logistic(rng, n, accuracy, spread, loss)
+    most = max(4 * repeats, stored or 0)
+    scores = [(rng.random((n, most)) < share[:, None]).astype(float) for share in shares[1::-1]]
+    lengths = [
+        shares[2][:, None] * np.exp(rng.normal(0, 0.35, (n, most))) * np.where(score > 0, 1, 1.5)
+        for score in scores
+    ]
+
+    def first(side: int, counts: dict[str, int]) -> dict[str, list[float]]:
+        return {name: scores[side][int(name), :count].tolist() for name, count in counts.items()}
+
+    def tokens(side: int, counts: dict[str, int]) -> dict[str, float]:
+        return {name: lengths[side][int(name), :count].sum() for name, count in counts.items()}
+
+    def means(side: int, counts: dict[str, int]) -> dict[str, float]:
+        return {name: total / counts[name] for name, total in tokens(side, counts).items()}
+
+    whole = {str(number): repeats for number in range(n)}
+    fixed = sampling.compare_sampling(first(0, whole), first(1, whole), margin=margin).verdict
+    start = dict.fromkeys(whole, sampling.PILOT)
+    counts = [start, start if stored is None else dict.fromkeys(whole, stored)]
+    for stage in range(len(sampling.STAGES)):
+        grown = []
+        for side in (0, 1) if stored is None else (0,):
+            other = 1 - side
+            found = sampling.repeats_of_stage(
+                first(other, counts[other]),
+                means(other, counts[other]),
+                repeats,
+                stage,
+                complete=stored is not None,
+            )
+            grown.append({name: max(found[name], counts[side][name]) for name in whole})
+        counts[: len(grown)] = grown
+        seen = sampling.compare_sampling(
+            first(0, counts[0]), first(1, counts[1]), margin=margin, stage=stage
+        )
+        if seen.verdict != "cannot tell" or seen.hopeless:
+            break
+    sides = (0, 1) if stored is None else (0,)
+    asked, all_of_them = (
+        sum(sum(tokens(side, each[side]).values()) for side in sides)
+        for each in (counts, [whole, whole])
+    )
+    return fixed, seen.verdict, float(asked / all_of_them)
 
 
 LINES = (

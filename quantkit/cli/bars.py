@@ -105,10 +105,17 @@ def counts(bars: Bars) -> Callable[..., None]:
     """A function that shows counts on a `samples_bar`, one row per key."""
     rows: dict[Hashable, TaskID] = {}
 
-    def show(key: Hashable, text: str, done: int, total: int, note: str = "") -> None:
+    def show(
+        key: Hashable,
+        text: str,
+        done: int,
+        total: int,
+        note: str = "",
+        share: float | None = None,
+    ) -> None:
         if key not in rows:
             rows[key] = bars.row(text, total)
-        bars.put(rows[key], done, done / max(total, 1), note)
+        bars.put(rows[key], done, done / max(total, 1) if share is None else share, note)
 
     return show
 

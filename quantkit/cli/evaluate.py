@@ -87,7 +87,9 @@ def _evaluated(model: str, names: list[str], options: EvaluateOptions) -> "EvalR
             if p.stage == "generate":
                 done = f"{p.done} of {p.total} replies of {p.model} to {p.task} are complete"
             speed = f"{p.tokens / p.seconds:.0f} tokens/s" if p.seconds and p.tokens else ""
-            counts((p.model, p.task, p.stage), f"{p.task} {p.stage}", p.done, p.total, speed)
+            counts(
+                (p.model, p.task, p.stage), f"{p.task} {p.stage}", p.done, p.total, speed, p.share
+            )
 
         return run_evaluation(model, names, options, progress=show, notice=console.notify)
 

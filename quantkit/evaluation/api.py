@@ -31,7 +31,7 @@ def evaluate(
         progress = (
             None
             if show is None
-            else lambda p: show(f"{p.model} {p.task} {p.stage}", p.done, p.total)
+            else lambda p: show(f"{p.model} {p.task} {p.stage}", p.done, p.total, p.share)
         )
         return run_evaluation(
             str(model),
@@ -61,18 +61,19 @@ def perplexity(
 
 
 @contextmanager
-def _counting(name: str) -> Iterator[Callable[[str, int, int], None] | None]:
-    """A function that shows (stage, done, total), one line per stage; None outside interactive
-    sessions."""
+def _counting(name: str) -> Iterator[Callable[..., None] | None]:
+    """A function that shows (stage, done, total, share of the work), one line per stage; None
+    outside interactive sessions."""
     if not is_interactive():
         yield None
         return
     with ExitStack() as shown:
         meters: dict[str, ProgressLine] = {}
 
-        def show(stage: str, done: int, total: int) -> None:
+        def show(stage: str, done: int, total: int, share: float | None = None) -> None:
             if stage not in meters:
                 meters[stage] = shown.enter_context(ProgressLine(f"{name}, {stage}"))
-            meters[stage].show(done / max(total, 1), f"{done:,} of {total:,}")
+            part = done / max(total, 1) if share is None else share
+            meters[stage].show(part, f"{done:,} of {total:,}")
 
         yield show

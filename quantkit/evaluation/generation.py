@@ -6,15 +6,23 @@ identified by a hash of its files instead.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, Literal
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation import sandbox
-from quantkit.evaluation.generators.generator import Generation, Generator, ModelReply, Prompt
+from quantkit.evaluation.generators.generator import (
+    Drafts,
+    Generation,
+    Generator,
+    ModelReply,
+    Prompt,
+)
 from quantkit.evaluation.grading import reasoning
 from quantkit.evaluation.grading.graders import Grader, find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge
@@ -30,7 +38,7 @@ Stage = Literal["generate", "grade"]
 @dataclass(frozen=True)
 class EvaluationProgress:
     """`done` of `total` samples of a task have passed `stage`; `tokens` were generated in
-    `seconds`."""
+    `seconds`, those of unfinished replies included. share: of the work by tokens, 0 to 1."""
 
     model: str
     task: str
@@ -39,6 +47,7 @@ class EvaluationProgress:
     total: int
     tokens: int
     seconds: float
+    share: float
 
 
 Report = Callable[[EvaluationProgress], None]
@@ -134,6 +143,39 @@ def prepare(
     )
 
 
+TICK_S = 2.0
+_ASSUMED = 2048  # tokens of a reply where nothing limits it
+
+
+def expected_length(finished: Sequence[int], running: Sequence[int], limit: int | None) -> float:
+    """Mean length of a run's replies, from those that ended and those that go on: tokens per ended
+    reply, as if lengths were exponential. Until half of those that run have ended, further replies
+    of a third of the limit count as ended: without any the estimate has no end."""
+    most = limit or _ASSUMED
+    assumed = max(0.0 if finished else 1.0, len(running) / 2 - len(finished))
+    total = sum(finished) + sum(running) + assumed * most / 3
+    longest = max((*finished, *running, most if limit else 0))
+    return min(total / (len(finished) + assumed), longest or total)
+
+
+@contextmanager
+def _ticking(report: Callable[[], None]) -> Iterator[None]:
+    """Call `report` every TICK_S seconds, in a thread of its own."""
+    ended = Event()
+
+    def work() -> None:
+        while not ended.wait(TICK_S):
+            report()
+
+    thread = Thread(target=work, daemon=True, name="quantkit-progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def run_task(
     generator: Generator,
     work: TaskRun,
@@ -170,32 +212,37 @@ def run_task(
         notice(
             f"{setting.task.name}: {reused} replies reused from {out}, {len(missing)} to generate"
         )
-    tokens = 0
+    lengths: list[int] = []
 
     def report(stage: Stage, done: int) -> None:
-        if progress is not None:
-            progress(
-                EvaluationProgress(
-                    generator.name,
-                    setting.task.name,
-                    stage,
-                    done,
-                    len(keys),
-                    tokens,
-                    time.monotonic() - start,
-                )
+        if progress is None:
+            return
+        running = generator.open_tokens() if stage == "generate" else []
+        tokens, share = sum(lengths) + sum(running), done / len(keys)
+        if stage == "generate" and missing:
+            expected = expected_length(lengths, running, setting.generation.max_tokens)
+            share = tokens / max(expected * len(missing), tokens, 1)
+            share = 1.0 if len(lengths) == len(missing) else min(share, 0.99)
+        seconds = time.monotonic() - start
+        progress(
+            EvaluationProgress(
+                generator.name, setting.task.name, stage, done, len(keys), tokens, seconds, share
             )
+        )
 
     report("generate", reused)
+    before = generator.drafts()
     if missing:
         requests = [work.prompt(problem, repeat) for problem, repeat in missing]
-        for completion in generator.generate(requests, setting.generation):
-            problem, repeat = missing[completion.index]
-            replies[problem.id, repeat] = completion
-            tokens += completion.completion_tokens
-            if journal is not None:
-                journal.add((problem.id, repeat), completion)
-            report("generate", len(replies))
+        with _ticking(lambda: report("generate", reused + len(lengths))):
+            for completion in generator.generate(requests, setting.generation):
+                problem, repeat = missing[completion.index]
+                replies[problem.id, repeat] = completion
+                lengths.append(completion.completion_tokens)
+                if journal is not None:
+                    journal.add((problem.id, repeat), completion)
+                report("generate", len(replies))
+    speed = _speed(sum(lengths), time.monotonic() - start, before, generator.drafts())
     samples = grade_samples(work, keys, replies, lambda done: report("grade", done), options)
     check_not_all_failed(setting.task.name, samples)
     notes = []
@@ -216,7 +263,23 @@ def run_task(
         notes,
         work.grader.votes,
         render=work.first_prompt,
+        speed=speed,
     )
+
+
+def _speed(
+    tokens: int, seconds: float, before: Drafts | None, after: Drafts | None
+) -> dict[str, float] | None:
+    """Tokens per second of what this run generated and, where drafts were made, the tokens that a
+    step of a sequence yields (accepted length) and the accepted share of the drafts."""
+    if not tokens:
+        return None
+    found = {"tokens_per_s": tokens / seconds}
+    if before is not None and after is not None and (drafted := after.drafted - before.drafted):
+        accepted = after.accepted - before.accepted
+        found["acceptance_rate"] = accepted / drafted
+        found["accepted_length"] = tokens / max(tokens - accepted, 1)
+    return found
 
 
 def open_judge(options: GradingOptions) -> Callable[[str], str]:

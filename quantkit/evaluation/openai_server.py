@@ -107,6 +107,23 @@ class OpenAIServer:
                 f"{self.base}/models does not answer ({describe_error(error)})", remedy
             ) from error
 
+    def metrics(self) -> dict[str, float]:
+        """The counters of /metrics in Prometheus' format, summed over labels; empty where the
+        server has none."""
+        found: dict[str, float] = {}
+        with suppress(httpx.HTTPError, ValueError):
+            answer = httpx.get(
+                f"{self.base.removesuffix('/v1')}/metrics",
+                headers=self._headers,
+                timeout=CONNECT_TIMEOUT_S,
+            )
+            for line in answer.text.split("\n") if answer.is_success else ():
+                name, _, value = line.rpartition(" ")
+                if name and not line.startswith("#"):
+                    name = name.partition("{")[0]
+                    found[name] = found.get(name, 0.0) + float(value)
+        return found
+
     def find_model(self, name: str | None) -> dict[str, Any]:
         """The entry of the model `name`, or of the only model where None. A name that is not
         listed is accepted. Raises QuantkitError where the server does not answer, or serves

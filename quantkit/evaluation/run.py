@@ -208,6 +208,10 @@ class _Run:
                 )
                 for work in works
             }
+            for name, task in tasks.items():
+                if task.speed is not None:
+                    shown = ", ".join(f"{key} {value:.3g}" for key, value in task.speed.items())
+                    self.notice(f"{name}: {shown}")
         finally:
             generator.close()
         where = (

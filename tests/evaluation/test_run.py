@@ -1,14 +1,18 @@
 import itertools
 import json
+import random
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from replay_server import ReplayServer, Reply
 
 from quantkit.common.assets import builtin_model
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.generation import PROBE_TOKENS
+from quantkit.evaluation.generation import PROBE_TOKENS, expected_length
 from quantkit.evaluation.options import EvaluateOptions
 from quantkit.evaluation.run import EvaluationProgress, run_evaluation
 
@@ -457,7 +461,7 @@ def test_another_model_under_the_same_name_is_told_before_anything_is_asked(
             notice=told.append,
         )
         assert kept.tasks["sums"].reused == 6
-    assert told[-1] == f"sums: 6 replies reused from {out}, 2 to generate"
+    assert f"sums: 6 replies reused from {out}, 2 to generate" in told
 
 
 def test_the_same_model_at_another_address_keeps_its_replies(task: str, tmp_path: Path) -> None:
@@ -590,3 +594,68 @@ def test_a_grown_run_is_looked_at_with_more_care(task: str, tmp_path: Path) -> N
             looks.append(results.tasks["sums"].comparison)
     assert [(look.look, look.level) for look in looks if look] == [(1, 0.95), (1, 0.95), (2, 0.975)]
     assert "97.5 %" in looks[2].sentence()
+
+
+@pytest.mark.parametrize(
+    ("mean", "spread", "limit", "at_once", "rate"),
+    [
+        (10_000, 0.6, 32_768, 64, 25),  # AIME
+        (1_000, 0.5, 32_768, 64, 25),  # GSM8K, a limit that no reply reaches
+        (400, 0.4, 32_768, 8, 20),
+        (200, 0.0, 256, 20, 1),  # a slow machine, replies cut by the limit
+        (150, 0.5, None, 8, 10),
+    ],
+)
+def test_the_tokens_left_are_known_after_a_minute(
+    mean: int, spread: float, limit: int | None, at_once: int, rate: int
+) -> None:
+    """Replies of these lengths, `at_once` of them at `rate` tokens/s each: after 60 s the mean
+    length is known within a factor of two."""
+    rng = np.random.default_rng(0)
+    drawn = mean * np.exp(rng.normal(-(spread**2) / 2, spread, 2000))
+    lengths = iter(np.minimum(drawn, limit or np.inf).astype(int).tolist())
+    finished, running = [], []
+    for _ in range(at_once):  # each slot for 60 s
+        left = 60 * rate
+        while (length := next(lengths)) <= left:
+            finished.append(length)
+            left -= length
+        running.append(left)
+    truth = float(np.minimum(drawn, limit or np.inf).mean())
+    assert truth / 2 < expected_length(finished, running, limit) < 2 * truth
+
+
+def two_models(share: float) -> Callable[[str, dict], str]:
+    """Right nearly always, but `share` of the time in every third sum."""
+
+    def solve(question: str, body: dict) -> str:
+        left = int(question.split()[0])
+        drawn = random.Random(f"{left} {body.get('seed')} {share}").random()
+        wrong = drawn > (share if left % 3 == 0 else 0.97)
+        return f"<think>x</think>\\boxed{{{2 * left + wrong}}}"
+
+    return solve
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.6, "held"), (0.1, "lost")])
+def test_a_sequential_run_ends_when_its_verdict_is_known(
+    task: str, tmp_path: Path, share: float, verdict: str
+) -> None:
+    options = EvaluateOptions(
+        data_dir=tmp_path, out=tmp_path / "out", margin=0.2, repeats=16, sequential=True
+    )
+    told: list[str] = []
+    with ReplayServer(two_models(share)) as one, ReplayServer(two_models(0.65)) as other:
+        options = replace(options, baseline=other.url)
+        results = run_evaluation(one.url, [task], options, notice=told.append)
+        found = results.tasks["sums"].comparison.sampled
+        assert (found.verdict, found.n) == (verdict, 10)
+        first = len(asked(one))
+        assert max(first, len(asked(other))) < 16 * 10
+        run_evaluation(one.url, [task], options)
+        assert len(asked(one)) == first, "asked twice"
+    assert any("16 repeats of both" in line and "points take" in line for line in told)
+    speed = results.to_json()["results"]["sums"]["speed"]
+    assert speed is None or speed["tokens_per_s"] > 0
+    with pytest.raises(QuantkitError, match="give --baseline and --out"):
+        run_evaluation("http://x", [task], replace(options, out=None))

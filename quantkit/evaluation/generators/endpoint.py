@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
+from quantkit.evaluation.generators.generator import Drafts, Generation, ModelReply, Prompt
 from quantkit.evaluation.openai_server import (
     ABORT_REASONS,
     CONNECT_TIMEOUT_S,
@@ -46,7 +46,7 @@ _STOP_REASONS = {
 _LENGTH_REASONS = {"length", "max_tokens", "model_length"}
 
 
-@dataclass
+@dataclass(eq=False)
 class ReplyReader:
     """Collects the events of one streamed reply. Malformed events raise StreamError, so they
     fail one sample only."""
@@ -248,6 +248,7 @@ class Endpoint:
         )
         self.identity: dict[str, Any] = {"model": self.name} | facts
         self._answered, self._refused, self._failed = 0, 0, 0
+        self._open: set[ReplyReader] = set()
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[ModelReply]:
         """Replies as they finish. Stopping the iteration cancels running requests."""
@@ -387,9 +388,16 @@ class Endpoint:
     ) -> ReplyReader:
         path = "/completions" if prompt.text is not None else "/chat/completions"
         reader = ReplyReader()
-        async with aclosing(
-            self.server.stream(client, path, self._body(prompt, parameters))
-        ) as events:
+        self._open.add(reader)
+        try:
+            return await self._read(client, path, self._body(prompt, parameters), reader)
+        finally:
+            self._open.discard(reader)
+
+    async def _read(
+        self, client: httpx.AsyncClient, path: str, body: dict[str, Any], reader: ReplyReader
+    ) -> ReplyReader:
+        async with aclosing(self.server.stream(client, path, body)) as events:
             try:
                 async for event in events:
                     reader.add(event)
@@ -408,9 +416,24 @@ class Endpoint:
             body[self._limit_name] = body.pop("max_tokens")
         return {name: value for name, value in (body | self._fields).items() if value is not None}
 
+    def open_tokens(self) -> list[int]:
+        """A chunk counts as a token."""
+        return [len(reader.text) for reader in list(self._open)]
+
+    def drafts(self) -> Drafts | None:
+        """The counters of quantkit's and vLLM's /metrics, of all requests to the server."""
+        found = self.server.metrics()
+        names = [[name for name in found if name.endswith(end)] for end in _DRAFT_COUNTERS]
+        drafted, accepted = (sum(found[name] for name in ours) for ours in names)
+        return Drafts(int(drafted), int(accepted)) if drafted else None
+
     def close(self) -> None: ...
 
 
+_DRAFT_COUNTERS = (
+    ("quantkit_drafted_tokens_total", "spec_decode_num_draft_tokens_total"),
+    ("quantkit_accepted_tokens_total", "spec_decode_num_accepted_tokens_total"),
+)
 _OTHER_LIMIT = "max_completion_tokens"
 
 

@@ -74,6 +74,14 @@ def whole_text(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """Tokens that speculation drafted, and those that were accepted."""
+
+    drafted: int
+    accepted: int
+
+
 class Generator(Protocol):
     """A model that answers prompts. `identity` identifies it in results and fingerprints: it
     changes when the weights do.
@@ -84,6 +92,14 @@ class Generator(Protocol):
     name: str
     identity: dict[str, Any]
     identity_is_certain: bool
+
+    def open_tokens(self) -> list[int]:
+        """Tokens so far of the replies that are not finished; asked from another thread."""
+        ...
+
+    def drafts(self) -> Drafts | None:
+        """Drafted tokens since the model was loaded; None where it does not say."""
+        ...
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[ModelReply]:
         """Yield one reply per prompt, in any order, as they finish."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.model_files import read_file
-from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
+from quantkit.evaluation.generators.generator import Drafts, Generation, ModelReply, Prompt
+from quantkit.executor.engine import Engine
 from quantkit.executor.hf_engine import open_engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.sampling.params import SamplingParams
@@ -66,6 +67,17 @@ class Local:
                 latency_s=done.timings.total_s,
                 think_open=encoded[index][1],
             )
+
+    def open_tokens(self) -> list[int]:
+        if not isinstance(self.engine, Engine):
+            return []
+        return [len(one.generated) for one in list(self.engine.scheduler.running)]
+
+    def drafts(self) -> Drafts | None:
+        if self.engine.speculation is None:
+            return None
+        found = self.engine.speculation.acceptance
+        return Drafts(found.drafted, found.accepted)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids as `generate` uses them."""

@@ -71,6 +71,8 @@ class TaskResult:
     group_differences: dict[str, dict[str, float]] = field(default_factory=dict)
     baseline_fault: str | None = None
     render: Callable[[Problem], Prompt] | None = None
+    speed: dict[str, float] | None = None
+    """Of the replies that this run generated."""
 
     @property
     def name(self) -> str:
@@ -271,6 +273,7 @@ class TaskResult:
             "reasons": dict(Counter(sample.grade.reason for sample in self.samples).most_common()),
             "tokens": {"mean": sum(tokens) / len(tokens), "max": max(tokens), "total": sum(tokens)},
             "seconds": self.seconds,
+            "speed": self.speed,
             "protocol": self.setting.protocol,
             "facts": self.facts,
             "data": self.origin,
@@ -376,6 +379,9 @@ class EvalResults(Result):
                     f"{figures['repeats']} times each",
                 )
             )
+            if task.speed is not None:
+                shown = ", ".join(f"{key} {value:.3g}" for key, value in task.speed.items())
+                rows.append(("  speed", shown))
             if task.comparison is not None:
                 rows.append(("  verdict", task.comparison.sentence()))
             rows += [("  warning", text) for text in figures["warnings"]]

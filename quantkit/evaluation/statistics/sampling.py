@@ -17,6 +17,7 @@ information t (Lan and DeMets 1983); boundaries are computed from simulated Brow
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from statistics import NormalDist
 from typing import Any
 
@@ -119,7 +120,8 @@ def _conditional_power(z: float, t: float, bound: float) -> float:
     return _NORMAL.cdf((z / math.sqrt(t) - bound) / math.sqrt(1 - t))
 
 
-def boundaries(fractions: Sequence[float], error: float, paths: int = 200_000) -> list[float]:
+@cache
+def boundaries(fractions: tuple[float, ...], error: float, paths: int = 200_000) -> list[float]:
     """The z of every look that spends `error` * t^1.5 by the information t; the last is 1."""
     t = np.asarray(fractions) / fractions[-1]
     steps = np.sqrt(np.diff(t, prepend=0.0))
