@@ -1,6 +1,7 @@
 """GGUF files as models: their values in BF16, and what cannot be read is refused."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 
+from quantkit.checkpoint import gguf as reader
 from quantkit.checkpoint.hub import find_model
 from quantkit.common.errors import QuantkitError
 
@@ -93,3 +95,26 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(QuantkitError, match=r"splits text as never-heard-of.*tokenizer\.json"):
         find_model(str(tmp_path / "odd.gguf"))
     assert not [*(tmp_path / "cache" / "quantkit" / "gguf").glob("*/config.json")]
+
+
+def test_memory_is_counted_by_values_and_another_process_may_be_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "model.gguf", "F16")
+    memory = SimpleNamespace(available=1 << 10)
+    monkeypatch.setattr(reader.psutil, "virtual_memory", lambda: memory)
+    with pytest.raises(QuantkitError, match="of memory to dequantize"):
+        find_model(str(tmp_path / "model.gguf"))
+    memory.available = 5 * (tmp_path / "model.gguf").stat().st_size
+    dequantize = reader.dequantize
+
+    def twice(path: Path, folder: Path) -> None:
+        monkeypatch.setattr(reader, "dequantize", dequantize)
+        find_model(str(path))
+        dequantize(path, folder)
+
+    monkeypatch.setattr(reader, "dequantize", twice)
+    with pytest.warns(UserWarning, match="dequantized"):
+        folder = find_model(str(tmp_path / "model.gguf"))
+    assert (folder / "config.json").exists()
+    assert [*folder.parent.iterdir()] == [folder]
