@@ -45,8 +45,9 @@ test-long: $(VENV)/test.stamp
 CHECK_LONG := tests/evaluation/test_sandbox.py tests/evaluation/test_hostile_server.py tests/evaluation/results/test_hostile_results.py \
 	tests/executor/server/test_fuzz.py tests/checkpoint/test_damaged_files.py tests/common/test_power_cuts.py tests/common/test_settings.py \
 	tests/diagnosis/test_many_tensors.py
-check-long: $(VENV)/test.stamp
+check-long: $(VENV)/test.stamp .venv-ascend/stamp .venv-ascend/bishengir/stamp
 	OMP_NUM_THREADS=1 QUANTKIT_EVERY_CASE=1 $(BIN)/pytest $(CHECK_LONG) --numprocesses 2 --dist loadscope --no-loadscope-reorder
+	OMP_NUM_THREADS=1 QUANTKIT_EVERY_CASE=1 .venv-ascend/bin/python -m pytest tests/ascend/lowered/test_compiled.py
 
 # Every architecture with every scheme, on ranks, by name and in eval: the cells of docs/models.md that `make test` leaves out.
 test-families: $(VENV)/test.stamp
@@ -75,7 +76,7 @@ echo "import site; site.addsitedir('$$($(BIN)/python -c "$(SITE)")')" > "$$($(@D
 endef
 MLIR := mlir-19-tools llvm-19 libmlir-19 gcc libc6-dev
 
-test-ascend: .venv-ascend/stamp .venv-npu/stamp
+test-ascend: .venv-ascend/stamp .venv-ascend/bishengir/stamp .venv-npu/stamp
 	OMP_NUM_THREADS=1 .venv-ascend/bin/python -m pytest tests/ascend/lowered
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-ascend/bin/python -m pytest tests/quant/test_block_kernel.py
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python -m pytest tests/ascend/schemas
@@ -115,6 +116,11 @@ mutants-ascend: .venv-ascend/stamp .venv-npu/stamp
 	$(beside)
 	.venv-ascend/bin/pip install --quiet --no-deps triton-ascend==3.2.0 pybind11==3.1.0
 	command -v mlir-opt-19 llc-19 gcc > /dev/null || { apt-get update --quiet=2 && apt-get install --quiet=2 --yes --no-install-recommends $(MLIR); }
+	touch $@
+
+# Huawei's compiler of Triton kernels: the package is for CPython 3.11, its programs are for any x86-64 host.
+.venv-ascend/bishengir/stamp: .venv-ascend/stamp
+	.venv-ascend/bin/pip install --quiet --no-deps --target $(@D) --python-version 3.11 --only-binary=:all: --platform manylinux_2_28_x86_64 ascendnpu-ir==1.2.0
 	touch $@
 
 .venv-npu/stamp: $(VENV)/test.stamp

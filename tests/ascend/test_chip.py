@@ -108,15 +108,15 @@ def test_a_launch_is_made_as_triton_wants_it(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_bytes_of_a_cube_tile() -> None:
-    """By hand: operands of two bytes, or one, accumulators of four, operands twice in L1. And what
-    a core has."""
+    """By hand: operands of two bytes, or one, accumulators of four, those of a span's halves
+    twice in L1. And what a core has."""
     assert BUFFERS == {"L0A": 65536, "L0B": 65536, "L0C": 131072, "L1": 524288}
     assert chip.UNIFIED_BUFFER == 196608
     assert chip.cube_bytes("int4", 128) == {
         "L0A": 128 * 64 * 2,
         "L0B": 64 * 64 * 2,
         "L0C": 128 * 64 * 4,
-        "L1": 2 * (128 + 64) * 64 * 2,
+        "L1": 2 * 2 * (128 + 64) * 64 * 2,
     }
     assert chip.cube_bytes("int8", 16) == {
         "L0A": 16 * 128,

@@ -60,12 +60,19 @@ def tile(kind: str, bm: int) -> Tile:
 
 
 def cube_bytes(kind: str, bm: int) -> dict[str, int]:
-    """Bytes that one step needs in the cube core's buffers; operands in L1 are held twice, one
-    loading while the other is multiplied."""
+    """Bytes that one step needs in the cube core's buffers. Operands of a step, of 4-bit weights
+    those of both halves of a span, are held twice in L1, one loading while the other is multiplied:
+    so Huawei's compiler places them."""
     shape = tile(kind, bm)
+    products = SPAN // shape.bk
     operand = 1 if kind == "int8" else 2
     left, right = shape.bm * shape.bk * operand, shape.bk * shape.bn * operand
-    return {"L0A": left, "L0B": right, "L0C": shape.bm * shape.bn * 4, "L1": 2 * (left + right)}
+    return {
+        "L0A": left,
+        "L0B": right,
+        "L0C": shape.bm * shape.bn * 4,
+        "L1": 2 * products * (left + right),
+    }
 
 
 @functools.cache

@@ -7,11 +7,10 @@ import pytest
 import torch
 from ascend import npu_double
 from ascend.guard import sparse
-from ascend.lowered.ascend_ir import execute, lower
-from ascend.lowered.ir_facts import loops, peak_bytes, scalar_accesses
+from ascend.lowered.ascend_ir import execute
 from kernel_weights import exact_experts, random_experts
 from quantkit_kernels import ascend
-from quantkit_kernels.ascend import chip, launch, layout
+from quantkit_kernels.ascend import launch, layout
 from quantkit_kernels.samples import distance, exact_expert
 from torch import Tensor
 
@@ -167,43 +166,6 @@ def test_join(tokens: int, top_k: int, joined: int) -> None:
     assert torch.equal(shares[:tokens], torch.nn.functional.pad(weights, (0, joined), value=1.0))
     assert bool((numbers[tokens:] == -7).all())
     assert bool((shares[tokens:] == CANARY).all())
-
-
-def shipped(grid: str) -> list[launch.KernelLaunch]:
-    """Both launches at R1's shapes on one of eight ranks; what is packed is two experts' room."""
-    made, _ = placed(grid, 7168, 256, 1)
-    assert made._gate_up is not None
-    assert made._down is not None
-    ids, bf16 = torch.zeros(9, dtype=torch.int32), torch.bfloat16
-    activated = torch.zeros(9, 256, dtype=bf16)
-    return [
-        launch.gate_up(made._gate_up, torch.zeros(1, 7168, dtype=bf16), ids, activated),
-        launch.down(made._down, activated, ids, torch.zeros(9), torch.zeros(1, 7168, dtype=bf16)),
-    ]
-
-
-def others() -> list[launch.KernelLaunch]:
-    """The router at R1's shapes, and the joining of its choice with the shared experts."""
-    ids, weights, joined = torch.zeros(4, 8).int(), torch.zeros(4, 8), torch.zeros(4, 9)
-    x, logits = torch.zeros(1, 7168).bfloat16(), torch.zeros(1, 256)
-    return [
-        launch.router(x, torch.zeros(256, 7168), logits),
-        launch.join(ids, weights, joined.int(), joined, 256),
-    ]
-
-
-@pytest.mark.parametrize("grid", ["int4-asym-128", "fp4", "int8", "none"])
-def test_inner_loops(grid: str) -> None:
-    """Vector instructions only, within half of the unified buffer, so that the next tile can be
-    loaded while this one is decoded."""
-    for one in others() if grid == "none" else shipped(grid):
-        text = lower(one.function, one.args, one.constants)
-        found = loops(text)
-        innermost = [loop for loop in found if not any("scf.for" in line for line in loop.body)]
-        assert innermost
-        for loop in innermost:
-            assert scalar_accesses(loop) == [], one.kernel
-            assert peak_bytes(text, loop) <= 0.55 * chip.UNIFIED_BUFFER, one.kernel
 
 
 def test_the_canary_is_seen(few_cores: list[launch.KernelLaunch]) -> None:
