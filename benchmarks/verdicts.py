@@ -351,6 +351,45 @@ def advice(runs: int) -> Written:
     )
 
 
+WORLDS = (
+    (30, 0.8, 2.5, 0.065),
+    (198, 0.7, 2.0, 0.03),
+    (164, 0.93, 1.5, 0.022),
+    (500, 0.95, 2.0, 0.011),
+)
+"""Problems, accuracy, spread of difficulties on the logit scale, and a margin that 16 repeats decide
+in nine runs of ten."""
+
+
+def sequential(runs: int) -> Written:
+    rows: list[list[object]] = []
+    for n, accuracy, wide, margin in WORLDS:
+        for loss, stored in ((0, None), (0.5, None), (1, None), (2, None), (0, 64), (1, 64)):
+            found = [
+                sequential_run(seed, n, accuracy, wide, loss * margin, margin, stored=stored)
+                for seed in range(runs)
+            ]
+            shares = [
+                round(100 * sum(one[place] == verdict for one in found) / runs, 1)
+                for verdict in ("held", "lost")
+                for place in (0, 1)
+            ]
+            tokens = round(100 * float(np.mean([one[2] for one in found])))
+            rows.append([n, 100 * margin, 100 * loss * margin, stored or "asked", *shares, tokens])
+            print(rows[-1], flush=True)
+    columns: Columns = [
+        *("problems", ("margin", "points"), ("loss on these problems", "points")),
+        *("baseline's repeats", ("16 repeats say held", "%"), ("stages say held", "%")),
+        *(("16 repeats say lost", "%"), ("stages say lost", "%"), ("tokens of the stages", "%")),
+    ]
+    notes = [
+        "held is false where the margin is lost, lost where nothing is",
+        "tokens are those of both models; of the candidate where the baseline is stored",
+    ]
+    title = f"The verdict on these problems alone, in stages; {runs} simulated runs a line"
+    return "verdict-sequential", title, columns, rows, notes
+
+
 def main() -> None:
     options = core.parser(__doc__)
     options.add_argument("--runs", type=int, default=2000)
@@ -369,6 +408,7 @@ def main() -> None:
         (looks, few),
         (several_tasks, few),
         (advice, max(args.runs // 20, 30)),
+        (sequential, few),
     ):
         name, title, columns, rows, notes = table_of(runs)
         core.write(

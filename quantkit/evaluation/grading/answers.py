@@ -66,6 +66,9 @@ _TAKEN_BACK = re.compile(
     r"\s*(?:clearly |definitely )?(?:not\b(?! only)|n't|wrong|incorrect|false|impossible"
     r"|too (?:large|small|big|high|low))"
 )
+_SCALE = re.compile(
+    r"(?i)[\s$*)\\,;~]*(?:\\(?:text|mathrm)\s*\{)?\s*((?:dozen|hundred|thousand|[mb]illion)s?\b|[万亿])"
+)
 
 
 def boxes(text: str) -> tuple[list[BoxedText], bool]:
@@ -113,7 +116,8 @@ def last_box(text: str) -> Extraction:
     while first and _JOINED.fullmatch(text, filled[first - 1].end, filled[first].start):
         first -= 1
     contents = list(dict.fromkeys(box.content for box in filled[first:]))
-    return Extraction(", ".join(contents), "asked")
+    scale = _SCALE.match(text, last.end)
+    return Extraction(", ".join(contents) + (f" {scale[1]}" if scale else ""), "asked")
 
 
 # ----------------------------------------------------------------------------------------- statements

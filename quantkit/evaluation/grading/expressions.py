@@ -86,9 +86,10 @@ def comparison_form(gold: str, answer: str) -> str | None:
     if "text" in gold and all(units) and not any(unit[:3] in known for unit in units[1]):
         return None  # hours are not minutes
     answer = latex(answer)
-    answer = intervals(answer) if _ends(gold) or "\\infty" in gold else answer
+    target = re.sub(r"^[A-Za-z]\s*\\in(?![a-z])", "", gold)
+    answer = intervals(answer) if _ends(target) or "\\infty" in gold else answer
     # [2, 5) is not (2, 5), and a point is not an interval.
-    if _ends(answer) and _ends(gold) and _ends(answer) != _ends(gold):
+    if _ends(answer) and _ends(target) and _ends(answer) != _ends(target):
         return None
     return answer
 
@@ -131,6 +132,7 @@ _NAMES = re.compile(
 
 def latex(text: str) -> str:
     """`text` in LaTeX: characters, roots and powers of plain text as commands."""
+    text = re.sub(r"\\[bB]igg?[lrm]?(?![A-Za-z])", "", text)
     text = over_to_frac(_NAMES.sub(r"\\\1 ", text))
     text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
     return _POWER.sub(lambda match: f"^{{{match[0].translate(HIGH)}}}", text).translate(_CHARACTERS)

@@ -156,6 +156,9 @@ CHANGES = re.compile(
 )
 _FUNCTION = re.compile(r"^\s*\\?(?:Pr|[A-Za-z])\s*\([^()]{1,20}\)\s*(?==)")  # P(X = 2) = 3/8
 _HALF = re.compile(rf"{_GAP}*(?<![A-Za-z])(?:and\s+)?(?:an?|one)\s+half(?![A-Za-z]){END_TEXT}?")
+_UNSOLVED = re.compile(  # 2n = 540
+    r"(?:\d\s*[a-z]|[a-z]\s*\^\s*\{?\d+\}?|\|[a-z]+\|)\s*=\s*-?[\d.,]+\W*$"
+)
 _BEFORE = re.compile(r"(?:[^\W\d_π]|[\s:,.'\"()\[-])*")
 _AROUND = f" \t\n$。{TEXT}{END_TEXT}"
 
@@ -169,6 +172,8 @@ def read_value(text: str, letters: bool = True) -> Value | None:
     exact, approximate, _ = shown.partition("≈")
     shown = exact if approximate and any(numbers(exact)) else shown
     shown = _HALF.sub(" 1/2", shown)
+    if _UNSOLVED.search(shown):
+        return None
     shown = shown.rpartition("≡")[2]
     sides = [side for side in re.split(r"=+>?|≈", shown.lstrip("→⇒ ")) if side.strip(_AROUND)]
     values = [_single(side, letters) for side in sides]

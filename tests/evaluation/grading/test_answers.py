@@ -109,6 +109,7 @@ def test_normalize_leaves_superscripts_alone() -> None:
         ("no box", None, False),
         (r"\boxed{}", None, False),
         (r"\boxed{7} \boxed{}", "7", False),
+        (r"\boxed{18} thousand", "18 thousand", False),
         (r"\boxed{7} or \boxed{8}", "7, 8", False),
         (r"$x = \boxed{7}$ or $x = \boxed{8}$", "7, 8", False),
         (r"$x = \boxed{7}$ and $y = \boxed{8}$", "7, 8", False),
