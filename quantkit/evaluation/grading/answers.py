@@ -239,6 +239,10 @@ _GOES_ON = re.compile(
     r"|the\s+power))"
     r"|\sand(?![A-Za-z])(?!\s+(?:\$?\d|an?\s|half|one|two))"
 )
+_OFFERED = re.compile(  # another number
+    r"(?i)[,;.…!?—(\s]*(?:or|no|wait|correction|otherwise|i\.e\.)\b[^.]*\d"
+    r"|,\s*(?:and\s+)?(?:[a-z]\w?\s*=\s*)?\$?\d"
+)
 
 
 def read_sentence(text: str, letters: bool = True) -> Value | None:
@@ -249,6 +253,8 @@ def read_sentence(text: str, letters: bool = True) -> Value | None:
     if first is None:
         return number_in_words(re.split(r"[.,;!?]", shown.strip())[0])
     over = _GOES_ON.search(shown, first.end)
+    if over is not None and _OFFERED.match(shown, over.start()):
+        return None
     said = (shown[: over.start()] if over else shown).strip()
     return read_value(said.rstrip("}\"' ") if said.count("}") > said.count("{") else said, letters)
 

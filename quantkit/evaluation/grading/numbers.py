@@ -156,6 +156,7 @@ CHANGES = re.compile(
 )
 _FUNCTION = re.compile(r"^\s*\\?(?:Pr|[A-Za-z])\s*\([^()]{1,20}\)\s*(?==)")  # P(X = 2) = 3/8
 _HALF = re.compile(rf"{_GAP}*(?<![A-Za-z])(?:and\s+)?(?:an?|one)\s+half(?![A-Za-z]){END_TEXT}?")
+_LISTED = re.compile(r"[,;]|(?<![A-Za-z])or(?![A-Za-z])")
 _UNSOLVED = re.compile(  # 2n = 540
     r"(?:\d\s*[a-z]|[a-z]\s*\^\s*\{?\d+\}?|\|[a-z]+\|)\s*=\s*-?[\d.,]+\W*$"
 )
@@ -177,7 +178,7 @@ def read_value(text: str, letters: bool = True) -> Value | None:
     shown = shown.rpartition("≡")[2]
     sides = [side for side in re.split(r"=+>?|≈", shown.lstrip("→⇒ ")) if side.strip(_AROUND)]
     values = [_single(side, letters) for side in sides]
-    if any(value is None and "," in side for value, side in zip(values, sides)):
+    if any(value is None and _LISTED.search(side) for value, side in zip(values, sides)):
         return None
     found = {value for value in values if value is not None}
     if found:

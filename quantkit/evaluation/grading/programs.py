@@ -74,9 +74,9 @@ def completed_function(text: str, prompt: str, entry_point: str) -> tuple[str, .
     """Parts to run in order for a function that `prompt` begins, or None where the reply holds no
     code."""
     fenced = blocks(text)
-    text = _QUOTED_WHOLE.sub(
-        r"\1", text if fenced else _INDENTED.sub("", text) if _INDENTED_CODE.search(text) else text
-    )
+    if not fenced and not parses(text) and _INDENTED_CODE.search(text):
+        text = _INDENTED.sub("", text)
+    text = _QUOTED_WHOLE.sub(r"\1", text)
     candidates = _python_first(fenced)
     for block in candidates:
         if defines(block.source, entry_point):
