@@ -24,10 +24,12 @@ __all__ = [
     "perplexity",
     "plan",
     "quantize",
+    "register_rounding",
 ]
 
 if TYPE_CHECKING:
     from quantkit.api import convert, inspect, plan, quantize
+    from quantkit.calibrate.rounding import register_rounding
     from quantkit.common.errors import QuantkitError
     from quantkit.evaluation.api import evaluate, perplexity
     from quantkit.executor.engine import Engine
@@ -43,6 +45,7 @@ else:  # hidden from type checkers, which would then accept any name
         "perplexity": "quantkit.evaluation.api",
         "plan": "quantkit.api",
         "quantize": "quantkit.api",
+        "register_rounding": "quantkit.calibrate.rounding",
     }
 
     def __getattr__(name: str) -> object:

@@ -45,6 +45,7 @@ def quantize(
     interactive session shows it. A run that was stopped resumes when it is called again with the
     same arguments.
     """
+    from quantkit.calibrate.documents import listed_records
     from quantkit.checkpoint.hub import find_model, model_basename
     from quantkit.common.sizes import parse_bytes
     from quantkit.quantization import run
@@ -56,20 +57,25 @@ def quantize(
     # Before a hub model is downloaded.
     read_request(chosen, options.format, options.engine, recipe, mixture)
     name = "-".join((model_basename(str(model)), chosen.name, *mixture.words()))
-    source, memory = find_model(str(model)), options.memory
+    source, memory, text = find_model(str(model)), options.memory, options.calibration
+    records = None
+    if text is not None and not isinstance(text, str | Path):
+        records = listed_records(text)
+        text = f"{len(records)} records given in Python"
     with _listening(f"quantizing {model}", on_event) as listen:
         return run.quantize(
             source,
             Path(name if out is None else out),
             chosen,
             options.format,
-            load_settings(source, recipe, calibration=options.calibration),
+            load_settings(source, recipe, calibration=text),
             engine=options.engine,
             mixture=mixture,
             sensitivities=options.sensitivities,
             device=options.device,
             memory=parse_bytes(memory) if isinstance(memory, str) else memory,
             overwrite=options.overwrite,
+            records=records,
             on_event=listen,
         )
 

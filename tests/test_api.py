@@ -4,6 +4,7 @@ what the page shows."""
 import contextlib
 import inspect
 import io
+import json
 import re
 import subprocess
 import sys
@@ -23,15 +24,22 @@ from quantkit.planning.options import PlanOptions
 from quantkit.quantization.mixed_precision import Mixture
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "python.md"
+DOCS = ROOT / "docs"
 FUNCTIONS = ("convert", "evaluate", "inspect", "perplexity", "plan", "quantize")
 
 
-def pieces() -> Iterator[tuple[str, str]]:
+def of_page(text: str) -> Iterator[tuple[str, str]]:
     """Each block of code on the page and what it is said to print."""
-    blocks = re.findall(r"```(python|text)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    blocks = re.findall(r"```(python|text)\n(.*?)```", text, flags=re.DOTALL)
     assert [kind for kind, _ in blocks] == ["python", "text"] * (len(blocks) // 2)
     yield from zip((text for _, text in blocks[::2]), (text for _, text in blocks[1::2]))
+
+
+def of_notebook(text: str) -> Iterator[tuple[str, str]]:
+    """Each cell of code and what it printed."""
+    for cell in json.loads(text)["cells"]:
+        if cell["cell_type"] == "code":
+            yield "".join(cell["source"]), "".join("".join(one["text"]) for one in cell["outputs"])
 
 
 def assert_same(printed: str, shown: str) -> None:
@@ -44,14 +52,22 @@ def assert_same(printed: str, shown: str) -> None:
     )
 
 
-def test_the_page_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "pieces"), [("python.md", of_page), ("quickstart.ipynb", of_notebook)]
+)
+def test_a_page_prints_what_it_shows(
+    name: str,
+    pieces: Callable[[str], Iterator[tuple[str, str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     (tmp_path / "eval").symlink_to(ROOT / "eval")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    for code, shown in pieces():
+    for code, shown in pieces((DOCS / name).read_text()):
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            exec(compile(code, str(PAGE), "exec"), names)
+            exec(compile(code, name, "exec"), names)
         assert_same(out.getvalue(), shown)
 
 
@@ -179,6 +195,10 @@ def test_an_old_name_works_and_warns(old: str, new: str) -> None:
         {"prune": 1.5},
         {"prune": "150%"},
         {"samples": "many"},
+        {"samples": 2.5},
+        {"device": 3},
+        {"ignore": "lm_head"},
+        {"overwrite": 1},
     ],
 )
 def test_values_that_no_recipe_can_have_are_named(

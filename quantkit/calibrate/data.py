@@ -15,7 +15,7 @@ import json
 import random
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -336,12 +336,20 @@ class _Drawn:
 
 
 def load_sequences(
-    source: str | None, encoder: Encoder, *, samples: int, held_out: int, seq_len: int, seed: int
+    source: str | None,
+    encoder: Encoder,
+    *,
+    samples: int,
+    held_out: int,
+    seq_len: int,
+    seed: int,
+    records: Sequence[Any] | None = None,
 ) -> Sequences:
     """`samples` + `held_out` sequences of at most seq_len tokens, or all there are, split in that
     proportion.
 
-    source: a file or the id of a data set; None for quantkit's own text. Raises QuantkitError if
+    source: a file or the id of a data set; None for quantkit's own text. records: read elsewhere,
+    which `source` then only names. Raises QuantkitError if
     the source does not exist, has a record in no known format, or is too small to hold any out.
     """
     wanted = samples + held_out
@@ -349,10 +357,11 @@ def load_sequences(
     own = source is None
     place = str(calibration_text()) if source is None else source
     forms: tuple[str, ...]
-    if Path(place).suffix.casefold() in TEXTS:
+    if records is None and Path(place).suffix.casefold() in TEXTS:
         drawn, forms = _split_text(Path(place), encoder, wanted, seq_len, seed), ("plain text",)
     else:
-        documents = _documents(place)
+        numbered = ((f"record {number}", value) for number, value in enumerate(records or ()))
+        documents = _documents(read_records(place) if records is None else numbered)
         random.Random(seed).shuffle(documents)
         if own:
             documents = _foreign_scripts_last(_interleave_kinds(documents), encoder)
@@ -445,11 +454,11 @@ def split_text(encoder: Encoder, text: str, length: int) -> list[Tensor]:
     return [piece for piece in pieces if len(piece) > 1]
 
 
-def _documents(source: str) -> list[tuple[str, Document]]:
+def _documents(records: Iterable[tuple[str, Any]]) -> list[tuple[str, Document]]:
     """Every document with its place. Raises QuantkitError for the first record in no known
     format."""
     found = []
-    for place, value in read_records(source):
+    for place, value in records:
         try:
             found.append((place, read_document(value)))
         except (UnknownRecordFormat, RecursionError) as error:

@@ -19,13 +19,14 @@ import csv
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import one_line
 
 ACCEPTED_FORMATS = (
     "text, messages, conversations (ShareGPT), instruction and output (alpaca), or prompt "
@@ -79,6 +80,8 @@ def read_document(value: Any) -> Document:
     """The document of a record. Raises UnknownRecordFormat."""
     if isinstance(value, str):
         return Document("text", text=value)
+    if isinstance(value, list | tuple):
+        value = {"messages": list(value)}
     if not isinstance(value, dict):
         raise UnknownRecordFormat("it is neither a text nor an object")
     fields = {str(name).strip().casefold(): one for name, one in value.items()}
@@ -233,6 +236,22 @@ _MOST_ROWS = 20_000
 """Rows read of a table or a data set: documents are drawn from these."""
 _DATA_SET = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+-]+){0,2}")
 _GIVE = f"give a {', '.join(FILES[:-1])} or {FILES[-1]} file, or the id of a data set"
+
+
+def listed_records(given: Any) -> list[Any]:
+    """The records of a Python object: texts, lists of messages, objects; a data set, a data frame.
+    Raises QuantkitError for anything else."""
+    if hasattr(given, "columns") and hasattr(given, "to_dict"):
+        given = given.to_dict("records")
+    if isinstance(given, Mapping | bytes) or not isinstance(given, Iterable):
+        raise QuantkitError(
+            f"calibration is {one_line(repr(given))[:60]}, a {type(given).__name__}",
+            "give a file, a data set's id, one split of a data set, or a list of texts or messages",
+        )
+    found = list(given)
+    if found and all(isinstance(one, Mapping) and {"role", "content"} <= set(one) for one in found):
+        return [found]  # the messages of one conversation
+    return found
 
 
 def read_records(source: str) -> Iterator[Record]:

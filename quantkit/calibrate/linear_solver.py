@@ -16,6 +16,7 @@ from torch import Tensor
 from quantkit.calibrate.hidden_states import PIECE_VALUES
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe
+from quantkit.calibrate.rounding import ROUNDINGS
 from quantkit.checkpoint.formats.base import Format
 from quantkit.grids.base import (
     Grid,
@@ -26,7 +27,6 @@ from quantkit.grids.base import (
     fit_scales,
     round_to_nearest,
 )
-from quantkit.grids.names import Method
 from quantkit.grids.nvfp4 import Nvfp4Weight, input_divisor
 from quantkit.models.activation_quant import ActivationQuant
 from quantkit.quant.compensation import compensate, compensate_both, sample_output_directions
@@ -74,7 +74,7 @@ class LinearSolver:
     grid: Grid
     scale_dtype: torch.dtype
     recipe: Recipe
-    methods: tuple[Method, ...]
+    methods: tuple[str, ...]
     activation_bits: int
     piece_values: int = PIECE_VALUES
 
@@ -300,6 +300,9 @@ class LinearSolver:
 
     def _round(self, w: Tensor, amax: Tensor, curvature: Curvature) -> tuple[Tensor, Scales]:
         """Values and scales by this recipe."""
+        for method in self.methods:
+            if method in ROUNDINGS:
+                return ROUNDINGS[method](w, self.quantizer(amax), curvature)
         if self.compensates:
             result = compensate(w, curvature, self.quantizer(amax), self.descent)
             return result.values, result.scales
@@ -398,7 +401,7 @@ class SolverTable:
     format: Format
     grid_of: Callable[[str], Grid]
     recipe: Recipe
-    methods: tuple[Method, ...]
+    methods: tuple[str, ...]
     piece_values: int = PIECE_VALUES
     _by_grid: dict[Grid, LinearSolver] = field(default_factory=dict, init=False)
 

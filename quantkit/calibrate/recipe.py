@@ -1,19 +1,20 @@
 """A quantization recipe: all settings of a run besides the model, as one YAML file."""
 
 import hashlib
+from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
+from quantkit.calibrate.rounding import check_methods
 from quantkit.common.errors import QuantkitError
 from quantkit.common.settings import Strict, find_yaml, read_yaml
-from quantkit.grids.names import Method
 
 
 class Recipe(Strict):
     """`methods` None selects the scheme's own. Lengths are in tokens."""
 
     scheme: str
-    methods: tuple[Method, ...] | None = None
+    methods: Annotated[tuple[str, ...] | None, AfterValidator(check_methods)] = None
     calibration: str | None = None
     samples: int = Field(128, ge=1, description="calibration sequences")
     held_out: int = Field(
@@ -79,6 +80,10 @@ class Recipe(Strict):
         description="share of every layer's routed experts that is removed, those that contribute "
         "least",
     )
+    ignore: tuple[str, ...] = Field((), description="modules left at 16 bits, as --ignore")
+    override: dict[str, dict[str, str | int]] = Field(
+        {}, description="other grids by pattern, as --override"
+    )
     least_quantized: float = Field(
         0.5,
         ge=0,
@@ -102,8 +107,9 @@ class Recipe(Strict):
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of all settings."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        """sha256 of all settings, but for patterns, of which the grids are known."""
+        settings = self.model_dump_json(exclude={"ignore", "override"})
+        return hashlib.sha256(settings.encode()).hexdigest()
 
 
 def load_recipe(name_or_path: str) -> Recipe:

@@ -22,6 +22,7 @@ from quantkit.cli.console import notify, print_error
 from quantkit.cli.examples import epilog
 from quantkit.cli.options import flat
 from quantkit.common.errors import QuantkitError, UsageError
+from quantkit.common.model_files import FOLLOW_LINKS
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[
     0
@@ -33,7 +34,8 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
-    epilog="Any command takes --debug for the traceback of a failure.",
+    epilog="Any command takes --debug for the traceback of a failure, and --follow-links for a model "
+    "whose files are links to another folder.",
 )
 COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("go", go.go),
@@ -83,6 +85,9 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
+    if "--follow-links" in sys.argv:
+        sys.argv.remove("--follow-links")
+        os.environ[FOLLOW_LINKS] = "1"
     _open_streams()
     warnings.showwarning = lambda message, *_, **__: notify(f"warning: {message}")
     try:

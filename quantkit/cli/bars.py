@@ -17,6 +17,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from quantkit.cli.console import err, notify
@@ -94,11 +95,22 @@ def bytes_bar() -> Bars:
     return _bar(DownloadColumn())
 
 
+class _NoteColumn(ProgressColumn):
+    """One line, cut where the terminal ends; it gives way to the other columns."""
+
+    def __init__(self) -> None:
+        super().__init__(Column(no_wrap=False))
+
+    def render(self, task: Task) -> Text:
+        return Text(escape_text(task.fields["note"]), no_wrap=True, overflow="ellipsis")
+
+
 def _bar(amount: ProgressColumn) -> Bars:
-    name, note = (
-        TextColumn(field, markup=False) for field in ("{task.description}", "{task.fields[note]}")
-    )
-    return Bars(name, BarColumn(), amount, TimeElapsedColumn(), _LeftColumn(), note, console=err)
+    name, bar = TextColumn("{task.description}", markup=False), BarColumn(10)
+    columns = [name, bar, amount, TimeElapsedColumn(), _LeftColumn()]
+    for one in columns:
+        one._table_column = Column(no_wrap=True)
+    return Bars(*columns, _NoteColumn(), console=err)
 
 
 def counts(bars: Bars) -> Callable[..., None]:
@@ -132,7 +144,7 @@ def listener(bars: Bars, name: str, expected: float | None = None) -> Callable[[
             return
         if row is None:
             row = bars.row(name, event.total_bytes, event.expected or expected)
-        note = f"{event.unit}  error {event.error:.2e}  {event.memory / 2**30:.1f} GiB"
+        note = f"{event.memory / 2**30:.1f} GiB memory, {event.unit}, error {event.error:.1e}"
         bars.put(row, event.done_bytes, event.share, note, text=event.phase, found=event.found)
 
     return show

@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 
 from quantkit.cli.console import notify
 from quantkit.common.errors import Interrupted
+from quantkit.common.model_files import FOLLOW_LINKS
 
 _MAY_BE_EMPTY = {"prompt"}
 
@@ -66,7 +67,8 @@ def _command(arguments: list[str]) -> str:
             shown[place] = "--api-key=..."
         elif place and arguments[place - 1] == "--api-key":
             shown[place] = "..."
-    return shlex.join(["quantkit", *shown])
+    links = ["--follow-links"] if os.environ.get(FOLLOW_LINKS) == "1" else []
+    return shlex.join(["quantkit", *shown, *links])
 
 
 class Command(TyperCommand):

@@ -22,12 +22,12 @@ from rich.text import Text
 
 from quantkit.common.result import Result, escape_text, one_line
 
-_UNLIMITED = 100_000
+_PIPED = 100
 
 
 class _Console(Console):
-    """Prints text literally. In a file or a pipe tables are as wide as their content, unless
-    COLUMNS is set."""
+    """Prints text literally. In a file or a pipe tables have 100 columns, unless COLUMNS is
+    set."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         stream = sys.stderr if stderr else sys.stdout
@@ -37,7 +37,7 @@ class _Console(Console):
             markup=False,
             emoji=False,
             highlight=False,
-            width=None if narrow else _UNLIMITED,
+            width=None if narrow else _PIPED,
         )
 
     def render(
@@ -163,6 +163,9 @@ def show_diagnosis(model: str, about: dict[str, Any]) -> None:
         + Text(f": {model}, {summary or 'nothing found'}"),
         soft_wrap=True,
     )
+    if not about["findings"]:
+        for line in about["checked"]:
+            out.print(f"  checked: {line}", style="dim", soft_wrap=True)
     for finding in about["findings"]:
         out.print(
             f"{finding['severity']}: {finding['name']} in {finding['where']}",
@@ -395,7 +398,9 @@ def _fit_text(fit: dict[str, Any]) -> str:
 
 
 def show_deployment(plan: dict[str, Any], scripts: list[str]) -> None:
-    err.print(f"{plan['engine']} on {plan['device']}, {plan['layout']}: {plan['summary']}")
+    err.print(
+        f"{plan['engine']} on {plan['device']}, {plan['layout']}: {plan['summary']}", soft_wrap=True
+    )
     for role, fit in plan["memory"].items():
         err.print(f"{role}: {_fit_text(fit)}", soft_wrap=True)
     err.print(

@@ -159,6 +159,9 @@ def ppl(
         Path | None, typer.Option(help="A .txt, or a .jsonl of {'text': ...}: one document a line.")
     ] = None,
     options: PerplexityOptions,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Also the error after each layer.")
+    ] = False,
     json_: AsJson = False,
 ) -> None:
     """Perplexity of a text; with a baseline also the distance from it, by token and by layer. One
@@ -188,9 +191,11 @@ def ppl(
         print_json(quality.to_json())
     else:
         console.facts(model, quality.facts())
+        for row in quality.rows() if layers else ():
+            console.out.print(f"layer {row['layer']:>3}  error {row['error']:.2e}")
     for name, perplexity in ((model, quality.ppl), (options.baseline, quality.baseline_ppl)):
         if perplexity is not None and math.isnan(perplexity):
-            # The error per layer, printed above, shows where it begins.
+            # --layers shows where it begins.
             console.print_error(
                 f"the logits of {name} are NaN",
                 "quantkit check names the damaged tensor",

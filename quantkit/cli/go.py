@@ -31,12 +31,15 @@ def go(
     *,
     options: GoOptions,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the proposal, and do nothing.")
+    ] = False,
     json_: AsJson = False,
 ) -> None:
     """From a model to its launch: choose scheme and engine for your devices, quantize, measure.
     Resumes when stopped and given again."""
     out = options.out or Path(f"{model_basename(model)}-go")
-    if not (out / "go.json").exists():
+    if not dry_run and not (out / "go.json").exists():
         _check_terminal(yes)
     with console.status("reading the machine"):
         from quantkit.evaluation.results.folder import results_folder
@@ -45,6 +48,9 @@ def go(
         from quantkit.planning.devices import find_devices
 
         request = GoRequest(model, out, find_devices(options.devices), options)
+    if dry_run:
+        proposal = _proposal(request)
+        return console.print_json(proposal.to_json()) if json_ else console.show(proposal)
 
     def stored() -> str:
         return f"finished steps are stored in {out}" if (out / "go.json").exists() else ""
@@ -53,7 +59,13 @@ def go(
         record = Record(out, request.record())
         choice, expected = record.choice, None
         if choice is None:
-            proposal = _agreed(request, yes=yes)
+            _check_terminal(yes)
+            proposal = _proposal(request)
+            console.show_on_stderr(proposal)
+            if not yes and not _confirmed():
+                return console.notify(
+                    "not begun; --scheme, --engine or other --devices make another proposal"
+                )
             chosen, expected = proposal.chosen, proposal.seconds
             choice = Agreed(chosen.scheme, chosen.engine, chosen.devices)
             record.agree(choice)
@@ -71,23 +83,16 @@ def go(
 def _check_terminal(yes: bool) -> None:
     if not yes and not sys.stdin.isatty():
         raise QuantkitError(
-            "quantkit go asks before it begins, and there is no terminal to ask on", "give --yes"
+            "quantkit go asks before it begins, and there is no terminal to ask on",
+            "give --yes, or --dry-run for the proposal alone",
         )
 
 
-def _agreed(request: "GoRequest", *, yes: bool) -> "Proposal":
-    """The proposal, shown and agreed to."""
+def _proposal(request: "GoRequest") -> "Proposal":
     from quantkit.guide.propose import propose
 
-    _check_terminal(yes)
     with console.status(f"reading the headers of {request.model}"):
-        proposal = propose(request)
-    console.show_on_stderr(proposal)
-    if not yes and not _confirmed():
-        raise QuantkitError(
-            "not begun", "give --scheme, --engine or other --devices for another choice"
-        )
-    return proposal
+        return propose(request)
 
 
 def _listeners(counted: "bars.Bars", units: "bars.Bars", expected: float | None) -> "Listeners":

@@ -58,9 +58,11 @@ def _is_group(annotation: Any) -> bool:
 
 
 def _parameter(field: Field[Any], about: Option) -> inspect.Parameter:
-    """A field that takes a str or something else is a str on the command line."""
+    """A field that takes a str or a list, or something else, takes a str or lists there."""
     types = get_args(field.type)
     kind = field.type if str not in types else str | None if type(None) in types else str
+    if list[str] in types:
+        kind = list[str] | None
     made = typer.Option(
         *about.flags,
         help=about.help,

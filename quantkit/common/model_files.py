@@ -34,6 +34,8 @@ _KINDS = (
     (stat.S_ISCHR, "device"),
     (stat.S_ISBLK, "device"),
 )
+FOLLOW_LINKS = "QUANTKIT_FOLLOW_LINKS"
+"""Variable of the environment: 1 where a model's files may be links to anywhere (--follow-links)."""
 _MOST_DIGITS = 4300  # Python's own limit
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -62,10 +64,14 @@ def open_file(path: Path, folder: Path | None = None) -> int:
         if not stat.S_ISREG(mode):
             kind = next((name for test, name in _KINDS if test(mode)), "special file")
             raise QuantkitError(f"{path} is a {kind}, not a file", _AGAIN)
-        if not any(target.is_relative_to(root) for root in _roots(folder or path.parent)):
+        roots = _roots(folder or path.parent)
+        if os.environ.get(FOLLOW_LINKS) != "1" and not _is_below(target, roots):
+            beside = [one for one in path.parent.iterdir() if one != path and one.is_symlink()]
+            more = sum(not _is_below(Path(os.path.realpath(one)), roots) for one in beside)
+            others = f", as {more} other file{'s' * (more > 1)} there" if more else ""
             raise QuantkitError(
-                f"{path} is a link to {target}, outside of the model's folder",
-                "put the file itself there, or remove the link",
+                f"{path} is a link to {target}, outside of the model's folder{others}",
+                "put the file itself there, or give --follow-links where you trust the links",
             )
         descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         if os.pread(descriptor, len(_POINTER), 0) == _POINTER:
@@ -96,6 +102,10 @@ def open_file(path: Path, folder: Path | None = None) -> int:
         ) from error
     except ValueError as error:  # not a valid file name
         raise QuantkitError(f"cannot read {path}: {error}", _AGAIN) from error
+
+
+def _is_below(target: Path, roots: list[Path]) -> bool:
+    return any(target.is_relative_to(root) for root in roots)
 
 
 def _roots(folder: Path) -> list[Path]:

@@ -8,7 +8,10 @@ from dataclasses import Field, dataclass, field, fields, replace
 from difflib import get_close_matches
 from inspect import Parameter, get_annotations, signature
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin
+
+from quantkit.common.errors import UsageError
 
 _KEY = "option"
 Options = TypeVar("Options")
@@ -76,7 +79,7 @@ def read_options(
 ) -> Options:
     """`options`, or the defaults, with `keywords` in their fields; a str becomes a Path where the
     field is one. An old name gives a DeprecationWarning, an unknown one a TypeError that suggests
-    the closest."""
+    the closest, a value of another type a UsageError."""
     known = {one.name: one for one in options_of(kind)}
     renamed = {old: one.name for one, about in options_of(kind).items() for old in about.old}
     values = {}
@@ -92,10 +95,25 @@ def read_options(
                 + (f"; did you mean {close[0]!r}?" if close else "")
             )
         types = get_args(known[name].type)
+        _check_type(name, value, types or (known[name].type,))
         values[name] = (
             Path(value) if isinstance(value, str) and Path in types and str not in types else value
         )
     return replace(options if options is not None else kind(), **values)  # type: ignore[type-var]
+
+
+def _check_type(name: str, value: Any, types: tuple[Any, ...]) -> None:
+    kinds = tuple(get_origin(one) or one for one in types)
+    if Any in kinds or (isinstance(value, int) and float in kinds and not isinstance(value, bool)):
+        return
+    fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+    if not (
+        fits
+        or (isinstance(value, str) and Path in kinds)
+        or (isinstance(value, tuple) and list in kinds)
+    ):
+        wanted = " or ".join("None" if one is NoneType else one.__name__ for one in kinds)
+        raise UsageError(f"{name} is {value!r}, a {type(value).__name__}", f"give {wanted}")
 
 
 def documented(kind: type) -> Callable[[Function], Function]:

@@ -11,22 +11,25 @@ Filters = Mapping[str, Callable[..., object]]
 _NO_FILTERS: Filters = {}
 
 
-def render_page(template: Path | str, filters: Filters = _NO_FILTERS, **values: Any) -> str:
-    """template: a file, or the text of a template without blocks of others."""
+_FOLDER = Path(__file__).parent
+"""Of page.html.j2, which every page extends, and page.css, its style."""
+
+
+def render_page(template: Path, filters: Filters = _NO_FILTERS, **values: Any) -> str:
+    """The page of a template that extends page.html.j2."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    folder = template.parent if isinstance(template, Path) else None
     environment = Environment(
-        loader=None if folder is None else FileSystemLoader(folder),
+        loader=FileSystemLoader([template.parent, _FOLDER]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= filters
-    found = (
-        environment.get_template(template.name)
-        if isinstance(template, Path)
-        else environment.from_string(template)
-    )
-    return escape_text(found.render(values))
+    return escape_text(environment.get_template(template.name).render(values))
+
+
+def style_sheet() -> str:
+    """What all pages share."""
+    return (_FOLDER / "page.css").read_text(encoding="utf-8")

@@ -27,7 +27,8 @@ def check_drawable() -> None:
 
 
 def draw(width: float, height: float) -> tuple["Axes", "Plot"]:
-    """One pair of axes in a figure of `width` x `height` inches."""
+    """One pair of axes in a figure of `width` x `height` inches. A page is 5 inches wide on a
+    telephone: then letters of 8 points are of 8 pixels."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
@@ -84,7 +85,7 @@ def layer_plot(layers: Mapping[int, float], title: str, *, log: bool) -> str:
     """One value per layer, as SVG; an empty string if there are none."""
     if not layers:
         return ""
-    axes, plot = draw(7.0, 2.2)
+    axes, plot = draw(5.0, 2.0)
     numbers = sorted(layers)
     axes.plot(numbers, [layers[number] for number in numbers], marker="o", markersize=3, color=OURS)
     if log and any(layers.values()):
@@ -120,6 +121,8 @@ class Plot:
         body = (
             body[body.index("<svg") :]
             .replace("#000000", "currentColor")
+            .replace(OURS, f"var(--ours, {OURS})")
+            .replace(THEIRS, f"var(--theirs, {THEIRS})")
             .replace("<svg", '<svg fill="currentColor"', 1)
         )
         return re.sub(

@@ -3,7 +3,10 @@
 import html
 import re
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 class Result(ABC):
@@ -20,6 +23,16 @@ class Result(ABC):
     @abstractmethod
     def facts(self) -> list[tuple[str, str]]:
         """Names and values to display, most important first."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What `to_pandas` has a row for each, by column."""
+        return [{"name": name, "value": value} for name, value in self.facts()]
+
+    def to_pandas(self) -> "DataFrame":
+        """`rows` as a data frame."""
+        from pandas import DataFrame
+
+        return DataFrame(self.rows())
 
     def pictures(self) -> list[str]:
         """Plots that a notebook shows below the facts, as SVG."""

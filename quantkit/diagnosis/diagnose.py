@@ -64,8 +64,22 @@ class Diagnosis:
     sublayers: list[SublayerError] = field(default_factory=list)
     kl: float | None = None
 
+    @property
+    def checked(self) -> list[str]:
+        """What was looked at, a line each."""
+        survey = self.examined.survey
+        found = {
+            "headers": f"{len(survey.names):,} tensors by name, shape and dtype against the model's "
+            "table; config.json, its quantization, the index, the tokenizer and chat template",
+            "tensors": f"{survey.nbytes / 1e9:.2f} GB of codes, scales and zero points",
+            "behaviour": "each layer's output and the next tokens, computed by both models",
+        }
+        lines = [found[depth] for depth in self.seconds]
+        against = [] if self.source is None else ["config.json and weights, against the source"]
+        return [*lines, *against]
+
     def to_json(self) -> dict[str, Any]:
-        return self.findings.to_json()
+        return self.findings.to_json() | {"checked": self.checked}
 
 
 Notify = Callable[[str], None]

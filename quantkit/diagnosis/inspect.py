@@ -50,6 +50,12 @@ class Inspection(Result):
                 del found[key]
         return found
 
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each part of the model; for an unknown architecture, for each dtype."""
+        column = "dtype" if self.bytes_by_part is None else "part"
+        counted = self.bytes_by_part or self.bytes_by_dtype
+        return [{column: name, "bytes": count} for name, count in counted.items()]
+
     @property
     def heading(self) -> str:
         return self.path

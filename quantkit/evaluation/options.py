@@ -166,7 +166,9 @@ class PerplexityOptions(ServerModelOptions, ModelOptions):
     data_dir: Path | None = option(None, "Folder with that task's data files.")
     max_tokens: int | None = option(None, "Longest sampled reply, tokens.", min=1)
     seed: int = seed_option()
-    limit: int | None = option(None, "Only the first documents, or problems.", min=1)
+    limit: int | None = option(
+        None, "Only the first documents, pieces of --seq-len of a .txt, or problems.", min=1
+    )
     count_experts: Path | None = option(
         None,
         "Write how many tokens were routed to each expert, for `quantkit place`.",

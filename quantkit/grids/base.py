@@ -343,9 +343,14 @@ def round_to_nearest(
     """W float32 [..., N, K] -> its values on the grid, and the scales [..., N, G] that `fit_scales`
     gives."""
     scales = fit_scales(w, quantizer, importance)
+    return round_to_scales(w, quantizer, scales), scales
+
+
+def round_to_scales(w: Tensor, quantizer: Quantizer, scales: Scales) -> Tensor:
+    """W float32 [..., N, K] as the nearest values on the grid of scales [..., N, G]."""
     wide = scales.map(lambda t: t.transpose(-1, -2).unsqueeze(-1))
     values = quantizer.for_group_batch().quantize(_groups(w, quantizer), wide)
-    return values.transpose(-2, -3).flatten(-2), scales
+    return values.transpose(-2, -3).flatten(-2)
 
 
 def _groups(w: Tensor, quantizer: Quantizer) -> Tensor:

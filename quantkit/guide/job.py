@@ -10,13 +10,13 @@ launch     the commands that serve it
 import hashlib
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from quantkit import api
 from quantkit.calibrate.data import load_sequences
-from quantkit.calibrate.recipe import Recipe, load_recipe
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.hub import find_model, model_basename
 from quantkit.checkpoint.manifest import MANIFEST
 from quantkit.checkpoint.reader import Checkpoint
@@ -36,14 +36,19 @@ from quantkit.guide.options import GoOptions
 from quantkit.guide.proposal import QUANTKIT
 from quantkit.guide.record import Agreed, Record
 from quantkit.planning.devices import Devices
-from quantkit.quantization import run as quantization
-from quantkit.quantization.report import judge
+from quantkit.quantization.job import NO_MIXTURE, read_scheme
+from quantkit.quantization.options import QuantizeOptions
+from quantkit.quantization.report import judge, read_findings
 from quantkit.tokenizer.chat import ChatTokenizer
 
 STEPS = ("quantize", "measure", "score", "launch")
 DOCUMENTS = 24
 """Documents to measure on, of at most the recipe's seq_len tokens each."""
 _CONCURRENCY = 32
+_RECORDED = ("scheme", "engine", "calibration", "samples", "seq_len")
+"""Options of quantize that go.json always has, null where they were not given."""
+_UNRECORDED = ("device", "memory", "overwrite")
+"""Options on which no result depends."""
 
 
 @dataclass(frozen=True)
@@ -55,30 +60,35 @@ class GoRequest:
     box: Devices
     options: GoOptions = GoOptions()
 
+    @property
+    def scheme(self) -> str | None:
+        """The one that is given, by name, by the recipe or by mixed precision, as for quantize."""
+        chosen, _, mixture = read_scheme(self.options.scheme, self.options)
+        named = self.options.scheme or self.options.recipe or mixture != NO_MIXTURE
+        return chosen.name if named else None
+
     def record(self) -> dict[str, Any]:
         """What go.json stores, and a resumed run must match."""
-        options = self.options
+        options, other = self.options, {}
+        for one in fields(QuantizeOptions):
+            value = getattr(options, one.name)
+            if one.name not in (*_RECORDED, *_UNRECORDED) and value != one.default:
+                other[one.name] = str(value)
         return {
             "model": self.model,
             "devices": f"{self.box.count} x {self.box.memory_bytes} bytes ({self.box.device})",
-            "scheme": options.scheme,
-            "engine": options.engine,
-            "calibration": options.calibration,
-            "samples": options.samples,
-            "seq_len": options.seq_len,
+            **{name: getattr(options, name) for name in _RECORDED},
+            **other,
         }
 
     @property
     def scored(self) -> str:
         return f"{self.options.limit} problems of {', '.join(self.options.scored_tasks)}"
 
-    def recipe(self, scheme: str) -> Recipe:
-        """The scheme's recipe with the options given."""
-        return load_recipe(scheme).with_given(
-            calibration=self.options.calibration,
-            samples=self.options.samples,
-            seq_len=self.options.seq_len,
-        )
+    def recipe(self, scheme: str, source: Path) -> Recipe:
+        """The scheme's recipe with the options given, and the text to calibrate on."""
+        recipe = read_scheme(scheme, self.options)[1].with_given(seed=self.options.seed)
+        return api.load_settings(source, recipe, calibration=self.options.calibration)
 
 
 @dataclass(frozen=True)
@@ -154,8 +164,8 @@ class GuidedJob:
             "download", "" if Path(self.request.model).expanduser().is_dir() else self.request.model
         )
         source = find_model(self.request.model)
-        recipe = api.load_settings(source, self.request.recipe(self.choice.scheme))
-        self._quantize(source, recipe)
+        recipe = self.request.recipe(self.choice.scheme, source)
+        self._quantize(source)
         quality = self._step("measure", lambda: self._measure(source, recipe))
         scores = (
             self._step("score", lambda: self._score(source), self.request.scored)
@@ -192,17 +202,15 @@ class GuidedJob:
         self.record.finish(name, {"of": of, "found": found})
         return found
 
-    def _quantize(self, source: Path, recipe: Recipe) -> None:
+    def _quantize(self, source: Path) -> None:
         """A complete output is recognized as such, an incomplete one resumes."""
         self.listeners.step("quantize", "")
         engine = None if self.choice.engine == QUANTKIT else self.choice.engine
-        report = quantization.quantize(
+        report = api.quantize(
             source,
             self.target,
-            find_scheme(self.choice.scheme),
-            "auto",
-            recipe,
-            engine=engine,
+            self.choice.scheme,
+            options=replace(self.request.options, engine=engine),
             on_event=self.listeners.units,
         )
         made = hashlib.sha256((self.target / MANIFEST).read_bytes()).hexdigest()
@@ -220,7 +228,7 @@ class GuidedJob:
     def _measure(self, source: Path, recipe: Recipe) -> dict[str, Any]:
         """Run both models, one after the other, if they fit in memory; else use what the run found
         layer by layer."""
-        held_out = quantization.read_findings(self.target).next_token
+        held_out = read_findings(self.target).next_token
         needed, there = _run_bytes(source), free_bytes(find_device("auto"))
         if needed > there and held_out:
             tokens = int(held_out["tokens"])

@@ -1,19 +1,15 @@
 """Options of `quantkit go`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from quantkit.common.options import option
-from quantkit.quantization.options import (
-    names_of_engines,
-    samples_option,
-    scheme_names,
-    seq_len_option,
-)
+from quantkit.planning.options import PlanOptions
+from quantkit.quantization.options import QuantizeOptions, SchemeOptions, scheme_names
 
 
 @dataclass(frozen=True)
-class GoOptions:
+class GoOptions(QuantizeOptions):
     """score: whether `tasks` are scored, `limit` problems of each."""
 
     devices: str | None = option(
@@ -23,12 +19,6 @@ class GoOptions:
     scheme: str | None = option(
         None, "Use this scheme instead of choosing one.", complete=scheme_names
     )
-    engine: str | None = option(
-        None, "Use this engine: vllm, sglang, vllm-ascend, omni-infer.", complete=names_of_engines
-    )
-    calibration: str | None = option(None, "As for quantize.")
-    samples: int | None = samples_option()
-    seq_len: int | None = seq_len_option()
     context: int = option(4096, "Tokens of the longest request to serve.", min=1)
     score: bool = option(False, "Also score tasks, next to the source.", "--score")
     tasks: str = option("tiny-math", "For --score, comma-separated: as for eval.")
@@ -37,3 +27,9 @@ class GoOptions:
     @property
     def scored_tasks(self) -> tuple[str, ...]:
         return tuple(name.strip() for name in self.tasks.split(",")) if self.score else ()
+
+    @property
+    def planned(self) -> PlanOptions:
+        """The same output as `plan` plans it."""
+        output = {one.name: getattr(self, one.name) for one in fields(SchemeOptions)}
+        return PlanOptions(**output, context=self.context)

@@ -2,14 +2,13 @@
 there is planned, from headers alone.
 
 Of those that fit, with room for a request, the one with the least measured loss is proposed
-(recipes/go/expected.yaml); round-to-nearest only if calibration is not possible.
+(recipes/go/expected.yaml); on a processor INT4, unless the model is too small for it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
-from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError
@@ -24,7 +23,9 @@ from quantkit.models import find_architecture
 from quantkit.planning.devices import Devices
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import Plan, plan
-from quantkit.quantization.job import JobRequest, open_job, read_request
+from quantkit.quantization.cost import expected_seconds
+from quantkit.quantization.job import JobRequest, open_job, read_request, read_scheme
+from quantkit.quantization.machine import Rate
 
 QUANTKIT = "quantkit"
 """The engine that serves on a CPU: this package."""
@@ -39,18 +40,40 @@ LEAST_SAVED = 0.9
 """Share of the source's bytes above which an output is not worth making."""
 
 
-class ExpectedLoss(Strict):
-    """Measured loss of a scheme: KL from the source, minimum and maximum, and points of accuracy;
-    None if not measured."""
+SIZE_CLASS = 2
+"""A measured loss is shown for models of up to so many times the parameters, or as many fewer."""
+CPU_SCHEME, MOST_KL = "awq-w4a16", 0.15
+"""On a processor, which reads every weight for a token, INT4 is taken where its KL per token is not
+above this: where a measured model of at most SIZE_CLASS times the parameters lost no more."""
 
-    scheme: str
-    kl: tuple[float, float] | None
-    points: float | None
 
-    def describe(self) -> str:
-        kl = [] if self.kl is None else [f"KL {self.kl[0]:.2g} to {self.kl[1]:.2g}"]
-        points = [] if self.points is None else [f"{self.points:+.1f} points"]
-        return ", ".join([*kl, *points]) or "not measured"
+class MeasuredLoss(Strict):
+    """Of a published model: KL from the source by scheme."""
+
+    model: str
+    parameters: float
+    kl: dict[str, float]
+
+
+class ExpectedLosses(Strict):
+    """order: schemes, the least loss first."""
+
+    order: tuple[str, ...]
+    measured: tuple[MeasuredLoss, ...]
+
+    def describe(self, scheme: str, parameters: int) -> str:
+        """The loss of a scheme on models of this size class; empty where none was measured."""
+        found = [
+            f"KL {one.kl[scheme]:.2g} a token ({one.model})"
+            for one in self.measured
+            if scheme in one.kl and 1 / SIZE_CLASS <= parameters / one.parameters <= SIZE_CLASS
+        ]
+        return ", ".join(found)
+
+    def least_parameters(self, scheme: str) -> float:
+        """Of models that lose at most MOST_KL."""
+        known = [one.parameters for one in self.measured if one.kl.get(scheme, 1.0) <= MOST_KL]
+        return min(known) / SIZE_CLASS
 
 
 @dataclass(frozen=True)
@@ -71,17 +94,40 @@ class SchemeCandidate:
 
 @dataclass(frozen=True, repr=False)
 class Proposal(Result):
-    """candidates: every scheme, least expected loss first. chosen: one of them. seconds: of
-    quantizing it on this machine, to within
-    `factor` either way. why: the choice in words."""
+    """candidates: every scheme, least expected loss first. chosen: one of them. rate: of this
+    machine; the time is known to within `factor` either way. why: the choice in words."""
 
     model: str
     box: Devices
     candidates: tuple[SchemeCandidate, ...]
     chosen: SchemeCandidate
     why: str
-    seconds: float
+    rate: Rate
     factor: float
+
+    @property
+    def seconds(self) -> float:
+        return expected_seconds(self.plan.work, self.rate)
+
+    @property
+    def _loss(self) -> str:
+        return expected_losses().describe(self.chosen.scheme, self.plan.parameters)
+
+    def to_json(self) -> dict[str, Any]:
+        chosen = self.chosen
+        return {
+            "model": self.model,
+            "scheme": chosen.scheme,
+            "engine": chosen.engine,
+            "devices": chosen.devices,
+            "why": self.why,
+            "seconds": round(self.seconds),
+            "expected_loss": self._loss,
+            "plan": self.plan.to_json(),
+            "others": {
+                one.scheme: _against(one) for one in self.candidates if one.scheme != chosen.scheme
+            },
+        }
 
     @property
     def plan(self) -> Plan:
@@ -113,17 +159,14 @@ class Proposal(Result):
                 f"{self.chosen.engine}{used}: {format_bytes(placed.weight_bytes)} of weights on "
                 f"each{room}",
             ),
-            (
-                "loss to expect",
-                f"{expected_losses()[self.chosen.scheme].describe()} (tiny-r1's; round-to-nearest: "
-                f"{_rtn_loss()})",
-            ),
+            *([("of the source", planned.description)] if planned.description else []),
+            *([("loss to expect", self._loss)] if self._loss else []),
             (
                 "time",
                 f"about {format_duration(self.seconds)} on this machine, within a factor of "
-                f"{self.factor:g}, "
-                "and as much text as is then measured",
+                f"{self.factor:g}, and as much text as is then measured",
             ),
+            *([("  faster", planned.faster.describe(self.rate))] if planned.faster else []),
             (
                 "disk",
                 f"{format_bytes(planned.disk_bytes)} needed, "
@@ -143,56 +186,54 @@ class Proposal(Result):
 
 
 @cache
-def expected_losses() -> dict[str, ExpectedLoss]:
-    """By scheme, least loss first."""
-    listed = read_yaml(
-        asset("recipes", "go", "expected.yaml"), tuple[ExpectedLoss, ...], "restore that file"
-    )
-    return {one.scheme: one for one in listed}
+def expected_losses() -> ExpectedLosses:
+    return read_yaml(asset("recipes", "go", "expected.yaml"), ExpectedLosses, "restore that file")
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """settings: a scheme's recipe. scheme, engine: if given. context: tokens of the longest
-    request.
-    tokens: of the calibration text, if known."""
-
-    settings: Callable[[str], Recipe]
-    scheme: str | None = None
-    engine: str | None = None
-    context: int = 4096
-    tokens: int | None = None
-
-
-def candidates(checkpoint: Checkpoint, box: Devices, wanted: Wanted) -> list[SchemeCandidate]:
+def candidates(
+    checkpoint: Checkpoint,
+    box: Devices,
+    options: PlanOptions,
+    scheme: str | None = None,
+    tokens: int | None = None,
+) -> list[SchemeCandidate]:
     """Every scheme, or the given one, in order of expected loss, on the first engine for these
-    devices that loads it."""
-    if wanted.scheme is not None:
-        find_scheme(wanted.scheme)
+    devices that loads it. options: of the output; tokens: of the calibration text, if known."""
+    if scheme is not None:
+        find_scheme(scheme)
     return [
-        _candidate(checkpoint, box, SCHEMES[name], wanted)
-        for name in expected_losses()
-        if wanted.scheme in (None, name)
+        _candidate(checkpoint, box, name, options, tokens)
+        for name in expected_losses().order
+        if scheme in (None, name)
     ]
 
 
 def choose_candidate(found: list[SchemeCandidate], box: Devices) -> tuple[SchemeCandidate, str]:
-    """The first that fits, and why. Raises QuantkitError if none does, with the devices that the
-    smallest needs."""
-    for place, one in enumerate(found):
-        if one.fits:
-            others = [other for other in found[:place] if other.plan is not None]
-            lost = (
-                "least loss where schemes were measured, of those that fit"
-                if len(found) > 1
-                else "as asked for"
-            )
-            return (
-                one,
-                f"{lost}; {', '.join(other.scheme for other in others)} would not fit"
-                if others
-                else lost,
-            )
+    """The first that fits, on a processor INT4 of models that are large enough, and why. Raises
+    QuantkitError if none does, with the devices that the smallest needs."""
+    fitting = [one for one in found if one.fits]
+    if fitting:
+        chosen = fitting[0]
+        if len(found) == 1:
+            return chosen, "as asked for"
+        why, others = "least loss where schemes were measured, of those that fit", found
+        if box.device == "cpu":
+            fastest = next((one for one in fitting if one.scheme == CPU_SCHEME), None)
+            least = expected_losses().least_parameters(CPU_SCHEME)
+            if fastest is None or fastest is chosen or fastest.plan is None:
+                pass
+            elif fastest.plan.parameters < least:
+                why += (
+                    f"; INT4 below {least / 1e6:.0f} M parameters may lose more than KL {MOST_KL:g}"
+                )
+            else:
+                chosen, others = fastest, []
+                why = (
+                    "decoding on a processor is as fast as its weights are few bytes, and the KL "
+                    f"to expect is not above {MOST_KL:g}; --scheme takes another"
+                )
+        unfit = [one.scheme for one in others[: others.index(chosen)] if one.plan] if others else []
+        return chosen, f"{why}; {', '.join(unfit)} would not fit" if unfit else why
     planned = [one for one in found if one.plan is not None]
     if not planned:
         raise QuantkitError(
@@ -213,28 +254,23 @@ def choose_candidate(found: list[SchemeCandidate], box: Devices) -> tuple[Scheme
 
 
 def _candidate(
-    checkpoint: Checkpoint, box: Devices, scheme: Scheme, wanted: Wanted
+    checkpoint: Checkpoint, box: Devices, name: str, wanted: PlanOptions, tokens: int | None
 ) -> SchemeCandidate:
-    refusals, recipe = [], wanted.settings(scheme.name)
-    for name in _engines(box, wanted.engine):
+    refusals = []
+    for engine in _engines(box, wanted.engine):
         try:
-            _check_engine(name, scheme, box, checkpoint)
-            devices = _ranks(
-                checkpoint, read_request(scheme, "auto", _format_for(name), recipe), box
-            )
-            options = PlanOptions(engine=_format_for(name), recipe=recipe, context=wanted.context)
-            planned = plan(
-                checkpoint,
-                scheme,
-                options,
-                devices=Devices(devices, box.memory_bytes),
-                tokens=wanted.tokens,
-            )
-            _check_smaller(planned, name, checkpoint, box)
-            return SchemeCandidate(scheme.name, name, devices, planned)
+            options = replace(wanted, engine=None if engine == QUANTKIT else engine)
+            scheme, recipe, mixture = read_scheme(name, options)
+            _check_engine(engine, scheme, box, checkpoint)
+            request = read_request(scheme, options.format, options.engine, recipe, mixture)
+            devices = _ranks(checkpoint, request, box)
+            share = Devices(devices, box.memory_bytes)
+            planned = plan(checkpoint, scheme, options, devices=share, tokens=tokens)
+            _check_smaller(planned, engine, checkpoint, box)
+            return SchemeCandidate(name, engine, devices, planned)
         except QuantkitError as error:
             refusals.append(error.problem)
-    return SchemeCandidate(scheme.name, "", refused=refusals[0])
+    return SchemeCandidate(name, "", refused=refusals[0])
 
 
 def _engines(box: Devices, asked: str | None) -> tuple[str, ...]:
@@ -273,11 +309,6 @@ def _check_smaller(planned: Plan, engine: str, checkpoint: Checkpoint, box: Devi
         )
 
 
-def _format_for(engine: str) -> str | None:
-    """The engine for quantize(): None for quantkit, which reads every format."""
-    return None if engine == QUANTKIT else engine
-
-
 def _ranks(checkpoint: Checkpoint, request: JobRequest, box: Devices) -> int:
     """The largest number of devices that can split the model's linears as the engine does; whole
     machines if there are several."""
@@ -298,11 +329,6 @@ def _against(one: SchemeCandidate) -> str:
     if one.plan is None:
         return one.refused
     reason = "" if one.plan.fits else "does not fit: "
-    return (
-        f"{reason}{format_bytes(one.plan.output_bytes)} on {one.engine}, "
-        f"{expected_losses()[one.scheme].describe()}"
-    )
-
-
-def _rtn_loss() -> str:
-    return expected_losses()["rtn-w4a16"].describe()
+    loss = expected_losses().describe(one.scheme, one.plan.parameters)
+    size = f"{format_bytes(one.plan.output_bytes)} on {one.engine}"
+    return f"{reason}{size}{', ' if loss else ''}{loss}"

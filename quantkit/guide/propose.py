@@ -7,7 +7,6 @@ from pathlib import Path
 
 import psutil
 
-from quantkit.api import load_settings
 from quantkit.calibrate.data import load_sequences
 from quantkit.checkpoint.hub import find_local
 from quantkit.checkpoint.remote import open_headers
@@ -15,9 +14,8 @@ from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import format_bytes
 from quantkit.evaluation.run import prepare
 from quantkit.guide.job import GoRequest
-from quantkit.guide.proposal import Proposal, SchemeCandidate, Wanted, candidates, choose_candidate
+from quantkit.guide.proposal import Proposal, SchemeCandidate, candidates, choose_candidate
 from quantkit.planning.plan import Plan
-from quantkit.quantization.cost import expected_seconds
 from quantkit.quantization.machine import measure_rate
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -28,31 +26,17 @@ TIME_FACTOR = 2.0
 def propose(request: GoRequest) -> Proposal:
     """Raises QuantkitError if no scheme fits, or this machine has too little disk or memory."""
     _check_tasks(request)
-    checkpoint = open_headers(request.model)
-    options = request.options
-    wanted = Wanted(
-        request.recipe,
-        options.scheme,
-        options.engine,
-        options.context,
-        _calibration_tokens(request),
+    checkpoint, options = open_headers(request.model), request.options
+    found = candidates(
+        checkpoint, request.box, options.planned, request.scheme, _calibration_tokens(request)
     )
-    found = candidates(checkpoint, request.box, wanted)
     chosen, why = choose_candidate(found, request.box)
     folder = _existing_parent(request.out)
     chosen = _with_disk(chosen, folder)
     assert chosen.plan is not None
     _check_room(chosen.plan, request.model, folder)
     rate = measure_rate(folder)
-    return Proposal(
-        request.model,
-        request.box,
-        tuple(found),
-        chosen,
-        why,
-        expected_seconds(chosen.plan.work, rate),
-        TIME_FACTOR,
-    )
+    return Proposal(request.model, request.box, tuple(found), chosen, why, rate, TIME_FACTOR)
 
 
 def _calibration_tokens(request: GoRequest) -> int | None:
@@ -61,7 +45,7 @@ def _calibration_tokens(request: GoRequest) -> int | None:
     source = find_local(request.model)
     if source is None:
         return None
-    recipe = load_settings(source, request.recipe("awq-w4a16"))
+    recipe = request.recipe("awq-w4a16", source)
     taken = load_sequences(
         recipe.calibration,
         ChatTokenizer(source),

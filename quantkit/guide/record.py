@@ -96,7 +96,8 @@ def _check_whole(path: Path, found: dict[str, Any]) -> None:
 
 
 def _check_same(path: Path, found: dict[str, Any], asked: dict[str, Any]) -> None:
-    other = [key for key in asked if found["asked"].get(key) != asked[key]]
+    keys = dict.fromkeys([*asked, *found["asked"]])
+    other = [key for key in keys if found["asked"].get(key) != asked.get(key)]
     if other:
         before = ", ".join(f"{key} {_shown(found['asked'].get(key))}" for key in other)
         raise QuantkitError(

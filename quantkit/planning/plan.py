@@ -6,6 +6,7 @@ downloaded. Sizes are exact: those of the tensors that quantize() would write. M
 estimates with stated assumptions.
 """
 
+import math
 import shutil
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
@@ -37,7 +38,7 @@ from quantkit.quantization.bit_allocation import (
     plan_sizes,
     read_sensitivities,
 )
-from quantkit.quantization.cost import RunWork, expected_seconds, job_work
+from quantkit.quantization.cost import Faster, RunWork, expected_seconds, faster_run, job_work
 from quantkit.quantization.job import Job, open_job, read_request, read_scheme
 from quantkit.quantization.machine import H200, measure_rate
 from quantkit.quantization.memory import expected_peak
@@ -152,7 +153,9 @@ class Plan(Result):
     host_peak: HostPeak
     disk_bytes: int
     disk_free_bytes: int
+    parameters: int
     work: RunWork
+    faster: Faster | None
     time: tuple[TimeEstimate, ...]
     cost_model: dict[str, Any] | None = None
     sizes: tuple[PlannedSize, ...] = ()
@@ -166,6 +169,11 @@ class Plan(Result):
             if not found[name]:
                 del found[name]
         return found
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each part of the output."""
+        parts = self.output_bytes_by_part.items()
+        return [{"part": part, "bytes": count} for part, count in parts]
 
     @property
     def heading(self) -> str:
@@ -267,7 +275,9 @@ def plan(
         host_peak=HostPeak(peak.process, peak.hidden, peak.work, peak.where),
         disk_bytes=output + state,
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
+        parameters=sum(math.prod(row.shape) for row in job.rows),
         work=work,
+        faster=faster_run(job, stored + output, tokens),
         time=_time_estimates(work),
         cost_model=None if choice or serving.data else _predicted(job, target, context),
         sizes=choice.sizes(target.count) if choice else (),

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quantkit.common.bind import bind_error
 from quantkit.common.errors import QuantkitError
+from quantkit.common.pages import style_sheet
 from quantkit.executor.server.guard import Faults, LoopbackOnly
 from quantkit.executor.server.serve import HttpServer
 from quantkit.playground.play import MAX_NEW_TOKENS, Playground
@@ -73,6 +74,8 @@ def create_app(playground: Playground) -> FastAPI:
 
     def add_file(path: str, name: str, kind: str) -> None:
         text = resources.files("quantkit.playground").joinpath("page", name).read_text()
+        if name.endswith(".css"):
+            text = style_sheet() + text
 
         async def answer() -> Response:
             return Response(text, media_type=kind)

@@ -21,7 +21,7 @@ from quantkit.checkpoint.manifest import complete_manifest
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.source_guard import SourceGuard
 from quantkit.checkpoint.writer import CheckpointWriter, prepare
-from quantkit.common.devices import parse_dtype
+from quantkit.common.devices import dtype_name, parse_dtype
 from quantkit.common.progress import Note, OnEvent, Progress, ignore_event, peak_memory
 from quantkit.common.result import Result
 from quantkit.common.sizes import format_bytes, format_duration
@@ -33,6 +33,8 @@ from quantkit.quantization.conversion_plan import (
     merge_changes,
     target_name,
 )
+from quantkit.quantization.model_card import NAME as CARD
+from quantkit.quantization.model_card import model_card
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,8 +144,24 @@ def convert(
         if resumed := writer.progress(units):
             on_event(Note(f"resuming {out}: {resumed}"))
         changes = _write(plan, units, writer, on_event)
-        writer.finish(plan.config(), plan.files(), plan.manifest(changes))
+        writer.finish(
+            plan.config(), plan.files() | {CARD: _card(plan, out, changes)}, plan.manifest(changes)
+        )
     return _report(plan, out, start, changes)
+
+
+def _card(plan: ConversionPlan, out: Path, changes: dict[str, Change]) -> bytes:
+    name = plan.target.name
+    option = "format" if plan.cast_to is None else "dtype"
+    wanted = name if plan.cast_to is None else dtype_name(plan.cast_to)
+    largest = max((change.max_relative_error for change in changes.values()), default=0.0)
+    facts = [
+        ("format", f"{name}, from {plan.checkpoint.format.name}"),
+        ("largest relative difference of a weight", f"{largest:.1e}"),
+    ]
+    command = f"quantkit convert {plan.checkpoint.path} {out} --{option} {wanted}"
+    grids = [plan.grid] if plan.grid is not None else []
+    return model_card(plan.checkpoint, out, name, grids, facts, command)
 
 
 def _write(

@@ -15,6 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from quantkit.calibrate.output_cost import HEAD_TOKENS, JUDGED_TOKENS
+from quantkit.calibrate.recipe import load_recipe
+from quantkit.common.settings import find_yaml
+from quantkit.common.sizes import format_duration
 from quantkit.models.table import Parameter
 from quantkit.quantization.job import Job
 from quantkit.quantization.machine import H200, Rate
@@ -121,6 +124,36 @@ def expected_seconds(work: RunWork, rate: Rate) -> float:
         + work.transferred / rate.disk
         + work.linears * LINEAR_SECONDS
     )
+
+
+@dataclass(frozen=True)
+class Faster:
+    """An option that makes a run shorter, and its work then."""
+
+    option: str
+    work: RunWork
+
+    def describe(self, rate: Rate) -> str:
+        return f"about {format_duration(expected_seconds(self.work, rate))} with {self.option}"
+
+
+def faster_run(job: Job, transferred: int, tokens: int | None = None) -> Faster | None:
+    """The scheme's quick recipe, if it has one with fewer methods, else a quarter of the sequences;
+    None for a run without calibration. Arguments as for `job_work`."""
+    recipe, quick = job.request.recipe, f"{job.request.scheme.name}-quick"
+    if not job.request.methods or recipe.samples < 8:
+        return None
+    option, given = f"--samples {recipe.samples // 4}", {"samples": recipe.samples // 4}
+    if find_yaml(quick, "recipes") is not None:
+        methods = load_recipe(quick).methods
+        if methods is not None and set(methods) < set(job.request.methods):
+            option, given = f"--recipe {quick}", {"methods": methods}
+    changed = recipe.model_copy(update=given)
+    if tokens is not None:
+        share = (changed.samples + recipe.held_out) / (recipe.samples + recipe.held_out)
+        tokens = round(tokens * share)
+    shorter = replace(job, request=replace(job.request, recipe=changed))
+    return Faster(option, job_work(shorter, job.linears, transferred, tokens))
 
 
 def operations(

@@ -32,7 +32,6 @@ from quantkit.engines.profiles import (
     find_engine,
 )
 from quantkit.grids.base import Grid
-from quantkit.grids.names import Method
 from quantkit.grids.schemes import SCHEMES, Scheme, check_pair, find_scheme
 from quantkit.models.cache_scales import cache_scale_specs, supports_cache_scales
 from quantkit.models.stored_parameters import check_stored_head
@@ -52,6 +51,7 @@ from quantkit.quantization.fitting import (
 )
 from quantkit.quantization.mixed_precision import Mixture, engine_subset, kept_grids, read_mixture
 from quantkit.quantization.options import SchemeOptions
+from quantkit.quantization.overrides import check_fits, overridden_grids
 from quantkit.quantization.pruning import open_pruned
 
 _NAMED = 6
@@ -61,18 +61,24 @@ _NAMED = 6
 @dataclass(frozen=True)
 class Coverage:
     """share: of the weights outside embeddings and heads, those quantized. left: number of
-    unquantized weights, by tensor name with N for numbers, the most first."""
+    unquantized weights, by tensor name with N for numbers, the most first. quantized: number of
+    quantized ones."""
 
     share: float
     left: dict[str, int]
+    quantized: int = 0
 
     def __str__(self) -> str:
         names = [
             f"{name} ({count / 1e6:.3g} M)" for name, count in list(self.left.items())[:_NAMED]
         ]
         more = f" and {len(self.left) - _NAMED} kinds more" if len(self.left) > _NAMED else ""
+        count = self.quantized + sum(self.left.values())
+        digits = ",.0f" if count >= 10**8 else ".3g"
         return (
-            f"{self.share:.1%} of the weights; left at 16 bits: {', '.join(names) or 'none'}{more}"
+            f"{self.quantized / 1e6:{digits}} of {count / 1e6:{digits}} M weights, "
+            f"{self.quantized / max(count, 1):.0%}; left at 16 bits: "
+            f"{', '.join(names) or 'none'}{more}"
         )
 
 
@@ -92,7 +98,7 @@ def coverage(
         else:
             left[re.sub(r"\.\d+(?=\.|$)", ".N", row.name)] += count
         total += count if row.shape[0] != vocab or row.module in quantized else 0
-    return Coverage(taken / total if total else 0.0, dict(left.most_common()))
+    return Coverage(taken / total if total else 0.0, dict(left.most_common()), taken)
 
 
 NO_MIXTURE = Mixture()
@@ -126,7 +132,7 @@ class JobRequest:
         return self.target.name
 
     @property
-    def methods(self) -> tuple[Method, ...]:
+    def methods(self) -> tuple[str, ...]:
         """Empty for a run without calibration."""
         return self.scheme.methods if self.recipe.methods is None else self.recipe.methods
 
@@ -216,6 +222,8 @@ def read_scheme(
         bits=options.bits,
         size=options.size,
         read_weight=options.read_weight,
+        ignore=options.ignore or (recipe.ignore if recipe is not None else None),
+        override=options.override or (recipe.override if recipe is not None else None),
     )
     named = scheme or (recipe.scheme if recipe is not None else "awq-w4a16")
     chosen = find_scheme(named) if isinstance(named, str) else named
@@ -376,6 +384,8 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     _check_choice(job)
     if request.mixture.keep or request.mixture.preset:
         job = _without_kept(job)
+    if request.mixture.ignore or request.mixture.override:
+        job = _overridden(job)
     if not request.mixture.chooses:  # otherwise the chosen grids fit
         job = _fitted(job)
     if inventory.by_name and job.coverage.share < request.recipe.least_quantized:
@@ -474,6 +484,34 @@ def _without_kept(job: Job) -> Job:
     if set(grids.values()) <= set(job.grids.values()):
         return replace(job, grids=grids)
     return _as_mixture(job, grids)
+
+
+def _overridden(job: Job) -> Job:
+    """The job with the grids that patterns give; in a mixed-precision format if they are several.
+    Raises QuantkitError for a pattern that matches nothing, or a grid that cannot be written or
+    loaded."""
+    request, mixture, mixed_choice = job.request, job.request.mixture, job.request.mixed_choice
+    grids = overridden_grids(mixture.ignore, mixture.override, job.rows, job.grids)
+    held = job.target.writes_mixtures or MIXING.get(request.format) is modelslim.FORMAT
+    if held or set(grids.values()) <= set(job.grids.values()):
+        changed = replace(job, grids=grids)
+    elif request.choice is not None and mixed_choice is None:
+        raise QuantkitError(
+            f"{request.choice.engine} loads no several grids with {request.scheme.name}",
+            "leave out --override, or --engine",
+        )
+    elif request.named_format not in (None, compressed_mixed.FORMAT.name):
+        raise QuantkitError(
+            f"format {request.format} does not hold several grids",
+            "use --format compressed-tensors",
+        )
+    else:
+        changed = _as_mixture(job, grids)
+    allows = None if mixed_choice is None else mixed_choice.allows
+    named = [row for row in job.rows if grids.get(row.module) != job.grids.get(row.module)]
+    allowed = Allowed(changed.target, lambda row, grid: allows is None or allows(row, grid))
+    check_fits(named, grids, allowed)
+    return changed
 
 
 def _as_mixture(job: Job, grids: Mapping[str, Grid]) -> Job:

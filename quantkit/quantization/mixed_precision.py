@@ -20,6 +20,7 @@ from quantkit.grids.base import Grid
 from quantkit.grids.fp8_block import Fp8BlockGrid
 from quantkit.models.table import MLA_PROLOG_PROJECTIONS, Parameter
 from quantkit.quantization.fitting import INT8
+from quantkit.quantization.overrides import Override, matcher, read_overrides
 
 FP8 = Fp8BlockGrid()
 
@@ -47,7 +48,8 @@ class Mixture:
     keep: kinds of sublayer that stay as in the source. preset: one of PRESETS. bits: per weight on
     average, over the linears that may be quantized, scales included; size: bytes of the output;
     with either of them grids are chosen. read_weight: from 0, where a grid's cost is its bytes
-    stored, to 1, where it is its bytes read for a token.
+    stored, to 1, where it is its bytes read for a token. ignore: patterns of modules that keep 16
+    bits; override: grids of others.
     """
 
     keep: tuple[str, ...] = ()
@@ -55,6 +57,8 @@ class Mixture:
     bits: float | None = None
     size: int | None = None
     read_weight: float = 0.0
+    ignore: tuple[str, ...] = ()
+    override: tuple[Override, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises QuantkitError for options that are invalid for any model."""
@@ -80,6 +84,12 @@ class Mixture:
                 f"--preset {self.preset} already defines what is kept",
                 "leave out --keep, --bits and --size",
             )
+        for pattern in self.ignore:
+            matcher(pattern)
+        if self.override and self.chooses:
+            raise QuantkitError(
+                "--bits and --size choose every grid", "leave out --override, or use --ignore"
+            )
         if not 0 <= self.read_weight <= 1:
             raise QuantkitError(
                 f"--read-weight {self.read_weight:g} is not between 0 and 1",
@@ -102,6 +112,7 @@ class Mixture:
             f"without-{'-'.join(self.keep)}": self.keep,
             f"{self.bits}-bits": self.bits,
             "by-size": self.size,
+            "by-pattern": self.ignore or self.override,
         }
         return tuple(word for word, given in words.items() if word and given)
 
@@ -114,7 +125,10 @@ class Mixture:
             "--size": self.size and f"{self.size / 10**6}MB",
             "--read-weight": self.read_weight,
         }
-        return [text for option, value in given.items() if value for text in (option, str(value))]
+        pairs = [(option, value) for option, value in given.items() if value]
+        pairs += [("--ignore", pattern) for pattern in self.ignore]
+        pairs += [("--override", one) for one in self.override]
+        return [text for option, value in pairs for text in (option, str(value))]
 
     def keeps(self, row: Parameter) -> bool:
         if self.preset == "experts-only":
@@ -129,12 +143,16 @@ def read_mixture(
     bits: float | None = None,
     size: str | None = None,
     read_weight: float = 0.0,
+    ignore: Sequence[str] | None = None,
+    override: Sequence[str] | Mapping[str, Any] | None = None,
 ) -> Mixture:
-    """From command-line options. keep: kinds separated by commas."""
+    """From command-line options. keep: kinds separated by commas. override: see `read_overrides`."""
     kinds = (
         tuple(dict.fromkeys(kind.strip() for kind in keep.split(","))) if keep is not None else ()
     )
-    return Mixture(kinds, preset, bits, None if size is None else parse_bytes(size), read_weight)
+    nbytes, patterns = None if size is None else parse_bytes(size), ignore or ()
+    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    return Mixture(kinds, preset, bits, nbytes, read_weight, patterns, read_overrides(override))
 
 
 def kept_grids(

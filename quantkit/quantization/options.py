@@ -32,8 +32,9 @@ def seq_len_option() -> Any:
 
 @dataclass(frozen=True)
 class SchemeOptions:
-    """What the output is. recipe: also a `Recipe`. mixture: a `Mixture`, in place of keep, preset,
-    bits, size and read_weight."""
+    """What the output is. recipe: also a `Recipe`. override: also a mapping from patterns to their
+    settings. mixture: a `Mixture`, in place of keep, preset, bits, size, read_weight, ignore and
+    override."""
 
     format: str = option(
         "auto",
@@ -65,7 +66,18 @@ class SchemeOptions:
         "What --bits and --size count as the cost of a grid: 0 bytes stored, 1 bytes read per "
         "token.",
     )
-    mixture: Any = option(None, "A Mixture, instead of these five.", cli=False)
+    ignore: list[str] | None = option(
+        None,
+        "Modules to leave at 16 bits, by name or as re:EXPRESSION; may be given several times.",
+        metavar="PATTERN",
+    )
+    override: list[str] | dict[str, Any] | None = option(
+        None,
+        "Another grid for modules: 're:.*down_proj$ bits=8', with scheme, bits (4, 8, 16) or "
+        "group_size; may be given several times.",
+        metavar="'PATTERN KEY=VALUE'",
+    )
+    mixture: Any = option(None, "A Mixture, instead of these seven.", cli=False)
     sensitivities: Path | None = option(
         None,
         "For --bits and --size: the sensitivities.json of an earlier run on this model; measured "
@@ -90,10 +102,11 @@ class SchemeOptions:
 class QuantizeOptions(SchemeOptions):
     """Options of `quantize`."""
 
-    calibration: str | Path | None = option(
+    calibration: str | Path | Any | None = option(
         None,
         "A .txt, .jsonl, .json, .csv or .parquet file, or a `datasets` id; the text that the model "
-        "ships, or quantkit's own, by default.",
+        "ships, or quantkit's own, by default. In Python also a list of texts, of lists of "
+        "messages or of records, or a data set.",
     )
     seed: int | None = option(
         None, "Random seed of the choice of calibration documents; the recipe's by default."

@@ -285,7 +285,7 @@ def _numbered(layers: dict[str, float | None]) -> dict[int, float]:
 
 
 def _error_plot(kinds: dict[str, dict[str, float]]) -> str:
-    axes, plot = draw(7.0, 3.2)
+    axes, plot = draw(5.0, 3.4)
     for number, (kind, layers) in enumerate(sorted(kinds.items())):
         points = sorted((int(layer), error) for layer, error in layers.items())
         colour, style = _COLOURS[number % len(_COLOURS)], "-" if number < len(_COLOURS) else "--"
@@ -301,13 +301,13 @@ def _error_plot(kinds: dict[str, dict[str, float]]) -> str:
         )
     axes.set_yscale("log")
     label_axes(axes, "layer", "median output error")
-    axes.legend(fontsize=7, frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    plot.figure.legend(fontsize=8, frameon=False, ncols=3, loc="outside lower center")
     return plot.svg()
 
 
 def _tokens_plot(layers: dict[str, list[int]], starved: int) -> str:
     """Every layer's experts in descending order of tokens."""
-    axes, plot = draw(7.0, 2.6)
+    axes, plot = draw(5.0, 2.6)
     for counts in layers.values():
         axes.plot(
             sorted(counts, reverse=True), color=OURS, alpha=max(0.15, 1 / len(layers)), linewidth=1
@@ -322,7 +322,7 @@ def _tokens_plot(layers: dict[str, list[int]], starved: int) -> str:
 
 def _scale_plot(scales: dict[str, list[float]]) -> str:
     """Smallest to largest s of every group, in the order of the layers."""
-    axes, plot = draw(7.0, 2.6)
+    axes, plot = draw(5.0, 2.6)
     for place, (low, middle, high) in enumerate(scales.values()):
         axes.plot([place, place], [low, high], color=GREY, linewidth=1.2)
         axes.plot([place], [middle], marker="_", color=OURS, markersize=5)
@@ -333,7 +333,7 @@ def _scale_plot(scales: dict[str, list[float]]) -> str:
 
 def curve_plot(allocation: dict[str, Any]) -> str:
     """Predicted KL over the size of the output, with this output marked."""
-    axes, plot = draw(7.0, 2.6)
+    axes, plot = draw(5.0, 2.6)
     scale, unit = byte_unit(max(point["size"] for point in allocation["curve"]))
     points = [
         (point["size"] / scale, point["kl"]) for point in allocation["curve"] if point["kl"] > 0
@@ -369,7 +369,7 @@ def _size_plot(source: dict[str, int], output: dict[str, int]) -> str:
         for part, nbytes in sorted(output.items(), key=lambda item: -item[1])
         if nbytes * 200 > sum(output.values())
     ]
-    axes, plot = draw(7.0, 0.7 + 0.45 * len(parts))
+    axes, plot = draw(5.0, 0.7 + 0.45 * len(parts))
     scale, unit = byte_unit(max([*source.values(), *output.values(), 1]))
     for place, part in enumerate(parts):
         axes.barh(

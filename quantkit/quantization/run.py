@@ -5,6 +5,7 @@ import json
 import math
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,11 +43,19 @@ from quantkit.quantization.bit_allocation import (
     describe_grids,
     read_sensitivities,
 )
-from quantkit.quantization.cost import CALIBRATED_SHARE, expected_seconds, job_work, unit_shares
+from quantkit.quantization.cost import (
+    CALIBRATED_SHARE,
+    expected_seconds,
+    faster_run,
+    job_work,
+    unit_shares,
+)
 from quantkit.quantization.job import NO_MIXTURE, Coverage, Job, JobRequest, open_job, read_request
 from quantkit.quantization.machine import measure_rate
 from quantkit.quantization.memory import Peak, check_memory, expected_peak
 from quantkit.quantization.mixed_precision import Mixture
+from quantkit.quantization.model_card import NAME as CARD
+from quantkit.quantization.model_card import model_card
 from quantkit.quantization.output import Output
 from quantkit.quantization.pruning import FILE_NAME as PRUNING
 from quantkit.quantization.pruning import PrunedExperts, describe_pruning, prune, prune_as
@@ -141,6 +150,14 @@ class QuantizationReport(Result):
             ("report", str(self.out / "report.html")),
         ]
 
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each linear: its error, as in `LinearResult`, and its method."""
+        errors, methods = self.findings.errors, self.findings.methods
+        return [
+            {"module": module, "error": error, "method": methods.get(module)}
+            for module, error in errors.items()
+        ]
+
     def pictures(self) -> list[str]:
         """The error of the hidden states after each layer, with held-out text."""
         layers = {
@@ -164,6 +181,7 @@ def quantize(
     device: str = "auto",
     memory: int | None = None,
     overwrite: bool = False,
+    records: Sequence[Any] | None = None,
     on_event: OnEvent = ignore_event,
 ) -> QuantizationReport:
     """Quantize the checkpoint `source` into the directory `out`.
@@ -171,7 +189,8 @@ def quantize(
     format: a format's command-line name, or "auto" for the scheme's first. engine: write what this
     engine loads, or refuse. mixture: linears that stay as they are, or are on other grids;
     sensitivities: measured for that by an earlier run. recipe.calibration: a file or data set, None
-    for quantkit's own text; not used by schemes without calibration. memory: bytes of host memory
+    for quantkit's own text; not used by schemes without calibration; records: in its place, which
+    it then names. memory: bytes of host memory
     that the run must not exceed. Raises QuantkitError before any long work if the source, the
     recipe, the memory or the target do not fit; a stopped run resumes when it is called again with
     the same arguments, and a complete one returns its report.
@@ -181,7 +200,8 @@ def quantize(
     inputs = [source, *(Path(one) for one in (recipe.calibration, sensitivities) if one)]
     prepare(out, inputs, ranks.rank)
     check_sensitivities_option(sensitivities, mixture)
-    run = _checked(source, read_request(scheme, format, engine, recipe, mixture), engine, memory)
+    request = read_request(scheme, format, engine, recipe, mixture)
+    run = _checked(source, request, engine, memory, records)
     where = select_device(device)
     if run.options is not None:
         run = _with_grids(
@@ -235,9 +255,9 @@ def quantize(
         usage = RunUsage(writer.state_dir / "spent.json", start, run.fingerprint)
         listen: OnEvent = ignore_event
         if ranks.is_main:
-            seconds = _expected_seconds(run, output, writer.state_dir, ranks.size)
+            seconds, faster = _expected_seconds(run, output, writer.state_dir, ranks.size)
             if seconds > _LONG_S and not resumed:
-                on_event(Note(f"about {format_duration(seconds)} on this machine"))
+                on_event(Note(f"about {format_duration(seconds)} on this machine{faster}"))
             listen = usage.listener(_with_expected(on_event, seconds))
         pruned = _pruned(run, output, ranks, listen)
         if ranks.is_main:
@@ -256,6 +276,7 @@ def quantize(
             account = _account(run, output, source, out, engine)
             files = report_files(account, found, job.rows, facts) | _counts_file(run, found)
             files |= {} if pruned is None else {PRUNING: pruned.to_bytes()}
+            files[CARD] = _card(run, account, found, out)
             output.finish(
                 job.request.scheme.weight, files | ({NAME: run.measured} if run.chosen else {})
             )
@@ -263,10 +284,16 @@ def quantize(
     return _report(run, output, out, usage.seconds, usage.peak_memory, found)
 
 
-def _expected_seconds(run: "_Run", output: Output, folder: Path, ranks: int) -> float:
-    stored = sum(sum(parts.values()) for parts in output.bytes_by_part())
-    work = job_work(run.job, run.job.linears, stored, run.tokens or None)
-    return expected_seconds(work, measure_rate(folder, output.source.device)) / ranks
+def _expected_seconds(run: "_Run", output: Output, folder: Path, ranks: int) -> tuple[float, str]:
+    """Of the run, and in words what would be faster on one rank."""
+    stored, tokens = (
+        sum(sum(parts.values()) for parts in output.bytes_by_part()),
+        run.tokens or None,
+    )
+    rate = measure_rate(folder, output.source.device)
+    seconds = expected_seconds(job_work(run.job, run.job.linears, stored, tokens), rate)
+    faster = faster_run(run.job, stored, tokens) if ranks == 1 else None
+    return seconds / ranks, f"; {faster.describe(rate)}" if faster else ""
 
 
 def _with_expected(on_event: OnEvent, seconds: float) -> OnEvent:
@@ -301,14 +328,22 @@ class _Run:
         return self.calibration_tokens + sum(len(s) for s in self.sequences.held_out)
 
 
-def _checked(source: Path, request: JobRequest, engine: str | None, memory: int | None) -> _Run:
+def _checked(
+    source: Path,
+    request: JobRequest,
+    engine: str | None,
+    memory: int | None,
+    records: Sequence[Any] | None,
+) -> _Run:
     """Validate everything before the first weight is read."""
     job, recipe = open_job(request, Checkpoint.open(source)), request.recipe
     options = GridOptions(job) if request.mixture.chooses else None
     peak, batches = expected_peak(job, memory)
     check_memory(job, peak, memory)
     sequences = (
-        _sequences(source, recipe) if job.request.methods or recipe.prune else Sequences([], [])
+        _sequences(source, recipe, records)
+        if job.request.methods or recipe.prune
+        else Sequences([], [])
     )
     name = job.request.format
     own = recipe.model_copy(
@@ -483,6 +518,29 @@ def _account(
     )
 
 
+def _card(run: _Run, account: RunDescription, found: Findings, out: Path) -> bytes:
+    sizes = [
+        format_bytes(sum(part.values())) for part in (account.output_bytes, account.source_bytes)
+    ]
+    facts = [
+        ("scheme", f"{account.scheme}: {run.job.request.scheme.summary}"),
+        ("format", account.format),
+        ("size", f"{sizes[0]}, from {sizes[1]}"),
+        ("quantized", str(run.job.coverage)),
+    ]
+    if account.calibration is not None:
+        tokens = f"{account.calibration_tokens:,} tokens of {account.calibration}"
+        facts.append(("calibration", tokens))
+    if held := found.next_token:
+        kl = f"{held['kl']:.2e} nats a token, on {int(held['tokens']):,} tokens held out"
+        facts += [
+            ("KL to the source", kl),
+            ("same likeliest token", f"{held['top1_agree']:.1%} of them"),
+        ]
+    grids = list(dict.fromkeys(run.job.grids.values()))
+    return model_card(run.job.checkpoint, out, account.format, grids, facts, account.command)
+
+
 def _counts_file(run: _Run, found: Findings) -> dict[str, bytes]:
     """Expert token counts of the calibration text, for `place`; empty without them."""
     if not found.expert_tokens:
@@ -500,7 +558,7 @@ def _calibrated_on(recipe: Recipe) -> str:
     return OWN_TEXT if recipe.calibration is None else Path(recipe.calibration).name
 
 
-def _sequences(source: Path, recipe: Recipe) -> Sequences:
+def _sequences(source: Path, recipe: Recipe, records: Sequence[Any] | None) -> Sequences:
     tokenizer = ChatTokenizer(source)
     return load_sequences(
         recipe.calibration,
@@ -509,6 +567,7 @@ def _sequences(source: Path, recipe: Recipe) -> Sequences:
         held_out=recipe.held_out,
         seq_len=recipe.seq_len,
         seed=recipe.seed,
+        records=records,
     )
 
 

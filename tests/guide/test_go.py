@@ -15,7 +15,6 @@ import pytest
 import r1_headers
 from commands import Answer, typed
 
-from quantkit.calibrate.recipe import load_recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.common.errors import QuantkitError
@@ -25,13 +24,13 @@ from quantkit.guide import job as job_module
 from quantkit.guide.proposal import (
     ENGINES,
     QUANTKIT,
-    Wanted,
     candidates,
     choose_candidate,
     expected_losses,
 )
 from quantkit.guide.record import Record
 from quantkit.planning.devices import Devices, find_devices
+from quantkit.planning.options import PlanOptions
 
 GIB = 2**30
 
@@ -73,12 +72,13 @@ def test_bad_devices_are_one_line_with_a_remedy(text: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def proposed(path: Path, devices: str, **asked: Any) -> tuple[str, str, int]:
+def proposed(
+    path: Path, devices: str, scheme: str | None = None, **options: Any
+) -> tuple[str, str, int]:
     """scheme, engine, devices"""
     box = find_devices(devices)
-    chosen, _ = choose_candidate(
-        candidates(Checkpoint.open(path), box, Wanted(load_recipe, **asked)), box
-    )
+    found = candidates(Checkpoint.open(path), box, PlanOptions(**options), scheme)
+    chosen, _ = choose_candidate(found, box)
     return chosen.scheme, chosen.engine, chosen.devices
 
 
@@ -104,7 +104,7 @@ def test_a_box_of_each_kind(r1: Path) -> None:
 
 def test_eight_bits_that_do_not_fit_are_passed_over(r1: Path) -> None:
     """On devices between what int8 and what the next scheme needs."""
-    checkpoint, wanted = Checkpoint.open(r1), Wanted(load_recipe, context=128)
+    checkpoint, wanted = Checkpoint.open(r1), PlanOptions(context=128)
     roomy = {
         one.scheme: one.plan
         for one in candidates(
@@ -121,6 +121,26 @@ def test_eight_bits_that_do_not_fit_are_passed_over(r1: Path) -> None:
     chosen, why = choose_candidate(candidates(checkpoint, box, wanted), box)
     assert chosen.scheme == "awq-w4a16"
     assert "int8-a8w8c16 would not fit" in why
+
+
+def test_a_processor_gets_int4_unless_the_model_is_small(r1: Path, tiny_checkpoint: Path) -> None:
+    roomy = Devices(1, 512 * GIB, device="cpu", name="a processor")
+    for path, claimed in ((r1, True), (tiny_checkpoint, False)):
+        found = candidates(Checkpoint.open(path), roomy, PlanOptions())
+        chosen, why = choose_candidate(found, roomy)
+        assert chosen.scheme == "awq-w4a16"
+        assert ("--scheme takes another" in why) == claimed
+    small = [one for one in found if one.plan and one.scheme in ("awq-w4a16", "rtn-w4a16")][::-1]
+    chosen, why = choose_candidate(small, roomy)
+    assert chosen.scheme == "rtn-w4a16"
+    assert "INT4 below 67 M parameters may lose more" in why
+    losses = expected_losses()
+    assert "SmolLM2" in losses.describe("awq-w4a16", 200_000_000)
+    assert (
+        losses.describe("awq-w4a16", 8_000_000_000)
+        == losses.describe("rtn-w4a16", 135_000_000)
+        == ""
+    )
 
 
 def test_a_model_that_fits_nowhere_says_what_it_needs(r1: Path) -> None:
@@ -149,7 +169,7 @@ def test_engines_have_launches_and_schemes_have_expected_losses(tiny_checkpoint:
             if engine != QUANTKIT:
                 with pytest.raises(QuantkitError, match=r"no layout|has no"):
                     deploy(tiny_checkpoint, engine, layout="none", device=device)
-    assert expected_losses().keys() == SCHEMES.keys()
+    assert set(expected_losses().order) == SCHEMES.keys()
 
 
 # --- the job
@@ -323,7 +343,24 @@ def test_it_asks(tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("builtins.input", lambda: "n")
     asked = "--calibration text.jsonl --out out --devices cpu --samples 4 --seq-len 48"
     said = typed(f"go {tiny_checkpoint} {asked}")
-    assert said.code == 1
-    assert "loss to expect" in said.err
-    assert "error: not begun" in said.err
+    assert said.code == 0
+    assert "within a factor of 2" in said.err
+    assert "not begun" in said.err
+    assert not (here / "out").exists()
+
+
+def test_a_proposal_without_a_terminal_takes_the_options_of_quantize(
+    tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
+    asked = (
+        f"go {tiny_checkpoint} --out out --devices cpu --calibration text.jsonl --dry-run --json"
+    )
+    before = typed(asked).json
+    assert (before["scheme"], before["engine"]) == ("awq-w4a16", "quantkit")
+    assert {"int8-a8w8c16", "rtn-w4a16"} <= before["others"].keys()
+    mixed = typed(f"{asked} --keep attention --group-size 64 --format compressed-tensors").json
+    assert mixed["scheme"] == "awq-w4a16"
+    assert mixed["plan"]["format"] == "compressed-tensors"
+    assert mixed["others"] == {}
     assert not (here / "out").exists()

@@ -234,6 +234,20 @@ def test_a_bf16_source_keeps_bf16(dense: Path, text: str, tmp_path: Path) -> Non
         ),
         (["--keep", "mlp,"], "--keep '' is not a kind"),
         (
+            ["--ignore", "model.layers.0.self_attn.o_prj"],
+            "near are model.layers.N.self_attn.o_proj",
+        ),
+        (["--ignore", "re:.*("], "no regular expression"),
+        (["--override", "re:.*o_proj$ bits=3"], "makes no sense; write 'PATTERN scheme=NAME'"),
+        (["--override", "re:.*o_proj$ groups=3"], "{'groups': '3'}; write"),
+        (["--override", "re:.*o_proj$ bits"], "'bits' in an override is no KEY=VALUE"),
+        (["--override", "re:.*norm.* bits=8"], "matches no module"),
+        (["--override", "lm_head bits=8"], "what it matches is not quantized"),
+        (["--override", "re:.*gate_proj$ bits=8"], "are run as one operator"),
+        (["--override", "re:.*o_proj$ bits=8", "--bits", "4.5"], "choose every grid"),
+        (["--override", "re:.*o_proj$ bits=8", "--format", "awq"], "does not hold several grids"),
+        (["--override", "re:.*o_proj$ scheme=int3"], "scheme 'int3' is not known"),
+        (
             ["--preset", "attention-only"],
             "preset 'attention-only' is not known; choose one of experts-only, int8-attention",
         ),
@@ -249,6 +263,41 @@ def test_what_cannot_be_meant_is_told_in_a_line(fp8: Path, asked: list[str], tol
     assert answer.code == (2 if "is not known" in told else 1)
     assert told in answer.err
     assert len(answer.err.strip().splitlines()) == 1
+
+
+def test_patterns_keep_linears_or_put_them_on_other_grids(
+    fp8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command line; the recipe of the same patterns is the same run."""
+    patterns = {"re:.*o_proj$": {"bits": 8}, "re:.*shared_experts.*": {"group_size": 32}}
+    given = ["--ignore", "re:.*\\.kv_b_proj$"]
+    for pattern, values in patterns.items():
+        given += ["--override", f"{pattern} {' '.join(f'{k}={v}' for k, v in values.items())}"]
+    out = tmp_path / "out"
+    answer = command("quantize", str(fp8), "--scheme", "rtn-w4a16", "--out", str(out), *given)
+    assert answer.code == 0, answer
+    written = Checkpoint.open(out)
+    for row in read_model(written).rows:
+        if row.role == "linear":
+            linear = written.linears.get(row.module)
+            if row.projection == "kv_b_proj":
+                assert linear is None
+            elif row.projection == "o_proj":
+                assert linear.grid == INT8
+            else:
+                assert linear.grid.bits == 4, row.module
+                assert (linear.grid.group_size == 32) == (row.block == "shared_expert"), row.module
+    command_line = json.loads((out / "report.json").read_text())["command"]
+    assert "--override 're:.*o_proj$ bits=8'" in command_line
+    (tmp_path / "recipe.yaml").write_text(
+        json.dumps(
+            {"scheme": "rtn-w4a16", "methods": [], "ignore": given[1:2], "override": patterns}
+        )
+    )
+    again = command(
+        "quantize", str(fp8), "--recipe", str(tmp_path / "recipe.yaml"), "--out", str(out)
+    )
+    assert "done already" in again.err, again
 
 
 def test_a_model_without_the_kind_says_what_it_has(tmp_path: Path) -> None:

@@ -75,6 +75,10 @@ class Quality(Result):
         found |= {"layer_errors": self.layer_errors} if self.layer_errors else {}
         return found | ({"greedy": self.greedy.to_json()} if self.greedy else {})
 
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each layer."""
+        return [{"layer": layer, "error": error} for layer, error in enumerate(self.layer_errors)]
+
     @property
     def heading(self) -> str:
         return "next tokens" if self.kl is None else "next tokens, compared with the baseline"
@@ -106,10 +110,11 @@ class Quality(Result):
             rows.append(("greedy paths part after", paths))
         if self.expert_agree is not None:
             rows.append(("same experts", f"{self.expert_agree:.2%}"))
-        return rows + [
-            (f"  error after layer {number}", f"{error:.2e}")
-            for number, error in enumerate(self.layer_errors)
-        ]
+        if self.layer_errors:
+            last, most = self.layer_errors[-1], max(self.layer_errors)
+            text = f"{last:.2e} after the last, {most:.2e} after {self.layer_errors.index(most)}"
+            rows.append(("error after layers", text))
+        return rows
 
     def pictures(self) -> list[str]:
         """The error after each layer."""

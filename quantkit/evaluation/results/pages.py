@@ -46,7 +46,7 @@ def _bar(axes: Any, low: float, high: float, place: int, colour: str, width: int
 def accuracy_plot(rows: Sequence[tuple[str, float, float, float, bool]]) -> str:
     """Accuracies with intervals: (label, share, low, high, is ours); low == high for published
     scores."""
-    axes, figure = draw(7.0, 0.6 + 0.34 * len(rows))
+    axes, figure = draw(5.0, 0.6 + 0.34 * len(rows))
     for place, (_label, share, low, high, ours) in enumerate(rows):
         colour = OURS if ours else GREY
         _bar(axes, low, high, place, colour, 3)
@@ -60,7 +60,7 @@ def accuracy_plot(rows: Sequence[tuple[str, float, float, float, bool]]) -> str:
 
 def tokens_plot(right: Sequence[int], wrong: Sequence[int], limit: int | None) -> str:
     """Histogram of reply lengths in tokens, of right and wrong replies."""
-    axes, figure = draw(7.0, 2.2)
+    axes, figure = draw(5.0, 2.2)
     top = max([*right, *wrong, 1])
     edges = [top * i / 30 for i in range(31)]
     axes.hist(
@@ -81,7 +81,7 @@ def tokens_plot(right: Sequence[int], wrong: Sequence[int], limit: int | None) -
 
 def difference_plot(comparison: Comparison) -> str:
     """The paired difference with its interval, zero, and the margin."""
-    axes, figure = draw(7.0, 1.1)
+    axes, figure = draw(5.0, 1.1)
     _bar(axes, comparison.low, comparison.high, 0, OURS, 4)
     axes.plot([100 * comparison.difference], [0], marker="o", color=OURS)
     axes.axvline(0, color="black", linewidth=1)
@@ -96,7 +96,7 @@ def difference_plot(comparison: Comparison) -> str:
 
 def differences_plot(comparisons: Sequence[tuple[str, Comparison]]) -> str:
     """Paired differences of several runs from one baseline, with intervals: (label, comparison)."""
-    axes, figure = draw(7.0, 0.6 + 0.34 * len(comparisons))
+    axes, figure = draw(5.0, 0.6 + 0.34 * len(comparisons))
     for place, (_label, one) in enumerate(comparisons):
         _bar(axes, one.low, one.high, place, OURS, 3)
         axes.plot([100 * one.difference], [place], marker="o", color=OURS)

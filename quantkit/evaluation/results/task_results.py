@@ -353,6 +353,15 @@ class EvalResults(Result):
             "results": {name: task.to_json() for name, task in self.tasks.items()},
         }
 
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each task: the figures of its JSON that are one value."""
+        figures = {name: task.to_json() for name, task in self.tasks.items()}
+        return [
+            {"task": name}
+            | {key: value for key, value in one.items() if not isinstance(value, dict | list)}
+            for name, one in figures.items()
+        ]
+
     @property
     def faults(self) -> list[str]:
         """Why tasks have no verdict; empty for a complete run."""

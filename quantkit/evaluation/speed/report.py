@@ -41,7 +41,7 @@ def write_report(out: Path, result: dict[str, Any]) -> None:
 def _curves(rows: list[dict[str, Any]], key: str, label: str) -> str:
     """One line per input length, over concurrency or the arrival rate."""
     across = "concurrency" if rows[0]["offered_rate"] is None else "offered_rate"
-    axes, figure = plots.draw(7.0, 2.6)
+    axes, figure = plots.draw(5.0, 2.6)
     for input_len in sorted({row["input_len"] for row in rows}):
         points = [
             (row[across], row[key])

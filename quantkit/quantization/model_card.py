@@ -1,0 +1,66 @@
+"""README.md next to an output: what it was made from and how, what it lost, how to serve and to
+upload it, as the Hugging Face Hub shows it."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from quantkit import __version__
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.engines.check import check_model
+from quantkit.engines.profiles import engine_names, find_engine
+from quantkit.grids.base import Grid
+
+NAME = "README.md"
+_LAUNCHES = {
+    "vllm": "vllm serve {name}",
+    "sglang": "python -m sglang.launch_server --model-path {name}",
+    "vllm-ascend": "vllm serve {name} --quantization ascend",
+}
+
+
+def base_model(source: Path) -> str:
+    """The hub's id of a model in its cache, else the name of the folder."""
+    found = re.search(r"models--([^/]+?)--([^/]+)/snapshots/", f"{source.absolute()}/")
+    return f"{found[1]}/{found[2]}" if found else source.absolute().name
+
+
+def model_card(
+    source: Checkpoint,
+    out: Path,
+    format: str,
+    grids: Sequence[Grid],
+    facts: Sequence[tuple[str, str]],
+    command: str,
+) -> bytes:
+    """grids: those of the output, none for unquantized weights. facts: names and values of a table.
+    command: as typed; the folders in it are shown by their names."""
+    base, name = base_model(source.path), out.name
+    head = ["tags: [quantkit]", *([f"base_model: {base}"] if "/" in base else [])]
+    head += ["base_model_relation: quantized"] if "/" in base and grids else []
+    for folder, shown in ((str(out), name), (str(source.path), base)):
+        command = command.replace(folder, shown)
+    serving = [_LAUNCHES[engine].format(name=name) for engine in _engines(source, format, grids)]
+    text = [
+        *("---", *head, "---", f"# {name}", ""),
+        f"{base}, written by quantkit {__version__}.",
+        *("", "| | |", "|---|---|"),
+        *(f"| {key} | {value.replace('|', chr(92) + '|')} |" for key, value in facts),
+        *("", "Made by:", "", "```", command, "```"),
+        *("", "Serve it:", "", "```", *serving, f"quantkit serve {name}", "```"),
+        *("", "Upload it:", "", "```", f"hf upload USER/{name} {name}", "```", ""),
+    ]
+    return "\n".join(text).encode()
+
+
+def _engines(source: Checkpoint, format: str, grids: Sequence[Grid]) -> list[str]:
+    """Engines that load this format with these grids, and the model."""
+    names = {grid.engine_name for grid in grids}
+    found = []
+    for engine in filter(_LAUNCHES.__contains__, engine_names()):
+        profile = find_engine(engine)
+        rules = profile.mixtures if len(names) > 1 else profile.loads
+        held = any(rule.format == format and names <= set(rule.grids) for rule in rules)
+        if (held or not names) and not check_model(profile, source, format):
+            found.append(engine)
+    return found
