@@ -5,8 +5,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from quantkit.checkpoint.manifest import MANIFEST
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.devices import dtype_name
+from quantkit.common.model_files import LARGEST, is_there, read_json
 from quantkit.common.result import Result
 from quantkit.common.sizes import format_bytes
 from quantkit.engines.check import LoadProblem
@@ -120,7 +122,7 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         else None,
         format=checkpoint.format.name,
         variant=checkpoint.format.variant,
-        scheme=checkpoint.scheme.name if checkpoint.scheme else None,
+        scheme=_own_scheme(checkpoint) or (checkpoint.scheme.name if checkpoint.scheme else None),
         tensors=len(tensors),
         bytes=sum(by_dtype.values()),
         shards=len({tensor.shard for tensor in tensors}),
@@ -129,6 +131,15 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         bytes_by_dtype=dict(by_dtype.most_common()),
         **_against_table(checkpoint),
     )
+
+
+def _own_scheme(checkpoint: Checkpoint) -> str | None:
+    """As report.json of quantkit's own output says; tensors do not show the methods."""
+    path = checkpoint.path / "report.json"
+    if not checkpoint.has_weights or not is_there(checkpoint.path / MANIFEST) or not is_there(path):
+        return None
+    scheme = read_json(path, LARGEST).get("scheme")
+    return scheme if isinstance(scheme, str) else None
 
 
 def _against_table(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -143,7 +143,10 @@ def faster_run(job: Job, transferred: int, tokens: int | None = None) -> Faster 
     recipe, quick = job.request.recipe, f"{job.request.scheme.name}-quick"
     if not job.request.methods or recipe.samples < 8:
         return None
-    option, given = f"--samples {recipe.samples // 4}", {"samples": recipe.samples // 4}
+    option, given = (
+        f"--samples {recipe.samples // 4}",
+        dict[str, object](samples=recipe.samples // 4),
+    )
     if find_yaml(quick, "recipes") is not None:
         methods = load_recipe(quick).methods
         if methods is not None and set(methods) < set(job.request.methods):

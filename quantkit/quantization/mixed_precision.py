@@ -125,7 +125,9 @@ class Mixture:
             "--size": self.size and f"{self.size / 10**6}MB",
             "--read-weight": self.read_weight,
         }
-        pairs = [(option, value) for option, value in given.items() if value]
+        pairs: list[tuple[str, object]] = [
+            (option, value) for option, value in given.items() if value
+        ]
         pairs += [("--ignore", pattern) for pattern in self.ignore]
         pairs += [("--override", one) for one in self.override]
         return [text for option, value in pairs for text in (option, str(value))]

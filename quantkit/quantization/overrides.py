@@ -144,12 +144,12 @@ def overridden_grids(
     for group in linear_groups(row for row in rows if row.module in grids):
         own = {found.get(module) for module in group.modules}
         if len(own) > 1:
-            one, other = (
+            first, other = (
                 next(module for module in group.modules if found.get(module) == grid)
                 for grid in list(own)[:2]
             )
             raise QuantkitError(
-                f"{one} and {other} are run as one operator and would have several grids",
+                f"{first} and {other} are run as one operator and would have several grids",
                 "let the pattern match both or neither",
             )
     return found
