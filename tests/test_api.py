@@ -196,9 +196,8 @@ def test_an_old_name_works_and_warns(old: str, new: str) -> None:
         {"prune": "150%"},
         {"samples": "many"},
         {"samples": 2.5},
-        {"device": 3},
+        {"keep": 3},
         {"ignore": "lm_head"},
-        {"overwrite": 1},
     ],
 )
 def test_values_that_no_recipe_can_have_are_named(
