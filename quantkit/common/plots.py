@@ -85,7 +85,7 @@ def layer_plot(layers: Mapping[int, float], title: str, *, log: bool) -> str:
     """One value per layer, as SVG; an empty string if there are none."""
     if not layers:
         return ""
-    axes, plot = draw(5.0, 2.0)
+    axes, plot = draw(5.0, 2.6)
     numbers = sorted(layers)
     axes.plot(numbers, [layers[number] for number in numbers], marker="o", markersize=3, color=OURS)
     if log and any(layers.values()):

@@ -69,7 +69,7 @@ class Diagnosis:
         """What was looked at, a line each."""
         survey = self.examined.survey
         found = {
-            "headers": f"{len(survey.names):,} tensors by name, shape and dtype against the model's "
+            "headers": f"{len(survey.tensors):,} tensors by name, shape and dtype against the model's "
             "table; config.json, its quantization, the index, the tokenizer and chat template",
             "tensors": f"{survey.nbytes / 1e9:.2f} GB of codes, scales and zero points",
             "behaviour": "each layer's output and the next tokens, computed by both models",
