@@ -82,6 +82,51 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
     assert needed - found.keys() == FOR_LIBRARIES
 
 
+def remedies() -> set[str]:
+    """What the packages say to install: the words after `pip install` in their texts."""
+    texts = [
+        node.value
+        for folder in PACKAGES.values()
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    commands = [
+        found[1]
+        for text in texts
+        for found in re.finditer(r"pip install ([\w. -]+?)(?:,| on |$)", text)
+    ]
+    return {word for line in commands for word in line.split() if not word.startswith("-")}
+
+
+def test_remedies_can_be_run_as_printed() -> None:
+    """Each names a dependency, or a part of torch, and the index has it for a fresh environment."""
+    found = remedies()
+    assert len(found) > 5
+    assert found <= declared(PROJECT["dependencies"]) | MACHINE, found
+    install = "-m pip install --quiet --dry-run --no-deps --ignore-installed"
+    done = subprocess.run(
+        [sys.executable, *install.split(), *sorted(found - MACHINE)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_dockerfile_is_of_files_that_are_there() -> None:
+    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    stages: list[str] = []
+    for words in (line.split() for line in lines if line[:1].isupper()):
+        if words[0] == "FROM":
+            assert words[1] in stages or ":" in words[1], words
+            stages.append(words[3])
+        if words[0] == "COPY" and words[1].startswith("--from="):
+            assert words[1].removeprefix("--from=") in stages
+    assert stages[-2:] == ["cuda", "cpu"]
+    assert [line for line in lines if line.startswith("USER")] == ["USER 10001"]
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    needed = {"quantkit", "kernels", "recipes", "eval", "tools", "pyproject.toml", "README.md"}
+    assert not needed & set(ignored)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The sdist, and the wheel, by the end of their names."""

@@ -73,7 +73,7 @@ class SchemeOptions:
     )
     override: list[str] | dict[str, Any] | None = option(
         None,
-        "Another grid for modules: 're:.*down_proj$ bits=8', with scheme, bits (4, 8, 16) or "
+        "Another grid for modules: 'PATTERN bits=8', with scheme, bits (4, 8, 16) or "
         "group_size; may be given several times.",
         metavar="'PATTERN KEY=VALUE'",
     )
