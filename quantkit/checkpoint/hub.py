@@ -295,4 +295,6 @@ def _hub_errors(name: str, remedy: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise QuantkitError(f"hub model {name} cannot be had: {reason}", remedy) from error
+        raise QuantkitError(
+            f"cannot download {name} from Hugging Face: {reason}", remedy
+        ) from error

@@ -82,8 +82,8 @@ def convert(
     ] = False,
     json_: AsJson = False,
 ) -> None:
-    """Convert between formats without recalibration, or to unquantized weights; says what was lost.
-    Resumes as quantize does."""
+    """Convert between formats without recalibration, or to unquantized weights; reports every
+    difference. Resumes as quantize does."""
     from quantkit import api
 
     if (format_ is None) == (dtype is None):

@@ -89,7 +89,7 @@ class Inspection(Result):
             names = getattr(self, key)
             rows.append(
                 (
-                    key,
+                    "wrong shape" if key == "misshapen" else key,
                     "not checked: unknown architecture"
                     if names is None
                     else f"{len(names)} {', '.join(names[:3])}".strip(),

@@ -63,8 +63,8 @@ class SchemeOptions:
     size: str | None = option(None, "Same as --bits, by bytes of the output, such as 380GB.")
     read_weight: float = option(
         0.0,
-        "What --bits and --size count as the cost of a grid: 0 bytes stored, 1 bytes read per "
-        "token.",
+        "For --bits and --size: weigh memory traffic instead of size, from 0 (bytes stored) to 1 "
+        "(bytes read per token).",
     )
     ignore: list[str] | None = option(
         None,

@@ -168,7 +168,7 @@ def test_half_a_download_is_not_taken_for_a_model(hub: hub_server.Hub) -> None:
 
 
 def test_a_model_that_the_hub_does_not_have(hub: hub_server.Hub) -> None:
-    with pytest.raises(QuantkitError, match="hub model org/other cannot be had"):
+    with pytest.raises(QuantkitError, match="cannot download org/other from Hugging Face"):
         open_headers("org/other")
 
 

@@ -232,7 +232,7 @@ def test_two_models_in_the_browser(url: str) -> None:
         assert page.value(TOKENS) == [[*CHAIN[1:], end], [*OTHER[1:], end]]
         assert (
             page.value("document.getElementById('status').textContent")
-            == "the greedy paths part at token 3"
+            == "the greedy outputs diverge at token 3"
         )
         marked = "[...document.querySelectorAll('.parted')].map(one => one.textContent)"
         assert page.value(marked) == [CHAIN[3], OTHER[3]]

@@ -107,7 +107,7 @@ class Quality(Result):
                 f"{self.greedy.tokens_until_apart:g} tokens (median), {self.greedy.same:.1%} "
                 f"of {self.greedy.prompts} never"
             )
-            rows.append(("greedy paths part after", paths))
+            rows.append(("greedy outputs diverge after", paths))
         if self.expert_agree is not None:
             rows.append(("same experts", f"{self.expert_agree:.2%}"))
         if self.layer_errors:

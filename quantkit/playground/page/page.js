@@ -58,12 +58,12 @@ function showTokens(side, tokens) {
     shown.style.setProperty("--heat", heat(token).toFixed(3));
     shown.dataset.place = place;
     if (place === state.parted) {
-      side.answer.append(element("span", "mark", "paths part"));
+      side.answer.append(element("span", "mark", "outputs diverge"));
       shown.classList.add("parted");
     }
     side.answer.append(shown);
   });
-  if (state.parted === tokens.length) side.answer.append(element("span", "mark", "paths part"));
+  if (state.parted === tokens.length) side.answer.append(element("span", "mark", "outputs diverge"));
   const choose = (event) => {
     const place = event.target.dataset ? event.target.dataset.place : undefined;
     if (place === undefined) return;
@@ -170,7 +170,7 @@ async function play() {
     if (!answer.ok) throw new Error((await answer.json()).error);
     await lines(answer.body);
     const same = state.names.length === 2 && state.parted === undefined;
-    tell(same ? "both wrote the same" : state.parted === undefined ? "" : `the greedy paths part at token ${state.parted + 1}`);
+    tell(same ? "both wrote the same" : state.parted === undefined ? "" : `the greedy outputs diverge at token ${state.parted + 1}`);
   } catch (fault) {
     if (fault.name === "AbortError") tell("stopped");
     else tell(fault.message, true);
