@@ -88,7 +88,9 @@ def convert(
 
     if (format_ is None) == (dtype is None):
         raise typer.BadParameter(
-            "give this or --dtype bf16 for unquantized weights, and not both", param_hint="--format"
+            "give one, or --dtype bf16 for unquantized weights"
+            + (", not both" if format_ is not None else ""),
+            param_hint="--format",
         )
     with stoppable(), bars.bytes_bar() as bar:
         listen = bars.listener(bar, "converting")
