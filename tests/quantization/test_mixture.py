@@ -289,7 +289,7 @@ def test_patterns_keep_linears_or_put_them_on_other_grids(fp8: Path, tmp_path: P
     assert "--override 're:.*o_proj$ bits=8'" in command_line
     (tmp_path / "recipe.yaml").write_text(
         json.dumps(
-            {"scheme": "rtn-w4a16", "methods": [], "ignore": given[1:2], "override": patterns}
+            {"scheme": "rtn-w4a16", "fit_points": 1, "ignore": given[1:2], "override": patterns}
         )
     )
     again = command(
