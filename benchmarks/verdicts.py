@@ -375,7 +375,16 @@ def sequential(runs: int) -> Written:
                 for place in (0, 1)
             ]
             tokens = round(100 * float(np.mean([one[2] for one in found])))
-            rows.append([n, 100 * margin, 100 * loss * margin, stored or "asked", *shares, tokens])
+            rows.append(
+                [
+                    n,
+                    round(100 * margin, 2),
+                    round(100 * loss * margin, 2),
+                    stored or "asked",
+                    *shares,
+                    tokens,
+                ]
+            )
             print(rows[-1], flush=True)
     columns: Columns = [
         *("problems", ("margin", "points"), ("loss on these problems", "points")),

@@ -3,11 +3,12 @@ right, all others wrong.
 
 Where QUANTKIT_DATA names a folder with the data sets (docs/evaluation.md says which files), all rows
 are taken and their number is that of the set; else the sample in rows/ is, whose AIME rows have no
-statement. `pytest -s` prints the number of rows of each task.
+statement. The number of rows of each task is printed.
 """
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +29,7 @@ Reply = tuple[str, bool]
 """What was replied, and whether it is right."""
 
 
-def read(name: str) -> list[Problem]:
+def read(name: str, capfd: pytest.CaptureFixture[str]) -> list[Problem]:
     """All problems of a task; of the data set where it is there, all of its rows."""
     task = find_task(name)
     folder = Path(DATA or SAMPLE)
@@ -39,7 +40,8 @@ def read(name: str) -> list[Problem]:
         find_grader(setting.grader),
         read_rows(name, task.data, folder).rows,
     )
-    print(f"{name}: {len(found)} rows of {task.data.rows}")
+    with capfd.disabled():
+        print(f"\n{name}: {len(found)} rows of {task.data.rows}", file=sys.stderr)
     assert DATA is None or len(found) == task.data.rows
     return found
 
@@ -150,17 +152,17 @@ def misread(
 
 
 @pytest.mark.parametrize(("name", "total"), [("aime24", 8762), ("aime25", 8344), ("gsm8k", None)])
-def test_numbers(name: str, total: int | None) -> None:
-    found = read(name)
+def test_numbers(name: str, total: int | None, capfd: pytest.CaptureFixture[str]) -> None:
+    found = read(name, capfd)
     assert DATA is None or total is None or sum(int(one.gold) for one in found) == total
     assert misread(name, number_replies, found) == []
 
 
-def test_choices() -> None:
-    assert misread("mmlu_pro", choice_replies, read("mmlu_pro")) == []
+def test_choices(capfd: pytest.CaptureFixture[str]) -> None:
+    assert misread("mmlu_pro", choice_replies, read("mmlu_pro", capfd)) == []
 
 
-def test_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sandbox, "run_tests", functools.cache(sandbox.run_tests))
     rows = read_rows("humaneval", find_task("humaneval").data, Path(DATA or SAMPLE)).rows
     solutions: dict[str, str] = {row["task_id"]: row["canonical_solution"] for row in rows}
@@ -168,4 +170,4 @@ def test_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     def replies(problem: Problem) -> Iterator[Reply]:
         return program_replies(problem, solutions[problem.id])
 
-    assert misread("humaneval", replies, read("humaneval")) == []
+    assert misread("humaneval", replies, read("humaneval", capfd)) == []

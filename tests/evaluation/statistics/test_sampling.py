@@ -14,7 +14,7 @@ from quantkit.evaluation.statistics.power import POWER
 
 @pytest.mark.parametrize("loss", [0.0, 0.065])
 def test_a_sequential_plan_errs_as_fixed_repeats_do_and_takes_fewer_tokens(loss: float) -> None:
-    runs = [verdicts.sequential_run(seed, 30, 0.8, 2.5, loss, 0.065) for seed in range(60)]
+    runs = [verdicts.sequential_run(seed, 30, 0.8, 2.5, loss, 0.065) for seed in range(40)]
     fixed, staged = (Counter(one[place] for one in runs) for place in (0, 1))
     right, wrong = ("lost", "held") if loss else ("held", "lost")
     assert max(fixed[wrong], staged[wrong]) <= 0.08 * len(runs)
@@ -24,7 +24,7 @@ def test_a_sequential_plan_errs_as_fixed_repeats_do_and_takes_fewer_tokens(loss:
 
 def test_a_stored_baseline_of_many_repeats_leaves_little_to_ask() -> None:
     runs = [
-        verdicts.sequential_run(seed, 30, 0.8, 2.5, 0.0, 0.065, stored=64) for seed in range(30)
+        verdicts.sequential_run(seed, 30, 0.8, 2.5, 0.0, 0.065, stored=64) for seed in range(20)
     ]
     assert np.mean([one[2] for one in runs]) < 0.5
 
