@@ -1,8 +1,8 @@
 """What is predicted for Ascend on paper: DeepSeek-R1 on the layouts of many boxes next to published
 rates, and what fewer launches buy.
 
-    python benchmarks/predictions.py layouts       # writes benchmarks/results/clusters.json, a table of docs/ascend.md
-    python benchmarks/predictions.py steps         # the rows of docs/ascend.md's table: DeepSeek-R1 on eight 910B1
+    python benchmarks/predictions.py layouts       # writes benchmarks/results/clusters.json, a table of docs/lab/ascend.md
+    python benchmarks/predictions.py steps         # the rows of docs/lab/ascend.md's table: DeepSeek-R1 on eight 910B1
 
 Nothing is measured: layouts and rates are those of recipes/deploy/vllm-ascend.yaml, machines and
 ways to run a captured step those of recipes/hardware. Launches are counted on the doubles of

@@ -4,24 +4,30 @@ to be sent back.
     make acceptance-npu                                    # the built-in model
     python tools/acceptance_npu.py --model R1-awq --tp 8   # and the speeds of a checkpoint, beside what was published
 
-Every step is a process with a time limit of its own, and the next one runs whatever became of it:
-its reply lies in NAME.json, what it told in NAME.log, and summary.json and summary.md say how each
-ended. The time limits add up to 30 minutes.
+Every step is a process group with a time limit of its own, and the next one runs whatever became of
+it: its reply lies in NAME.json, what it told in NAME.log as it goes, and summary.json and summary.md
+say how each ended. After every step the folder is archived, so that what was interrupted can be sent
+too. The time limits add up to 30 minutes.
 """
 
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 QUANTKIT = (sys.executable, "-m", "quantkit")
 PROMPT = "What is 12 + 7?"
+SCHEMA = 1
+"""Of summary.json."""
 GUIDE = (
     "What a step printed lies in its name with .json or .txt, what it told besides in .log: "
     "`machine` has versions and free memory",
@@ -67,50 +73,30 @@ def steps(
         AcceptanceStep("machine", (*python, __file__, "--facts", device), 90),
         AcceptanceStep("npu-smi", ("npu-smi", "info"), 20, is_json=False),
         AcceptanceStep("packages", (sys.executable, "-m", "pip", "freeze"), 20, is_json=False),
+        AcceptanceStep("tokens", (*program, *greedy, *on), 120),
+        AcceptanceStep("operators", (*program, "kernels", "--check", *on, "--json"), 590),
+        AcceptanceStep(
+            "tokens-on-cpu", (*program, *greedy, "--device", "cpu", "--backend", "reference"), 60
+        ),
+    ]
+    tiny = ("--input-len", "128", "--concurrency", "1,8", *speeds)
+    if model is not None:
+        grid = (
+            *("--input-len", "128,1024", "--concurrency", "1,8,32", "--output-len", "128"),
+            *("--requests", "1", "--warmup", "1", "--json"),
+        )
+        found.append(
+            AcceptanceStep("speeds", (*program, "bench", model, *on, "--tp", str(tp), *grid), 660)
+        )
+    found += [
+        AcceptanceStep("speeds-of-tiny-r1", (*program, "bench", "tiny-r1", *on, *tiny), 110),
         AcceptanceStep(
             "ascendc",
             ("make", "-C", str(Path(__file__).parents[1]), "ascendc", f"PYTHON={sys.executable}"),
             120,
             is_json=False,
         ),
-        AcceptanceStep("operators", (*program, "kernels", "--check", *on, "--json"), 590),
-        AcceptanceStep("tokens", (*program, *greedy, *on), 120),
-        AcceptanceStep(
-            "tokens-on-cpu", (*program, *greedy, "--device", "cpu", "--backend", "reference"), 60
-        ),
-        AcceptanceStep(
-            "speeds-of-tiny-r1",
-            (
-                *program,
-                "bench",
-                "tiny-r1",
-                *on,
-                "--input-len",
-                "128",
-                "--concurrency",
-                "1,8",
-                *speeds,
-            ),
-            120,
-        ),
     ]
-    if model is not None:
-        grid = (
-            "--input-len",
-            "128,1024",
-            "--concurrency",
-            "1,8,32",
-            "--output-len",
-            "128",
-            "--requests",
-            "1",
-            "--warmup",
-            "1",
-            "--json",
-        )
-        found.append(
-            AcceptanceStep("speeds", (*program, "bench", model, *on, "--tp", str(tp), *grid), 660)
-        )
     return found
 
 
@@ -120,9 +106,10 @@ def run(step: AcceptanceStep, folder: Path) -> Ended:
     began = time.monotonic()
     try:
         with out.open("w") as printed, (folder / f"{step.name}.log").open("w") as told:
-            code = subprocess.run(
-                step.command, stdout=printed, stderr=told, timeout=step.seconds, check=False
-            ).returncode
+            code = _ended(
+                subprocess.Popen(step.command, stdout=printed, stderr=told, start_new_session=True),
+                step.seconds,
+            )
         how = "ok" if code == 0 else f"ended with {code}"
         if code == 0 and step.is_json:
             json.loads(out.read_text())
@@ -133,6 +120,17 @@ def run(step: AcceptanceStep, folder: Path) -> Ended:
     except ValueError as fault:
         how = f"printed no JSON: {fault}"
     return Ended(step.name, how, round(time.monotonic() - began, 1))
+
+
+def _ended(process: subprocess.Popen[bytes], seconds: float) -> int:
+    """Its exit code. What it started, as the ranks of a `bench --tp 8` that hold their cards, ends
+    with it, however it ends."""
+    try:
+        return process.wait(seconds)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def facts(device: str) -> dict[str, Any]:
@@ -175,6 +173,7 @@ def summary(folder: Path, ended: list[Ended]) -> dict[str, Any]:
     texts = [_read(folder / f"{name}.json").get("text") for name in ("tokens", "tokens-on-cpu")]
     machine = _read(folder / "machine.json")
     return {
+        "schema": SCHEMA,
         "versions": machine.get("versions", {}),
         "why_decode_steps_are_not_captured": machine.get("why_decode_steps_are_not_captured"),
         "steps": [
@@ -224,7 +223,20 @@ def accept(folder: Path, chosen: list[AcceptanceStep]) -> dict[str, Any]:
         told = summary(folder, ended)
         (folder / "summary.json").write_text(json.dumps(told, indent=1))
         (folder / "summary.md").write_text(_page(told))
+        _archive(folder)
     return told
+
+
+def archive_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.tar.gz")
+
+
+def _archive(folder: Path) -> None:
+    """The folder as one file next to it, whole at any moment."""
+    partial = archive_of(folder).with_suffix(".part")
+    with tarfile.open(partial, "w:gz") as archive:
+        archive.add(folder, folder.name)
+    partial.replace(archive_of(folder))
 
 
 def _page(told: dict[str, Any]) -> str:
@@ -260,7 +272,7 @@ def _page(told: dict[str, Any]) -> str:
         "",
         f"The built-in model's answer: {same} the reference's on the CPU.",
         "",
-        "Send back this whole folder.",
+        "Send back the archive next to this folder, by an issue made from the template `Ascend`.",
     ]
     return "\n".join(lines) + "\n"
 

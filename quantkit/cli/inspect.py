@@ -218,7 +218,9 @@ def kernels(
     measured = []
     for one in measure(target):
         measured.append(asdict(one) | {"ok": one.ok})
-        if not json_:
+        if json_:  # a run that is cut off leaves what it measured
+            console.notify(f"{one.operator} on {one.backend}, {one.case}: error {one.error:.2e}")
+        else:
             console.show_measurement(measured[-1])
     wrong = ", ".join(f"{row['operator']} on {row['backend']}" for row in measured if not row["ok"])
     fault = QuantkitError(

@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+import tarfile
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +18,16 @@ ON_THE_DOUBLE = (sys.executable, str(Path(__file__).with_name("on_the_double.py"
 @pytest.fixture(scope="module")
 def acceptance() -> ModuleType:
     return module_at(ROOT / "tools" / "acceptance_npu.py")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that is dead and that nothing asked for does not."""
+    for _ in range(100):
+        status = Path(f"/proc/{pid}/status")
+        if not status.exists() or "State:\tZ" in status.read_text():
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def test_the_whole_day(
@@ -37,9 +49,8 @@ def test_the_whole_day(
     )
     chosen = acceptance.steps("cpu", None, 1, (*ON_THE_DOUBLE, "-m", "quantkit"), ON_THE_DOUBLE)
     assert sum(step.seconds for step in acceptance.steps("npu", "MODEL", 8)) <= 30 * 60
-    slow = acceptance.AcceptanceStep(
-        "slow", (sys.executable, "-c", "import time; time.sleep(60)"), 1
-    )
+    pid = tmp_path / "pid"
+    slow = acceptance.AcceptanceStep("slow", ("sh", "-c", f"sleep 600 & echo $! > {pid}; wait"), 1)
     silent = acceptance.AcceptanceStep(
         "silent",
         (
@@ -57,6 +68,11 @@ def test_the_whole_day(
     told = acceptance.accept(tmp_path / "day", [slow, silent, *short])
     ended = {one["name"]: one["how"] for one in told["steps"]}
     assert ended["slow"] == "not done after 1 s"
+    assert not is_alive(int(pid.read_text())), "what it started ended with it"
+    with tarfile.open(acceptance.archive_of(tmp_path / "day")) as archive:
+        kept = json.loads(archive.extractfile("day/summary.json").read())  # type: ignore[union-attr]
+    assert kept == told
+    assert kept["schema"] == acceptance.SCHEMA
     assert "no JSON" in ended["silent"]
     assert "could not be started" in ended["npu-smi"]
     logs = {

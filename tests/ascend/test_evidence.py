@@ -1,4 +1,4 @@
-"""docs/ascend.md's table of what was proven is what evidence.yaml has tests for, and those tests are
+"""docs/lab/ascend.md's table of what was proven is what evidence.yaml has tests for, and those tests are
 there."""
 
 import ast
@@ -21,7 +21,7 @@ EVIDENCE: dict[str, list[dict[str, list[str]]]] = yaml.safe_load(
 @functools.cache
 def table() -> dict[str, list[str]]:
     """Columns of the page's table by the first."""
-    page = asset("docs", "ascend.md").read_text()
+    page = asset("docs", "lab", "ascend.md").read_text()
     lines = (
         page.partition("| operator | backend | runs on | proven |\n")[2]
         .partition("\n\n")[0]

@@ -106,8 +106,8 @@ def test_every_published_row_has_a_prediction(rows: list[dict[str, Any]]) -> Non
 
 
 def test_the_page_has_every_row(rows: list[dict[str, Any]]) -> None:
-    """docs/ascend.md's table, figure by figure."""
-    page = asset("docs", "ascend.md").read_text()
+    """docs/lab/ascend.md's table, figure by figure."""
+    page = asset("docs", "lab", "ascend.md").read_text()
     for row in rows:
         cells = [f"{row['input_len']}", f"{row['concurrency']}", f"**{row['published_ms']:.1f}**"]
         for level in ("fused", "captured"):
@@ -271,7 +271,7 @@ def ways(hardware: Hardware, scheme: str, batch: int) -> list[Prediction]:
 
 
 def test_what_fewer_launches_buy_is_what_the_page_says() -> None:
-    page = asset("docs", "ascend.md").read_text()
+    page = asset("docs", "lab", "ascend.md").read_text()
     assert [row for row in PREDICTIONS.step_rows() if row not in page] == []
 
 

@@ -5,7 +5,7 @@ Five launches at any number of tokens, as with torch_npu's grouped product: rout
 SwiGLU, down, weighted sum. Layouts are those that int4_grouped.cpp and fp4_gemv.cpp state, and
 their NumPy twins pack; x is bfloat16. A layer's weights lie in one layout, so where they fit they
 serve every number of tokens. By the cost model they are faster than the Triton kernels from one
-sequence on, and slower on prompts (docs/ascend.md).
+sequence on, and slower on prompts (docs/lab/ascend.md).
 """
 
 from collections.abc import Callable
