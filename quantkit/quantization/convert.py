@@ -145,12 +145,12 @@ def convert(
             on_event(Note(f"resuming {out}: {resumed}"))
         changes = _write(plan, units, writer, on_event)
         writer.finish(
-            plan.config(), plan.files() | {CARD: _card(plan, out, changes)}, plan.manifest(changes)
+            plan.config(), plan.files() | {CARD: _card(plan, changes)}, plan.manifest(changes)
         )
     return _report(plan, out, start, changes)
 
 
-def _card(plan: ConversionPlan, out: Path, changes: dict[str, Change]) -> bytes:
+def _card(plan: ConversionPlan, changes: dict[str, Change]) -> bytes:
     name = plan.target.name
     option = "format" if plan.cast_to is None else "dtype"
     wanted = name if plan.cast_to is None else dtype_name(plan.cast_to)
@@ -159,9 +159,9 @@ def _card(plan: ConversionPlan, out: Path, changes: dict[str, Change]) -> bytes:
         ("format", f"{name}, from {plan.checkpoint.format.name}"),
         ("largest relative difference of a weight", f"{largest:.1e}"),
     ]
-    command = f"quantkit convert {plan.checkpoint.path} {out} --{option} {wanted}"
+    command = f"quantkit convert {plan.checkpoint.path} --{option} {wanted}"
     grids = [plan.grid] if plan.grid is not None else []
-    return model_card(plan.checkpoint, out, name, grids, facts, command)
+    return model_card(plan.checkpoint, wanted, name, grids, facts, command)
 
 
 def _write(

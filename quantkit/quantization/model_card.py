@@ -27,19 +27,20 @@ def base_model(source: Path) -> str:
 
 def model_card(
     source: Checkpoint,
-    out: Path,
+    label: str,
     format: str,
     grids: Sequence[Grid],
     facts: Sequence[tuple[str, str]],
     command: str,
 ) -> bytes:
-    """grids: those of the output, none for unquantized weights. facts: names and values of a table.
-    command: as typed; the folders in it are shown by their names."""
-    base, name = base_model(source.path), out.name
+    """label: scheme or format, of which the output is named here, wherever it lies. grids: those of
+    the output, none for unquantized weights. facts: names and values of a table. command: as typed,
+    but for the output; the source is shown by its name."""
+    base = base_model(source.path)
+    name = f"{base.rpartition('/')[2]}-{label}"
     head = ["tags: [quantkit]", *([f"base_model: {base}"] if "/" in base else [])]
     head += ["base_model_relation: quantized"] if "/" in base and grids else []
-    for folder, shown in ((str(out), name), (str(source.path), base)):
-        command = command.replace(folder, shown)
+    command = command.replace(str(source.path), base)
     serving = [_LAUNCHES[engine].format(name=name) for engine in _engines(source, format, grids)]
     text = [
         *("---", *head, "---", f"# {name}", ""),

@@ -276,7 +276,7 @@ def quantize(
             account = _account(run, output, source, out, engine)
             files = report_files(account, found, job.rows, facts) | _counts_file(run, found)
             files |= {} if pruned is None else {PRUNING: pruned.to_bytes()}
-            files[CARD] = _card(run, account, found, out)
+            files[CARD] = _card(run, account, found)
             output.finish(
                 job.request.scheme.weight, files | ({NAME: run.measured} if run.chosen else {})
             )
@@ -518,7 +518,7 @@ def _account(
     )
 
 
-def _card(run: _Run, account: RunDescription, found: Findings, out: Path) -> bytes:
+def _card(run: _Run, account: RunDescription, found: Findings) -> bytes:
     sizes = [
         format_bytes(sum(part.values())) for part in (account.output_bytes, account.source_bytes)
     ]
@@ -538,7 +538,8 @@ def _card(run: _Run, account: RunDescription, found: Findings, out: Path) -> byt
             ("same likeliest token", f"{held['top1_agree']:.1%} of them"),
         ]
     grids = list(dict.fromkeys(run.job.grids.values()))
-    return model_card(run.job.checkpoint, out, account.format, grids, facts, account.command)
+    command = account.command.rpartition(" --out ")[0]
+    return model_card(run.job.checkpoint, account.scheme, account.format, grids, facts, command)
 
 
 def _counts_file(run: _Run, found: Findings) -> dict[str, bytes]:

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 
-def test_a_table_that_is_not_a_terminals_is_printed_in_full_width() -> None:
+def test_a_table_that_is_not_a_terminals_has_100_columns() -> None:
     words = " ".join(["word"] * 60)
     code = f"from quantkit.cli.console import facts; facts('title', [('name', '{words}')])"
     environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
-    assert words in done.stdout, done.stderr
+    assert done.stdout.count("word") == 60, done.stderr
+    assert max(map(len, done.stdout.splitlines())) == 100
 
 
 def _shell(line: str, folder: Path) -> subprocess.CompletedProcess[str]:

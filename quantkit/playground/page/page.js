@@ -148,7 +148,7 @@ function take(event) {
     if (event.as !== undefined) Object.assign(event, state.sides[event.as].scored, { side: event.side });
     side.scored = { tokens: event.tokens, experts: event.experts };
     showTokens(side, event.tokens);
-    showExperts(side, event.experts);
+    showExperts(side, event.as === undefined ? event.experts : null);
     if (state.names.length === 2 && event.tokens.length) {
       const mean = event.tokens.reduce((sum, one) => sum + one.kl, 0) / event.tokens.length;
       side.facts.textContent += `, mean KL ${mean.toPrecision(2)} nats`;
