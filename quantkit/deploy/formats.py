@@ -268,7 +268,8 @@ def _boxes(made: Deployment) -> dict[str, list[Launch]]:
 def _check_image(made: Deployment) -> None:
     if not made.image:
         raise UsageError(
-            f"no image of {made.engine} is published", "give --format sh or --format slurm"
+            f"no image of {made.engine} on {made.device} is known",
+            "give --format sh or --format slurm",
         )
 
 

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ for folder in (HERE.parent.parent, HERE.parent, HERE):
     sys.path.insert(0, str(folder))
 
 import torch
-from checkpoints import text
 from compare import Rank, faults
 from dense_models import CONFIGS, EXPERTS, random_weights
 from make_model import write_dense
@@ -48,8 +47,12 @@ MODELS = {
     "qwen3": {**CONFIGS["qwen3"], **WIDTHS, "num_attention_heads": 8},
 }
 RANKS = (Rank(0, 4), Rank(3, 4))
-DEVICES: dict[str, tuple[Device, ...]] = {"vllm-ascend": ("npu",), "sglang": ("cuda",)}
-RELEASES = {"vllm-ascend": "0.23.0", "sglang": "0.5.23"}
+DEVICES: dict[str, tuple[Device, ...]] = {
+    "vllm": ("cuda",),
+    "vllm-ascend": ("npu",),
+    "sglang": ("cuda",),
+}
+RELEASES = {"vllm": "0.33.0", "vllm-ascend": "0.23.0", "sglang": "0.5.23"}
 DAMAGES = ("renamed", "transposed", "missing", "changed")
 
 
@@ -88,6 +91,7 @@ fp4-w4a16 compressed-tensors
 int8-a8w8c16 modelslim
 int8-a8w8c8 modelslim
 int4-w4a8 modelslim
+w8a16 compressed-tensors
 """.strip().splitlines()
 ]
 # What an engine has no class for, and where there is nothing to quantize.
@@ -132,11 +136,10 @@ def write(case: Case, directory: Path) -> Path:
     if not source.exists():
         write_dense(source, MODELS[case.model], random_weights(MODELS[case.model]))
     if not (out / "config.json").exists():
-        recipe = Recipe(
-            scheme=case.scheme, calibration=str(text(directory)), samples=4, held_out=2, seq_len=64
-        )
-        asked, options = find_scheme(case.scheme), {"engine": case.engine, "device": "cpu"}
-        quantize(source, out, asked, case.format, recipe, **options)
+        # Loaders read what was written, whatever it was written from: rounded to nearest.
+        asked = replace(find_scheme(case.scheme), methods=())
+        options = {"engine": case.engine, "device": "cpu"}
+        quantize(source, out, asked, case.format, Recipe(scheme=case.scheme), **options)
     return out
 
 
@@ -314,6 +317,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    add("--vllm", help="python of an environment with vLLM 0.33.0")
     add("--vllm-ascend", help="python of an environment with vllm-ascend 0.23.0")
     add("--sglang", help="python of an environment with SGLang 0.5.23")
     add("--directory", type=Path, required=True, help="checkpoints and what was loaded; kept")
@@ -322,7 +326,8 @@ def main() -> int:
     asked = parser.parse_args()
     asked.directory.mkdir(parents=True, exist_ok=True)
     entries: list[dict[str, Any]] = []
-    for engine, python in (("vllm-ascend", asked.vllm_ascend), ("sglang", asked.sglang)):
+    for engine in DEVICES:
+        python = getattr(asked, engine.replace("-", "_"))
         if python:
             chosen = [case for case in cases(engine) if re.search(asked.cases, case.name)]
             right = judge(engine, python, asked.directory, chosen)

@@ -44,13 +44,14 @@ def int4_along_last(words: Tensor) -> Tensor:
     return torch.where(nibbles > 7, nibbles - 16, nibbles).flatten(-2).to(torch.int8)
 
 
-def unsigned_along_last(words: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """int32 [..., n] to int8 [..., 8 n] in -8..7, of codes from 0 to 15: those from the low bits up
-    are numbers `order` of their eight."""
-    nibbles = (words.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
-    codes = torch.empty_like(nibbles)
-    codes[..., list(order)] = nibbles
-    return codes.flatten(-2).to(torch.int8) - 8
+def unsigned_along_last(words: Tensor, order: tuple[int, ...] = (), bits: int = 4) -> Tensor:
+    """int32 [..., n] to int8 [..., 32 n / bits], made signed: those from the low bits up are
+    numbers `order` of a word's codes."""
+    fields = words.unsqueeze(-1) >> torch.arange(0, 32, bits, dtype=torch.int32)
+    fields &= 2**bits - 1
+    codes = torch.empty_like(fields)
+    codes[..., list(order) or slice(None)] = fields
+    return (codes.flatten(-2) - 2 ** (bits - 1)).to(torch.int8)
 
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

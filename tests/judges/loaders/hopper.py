@@ -1,0 +1,132 @@
+"""A Hopper GPU that is not there: what torch says of it, tensors meant for it on the CPU, and what
+parameters mean that vLLM and SGLang, whose methods are of one origin, make for it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from pieces import AWQ_ORDER, Pieces, e2m1_along_last, linear_names, unsigned_along_last
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+HOPPER = SimpleNamespace(
+    major=9,
+    minor=0,
+    total_memory=140 * 2**30,
+    multi_processor_count=132,
+    name="NVIDIA H200",
+    shared_memory_per_block_optin=232448,
+    L2_cache_size=50 * 2**20,
+    warp_size=32,
+)
+
+
+class OnTheCpu(TorchFunctionMode):
+    """Whatever asks for a tensor on the GPU gets it on the CPU."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            kwargs["device"] = "cpu"
+        if function is Tensor.cuda:
+            return args[0]
+        return function(*args, **kwargs)
+
+
+torch.version.cuda = "13.0"
+for name, answer in {
+    "is_available": True,
+    "device_count": 4,
+    "current_device": 0,
+    "get_device_capability": (9, 0),
+    "get_device_name": HOPPER.name,
+    "get_device_properties": HOPPER,
+    "mem_get_info": (HOPPER.total_memory, HOPPER.total_memory),
+    "max_memory_allocated": 0,
+    "memory_allocated": 0,
+    "set_device": None,
+    "synchronize": None,
+    "empty_cache": None,
+}.items():
+    setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+torch.cuda.Stream = torch.cuda.Event = type("Nothing", (), {"__init__": lambda *_, **__: None})
+torch.cuda.current_stream = lambda *_: torch.cuda.Stream()
+
+
+def linear(name: str, module: nn.Module, config: Any, bits: int = 4) -> Pieces:
+    held = dict(module.named_parameters(recurse=False))
+    bias = held.pop("bias", None)
+    parts = linear_parts(held, bits)
+    names, rows = linear_names(name), next(iter(parts.values())).shape[0]
+    sizes = getattr(module, "output_partition_sizes", None) or [rows]
+    if len(sizes) < len(names):  # a replicated linear that two were joined to
+        sizes = [config.q_lora_rank, rows - config.q_lora_rank]
+    found: Pieces = (
+        {}
+        if bias is None
+        else {
+            f"{own}.bias|value": piece for own, piece in zip(names, bias.split(sizes), strict=True)
+        }
+    )
+    for kind, tensor in parts.items():
+        pieces = tensor.expand(len(names)).split(1) if kind == "global" else tensor.split(sizes)
+        found |= {f"{own}|{kind}": piece for own, piece in zip(names, pieces, strict=True)}
+    return found
+
+
+def linear_parts(held: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
+    """Parts [N, ...] of a linear, by the parameters that its method made."""
+    if "qweight" in held:  # AWQ: [K, N / 8]
+        codes, zeros = (
+            unsigned_along_last(held[key], AWQ_ORDER).T for key in ("qweight", "qzeros")
+        )
+        return {"codes": codes, "zero": zeros, "scale": held["scales"].T}
+    if "weight_packed" in held and held["weight_packed"].dtype == torch.int32:
+        codes = unsigned_along_last(held["weight_packed"], bits=bits)
+        parts = {"codes": codes, "scale": held["weight_scale"]}
+        if "weight_zero_point" in held:  # packed along N
+            parts["zero"] = unsigned_along_last(held["weight_zero_point"].T).T
+        return parts
+    return _other_parts(held, "weight_global_scale")
+
+
+def expert_parts(held: dict[str, Tensor], bits: int = 4) -> dict[str, Tensor]:
+    """The same of all experts, [E, N, ...]; 4-bit integers lie transposed, as Marlin's repacking
+    takes them."""
+    if "qweight" in held:
+        codes, zeros = (
+            unsigned_along_last(held[key], AWQ_ORDER).transpose(1, 2)
+            for key in ("qweight", "qzeros")
+        )
+        return {"codes": codes, "zero": zeros, "scale": held["scales"].transpose(1, 2)}
+    if "weight_packed" in held and held["weight_packed"].dtype == torch.int32:
+        parts = {
+            "codes": unsigned_along_last(held["weight_packed"].transpose(1, 2), bits=bits),
+            "scale": held["weight_scale"].transpose(1, 2),
+        }
+        if "weight_zero_point" in held:
+            parts["zero"] = unsigned_along_last(held["weight_zero_point"]).transpose(1, 2)
+        return parts
+    return _other_parts(held, "weight_global_scale")
+
+
+def _other_parts(held: dict[str, Tensor], divisor: str) -> dict[str, Tensor]:
+    """FP4 of either format, whose global scale one keeps as a divisor; int8; or a weight in 16
+    bits."""
+    if "weight_packed" in held:
+        return {
+            "codes": e2m1_along_last(held["weight_packed"]),
+            "scale": held["weight_scale"].float(),
+            "global": 1 / held[divisor],
+        }
+    if "weight_scale_2" in held:
+        return {
+            "codes": e2m1_along_last(held["weight"]),
+            "scale": held["weight_scale"].float(),
+            "global": held["weight_scale_2"],
+        }
+    if "weight_scale" in held:
+        return {"codes": held["weight"], "scale": held["weight_scale"]}
+    return {"value": held["weight"]}

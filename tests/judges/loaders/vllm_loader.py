@@ -1,0 +1,164 @@
+"""Runs with vLLM's released Python: loads checkpoints with its loader, on a CPU, as on a GPU, and
+tells what came of it.
+
+    python vllm_loader.py cuda < jobs.json
+
+Jobs and answers are those of `vllm_ascend_loader.py`, the GPU is that of `hopper.py`. Pieces are
+told as the loader left them, before weights are laid out for a kernel, which only the GPU can do.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",
+}
+
+from absent import absent
+
+absent(
+    *[
+        "torchvision",
+        "torchaudio",
+        "flashinfer",
+        "deep_gemm",
+        "deep_ep",
+        "cutlass",
+        "quack",
+        "humming",
+        "pynvml",
+    ],
+    *["vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm._C", "vllm._moe_C"],
+    *["vllm.third_party.pynvml", "vllm.vllm_flash_attn"],
+)
+import torch
+import torch.distributed as dist
+from hopper import OnTheCpu, expert_parts, linear
+from pieces import Pieces, expert_pieces, plain_pieces, run_forked
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+_operator = torch._ops._OpNamespace.__getattr__
+
+
+def operator(namespace: Any, name: str) -> Any:
+    """Of those that vLLM compiles: what a Hopper GPU supports is asked while loading, and no more."""
+    if namespace.name == "_C" and "support" in name:
+        return lambda *_: True
+    return _operator(namespace, name)
+
+
+torch._ops._OpNamespace.__getattr__ = operator
+from vllm import platforms
+from vllm.platforms.cuda import NonNvmlCudaPlatform
+
+platforms._current_platform = NonNvmlCudaPlatform()
+from vllm.config import PassConfig, set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.model_loader import base_loader, get_model
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from watched import Watch
+
+
+def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
+    about = json.loads((Path(job["path"]) / "config.json").read_text())
+    torch._ops._OpNamespace.__getattr__ = lambda own, name: (
+        (lambda *_: True) if own.name in ("_C", "_moe_C") else _operator(own, name)
+    )
+    torch.accelerator.empty_cache = torch.accelerator.max_memory_allocated = lambda: 0
+    draft = {"method": "mtp", "num_speculative_tokens": 1}
+    read: set[str] = set()
+    used: set[str] = set()
+    untouched: list[str] = []
+    found: Pieces = {}
+    plain_load = DefaultModelLoader.load_weights
+
+    def watched_load(loader: DefaultModelLoader, model: nn.Module, model_config: Any) -> None:
+        watch = Watch(model)
+        every = loader.get_all_weights
+        loader.get_all_weights = lambda *asked: watch.reading(every(*asked))
+        with watch:
+            plain_load(loader, model, model_config)
+        read.update(watch.read)
+        used.update(watch.used)
+        untouched.extend(watch.untouched())
+        for name, piece in pieces_of(model).items():
+            found.setdefault(name.replace(".mtp_block", ""), piece.clone())
+
+    DefaultModelLoader.load_weights = watched_load
+    PassConfig.default_fi_allreduce_fusion_max_size_mb = staticmethod(dict)
+    base_loader.process_weights_after_loading = lambda *_, **__: None
+    NonNvmlCudaPlatform.get_device_communicator_cls = (
+        platforms.interface.Platform.get_device_communicator_cls
+    )
+    MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
+    # The fake group's would unpickle memory that nobody wrote.
+    dist.broadcast_object_list = lambda *_, **__: None
+    new_group = dist.new_group
+    dist.new_group = lambda ranks=None, *_, **__: new_group(ranks, backend="fake")
+    with OnTheCpu():
+        config = EngineArgs(
+            model=job["path"],
+            quantization=job["quantization"],
+            tensor_parallel_size=job["of"],
+            enforce_eager=True,
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            max_model_len=256,
+            distributed_executor_backend="mp",
+            speculative_config=draft if about.get("num_nextn_predict_layers") else None,
+        ).create_engine_config()
+        config.device_config.device = torch.device("cpu")
+        with set_current_vllm_config(config):
+            dist.init_process_group(
+                "fake", store=FakeStore(), rank=job["rank"], world_size=job["of"]
+            )
+            init_distributed_environment(job["of"], job["rank"], "env://", 0, "fake")
+            ensure_model_parallel_initialized(job["of"], 1)
+            get_model(vllm_config=config)
+            if config.speculative_config is not None:
+                drafter = config.speculative_config.draft_model_config
+                get_model(vllm_config=config, model_config=drafter)
+    return {"unread": sorted(read - used), "untouched": untouched}, found
+
+
+def pieces_of(model: nn.Module) -> Pieces:
+    found: Pieces = {}
+    for name, module in model.named_modules():
+        held = dict(module.named_parameters(recurse=False))
+        if any(key.startswith("w13_") for key in held):
+            w13, w2 = (
+                {
+                    key.removeprefix(side): value
+                    for key, value in held.items()
+                    if key.startswith(side)
+                }
+                for side in ("w13_", "w2_")
+            )
+            bits = getattr(module.quant_method, "num_bits", 4)
+            found |= expert_pieces(
+                name.removesuffix(".routed_experts"),
+                expert_parts(w13, bits),
+                expert_parts(w2, bits),
+            )
+        elif isinstance(module, LinearBase):
+            bits = getattr(getattr(module, "scheme", None), "num_bits", 4)
+            found |= linear(name, module, model.config, bits)
+        else:
+            found |= plain_pieces(name, module)
+    return found
+
+
+if __name__ == "__main__":
+    run_forked(json.load(sys.stdin), load)
