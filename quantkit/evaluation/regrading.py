@@ -123,13 +123,10 @@ def _grade(path: Path, work: TaskRun, facts: dict[str, Any], options: RegradeOpt
             f"{facts['task']} has no problem {unknown[0]!r}, which has a stored reply",
             "give the data that the run used",
         )
+    places = {problem: place for place, problem in enumerate(by_id)}
+    ordered = sorted(kept, key=lambda key: (key[1], places[key[0]]))
+    keys = [(by_id[problem], repeat) for problem, repeat in ordered]
     repeats = 1 + max((repeat for _, repeat in kept), default=0)
-    keys = [
-        (problem, repeat)
-        for repeat in range(repeats)
-        for problem in work.problems
-        if (problem.id, repeat) in kept
-    ]
     samples = grade_samples(work, keys, kept, lambda done: None, options)
     check_not_all_failed(facts["task"], samples)
     setting = work.setting.model_copy(update={"repeats": repeats})

@@ -7,6 +7,7 @@ JSON, and files become pipes, folders and links.
 import json
 import os
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,8 @@ WHOLES = (b"", b"[]", b"null", b"5", b"{}", b"\n", b"\x00" * 512, DEEP.encode(),
 
 @dataclass(frozen=True)
 class Change:
-    """A file of the folder, by a glob, and what becomes of it. kind: bytes, whole, values, facts,
-    rows, pipe, folder, link."""
+    """A file of the folder, by a glob, and what becomes of it. kind: bytes, whole, values, huge (a
+    number of its last line, the seed's), pipe, folder, link."""
 
     glob: str
     kind: str
@@ -44,6 +45,11 @@ class Change:
                 {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda p: os.symlink(outside, p)}[
                     self.kind
                 ](path)
+            case "huge":
+                *lines, last = content.decode().splitlines()
+                number = list(re.finditer(r": \d[\d.e-]*", last))[self.seed]
+                last = f"{last[: number.start()]}: {10**22}{last[number.end() :]}"
+                path.write_text("\n".join([*lines, last, ""]))
             case "values":
                 path.write_text("".join(_lines(path, content, draw)))
             case kind:
@@ -85,6 +91,7 @@ KINDS = ("bytes", "whole", "values", "values", "values", "values", "pipe", "fold
 
 def changes(seed: int, count: int) -> list[Change]:
     draw = random.Random(seed)
-    return [
+    drawn = [
         Change(draw.choice(GLOBS), draw.choice(KINDS), draw.randrange(2**32)) for _ in range(count)
     ]
+    return drawn + [Change(glob, "huge", n) for glob in GLOBS[1:3] for n in range(2)]

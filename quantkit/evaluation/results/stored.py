@@ -28,7 +28,7 @@ class _Stored(BaseModel):
 class _Sample(_Stored):
     task: str
     problem: str
-    repeat: int = Field(ge=0)
+    repeat: int = Field(ge=0, le=2**31)
     correct: bool
     reason: str = Field(pattern=rf"^({'|'.join(REASONS)})$")
     answer: str | None
@@ -89,7 +89,7 @@ class _JournalHead(_Stored):
 
 class _Reply(_Stored):
     problem: str
-    repeat: int = Field(ge=0)
+    repeat: int = Field(ge=0, le=2**31)
 
 
 def read_results(path: Path) -> dict[str, Any]:
