@@ -18,6 +18,7 @@ from torch import Tensor
 from quantkit.checkpoint.header import TensorSpec, encode_header, read_header
 from quantkit.common.atomic_write import sync_folder, sync_tree
 from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import is_there
 from quantkit.diagnosis.survey import INDEX, Survey
 
 _NEW_SHARD = "model-repaired.safetensors"
@@ -47,7 +48,7 @@ def write_copy(survey: Survey, plan: Repair, out: Path) -> None:
     """Write the survey's checkpoint with the planned changes to the new directory `out`,
     atomically."""
     partial = out.with_name(f"{out.name}.partial")
-    if partial.exists():
+    if is_there(partial):
         raise QuantkitError(f"{partial} is there from a run that was stopped", "remove it")
     partial.mkdir(parents=True)
     try:

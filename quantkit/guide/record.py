@@ -7,10 +7,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from quantkit import __version__
 from quantkit.common.atomic_write import write_atomic
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import read_json
+from quantkit.common.settings import checked
 
 NAME = "go.json"
 
@@ -19,9 +22,26 @@ NAME = "go.json"
 class Agreed:
     """The choice that was agreed to. devices: the number that share the model."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     scheme: str
     engine: str
     devices: int
+
+
+class _Step(BaseModel):
+    at: str
+    found: dict[str, Any]
+
+
+class _File(BaseModel):
+    quantkit: str
+    asked: dict[str, Any]
+    choice: Agreed | None
+    steps: dict[str, _Step]
+
+
+_REMEDY = "remove that file, and steps that are done are found again"
 
 
 class Record:
@@ -33,7 +53,7 @@ class Record:
         self._path = out / NAME
         found = read_json(self._path) if self._path.exists() else {}
         if found:
-            _check_whole(self._path, found)
+            checked(found, _File, str(self._path), _REMEDY)
         if found and _begun(out, found):
             _check_same(self._path, found, asked)
         elif found and found["asked"] != asked:
@@ -81,18 +101,6 @@ class Record:
 def _begun(out: Path, found: dict[str, Any]) -> bool:
     """Whether another choice would discard work."""
     return bool(found["steps"]) or any(out.glob("*.partial/*"))
-
-
-def _check_whole(path: Path, found: dict[str, Any]) -> None:
-    whole = all(
-        isinstance(found.get(key), kind)
-        for key, kind in (("asked", dict), ("steps", dict), ("quantkit", str))
-    )
-    if not whole or "choice" not in found:
-        raise QuantkitError(
-            f"{path} is not as quantkit go writes it",
-            "remove that file, and steps that are done are found again",
-        )
 
 
 def _check_same(path: Path, found: dict[str, Any], asked: dict[str, Any]) -> None:

@@ -331,7 +331,10 @@ def test_a_disk_that_is_too_small(
 
 def test_a_damaged_record_is_named(tiny_checkpoint: Path, here: Path) -> None:
     (here / "out").mkdir()
-    for text in ("{", "[]", '{"asked": {}}'):
+    whole = {"quantkit": "0", "asked": {}, "choice": None, "steps": {}}
+    damaged = ({"choice": {"x": 1}}, {"steps": {"plan": {"at": 1}}}, {"steps": []}, {"asked": 5})
+    broken = (json.dumps(whole | change) for change in damaged)
+    for text in ("{", "[]", '{"asked": {}}', *broken):
         (here / "out" / "go.json").write_text(text)
         said = go(tiny_checkpoint)
         assert (said.code, said.errors) == (1, 1)
