@@ -11,34 +11,6 @@ from quantkit_kernels import ascend
 from quantkit_kernels.ascend import chip, launch, layout
 from quantkit_kernels.samples import random_weight
 
-BUFFERS = {
-    "L0A": chip.L0A_BUFFER,
-    "L0B": chip.L0B_BUFFER,
-    "L0C": chip.L0C_BUFFER,
-    "L1": chip.L1_BUFFER,
-}
-
-
-@pytest.mark.parametrize("kind", chip.COLUMNS)
-@pytest.mark.parametrize("bm", chip.BLOCK_ROWS)
-def test_tiles_fit_the_cube_core(kind: str, bm: int) -> None:
-    needed = chip.cube_bytes(kind, bm)
-    assert needed.keys() == BUFFERS.keys()
-    for buffer, size in needed.items():
-        assert size <= BUFFERS[buffer], (buffer, size)
-    # The next operand tile is loaded while one is multiplied.
-    assert 2 * needed["L0A"] <= chip.L0A_BUFFER
-    assert 2 * needed["L0B"] <= chip.L0B_BUFFER
-
-
-@pytest.mark.parametrize("kind", chip.COLUMNS)
-def test_tiles_are_whole_bursts_and_cube_fractals(kind: str) -> None:
-    tile = chip.tile(kind, 16)
-    element = 1 if kind == "int8" else 2
-    assert tile.bn % chip.BURST == 0  # a row of an int8 container
-    assert tile.bk * element % chip.BURST == 0
-    assert (tile.bm % 16, tile.bn % 16, tile.bk % (32 // element)) == (0, 0, 0)
-
 
 def test_block_rows() -> None:
     assert [chip.block_rows(m) for m in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 128]
@@ -105,25 +77,6 @@ def test_a_launch_is_made_as_triton_wants_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ascend, "kernels", kernels, raising=False)
     launch.run(launch.KernelLaunch("fp4_rows", 40, (1, 2), {"BN": 64}))
     assert made == [((40,), (1, 2), {"BN": 64})]
-
-
-def test_bytes_of_a_cube_tile() -> None:
-    """By hand: operands of two bytes, or one, accumulators of four, those of a span's halves
-    twice in L1. And what a core has."""
-    assert BUFFERS == {"L0A": 65536, "L0B": 65536, "L0C": 131072, "L1": 524288}
-    assert chip.UNIFIED_BUFFER == 196608
-    assert chip.cube_bytes("int4", 128) == {
-        "L0A": 128 * 64 * 2,
-        "L0B": 64 * 64 * 2,
-        "L0C": 128 * 64 * 4,
-        "L1": 2 * 2 * (128 + 64) * 64 * 2,
-    }
-    assert chip.cube_bytes("int8", 16) == {
-        "L0A": 16 * 128,
-        "L0B": 128 * 128,
-        "L0C": 16 * 128 * 4,
-        "L1": 2 * (16 + 128) * 128,
-    }
 
 
 def test_cores_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,8 @@ from torch import Tensor
 CPU = torch.device("cpu")
 CANARY = 12345.0
 GRIDS = ("int4-asym-128", "int4-asym-64", "int4-asym-32", "int4-sym-128", "fp4", "int8")
-# Input features of R1's linears on one of 8 ranks: down, q_b, o, everything that reads the hidden
-# state.
-WIDTHS = (256, 1536, 2048, 7168)
+# Input features of R1's linears on one of 8 ranks: down, and everything that reads the hidden state.
+WIDTHS = (256, 7168)
 ROWS = [
     ("int4_rows", "int4-asym-32"),
     ("int4_rows", "int4-asym-128"),
