@@ -186,10 +186,14 @@ test-packers: .venv-packers/stamp
 	.venv-packers/bin/pip install --quiet --no-deps --no-build-isolation autoawq==0.2.9 accelerate
 	touch $@
 
-test-evalscope: $(VENV)/run.stamp .venv-evalscope/stamp
+test-evalscope: $(VENV)/run.stamp .venv-evalscope/stamp .venv-evalscope/1.0.1
 	PYTHONPATH=. .venv-evalscope/bin/python tests/judges/evalscope_parity.py
 	PYTHONPATH=. .venv-evalscope/bin/python tests/judges/style_agreement.py evalscope
+	PYTHONPATH=. $(BIN)/python tests/judges/evalscope_1_0_1.py .venv-evalscope/1.0.1
 	$(BIN)/python tests/judges/evalscope_perf.py --evalscope .venv-evalscope/bin/evalscope
+
+.venv-evalscope/1.0.1: .venv-evalscope/stamp
+	.venv-evalscope/bin/pip install --quiet --no-deps --target $@ evalscope==1.0.1
 
 .venv-evalscope/stamp:
 	$(PYTHON) -m venv .venv-evalscope

@@ -99,39 +99,8 @@ def test_seeds_differ_by_problem_and_repeat_and_come_back() -> None:
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
-# evalscope 1.0.1, benchmarks/gsm8k/gsm8k_adapter.py
-OLD_GSM8K = """Solve the following math problem step by step. The last line of your response should be of the form "ANSWER: $ANSWER" (without quotes) where $ANSWER is the answer to the problem.
-
-{question}
-
-Remember to put your answer on its own line at the end in the form "ANSWER: $ANSWER" (without quotes) where $ANSWER is the answer to the problem, and you do not need to use a \\boxed command.
-
-Reasoning:
-"""  # noqa: E501
-
-
 def test_the_report_asks_as_evalscope_1_0_1_does() -> None:
-    """Byte for byte, as that release's templates make them; the grader is its last number."""
-    task = find_task("gsm8k")
-    setting = find_setting(task, "report")
-    rows = [
-        {"problem": f"How many, {n}?", "answer": f"It is {n}.\n#### {n}", "id": str(n), "group": ""}
-        for n in range(5)
-    ]
-    shots = "\n\n".join(
-        f"How many, {n}?\n\nReasoning:\nIt is {n}.\n\nANSWER: {n}" for n in range(4)
-    )
-    expected = (
-        f"Here are some examples of how to solve similar problems:\n\n{shots}\n\n"
-        + OLD_GSM8K.format(question="How many, 4?")
-    )
-    (message,) = render(setting, Problem("4", rows[4]), rows[:4], 0).messages
-    assert message["content"] == expected
-    assert setting.grader == "last-number"
-    aime = find_setting(find_task("aime24"), "report")
-    (message,) = render(aime, Problem("0", {"problem": "How many?"}), [], 0).messages
-    assert message["content"] == (
-        "How many?\nPlease reason step by step, and put your final answer within \\boxed{}."
-    )
+    """tests/judges/evalscope_1_0_1.py compares the prompts; the grader is its last number."""
+    assert find_setting(find_task("gsm8k"), "report").grader == "last-number"
     with pytest.raises(QuantkitError, match="does not define protocol report"):
         find_setting(find_task("mmlu_pro"), "report")
