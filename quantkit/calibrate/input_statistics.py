@@ -3,8 +3,10 @@ quantized path from the original one.
 
 A linear W reads x on the quantized path where it reads o on the original one, and its target output
 is W o. The weight closest to it over the calibration tokens is W + W M, M = mean((o - x) x^T) H^-1,
-H the damped Hessian of x (as in GPTAQ, arXiv 2504.02692). With few tokens for many channels M
-overfits, so held-out rows decide which fraction of it is applied.
+H the damped Hessian of x (as in GPTAQ, arXiv 2504.02692). If the output is added to the residual
+stream, which lacks r there after the sublayers before, the target is W o + r, and the weight
+changes by mean(r x^T) H^-1 as well. With few tokens for many channels such changes overfit, so
+held-out rows decide which fraction of each is applied.
 """
 
 from collections import deque
@@ -180,14 +182,20 @@ class Observer:
 @dataclass(frozen=True)
 class Drift:
     """Drift of one input. inputs float32 [K, K]: mean of (o - x) x^T over calibration tokens;
-    sample [S, K]: o of the held-out rows whose x are in `InputStatistics.sample`."""
+    sample [S, K]: o of the held-out rows whose x are in `InputStatistics.sample`. stream [H, K],
+    stream_sample [S, H]: mean of r x^T, and r of these rows, r being what the residual stream lacks
+    that the outputs are added to; None if they are not added to one."""
 
     inputs: Tensor
     sample: Tensor
+    stream: Tensor | None = None
+    stream_sample: Tensor | None = None
 
     def scaled(self, scale: Tensor) -> "Drift":
         """The drift for inputs divided by scale [K]."""
-        return Drift(self.inputs / scale / scale[:, None], self.sample / scale)
+        stream = None if self.stream is None else self.stream / scale
+        inputs, sample = self.inputs / scale / scale[:, None], self.sample / scale
+        return Drift(inputs, sample, stream, self.stream_sample)
 
 
 class DriftAccumulator:
@@ -199,8 +207,10 @@ class DriftAccumulator:
         self._sample_rows, self._ranks = sample_rows, ranks
         self._heard: dict[str, deque[Tensor]] = {}
         self._sums: dict[str, Tensor] = {}
+        self._streams: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}
         self._kept: dict[str, RowSample] = {}
+        self._kept_streams: dict[str, RowSample] = {}
 
     def __contains__(self, module: str) -> bool:
         return module in self._sums
@@ -210,32 +220,44 @@ class DriftAccumulator:
         self._heard.setdefault(module, deque()).append(x.reshape(-1, x.shape[-1]))
 
     @sample_products()
-    def add_original(self, module: str, o: Tensor) -> None:
-        """o: its input for the same tokens on the original path."""
+    def add_original(self, module: str, o: Tensor, lost: Tensor | None = None) -> None:
+        """o: its input for the same tokens on the original path. lost [T, H]: what the residual
+        stream lacks there, if the module's output is added to it."""
         x = self._heard[module].popleft()
-        if module not in self._sums:
-            self._sums[module], self._tokens[module] = x.new_zeros(x.shape[1], x.shape[1]), 0
-        lost = o.reshape(x.shape) - x
-        for rows in own_panels(x.shape[1], self._ranks):
-            self._sums[module][rows].addmm_(lost[:, rows].t(), x)
-        self._tokens[module] += len(x)
+        self._add(self._sums, module, o.reshape(x.shape) - x, x)
+        if lost is not None:
+            self._add(self._streams, module, lost, x)
+        self._tokens[module] = self._tokens.get(module, 0) + len(x)
 
-    def add_held_out(self, module: str, o: Tensor) -> None:
-        """o: its input on the original path, held-out tokens."""
-        self._kept.setdefault(module, RowSample(self._sample_rows)).add(o.reshape(-1, o.shape[-1]))
+    def _add(self, sums: dict[str, Tensor], module: str, lost: Tensor, x: Tensor) -> None:
+        if module not in sums:
+            sums[module] = x.new_zeros(lost.shape[1], x.shape[1])
+        for rows in own_panels(lost.shape[1], self._ranks):
+            sums[module][rows].addmm_(lost[:, rows].t(), x)
+
+    def add_held_out(self, module: str, o: Tensor, lost: Tensor | None = None) -> None:
+        """o: its input on the original path, held-out tokens; lost: as in `add_original`."""
+        for kept, rows in ((self._kept, o), (self._kept_streams, lost)):
+            if rows is not None:
+                sample = kept.setdefault(module, RowSample(self._sample_rows))
+                sample.add(rows.reshape(-1, rows.shape[-1]))
 
     def finish(self) -> dict[str, Drift]:
         """The drifts; the accumulator is empty afterwards."""
         sums, self._sums = self._sums, {}
-        for own in sums.values():
+        streams, self._streams = self._streams, {}
+        for own in (*sums.values(), *streams.values()):
             send_panels(own, self._ranks)
-        kept = {
-            module: self._kept.get(module, RowSample(0)).rows(own) for module, own in sums.items()
-        }
-        return {
-            module: Drift(own.div_(self._tokens[module]), kept[module])
-            for module, own in sums.items()
-        }
+        found = {}
+        for module, own in sums.items():
+            tokens, sample = self._tokens[module], self._kept.get(module, RowSample(0)).rows(own)
+            if module not in streams:
+                found[module] = Drift(own.div_(tokens), sample)
+                continue
+            stream = streams[module].div_(tokens)
+            lost = self._kept_streams.get(module, RowSample(0)).rows(stream.t())
+            found[module] = Drift(own.div_(tokens), sample, stream, lost)
+        return found
 
 
 def best_fraction(lost: Tensor, change: Tensor) -> Tensor:
@@ -313,20 +335,26 @@ class OutputInputs:
         """o: its input for the same tokens on the original path."""
         self._original.setdefault(module, []).append(o.reshape(-1, o.shape[-1]))
 
-    def finish_batch(self, after: Tensor) -> None:
-        """after [T, H]: the residual stream after the sublayer at the tokens of these inputs."""
+    def original(self, module: str) -> Tensor:
+        """Its inputs on the original path in this batch, [T, K]."""
+        return torch.cat(self._original[module])
+
+    def finish_batch(self, after: Tensor, lost: Tensor | None = None) -> None:
+        """after [T, H]: the residual stream after the sublayer at the tokens of these inputs. lost
+        [T, H]: what it lacks before, if these linears' outputs are added to it."""
         for module, parts in self._seen.items():
             x = torch.cat(parts)
             w = row_weights(x, after)
             self._observer(module, x, w)
             if self._total is None:
                 continue
-            o = torch.cat(self._original[module]) * w
+            o = self.original(module) * w
+            stream = None if lost is None else lost * w
             if self._observer.held_out:
-                self._total.add_held_out(module, o)
+                self._total.add_held_out(module, o, stream)
             else:
                 self._total.add_quantized(module, x * w)
-                self._total.add_original(module, o)
+                self._total.add_original(module, o, stream)
         self._seen.clear()
         self._original.clear()
 

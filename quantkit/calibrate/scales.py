@@ -274,11 +274,15 @@ class LinearInput:
     @tensor_core_products()
     def drift_corrected(self, w: Tensor) -> Tensor:
         """A consumer's weight w [N, K] corrected for drift, in place."""
-        if self.drift is None:
+        drift = self.drift
+        if drift is None:
             return w
-        change = w @ self._correction
-        share = best_fraction((self.drift.sample - self.sample) @ w.t(), self.sample @ change.t())
-        return w.addcmul_(change, share)
+        changes = [((drift.sample - self.sample) @ w.t(), w @ self._correction)]
+        if drift.stream is not None and drift.stream_sample is not None:
+            changes.append((drift.stream_sample, self.curvature.solved(drift.stream)))
+        for lost, change in changes:
+            w.addcmul_(change, best_fraction(lost, self.sample @ change.t()))
+        return w
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, TokenBatch
+from quantkit.calibrate.hidden_states import (
+    HiddenStatePair,
+    HiddenStates,
+    TokenBatch,
+    mean_row_distance,
+)
 from quantkit.calibrate.input_statistics import (
     HELD_OUT_ROWS,
     DriftAccumulator,
@@ -40,7 +45,7 @@ from quantkit.calibrate.sublayer import batch_product
 from quantkit.grids.base import Weight, dequantize
 from quantkit.models.table import Parameter, Projection
 from quantkit.quant.gptq import Curvature
-from quantkit.quant.tensor_cores import tensor_core_products
+from quantkit.quant.tensor_cores import sample_linear, tensor_core_products
 
 
 def observe_output_linears(
@@ -102,8 +107,24 @@ def observe_output_linears(
         fitted = states.quantized.fitted
         return states.original.hidden[batch.part.start - fitted : batch.part.stop - fitted]
 
+    only = next(iter(sites)) if len(sites) == 1 and sublayer.experts is None else None
+    added = list[bool]()
+
+    def lost_before(after: Tensor) -> Tensor | None:
+        """What the stream of the batch lacks, if the outputs of the only linear are added to it."""
+        if only is None or len(scaled.sites[only]) > 1:
+            return None
+        before, scale = original_part(batches[-1]), scales.get(only)
+        if not added:
+            o = outputs.original(only)
+            o = o if scale is None else o * scale
+            y = sample_linear(o, tensors[f"{only}.weight"])
+            y = y + tensors.get(f"{only}.bias", torch.zeros((), device=y.device))
+            added.append(y.shape == after.shape and mean_row_distance(y, after - before) < 1e-3)
+        return before - states.quantized.hidden[batches[-1].part] if added[0] else None
+
     def take(_: str, after: Tensor) -> None:
-        outputs.finish_batch(after[:, : sublayer.width])
+        outputs.finish_batch(after[:, : sublayer.width], lost_before(after))
         if sublayer.experts is None:
             original_part(batches[-1]).copy_(after)
 

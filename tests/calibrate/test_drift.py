@@ -42,13 +42,19 @@ def paths(seed: int, rows: int = T) -> tuple[Tensor, Tensor]:
     return o - 0.2 * o.roll(1, 1), o
 
 
-def heard(x: Tensor, o: Tensor, scale: Tensor, held_out: tuple[Tensor, Tensor]) -> LinearInput:
-    """In two batches, the input divided by scale."""
+def heard(
+    x: Tensor,
+    o: Tensor,
+    scale: Tensor,
+    held_out: tuple[Tensor, Tensor],
+    lost: Callable[[Tensor], Tensor | None] = lambda x: None,
+) -> LinearInput:
+    """In two batches, the input divided by scale. lost: by the residual stream, for inputs x."""
     total = DriftAccumulator(128, Ranks())
     for part in (slice(0, T // 4), slice(T // 4, T)):
         total.add_quantized("a", x[part])
-        total.add_original("a", o[part])
-    total.add_held_out("a", held_out[1])
+        total.add_original("a", o[part], lost(x[part]))
+    total.add_held_out("a", held_out[1], lost(held_out[0]))
     drift = total.finish()["a"].scaled(scale)
     curvature = Curvature.of(x.t() @ x / len(x), 1e-6).scaled(scale)
     return LinearInput(curvature, held_out[0] / scale, scale, x.abs().amax(), drift)
@@ -73,6 +79,19 @@ def test_the_answer_is_that_of_the_original_path() -> None:
     lost = (other_o - other_x) @ w.t()
     left = other_o @ w.t() - other_x @ aimed.t()
     assert left.square().sum() < 1e-3 * lost.square().sum()
+
+
+def test_what_the_stream_lacks_is_made_up_for() -> None:
+    """Where an input tells it, and not where held-out rows say otherwise."""
+    (x, o), (other_x, other_o) = paths(1), paths(2, 128)
+    w, a = torch.randn(2, N, K, generator=torch.Generator().manual_seed(0))
+    scale = torch.linspace(0.5, 2, K)
+    read = heard(x, o, scale, (other_x, other_o), lambda x: x @ a.t())
+    aimed = read.drift_corrected(w * scale) / scale
+    left = other_o @ w.t() + other_x @ (a - aimed).t()
+    assert left.square().sum() < 1e-3 * (other_x @ a.t()).square().sum()
+    read = heard(x, x, scale, (other_x, other_x), lambda x: x @ a.t() * (1 if len(x) > 128 else -1))
+    torch.testing.assert_close(read.drift_corrected(w * scale), w * scale, rtol=0, atol=1e-5)
 
 
 def test_held_out_rows_decide_how_much_is_taken() -> None:
