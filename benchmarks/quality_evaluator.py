@@ -127,14 +127,15 @@ def round_rows(x: Tensor) -> Tensor:
 
 
 def documents_of(folder: Path, judge: str, split: str, count: int) -> list[tuple[str, Tensor]]:
-    """(kind, token ids) of the split's held-out documents, at most `count` of a kind."""
+    """(kind, token ids) of the split's held-out documents, at most `count` of a kind; no chats for a
+    model without a chat template."""
     tokenizer = ChatTokenizer(folder / judge)
     lines = (folder / "held-out.jsonl").read_text(encoding="utf-8").splitlines()
     found: dict[str, list[Tensor]] = defaultdict(list)
     for record in map(json.loads, lines[split == "final" :: 2]):
         own = found[record.get("kind", "")]
-        if len(own) < count:
-            messages = record.get("messages")
+        messages = record.get("messages")
+        if len(own) < count and (messages is None or tokenizer.templates):
             ids = tokenizer.encode_chat(messages) if messages else tokenizer.encode(record["text"])
             own.append(torch.tensor(ids[:JUDGED_TOKENS], dtype=torch.int64))
     return [(kind, ids) for kind, own in found.items() for ids in own]

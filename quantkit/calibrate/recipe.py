@@ -58,7 +58,7 @@ class Recipe(Strict):
         description="GPTQ weights errors in the residual stream by their cost downstream",
     )
     output_damping: float = Field(
-        0.05, gt=0, description="added to the diagonal of that cost, as a share of its mean"
+        0.5, gt=0, description="added to the diagonal of that cost, as a share of its mean"
     )
     fit_points: int = Field(3, ge=1, description="scales tried for each group when it is rounded")
     sweeps: int = Field(

@@ -107,7 +107,7 @@ def observe_output_linears(
         fitted = states.quantized.fitted
         return states.original.hidden[batch.part.start - fitted : batch.part.stop - fitted]
 
-    only = next(iter(sites)) if len(sites) == 1 and sublayer.experts is None else None
+    only = next(iter(sites)) if len(sites) == 1 else None
     added = list[bool]()
 
     def lost_before(after: Tensor) -> Tensor | None:

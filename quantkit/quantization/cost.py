@@ -175,6 +175,8 @@ def operations(
                 _COMPARED["alone" if row.expert is None else "expert"] * float(seen) * n * k
                 + float(n) * k * k
             )
+            if row.split == "row" and row.expert is None:  # what the residual stream lacks
+                total += 2.0 * seen * n * k
         # Gate and up of all experts of a layer share one input, and so do siblings of a fused
         # linear.
         site = (

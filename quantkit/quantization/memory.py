@@ -269,6 +269,8 @@ def _moments(work: RunSizes, rows: list[Parameter]) -> list[int]:
     squares = {columns: _FLOAT * columns**2 for columns in readers}
     if work.drift:
         held += sum(squares.values())
+        # What the residual stream lacks, by the inputs of the linears that write to it.
+        held += _FLOAT * sum(_values(row) for row in linears if row.split == "row")
     passed = min(max(work.batches.tokens, work.sequence), work.tokens)
     widest = max(row.shape[0] for row in rows if len(row.shape) == 2)
     run = (
