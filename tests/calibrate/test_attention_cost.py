@@ -125,6 +125,7 @@ def test_told_costs_are_those_that_are_measured(
         return solve_sublayer(scaled, source, states, ranks, original)
 
     monkeypatch.setattr(walk, "solve_sublayer", solve)
+    monkeypatch.setitem(quantize_job.SMALL, "output_damping", 0.05)  # it is added to both costs
     source = latent(tmp_path / "source") if kind == "latent" else grouped(tmp_path / "source")
     quantize_job.run(source, write_letters(tmp_path / "calibration.txt"), tmp_path / "out")
     assert len(found) == 2
