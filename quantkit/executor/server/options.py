@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.common.errors import UsageError
 from quantkit.common.options import option
 from quantkit.executor.server.tools.formats import NAMES
 
@@ -28,3 +29,13 @@ class ServerOptions:
         False, "Print a line on stderr for every request.", "--log-requests"
     )
     grace_s: int = 30
+
+    def __post_init__(self) -> None:
+        key = self.api_key
+        if key is not None and not (
+            key and key.isascii() and key.isprintable() and key == key.strip()
+        ):
+            raise UsageError(
+                "the API key is nothing that a client can send",
+                "use printable ASCII without spaces at its ends",
+            )

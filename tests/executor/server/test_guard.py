@@ -13,9 +13,11 @@ import pytest
 from running_server import MESSAGES, Running, load
 from starlette.datastructures import Headers
 
+from quantkit.common.errors import UsageError
 from quantkit.executor.server.answers import ChatAnswer
 from quantkit.executor.server.app import Limits
 from quantkit.executor.server.guard import is_local
+from quantkit.executor.server.options import ServerOptions
 from quantkit.executor.server.responses import ResponseAnswer
 
 LOCAL = ("127.0.0.1", "localhost", "LOCALHOST", "localhost.", "[::1]", "127.1.2.3")
@@ -48,6 +50,12 @@ def test_names_of_this_machine_and_others(port: str) -> None:
     assert not told("localhost", "http://localhost", "http://evil.example")
     assert not is_local(Headers(raw=[]))
     assert not is_local(Headers(raw=[(b"host", b"localhost"), (b"host", b"evil.example")]))
+
+
+@pytest.mark.parametrize("key", ["", " a", "a\n", "\x7f", "\u00e9"])
+def test_a_key_that_no_client_can_send_is_refused(key: str) -> None:
+    with pytest.raises(UsageError, match="API key"):
+        ServerOptions(api_key=key)
 
 
 @pytest.fixture(scope="module")
