@@ -329,16 +329,15 @@ def check_built(config: Mapping[str, Any]) -> None:
 
 
 def _build(config: Mapping[str, Any], label: str) -> Any:
-    fault: Exception | None = None
-    for attention in ("sdpa", "eager"):
+    try:
+        return build_model(config, "sdpa").eval()
+    except Exception:  # an unsupported attention implementation or config
         try:
-            return build_model(config, attention).eval()
-        except Exception as found:  # an unsupported attention implementation or config
-            fault = found
-    raise QuantkitError(
-        f"{label}: transformers does not build it ({in_words(fault)})",
-        RTN_REMEDY,
-    ) from fault
+            return build_model(config, "eager").eval()
+        except Exception as fault:
+            raise QuantkitError(
+                f"{label}: transformers does not build it ({in_words(fault)})", RTN_REMEDY
+            ) from fault
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
