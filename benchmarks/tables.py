@@ -148,11 +148,11 @@ def loader_matrix() -> str:
         for load in profile.loads:
             known = evidence(profile, load)
             if known.startswith("loaded"):
-                models = sorted(
-                    {model for one in loader_results_of(profile, load) for model in one.models}
-                )
-                known += f": `make test-loaders` ({', '.join(models)})"
+                results = loader_results_of(profile, load)
+                models = sorted({model for one in results for model in one.models})
+                known += f", {results[0].date}: `make test-loaders` ({', '.join(models)})"
             else:
+                known += "" if load.run else f", {profile.read}"
                 known += (
                     f": `{load.run}`"
                     if load.run
@@ -180,7 +180,8 @@ def loader_matrix() -> str:
             known = (
                 f"run{where}: `{rule.run}`"
                 if rule.run
-                else "by source: " + "<br>".join(f"`{source}`" for source in rule.sources)
+                else f"by source, {profile.read}: "
+                + "<br>".join(f"`{source}`" for source in rule.sources)
             )
             parts = "; ".join(f"{grid}: {spoken(parts)}" for grid, parts in rule.grids.items())
             rows.append(

@@ -261,12 +261,13 @@ class LoaderResult(Strict):
     grid, read by the loader of an engine's released package on a CPU.
 
     ranks: as "0 and 3 of 4". loads, right: number of loads (a model on a rank) and of correct ones;
-    faults, found: number of faults made in such checkpoints, and of detected ones. cache: codes
-    whose scales were read, too.
+    faults, found: number of faults made in such checkpoints, and of detected ones. date: of the
+    run. cache: codes whose scales were read, too.
     """
 
     engine: str
     release: str
+    date: str
     device: Device
     format: str
     variant: str

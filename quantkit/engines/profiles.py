@@ -129,7 +129,8 @@ class ShapeRule(Strict):
 
 
 class EngineProfile(Strict):
-    """An engine's profile. `release` is the version or commit whose sources were read.
+    """An engine's profile. `release` is the version or commit whose sources were read, `read` the
+    date of that.
 
     By model_type in config.json: `config`, keys that must have this value; `reads`, keys that must
     exist under this name; `formats`, the formats in which it is loaded, if not all of `loads`.
@@ -137,6 +138,7 @@ class EngineProfile(Strict):
 
     engine: str
     release: str
+    read: str
     summary: str
     architectures: tuple[str, ...]
     config: dict[str, dict[str, Any]] = Field({})

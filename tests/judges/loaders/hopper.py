@@ -77,7 +77,7 @@ def linear(name: str, module: nn.Module, config: Any, bits: int = 4) -> Pieces:
 
 
 def linear_parts(held: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
-    """Parts [N, ...] of a linear, by the parameters that its method made."""
+    """Parts [N, ...] of a linear, or [E, N, ...] of vLLM's experts, by the parameters that its method made."""
     if "qweight" in held:  # AWQ: [K, N / 8]
         codes, zeros = (
             unsigned_along_last(held[key], AWQ_ORDER).T for key in ("qweight", "qzeros")
@@ -87,7 +87,7 @@ def linear_parts(held: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
         codes = unsigned_along_last(held["weight_packed"], bits=bits)
         parts = {"codes": codes, "scale": held["weight_scale"]}
         if "weight_zero_point" in held:  # packed along N
-            parts["zero"] = unsigned_along_last(held["weight_zero_point"].T).T
+            parts["zero"] = unsigned_along_last(held["weight_zero_point"].mT).mT
         return parts
     return _other_parts(held, "weight_global_scale")
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ EXPERTS_ONLY = (("vllm-ascend", "awq-w4a16"), ("vllm-ascend", "int4-w4a8"), ("sg
 # vllm-ascend has parameters for scales of queries and values of latents, and uses those of keys
 # alone.
 UNUSED = {
+    "vllm": r"\.((w13_|w2_)?(weight_(g_idx|shape)|input_(global_)?scale)|[qkv]_scale|prob_scale) ",
     "vllm-ascend": r"\.((w13_|w2_)?weight_offset|fa_[qv]\.(scale|offset)|[kv]_cache_offset) ",
     "sglang": r"\.((w13_|w2_)?(weight_)?(input_scale|blockscale_swizzled|g_idx|g_idx_sort_indices)|attn(_mqa|_mha)?\.[kv]_scale) ",
 }
@@ -296,6 +298,7 @@ def summed(
             {
                 "engine": key[0],
                 "release": RELEASES[key[0]],
+                "date": date.today().isoformat(),
                 "device": key[1],
                 "format": chosen.format,
                 "variant": chosen.variant,

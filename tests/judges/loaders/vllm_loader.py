@@ -10,6 +10,7 @@ told as the loader left them, before weights are laid out for a kernel, which on
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ absent(
 )
 import torch
 import torch.distributed as dist
-from hopper import OnTheCpu, expert_parts, linear
+from hopper import OnTheCpu, expert_parts, linear, linear_parts
 from pieces import Pieces, expert_pieces, plain_pieces, run_forked
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -147,14 +148,14 @@ def pieces_of(model: nn.Module) -> Pieces:
                 for side in ("w13_", "w2_")
             )
             bits = getattr(module.quant_method, "num_bits", 4)
-            found |= expert_pieces(
-                name.removesuffix(".routed_experts"),
-                expert_parts(w13, bits),
-                expert_parts(w2, bits),
-            )
+            parts = partial(linear_parts, bits=bits) if "weight_packed" in w13 else expert_parts
+            found |= expert_pieces(name.removesuffix(".routed_experts"), parts(w13), parts(w2))
         elif isinstance(module, LinearBase):
             bits = getattr(getattr(module, "scheme", None), "num_bits", 4)
+            correction = held.pop("e_score_correction_bias", None)
             found |= linear(name, module, model.config, bits)
+            if correction is not None:
+                found[f"{name}.e_score_correction_bias|value"] = correction
         else:
             found |= plain_pieces(name, module)
     return found
