@@ -104,7 +104,7 @@ EXPERTS_ONLY = (("vllm-ascend", "awq-w4a16"), ("vllm-ascend", "int4-w4a8"), ("sg
 # vllm-ascend has parameters for scales of queries and values of latents, and uses those of keys
 # alone.
 UNUSED = {
-    "vllm": r"\.((w13_|w2_)?(weight_(g_idx|shape)|input_(global_)?scale)|[qkv]_scale|prob_scale) ",
+    "vllm": r"\.((w13_|w2_)?(weight_(g_idx|shape)|input_(global_)?scale)|[qkv]_(scale|zero_point)|prob_scale) ",
     "vllm-ascend": r"\.((w13_|w2_)?weight_offset|fa_[qv]\.(scale|offset)|[kv]_cache_offset) ",
     "sglang": r"\.((w13_|w2_)?(weight_)?(input_scale|blockscale_swizzled|g_idx|g_idx_sort_indices)|attn(_mqa|_mha)?\.[kv]_scale) ",
 }
