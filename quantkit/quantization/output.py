@@ -20,7 +20,7 @@ from quantkit.checkpoint.header import TensorSpec, save_tensors
 from quantkit.checkpoint.shards import host_memory
 from quantkit.checkpoint.source_guard import SourceGuard
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.grids.base import Grid, Weight
+from quantkit.grids.base import Grid, Weight, grid_label
 from quantkit.models.table import Parameter
 
 
@@ -283,7 +283,7 @@ class Output:
 
     def _fate(self, row: Parameter, changed: set[str]) -> dict[str, str]:
         if self.rounds(row):
-            return {"status": "quantized"}
+            return {"status": "quantized", "grid": grid_label(self.grids[row.module])}
         if row.module in self.grids:
             return {"status": "copied", "reason": "packed as the source has it"}
         if row.name in changed:

@@ -22,7 +22,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Event, Note, Progress
 from quantkit.evaluation.distance.tracing import TracedModel
 from quantkit.executor.weights.load import load_model
-from quantkit.grids.base import dequantize
+from quantkit.grids.base import dequantize, grid_label
 from quantkit.grids.schemes import SCHEMES, find_scheme
 from quantkit.models import deepseek_v3
 from quantkit.models.table import ScaleGroup
@@ -115,6 +115,8 @@ def test_every_source_tensor_is_accounted_for(
     entries = json.loads((outputs[scheme].out / "manifest.json").read_text())["tensors"]
     before, after = Checkpoint.open(source), Checkpoint.open(outputs[scheme].out)
     assert entries.keys() == before.tensors.keys()
+    grids = {entry["grid"] for entry in entries.values() if entry["status"] == "quantized"}
+    assert grids == {grid_label(SCHEMES[scheme].weight)}
     assert {entry["status"] for entry in entries.values()} <= {"quantized", "copied", "transformed"}
     assert {name for entry in entries.values() for name in entry["became"]} == after.tensors.keys()
     for name, entry in entries.items():
