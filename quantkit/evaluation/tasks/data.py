@@ -22,7 +22,6 @@ from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import parse_json
 from quantkit.evaluation.grading.graders import Grader
-from quantkit.evaluation.tasks import hubs
 from quantkit.evaluation.tasks.definitions import DataSource, Dates, Problem, Setting, Task
 
 Row = dict[str, Any]
@@ -40,6 +39,8 @@ class TaskRows:
 def read_rows(task: str, source: DataSource, data_dir: Path | None) -> TaskRows:
     paths, origin = _find_files(source.files, source, data_dir), ""
     if not paths and source.hub is not None and data_dir is None:
+        from quantkit.evaluation.tasks import hubs  # httpx: nothing else here needs it
+
         hub = hubs.hub_name()
         repo = (
             source.modelscope or source.hub["path"] if hub == "modelscope" else source.hub["path"]
