@@ -226,8 +226,12 @@ def check_export() -> None:
             for index in range(len(asked)):
                 yield ModelReply(index, f"hm</think>\\boxed{{{204 if index % 3 else 33}}}")
 
-        def close(self) -> None:
-            pass
+        def open_tokens(self) -> list[int]:
+            return []
+
+        def drafts(self) -> None: ...
+
+        def close(self) -> None: ...
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "aime24.jsonl").write_text("".join(json.dumps(row) + "\n" for row in AIME))

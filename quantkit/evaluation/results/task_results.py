@@ -388,9 +388,6 @@ class EvalResults(Result):
                     f"{figures['repeats']} times each",
                 )
             )
-            if task.speed is not None:
-                shown = ", ".join(f"{key} {value:.3g}" for key, value in task.speed.items())
-                rows.append(("  speed", shown))
             if task.comparison is not None:
                 rows.append(("  verdict", task.comparison.sentence()))
             rows += [("  warning", text) for text in figures["warnings"]]
