@@ -114,7 +114,7 @@ def check(
             notify=console.notify,
             on_bytes=show,
         )
-    about = diagnosis.to_json()
+    about = diagnosis.to_json() | {"checked": diagnosis.checked}
     if not json_:
         console.show_diagnosis(model, about)
     if repair is not None:

@@ -79,7 +79,7 @@ class Diagnosis:
         return [*lines, *against]
 
     def to_json(self) -> dict[str, Any]:
-        return self.findings.to_json() | {"checked": self.checked}
+        return self.findings.to_json()
 
 
 Notify = Callable[[str], None]
