@@ -102,16 +102,16 @@ class Part:
             most[buffer] = max(most[buffer], end)
         return most
 
-    def doubled(self) -> list[tuple[int, int]]:
-        """Pairs of addresses that a loop takes in turns: one is filled while the other is read."""
-        first = {value: (buffer, begin, end) for value, buffer, begin, end in self.buffers()}
+    def doubled(self) -> list[tuple[int, int, int]]:
+        """Pairs of buffers that a loop takes in turns, one filled while the other is read: their
+        addresses, and the bytes of each."""
+        first = {value: (begin, end) for value, _, begin, end in self.buffers()}
         pairs = []
-        for a, b in re.findall(
-            r"arith\.select %\w+, (%\w+), (%\w+) : memref", "\n".join(self.lines)
-        ):
+        taken = re.findall(r"arith\.select %\w+, (%\w+), (%\w+) : memref", "\n".join(self.lines))
+        for a, b in taken:
             if a in first and b in first:
-                assert first[a][2] <= first[b][1] or first[b][2] <= first[a][1], "they overlap"
-                pairs.append((first[a][1], first[b][1]))
+                assert first[a][1] <= first[b][0] or first[b][1] <= first[a][0], "they overlap"
+                pairs.append((first[a][0], first[b][0], first[a][1] - first[a][0]))
         return pairs
 
     def unbalanced(self) -> list[str]:

@@ -127,7 +127,8 @@ def test_a_form(target: str, form: str, compiled: dict[tuple[str, str], str]) ->
     assert all(size <= limits[name] for name, size in used.items()), used
     assert [fault for part in parts for fault in part.unbalanced()] == []
     assert max(event for part in parts for event in part.events()) < bishengir.EVENT_IDS
-    assert any(part.doubled() for part in parts)
+    doubled = {size for part in parts for *_, size in part.doubled()}
+    assert doubled
     sets, waits = bishengir.cross_flags(text)
     assert sets == waits
     names = [part.name.rpartition("_")[2] for part in parts]
@@ -142,6 +143,10 @@ def test_a_form(target: str, form: str, compiled: dict[tuple[str, str], str]) ->
     else:
         assert used.keys() == {"UB"}
         assert not sets
+    if re.search("rows|gate_up|down", form):  # the weight's tile: of int8 a quarter of a span
+        kind = form.split("-")[0]
+        tile = chip.SPAN // (4 if kind == "int8" else 2) * chip.COLUMNS[kind]
+        assert tile in doubled, "the next is loaded while one is decoded"
 
 
 def test_tiles_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +176,7 @@ def test_a_buffer_that_is_elsewhere_is_seen(compiled: dict[tuple[str, str], str]
     text = compiled[TARGETS[0], "fp4-rows-bf16"]
     (part,) = bishengir.parts(text)
     assert part.doubled()
-    for first, second in part.doubled():
+    for first, second, _ in part.doubled():
         moved = text.replace(
             f" = arith.constant {second} : i64", f" = arith.constant {first} : i64"
         )
