@@ -95,8 +95,9 @@ int4-w4a8 modelslim
 w8a16 compressed-tensors
 """.strip().splitlines()
 ]
-# What an engine has no class for, and where there is nothing to quantize.
-WITHOUT = {"sglang": ("pangu_ultra_moe",)}
+# What an engine has no class for, or, vLLM's, whose config transformers does not know; and where
+# there is nothing to quantize.
+WITHOUT = {"sglang": ("pangu_ultra_moe",), "vllm": ("pangu_ultra_moe",)}
 EXPERTS_ONLY = (("vllm-ascend", "awq-w4a16"), ("vllm-ascend", "int4-w4a8"), ("sglang", "int4-w4a8"))
 # Parameters that are made and not stored. Offsets of symmetric weights and the order of inputs
 # (g_idx) in compressed-tensors, in ModelOpt's layout the scales of activations and of an 8-bit
