@@ -390,6 +390,7 @@ def _collect(survey: Survey, description: Description, findings: Findings) -> No
         except QuantkitError as fault:
             kind = "part-missing" if "missing" in fault.problem else "part-malformed"
             kind = "description-wrong" if "is described as" in fault.problem else kind
+            kind = "not-read" if "not a multiple of" in fault.problem else kind
             faults.setdefault(kind, []).append((module, fault.problem))
             description.broken.add(module)
     findings.add_groups(faults)

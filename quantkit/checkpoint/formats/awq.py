@@ -137,13 +137,14 @@ class Awq(Format):
             str(block.get("version", "gemm")).lower(),
             block.get("zero_point", True),
         )
-        if bits != 4 or type(size) is not int or version != "gemm" or zero_point is not True:
+        if bits != 4 or type(size) is not int or version != "gemm" or type(zero_point) is not bool:
             said = f"bits {bits}, group_size {size}, version {version}, zero_point {zero_point}"
             raise QuantkitError(
                 f"the checkpoint is AWQ with {said}",
-                "quantkit reads AWQ gemm with 4 bits and zero points",
+                "quantkit reads AWQ gemm with 4 bits",
             )
-        return IntGrid(bits=4, group_size=size if size > 0 else None, symmetric=False)
+        # Zero points are stored all the same: AutoRound says false, and they are all 8.
+        return IntGrid(bits=4, group_size=size if size > 0 else None, symmetric=not zero_point)
 
     def ignored(
         self, config: Mapping[str, Any], side: Mapping[str, Any]

@@ -321,10 +321,11 @@ def check_built(config: Mapping[str, Any]) -> None:
             "use the config.json that came with the model",
         )
     if why := not_built(config):
+        without = "" if "not installed" in why else f", or {RTN_REMEDY}"
         raise QuantkitError(
             f"model_type {config.get('model_type')!r} is not one that quantkit has a file for, "
             f"and {why}",
-            "pip install -U transformers, or " + RTN_REMEDY,
+            f"pip install -U transformers{without}",
         )
 
 

@@ -229,8 +229,8 @@ def test_only_linears_are_quantized(format: Format, role: str) -> None:
         ),
         (
             "awq",
-            {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False},
-            "zero_point False",
+            {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": None},
+            "zero_point None",
         ),
         ("fp8", {"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_block_size"),
         ("modelopt", {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ"),

@@ -1,0 +1,87 @@
+"""What quantkit writes of good models is good by check, without and with the source: every scheme in
+every format, of models that are padded, tied, biased, with one key-value head, heads and sizes of odd
+numbers, stacked experts, towers, and resized vocabularies."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import good_checkpoints
+import make_model
+import pytest
+import torch
+from sample_sizes import sized
+from tiny_models import CONFIGS
+from torch import Tensor
+
+from quantkit.calibrate.recipe import Recipe
+from quantkit.diagnosis.diagnose import diagnose
+from quantkit.grids.schemes import SCHEMES
+from quantkit.models import find_architecture
+from quantkit.quantization import quantize
+
+Tensors = dict[str, Tensor]
+_QWEN3 = good_checkpoints.QWEN3 | {"num_hidden_layers": 2, "hidden_size": 128}
+_QWEN2 = _QWEN3 | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+
+
+def padded(share: float) -> Callable[[Tensors], None]:
+    """The last units of every feed-forward are zeros."""
+
+    def pad(tensors: Tensors) -> None:
+        for name, value in tensors.items():
+            if name.endswith(("gate_proj.weight", "up_proj.weight")):
+                value[int(len(value) * (1 - share)) :] = 0
+            elif name.endswith("down_proj.weight"):
+                value[:, int(value.shape[1] * (1 - share)) :] = 0
+
+    return pad
+
+
+def resized(tensors: Tensors) -> None:
+    """Rows after the tokenizer's, all zeros or all their mean, as resize_token_embeddings writes."""
+    tensors["model.embed_tokens.weight"][320:] = tensors["model.embed_tokens.weight"][:320].mean(0)
+    tensors["lm_head.weight"][320:] = 0
+
+
+def same(tensors: Tensors) -> None:
+    pass
+
+
+MODELS: dict[str, tuple[dict[str, Any], Callable[[Tensors], None]]] = {
+    "padded by 0.4 %": (_QWEN3 | {"intermediate_size": 512}, padded(0.004)),
+    "padded by 8 %": (_QWEN2 | {"intermediate_size": 768}, padded(1 / 12)),
+    "padded by 33 %": (_QWEN3 | {"intermediate_size": 384}, padded(1 / 3)),
+    "padded experts": (good_checkpoints.QWEN3_MOE | {"num_hidden_layers": 2}, padded(1 / 4)),
+    "tied": (_QWEN3 | {"tie_word_embeddings": True}, same),
+    "biased": (_QWEN2, same),
+    "one key-value head": (_QWEN3 | {"num_key_value_heads": 1, "head_dim": 32}, same),
+    "odd heads": (_QWEN3 | {"num_attention_heads": 3, "num_key_value_heads": 3}, same),
+    "odd sizes": (_QWEN3 | {"intermediate_size": 352, "head_dim": 40}, same),
+    "stacked experts": (CONFIGS["qwen3_5_moe"], same),
+    "latent attention": (make_model.tiny_config(num_hidden_layers=2), same),
+    "resized": (_QWEN3 | {"vocab_size": 384}, resized),
+}
+WRITTEN = [(scheme, format) for scheme in SCHEMES for format in SCHEMES[scheme].formats]
+CELLS = list(itertools.product(MODELS, WRITTEN))
+_STEP = sized(37, 1)
+"""A cell of every 37 in CI: 5 of 180."""
+
+
+@pytest.mark.parametrize(("model", "written"), CELLS[3::_STEP] if _STEP > 1 else CELLS, ids=str)
+def test_an_output_is_good(model: str, written: tuple[str, str], tmp_path: Path) -> None:
+    config, change = MODELS[model]
+    scheme, format = written
+    tensors = good_checkpoints.random_weights(config)
+    architecture = find_architecture(config)
+    for row in architecture.parameters(architecture.Config.from_dict(config)):
+        tensors[row.name] -= row.gain_offset
+    change(tensors)
+    source = make_model.write_dense(tmp_path / "source", config, tensors)
+    recipe = Recipe(scheme=scheme, samples=4, held_out=1, seq_len=32, scale_points=3)
+    torch.manual_seed(0)
+    quantize(source, tmp_path / "out", SCHEMES[scheme], format, recipe, device="cpu")
+    for given in (None, str(source)):
+        found = diagnose(str(tmp_path / "out"), source=given, depth="tensors").findings
+        assert [one for one in found.found if one.severity != "note"] == [], found.to_json()
