@@ -241,7 +241,7 @@ SPELLED: dict[str, dict[str, str]] = {
         (
             r"(.*\.experts)\.(\d+)\.(.+)",
             r"\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj|w13|w2)(?:\.|_|$)",
-            r"\.experts\.\d+\.",
+            r"\.experts\.(\d+)\.",
             r"\.layers\.(\d+)\.",
             "eh_proj",
         ),

@@ -174,6 +174,30 @@ def compare_behaviour(
     return errors, kl
 
 
+@torch.inference_mode()
+def cross_entropy(checkpoint: Checkpoint, documents: list[Tensor]) -> float:
+    """Mean cross entropy of the next token in nats, one decoder layer in memory at a time.
+    documents: token ids int64 [T] each. Raises QuantkitError if quantkit does not compute it."""
+    side = _ModelSide(checkpoint)
+    hidden, lengths = side.embed_and_head.embed(documents), [len(one) for one in documents]
+    for number in range(side.model.config.num_hidden_layers):
+        layer, _ = side.layer(number)
+        for _, run in _SUBLAYERS:
+            hidden = run(layer, hidden, lengths)
+    losses = [
+        F.cross_entropy(logits[:-1], ids[1:], reduction="sum")
+        for logits, ids in zip(_next_tokens(side, hidden).split(lengths), documents)
+    ]
+    return float(torch.stack(losses).sum() / (sum(lengths) - len(lengths)))
+
+
+def _next_tokens(side: _ModelSide, hidden: Tensor) -> Tensor:
+    """Log-probabilities [T, V] of the next token from the last hidden states."""
+    head = side.by_role("head") or side.by_role("embedding")
+    assert head is not None, f"{side.checkpoint.path} has no head"
+    return F.linear(side.embed_and_head.final_norm(hidden), side.value(head)).log_softmax(-1)
+
+
 def _check_sizes(ours: _ModelSide, theirs: _ModelSide) -> None:
     wanted = {row.name: row.shape for row in theirs.model.rows if not row.mtp}
     own = {row.name: row.shape for row in ours.model.rows if not row.mtp}
@@ -247,14 +271,7 @@ def _linear_errors(ours: _LoadedLayer, theirs: _LoadedLayer) -> list[tuple[str, 
 def _next_token_kl(
     ours: _ModelSide, theirs: _ModelSide, hidden: Tensor, source_hidden: Tensor
 ) -> float:
-    logs = []
-    for side, states in ((ours, hidden), (theirs, source_hidden)):
-        head = side.by_role("head") or side.by_role("embedding")
-        assert head is not None, f"{side.checkpoint.path} has no head"
-        logs.append(
-            F.linear(side.embed_and_head.final_norm(states), side.value(head)).log_softmax(-1)
-        )
-    one, other = logs
+    one, other = _next_tokens(ours, hidden), _next_tokens(theirs, source_hidden)
     kl = float((other.exp() * (other - one)).sum(-1).mean())
     return kl if math.isfinite(kl) else math.inf
 

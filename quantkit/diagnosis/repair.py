@@ -6,6 +6,7 @@ repaired_copy.py writes the copy.
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.calibrate.data import SHIPPED_TEXT
 from quantkit.calibrate.linear_solver import LinearSolver
 from quantkit.calibrate.recipe import load_recipe
 from quantkit.checkpoint.aux_files import AUX_FILES
@@ -23,12 +25,17 @@ from quantkit.checkpoint.hub import find_local
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import read_file
+from quantkit.diagnosis.behaviour import SEQ_LEN, cross_entropy, read_compared
 from quantkit.diagnosis.description import OPT_FILE
-from quantkit.diagnosis.diagnose import Diagnosis, ExaminedCheckpoint
+from quantkit.diagnosis.diagnose import Depth, Diagnosis, ExaminedCheckpoint, diagnose
 from quantkit.diagnosis.engine_keys import missing_keys
 from quantkit.diagnosis.repaired_copy import AddedTensors, Repair, write_copy
 from quantkit.diagnosis.survey import Survey
+from quantkit.evaluation.distance.perplexity import measure
+from quantkit.evaluation.options import PerplexityOptions
 from quantkit.grids.base import dequantize
+from quantkit.models import is_known
+from quantkit.models.stored_parameters import check_stored, read_model
 from quantkit.models.table import Parameter
 
 
@@ -57,6 +64,11 @@ def repair(
         raise QuantkitError(
             f"{survey.path} lacks files that cannot be restored", "download them first"
         )
+    if diagnosis.findings.has("not-read"):
+        raise QuantkitError(
+            f"{survey.path} is not read, so it cannot be shown that a repaired copy is right",
+            "see the remedies of the findings",
+        )
     if diagnosis.findings.has("tensor-twice"):
         raise QuantkitError(
             f"two shards of {survey.path} hold a tensor of one name, and there is no index to "
@@ -83,8 +95,61 @@ def repair(
         for name, fault in unreadable.items()
         if name not in plan.files
     ]
-    write_copy(examined.survey, plan, out)
+    write_copy(examined.survey, plan, out, lambda copy: _prove(diagnosis, copy, source))
     return plan.changes
+
+
+_WORSE, _CHANCE, _DOCUMENTS = 1.01, 0.9, 2
+"""Factor over the cross entropy before, of what is equal but for its rounding; share of that of equal
+probabilities above which a model predicts nothing; documents of SEQ_LEN tokens that are measured."""
+
+
+def _prove(diagnosis: Diagnosis, written: Path, source: str | None) -> None:
+    """Raise QuantkitError, so that the copy is taken back, unless it runs, has no fault that was not
+    there before, and predicts a text as well as what was repaired, where that ran."""
+    survey = diagnosis.examined.survey
+    depth: Depth = "tensors" if "tensors" in diagnosis.seconds else "headers"
+    found = diagnose(str(written), source=source, depth=depth).findings
+    before = {one.name for one in diagnosis.findings.found}
+    new = next((one for one in found.ordered if one.name not in before), None)
+    if new is not None and new.severity == "error":
+        raise _taken_back(survey, f"{new.name} in {new.where}: {new.evidence}")
+    try:
+        shipped = survey.path / SHIPPED_TEXT
+        text = shipped if shipped.is_file() else None
+        documents = read_compared(written, text)[:_DOCUMENTS]
+    except QuantkitError:  # without a tokenizer any tokens do
+        documents = [torch.arange(SEQ_LEN) % survey.config["vocab_size"]]
+    try:
+        after = _cross_entropy(Checkpoint.open(written), documents)
+    except QuantkitError as fault:
+        raise _taken_back(survey, fault.problem) from fault
+    try:
+        before_it = Checkpoint(survey.path, survey.config, survey.side, survey.tensors)
+        first = _cross_entropy(before_it, documents)
+    except (QuantkitError, RuntimeError):
+        return  # what does not run has nothing to be compared with
+    chance = _CHANCE * math.log(survey.config["vocab_size"])
+    if first < chance and not after <= first * _WORSE:
+        raise _taken_back(
+            survey, f"it predicts a text worse, {after:.3f} nats a token, not {first:.3f}"
+        )
+
+
+def _taken_back(survey: Survey, problem: str) -> QuantkitError:
+    return QuantkitError(
+        f"the repaired copy of {survey.path} was taken back: {problem}",
+        "see the remedies of the findings",
+    )
+
+
+def _cross_entropy(checkpoint: Checkpoint, documents: list[Tensor]) -> float:
+    """In nats a token."""
+    if not is_known(checkpoint.config):
+        options = PerplexityOptions(device="cpu")
+        return math.log(measure(str(checkpoint.path), documents, options).ppl)
+    check_stored(checkpoint, [row for row in read_model(checkpoint).rows if not row.mtp])
+    return cross_entropy(checkpoint, documents)
 
 
 def _files(survey: Survey) -> tuple[dict[str, bytes], dict[str, QuantkitError]]:

@@ -44,9 +44,9 @@ class Repair:
     added: list[AddedTensors] = field(default_factory=list)
 
 
-def write_copy(survey: Survey, plan: Repair, out: Path) -> None:
+def write_copy(survey: Survey, plan: Repair, out: Path, prove: Callable[[Path], None]) -> None:
     """Write the survey's checkpoint with the planned changes to the new directory `out`,
-    atomically."""
+    atomically, if `prove` raises nothing for the written copy."""
     partial = out.with_name(f"{out.name}.partial")
     if is_there(partial):
         raise QuantkitError(f"{partial} is there from a run that was stopped", "remove it")
@@ -66,6 +66,7 @@ def write_copy(survey: Survey, plan: Repair, out: Path) -> None:
         (partial / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n")
         for name, content in plan.files.items():
             (partial / name).write_bytes(content)
+        prove(partial)
         sync_tree(partial)
         partial.rename(out)
         sync_folder(out.parent)

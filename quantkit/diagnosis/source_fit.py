@@ -142,9 +142,10 @@ def step_fault(rows: SampledRows, found: SourceFit) -> str:
 
 def low_rank_fault(rows: SampledRows, left: Tensor) -> str:
     """Whether the rest has low rank, unlike rounding error. left: float32 [n, K], W' - W,
-    fitted."""
+    fitted. 8 bits are judged by their steps: what GPTQ leaves of them, by few tokens, has low rank."""
     if (
-        rows.scale is None
+        rows.bits >= 8
+        or rows.scale is None
         or rows.of_group is None
         or rows.codes is None
         or min(left.shape) < _DIRECTIONS

@@ -23,7 +23,7 @@ _HEADS_LISTED = ("compressed-tensors", "modelopt")
 """Formats whose readers treat the head as any other linear unless it is listed."""
 _MOE_FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj|w13|w2)(?:\.|_|$)")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 @dataclass
@@ -250,10 +250,16 @@ def _report_unknown(survey: Survey, structure: Structure, findings: Findings) ->
             findings.add("layers-beyond", extra_layers, evidence)
     beyond = set(extra_layers)
     known_layers = [name for name in unknown if name not in beyond and not _MOE_FUSED.search(name)]
-    experts = [name for name in known_layers if _EXPERT.search(name)]
+    counted = {row.expert for row in structure.rows}
+    experts = [
+        name
+        for name in known_layers
+        if (found := _EXPERT.search(name)) and int(found[1]) not in counted
+    ]
     if experts:
         findings.add("layers-beyond", experts, "more experts than config.json has")
-    rest = [name for name in known_layers if not _EXPERT.search(name)]
+    beyond |= set(experts)
+    rest = [name for name in known_layers if name not in beyond]
     kinds = Counter(
         _LAYER.sub(".N.", name) for name in rest if name.endswith(".weight") and _LAYER.search(name)
     )

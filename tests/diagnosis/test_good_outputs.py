@@ -59,17 +59,24 @@ MODELS: dict[str, tuple[dict[str, Any], Callable[[Tensors], None]]] = {
     "one key-value head": (_QWEN3 | {"num_key_value_heads": 1, "head_dim": 32}, same),
     "odd heads": (_QWEN3 | {"num_attention_heads": 3, "num_key_value_heads": 3}, same),
     "odd sizes": (_QWEN3 | {"intermediate_size": 352, "head_dim": 40}, same),
-    "stacked experts": (CONFIGS["qwen3_5_moe"], same),
+    "stacked experts": (
+        CONFIGS["qwen3_5_moe"] | {"architectures": ["Qwen3_5MoeForConditionalGeneration"]},
+        same,
+    ),
     "latent attention": (make_model.tiny_config(num_hidden_layers=2), same),
     "resized": (_QWEN3 | {"vocab_size": 384}, resized),
 }
 WRITTEN = [(scheme, format) for scheme in SCHEMES for format in SCHEMES[scheme].formats]
-CELLS = list(itertools.product(MODELS, WRITTEN))
-_STEP = sized(37, 1)
-"""A cell of every 37 in CI: 5 of 180."""
+CELLS = [
+    (model, written)
+    for model, written in itertools.product(MODELS, WRITTEN)
+    if (written[0] != "int4-w4a8" or model in ("padded experts", "latent attention"))
+    and (written[0] != "int8-a8w8c8" or model != "stacked experts")
+]
+"""Of 4-bit weights and 8-bit inputs there are routed experts alone; a cache of 8 bits has every layer."""
 
 
-@pytest.mark.parametrize(("model", "written"), CELLS[3::_STEP] if _STEP > 1 else CELLS, ids=str)
+@pytest.mark.parametrize(("model", "written"), CELLS[:: sized(37, 1)], ids=str)
 def test_an_output_is_good(model: str, written: tuple[str, str], tmp_path: Path) -> None:
     config, change = MODELS[model]
     scheme, format = written

@@ -1,5 +1,6 @@
 """What can be repaired is cured: the copy is good, and what was no fault is the same to the bit."""
 
+import shutil
 from pathlib import Path
 
 import faulty
@@ -11,7 +12,9 @@ from commands import command
 from output_files import shards_below
 from packed_model import write_packed
 
+from quantkit.calibrate.data import SHIPPED_TEXT
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.assets import builtin_model
 from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.engine_keys import missing_keys
@@ -87,6 +90,20 @@ def test_a_fault_is_cured(fault: str, format: str, models: dict[str, Path], tmp_
             assert torch.equal(
                 ours.read(name).view(torch.uint8), good.read(name).view(torch.uint8)
             ), name
+
+
+def test_a_copy_that_predicts_worse_is_taken_back(tmp_path: Path) -> None:
+    """What was mistaken for a fault is not repaired: tiny-r1's zero points are right."""
+    config, tensors = good_checkpoints.tiny_r1()
+    path = write_packed(tmp_path / "good", config, tensors, *good_checkpoints.FORMATS["awq"])
+    for file in (SHIPPED_TEXT, "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(builtin_model("tiny-r1") / file, path)
+    found = diagnose(str(path), depth="tensors")
+    found.findings.add("zero-points-off", "every linear", "mistaken")
+    found.examined.offsets = dict.fromkeys(found.examined.description.linears, 1.0)
+    with pytest.raises(QuantkitError, match="was taken back: it predicts a text worse"):
+        repair(found, tmp_path / "out")
+    assert [file.name for file in tmp_path.iterdir()] == ["good"]
 
 
 def test_shards_stay_in_their_folder(models: dict[str, Path], tmp_path: Path) -> None:
