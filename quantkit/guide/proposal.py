@@ -26,6 +26,7 @@ from quantkit.planning.plan import Plan, plan
 from quantkit.quantization.cost import expected_seconds
 from quantkit.quantization.job import JobRequest, open_job, read_request, read_scheme
 from quantkit.quantization.machine import Rate
+from quantkit.quantization.report import FAR
 
 QUANTKIT = "quantkit"
 """The engine that serves on a CPU: this package."""
@@ -42,9 +43,9 @@ LEAST_SAVED = 0.9
 
 SIZE_CLASS = 2
 """A measured loss is shown for models of up to so many times the parameters, or as many fewer."""
-CPU_SCHEME, MOST_KL = "awq-w4a16", 0.15
+CPU_SCHEME = "awq-w4a16"
 """On a processor, which reads every weight for a token, INT4 is taken where its KL per token is not
-above this: where a measured model of at most SIZE_CLASS times the parameters lost no more."""
+above FAR: where a measured model of at most SIZE_CLASS times the parameters lost no more."""
 
 
 class MeasuredLoss(Strict):
@@ -71,8 +72,8 @@ class ExpectedLosses(Strict):
         return ", ".join(found)
 
     def least_parameters(self, scheme: str) -> float:
-        """Of models that lose at most MOST_KL."""
-        known = [one.parameters for one in self.measured if one.kl.get(scheme, 1.0) <= MOST_KL]
+        """Of models that lose at most FAR."""
+        known = [one.parameters for one in self.measured if one.kl.get(scheme, 1.0) <= FAR]
         return min(known) / SIZE_CLASS
 
 
@@ -218,19 +219,16 @@ def choose_candidate(found: list[SchemeCandidate], box: Devices) -> tuple[Scheme
             return chosen, "as asked for"
         why, others = "least loss where schemes were measured, of those that fit", found
         if box.device == "cpu":
-            fastest = next((one for one in fitting if one.scheme == CPU_SCHEME), None)
+            int4 = next((one for one in fitting if one.scheme == CPU_SCHEME), chosen)
             least = expected_losses().least_parameters(CPU_SCHEME)
-            if fastest is None or fastest is chosen or fastest.plan is None:
-                pass
-            elif fastest.plan.parameters < least:
-                why += (
-                    f"; INT4 below {least / 1e6:.0f} M parameters may lose more than KL {MOST_KL:g}"
-                )
-            else:
-                chosen, others = fastest, []
+            parameters = int4.plan.parameters if int4.plan is not None else 0
+            if int4 is not chosen and parameters < least:
+                why += f"; INT4 below {least / 1e6:.0f} M parameters may lose more than KL {FAR:g}"
+            elif int4 is not chosen:
+                chosen, others = int4, []
                 why = (
                     "decoding on a processor is as fast as its weights are few bytes, and the KL "
-                    f"to expect is not above {MOST_KL:g}; --scheme takes another"
+                    f"to expect is not above {FAR:g}; --scheme takes another"
                 )
         unfit = [one.scheme for one in others[: others.index(chosen)] if one.plan] if others else []
         return chosen, f"{why}; {', '.join(unfit)} would not fit" if unfit else why
