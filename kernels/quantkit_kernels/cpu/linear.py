@@ -21,7 +21,8 @@ _INT4PACK_DTYPES = (
 _EXPANDED_ROWS = 32 if torch.cpu._is_amx_tile_supported() else 64
 """From which on torch's matmul over expanded blocks is faster (9728 x 896, a Xeon with AMX, one
 core, C++ / expanded, ms: M=16 6.0/9.5, M=32 12.7/9.8; AVX-512 without bfloat16: 4864 x 896, M=64
-about as fast)."""
+about as fast). It is the end of what does not depend on threads and other rows: C++ takes 2.0 times
+as long at 63 rows and 6.9 times at 1,024."""
 
 
 class Int4Linear(Linear):
