@@ -164,6 +164,11 @@ class SourceComparison:
             return (
                 "its rows have other sizes than the source's, which no other linear can compensate"
             )
+        for axis, what in ((1, "rows"), (0, "columns")):
+            size = theirs.square().mean(axis)
+            lost = (rows.values == 0).all(axis) & (size > SMALL * size.median())
+            if int(lost.sum()) >= _MIN_UNRELATED:
+                return f"{int(lost.sum())} of {len(lost)} sampled {what} are zeros, and the source's not"
         left = rows.values - part
         if evidence := (
             group_fault(rows, part) or step_fault(rows, found) or low_rank_fault(rows, left)
