@@ -5,6 +5,7 @@ import hashlib
 import math
 import tempfile
 import warnings
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +52,23 @@ def unpack(path: Path) -> Path:
 def dequantize(path: Path, folder: Path) -> None:
     """Write the files of `unpack` into `folder`. Raises as it does."""
     import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
-    from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
-    from transformers.utils.logging import disable_progress_bar
 
+    try:
+        from transformers import AutoModelForCausalLM, GgufConfig
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+        from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError as error:
+        raise QuantkitError(
+            f"{path} needs transformers 5.23 or newer", "pip install -U transformers"
+        ) from error
     disable_progress_bar()
     try:
         metadata, _ = read_gguf_metadata(str(path))
         sizes = [math.prod(tensor.shape) for tensor in GgufHeader.from_file(str(path)).tensors]
     except Exception as error:
         raise QuantkitError(f"{path} cannot be read as GGUF ({error})", _INSTEAD) from error
-    tokenizer = _tokenizer(path, metadata)
+    tokenizer = _tokenizer(path, metadata, GGUF_PRE_TOKENIZER_SPLITS)
     needed = _BYTES_OF_VALUE * sum(sizes) + _BYTES_OF_LARGEST * max(sizes, default=0)
     free = psutil.virtual_memory().available
     if needed > free:
@@ -87,10 +94,10 @@ def dequantize(path: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _tokenizer(path: Path, metadata: dict[str, Any]) -> Any:
+def _tokenizer(path: Path, metadata: dict[str, Any], splits: Container[str]) -> Any:
+    """splits: ways to split text that transformers knows."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoTokenizer
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     if (path.parent / "tokenizer.json").is_file():
         return AutoTokenizer.from_pretrained(path.parent)
@@ -102,7 +109,7 @@ def _tokenizer(path: Path, metadata: dict[str, Any]) -> Any:
         )
     elif (
         metadata.get("tokenizer.ggml.model") == "gpt2"
-        and split not in GGUF_PRE_TOKENIZER_SPLITS
+        and split not in splits
         and split not in _TOKENIZERS
     ):
         raise QuantkitError(
