@@ -25,9 +25,9 @@ _RANK, _EXCESS = 8, 1.5
 _DIRECTIONS = 256
 """Minimum of rows and columns for a rank to be meaningful: of 128, half of what GPTQ leaves with
 correlated inputs is in eight directions."""
-_MAX_STEP_ERROR = 4.0
+_MAX_STEP_ERROR, _CORRECTED = 4.0, 0.02
 """Factor over the round-to-nearest error that is accepted: GPTQ and AutoRound leave up to twice of
-it."""
+it. What else a linear may be off that makes up for those before, by a few hundred tokens."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def step_fault(rows: SampledRows, found: SourceFit) -> str:
         return ""
     size = float(rows.values.square().mean().sqrt())
     step = float(rows.by_input(rows.scale).square().mean().sqrt()) / 12**0.5 / max(size, 1e-20)
-    if found.error <= _MAX_STEP_ERROR * step + 0.01:
+    if found.error <= _MAX_STEP_ERROR * step + _CORRECTED:
         return ""
     return f"error {found.error:.3f}, and steps of its size cause {step:.3f}"
 

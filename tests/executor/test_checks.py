@@ -33,7 +33,5 @@ def nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_amounts_that_are_none_are_refused(tiny_checkpoint: Path, asked: dict[str, Any]) -> None:
     """A batch or a chunk of nothing would never end."""
     ((name, value),) = asked.items()
-    with pytest.raises(
-        QuantkitError, match=rf"^{name} is {value!r}; give a whole number of at least 1$"
-    ):
+    with pytest.raises(QuantkitError, match=rf"^{name} is {value!r}.*; give "):
         Engine.load(tiny_checkpoint, device="cpu", **asked)
