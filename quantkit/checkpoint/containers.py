@@ -191,9 +191,9 @@ def _remedy(container: Container, config: Mapping[str, Any], path: str) -> str:
 
 def check_download(folder: Path, shard: str) -> None:
     """Raise QuantkitError if the download of a shard, missing or cut short, has not ended."""
-    beside = (folder / pattern.format(shard) for pattern in _UNFINISHED)
+    unfinished = (folder / pattern.format(shard) for pattern in _UNFINISHED)
     found = (file for pattern in _DOWNLOADS for file in sorted(folder.glob(pattern)))
-    if file := next((file for file in (*beside, *found) if os.path.exists(file)), None):
+    if file := next((file for file in (*unfinished, *found) if os.path.exists(file)), None):
         raise QuantkitError(
             f"the download of {folder / shard} is not finished: there is {file.name}",
             "wait for it, or give the command that downloads it again: it resumes",

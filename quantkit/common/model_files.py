@@ -66,8 +66,8 @@ def open_file(path: Path, folder: Path | None = None) -> int:
             raise QuantkitError(f"{path} is a {kind}, not a file", _AGAIN)
         roots = _roots(folder or path.parent)
         if os.environ.get(FOLLOW_LINKS) != "1" and not _is_below(target, roots):
-            beside = [one for one in path.parent.iterdir() if one != path and one.is_symlink()]
-            more = sum(not _is_below(Path(os.path.realpath(one)), roots) for one in beside)
+            links = [one for one in path.parent.iterdir() if one != path and one.is_symlink()]
+            more = sum(not _is_below(Path(os.path.realpath(one)), roots) for one in links)
             others = f", as {more} other file{'s' * (more > 1)} there" if more else ""
             raise QuantkitError(
                 f"{path} is a link to {target}, outside of the model's folder{others}",

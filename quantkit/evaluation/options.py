@@ -79,7 +79,7 @@ class EvaluateOptions(GradingOptions, ServerModelOptions, ModelOptions):
         "needs --baseline and --out.",
     )
     token_budget: int | None = option(
-        None, "Say before the run which loss this many tokens can tell.", min=1
+        None, "Say before the run which loss this many tokens can detect.", min=1
     )
     model_revision: str | None = option(
         None, "What the server runs, if it does not say so: a revision, a hash."

@@ -100,7 +100,7 @@ def forecast(
     reference: Baseline | None,
     accuracy: float | None = None,
 ) -> str:
-    """Which loss the asked repeats, and a budget of tokens, tell from none on these problems alone,
+    """Which loss the asked repeats, and a budget of tokens, detect on these problems alone,
     and what the asked margin takes. Without a baseline's replies noise and lengths are upper
     limits."""
     task, problems = work.setting.task.name, len(work.problems)
@@ -112,19 +112,19 @@ def forecast(
     length = float(np.mean(lengths)) if lengths else work.setting.generation.max_tokens
     each = 2 * problems * length if length else None  # tokens of one repeat of both models
 
-    def told(repeats: float) -> str:
+    def detectable(repeats: float) -> str:
         loss = sampling.decidable_margin(variance, problems, repeats)
         cost = f", {_short(each * repeats)} tokens" if each else ""
         return f"{repeats:,.0f} repeats of both{cost}: a loss of {100 * loss:.1f} points"
 
-    said = [told(work.setting.repeats)]
+    said = [detectable(work.setting.repeats)]
     if options.token_budget is not None and each:
-        said.append(told(options.token_budget / each))
+        said.append(detectable(options.token_budget / each))
     needed = sampling.repeats_for_margin(variance, problems, options.margin)
     cost = f", {_short(each * needed)} tokens" if each else ""
     said.append(f"{100 * options.margin:g} points take {needed:,} repeats{cost}")
     most = "" if noise is not None and lengths else " (at most: no replies are known yet)"
-    return f"{task}: on its {problems} problems alone can be told{most}: {'; '.join(said)}"
+    return f"{task}: on its {problems} problems alone can be detected{most}: {'; '.join(said)}"
 
 
 def _short(count: float) -> str:

@@ -36,7 +36,7 @@ _NORMAL = NormalDist()
 @dataclass(frozen=True)
 class SamplingComparison:
     """Candidate against baseline on these `n` problems alone; differences are shares. [low, high]
-    has confidence `level`; decidable: the loss that as many replies tell from none with
+    has confidence `level`; decidable: the loss that as many replies detect with
     probability POWER; hopeless: more stages would hardly change `cannot tell`."""
 
     verdict: Verdict
@@ -59,7 +59,7 @@ class SamplingComparison:
         )
         said = f"on these {self.n} problems alone, {self.verdict}: {seen}"
         if self.verdict == "cannot tell":
-            said += f"; so many replies can tell a loss of {100 * self.decidable:.1f} points"
+            said += f"; so many replies can detect a loss of {100 * self.decidable:.1f} points"
         return said
 
     def to_json(self) -> dict[str, Any]:
@@ -169,12 +169,12 @@ def repeats_of_stage(
 
 
 def decidable_margin(sampling: float, problems: int, repeats: float) -> float:
-    """The loss that `repeats` of both models tell from none on these problems, with probability
+    """The loss that `repeats` of both models detect on these problems, with probability
     POWER. sampling: variance that one repeat of both models adds to one problem."""
     factor = -_NORMAL.inv_cdf(ONE_SIDED) + _NORMAL.inv_cdf(POWER)
     return factor * math.sqrt(sampling / (problems * repeats))
 
 
 def repeats_for_margin(sampling: float, problems: int, margin: float) -> int:
-    """Repeats of both models that tell a loss of `margin` from none on these problems."""
+    """Repeats of both models that detect a loss of `margin` on these problems."""
     return math.ceil((decidable_margin(sampling, problems, 1) / margin) ** 2)
