@@ -177,13 +177,24 @@ class SourceComparison:
         left = left.square()
         for axis, what in ((1, "rows"), (0, "columns")):
             size = rows.values.square().mean(axis)
-            far = (left.mean(axis) > _UNRELATED**2 * size) & (size > SMALL * size.median())
+            effect = size if axis else theirs.square().mean(0) * self._input_gain(module).square()
+            far = (left.mean(axis) > _UNRELATED**2 * size) & (effect > SMALL * effect.median())
             if int(far.sum()) >= _MIN_UNRELATED and float(far.float().mean()) < 0.5:
                 return (
                     f"{int(far.sum())} of {len(far)} sampled {what} are unrelated to the "
                     f"source's, such as number {int(far.nonzero()[0])}"
                 )
         return ""
+
+    def _input_gain(self, module: str) -> Tensor:
+        """Of the norm that a linear reads, in the source, [K]; 1 where it reads none. Calibrated
+        rounding leaves a column whose input is small as far off as the others need it."""
+        for group in self.groups:
+            name = f"{group.producer}.weight"
+            reads = module in group.consumers and group.producer in self.gain_offsets
+            if reads and self.checkpoint.has(name):
+                return self.checkpoint.read(name).float() + self.gain_offsets[group.producer]
+        return torch.ones(())
 
     def _explain(
         self, module: str, rows: SampledRows, theirs: Tensor, found: SourceFit, shift: float

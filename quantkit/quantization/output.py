@@ -160,7 +160,8 @@ class Output:
         tensors: dict[str, Tensor] = {}
         for row in self.units[unit]:
             if row.module in quantized:
-                tensors |= self.format.pack(row.module, quantized[row.module])
+                format = self.format.of_grid(self.grids[row.module])
+                tensors |= format.pack(row.module, quantized[row.module])
             elif row.module in self.grids and not self.rounds(row):
                 tensors |= self.format.pack(row.module, self.source.checkpoint.weight(row.module))
             else:

@@ -102,6 +102,11 @@ class Format(ABC):
     ) -> tuple[tuple[int, int], Grid | None]:
         """Shape (N, K) and grid of a quantized linear, from the headers of its tensors."""
 
+    def of_grid(self, grid: Grid) -> "Format":
+        """The format that stores the linears on this grid, where this one has several. A weight
+        alone does not say its grid: a row that is one group has a scale per channel, too."""
+        return self
+
     @abstractmethod
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         """Tensors to store, by full name."""

@@ -120,6 +120,9 @@ class CompressedMixed(Format):
     def takes(self, grid: Grid) -> bool:
         return any(member.holds(grid) for member in _MEMBERS)
 
+    def of_grid(self, grid: Grid) -> Format:
+        return _member(grid)
+
     def scale_dtype_of(self, grid: Grid) -> torch.dtype:
         return _member(grid).scale_dtype
 
