@@ -1,6 +1,6 @@
 # CPU:   docker build --target cpu -t quantkit .
 # CUDA:  docker build --target cuda -t quantkit:cuda .      (torch brings CUDA's libraries; the host needs the driver and NVIDIA's container toolkit)
-# Run:   docker run --rm -v "$PWD:/work" -p 127.0.0.1:8000:8000 quantkit serve /work/qwen-awq --host 0.0.0.0 --api-key KEY
+# Run:   docker run --rm -v "$PWD:/models" -p 127.0.0.1:8000:8000 quantkit serve /models/qwen-awq --host 0.0.0.0 --api-key KEY
 FROM debian:bookworm-slim AS python
 # g++ compiles the kernels of the processor that it finds, once, into the user's cache.
 # hadolint ignore=DL3008
@@ -31,7 +31,7 @@ FROM python AS runtime
 RUN useradd --create-home --uid 10001 quantkit
 ENV PATH=/opt/quantkit/bin:$PATH
 USER 10001
-WORKDIR /work
+WORKDIR /models
 EXPOSE 8000
 ENTRYPOINT ["quantkit"]
 CMD ["--help"]

@@ -250,12 +250,12 @@ class DriftAccumulator:
             send_panels(own, self._ranks)
         found = {}
         for module, own in sums.items():
-            tokens, sample = self._tokens[module], self._kept.get(module, RowSample(0)).rows(own)
-            if module not in streams:
-                found[module] = Drift(own.div_(tokens), sample)
-                continue
-            stream = streams[module].div_(tokens)
-            lost = self._kept_streams.get(module, RowSample(0)).rows(stream.t())
+            tokens, stream = self._tokens[module], streams.get(module)
+            sample = self._kept.get(module, RowSample(0)).rows(own)
+            lost = None
+            if stream is not None:
+                stream.div_(tokens)
+                lost = self._kept_streams.get(module, RowSample(0)).rows(stream.t())
             found[module] = Drift(own.div_(tokens), sample, stream, lost)
         return found
 

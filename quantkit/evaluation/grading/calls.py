@@ -27,6 +27,11 @@ def read_calls(text: str) -> list[Call] | None:
 
 
 def _parsed(source: str) -> list[Call] | None:
+    found = _json_calls(source)
+    return _python_calls(source) if found is None else found
+
+
+def _json_calls(source: str) -> list[Call] | None:
     try:
         held = json.loads(source)
         return [
@@ -34,7 +39,10 @@ def _parsed(source: str) -> list[Call] | None:
             for one in (held if isinstance(held, list) else [held])
         ]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        pass
+        return None
+
+
+def _python_calls(source: str) -> list[Call] | None:
     try:
         body = ast.parse(source, mode="eval").body
         nodes = body.elts if isinstance(body, ast.List | ast.Tuple) else [body]
