@@ -4,10 +4,7 @@ judge."""
 import json
 import socket
 import sys
-import threading
 import time
-from argparse import Namespace
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +14,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "judges"))
 
 import checkpoints
 import judged
-import load_curves
 import middle_models
 import sglang_topologies
 import shape_models
 import torch
 import vllm_beside
 import vllm_tokens
-import vllm_topologies
 from make_model import write_dense
-from vllm_beside import Case, attempt, ends_of_gaps, told
+from vllm_beside import ends_of_gaps
 from vllm_server import Server, deployed
-from vllm_topologies import CASES, TOPOLOGIES, attention, compare, deployments, main
+from vllm_topologies import CASES, TOPOLOGIES, attention, compare, deployments
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.deploy.launch import deploy
-from quantkit.evaluation.speed.measure import RequestTimes, SpeedRow
+from quantkit.evaluation.speed.measure import RequestTimes
 from quantkit.models import find_architecture
 
 SMALL: dict[str, Any] = {
@@ -178,21 +173,6 @@ def test_a_result_says_that_its_server_was_compiled(tmp_path: Path) -> None:
         assert options == [(more, 4, "gone"), (f"2-of-each {more}".strip(), 4, "gone")]
 
 
-def test_a_comparison_on_another_machine_gets_the_servers_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Answers of compiled servers on cards, compared on a CPU without --device."""
-    seen = []
-    monkeypatch.setattr("vllm_topologies.signal.signal", lambda *_: None)  # of this process
-    monkeypatch.setattr(vllm_topologies, "run", lambda *_: None)
-    monkeypatch.setattr(vllm_topologies, "compare", lambda *given: seen.append(given[-1]) or [])
-    for steps in ("run --device cuda --attention TRITON_ATTN", "compare"):
-        words = f"vllm_topologies.py --directory {tmp_path} --steps {steps}".split()
-        monkeypatch.setattr("sys.argv", words)
-        assert main() == 0
-    assert seen == ["compiled --attention-backend TRITON_ATTN"]
-
-
 def test_a_given_attention_backend_reaches_the_mtp_layer() -> None:
     assert attention("", 1) == []
     assert attention("TRITON_ATTN", 0) == ["--attention-backend", "TRITON_ATTN"]
@@ -289,15 +269,6 @@ def test_a_model_of_repeated_layers_has_all_its_tensors(
     assert sum(".2." in one for one in there) > 3
 
 
-def test_a_line_of_a_cell_is_below_one_where_ours_is_better() -> None:
-    theirs = {"ttft_s": 2.0, "tpot_ms": 10.0, "system_tps": 100.0}
-    ours = {"ttft_s": 1.0, "tpot_ms": 12.0, "system_tps": 125.0}
-    assert told("m", "1x1", {"vllm": [theirs], "quantkit": [ours]}) == [
-        "m | 1x1 | quantkit | ttft_s 2 1 (0.50) | tpot_ms 10 12 (1.20) | system_tps 100 125 (0.80)"
-    ]
-    assert told("m", "1x1", {"vllm": [theirs]}) == ["m | 1x1 | vllm measured"]
-
-
 def test_gaps_are_counted_while_the_long_prompt_is_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -307,41 +278,3 @@ def test_gaps_are_counted_while_the_long_prompt_is_computed(
     monkeypatch.setattr(vllm_beside, "requests", lambda url, tokens, users, output: answers[users])
     monkeypatch.setattr(vllm_beside.time, "sleep", lambda seconds: None)
     assert vllm_beside.gap_of("") == [{"gap_s": 2.0, "ttft_s": 1.0}]
-
-
-def test_what_is_measured_is_not_measured_again_and_no_cell_begins_too_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[str] = []
-    monkeypatch.setattr(vllm_beside, "warm", lambda *_: [])
-    monkeypatch.setattr(vllm_beside, "cell_of", lambda url, cell: measured.append(cell) or [{}])
-    case, asked = Case("qwen3-8b", "awq", 1), Namespace(directory=tmp_path)
-    found: dict[str, Any] = {case.name: {"128x1": {"vllm": [{}]}}}
-    for asked.cells, seconds in (("128x1,128x8", 600), ("4096x8", 1)):
-        until = time.monotonic() + seconds
-        vllm_beside.measure({case: Server("")}, "vllm", asked, until, found)
-    assert measured == ["128x8"]
-    assert json.loads((tmp_path / "beside.json").read_text())[case.name]["128x8"] == {"vllm": [{}]}
-
-
-def test_a_cell_that_does_not_end_ends_its_server(tmp_path: Path) -> None:
-    server, waiting = Server(""), threading.Event()
-    server.start([sys.executable, "-c", "import time; time.sleep(60)"], {}, tmp_path / "log")
-    assert attempt("m vllm 1x1", server, lambda url: waiting.wait(30) and [], 0.2) is None
-    waiting.set()
-    assert server.processes[0].returncode is not None
-
-
-def test_a_load_curve_ends_with_a_rate_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(*given: Any) -> dict[str, Any]:
-        if given[4] == 32:
-            return {"failed": given[5]}  # without answers, no percentiles
-        return {"failed": 0, "ttft_s_p95": 0.1, "tpot_ms_p95": 2.0}
-
-    monkeypatch.setattr(load_curves, "measured", measured)
-    limits = {"per_rate": 1, "seconds": 60, "ttft": 1, "tpot": 50}
-    asked = Namespace(input_len=8, output_len=8, rates=[16, 32, 64], **limits)
-    rows = list(load_curves.curve(None, "", "", asked))  # type: ignore[arg-type]
-    assert [row["failed"] for row in rows] == [0, load_curves.FEWEST]
-    given = {"topology"} | {name for name in load_curves.COLUMNS if "_p" in name}
-    assert set(load_curves.COLUMNS) - given <= {field.name for field in fields(SpeedRow)}

@@ -108,21 +108,6 @@ class Server:
             return ""
         return f"{counted['accepted_tokens']:.0f} of {counted['draft_tokens']:.0f} guesses taken"
 
-    def find(self, title: str, number: int | None = None) -> int:
-        """The process whose title begins so, such as VLLM::Worker_TP1: of the command with that
-        number, or of any.
-
-        Raises ProcessLookupError where there is none.
-        """
-        chosen = self.processes if number is None else self.processes[number : number + 1]
-        groups = {process.pid for process in chosen}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                titled = (folder / "cmdline").read_bytes().startswith(title.encode())
-                if titled and os.getpgid(int(folder.name)) in groups:
-                    return int(folder.name)
-        raise ProcessLookupError(f"no process is called {title}")
-
     def end(self) -> None:
         for process in self.processes:
             if process.poll() is None:
