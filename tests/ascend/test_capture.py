@@ -11,7 +11,7 @@ from quantkit_kernels import accelerator, torch_npu
 
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.runner.graphs import DecodeSteps, DeviceCapture, why_eager
+from quantkit.executor.runner.graphs import DecodeSteps, DeviceCapture
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.weights import weights
@@ -141,29 +141,3 @@ def test_ranks_that_part_let_go_of_graphs_first(
     Parallel(1, 2).close()
     assert order == ["graph", "graph", "group"]
     assert len(replays) == 2
-
-
-def test_both_reasons_are_told(
-    npu: DeviceCapture, quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What waits for a value is refused with and without prefetching."""
-    monkeypatch.setattr(
-        weights,
-        "find_prefetcher",
-        lambda device, parallel: Prefetcher(torch_npu.prefetch, device_double.driver()),
-    )
-    with npu_double.installed():
-        engine = load(quantized("fp4-w4a16"))
-        engine.runner = Runner(engine.loaded.model, engine.cache, npu)
-        with pytest.warns(
-            RuntimeWarning,
-            match="could not be captured: .*; without prefetching weights: .*; it is launched "
-            "operator by operator",
-        ):
-            tokens(engine)
-    assert "without prefetching" in engine.runner.why_eager
-
-
-def test_which_devices_capture() -> None:
-    assert why_eager(torch.device("cuda")) == ""
-    assert "not on cpu" in why_eager(torch.device("cpu"))

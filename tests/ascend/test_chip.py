@@ -1,8 +1,6 @@
 """The tile budget of every configuration that the Ascend kernels ship, and what they refuse."""
 
-import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -64,21 +62,6 @@ def test_refusals_name_the_reason() -> None:
     assert ascend.refused("linear_int4", torch.bfloat16, None) is None
 
 
-def test_a_launch_is_made_as_triton_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grid in brackets, then operands by place and constants by name."""
-    made: list[Any] = []
-
-    class Kernel:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *args, **constants: made.append((grid, args, constants))
-
-    kernels = SimpleNamespace(fp4_rows=Kernel())
-    monkeypatch.setitem(sys.modules, "quantkit_kernels.ascend.kernels", kernels)
-    monkeypatch.setattr(ascend, "kernels", kernels, raising=False)
-    launch.run(launch.KernelLaunch("fp4_rows", 40, (1, 2), {"BN": 64}))
-    assert made == [((40,), (1, 2), {"BN": 64})]
-
-
 def test_cores_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """HfFallback the 910B3's, the fewest of the family."""
     assert chip.cores(torch.device("cpu")) == (20, 40)
@@ -89,17 +72,3 @@ def test_cores_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda device: SimpleNamespace(get_device_limit=lambda index: limit[index]),
     )
     assert chip.cores.__wrapped__(SimpleNamespace(type="npu", index=2)) == (24, 48)
-
-
-@pytest.mark.parametrize("grid", ["int4-asym-128", "fp4", "int8"])
-def test_a_linear_is_what_was_asked_for(grid: str) -> None:
-    weight = random_weight(grid, 72, 256, torch.Generator().manual_seed(0))
-    linear = ascend.linear(weight, torch.bfloat16, torch.device("cpu"))
-    assert (linear.in_features, linear.out_features, linear.dtype, linear.backend) == (
-        256,
-        72,
-        torch.bfloat16,
-        "ascend",
-    )
-    experts = ascend.experts_layout(3, weight, weight, torch.bfloat16, torch.device("cpu"))
-    assert (experts._num_experts, experts._dtype) == (3, torch.bfloat16)

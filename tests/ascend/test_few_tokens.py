@@ -160,27 +160,6 @@ def test_rows_of_32_bits_are_not_the_routers(launched: list[str]) -> None:
     assert launched == ["join"]
 
 
-def test_no_more_programs_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Vector cores for all but blocks, which the cube multiplies."""
-    launches, run = [], launch.run
-    monkeypatch.setattr(launch, "cores", lambda device: (3, 5))
-    monkeypatch.setattr(launch, "run", lambda one: (launches.append(one), run(one)))
-    rng, how = torch.Generator().manual_seed(1), Routing(40, 3, num_joined_experts=1)
-    router, weights = (
-        torch.randn(40, 256, generator=rng),
-        random_experts("int4-asym-128", 41, 256, 128, rng),
-    )
-    experts = layer(weights, "ascend", torch.bfloat16)
-    for tokens in (FEW_TOKENS, 7):
-        x = torch.randn(tokens, 256, generator=rng).bfloat16()
-        experts(x, *moe_gate(x, router, None, how, backend="ascend"))
-    vector = {"router": 5, "join": 5, "int4_gate_up": 5, "int4_down": 5}
-    assert {one.kernel: one.programs for one in launches} == vector | {
-        "assign": 1,
-        "int4_blocks": 3,
-    }
-
-
 @pytest.mark.parametrize(("tokens", "top_k"), [(5, 1), (33, 4), (300, 2)])
 def test_blocks_are_known_before_the_experts_are(tokens: int, top_k: int) -> None:
     """As many for all tokens at one expert as for tokens at all, and enough for every pair."""

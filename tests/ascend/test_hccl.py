@@ -2,23 +2,16 @@
 vector cores. HCCL is not here."""
 
 import os
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ascend import npu_double
-from forked_ranks import run_ranks
 
 from quantkit.common import devices
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.ranks import parallel
-from quantkit.executor.ranks.quantized_all_reduce import CodedSums
-from quantkit.executor.runner.attention_context import Chunk, PrefillContext
-from quantkit.executor.weights.load import load_model
 
 
 @pytest.fixture
@@ -83,35 +76,3 @@ def test_each_process_takes_the_card_of_its_number(monkeypatch: pytest.MonkeyPat
     assert devices.find_device("auto") == "npu:5"
     with pytest.raises(QuantkitError, match="no device npu:8"):
         devices.find_device("npu:8")
-
-
-def test_prompts_are_added_in_8_bits(r1_attention: Callable[[str], Path], tmp_path: Path) -> None:
-    """Two ranks on the double: prompts go as bytes, two exchanges for a sum, and the distribution
-    moves by little."""
-    path, token_ids = r1_attention("bf16"), torch.arange(10, 74)
-
-    def compute(ranks: parallel.Parallel) -> list[torch.Tensor]:
-        sent: list[torch.Tensor] = []
-        scatter, gather = dist.all_to_all_single, dist.all_gather
-        dist.all_to_all_single = lambda received, x: (sent.append(x), scatter(received, x))
-        dist.all_gather = lambda parts, x: (sent.append(x), gather(parts, x))
-        found = []
-        with npu_double.installed():
-            loaded = load_model(
-                path, device="cpu", dtype="bfloat16", backend="torch_npu", parallel=ranks
-            )
-            for codes in (None, torch.int8):
-                ranks.coded_sums = None if codes is None else CodedSums(codes, 2, 0)
-                table = torch.arange(1, 64 // loaded.cache_layout.block_size + 2)
-                context = PrefillContext(loaded.new_cache(len(table) + 1), [Chunk(0, 64, table)])
-                found.append(
-                    loaded.model.logits(loaded.model(token_ids, context)).log_softmax(dim=-1)
-                )
-        coded = [x for x in sent if x.dtype == torch.uint8]
-        return [*found, torch.tensor([len(coded), *(x.nbytes for x in coded[:2])])]
-
-    (exact, coded, told), (_, other, _) = run_ranks(2, tmp_path, compute)
-    width = 1024 // 128 * 130
-    assert told.tolist() == [2 * 2 * 2, 64 * width, 32 * width], "two layers, two sums each"
-    assert torch.equal(coded, other)
-    assert 0 < (exact.exp() * (exact - coded)).sum(dim=-1).median() < 1e-3

@@ -18,7 +18,6 @@ from quantkit_kernels import (
     functional,
     prepare_mla_prolog,
     reference,
-    table,
     why_no_prolog,
 )
 from quantkit_kernels.paged import pairs_apart, pairs_together, split_latents
@@ -65,25 +64,6 @@ def test_mla_prepare(interleaved: bool, called: list[str]) -> None:
     assert called == ["npu_kv_rmsnorm_rope_cache", "npu_rms_norm"]
 
 
-def test_mla_prepare_of_other_sizes(called: list[str]) -> None:
-    called.clear()
-    qkv_a, angles, slots = (
-        random(3, 128 + 160),
-        random(3, 16, dtype=torch.float32, seed=1),
-        torch.tensor([5, 0, 17]),
-    )
-    arguments = (
-        qkv_a,
-        Norms(random(128, seed=2), random(128, seed=3), EPS),
-        Rotation(angles.cos(), angles.sin()),
-    )
-    ours, twin = torch.zeros(2, 16, 160).bfloat16(), torch.zeros(2, 16, 160).bfloat16()
-    q_a = functional.mla_prepare(*arguments, ours, slots, backend="torch_npu")
-    assert distance(q_a, reference.mla_prepare(*arguments, twin, slots).double()) < 4e-3
-    assert distance(ours, twin.double()) < 4e-3
-    assert called == ["npu_rms_norm", "npu_rotary_mul", "npu_rms_norm"]
-
-
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(("heads", "block_size"), [(16, 128), (128, 16), (1, 128)])
 def test_mla_decode(heads: int, block_size: int, interleaved: bool, called: list[str]) -> None:
@@ -114,20 +94,6 @@ def test_mla_decode(heads: int, block_size: int, interleaved: bool, called: list
     assert (
         called == [products, "npu_interleave_rope", "npu_fused_infer_attention_score", products] * 2
     )
-
-
-def test_mla_decode_of_other_sizes(called: list[str]) -> None:
-    """The built-in model's: one vector of latent and rotary key."""
-    called.clear()
-    case = latent_attention([17, 0, 24], 8, 128, (32, 32, 64, 128), torch.bfloat16)
-    assert (
-        distance(
-            functional.mla_decode(*case.arguments, scale=case.scale, backend="torch_npu"),
-            case.exact,
-        )
-        < 1e-2
-    )
-    assert called == ["npu_rotary_mul", "npu_fused_infer_attention_score"]
 
 
 def test_queries_need_not_lie_in_one_piece() -> None:
@@ -261,11 +227,3 @@ def test_mla_prolog_is_refused_with_the_reason(change: dict[str, Any], reason: s
     weights = layer_of(how["grid"], heads=how["heads"])
     why = why_no_prolog(weights, 64, "torch_npu", how["dtype"], torch.device("cpu"))
     assert reason in (why or "")
-
-
-def test_the_table_says_what_the_prolog_was_made_for() -> None:
-    (row,) = [
-        one for one in table("cpu") if (one.operator, one.backend) == ("mla_prolog", "torch_npu")
-    ]
-    assert row.usable
-    assert "q_lora_rank 1536 or 2048" in row.reason

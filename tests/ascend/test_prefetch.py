@@ -12,7 +12,6 @@ from ascend.test_executor import forced
 from quantkit_kernels import torch_npu
 from torch import Tensor
 
-from quantkit.executor.ranks.parallel import SINGLE, Parallel
 from quantkit.executor.weights import prefetch, weights
 
 
@@ -112,9 +111,3 @@ def test_what_follows_a_collective_is_learnt_of_collectives_alone() -> None:
             assert same(add_up(), held[3])
         noted.stop()
         assert add_up() == []
-
-
-def test_where_nothing_is_prefetched() -> None:
-    assert prefetch.find_prefetcher(torch.device("cpu"), Parallel(0, 2)) is None
-    assert prefetch.find_prefetcher(torch.device("cuda"), SINGLE) is None
-    assert prefetch.find_prefetcher(cast(Any, SimpleNamespace(type="npu")), SINGLE) is None

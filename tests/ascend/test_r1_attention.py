@@ -18,14 +18,11 @@ from ascend import device_double, exact, npu_double
 from ascend.test_executor import forced
 from quantkit_kernels import accelerator
 
-from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner.graphs import DeviceCapture
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Completion, TokenLogprob
-from quantkit.executor.weights.load import load_model
-from quantkit.grids.base import Weight
 
 PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(3)]
 CHAIN = {"npu_kv_rmsnorm_rope_cache", "npu_interleave_rope"}
@@ -64,25 +61,6 @@ def answers(engine: Engine) -> list[Completion]:
 
 def tokens(engine: Engine) -> list[list[int]]:
     return [one.token_ids for one in answers(engine)]
-
-
-def test_linears_without_a_prolog_are_read_once(
-    r1_attention: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are read to ask for one, and kept for the operators that take its place."""
-    path, weight = r1_attention("rtn-w4a16"), Checkpoint.weight
-    read: list[str] = []
-
-    def noted(checkpoint: Checkpoint, module: str, device: torch.device) -> Weight:
-        read.append(module)
-        return weight(checkpoint, module, device)
-
-    monkeypatch.setattr(Checkpoint, "weight", noted)
-    with npu_double.installed():
-        load_model(path, device="cpu", dtype="bfloat16", backend="torch_npu")
-    attention = [module for module in read if ".self_attn." in module]
-    assert any(module.endswith("q_b_proj") for module in attention)
-    assert len(attention) == len(set(attention))
 
 
 @pytest.mark.parametrize("scheme", DECODED_BY | MIXED)

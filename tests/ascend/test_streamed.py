@@ -3,8 +3,6 @@ where they were built and fit."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -176,22 +174,6 @@ def test_where_the_library_is_looked_for(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("QUANTKIT_ASCENDC")
     extension._load()  # what was not built is not missed
     extension._load.cache_clear()
-
-
-def test_the_library_is_loaded_for_an_npu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And an operator of its namespace is there where that device has a kernel for it."""
-    loaded: list[int] = []
-    monkeypatch.setattr(extension, "_load", lambda: loaded.append(1))
-    library = torch.library.Library(extension.NAMESPACE, "FRAGMENT")
-    library.define("of_an_npu(Tensor x) -> Tensor")
-    library.impl("of_an_npu", lambda x: x, "PrivateUse1")
-    npu: Any = SimpleNamespace(type="npu")
-    try:
-        assert (extension.has("of_an_npu", CPU), loaded) == (False, [])
-        assert (extension.has("of_an_npu", npu), loaded) == (True, [1])
-        assert not extension.has("npu_swiglu", npu)
-    finally:
-        library._destroy()
 
 
 def test_without_the_library_triton_does_the_work() -> None:

@@ -2,12 +2,9 @@
 another size, layouts, bytes."""
 
 import importlib
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from ascend import npu_double
 from ascend.npu_double import NZ, layout_of
 from ascend.test_latent_attention import layer_of
 from ascend.test_torch_npu import EPS, random
@@ -22,7 +19,6 @@ from quantkit_kernels.samples import distance, latent_attention, random_weight
 from quantkit_kernels.torch_npu import calls
 from quantkit_kernels.torch_npu.linear import nz_linear
 from quantkit_kernels.torch_npu.prolog import prolog_refused
-from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("called")
 torch_npu = importlib.import_module("quantkit_kernels.torch_npu")
@@ -72,66 +68,6 @@ def test_the_double_refuses_a_layout() -> None:
         calls.call("npu_prefetch", weight[1:], None, 8)
     assert layout_of(weight.clone()) == "ND"
     assert layout_of(calls.call("npu_format_cast", weight, 2)) == "ND"
-
-
-def test_internal_layouts_are_allowed_before_they_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a device: torch_npu leaves a tensor as it is unless it was told, and tells nobody."""
-    config, seen = SimpleNamespace(allow_internal_format=False), []
-
-    def cast(name: str, weight: object, number: int) -> object:
-        seen.append((name, number, config.allow_internal_format))
-        return weight
-
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(config=config))
-    monkeypatch.setattr(calls, "call", cast)
-    calls.format_cast_nz(SimpleNamespace(device=SimpleNamespace(type="npu")))  # type: ignore[arg-type]
-    assert seen == [("npu_format_cast", 29, True)]
-
-
-def test_prefetch_asks_for_every_byte(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Tensor, Tensor | None, int, int]] = []
-    monkeypatch.setitem(
-        npu_double.RESULTS,
-        "npu_prefetch",
-        lambda a: asked.append((a.input, a.dependency, a.max_size, a.offset)),
-    )
-    held, after = (
-        prepare(
-            random_weight("int4-asym-32", 64, 96, torch.Generator().manual_seed(1)),
-            backend="torch_npu",
-        ).held(),
-        random(3),
-    )
-    torch_npu.prefetch(held, after)
-    assert [(one.data_ptr(), size, offset) for one, _, size, offset in asked] == [
-        (one.data_ptr(), one.nbytes, 0) for one in held
-    ]
-    assert all(
-        before is not None and before.data_ptr() == after.data_ptr() for _, before, _, _ in asked
-    )
-    assert {one.element_size() for one in held} == {4, 2}
-
-
-def test_a_row_of_no_tokens_is_zero_where_the_operator_leaves_garbage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Asked of the double itself; tests of both attentions have such rows too."""
-    keys = random(3, 1, 16, 512)
-    kwargs: dict[str, Any] = {
-        "num_heads": 2,
-        "num_key_value_heads": 1,
-        "scale": 0.1,
-        "input_layout": "BNSD",
-        "block_size": 16,
-    }
-    kwargs |= {"block_table": torch.ones(2, 1).int(), "actual_seq_lengths_kv": [0, 3]}
-    attended, _ = calls.call(
-        "npu_fused_infer_attention_score", random(2, 2, 1, 512), keys, keys, **kwargs
-    )
-    assert attended[0].isnan().all()
-    assert not attended[1].isnan().any()
 
 
 def test_what_the_rules_exclude_is_plain_torch(called: list[str]) -> None:

@@ -15,7 +15,6 @@ from quantkit_kernels.samples import distance, exact_expert
 from torch import Tensor
 
 CPU = torch.device("cpu")
-GRIDS = ("int4-asym-32", "int4-asym-128", "int4-sym-64", "fp4", "int8")
 CANARY = 12345.0
 
 
@@ -45,26 +44,6 @@ def placed(
     return made, weights
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_experts(grid: str, few_cores: list[launch.KernelLaunch]) -> None:
-    rng = torch.Generator().manual_seed(7)
-    made, weights = placed(grid, 256, 128, 5)
-    experts, kind = made.finish(), grid.split("-")[0]
-    for tokens, top_k in ((1, 1), (1, 5), (3, 2), (4, 3)):
-        few_cores.clear()
-        x = torch.randn(tokens, 512, generator=rng).bfloat16()[:, ::2]
-        ids, share = (
-            torch.rand(tokens, 5, generator=rng).topk(top_k, dim=-1).indices,
-            torch.rand(tokens, top_k, generator=rng),
-        )
-        assert distance(experts(x, ids, share), exact_experts(x, ids, share, weights)) < 1e-2, (
-            tokens,
-            top_k,
-        )
-        assert [one.kernel for one in few_cores] == [f"{kind}_gate_up", f"{kind}_down"]
-        assert tokens == 1 or all(one.programs == 5 for one in few_cores)
-
-
 @pytest.mark.parametrize("grid", ["int4-asym-128", "fp4", "int8"])
 def test_what_is_not_theirs_stays(grid: str) -> None:
     """Nothing is written behind the outputs, and hidden sizes need not be whole tiles."""
@@ -82,16 +61,6 @@ def test_what_is_not_theirs_stays(grid: str) -> None:
     assert bool((total[2:] == CANARY).all())
     exact = exact_experts(x, ids.view(2, 2), share.view(2, 2), weights)
     assert distance(total[:2], exact) < 1e-2
-
-
-@pytest.mark.parametrize("grid", ["int4-asym-128", "fp4", "int8"])
-def test_one_expert_of_one_token_to_the_rounding(grid: str) -> None:
-    """Alone, with weight one: no further off than the two roundings of what is stored, at sizes of
-    one rank of R1's eight."""
-    made, weights = placed(grid, 7168, 256, 2)
-    x = torch.randn(1, 7168, generator=torch.Generator().manual_seed(9)).bfloat16()
-    result = made.finish()(x, torch.tensor([[1]]), torch.ones(1, 1))
-    assert distance(result, exact_expert(x, *(projection[1] for projection in weights))) < 5e-3
 
 
 def test_a_row_of_zeros_and_large_ones() -> None:
