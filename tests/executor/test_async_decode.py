@@ -173,25 +173,6 @@ def test_no_token_changes_with_drafts(
     assert {rows for number, rows in launched_with_guesses if number == 1} == {1 + drafts}
 
 
-def test_no_token_changes_with_a_shared_prefix(tiny_checkpoint: Path, launched: list[int]) -> None:
-    """Blocks of ended answers are found by later requests."""
-    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
-    found = []
-    for ahead in (False, True):
-        engine, told = load(tiny_checkpoint, ahead=ahead, prefix_cache=True), list[list[int]]()
-        prompt = list(range(20, 50))
-        for _ in range(2):
-            one = engine.submit(prompt, params)
-            other = engine.submit(prompt[:20], SamplingParams(max_new_tokens=15, ignore_eos=True))
-            finish(engine)
-            told += [one.generated, other.generated]
-            prompt += one.generated
-        found.append(told)
-        assert one.num_prefix_hits > 60
-    assert found[0] == found[1]
-    assert len(launched) > 50
-
-
 def test_drafting_starts_and_stops(
     tiny_checkpoint: Path,
     launched: list[int],

@@ -110,14 +110,6 @@ def test_two_ranks_have_the_same_tokens_as_one(grouped: Path) -> None:
     assert answers(grouped, "int8", tp=2) == answers(grouped, "int8")
 
 
-def test_it_holds_as_many_tokens_more_as_it_is_smaller(path: Path) -> None:
-    wide, narrow = (load_model(path, device="cpu", cache=cache) for cache in (None, "int8"))
-    assert (
-        wide.new_cache(3).nbytes / narrow.new_cache(3).nbytes
-        == wide.cache_token_bytes / narrow.cache_token_bytes
-    )
-
-
 def test_bytes_of_models_that_are_served() -> None:
     r1, qwen = LatentCache(512, 64), KeyValueCache(8, 128)
     assert (r1.token_bytes(16), r1.token_bytes(8, 8)) == (1152, 644)

@@ -23,7 +23,6 @@ from guessed_models import (
 from tied_model import tied_tensors
 
 from quantkit.common.errors import QuantkitError
-from quantkit.executor.memory_budget import plan_kv_cache
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.rank0 import follow
 from quantkit.executor.ranks.parallel import SINGLE, Parallel
@@ -100,15 +99,6 @@ def test_tokens_are_those_of_plain_decoding(
     engine.scheduler.budget = StepBudget(19, 7, mixed=True)
     assert tokens(engine, MIXED) == plain[target]
     assert least <= measured(engine) <= most
-
-
-def test_all_right_guesses_save_all_steps(models: dict[str, Path]) -> None:
-    engine, steps = load(models["qwen3"], models["qwen3"]), 0
-    sequence = engine.submit(PROMPTS[0], GREEDY)
-    while not sequence.finish_reason:
-        engine.step()
-        steps += 1
-    assert steps == 1 + -(-39 // 5), "four guesses where nobody said how many"
 
 
 def test_prefixes_and_preemption_keep_both_caches_in_step(models: dict[str, Path]) -> None:
@@ -261,22 +251,6 @@ def test_its_cache_is_planned(models: dict[str, Path]) -> None:
         == engine.cache.nbytes / 2
         == engine.plan.num_blocks * 64 * draft.cache_token_bytes
     )
-
-
-def test_the_cache_of_both_is_bounded_by_the_memory(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded, draft = (
-        load_model(models[name], device="cpu", dtype="float32") for name in ("qwen3", "near")
-    )
-    monkeypatch.setattr(
-        "quantkit.executor.memory_budget.free_bytes",
-        lambda device: 4 * 3000 * loaded.cache_token_bytes,
-    )
-    options = EngineOptions(models["qwen3"], device="cpu", max_batch=64)
-    alone, beside = plan_kv_cache(loaded, options), plan_kv_cache(loaded, options, draft)
-    assert 2900 < alone.tokens < 3100
-    assert 1900 < beside.tokens < 2100
 
 
 @pytest.mark.parametrize(("vocab", "known"), [(300, 320), (352, 320)])

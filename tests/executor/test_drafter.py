@@ -2,7 +2,6 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
@@ -70,43 +69,6 @@ def test_guesses_are_the_same_however_they_are_computed(
         found.append((tokens(engine, PROMPTS, params), vars(engine.speculation.acceptance)))
     assert found[0] == found[1] == found[2]
     assert waited["chain"] == waited["captured"] < 0.6 * waited["waits"]
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_behind_a_step_the_layer_goes_on_with_the_newest_rows_alone(
-    easy_checkpoint: Path, captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its cache gets all of them; experts and head are asked for one row of a sequence."""
-    engine = load(easy_checkpoint, draft_length=2)
-    if captured:
-        capture(engine, lambda step, _: step, 2)
-    layer, seen = engine.loaded.mtp_layers[0], list[tuple[int, int]]()
-    attention, mlp = type(layer.block).attention_part, type(layer.block).mlp_part
-
-    def attended(self: Any, x: torch.Tensor, context: Any) -> torch.Tensor:
-        if self is layer.block:
-            seen.append((len(x), 0))
-        return attention(self, x, context)
-
-    def fed(self: Any, x: torch.Tensor) -> Any:
-        if self is layer.block:
-            seen[-1] = (seen[-1][0], len(x))
-        return mlp(self, x)
-
-    monkeypatch.setattr(type(layer.block), "attention_part", attended)
-    monkeypatch.setattr(type(layer.block), "mlp_part", fed)
-    sequences = [
-        engine.submit(prompt, SamplingParams(max_new_tokens=40, ignore_eos=True))
-        for prompt in PROMPTS[:4]
-    ]
-    for _ in range(4):
-        engine.step()
-    rows = sum(1 + len(one.drafts) for one in sequences)
-    assert rows == 12, "two guesses behind each"
-    seen.clear()
-    engine.step()
-    # A captured step is padded to a power of two.
-    assert seen == [(16, 4), (4, 4)] if captured else [(12, 4), (4, 4)]
 
 
 def test_places_that_are_nobodys_lie_in_block_0() -> None:

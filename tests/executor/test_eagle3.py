@@ -9,8 +9,7 @@ import make_model
 import pytest
 import torch
 from engines import in_place
-from forked_ranks import run_ranks
-from guessed_models import MIXED, PROMPTS, QWEN3, load, measured, ranked, tokens
+from guessed_models import MIXED, PROMPTS, QWEN3, load, measured, tokens
 from safetensors.torch import save_file
 from tied_model import tied_tensors
 from torch import Tensor
@@ -20,8 +19,6 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.memory import draft_sizes
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.rank0 import follow
-from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner import prefill_graphs
 from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.runner.runner import Runner
@@ -228,34 +225,6 @@ def test_tokens_are_those_of_plain_decoding(
     rarely = load(models["target"], models["random"], draft_length=3)
     assert tokens(rarely, MIXED[:2], PROMPTS[:2]) == plain[:2]
     assert measured(rarely) < 0.1
-
-
-def test_two_ranks_guess_as_one(
-    models: dict[str, Path], plain: list[list[int]], tmp_path: Path
-) -> None:
-    """Each rank has the head whole."""
-
-    def rank(parallel: Parallel) -> list[Any]:
-        options = EngineOptions(
-            models["target"],
-            device="cpu",
-            max_model_len=128,
-            max_batch=4,
-            chunk_tokens=31,
-            draft=models["knowing"],
-            draft_length=2,
-        )
-        engine = ranked(parallel, options)
-        if parallel.rank:
-            follow(engine)
-            return []
-        found = tokens(engine, MIXED[:3], PROMPTS[:3])
-        engine.leader.dismiss()
-        return [found, measured(engine)]
-
-    (found, rate), _ = run_ranks(2, tmp_path, rank)
-    assert found == plain[:3]
-    assert rate > 0.4
 
 
 def test_further_guesses_read_its_own_output(

@@ -191,11 +191,6 @@ def test_a_grammar_that_begins_behind_a_token(engine: Engine) -> None:
     assert allowed(guide, [a, b])[:2] == [[a], [b]]
 
 
-def test_the_last_token_of_a_word_of_a_mask_can_end_answers(engine: Engine) -> None:
-    matcher = engine.grammars.guide(grammar.regex("ab"), None)._matcher
-    assert allowed(grammar.Guide(matcher, 320, 5, [31, 319]), []) == [[*range(31), *range(32, 319)]]
-
-
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_thinking_is_closed_before_an_answer_that_is_held_ends(
     tiny_checkpoint: Path, drafts: int

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import completions, finish, load
+from engines import completions, load
 
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
@@ -153,17 +153,6 @@ def test_with_drafts_chunks_and_shared_prefixes_it_is_the_same(
     )
     different = run(engine, prompts, free)[0][0] != run(engine, prompts, EVERYTHING)[0][0]
     assert different, "what was asked for changed nothing"
-
-
-def test_put_back_in_the_queue_it_goes_on(engine: Engine) -> None:
-    (expected,) = engine.generate([PROMPT], EVERYTHING)
-    sequence = engine.submit(PROMPT, EVERYTHING)
-    for _ in range(5):
-        engine.step()
-    engine.scheduler._preempt(sequence)
-    finish(engine)
-    assert sequence.generated == expected.token_ids
-    assert sequence.prompt_logprobs == expected.prompt_logprobs
 
 
 def test_a_prompts_log_probabilities_are_those_of_its_prefixes(engine: Engine) -> None:

@@ -1,8 +1,6 @@
 """Answers and prompts in one pass, with chunks as measured: tokens are those of computing apart,
 and nobody waits for a long prompt."""
 
-import threading
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,16 +10,13 @@ from typing import Any
 import pytest
 import torch
 from engines import completions, load, note, tokens
-from running_server import Running, wait_for
 
 from quantkit.executor.engine import Engine
-from quantkit.executor.options import EngineOptions
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner import prefill_tuner
 from quantkit.executor.runner.prefill_graphs import PrefillChunk
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import ScheduledStep, StepBudget
-from quantkit.executor.scheduler.sequence import Sequence
 
 PROMPTS = [
     [7 + i] * 4 + list(range(20, 20 + length)) for i, length in enumerate((3, 9, 120, 30, 200, 64))
@@ -86,65 +81,6 @@ def test_a_pass_that_fails_for_one_fails_for_nobody_else(
     assert [one.token_ids for one in done] == alone
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_answers_go_on_while_a_long_prompt_is_computed(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mixed: bool
-) -> None:
-    """On a real server: eight answers get a token in every step, and a step computes no more of the
-    prompt than its budget."""
-    engine = load(tiny_checkpoint, max_batch=16, max_model_len=1024)
-    engine.scheduler.budget = StepBudget(512, 32, mixed=mixed)
-    steps: list[tuple[dict[int, int], dict[int, int]]] = []
-    compute = Engine.compute_step
-
-    def counted(self: Engine) -> list[Sequence]:
-        running = {
-            id(one): len(one.token_ids) for one in self.scheduler.running if one.num_new == 1
-        }
-        computed = {id(one): one.num_cached for one in self.scheduler.running if one.num_new > 1}
-        advanced = compute(self)
-        gained = {
-            id(one): len(one.token_ids) - running[id(one)] for one in advanced if id(one) in running
-        }
-        assert set(gained) == set(running)
-        grown = {
-            id(one): one.num_cached - computed.get(id(one), 0)
-            for one in self.scheduler.running
-            if one.prompt_len > 600
-        }
-        steps.append((gained, grown if len(running) >= 8 else {}))
-        return advanced
-
-    monkeypatch.setattr(Engine, "compute_step", counted)
-    running = Running(engine)
-    try:
-        client = running.client()
-        extra = {"ignore_eos": True}
-
-        def answer(prompt: list[int], count: int) -> None:
-            client.completions.create(
-                model="tiny", prompt=prompt, max_tokens=count, temperature=0, extra_body=extra
-            )
-
-        threads = [threading.Thread(target=answer, args=([5 + i] * 6, 120)) for i in range(8)]
-        for thread in threads:
-            thread.start()
-        wait_for(lambda: sum(one.num_new == 1 for one in list(engine.scheduler.running)) == 8)
-        answer([9] * 620, 2)
-        for thread in threads:
-            thread.join()
-    finally:
-        running.stop()
-    beside = [grown for _, grown in steps if grown]
-    assert len(beside) >= 620 // 32, "the prompt was computed beside the answers"
-    assert max(count for grown in beside for count in grown.values()) <= 32
-    gained: dict[int, int] = defaultdict(int)
-    for step, _ in steps:
-        for one, count in step.items():
-            gained[one] += count
-    assert sorted(gained.values())[-8:] == [119] * 8
-
-
 @dataclass
 class Clocked:
     """Passes that take as long as a rule says, and no less than launching them."""
@@ -197,20 +133,6 @@ def test_the_chunk_is_the_longest_that_nobody_waits_too_long_for(
     assert len(clock.measured) <= 12
 
 
-def test_chunks_of_measured_models() -> None:
-    """R1 on four cards, whose small passes wait for launches: few sizes are measured, and each
-    once. Qwen3-8B on an H200: what tokens of a prompt see of each other makes no chunk shorter. And
-    passes that are faster by the token where they are short."""
-    clock = Clocked(52e-3, 52e-6, launches=0.155)
-    assert prefill_tuner._PassTimes(clock, 10e-3).best_chunk(4096, 0.2) == 2560
-    assert sorted(clock.measured) == [512, 2048, 2560, 4096]
-    clock = Clocked(0.0, 20.8e-6, pair=36 * 0.42e-3 * 2 / 4096**2)
-    assert prefill_tuner._PassTimes(clock, 2.7e-3).best_chunk(4096, 0.2) == 4096
-    for slope, chosen in ((20_000, 1024), (2_000_000, 4096)):
-        passes = prefill_tuner._PassTimes(lambda n, by=slope: n * 20e-6 * (1 + n / by), 1e-3)
-        assert passes.best_chunk(4096, 0.25) == chosen
-
-
 @pytest.mark.parametrize("seen", [0.0, 1.16e-6])
 @pytest.mark.parametrize(
     ("launches", "most", "longest"), [(0.0, 4096, 0.25), (0.0, 2048, 0.4), (0.155, 8192, 0.2)]
@@ -231,13 +153,6 @@ def test_chunks_behind_a_context_take_as_long(
         assert count < chunk
         assert clock(count, start) <= 1.08 * clock.first(chunk)
         assert clock(count + 128, start) > 0.88 * clock.first(chunk)
-
-
-def test_tokens_that_cost_the_same_everywhere_count_once() -> None:
-    clock = Clocked(1e-3, 1e-4)
-    passes = prefill_tuner._PassTimes(clock, 0.0)
-    chunk = passes.best_chunk(512, 1.0)
-    assert passes.doubles_at(chunk, 8 * chunk, clock(chunk // 2)) == 0
 
 
 class Launched:
@@ -355,17 +270,3 @@ def test_the_slowest_rank_decides(tiny_checkpoint: Path) -> None:
         assert trial.two_prompts(31).shape == (2,)
     assert len(told) == 2, "what is known is not measured again"
     assert all(value < 0 for value in told)
-
-
-def test_loading_tells_what_is_behind_it(tiny_checkpoint: Path) -> None:
-    told: list[str] = []
-    sizes = {"max_batch": 2, "max_model_len": 320, "measure_steps": True}
-    options = EngineOptions(tiny_checkpoint, device="cpu", dtype="float32", **sizes)
-    engine = Engine.open(options, told.append)
-    assert [line.partition(" after ")[0] for line in told] == [
-        "weights loaded",
-        "steps measured",
-    ]
-    assert told[1].endswith(
-        f" s: {engine.scheduler.budget.with_decodes} prompt tokens a step while sequences decode"
-    )

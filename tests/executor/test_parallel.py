@@ -12,12 +12,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import good_checkpoints
 import psutil
 import pytest
 import torch
 from engines import completions, load
-from packed_model import write_packed
 
 from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.executor.engine import Engine
@@ -154,24 +152,6 @@ def test_what_ranks_cannot_do_is_said_before_they_start(
     )
     with pytest.raises(UsageError, match=told):
         Engine.load(tiny_checkpoint, device="cpu", **options)
-
-
-def test_groups_that_ranks_would_cut_are_refused_before_these_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """4 ranks would have 24 of the 96 input features of down_proj, which NVFP4 holds in groups of
-    16."""
-    config = {**good_checkpoints.QWEN3, "intermediate_size": 96}
-    tensors = good_checkpoints.random_weights(config)
-    model = write_packed(tmp_path / "model", config, tensors, *good_checkpoints.FORMATS["modelopt"])
-    monkeypatch.setattr(
-        "quantkit.executor.ranks.parallel.launch", lambda options: pytest.fail("ranks were started")
-    )
-    with pytest.raises(
-        UsageError,
-        match=r"mlp\.down_proj cannot be cut into shares of 24 input features in groups of 16",
-    ):
-        Engine.load(model, device="cpu", tp=4)
 
 
 def test_more_ranks_than_devices_are_refused(

@@ -125,14 +125,6 @@ def test_last_tokens_alone_go_through_the_last_mlp(
     assert {size.all_hidden for size in prompts._graphs} == {False}
 
 
-@pytest.mark.parametrize("asked", [{"draft_length": 1}, {"count_experts": True}])
-def test_guesses_and_counted_experts_read_all_tokens(
-    tiny_checkpoint: Path, asked: dict[str, Any]
-) -> None:
-    engine = load(tiny_checkpoint, **asked)
-    assert engine.runner.prefill_runner.keep_all_hidden
-
-
 def test_log_probabilities_of_a_prompt_are_of_all_its_tokens(
     grouped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,22 +179,6 @@ def test_long_passes_and_states_are_not_captured(
     assert [size.tokens for size in passes._graphs] == [16], (
         "none of 21 tokens or three blocks, and no second graph"
     )
-
-
-@torch.inference_mode()
-def test_a_size_is_launched_some_times_first(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes, prompt = (
-        engine_of(tiny_checkpoint, in_place).runner.prefill_runner,
-        [PrefillChunk([3, 4, 5], 0, [1])],
-    )
-    monkeypatch.setattr(prefill_graphs, "RUNS_BEFORE_CAPTURE", 3)
-    captured = []
-    for _ in range(5):
-        passes.run(None, prompt)
-        captured.append(passes.num_captured)
-    assert captured == [0, 0, 0, 1, 1]
 
 
 @torch.inference_mode()
@@ -286,12 +262,3 @@ def test_time_and_memory_are_bounded(
     monkeypatch.setattr(graph_warmup, field, 0.0 if field == "MAX_SECONDS" else 1 << 60)
     engine = three_users(grouped, count := [0])
     assert warm_up_graphs(engine.runner, SINGLE, 3, 320) == count[0] == 0
-
-
-def test_nothing_is_computed_ahead_without_captures(grouped: Path) -> None:
-    engine = three_users(grouped)
-    parts = [part for layer in engine.cache.layers for part in layer]
-    for part in parts:
-        part.fill_(1)
-    assert warm_up_graphs(engine.runner, SINGLE, 3, 320) == 0
-    assert all((part == 1).all() for part in parts)

@@ -160,27 +160,6 @@ def test_texts_are_read_while_the_device_computes(
     assert "".join(texts) + sequence.take_text() == sequence.completion().text
 
 
-def test_answers_do_not_wait_for_the_prompts_of_their_step(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their tokens are handed out when a prompt's chunk is launched, before the host waits for
-    it."""
-    engine, told = load(tiny_checkpoint, max_batch=2, chunk_tokens=32), list[str]()
-    answer = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=8, ignore_eos=True))
-    engine.step()
-    note(monkeypatch, Runner, "prefill", lambda *_: told.append("prompt"))
-    note(monkeypatch, type(engine.parallel), "agree", lambda *_: told.append("wait"))
-    engine.while_computing = lambda brought: told.extend(
-        f"handed out {len(one.generated)}" for one in brought
-    )
-    prompt = engine.submit([9] * 80, SamplingParams(max_new_tokens=1, ignore_eos=True))
-    while prompt.finish_reason is None:
-        engine.step()
-    steps = [["wait", "prompt", f"handed out {tokens}"] for tokens in (2, 3, 4)]
-    assert told == [*steps[0], *steps[1], *steps[2], "wait"]
-    assert len(answer.generated) == 4
-
-
 def test_a_text_that_cannot_be_read_ends_its_request_at_the_next_step(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

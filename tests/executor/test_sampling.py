@@ -159,19 +159,6 @@ def test_extremes_take_the_likeliest(extreme: dict) -> None:
     assert torch.equal(sample(logits, batch, torch.arange(4)), logits.argmax(dim=-1))
 
 
-def test_the_largest_of_everything_is_sampled() -> None:
-    params = SamplingParams(temperature=100.0, top_p=1.0, top_k=2**31 - 1, seed=2**63 - 1)
-    logits = torch.randn(1, 7, generator=torch.Generator().manual_seed(0))
-    assert (
-        0
-        <= sample(
-            logits, Batch.of([params], [2**63 - 1], logits.device), torch.tensor([2**40])
-        ).item()
-        < 7
-    )
-    assert log_probabilities(logits, torch.tensor([3]), 20).top_ids.shape == (1, 7)
-
-
 def test_defaults_of_a_model_are_checked_and_their_file_named() -> None:
     for name, values in {
         "top_k": (2**63, "5", True, 1.5),

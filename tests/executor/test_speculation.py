@@ -1,10 +1,8 @@
 """How many tokens are guessed is chosen by what guesses brought and steps cost; where they come
 from changes no token."""
 
-import itertools
 import json
 import random
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +25,6 @@ from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import PROMPT_LOOKUP, Sequence
 from quantkit.executor.speculation.adaptive_draft_length import (
-    AcceptanceRates,
     DraftLengthController,
 )
 from quantkit.executor.speculation.prompt_lookup import NgramIndex
@@ -147,44 +144,6 @@ def test_the_mtp_layer_catches_up_after_a_pause(
     )
 
 
-@pytest.mark.parametrize("by_rows", [True, False])
-def test_catching_up_does_not_change_the_rows_of_the_pass(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, by_rows: bool
-) -> None:
-    """As many rows, of the same sequences, with drafts of another source among those of the pass;
-    and no rows where a sequence would have more of them than there are with guesses."""
-    engine = load(tiny_checkpoint, max_model_len=128, draft_length=4)
-    drafter: Any = engine.speculation.drafter
-    drafter.steps = DecodeSteps(drafter.mtp, engine.cache, lambda step, lengths: step)
-    asked = SamplingParams(max_new_tokens=80, ignore_eos=True)
-    first, second = (engine.submit(PROMPTS[index], asked, index) for index in range(2))
-    for drafts, steps in ((3, 4), (0, 2)):
-        engine.speculation.set_lengths(drafts, 0)
-        for _ in range(steps):
-            engine.step()
-    drafter._backlog.pop()
-    drafter._max_rows = 3 if by_rows else 2
-    for _ in range(3):  # six rows are behind
-        engine.step()
-    first.drafts = [1, 2, 3, 4]
-    engine.speculation.set_lengths(1, 0)
-    seen = list[tuple[list[int], list[list[int]]]]()
-    note(
-        monkeypatch,
-        drafter.steps,
-        "run",
-        lambda where, *_, **__: seen.append((where.positions.tolist(), where.tables.tolist())),
-    )
-    start, owners = [len(one.token_ids) - 1 for one in (first, second)], [first] * 5 + [second]
-    width = max(len(one.blocks) for one in owners)
-    engine.step()
-    assert [len(positions) for positions, _ in seen] == [6] * (1 + by_rows)
-    assert seen[-1] == (
-        [*range(start[0], start[0] + 5), start[1]],
-        [one.blocks + [0] * (width - len(one.blocks)) for one in owners],
-    )
-
-
 def counted(monkeypatch: pytest.MonkeyPatch, drafter: Any) -> Counter[str]:
     """How often what is behind was read by rows of a captured step, and as a prompt."""
     found, catch_up, step, mtp = Counter[str](), drafter._catch_up, drafter.steps.run, drafter.mtp
@@ -258,24 +217,6 @@ def test_an_adaptive_draft_length_changes_no_token(tiny_checkpoint: Path) -> Non
     assert engine.speculation.controller.step_times[1].by_rows()
 
 
-def test_steps_on_a_cpu_are_timed_by_thread_time(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What else the machine does is no cost of guesses."""
-    engine = load(tiny_checkpoint, max_model_len=128, draft_length=1, measure_steps=True)
-    seconds = list[float]()
-    note(monkeypatch, engine.runner, "decode", lambda *_: time.sleep(0.5))
-    note(
-        monkeypatch,
-        DraftLengthController,
-        "record_step",
-        lambda self, *told: seconds.append(told[3]),
-    )
-    list(engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=4, ignore_eos=True)))
-    assert len(seconds) > 1
-    assert 0 < max(seconds) < 0.4
-
-
 def test_other_ranks_get_the_draft_length() -> None:
     told: list[Any] = []
     leader = Leader(SimpleNamespace(size=2, rank=0, broadcast=told.append))  # type: ignore[arg-type]
@@ -303,18 +244,3 @@ def test_draft_lengths_out_of_bounds_are_refused(asked: dict[str, int]) -> None:
         f"{MAX_DRAFT_LENGTH}$",
     ):
         Engine.load(find_model("tiny-r1"), **asked)  # type: ignore[arg-type]
-
-
-def test_expected_acceptance_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A choice looks at each number that may be looked up."""
-    places: list[int] = []
-    note(monkeypatch, AcceptanceRates, "_sums", lambda self, most: places.append(most))
-    rates = AcceptanceRates()
-    rates.add(4, 2)
-    found = [rates.expected(count) for count in range(MAX_DRAFT_LENGTH + 1)]
-    assert sum(places) <= 4 * MAX_DRAFT_LENGTH
-    assert found[0] == 0 < found[1]
-    steps = [after - before for before, after in itertools.pairwise(found)]
-    assert all(later <= sooner for sooner, later in itertools.pairwise(steps))
-    rates.add(4, 4)
-    assert rates.expected(3) > found[3]

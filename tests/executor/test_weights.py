@@ -203,26 +203,3 @@ def test_what_the_backend_asked_for_does_not_take_of_a_model_is_told_once(
         warnings.simplefilter("error")
         asked._backend("linear", int4)
         asked._backend("linear", kernels.Dense(W[:24, :64]))
-
-
-def test_experts_of_another_gate_go_where_kernels_for_it_are(
-    weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A CPU has none, and runs a loop over linears; inputs that are rounded need that loop
-    everywhere."""
-    int4 = odd()
-    rounded = kernels.Fp4(
-        *operand(quantize_fp4(W[:24, :64]), torch.bfloat16)[:3], torch.tensor(700.0)
-    )
-    assert weights._gates_backend(int4, int4) == weights._backend("linear", int4)
-    of_linears = weights._backend("linear", rounded)
-    monkeypatch.setattr(kernels.backends, "serving_gates", lambda *asked: "triton")
-    assert weights._gates_backend(int4, int4) == "triton"
-    assert weights._gates_backend(rounded, rounded) == of_linears
-    monkeypatch.setattr(kernels.backends, "serving_gates", lambda *asked: "expanded")
-    monkeypatch.setattr(
-        weights, "_backend", lambda *asked: pytest.fail("the plain gate's backend was asked for")
-    )
-    experts = weights.experts("model.layers.1.mlp.experts", 4, kernels.Gating(limit=7.0))
-    assert isinstance(experts, kernels.Experts)
-    assert experts.backend == "expanded"

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,9 +23,6 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.server.app import Limits
-from quantkit.executor.server.metrics import Gauge
-from quantkit.executor.server.service import Service
-from quantkit.tokenizer.chat import TextStream
 
 ASKED: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 5}
 ON: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
@@ -295,81 +291,6 @@ def test_metrics_count_what_happened(running: Running) -> None:
     ):
         assert after[name] - before[name] == count
     assert after["requests_running"] == after["cache_usage_ratio"] == 0
-
-
-def test_answers_that_are_computed_and_not_read_do_not_wait(tiny_checkpoint: Path) -> None:
-    """A client that reads slowly: its answers are in memory, and no request is in the queue."""
-
-    async def ask() -> tuple[bool, float]:
-        service = Service(load(tiny_checkpoint), max_queue=8)
-        service.start()
-        stream = service.submit([([5, 60, 61], SamplingParams(max_new_tokens=4)) for _ in range(6)])
-        finished = [piece async for piece in stream if piece.completion is not None]
-        (waiting,) = (
-            metric for metric in service.metrics() if metric.name == "quantkit_requests_waiting"
-        )
-        assert isinstance(waiting, Gauge)
-        found = len(finished) == 6 and service.open == 6, waiting.read()
-        stream.close()
-        await asyncio.to_thread(service.stop)
-        return found
-
-    assert asyncio.run(ask()) == (True, 0)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_fails_is_told_and_the_others_answered(
-    running: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
-    push, broken = TextStream.push, Counter[TextStream]()
-
-    def push_or_fail(self: TextStream, token_id: int) -> str:
-        broken[self] += self._stop == ("broken",)
-        if broken[self] > 5:
-            raise ValueError("no such text: \ud800")
-        return push(self, token_id)
-
-    def ask(index: int) -> httpx.Response:
-        body = {
-            "prompt": f"number {index}",
-            "max_tokens": 40,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": stream,
-        }
-        more = {"stop": "broken"} if index == 2 else {}
-        return httpx.post(
-            f"{running.url}/v1/completions",
-            json={**body, **more},
-            headers={"Authorization": f"Bearer {KEY}"},
-            timeout=60,
-        )
-
-    def text(answer: httpx.Response) -> str:
-        choices = (
-            [event["choices"][0] for event in events(answer)]
-            if stream
-            else answer.json()["choices"]
-        )
-        return "".join(choice["text"] for choice in choices)
-
-    before = [text(ask(index)) for index in range(2)]
-    monkeypatch.setattr(TextStream, "push", push_or_fail)
-    with ThreadPoolExecutor() as pool:
-        first, second, bad = pool.map(ask, range(3))
-    assert [text(first), text(second)] == before
-    assert bad.status_code == (200 if stream else 500)
-    error = events(bad)[-1]["error"] if stream else bad.json()["error"]
-    assert error["type"] == "server_error"
-    assert "ValueError: no such text: ?" in error["message"]
-    assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
-    wait_for(lambda: idle(running))
-
-
-def events(answer: httpx.Response) -> list[dict]:
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def test_a_broken_engine_is_told_to_everybody(
