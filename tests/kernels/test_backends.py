@@ -15,7 +15,6 @@ from quantkit_kernels import (
     backends,
     prefer,
     prepare,
-    self_check,
     table,
 )
 from quantkit_kernels.backends import serving_gates, why_unusable
@@ -179,17 +178,6 @@ def test_reasons_say_what_to_install(which: str, a_triton: Callable[[str | None]
     assert why_unusable("linear_int4", "triton", torch.device("cuda")) == reason
 
 
-def test_the_check_of_operators_leaves_tritons_interpreter_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With TRITON_INTERPRET=1 it is usable on a CPU, and would take hours at R1's sizes."""
-    monkeypatch.setattr(self_check, "why_unusable", lambda operator, name, *others: None)
-    for kind, taken in (("cpu", False), ("cuda", True)):
-        assert (
-            "triton" in self_check._backends("linear_int4", torch.device(kind), torch.bfloat16, ())
-        ) == taken
-
-
 def on_hopper(monkeypatch: pytest.MonkeyPatch, *usable: str) -> torch.device:
     """A GPU that is not here, on which these backends run everything."""
     monkeypatch.setattr(
@@ -245,10 +233,3 @@ def test_a_layer_takes_the_layout_of_its_gate(
         type(ExpertsBuilder(2, device=device, gating=gating)._begin(weight, weight, False))
         is layout
     )
-
-
-def test_the_table_says_that_another_backend_serves_such_gates() -> None:
-    told = {(row.operator, row.backend): row.reason for row in table("cpu")}
-    assert "gates" not in told["experts_fp4", "reference"]
-    assert "gates" in backends._limits(backends.module("cuda"), "experts_fp4")
-    assert "gates" not in backends._limits(backends.module("cuda"), "linear_fp4")

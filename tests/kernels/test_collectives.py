@@ -14,7 +14,7 @@ import pytest
 import torch
 from quantkit_kernels import UnsummedPairs, add_rms_norm
 from quantkit_kernels.cuda import collectives as peers
-from quantkit_kernels.cuda.collectives import MAX_BYTES, MAX_SUM_BYTES, Peers
+from quantkit_kernels.cuda.collectives import MAX_SUM_BYTES, Peers
 from quantkit_kernels.cuda.experts.sum_pairs import add_up
 
 from quantkit.executor.ranks.parallel import Parallel
@@ -73,33 +73,6 @@ def test_one_rank_that_cannot_stops_all(monkeypatch: pytest.MonkeyPatch) -> None
     said = refusals(3, torch.device("cpu"))
     assert len(set(said)) == 1
     assert said[0].endswith("no compiler")
-
-
-@pytest.mark.parametrize("rows", [1, 32, 33, 128])
-def test_more_rows_than_a_call_takes_are_gathered_in_several(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel's part is played: of each call it puts what came from two ranks side by side. No
-    call is longer than an inbox."""
-    calls: list[int] = []
-
-    def exchange(
-        self: Peers, x: torch.Tensor, out: torch.Tensor, kind: int, row_words: int
-    ) -> torch.Tensor:
-        assert x.nbytes <= MAX_BYTES
-        assert row_words * 16 == x.shape[1] * 2
-        calls.append(len(x))
-        return out.copy_(torch.cat((x, x + 1), dim=1))
-
-    monkeypatch.setattr(Peers, "_exchange", exchange)
-    two = object.__new__(Peers)
-    two.rank, two.size, two.device = 0, 2, torch.device("cpu")
-    x = torch.arange(rows * 32320).view(rows, 32320).remainder(251).bfloat16()
-    assert two.gathers(x)
-    assert torch.equal(two.all_gather(x), torch.cat((x, x + 1), dim=1))
-    assert calls == [32] * (rows // 32) + [rows % 32] * (rows % 32 > 0)
-    assert not two.gathers(x.new_zeros(257, 32320)), "that is the library's"
-    assert not two.gathers(x.new_zeros(1, MAX_BYTES // 2 + 8)), "no row is cut"
 
 
 def _rank(rank: int, size: int, port: int) -> None:

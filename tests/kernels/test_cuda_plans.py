@@ -143,14 +143,3 @@ def test_tiles_of_sorted_experts_have_room_for_those_of_most() -> None:
         96,
         160,
     ]
-
-
-def test_a_rank_of_four_of_r1_takes_o_of_few_tokens_straight_into_registers() -> None:
-    """Measured inside a step, where what precedes it leaves no room for larger blocks; of more than
-    eight the larger are as fast."""
-    assert (
-        linear_plan("int4", 7168, 4096, 1)
-        == linear_plan("int4", 7168, 4096, 8)
-        == TokensInRegistersPlan(1, 2, 1, 1, bulk=False)
-    )
-    assert linear_plan("int4", 7168, 4096, 9) == TokensInSharedPlan(2, 2, 1)

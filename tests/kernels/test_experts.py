@@ -10,14 +10,12 @@ from quantkit_kernels import (
     ExpertBiases,
     ExpertsBuilder,
     Gating,
-    dequantize,
     prepare_experts,
 )
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.expanded.experts import ExpandedLayout
 from quantkit_kernels.reference.experts import LoopExperts
 from quantkit_kernels.samples import GRIDS, TOLERANCE, distance
-from quantkit_kernels.triton.dense_experts import DenseExpertsLayout
 from quantkit_kernels.weights import Dense, Weight
 
 HIDDEN, INTERMEDIATE, COUNT = 256, 128, 6
@@ -130,27 +128,6 @@ def test_experts_without_the_host_equal_sorted_ones() -> None:
     torch.testing.assert_close(
         experts.unsorted(x, ids, topk_weights), experts.sorted(x, ids, topk_weights)
     )
-
-
-@pytest.mark.parametrize("grid", ["dense", "int4-asym-128", "fp4"])
-def test_backends_that_stack_experts_hold_the_same_bytes(grid: str) -> None:
-    """The grouped product's and Triton's: of every expert gate above up, where it came in another
-    order."""
-    weights = random_experts(grid, COUNT, HIDDEN, INTERMEDIATE, torch.Generator().manual_seed(11))
-    expected = [
-        torch.stack(
-            [
-                torch.cat([dequantize(gate), dequantize(up)])
-                for gate, up in zip(weights[0], weights[1])
-            ]
-        ).bfloat16(),
-        torch.stack([dequantize(down) for down in weights[2]]).bfloat16(),
-    ]
-    for made in (ExpandedLayout, DenseExpertsLayout):
-        layout = made(COUNT, weights[0][0], torch.bfloat16, torch.device("cpu"))
-        for expert in (3, 0, 5, 1, 2, 4):
-            layout.place(expert, *(projection[expert] for projection in weights))
-        assert all(torch.equal(*pair) for pair in zip(layout.finish().held(), expected))
 
 
 @pytest.mark.parametrize("grid", ["dense", "int4-asym-128", "int8", "fp4"])

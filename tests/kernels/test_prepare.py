@@ -24,7 +24,7 @@ from quantkit_kernels.codes import (
     encode,
 )
 from quantkit_kernels.paged import parts_of
-from quantkit_kernels.samples import TOLERANCE, code_keys, code_latents, distance
+from quantkit_kernels.samples import TOLERANCE, code_latents, distance
 from torch import Tensor
 
 KINDS = pytest.mark.parametrize("codes", CODES.values(), ids=CODES)
@@ -215,56 +215,6 @@ def test_the_codes_are_the_references(backend: str, codes: torch.dtype) -> None:
             assert same.float().mean() > 0.98
             apart = (mine.float() - other.float()).abs()[~same]
             assert (apart <= (1 if codes == torch.int8 else 32)).all()
-
-
-@CACHES
-@INTERLEAVED
-@NORMED
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize(
-    ("heads", "width", "rotary"),
-    [
-        ((32, 8), 128, 128),
-        ((7, 1), 64, 64),
-        ((3, 3), 80, 40),
-        ((9, 3), 96, 96),
-        ((2, 1), 120, 64),
-        ((6, 2), 192, 64),
-        ((16, 8), 256, 256),
-        ((40, 2), 24, 8),
-    ],
-)
-def test_gqa_prepare_of_a_prompt_is_that_of_its_tokens(
-    heads: tuple[int, int],
-    width: int,
-    rotary: int,
-    normed: bool,
-    interleaved: bool,
-    codes: torch.dtype | None,
-    dtype: torch.dtype,
-) -> None:
-    """To the bit: of many a block takes a token, of few a warp takes a head."""
-    tokens, blocks, device = 300, 5, torch.device("cuda")
-    qkv = torch.randn(tokens, (heads[0] + 2 * heads[1]) * width, device=device).to(dtype) * 3
-    _, (cos, sin, _) = turns(tokens, rotary, device)
-    slots = torch.randperm(64 * blocks, device=device)[:tokens]
-    gains = torch.rand(2, width, device=device).to(dtype)
-    norms = Norms(gains[0], gains[1], EPS) if normed else None
-
-    def run(pieces: int) -> list[Tensor]:
-        plain = torch.zeros(2, blocks, 64, heads[1], width, dtype=dtype, device=device)
-        room = plain.unbind() if codes is None else code_keys(plain[0], plain[1], codes)
-        made = []
-        for at in torch.arange(tokens, device=device).chunk(pieces):
-            rotation = Rotation(cos[at], sin[at], interleaved)
-            made.append(gqa_prepare(qkv[at], norms, rotation, room, slots[at], backend="cuda"))
-        return [torch.cat(made), *room]
-
-    whole, few = run(1), run(4)
-    assert whole[0].abs().max() > 0
-    for one, other in zip(whole, few, strict=True):
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def test_mla_queries_are_the_product_of_what_mla_prepare_returns() -> None:

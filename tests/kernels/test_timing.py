@@ -2,7 +2,6 @@
 host's."""
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -137,23 +136,6 @@ def test_sides_take_turns(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> No
     )
     assert seconds == [pytest.approx(1e-3), pytest.approx(5e-3)]
     assert log == [1.0, 4.0] * (driver.replays // 2)
-
-
-def test_the_hosts_sides_take_turns() -> None:
-    log: list[str] = []
-
-    def wait(name: str, seconds: float) -> Callable[[], None]:
-        def call() -> None:
-            log.append(name)
-            time.sleep(seconds)
-
-        return call
-
-    quick, slow = timing.seconds_in_turns([[wait("quick", 0.01)], [wait("slow", 0.03)] * 2], CPU)
-    assert log[:3] == ["quick", "slow", "slow"]  # warm-up
-    assert log[3:] == ["quick", "slow", "slow"] * (len(log) // 3 - 1)
-    assert quick >= 0.01
-    assert slow >= 0.03
 
 
 def test_the_host_is_timed_on_its_own_clock() -> None:

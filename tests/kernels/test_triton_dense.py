@@ -3,7 +3,6 @@ is taken, and how plans are measured."""
 
 import json
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ import torch.nn.functional as F
 from quantkit_kernels import prepare_dense
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear
-from quantkit_kernels.sizes import QWEN3_8B_LINEARS, LinearSize, Products
-from quantkit_kernels.triton import cards, tune
+from quantkit_kernels.sizes import QWEN3_8B_LINEARS
+from quantkit_kernels.triton import cards
 from quantkit_kernels.triton.dense_linear import TritonDenseLinear, multiply_rows
 from quantkit_kernels.triton.dense_plans import MOST_ROWS, DenseRowsPlan, dense_candidates
 from quantkit_kernels.weights import Dense
@@ -127,31 +126,3 @@ def test_it_serves_only_weights_whose_plans_were_measured() -> None:
     )
     assert cards.dense_plan("sm_80", 4096, 4096, 65) is None
     assert cards.dense_plan("sm_80", 6144, 4096, 8) is None
-
-
-def test_measured_plans_are_kept_with_where_the_library_is_faster(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plan = DenseRowsPlan(64, 128, 2, 4, 6)
-    monkeypatch.setattr(
-        tune,
-        "tune_dense",
-        lambda *_: iter([(1, [(1e-6, None), (2e-6, plan)]), (8, [(1e-6, plan), (2e-6, None)])]),
-    )
-    monkeypatch.setattr(tune, "compilers", nullcontext)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a card")
-    monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(tune, "multiprocessors", lambda device: 132)
-    lines = list(
-        tune.write_table(
-            torch.device("cuda"),
-            cards.own_table("sm_90"),
-            Products((LinearSize("dense", 64, 128),), ()),
-        )
-    )
-    assert lines == [
-        "16 bits 64 x 128, 1 rows: 1.0 us, the library",
-        f"16 bits 64 x 128, 8 rows: 1.0 us, {plan}; until now 2.0 us, the library",
-    ]
-    cards._table.cache_clear()
-    assert [cards.dense_plan("sm_90", 64, 128, rows) for rows in (1, 2, 9)] == [None, plan, plan]

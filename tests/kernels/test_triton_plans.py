@@ -2,8 +2,6 @@
 layouts decode to the weight."""
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,9 +11,9 @@ import torch
 from quantkit_kernels import triton
 from quantkit_kernels.samples import random_weight
 from quantkit_kernels.sizes import ExpertsSize, LinearSize, Products
-from quantkit_kernels.triton import cards, first_use, tune, wgmma, wgmma_plans
+from quantkit_kernels.triton import cards, tune, wgmma, wgmma_plans
 from quantkit_kernels.triton.layout import SPAN, STRIP, pack
-from quantkit_kernels.triton.tune_experts import ExpertsCase, candidates, kernels_of_experts
+from quantkit_kernels.triton.tune_experts import ExpertsCase, candidates
 from quantkit_kernels.triton.wgmma_plans import WgmmaPlan
 from quantkit_kernels.weights import Int4
 
@@ -198,23 +196,6 @@ def test_words_hold_the_codes_of_four_planes() -> None:
     torch.testing.assert_close(found, weight.scale, rtol=1e-3, atol=0)
 
 
-def test_that_kernels_are_compiled_is_said_once_on_a_machine(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(first_use, "architecture", lambda device: "sm_80")
-    monkeypatch.setattr(first_use, "_version", lambda: "3.6.0")
-    for _ in range(2):
-        first_use.announce.cache_clear()
-        first_use.announce(torch.device("cuda"))
-        first_use.announce(torch.device("cpu"))
-    assert caplog.text.count("compiling the Triton kernels") == 1
-    monkeypatch.setattr(first_use, "_version", lambda: "3.7.0")
-    first_use.announce.cache_clear()
-    first_use.announce(torch.device("cuda"))
-    assert caplog.text.count("compiling the Triton kernels") == 2
-    first_use.announce.cache_clear()
-
-
 def test_a_tune_that_is_stopped_keeps_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,57 +294,3 @@ def test_where_triton_cannot_keep_its_kernels_another_backend_serves(
         monkeypatch.setenv(name, str(tmp_path / "new" / "folder"))
         assert triton.unusable("linear_int4", torch.device("cuda"), None, ()) is None
         monkeypatch.delenv(name)
-
-
-def test_plans_are_found_where_the_cache_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder of somebody else's, of which Path.exists raises; to root none is closed."""
-    (tmp_path / "quantkit").mkdir()
-    (tmp_path / "quantkit").chmod(0)
-
-    def stat(path: Path, *, follow_symlinks: bool = True) -> object:
-        if path.is_relative_to(tmp_path / "quantkit") and path.name.startswith("triton"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return os.stat(path, follow_symlinks=follow_symlinks)
-
-    monkeypatch.setattr(Path, "stat", stat)
-    monkeypatch.setattr(first_use, "why_no_cache", lambda: "closed")
-    monkeypatch.setattr(first_use, "architecture", lambda device: "sm_80")
-    monkeypatch.setattr(first_use, "_version", lambda: "3.6.0")
-    first_use.announce.cache_clear()
-    first_use.announce(torch.device("cuda"))
-    first_use.announce.cache_clear()
-    assert cards.linear_plan("sm_90", 132, "int4", 7168, 2048, 1) is not None
-    assert "--tune measures this card's" in cards.describe_plans("sm_90")
-
-
-def test_what_the_plan_until_now_took_is_told_where_another_is_faster() -> None:
-    few, more = cards.LinearPlan(64, 16, 4, 2, 3), cards.LinearPlan(64, 16, 1, 4, 3)
-    found = [(1e-6, few), (2e-6, None), (3e-6, more)]
-    assert tune.description(found, few) == f"1.0 us, {few}"
-    assert tune.description(found, more) == f"1.0 us, {few}; until now 3.0 us, {more}"
-    assert tune.description(found, None) == f"1.0 us, {few}; until now 2.0 us, expanded"
-
-
-def test_experts_of_many_tokens_are_compiled_ahead_as_those_of_one_are() -> None:
-    """Pairs of one token are not sorted, which is another kernel."""
-    one, many = (ExpertsCase(ExpertsSize("int4", 7168, 512), tokens) for tokens in (1, 64))
-    for cases, tokens in (([one], {1}), ([many], {2}), ([one, many], {1, 2})):
-        kernels = kernels_of_experts("sm_90", 132, cases)
-        assert {kernel[3] for kernel in kernels} == tokens
-        firsts = {(kernel[1].gate_up, kernel[3]) for kernel in kernels}
-        assert all(
-            (plan.gate_up, min(case.tokens, 2)) in firsts
-            for case in cases
-            for plan in candidates("sm_90", case)
-        )
-
-
-def test_processes_that_compile_leave_an_interrupt_to_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Who stops `--tune` is not shown a traceback of each."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
-    with tune.compilers() as compile_all:
-        assert compile_all(signal.getsignal, [signal.SIGINT]) == [signal.SIG_IGN]

@@ -10,12 +10,10 @@ from pathlib import Path
 import make_model
 import pytest
 import small_recipe
-import torch
 from commands import command
 from letters import write_letters
 from output_files import files
 
-from quantkit.calibrate.output_cost import compare_paths
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
@@ -158,72 +156,6 @@ def test_it_writes_the_same_bytes_from_a_file_of_sensitivities(
     kls = [one.kl for one in planned.sizes]
     assert kls == sorted(kls, reverse=True)
     assert planned.sizes[0].kl > planned.sizes[-1].kl
-
-
-def test_measured_costs_foretell_what_rounding_one_choice_costs(
-    source: Path, chosen: tuple[QuantizationReport, list[Event]]
-) -> None:
-    """Rank correlation over choices, each rounded alone to int4 in the whole model, on other
-    tokens."""
-    kl = json.loads((chosen[0].out / "sensitivities.json").read_text())["kl"]
-    job = open_job(
-        read_request(SCHEME, "auto", None, Recipe(scheme=SCHEME.name), Mixture(bits=5.0)),
-        Checkpoint.open(source),
-    )
-    measured = measure_alone(job.checkpoint, GridOptions(job))
-    names = sorted(measured)
-    assert len(names) == 11
-    predicted = [kl[name]["int4-g128-zero-points"] for name in names]
-    assert rank_correlation(predicted, [measured[name] for name in names]) > 0.8
-
-
-def measure_alone(checkpoint: Checkpoint, options: GridOptions) -> dict[str, float]:
-    """KL of the whole model with one choice rounded to nearest, by choice."""
-    from quantkit.calibrate.linear_solver import SolverTable
-    from quantkit.executor.weights.weights import ExecutorWeights
-    from quantkit.grids.base import dequantize
-    from quantkit.models.context import CausalContext
-
-    read = read_model(checkpoint)
-    solvers = SolverTable(
-        options.job.request.target, lambda module: W4, Recipe(scheme=SCHEME.name, **SMALL), ()
-    )
-    ids = torch.randint(0, 300, (128,), generator=torch.Generator().manual_seed(5))
-
-    class LinearResult(Checkpoint):
-        """The source with some linears in the values that they are rounded to."""
-
-        values: dict[str, torch.Tensor] = {}  # noqa: RUF012
-
-        def weight(self, module: str, device: torch.device = torch.device("cpu")) -> torch.Tensor:  # noqa: B008
-            return self.values.get(module, dequantize(super().weight(module)))
-
-    twin = LinearResult.open(checkpoint.path)
-
-    def states() -> torch.Tensor:
-        weights = ExecutorWeights(
-            twin, read.rows, device=torch.device("cpu"), dtype=torch.float32, backend="reference"
-        )
-        with torch.inference_mode():
-            return read.architecture.Model(read.config, weights)(ids, CausalContext([len(ids)]))
-
-    original, found = states(), {}
-    head = dequantize(checkpoint.weight("lm_head"))
-    for choice in options.sensed():
-        plain = {row.module: dequantize(checkpoint.weight(row.module)) for row in choice.rows}
-        solved = solvers.on(W4).solve_rtn(
-            plain, {row.module: row.fused for row in choice.rows if row.fused}
-        )
-        twin.values = {module: one.values for module, one in solved.items()}
-        found[choice.name] = compare_paths(original, [states()], [head.float()])[0].kl
-    return found
-
-
-def rank_correlation(a: list[float], b: list[float]) -> float:
-    """Spearman's, without ties."""
-    ranks = [[sorted(values).index(value) for value in values] for values in (a, b)]
-    n = len(a)
-    return 1 - 6 * sum((x - y) ** 2 for x, y in zip(*ranks)) / (n * (n * n - 1))
 
 
 @pytest.mark.parametrize(

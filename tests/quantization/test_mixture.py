@@ -150,15 +150,6 @@ def test_the_plan_counts_the_bytes_that_are_written(
     assert planned.format == experts_only.format == "compressed-tensors"
 
 
-def test_another_mixture_is_not_taken_for_the_same_run(
-    fp8: Path, text: str, experts_only: QuantizationReport, tmp_path: Path
-) -> None:
-    shutil.copytree(experts_only.out, tmp_path / "out")
-    assert run(fp8, tmp_path / "out", text, Mixture(preset="experts-only")).done_already
-    with pytest.raises(QuantkitError, match="overwrite"):
-        run(fp8, tmp_path / "out", text, Mixture(keep=("attention",)))
-
-
 def test_kept_experts_of_a_plain_model_are_the_sources_but_for_the_scale(
     dense: Path, text: str, tmp_path: Path
 ) -> None:
@@ -210,18 +201,6 @@ def test_the_rest_of_experts_only_is_what_the_engine_takes(
     assert {row.block for row in job.linears if job.grids[row.module] == request.scheme.weight} == {
         "expert"
     }
-
-
-def test_a_bf16_source_keeps_bf16(dense: Path, text: str, tmp_path: Path) -> None:
-    planned = plan(
-        dense, find_scheme("awq-w4a16"), PlanOptions(mixture=Mixture(preset="experts-only"))
-    )
-    assert planned.format == "awq"
-    assert planned.output_bytes_by_part["attention"] == sum(
-        t.nbytes
-        for name, t in raw(dense).items()
-        if "self_attn" in name and ".layers.2." not in name
-    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import make_model
 import pytest
 import torch
-import transformers
 from commands import command
 from letters import write_letters
 from output_files import files
@@ -26,7 +25,6 @@ from quantkit.models.mlp import MoeMlp
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
-from quantkit.quantization.convert import convert
 from quantkit.quantization.pruning import experts_to_keep
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -232,20 +230,6 @@ def test_plan_tells_the_bytes(source: Path, pruned: Path) -> None:
     assert planned.output_bytes == sum(
         tensor.nbytes for tensor in Checkpoint.open(pruned).tensors.values()
     )
-
-
-def test_transformers_computes_the_same(source: Path, text: Path, tmp_path: Path) -> None:
-    out = run(source, text, tmp_path / "out", scheme="rtn-w4a16", prune=0.25)
-    convert(out, tmp_path / "dense", dtype="float32")
-    ids = torch.tensor(ChatTokenizer(source).encode("What is left computes."))
-    loaded = load_model(tmp_path / "dense", device="cpu", dtype="float32")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "dense", dtype=torch.float32
-    )
-    assert theirs.config.n_routed_experts == 6
-    with torch.inference_mode():
-        ours = loaded.model.logits(loaded.model(ids, CausalContext([len(ids)], loaded.device)))
-        assert torch.allclose(ours, theirs(ids[None]).logits[0], atol=1e-3)
 
 
 @pytest.mark.parametrize(

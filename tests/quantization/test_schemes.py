@@ -166,18 +166,6 @@ def test_the_product_is_that_of_rounded_inputs(dtype: torch.dtype, error: float)
     assert ((plain - exact).abs() / size).max() > 1e-3
 
 
-def test_a_weight_runs_as_its_format_says() -> None:
-    w = torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
-    weight = quantize_int(w, IntGrid(4, None, symmetric=True), scale_dtype=torch.float32)
-    for bits, kind in ((8, kernels.Int8), (16, kernels.Int4)):
-        run = operand(weight, torch.float32, bits)
-        assert isinstance(run, kind)
-        assert torch.equal(kernels.dequantize(run), dequantize(weight))
-    codes, scale, _ = run
-    with pytest.raises(ValueError, match="inputs are rounded differently"):
-        kernels.stack(kernels.Int4(codes, scale, None), kernels.Int4Int8(codes, scale, None))
-
-
 def test_every_linear_brings_a_scale_for_its_input(written: Written) -> None:
     """Linears that engines fuse share it, as all experts of a layer do where they read one
     input."""

@@ -438,12 +438,6 @@ def test_check_does_not_call_scales_wrong_that_no_table_tells_of(tmp_path: Path)
     assert not found.has("scales-absurd"), found.found
 
 
-def test_int8_has_no_sizes_to_refuse(tmp_path: Path) -> None:
-    source = written(peer("seed_oss", hidden_size=100, intermediate_size=160), tmp_path / "source")
-    report = run(source, tmp_path / "out", "int8-a8w8c16")
-    assert len(Checkpoint.open(report.out).linears) == 7 * SIZES["num_hidden_layers"]
-
-
 def test_groups_that_do_not_divide_every_linear(tmp_path: Path) -> None:
     """128 divides the inputs of o_proj alone: all linears get groups of 32, which divide all."""
     source = written(peer("seed_oss", hidden_size=96, intermediate_size=160), tmp_path / "source")
