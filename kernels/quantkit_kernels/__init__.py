@@ -18,6 +18,15 @@ from quantkit_kernels.backends import (
     table,
 )
 from quantkit_kernels.codes import CODES, CodedKeys, CodedLatents, CodeSteps, KeySteps, KeyValues
+from quantkit_kernels.delta import (
+    DeltaInputs,
+    DeltaSpan,
+    DeltaSpans,
+    DeltaStates,
+    DeltaWeights,
+    delta_prefill,
+    delta_step,
+)
 from quantkit_kernels.experts import NO_EXPERT, Experts, ExpertsBuilder, prepare_experts
 from quantkit_kernels.functional import (
     add_rms_norm,
@@ -97,6 +106,11 @@ __all__ = [
     "CodeSteps",
     "CodedKeys",
     "CodedLatents",
+    "DeltaInputs",
+    "DeltaSpan",
+    "DeltaSpans",
+    "DeltaStates",
+    "DeltaWeights",
     "Dense",
     "ExpertBiases",
     "Experts",
@@ -133,6 +147,8 @@ __all__ = [
     "cache_layout",
     "check",
     "check_runs",
+    "delta_prefill",
+    "delta_step",
     "dequantize",
     "doubled_angles",
     "gate_and_mul",

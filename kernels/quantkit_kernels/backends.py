@@ -36,6 +36,8 @@ OPERATORS = (
     "gqa_prepare",
     "gqa_decode",
     "gqa_prefill",
+    "delta_step",
+    "delta_prefill",
 )
 BACKENDS = ("reference", "expanded", "scaled_mm", "cpu", "triton", "cuda", "ascend", "torch_npu")
 ASKED_ONLY = ("scaled_mm",)

@@ -10,8 +10,18 @@ from typing import Protocol
 
 import quantkit_kernels
 import torch
-from quantkit_kernels import CodeSteps, KeySteps, Norms, Rotation, gqa_prepare, mla_prepare
+from quantkit_kernels import (
+    CodeSteps,
+    DeltaInputs,
+    DeltaWeights,
+    KeySteps,
+    Norms,
+    Rotation,
+    gqa_prepare,
+    mla_prepare,
+)
 from quantkit_kernels.codes import decode, decoded, empty_keys, empty_latents
+from quantkit_kernels.reference.delta import attend_sequence
 from quantkit_kernels.reference.prompts import attend_by_blocks, attend_one
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,7 +32,6 @@ from quantkit.models.compressed_attention import (
     CompressedInputs,
     attend_full_sequence,
 )
-from quantkit.models.delta_rule import DeltaInputs, DeltaWeights, attend_sequence
 from quantkit.models.latent_window import (
     LatentWindow,
     VisibleTokens,
@@ -104,8 +113,8 @@ class Context(Protocol):
         """Attention over a window and the compressed KV of a sequence -> [T, heads, head_dim]."""
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-        """Linear attention, starting from the state of each sequence before these tokens -> float32
-        [T, value heads, value_dim]."""
+        """Linear attention, starting from the state of each sequence before these tokens -> [T,
+        value heads * value_dim], normed and gated."""
 
 
 class Positions:
@@ -279,9 +288,8 @@ class CausalContext(Positions):
         return torch.cat([attend_full_sequence(CompressedInputs(*one), attention) for one in parts])
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-        empty = weights.empty(inputs.mixed.device)
         parts = zip(*(side.split(self.seq_lens) for side in inputs))
-        return torch.cat([attend_sequence(DeltaInputs(*one), weights, empty)[0] for one in parts])
+        return torch.cat([attend_sequence(DeltaInputs(*one), weights)[0] for one in parts])
 
     def attend(
         self,

@@ -2,12 +2,12 @@
 forward."""
 
 import torch
-from quantkit_kernels import rms_norm
+from quantkit_kernels import DeltaInputs, DeltaWeights
 from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.models.context import Context
-from quantkit.models.delta_rule import DeltaInputs, DeltaNet, DeltaWeights
+from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
 
@@ -89,37 +89,37 @@ class GatedDeltaNet:
     def __init__(
         self, net: DeltaNet, layer: int, prefix: str, eps: float, weights: Weights
     ) -> None:
-        self.net, self.layer, self.eps = net, layer, eps
+        self.net, self.layer = net, layer
         first, second = (("qkvz",), ("ba",)) if net.joined else (("qkv", "z"), ("b", "a"))
         self.qkvz = weights.fused_linear(tuple(f"{prefix}.in_proj_{name}" for name in first))
         self.ba = torch.cat(
             [weights.tensor(f"{prefix}.in_proj_{name}.weight").float() for name in second]
         )
-        self.weights = DeltaWeights(weights.tensor(f"{prefix}.conv1d.weight").float()[:, 0], net)
-        self.dt_bias = weights.tensor(f"{prefix}.dt_bias").float()
-        self.speed = weights.tensor(f"{prefix}.A_log").float().exp()
-        self.norm = weights.tensor(f"{prefix}.norm.weight")
+        self.weights = DeltaWeights(
+            weights.tensor(f"{prefix}.conv1d.weight").float()[:, 0].contiguous(),
+            weights.tensor(f"{prefix}.A_log").float().exp(),
+            weights.tensor(f"{prefix}.dt_bias").float(),
+            weights.tensor(f"{prefix}.norm.weight"),
+            eps,
+        )
         self.out = weights.linear(f"{prefix}.out_proj")
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
-        mixed, z, b, a = self._split_projections(self.qkvz(x), F.linear(x.float(), self.ba))
-        inputs = DeltaInputs(mixed, -self.speed * F.softplus(a + self.dt_bias), b.sigmoid())
-        attended = context.attend_delta(self.layer, inputs, self.weights).to(x.dtype)
-        gate = F.silu(z.reshape(attended.shape).float())
-        return self.out((rms_norm(attended, self.norm, self.eps) * gate).to(x.dtype).flatten(1))
+        inputs = self._inputs(self.qkvz(x), F.linear(x.float(), self.ba))
+        return self.out(context.attend_delta(self.layer, inputs, self.weights))
 
-    def _split_projections(self, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Outputs of the linears -> queries, keys and values [T, C]; gates [T, value heads *
-        value_dim]; b and a [T, value heads]."""
-        net, channels, heads = self.net, len(self.weights.convolution), ba.shape[1] // 2
-        if not net.joined:
-            return (
-                *qkvz.split([channels, qkvz.shape[1] - channels], dim=-1),
-                *ba.split(heads, dim=-1),
-            )
+    def _inputs(self, qkvz: Tensor, ba: Tensor) -> DeltaInputs:
+        """Views of the outputs of the linears."""
+        net, heads = self.net, len(self.weights.speed)
         shared = net.value_heads // net.key_heads
-        sizes = [net.key_dim, net.key_dim, shared * net.value_dim, shared * net.value_dim]
-        q, k, v, z = qkvz.unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1)
-        b, a = (side.flatten(1) for side in ba.unflatten(-1, (-1, 2, shared)).unbind(-2))
-        return torch.cat([side.flatten(1) for side in (q, k, v)], dim=-1), z.flatten(1), b, a
+        groups, value = heads // shared, (shared, net.value_dim)
+        widths = [net.key_dim, net.key_dim, shared * net.value_dim, shared * net.value_dim]
+        if net.joined:
+            q, k, v, z = qkvz.unflatten(1, (groups, -1)).split(widths, dim=2)
+            rate, decay = ba.unflatten(1, (groups, 2, shared)).unbind(2)
+        else:
+            parts = qkvz.split([groups * width for width in widths], dim=1)
+            q, k, v, z = (part.unflatten(1, (groups, -1)) for part in parts)
+            rate, decay = ba.unflatten(1, (2, groups, shared)).unbind(1)
+        return DeltaInputs(q, k, v.unflatten(2, value), z.unflatten(2, value), decay, rate)

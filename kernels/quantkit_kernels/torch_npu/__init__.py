@@ -92,6 +92,8 @@ def unusable(
 ) -> str | None:
     if operator == "gate_and_mul":
         return "silu_and_mul only"
+    if operator.startswith("delta_"):
+        return "no operator of torch_npu's"
     if operator == "likeliest":
         return "torch's own argmax"
     if operator.endswith("_w8a16"):

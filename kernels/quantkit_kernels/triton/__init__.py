@@ -60,6 +60,8 @@ def unusable(
         return reason
     if operator == "linear_dense" and dtype != torch.float32:
         return why_no_dense(architecture(device), shapes)
+    if operator.startswith("delta_"):
+        return "the reference computes it"
     if operator == "mla_prolog":
         return "mla_prepare, mla_decode and linears compute it"
     family, _, grid = operator.partition("_")

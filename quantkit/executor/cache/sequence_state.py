@@ -7,9 +7,10 @@ one copy and writes the other, each with the number of tokens it is of. Place 0 
 padding rows of a captured batch write there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
+from quantkit_kernels import DeltaStates
 from torch import Tensor
 
 from quantkit.common.errors import QuantkitError
@@ -93,41 +94,19 @@ class RecurrentStates:
     def __init__(
         self, net: DeltaNet, places: int, device: torch.device | str, ranks: int = 1
     ) -> None:
-        shapes, room = net.state_shapes(ranks), (2, places + 1)
-        self._states = {
-            number: [torch.zeros(*room, *shape, device=device) for shape in own]
-            for number, own in shapes.items()
-        }
-        self._tokens = {
-            number: torch.full(room, -1, dtype=torch.int64, device=device) for number in shapes
+        room = (2, places + 1)
+        self.layers = {
+            number: DeltaStates(
+                torch.zeros(*room, *recent, device=device),
+                torch.zeros(*room, *memory, device=device),
+                torch.full(room, -1, dtype=torch.int64, device=device),
+            )
+            for number, (recent, memory) in net.state_shapes(ranks).items()
         }
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            one.nbytes
-            for number, tokens in self._tokens.items()
-            for one in (tokens, *self._states[number])
-        )
-
-    def read(self, number: int, places: Tensor, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
-        """States of buffer `number` at `places` int64 [B] after `tokens` int64 [B], zeros for 0
-        tokens; and which copy each is, [B]."""
-        which = (self._tokens[number][1, places] == tokens).long()
-        started = tokens > 0
-        return [
-            state[which, places] * started.view(-1, *(1,) * (state.dim() - 2))
-            for state in self._states[number]
-        ], which
-
-    def write(
-        self, number: int, places: Tensor, tokens: Tensor, state: Sequence[Tensor], which: Tensor
-    ) -> None:
-        """Write the states after `tokens` to the other copy."""
-        other = 1 - which
-        for stored, one in zip(self._states[number], state):
-            stored[other, places] = one
-        self._tokens[number][other, places] = tokens
+        return sum(one.nbytes for layer in self.layers.values() for one in layer)
 
 
 def check_recurrent_options(keeps: bool, can_roll_back: bool, options: EngineOptions) -> None:

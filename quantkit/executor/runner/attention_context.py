@@ -12,11 +12,17 @@ from dataclasses import dataclass
 
 import torch
 from quantkit_kernels import (
+    DeltaInputs,
+    DeltaSpan,
+    DeltaSpans,
+    DeltaWeights,
     Norms,
     PagedKeys,
     PagedLatents,
     Prompts,
     Rotation,
+    delta_prefill,
+    delta_step,
     doubled_angles,
     gqa_decode,
     gqa_prefill,
@@ -32,13 +38,6 @@ from torch.nn.utils.rnn import pad_sequence
 from quantkit.executor.cache.cache import PagedCache
 from quantkit.models.compressed_attention import CompressedAttention, CompressedInputs
 from quantkit.models.context import Positions
-from quantkit.models.delta_rule import (
-    DeltaInputs,
-    DeltaState,
-    DeltaWeights,
-    attend_sequence,
-    attend_step,
-)
 from quantkit.models.latent_window import (
     LatentWindow,
     VisibleTokens,
@@ -143,6 +142,9 @@ class PromptContext(CachedContext):
     ) -> None:
         super().__init__(cache, positions, slots)
         self.prompts, self.chunks = prompts, chunks
+        self._delta_spans = DeltaSpans(
+            [DeltaSpan(one.state, one.start, one.length) for one in chunks], cache.device
+        )
 
     def select(self, layer: int, inputs: IndexerInputs, topk: int) -> None:
         """As `models.context.Context.select`."""
@@ -180,23 +182,9 @@ class PromptContext(CachedContext):
         )
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-        """As `models.context.Context.attend_delta`, sequence by sequence."""
-        states, out = self.cache.recurrent_states, []
-        for chunk, one in zip(
-            self.chunks,
-            zip(*(side.split([chunk.length for chunk in self.chunks]) for side in inputs)),
-        ):
-            place, before = (
-                torch.tensor([number], device=self.cache.device)
-                for number in (chunk.state, chunk.start)
-            )
-            kept, which = states.read(layer, place, before)
-            attended, state = attend_sequence(
-                DeltaInputs(*one), weights, DeltaState(*(side[0] for side in kept))
-            )
-            states.write(layer, place, before + chunk.length, [side[None] for side in state], which)
-            out.append(attended)
-        return torch.cat(out)
+        """As `models.context.Context.attend_delta`."""
+        states = self.cache.recurrent_states.layers[layer]
+        return delta_prefill(inputs, weights, states, self._delta_spans)
 
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
         """As `models.context.Context.convolve`, sequence by sequence."""
@@ -336,11 +324,8 @@ class DecodeContext(CachedContext):
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         """As `models.context.Context.attend_delta`."""
         assert self.states is not None, "rows without state places"
-        states = self.cache.recurrent_states
-        kept, which = states.read(layer, self.states, self.positions)
-        attended, state = attend_step(inputs, weights, DeltaState(*kept))
-        states.write(layer, self.states, self.positions + 1, state, which)
-        return attended
+        states = self.cache.recurrent_states.layers[layer]
+        return delta_step(inputs, weights, states, self.states, self.positions)
 
     def attend_compressed(
         self, layer: int, inputs: CompressedInputs, attention: CompressedAttention
