@@ -1,21 +1,20 @@
-"""Judge: the same recorded completions through evalscope's own adapters and through quantkit's
-graders.
+"""Judge: evalscope's own adapters of quantkit's tasks: their prompts, and its reader of our reports.
 
     PYTHONPATH=. python tests/judges/evalscope_parity.py     in a virtual environment that has evalscope (`make test-evalscope`)
 
-quantkit's grading imports nothing that evalscope lacks. Verdicts per sample must be equal, except
-for the styles in EXPECTED, each with the reading that makes ours right. evalscope runs with the
-filter that its FAQ recommends for R1 (`remove_until: </think>`); without it every prefilled
-reasoning would be graded. Prompts are compared too.
+Zero-shot prompts must be the same text. Verdicts are style_agreement.py's, which runs `Evalscope` over the
+corpus of answer styles, with the filter that evalscope's FAQ recommends for R1 (`remove_until: </think>`):
+without it every prefilled reasoning would be graded.
 """
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
-from recorded import AIME, Record, data_dir, records
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from answer_styles import TASKS, Style, styles
 
 
 def cheap_processes() -> None:
@@ -40,52 +39,6 @@ def cheap_processes() -> None:
 
     humaneval.multiprocessing = contests.multiprocessing = Forking
     parser.isolation_available = lambda: False
-
-
-# Replies that give no answer, whatever numbers are in them.
-NO_ANSWER = {
-    "answer cut before number",
-    "box cut",
-    "empty",
-    "empty after think",
-    "prose",
-    "refusal",
-    "think unfinished, tagged",
-}
-# Style -> why a person reading the reply would side with quantkit. A difference fails the judge if
-# its style is not here, or if quantkit's verdict is not the reader's: right where the right answer
-# was put into the reply and the reply gives it.
-EXPECTED = {
-    "answer colon bold": "`**Answer: 18**` states 18",
-    "answer cut before number": "the reply was cut by the token limit; its last number is a step, "
-    "not an answer",
-    "answer is, then remark": "`The answer is (I). Option B is wrong.` chooses I; the last capital "
-    "letter is not the choice",
-    "block not closed": "the program is whole, only the closing fence is missing",
-    "boxed, bare unit": "a box of `18 pears` says 18",
-    "boxed, bold": "bold is typesetting",
-    "boxed, cjk unit": "a box of 18 with the unit in Chinese says 18",
-    "boxed, degrees": "a box of 18 degrees says 18",
-    "boxed, equation": "a box of `x = 18` says 18",
-    "boxed, expression": "`204+4-4` is 204",
-    "boxed, fraction": "`\\frac{408}{2}` is 204",
-    "boxed, full width": "full-width digits are digits",
-    "boxed, point": "the full stop ends the sentence",
-    "boxed, sum equation": "AIME asks for m+n; a box of `m+n=204` says 204",
-    "boxed, text": "\\text is typesetting",
-    "boxed, thin space": "a LaTeX thin space separates thousands; 1 234 is not 235",
-    "chinese answer": "the Chinese sentence states 18",
-    "draft block first": "the last block that defines the function is the answer, not the draft "
-    "before it",
-    "example block first": "the block that defines the function is the answer, not the usage "
-    "example",
-    "fbox": "a box is a box",
-    "lower case label": "`ANSWER: c` chooses C",
-    "raw, no block": "the reply is the program itself",
-    "think unfinished, tagged": "the reply never left its reasoning: a number in there is not an "
-    "answer",
-    "two boxes, last counts": "`5, no wait, 18` answers 18, not the set of both",
-}
 
 
 class Evalscope:
@@ -113,14 +66,14 @@ class Evalscope:
             return str(self.adapter.process_sample_input(sample, subset="default"))
         return str(sample.input[-1].content)
 
-    def correct(self, record: Record) -> bool:
+    def correct(self, style: Style) -> bool:
         from evalscope.api.evaluator import TaskState
         from evalscope.api.messages import ChatMessageUser
         from evalscope.api.model import ModelOutput
 
-        sample = self.sample(record.row)
+        sample = self.sample(style.row)
         sample.input = [ChatMessageUser(content="asked")]
-        output = ModelOutput.from_content("recorded", record.text)
+        output = ModelOutput.from_content("recorded", style.reply)
         state = TaskState(
             model="recorded",
             sample=sample,
@@ -133,84 +86,29 @@ class Evalscope:
         return bool(values) and values[0] == 1.0
 
 
-def setting_of(task: str) -> Any:
+def check_prompts() -> int:
+    from quantkit.evaluation.tasks import data, prompts
     from quantkit.evaluation.tasks.definitions import find_setting, find_task
 
-    return find_setting(find_task(task), "evalscope")
-
-
-def ours(record: Record, judge: Any) -> tuple[bool, str]:
-    from quantkit.evaluation.generators.generator import ModelReply
-    from quantkit.evaluation.grading.graders import find_grader, grade
-    from quantkit.evaluation.tasks import data
-
-    setting = setting_of(record.task)
-    grader = find_grader(setting.grader)
-    fields = data.map_fields(setting.task, record.row, 0)
-    problem = data.Problem("0", fields, grader.gold(fields))
-    verdict = grade(
-        grader, problem, ModelReply(0, record.text, record.finish_reason), setting.thinking, judge
-    )
-    return verdict.correct, verdict.reason
-
-
-def compare(found: list[Record]) -> list[dict[str, Any]]:
-    from quantkit.evaluation.grading.math_equal import MathJudge
-
-    judge, adapters = (
-        MathJudge(),
-        {task: Evalscope(task) for task in {record.task for record in found}},
-    )
-
-    def one(record: Record) -> dict[str, Any]:
-        mine, reason = ours(record, judge)
-        theirs = adapters[record.task].correct(record)
-        return {
-            "task": record.task,
-            "style": record.style,
-            "right": record.right,
-            "reader": record.right and record.style not in NO_ANSWER,
-            "ours": mine,
-            "reason": reason,
-            "theirs": theirs,
-            "text": record.text,
-        }
-
-    cheap_processes()
-    rows = [one(record) for record in found]
-    judge.close()
-    return rows
-
-
-def check_prompts(found: list[Record]) -> int:
-    """Zero-shot prompts must be the same text."""
-    from quantkit.evaluation.tasks import data, prompts
-
-    checked = 0
-    first = {record.task: record.row for record in reversed(found)}
-    for task, row in first.items():
-        setting = setting_of(task).model_copy(update={"shots": 0})
+    for task in TASKS:
+        row, given = styles(task)[0].row, find_setting(find_task(task), "evalscope")
+        setting = given.model_copy(update={"shots": 0})
         fields = data.map_fields(setting.task, row, 0)
         problem = data.Problem("0", fields, "", str(fields.get("group", "")))
         mine = prompts.render(setting, problem, [], 0).messages[-1]["content"]
         theirs = Evalscope(task).prompt(row)
-        if setting.shots != setting_of(task).task.protocols["evalscope"].shots:
-            mine, theirs = (
-                mine[-len(theirs) :],
-                theirs,
-            )  # the shots' introduction stands in front only where there are shots
+        if given.task.protocols["evalscope"].shots:  # an introduction stands in front of shots
+            mine = mine[-len(theirs) :]
         assert mine.strip() == theirs.strip(), (
             f"prompt of {task} differs:\n--- ours\n{mine}\n--- evalscope\n{theirs}"
         )
-        checked += 1
-    return checked
+    return len(TASKS)
 
 
 def check_export() -> None:
     """`--format evalscope` is read by evalscope's own Report, which finds the same score in it and
     writes the same file back."""
     import tempfile
-    from pathlib import Path
 
     from evalscope.report.report import Report
 
@@ -234,7 +132,8 @@ def check_export() -> None:
         def close(self) -> None: ...
 
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "aime24.jsonl").write_text("".join(json.dumps(row) + "\n" for row in AIME))
+        rows = {one.row["id"]: one.row for one in styles("aime24")}.values()
+        (Path(folder) / "aime24.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         task = run_task(Replayed(), prepare("aime24", "r1", Path(folder), None, 3, None, 0), None)
     mine = report("replayed", task)
     read = Report.from_dict(mine)
@@ -247,39 +146,7 @@ def check_export() -> None:
 
 def main() -> None:
     check_export()
-    found = records(data_dir())
-    checked = check_prompts(found)
-    rows = compare(found)
-    differences = [row for row in rows if row["ours"] != row["theirs"]]
-    unexplained = [
-        row for row in differences if row["style"] not in EXPECTED or row["ours"] != row["reader"]
-    ]
-    counts = Counter(
-        (row["task"], row["style"], row["right"], row["ours"], row["theirs"], row["reason"])
-        for row in differences
-    )
-    for (task, style, right, mine, theirs, reason), count in sorted(counts.items()):
-        why = EXPECTED.get(style, "NOT EXPLAINED")
-        answer = "right" if right else "wrong"
-        print(
-            f"{count:4d} x {task:16s} {style:26s} {answer} answer: ours {mine!s:5} ({reason}), "
-            f"evalscope {theirs!s:5}: {why}"
-        )
-    agreed = len(rows) - len(differences)
-    print(
-        json.dumps(
-            {
-                "samples": len(rows),
-                "agree": agreed,
-                "listed": len(differences) - len(unexplained),
-                "unexplained": len(unexplained),
-                "prompts": checked,
-            }
-        )
-    )
-    for row in unexplained[:20]:
-        print("UNEXPLAINED", json.dumps(row, ensure_ascii=False))
-    sys.exit(1 if unexplained else 0)
+    print(json.dumps({"prompts": check_prompts()}))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""Judge: recorded completions through lm-evaluation-harness' own gsm8k task and through quantkit's
+"""Judge: the corpus' answers to gsm8k through lm-evaluation-harness' own task and through quantkit's
 gsm8k-filters.
 
     PYTHONPATH=. python tests/judges/lm_eval_parity.py     in a virtual environment that has lm-eval (`make test-lm-eval`)
 
-Both filters of every sample must give equal verdicts, with no exception; replies with reasoning are
-cut at the last </think> first, as its
-`think_end_token` does. The prompt with five shots is compared byte for byte. As that environment
-has the `datasets` library, its real load of a task's rows is checked too, from a folder laid out as
-the hub serves it.
+Both filters of every reply must give equal verdicts; reasoning is cut at the last </think> first, as its
+`think_end_token` does, and other marks of reasoning (OTHER) it does not know. The prompt with five shots
+is compared byte for byte.
 """
 
 import json
@@ -15,13 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import lm_eval
 import yaml
+from answer_styles import Style, styles
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import exact_match_hf_evaluate
 from lm_eval.filters import build_filter_ensemble
 from lm_eval.utils import apply_template
-from recorded import GSM8K, Record, data_dir, records
 
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.graders import find_grader, grade
@@ -33,15 +32,16 @@ CONFIG: dict[str, Any] = yaml.safe_load(
     (Path(lm_eval.__file__).parent / "tasks/gsm8k/gsm8k.yaml").read_text()
 )
 SETTING = find_setting(find_task("gsm8k"), "lm-eval")
+OTHER = ("<think>", "[THINK]", "<|channel|>")
 
 
-def theirs(record: Record) -> dict[str, bool]:
+def theirs(style: Style) -> dict[str, bool]:
     """Filter name -> exact match, as their task computes it from gsm8k.yaml."""
     metric = CONFIG["metric_list"][0]
     options = {
         key: metric[key] for key in ("ignore_case", "ignore_punctuation", "regexes_to_ignore")
     }
-    text = record.text.split("</think>")[-1]
+    text = style.reply.split("</think>")[-1]
     found = {}
     for described in CONFIG["filter_list"]:
         steps = [
@@ -51,28 +51,26 @@ def theirs(record: Record) -> dict[str, bool]:
             )
             for step in described["filter"]
         ]
-        instance = Instance(
-            request_type="generate_until", doc=record.row, arguments=("", {}), idx=0
-        )
+        instance = Instance(request_type="generate_until", doc=style.row, arguments=("", {}), idx=0)
         instance.resps = [text]
         build_filter_ensemble(described["name"], steps).apply([instance])
         value = exact_match_hf_evaluate(
             predictions=[instance.filtered_resps[described["name"]]],
-            references=[record.row["answer"]],
+            references=[style.row["answer"]],
             **options,
         )
         found[described["name"]] = bool(value["exact_match"])
     return found
 
 
-def ours(record: Record, judge: MathJudge) -> dict[str, bool]:
+def ours(style: Style, judge: MathJudge) -> dict[str, bool]:
     grader = find_grader(SETTING.grader)
-    fields = data.map_fields(SETTING.task, record.row, 0)
+    fields = data.map_fields(SETTING.task, style.row, 0)
     problem = Problem("0", fields, grader.gold(fields))
     verdict = grade(
         grader,
         problem,
-        ModelReply(0, record.text.split("</think>")[-1], record.finish_reason, think_open=False),
+        ModelReply(0, style.reply.split("</think>")[-1], think_open=False),
         False,
         judge,
     )
@@ -80,14 +78,13 @@ def ours(record: Record, judge: MathJudge) -> dict[str, bool]:
 
 
 def check_prompt() -> None:
-    shots = [data.map_fields(SETTING.task, row, number) for number, row in enumerate(GSM8K[:5])]
+    rows = list({one.row["answer"]: one.row for one in styles("gsm8k")}.values())[:6]
+    shots = [data.map_fields(SETTING.task, row, number) for number, row in enumerate(rows[:5])]
     mine = prompts.render(
-        SETTING, Problem("0", data.map_fields(SETTING.task, GSM8K[-1], 0)), shots, 0
+        SETTING, Problem("0", data.map_fields(SETTING.task, rows[-1], 0)), shots, 0
     ).text
-    written = [
-        apply_template(CONFIG["doc_to_text"], row) + " " + row["answer"] for row in GSM8K[:5]
-    ]
-    expected = "\n\n".join([*written, apply_template(CONFIG["doc_to_text"], GSM8K[-1])])
+    written = [apply_template(CONFIG["doc_to_text"], row) + " " + row["answer"] for row in rows[:5]]
+    expected = "\n\n".join([*written, apply_template(CONFIG["doc_to_text"], rows[-1])])
     assert mine == expected, f"prompt differs:\n--- ours\n{mine}\n--- lm-eval\n{expected}"
     assert list(SETTING.generation.stop) == CONFIG["generation_kwargs"]["until"]
     assert SETTING.shots == CONFIG["num_fewshot"]
@@ -96,28 +93,13 @@ def check_prompt() -> None:
 def main() -> None:
     check_prompt()
     judge = MathJudge()
-    found = [
-        record
-        for record in records(data_dir())
-        if record.task == "gsm8k" and not record.text.startswith("<think>")
-    ]
-    rows = [(record, ours(record, judge), theirs(record)) for record in found]
+    found = [style for style in styles("gsm8k") if not style.reply.startswith(OTHER)]
+    rows = [(style, ours(style, judge), theirs(style)) for style in found]
     judge.close()
-    different = [(record, mine, other) for record, mine, other in rows if mine != other]
+    different = [one for one in rows if one[1] != one[2]]
     print(json.dumps({"samples": len(rows), "verdicts": 2 * len(rows), "differ": len(different)}))
-    for record, mine, other in different[:20]:
-        print(
-            "DIFFERS",
-            json.dumps(
-                {
-                    "style": record.style,
-                    "text": record.text,
-                    "gold": record.row["answer"],
-                    "ours": mine,
-                    "lm-eval": other,
-                }
-            ),
-        )
+    for style, mine, other in different[:20]:
+        print("DIFFERS", style.row["answer"], mine, other, json.dumps(style.reply))
     sys.exit(1 if different else 0)
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from answer_styles import TASKS, Style, styles
 from bounded import bounded
-from recorded import Record
 
 SAMPLE = 240
 SECONDS = 30.0
@@ -29,7 +28,7 @@ SECONDS = 30.0
 powers."""
 LEAST, UNGRADED = 0.98, 0.02
 
-Verdict = Callable[[Record], bool]
+Verdict = Callable[[Style], bool]
 
 
 def evalscope(task: str) -> Verdict:
@@ -45,7 +44,7 @@ def lm_eval(task: str) -> Verdict:
     if task == "gsm8k":
         from lm_eval_parity import theirs
 
-        return lambda record: theirs(record)["flexible-extract"]
+        return lambda style: theirs(style)["flexible-extract"]
     if task == "mmlu_pro":
         import lm_eval
 
@@ -53,18 +52,18 @@ def lm_eval(task: str) -> Verdict:
             Path(lm_eval.__file__).parent / "tasks/mmlu_pro/_default_template_yaml"
         ).read_text()
         (pattern,) = re.findall(r"(?m)^ *regex_pattern: '(.*)'$", described)
-        return lambda record: (
-            [record.row["answer"]] == re.findall(pattern, _behind_thinking(record))[:1]
+        return lambda style: (
+            [style.row["answer"]] == re.findall(pattern, _behind_thinking(style))[:1]
         )
     from lm_eval.tasks.aime import utils as aime
     from lm_eval.tasks.hendrycks_math import utils as mathematics
 
     process = {"aime24": aime, "math_500": mathematics}[task].process_results
-    return lambda record: process(record.row, [_behind_thinking(record)])["exact_match"] == 1
+    return lambda style: process(style.row, [_behind_thinking(style)])["exact_match"] == 1
 
 
-def _behind_thinking(record: Record) -> str:
-    return record.text.split("</think>")[-1]
+def _behind_thinking(style: Style) -> str:
+    return style.reply.split("</think>")[-1]
 
 
 def ours(task: str, asked: tuple[Style, ...]) -> list[bool | None]:
@@ -99,11 +98,7 @@ def compare(name: str, task: str, verdict: Verdict, whole: bool) -> list[str]:
     for is_common in (True, False):
         asked = tuple(style for style in styles(task) if style.is_common is is_common)
         asked = asked if whole else asked[:: math.ceil(len(asked) / SAMPLE)]
-        theirs = bounded(
-            verdict,
-            [Record(task, style.row, "corpus", style.right, style.reply) for style in asked],
-            SECONDS,
-        )
+        theirs = bounded(verdict, asked, SECONDS)
         found = {"quantkit": ours(task, asked), name: theirs}
         agree, false_right = (
             {who: sum(map(count, verdicts, asked)) for who, verdicts in found.items()}
