@@ -29,21 +29,7 @@ from quantkit.models.stored_parameters import check_stored, read_model
 from quantkit.quantization.convert import convert
 from quantkit.quantization.run import quantize
 
-CONFIG = {
-    "model_type": "gpt_oss",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 256,
-    "sliding_window": 8,
-}
+CONFIG = make_model.CONFIGS["stacked"]
 PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 

@@ -26,26 +26,7 @@ from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.stored_parameters import read_model
 
-CONFIG = {
-    "model_type": "qwen3_next",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 1024,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 8,
-}
+CONFIG = make_model.CONFIGS["states"]
 PROMPTS = [
     [7 + i] * 3 + list(range(20, 20 + length)) for i, length in enumerate((1, 9, 100, 30, 70))
 ]

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dense_models import CONFIGS, EXPERTS, random_weights
-from make_model import write_dense
+from dense_models import EXPERTS, random_weights
+from make_model import CONFIGS, write_dense
 from middle_models import MIDDLE, weights
 from safetensors.torch import load_file, save_file
 
@@ -28,7 +28,7 @@ from quantkit.quantization.convert import convert
 from quantkit.quantization.mixed_precision import Mixture
 
 TINY_R1 = Path(quantkit.__file__).parent / "builtin" / "tiny-r1"
-DENSE = {f"{name}-dense": config for name, config in CONFIGS.items()}
+DENSE = {f"{name}-dense": config for name, config in CONFIGS["dense"].items()}
 MODELS: dict[str, dict[str, Any]] = {**DENSE, **EXPERTS, **MIDDLE}
 SOURCE = "source"  # tiny-r1's is FP8 blocks, the others' BF16
 PLAIN = "plain"  # tiny-r1 in BF16

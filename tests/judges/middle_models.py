@@ -15,37 +15,12 @@ whatever the other channels have gone through.
 from typing import Any
 
 import torch
-from dense_models import EXPERTS
+from make_model import CONFIGS
 from torch import Tensor
 
 from quantkit.models import find_architecture
 
-_SIZES: dict[str, Any] = {
-    "hidden_size": 2048,
-    "num_attention_heads": 16,
-    "moe_intermediate_size": 512,
-    "num_experts_per_tok": 8,
-}
-MIDDLE: dict[str, dict[str, Any]] = {
-    "deepseek_v3-middle": {
-        **EXPERTS["deepseek_v3"],
-        **_SIZES,
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 16,
-        "intermediate_size": 4096,
-        "q_lora_rank": 768,
-        "n_routed_experts": 64,
-        "n_group": 8,
-        "topk_group": 4,
-    },
-    "qwen3_moe-middle": {
-        **EXPERTS["qwen3_moe"],
-        **_SIZES,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 64,
-    },
-}
+MIDDLE: dict[str, dict[str, Any]] = CONFIGS["middle"]
 _LEFT_ALONE = (
     2.0**-8
 )  # what is added to a channel that holds a code, and what a router makes of the other channels

@@ -20,8 +20,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
-from dense_models import CONFIGS, MISTRAL, random_weights
-from make_model import tiny_config
+from dense_models import DENSE, random_weights
+from make_model import CONFIGS, tiny_config
 from packed_model import write_packed
 
 from quantkit.checkpoint.formats import (
@@ -45,7 +45,7 @@ FORMATS: dict[str, tuple[Any, Any]] = {
     "ct-nvfp4": (compressed_fp4.FORMAT, Nvfp4Grid()),
     "ct-mxfp4": (compressed_mxfp4.FORMAT, Mxfp4Grid()),
 }
-MODELS = {**CONFIGS, "mistral": MISTRAL, "deepseek_v3-moe": tiny_config()}
+MODELS = {**DENSE, "mistral": CONFIGS["mistral"], "deepseek_v3-moe": tiny_config()}
 DECODED = ("ct-nvfp4", "ct-mxfp4")
 """Formats that transformers decodes to BF16 whatever is asked for."""
 UNDECIDED = {("deepseek_v3-moe", "ct-mxfp4")}

@@ -4,7 +4,6 @@ are dropped."""
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
@@ -20,31 +19,6 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
 
 PROMPT = [5, 60, 61, 62, 63, 64]
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "max_position_embeddings": 512,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "num_nextn_predict_layers": 1,
-}
-LATENT = {
-    "q_lora_rank": 128,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 32,
-}
-MODEL: dict[str, Any] = SIZES | LATENT | {"num_key_value_heads": 4}
 TOLD = "promises MTP layer 2, of which no tensor is stored: left out"
 
 
@@ -52,7 +26,7 @@ TOLD = "promises MTP layer 2, of which no tensor is stored: left out"
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "deepseek_v3"
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model("deepseek_v3", **MODEL)
+    config = transformers.AutoConfig.for_model("deepseek_v3", **make_model.CONFIGS["saved"])
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(
         path
     )

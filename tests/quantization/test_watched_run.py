@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from letters import write_letters
-from make_model import write_dense
+from make_model import CONFIGS, write_dense
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.core_model_loading import revert_weight_conversion
@@ -33,19 +33,8 @@ from quantkit.quantization.convert import convert
 from quantkit.quantization.run import QuantizationReport, quantize
 from quantkit.tokenizer.chat import ChatTokenizer
 
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "eos_token_id": 1,
-    "bos_token_id": 0,
-    "pad_token_id": 0,
-}
+TRACED: dict[str, Any] = CONFIGS["traced"]
+SIZES, EXPERTS = TRACED["all"], TRACED["experts"]
 
 
 def peer(model_type: str, **extra: Any) -> Any:
@@ -127,74 +116,8 @@ def stored(path: Path) -> dict[str, Tensor]:
     }
 
 
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
 STACKED = ("llama4_text", "gemma4_text")
 """Published so, and not as gpt-oss is."""
-GEMMA4 = {
-    "global_head_dim": 64,
-    "num_global_key_value_heads": 1,
-    "hidden_size_per_layer_input": 0,
-    "enable_moe_block": True,
-    "num_experts": 4,
-    "top_k_experts": 4,
-    "moe_intermediate_size": 128,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
-MOONLIGHT = {
-    "q_lora_rank": None,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 32,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 128,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 0,
-}
-CASES: list[tuple[str, str, dict[str, Any]]] = [
-    ("gemma2", "awq-w4a16", {}),
-    ("gpt_neox", "fp4-w4a16", {}),
-    (
-        "granitemoe",
-        "awq-w4a16",
-        {**EXPERTS, "intermediate_size": 128, "residual_multiplier": 0.4},
-    ),  # experts in one tensor
-    # Experts that are each given an input of their own, turned; norms behind the experts, a dense
-    # MLP or a shared expert beside them.
-    (
-        "llama4_text",
-        "awq-w4a16",
-        {
-            "num_experts_per_tok": 1,
-            "num_local_experts": 4,
-            "intermediate_size": 128,
-            "intermediate_size_mlp": 256,
-        },
-    ),
-    ("gemma4_text", "fp4-w4a16", GEMMA4),
-    (
-        "afmoe",
-        "awq-w4a16",
-        {
-            **EXPERTS,
-            "moe_intermediate_size": 128,
-            "num_dense_layers": 1,
-            "num_experts_per_tok": 4,
-            "sliding_window": 32,
-        },
-    ),
-    ("deepseek_v3", "awq-w4a16", MOONLIGHT),
-    ("flex_olmo", "awq-w4a16", {**EXPERTS, "num_experts_per_tok": 4}),  # no norm before the experts
-    (
-        "minimax",
-        "fp4-w4a16",
-        {**EXPERTS, "num_experts_per_tok": 4, "layer_types": ["full_attention"] * 2},
-    ),  # one unit, experts behind attention
-]
 
 
 def stacked(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
@@ -211,7 +134,11 @@ def stacked(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     return {names.get(name, name): one for name, one in tensors.items()}
 
 
-@pytest.mark.parametrize(("model_type", "scheme", "extra"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("model_type", "scheme", "extra"),
+    TRACED["calibrated"],
+    ids=[case[0] for case in TRACED["calibrated"]],
+)
 def test_the_report_says_of_the_output_what_transformers_says(
     model_type: str, scheme: str, extra: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -303,43 +230,8 @@ def test_what_was_made_is_measured_and_run(model_type: str, scheme: str, tmp_pat
         open_engine(EngineOptions(source, device="cpu", tp=2))
 
 
-LONGCAT = {
-    "num_hidden_layers": 4,  # it counts halves
-    "ffn_hidden_size": 256,
-    "expert_ffn_hidden_size": 128,
-    "q_lora_rank": 128,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 20,
-    "qk_rope_head_dim": 12,
-    "head_dim": 12,
-    "v_head_dim": 32,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 5,
-    "zero_expert_num": 3,
-    "moe_topk": 3,
-}
-
-
-GEMMA4_BY_TOKENS = {
-    "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": 320,
-    "global_head_dim": 32,
-    "num_global_key_value_heads": 1,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
-
-
 @pytest.mark.parametrize(
-    ("model_type", "extra", "refused"),
-    [
-        # No cache of keys and values, or one that does not know a text's length: each token
-        # computes the whole text.
-        ("rwkv", {"attention_hidden_size": 128}, ""),
-        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 2}, ""),
-        ("gptj", {"rotary_dim": 16}, ""),
-        ("longcat_flash", LONGCAT, "some experts of layer 0 hand on what they read"),
-        ("gemma4_text", GEMMA4_BY_TOKENS, "run one by one (it reads weights outside its layers"),
-    ],
+    ("model_type", "extra", "refused"), TRACED["run"], ids=[case[0] for case in TRACED["run"]]
 )
 def test_what_is_not_calibrated_runs_as_transformers_computes_it(
     model_type: str, extra: dict[str, Any], refused: str, tmp_path: Path

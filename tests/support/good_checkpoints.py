@@ -45,38 +45,8 @@ FORMATS: dict[str, tuple[Format, Grid]] = {
     "modelslim": (modelslim.FORMAT, IntGrid(8, None, True)),
     "modelslim-int4": (modelslim.FORMAT, IntGrid(4, None, True)),
 }
-_QWEN: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-QWEN3 = _QWEN | {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "intermediate_size": 512,
-}
-QWEN3_MOE = _QWEN | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "intermediate_size": 512,
-    "moe_intermediate_size": 128,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
+QWEN3: dict[str, Any] = make_model.CONFIGS["qwen3"]
+QWEN3_MOE: dict[str, Any] = make_model.CONFIGS["qwen3_moe"]
 
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:

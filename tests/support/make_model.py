@@ -10,12 +10,14 @@ Weights are random: the model computes, but says nothing.
     write_dense(path, config, tensors)          # the same model unquantized
 """
 
+import copy
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -27,6 +29,7 @@ BOS, EOS, USER, ASSISTANT = (
     "<｜Assistant｜>",
 )
 SPECIAL_TOKENS = (BOS, EOS, USER, ASSISTANT, "<think>", "</think>")
+CONFIGS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text())
 FP8_BLOCK = 128
 FP8_MAX = 448.0
 CHAT_TEMPLATE = (
@@ -46,55 +49,7 @@ NARROW = FEW_EXPERTS | {"hidden_size": 128, "intermediate_size": 128}
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
     """R1's config.json with small sizes; every input dimension of a linear is a multiple of 128."""
-    config: dict[str, Any] = {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "vocab_size": 320,
-        "hidden_size": 256,
-        "intermediate_size": 384,
-        "moe_intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_nextn_predict_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 3,
-        "n_group": 4,
-        "topk_group": 2,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
-        "q_lora_rank": 128,
-        "kv_lora_rank": 128,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "torch_dtype": "bfloat16",
-        "initializer_range": 0.02,
-    }
-    return {**config, **changes}
+    return copy.deepcopy(CONFIGS["tiny"]) | changes
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from make_model import write_dense, write_tokenizer
+from make_model import CONFIGS, write_dense, write_tokenizer
 from nearest import quantize_fp4, quantize_int
 from safetensors.torch import save_file
 from torch import Tensor
@@ -96,26 +96,7 @@ def write_packed(
     return path
 
 
-GROUPED = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 320,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 512,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-"""Qwen3 of two layers and grouped heads; other models of grouped heads differ from it by family and
-sizes."""
+GROUPED: dict[str, Any] = CONFIGS["grouped"]
 
 
 def write_random(path: Path, config: dict[str, Any], seed: int = 5) -> Path:

@@ -7,6 +7,7 @@ Every tensor of R1 has its name, dtype and shape; reading one gives zeros, and t
 megabytes.
 """
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -14,44 +15,12 @@ from typing import Any
 
 import make_model
 
-from quantkit.models import deepseek_v3
-
 SHARDS = 163
 
 
 def r1_config(**changes: Any) -> dict[str, Any]:
     """config.json of DeepSeek-R1."""
-    sizes = {
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "first_k_dense_replace": 3,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "max_position_embeddings": 163840,
-    }
-    block = {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    }
-    return {**make_model.tiny_config(**sizes), "quantization_config": block, **changes}
-
-
-R1 = deepseek_v3.Config.from_dict(r1_config())
-R1_TABLE = deepseek_v3.parameters(R1)
+    return copy.deepcopy(make_model.CONFIGS["r1"]) | changes
 
 
 def write_headers(path: Path, config: dict[str, Any], shards: int = SHARDS) -> Path:

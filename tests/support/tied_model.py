@@ -4,27 +4,12 @@ import math
 from typing import Any
 
 import torch
+from make_model import CONFIGS
 from torch import Tensor
 
 from quantkit.models import find_architecture
 
-TIED: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 96,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
+TIED: dict[str, Any] = CONFIGS["tied"]
 
 
 def tied_tensors(config: dict[str, Any] = TIED, seed: int = 0) -> dict[str, Tensor]:

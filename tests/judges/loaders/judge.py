@@ -31,7 +31,7 @@ for folder in (HERE.parent.parent, HERE.parent, HERE):
 
 import torch
 from compare import Rank, faults
-from dense_models import CONFIGS, EXPERTS, random_weights
+from dense_models import DENSE, EXPERTS, random_weights
 from make_model import write_dense
 from safetensors.torch import load_file, save_file
 
@@ -45,7 +45,7 @@ MODELS = {
     "deepseek_v3": {**EXPERTS["deepseek_v3"], **WIDTHS},
     "pangu_ultra_moe": {**EXPERTS["pangu_ultra_moe"], **WIDTHS},
     "qwen3_moe": {**EXPERTS["qwen3_moe"], **WIDTHS, "num_attention_heads": 8},
-    "qwen3": {**CONFIGS["qwen3"], **WIDTHS, "num_attention_heads": 8},
+    "qwen3": {**DENSE["qwen3"], **WIDTHS, "num_attention_heads": 8},
 }
 RANKS = (Rank(0, 4), Rank(3, 4))
 DEVICES: dict[str, tuple[Device, ...]] = {
