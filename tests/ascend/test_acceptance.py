@@ -30,9 +30,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def test_the_whole_day(
-    acceptance: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_whole_day(acceptance, tmp_path, monkeypatch):
     """Every step but npu-smi, which is not here, compiling and speeds; one that cannot be started,
     and one that runs on, end no other."""
     monkeypatch.setenv(
@@ -98,7 +96,7 @@ def test_the_whole_day(
     assert "3 operators measured, 0 out of tolerance" in page
 
 
-def test_what_is_wrong_is_in_the_summary(acceptance: ModuleType, tmp_path: Path) -> None:
+def test_what_is_wrong_is_in_the_summary(acceptance, tmp_path):
     rows = [
         {
             "operator": "linear_int4",

@@ -34,7 +34,7 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.mark.parametrize("rule", range(len(RULES)), ids=RULES)
-def test_a_rule(rules: ctypes.CDLL, rule: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rule(rules, rule, capfd):
     values = torch.arange(128.0)
     ascendc.launch(rules, rule, True, [values], [])
     with pytest.raises(OutsideOperands):
@@ -42,7 +42,7 @@ def test_a_rule(rules: ctypes.CDLL, rule: int, capfd: pytest.CaptureFixture[str]
     assert ".h:" in capfd.readouterr().err, "it says which rule"
 
 
-def test_what_is_sent_arrives_late(rules: ctypes.CDLL) -> None:
+def test_what_is_sent_arrives_late(rules):
     values = torch.arange(192.0)
     values[64:] = float("nan")
     rules.late(ctypes.c_void_p(values.data_ptr()))

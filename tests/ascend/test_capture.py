@@ -1,7 +1,6 @@
 """Decode steps captured on the doubles of torch.npu and torch_npu: the tokens of eager steps, and
 nothing that a capture would refuse."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,9 +45,7 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> DeviceCapture:
 
 
 @pytest.mark.parametrize("scheme", ["rtn-w4a16", "int8-a8w8c16"])
-def test_a_captured_step_gives_the_eager_tokens(
-    scheme: str, quantized: Callable[[str], Path], npu: DeviceCapture
-) -> None:
+def test_a_captured_step_gives_the_eager_tokens(scheme, quantized, npu):
     with npu_double.installed():
         engine = load(quantized(scheme))
         eager = tokens(engine)
@@ -57,9 +54,7 @@ def test_a_captured_step_gives_the_eager_tokens(
     assert engine.runner.why_eager == ""
 
 
-def test_what_waits_for_a_value_is_launched_one_by_one(
-    quantized: Callable[[str], Path], npu: DeviceCapture
-) -> None:
+def test_what_waits_for_a_value_is_launched_one_by_one(quantized, npu):
     """FP4 experts loop over counts on the host: backend ascend has a kernel, torch_npu has not."""
     with npu_double.installed():
         engine = load(quantized("fp4-w4a16"))
@@ -69,9 +64,7 @@ def test_what_waits_for_a_value_is_launched_one_by_one(
             assert tokens(engine) == eager
 
 
-def test_a_capture_that_prefetching_ends_is_tried_without(
-    quantized: Callable[[str], Path], npu: DeviceCapture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_that_prefetching_ends_is_tried_without(quantized, npu, monkeypatch):
     """The second try is captured, says so, and gives the tokens; nothing is asked for
     afterwards."""
     asked = []
@@ -103,9 +96,7 @@ def test_a_capture_that_prefetching_ends_is_tried_without(
     assert asked == []
 
 
-def test_graphs_are_captured_on_one_stream_but_for_a_layers_behind(
-    quantized: Callable[[str], Path], npu: DeviceCapture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_are_captured_on_one_stream_but_for_a_layers_behind(quantized, npu, monkeypatch):
     """Memory of a pool serves one stream; and what the model returned is read after the layer
     behind it was replayed."""
     streams = []
@@ -128,9 +119,7 @@ def test_graphs_are_captured_on_one_stream_but_for_a_layers_behind(
     assert behind._capture._pool is not model._capture._pool  # type: ignore[attr-defined]
 
 
-def test_ranks_that_part_let_go_of_graphs_first(
-    npu: DeviceCapture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_part_let_go_of_graphs_first(npu, monkeypatch):
     """NCCL's communicator waits for graphs that hold its sums."""
     accelerator.let_go_of_graphs()  # those of other tests
     order: list[str] = []

@@ -35,16 +35,14 @@ def measured() -> Iterator[tuple[list[Measurement], set[str]]]:
         yield list(check.check("cpu")), set(called)
 
 
-def test_every_operator_is_run_and_right(measured: tuple[list[Measurement], set[str]]) -> None:
+def test_every_operator_is_run_and_right(measured):
     found = [one for one in measured[0] if one.backend == "torch_npu"]
     assert {one.operator for one in found} == torch_npu.NEEDS.keys()
     assert [(one.operator, one.case, one.error) for one in found if not one.ok] == []
     assert measured[1] == {name for names in torch_npu.NEEDS.values() for name in names}
 
 
-def test_versions_stand_beside_the_results(
-    measured: tuple[list[Measurement], set[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_stand_beside_the_results(measured, monkeypatch):
     """The command as on an NPU: versions of CANN and the driver, every row, the published
     tables."""
     versions = {

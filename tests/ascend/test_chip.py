@@ -10,12 +10,12 @@ from quantkit_kernels.ascend import chip, launch, layout
 from quantkit_kernels.samples import random_weight
 
 
-def test_block_rows() -> None:
+def test_block_rows():
     assert [chip.block_rows(m) for m in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 128]
 
 
 @pytest.mark.parametrize("n", [64, 100])
-def test_nibbles_come_back(n: int) -> None:
+def test_nibbles_come_back(n):
     codes = torch.randint(
         0, 16, (n, 256), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
@@ -29,13 +29,13 @@ def test_nibbles_come_back(n: int) -> None:
 @pytest.mark.parametrize(
     ("grid", "bits"), [("int4-asym-128", 4 + 40 / 128), ("fp4", 4.5), ("int8", 8.0)]
 )
-def test_bytes_per_weight(grid: str, bits: float) -> None:
+def test_bytes_per_weight(grid, bits):
     packed = layout.pack(random_weight(grid, 256, 7168, torch.Generator().manual_seed(0)))
     held = sum(tensor.numel() * tensor.element_size() for tensor in packed.tensors)
     assert held * 8 / (256 * 7168) == pytest.approx(bits, rel=2e-3)
 
 
-def test_rows_beyond_offsets_of_32_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beyond_offsets_of_32_bits_are_refused(monkeypatch):
     monkeypatch.setattr(launch, "cores", lambda device: (24, 48))
     packed = layout.pack(random_weight("fp4", 64, 7168, torch.Generator().manual_seed(0)))
     most = (2**31 - 1) // 7168
@@ -49,7 +49,7 @@ def test_rows_beyond_offsets_of_32_bits_are_refused(monkeypatch: pytest.MonkeyPa
             launch.blocks(packed, x, None, blocks, out)
 
 
-def test_refusals_name_the_reason() -> None:
+def test_refusals_name_the_reason():
     npu_free = torch.device("cpu")
     assert ascend.unusable("linear_int4", npu_free, None, ()) == "runs on Ascend NPUs, not on cpu"
     assert "multiples of 128, not 96" in (
@@ -62,7 +62,7 @@ def test_refusals_name_the_reason() -> None:
     assert ascend.refused("linear_int4", torch.bfloat16, None) is None
 
 
-def test_cores_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_the_devices(monkeypatch):
     """HfFallback the 910B3's, the fewest of the family."""
     assert chip.cores(torch.device("cpu")) == (20, 40)
     limit = {2: {"cube_core_num": 24, "vector_core_num": 48}}

@@ -42,7 +42,7 @@ def names_in(file: str) -> set[str]:
     }
 
 
-def test_every_row_has_its_evidence() -> None:
+def test_every_row_has_its_evidence():
     assert list(table()) == list(EVIDENCE)
     for name, row in table().items():
         parts = row[3].split("; ")
@@ -51,14 +51,14 @@ def test_every_row_has_its_evidence() -> None:
             assert (not tests) == bool(re.search(r"\b(?:never|not)\b", part)), f"{name}: {part}"
 
 
-def test_the_tests_are_there() -> None:
+def test_the_tests_are_there():
     for name, parts in EVIDENCE.items():
         for file, tests in ((file, tests) for part in parts for file, tests in part.items()):
             lacking = set(tests) - names_in(file)
             assert not lacking, f"{name}: {file} has no {lacking}"
 
 
-def test_what_has_rules_and_schemas() -> None:
+def test_what_has_rules_and_schemas():
     """A row says so of the operators that it names: all of them, and no operator is without a
     row."""
     named = {

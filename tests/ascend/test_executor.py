@@ -74,7 +74,7 @@ def answers(path: Path, dtype: str, backend: str) -> list[Completion]:
 @pytest.mark.parametrize(
     ("model", "scheme"), [(scheme, scheme) for scheme in CALLED], indirect=["model"]
 )
-def test_the_double_is_exact(model: Path, scheme: str, dtype: str) -> None:
+def test_the_double_is_exact(model, scheme, dtype):
     with exact.installed():
         expected = answers(model, dtype, "reference")
     with npu_double.installed() as called:
@@ -84,7 +84,7 @@ def test_the_double_is_exact(model: Path, scheme: str, dtype: str) -> None:
     assert [one.logprobs for one in got] == [one.logprobs for one in expected]
 
 
-def test_an_fp8_checkpoint(tiny_checkpoint: Path) -> None:
+def test_an_fp8_checkpoint(tiny_checkpoint):
     """What a published source holds: expanded at load, multiplied by torch."""
     with exact.installed():
         expected = forced(tiny_checkpoint, "bfloat16", "reference", [(list(range(1, 20)), 12)])
@@ -98,7 +98,7 @@ def test_an_fp8_checkpoint(tiny_checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     "model", [scheme for scheme in CALLED if scheme != "int4-w4a8"], indirect=True
 )  # its roundings are INT8's
-def test_as_far_from_float32_as_the_reference(model: Path, dtype: str) -> None:
+def test_as_far_from_float32_as_the_reference(model, dtype):
     texts, ideal = in_float32(model)
     reference = forced(model, dtype, "reference", texts)
     with npu_double.installed():
@@ -179,7 +179,7 @@ def divergence(ideal: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize("cache", ["int8", "fp8"])
-def test_a_cache_in_8_bits_is_refused(tiny_dense_checkpoint: Path, cache: str) -> None:
+def test_a_cache_in_8_bits_is_refused(tiny_dense_checkpoint, cache):
     with (
         npu_double.installed(),
         pytest.raises(QuantkitError, match=f"no cache of {cache} .* leave --cache out"),

@@ -25,7 +25,7 @@ def launched() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_experts_of_few_tokens_are_two_launches(grid: str, launched: list[str]) -> None:
+def test_experts_of_few_tokens_are_two_launches(grid, launched):
     rng, kind = torch.Generator().manual_seed(3), grid.split("-")[0]
     weights = random_experts(grid, 6, 256, 128, rng)
     experts = layer(weights, "ascend", torch.bfloat16)
@@ -46,7 +46,7 @@ def test_experts_of_few_tokens_are_two_launches(grid: str, launched: list[str]) 
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_weights_of_experts_are_added_in_float32(grid: str) -> None:
+def test_weights_of_experts_are_added_in_float32(grid):
     """Two experts that differ in down's sign alone, by weights that 16 bits do not tell apart: what
     is left is the difference of the weights."""
     weights = random_experts(grid, 1, 256, 128, torch.Generator().manual_seed(3))
@@ -60,7 +60,7 @@ def test_weights_of_experts_are_added_in_float32(grid: str) -> None:
     assert distance(left * 2.0**12, one.double()) < 1e-2
 
 
-def test_gate_ends_with_a_column_tile() -> None:
+def test_gate_ends_with_a_column_tile():
     """Down's inputs, as many as gate has columns, are whole spans, and a span is whole tiles: up
     begins with one."""
     assert all(SPAN % columns == 0 for columns in COLUMNS.values())
@@ -73,7 +73,7 @@ def test_gate_ends_with_a_column_tile() -> None:
 
 @pytest.mark.parametrize("joined", [0, 1, 2])
 @pytest.mark.parametrize("tokens", [1, 4, 5])
-def test_gate(joined: int, tokens: int, launched: list[str]) -> None:
+def test_gate(joined, tokens, launched):
     rng = torch.Generator().manual_seed(tokens)
     x, router = (
         torch.randn(tokens, 512, generator=rng).bfloat16(),
@@ -91,7 +91,7 @@ def test_gate(joined: int, tokens: int, launched: list[str]) -> None:
 
 
 @pytest.mark.parametrize("hidden", [512, 272])
-def test_gate_of_a_part_and_of_nothing(hidden: int, launched: list[str]) -> None:
+def test_gate_of_a_part_and_of_nothing(hidden, launched):
     """Rows that lie apart, widths that are no whole tiles of the router's, and no rows at all."""
     rng, how = (
         torch.Generator().manual_seed(3),
@@ -111,7 +111,7 @@ def test_gate_of_a_part_and_of_nothing(hidden: int, launched: list[str]) -> None
         assert launched == (["router"] * (hidden == 512) + ["join"] if len(x) else [])
 
 
-def test_results_lie_where_their_operands_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_lie_where_their_operands_do(monkeypatch):
     launches: list[launch.KernelLaunch] = []
     monkeypatch.setattr(launch, "run", launches.append)
     meta, how = torch.device("meta"), Routing(40, 5, num_joined_experts=1)
@@ -148,7 +148,7 @@ def test_results_lie_where_their_operands_do(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
-def test_rows_of_32_bits_are_not_the_routers(launched: list[str]) -> None:
+def test_rows_of_32_bits_are_not_the_routers(launched):
     """It multiplies rows of 16 bits."""
     moe_gate(
         torch.ones(2, 512),
@@ -161,7 +161,7 @@ def test_rows_of_32_bits_are_not_the_routers(launched: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(5, 1), (33, 4), (300, 2)])
-def test_blocks_are_known_before_the_experts_are(tokens: int, top_k: int) -> None:
+def test_blocks_are_known_before_the_experts_are(tokens, top_k):
     """As many for all tokens at one expert as for tokens at all, and enough for every pair."""
     for ids in (torch.zeros(tokens, top_k), torch.arange(tokens * top_k).view(tokens, top_k) % 7):
         counts = torch.bincount(ids.flatten().long(), minlength=7)

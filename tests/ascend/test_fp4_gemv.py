@@ -44,7 +44,7 @@ def fp4(n: int, k: int, seed: int) -> Fp4:
     return weight._replace(global_scale=weight.global_scale * (0.5 + torch.rand(n, generator=rng)))
 
 
-def test_where_a_code_lies(twin: ModuleType) -> None:
+def test_where_a_code_lies(twin):
     """k = 64 K3 + 16 K2 + 8 K1 + K0 in nibble K2, n = 512 N3 + 16 N1 + N0; a tile is one run."""
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 16, (1024, 192)).astype(np.uint8)
@@ -57,7 +57,7 @@ def test_where_a_code_lies(twin: ModuleType) -> None:
         assert word >> 4 * (k // 16 % 4) & 15 == codes[n, k], (n, k)
 
 
-def test_every_code_under_every_scale_is_exact(twin: ModuleType) -> None:
+def test_every_code_under_every_scale_is_exact(twin):
     """One k at a time: y is a column of W, exact in float32."""
     scales = torch.arange(1, 127, dtype=torch.uint8)
     codes = torch.arange(16, dtype=torch.uint8).repeat(512, 4)
@@ -71,7 +71,7 @@ def test_every_code_under_every_scale_is_exact(twin: ModuleType) -> None:
     assert np.array_equal(y.T.astype(np.float64), dequantize(weight, torch.float64).numpy())
 
 
-def test_experts_of_one_rank(twin: ModuleType) -> None:
+def test_experts_of_one_rank(twin):
     """Gate and up of R1's experts on one of 8 ranks [512, 7168]; an expert without rows."""
     weights = [fp4(512, 7168, seed) for seed in range(3)]
     x = torch.randn(4, 7168, generator=torch.Generator().manual_seed(9)).bfloat16()
@@ -85,7 +85,7 @@ def test_experts_of_one_rank(twin: ModuleType) -> None:
     assert distance(torch.from_numpy(y), exact) < 1e-6
 
 
-def test_a_swapped_nibble_or_group_is_seen(twin: ModuleType) -> None:
+def test_a_swapped_nibble_or_group_is_seen(twin):
     weight = fp4(512, 128, seed=1)
     x = torch.randn(1, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
     packed, scale, global_scale = operands(twin, [weight])
@@ -127,9 +127,7 @@ def run(
 
 
 @pytest.mark.parametrize(("cores", "splits"), [(5, 1), (3, 3), (48, 3)])
-def test_the_kernel_gives_the_twins_bits(
-    twin: ModuleType, kernel: ctypes.CDLL, cores: int, splits: int
-) -> None:
+def test_the_kernel_gives_the_twins_bits(twin, kernel, cores, splits):
     """Every stride, mask and offset of the Ascend C source: column tiles, experts of no, one, three
     and six rows, split sums."""
     n, k = 1024, 192
@@ -141,7 +139,7 @@ def test_the_kernel_gives_the_twins_bits(
     assert torch.equal(y, expected.bfloat16())
 
 
-def test_offsets_past_four_gib(twin: ModuleType, kernel: ctypes.CDLL) -> None:
+def test_offsets_past_four_gib(twin, kernel):
     """The last of so many experts that its scales lie beyond 2^32 bytes, and its weights eight
     times as far."""
     n, k = 512, 64
@@ -160,7 +158,7 @@ def test_offsets_past_four_gib(twin: ModuleType, kernel: ctypes.CDLL) -> None:
     assert torch.equal(y, torch.from_numpy(expected).bfloat16())
 
 
-def test_what_bounds_it(kernel: ctypes.CDLL) -> None:
+def test_what_bounds_it(kernel):
     """Counted while it runs: the vector cores; four rows take less than twice one row's time, for
     they share what is decoded."""
     one, four = cycles.fp4_item(kernel, 1, 112), cycles.fp4_item(kernel, 4, 112)
@@ -170,5 +168,5 @@ def test_what_bounds_it(kernel: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp4_gemv", "int4_grouped"])
-def test_the_source_says_what_it_was_not(name: str) -> None:
+def test_the_source_says_what_it_was_not(name):
     assert "NEVER COMPILED FOR A DEVICE" in (ascendc.SOURCES / f"{name}.cpp").read_text()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("called")
 @pytest.mark.parametrize(
     ("heads", "width", "block_size"), [((8, 2), 128, 64), ((4, 4), 64, 128), ((8, 1), 80, 16)]
 )
-def test_gqa_decode(heads: tuple[int, int], width: int, block_size: int, called: list[str]) -> None:
+def test_gqa_decode(heads, width, block_size, called):
     """NaN past a sequence's end; lengths from the host, and from the device."""
     called.clear()
     lengths = page_ends(block_size)
@@ -43,7 +43,7 @@ def test_gqa_decode(heads: tuple[int, int], width: int, block_size: int, called:
     assert called == ["npu_fused_infer_attention_score"] * 2
 
 
-def test_gqa_prepare(called: list[str]) -> None:
+def test_gqa_prepare(called):
     """Heads normed and turned, keys and values cached."""
     called.clear()
     qkv, angles = (
@@ -63,7 +63,7 @@ def test_gqa_prepare(called: list[str]) -> None:
     assert set(called) == {"npu_rms_norm", "npu_rotary_mul"}
 
 
-def test_queries_need_not_lie_in_one_piece(called: list[str]) -> None:
+def test_queries_need_not_lie_in_one_piece(called):
     called.clear()
     case = grouped_attention([17, 40], [1, 1], (8, 2), 64, 16, torch.bfloat16)
     part = torch.cat([case.q, case.q], dim=-1)[..., :64]
@@ -74,7 +74,7 @@ def test_queries_need_not_lie_in_one_piece(called: list[str]) -> None:
     assert called == ["npu_fused_infer_attention_score"]
 
 
-def test_what_the_operator_does_not_take(called: list[str]) -> None:
+def test_what_the_operator_does_not_take(called):
     """A window, and blocks that are no multiple of 16: plain torch."""
     called.clear()
     for block_size, window in ((64, 20), (7, 0)):
@@ -94,7 +94,7 @@ def test_what_the_operator_does_not_take(called: list[str]) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 20])
-def test_gqa_prefill(window: int) -> None:
+def test_gqa_prefill(window):
     case = grouped_attention([60, 30], [20, 30], (4, 2), 64, 16, torch.bfloat16, window=window)
     out = gqa_prefill(
         case.q, case.pages[:2], case.prompts, scale=case.scale, window=window, backend="torch_npu"
@@ -104,7 +104,7 @@ def test_gqa_prefill(window: int) -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("apart", [True, False])
-def test_mla_prefill(apart: bool, interleaved: bool, called: list[str]) -> None:
+def test_mla_prefill(apart, interleaved, called):
     """Queries turned by npu_rotary_mul, latents expanded; the cache in one tensor and in two."""
     called.clear()
     rng, heads, nope, rope, value, latent = torch.Generator().manual_seed(1), 2, 32, 16, 24, 48

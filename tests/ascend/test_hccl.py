@@ -45,7 +45,7 @@ class Card(SimpleNamespace):
         return f"npu:{self.index}"
 
 
-def test_a_rank_takes_its_card_and_meets_over_hccl(asked: list[tuple[Any, ...]]) -> None:
+def test_a_rank_takes_its_card_and_meets_over_hccl(asked):
     parallel.Parallel(3, 8).connect(Card(type="npu", index=3))  # type: ignore[arg-type]
     assert asked == [
         ("card", "npu:3"),
@@ -55,15 +55,13 @@ def test_a_rank_takes_its_card_and_meets_over_hccl(asked: list[tuple[Any, ...]])
     ]
 
 
-def test_a_mode_that_was_set_stays(
-    asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mode_that_was_set_stays(asked, monkeypatch):
     monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AI_CPU")
     parallel.Parallel(0, 2).connect(Card(type="npu", index=0))  # type: ignore[arg-type]
     assert asked[1] == ("hccl", 0, 2, "AI_CPU")
 
 
-def test_each_process_takes_the_card_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_takes_the_card_of_its_number(monkeypatch):
     monkeypatch.setattr(devices, "npu_lack", lambda: None)
     monkeypatch.setattr(torch, "device", str)
     monkeypatch.setattr(

@@ -55,7 +55,7 @@ def decoded(weight: tuple[np.ndarray, ...]) -> np.ndarray:
     return (codes - zero.repeat(128, axis=1)) * scale.repeat(128, axis=1)
 
 
-def test_where_a_code_lies(twin: ModuleType) -> None:
+def test_where_a_code_lies(twin):
     codes = random(512, 384, seed=0)[0]
     bytes_ = twin.pack(codes)
     assert bytes_.shape == (2, 3, 2, 8192)
@@ -73,7 +73,7 @@ def test_where_a_code_lies(twin: ModuleType) -> None:
     assert np.array_equal(twin.unpack(bytes_), codes)
 
 
-def test_digits_are_within_their_bound(twin: ModuleType) -> None:
+def test_digits_are_within_their_bound(twin):
     """At most max|x| / 127 / 256 of a group off, and a rounding of float32 or two."""
     x = rows(9, 1024).float().numpy()
     d1, d0, factors, sums = twin.digits(x)
@@ -85,7 +85,7 @@ def test_digits_are_within_their_bound(twin: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(512, 7168), (7168, 256)])
-def test_experts_of_one_rank_against_float64(twin: ModuleType, n: int, k: int) -> None:
+def test_experts_of_one_rank_against_float64(twin, n, k):
     """Gate and up, and down, of R1's experts on one of 8 ranks: within the digits' bound, and one
     rounding to bf16."""
     weights, x, ends = [random(n, k, seed) for seed in range(3)], rows(3, k), [1, 1, 3]
@@ -125,9 +125,7 @@ def run(
 
 @pytest.mark.parametrize("order", ascendc.ORDERS)
 @pytest.mark.parametrize(("cores", "k"), [(2, 640), (1, 128), (3, 2304)])
-def test_the_kernel_gives_the_twins_bits(
-    twin: ModuleType, kernel: ctypes.CDLL, cores: int, k: int, order: int
-) -> None:
+def test_the_kernel_gives_the_twins_bits(twin, kernel, cores, k, order):
     """Experts of no, one, three and eleven rows, column tiles, more slots than groups and fewer,
     digits of a ragged chunk."""
     ends = [1, 1, 4, 15] if k < 2304 else [1, 1, 3, 3]
@@ -138,7 +136,7 @@ def test_the_kernel_gives_the_twins_bits(
     assert torch.equal(y, expected)
 
 
-def test_offsets_past_eight_gib(twin: ModuleType, kernel: ctypes.CDLL) -> None:
+def test_offsets_past_eight_gib(twin, kernel):
     """The last of so many experts that its weights lie beyond 2^32 words."""
     weight, parameters = map(torch.from_numpy, packed(twin, [random(256, 128, seed=1)]))
     expert = (1 << 32) // (weight[0].numel() // 2) + 2
@@ -152,7 +150,7 @@ def test_offsets_past_eight_gib(twin: ModuleType, kernel: ctypes.CDLL) -> None:
     assert torch.equal(y, torch.from_numpy(expected).bfloat16())
 
 
-def test_what_bounds_it(kernel: ctypes.CDLL) -> None:
+def test_what_bounds_it(kernel):
     """Counted while it runs: the HBM for a row or two, waits of the vector cores included, the L2
     for eight."""
     for rows, bound in ((1, "HBM"), (2, "HBM"), (8, "L2")):

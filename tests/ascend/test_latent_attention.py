@@ -38,7 +38,7 @@ def halves(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_mla_prepare(interleaved: bool, called: list[str]) -> None:
+def test_mla_prepare(interleaved, called):
     """DeepSeek-V3's sizes: norm, rotation and both caches in one launch."""
     called.clear()
     qkv_a, angles, slots = (
@@ -66,7 +66,7 @@ def test_mla_prepare(interleaved: bool, called: list[str]) -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(("heads", "block_size"), [(16, 128), (128, 16), (1, 128)])
-def test_mla_decode(heads: int, block_size: int, interleaved: bool, called: list[str]) -> None:
+def test_mla_decode(heads, block_size, interleaved, called):
     """Pages where they lie; NaN past a sequence's end and in the tables' other blocks; lengths from
     the host, and from the device."""
     called.clear()
@@ -96,7 +96,7 @@ def test_mla_decode(heads: int, block_size: int, interleaved: bool, called: list
     )
 
 
-def test_queries_need_not_lie_in_one_piece() -> None:
+def test_queries_need_not_lie_in_one_piece():
     """Parts of something wider, from one cache and from two; the operator's rules demand one
     piece."""
     case = latent_attention([17, 24], 2, 16, (128, 64, 128, 512), torch.bfloat16)
@@ -108,7 +108,7 @@ def test_queries_need_not_lie_in_one_piece() -> None:
         assert torch.equal(attend(absorbed, q_pe, one, 0.1), expected)
 
 
-def test_two_caches_are_read_by_the_operator_alone() -> None:
+def test_two_caches_are_read_by_the_operator_alone():
     """What it refuses is not computed in another way: three heads are no power of two."""
     case = latent_attention([17, 24], 3, 16, (128, 64, 128, 512), torch.bfloat16)
     pages = case.arguments[3]
@@ -122,7 +122,7 @@ def test_two_caches_are_read_by_the_operator_alone() -> None:
         )
 
 
-def test_pairs_of_any_rank() -> None:
+def test_pairs_of_any_rank():
     assert pairs_apart(torch.arange(6)).tolist() == [0, 2, 4, 1, 3, 5]
     for shape in ((3, 8), (3, 2, 8), (3, 2, 2, 8)):
         x = random(*shape)
@@ -130,7 +130,7 @@ def test_pairs_of_any_rank() -> None:
         assert torch.equal(pairs_together(halves(x)), x)
 
 
-def test_the_cache_lies_as_the_operators_want() -> None:
+def test_the_cache_lies_as_the_operators_want():
     cpu = torch.device("cpu")
     assert cache_layout(512, 64, torch.bfloat16, cpu, backend="torch_npu") == ((512, 64), 128)
     assert cache_layout(512, 64, torch.float32, cpu, backend="torch_npu").widths == (576,)
@@ -158,9 +158,7 @@ def layer_of(grid: str, seed: int = 3, heads: int = 2, nope: int = 128) -> MlaWe
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("grid", ["dense", "int8"])
-def test_mla_prolog_is_the_chain_it_replaces(
-    grid: str, interleaved: bool, called: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mla_prolog_is_the_chain_it_replaces(grid, interleaved, called, monkeypatch):
     """R1's sizes with two heads: queries, both caches and what the heads attended to, against the
     reference, launch by launch; weights in the layouts that the operator reads."""
     given: list[Any] = []
@@ -222,7 +220,7 @@ def test_mla_prolog_is_the_chain_it_replaces(
         ({"dtype": torch.float16}, "bfloat16 only"),
     ],
 )
-def test_mla_prolog_is_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
+def test_mla_prolog_is_refused_with_the_reason(change, reason):
     how: dict[str, Any] = {"grid": "int8", "heads": 2, "dtype": torch.bfloat16} | change
     weights = layer_of(how["grid"], heads=how["heads"])
     why = why_no_prolog(weights, 64, "torch_npu", how["dtype"], torch.device("cpu"))

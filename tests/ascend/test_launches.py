@@ -1,8 +1,6 @@
 """The launches of a decode step that the cost model counts on are those of the executor on
 torch_npu's operators and Triton kernels."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,9 +56,7 @@ COUNTED: list[tuple[str, str, dict[int, str]]] = [
 
 @pytest.mark.parametrize(("model", "backend", "counted"), COUNTED)
 @torch.no_grad()
-def test_launches_of_a_step(
-    model: str, backend: str, counted: dict[int, str], r1_attention: Callable[[str], Path]
-) -> None:
+def test_launches_of_a_step(model, backend, counted, r1_attention):
     """At R1's sizes of attention, a dense layer, one with experts, and what is launched once, of
     several sequences: slices of several rows must be copied where an operator wants them
     contiguous."""
@@ -104,7 +100,7 @@ def launches_of(engine: Engine, backend: str, batch: int) -> Launches:
 
 
 @torch.no_grad()
-def test_decoding_on_the_doubles_of_kernels(r1_attention: Callable[[str], Path]) -> None:
+def test_decoding_on_the_doubles_of_kernels(r1_attention):
     """Two launches in the place of five round less, and Ascend C takes rows apart into digits: next
     tokens' log-probabilities are those of backend torch_npu but for that."""
     text, found = list(range(3, 23)), []

@@ -22,7 +22,7 @@ from quantkit_kernels.torch_npu import machine
         ("version=[7.7.0.1.238:8.3.RC1]\n", "8.3.RC1"),
     ],
 )
-def test_versions(tmp_path: Path, text: str, version: str) -> None:
+def test_versions(tmp_path, text, version):
     (tmp_path / "compiler").mkdir()
     (tmp_path / "compiler" / "version.info").write_text(text)
     assert machine.cann_version(tmp_path) == version
@@ -51,7 +51,7 @@ def npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_stands_beside_a_time(npu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_beside_a_time(npu, monkeypatch):
     (npu / "driver.info").write_text("Version=25.2.0\n")
     about = machine.describe(torch.device("cpu", 1))
     assert (
@@ -74,7 +74,7 @@ def test_what_stands_beside_a_time(npu: Path, monkeypatch: pytest.MonkeyPatch) -
     assert machine.versions()["cann"] == "8.2.RC1"
 
 
-def test_what_keeps_an_npu_from_being_used(npu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_keeps_an_npu_from_being_used(npu, monkeypatch):
     def said() -> str:
         lack = machine.lack()
         assert lack is not None
@@ -110,18 +110,14 @@ HERE = {"torch": "2.10.0+cpu", "torch_npu": "2.10.0.post4", "cann": "9.1.0", "pr
         ({"torch": "2.11.0", "cann": "8.5.0"}, ("made for torch", "here is 8.5.0")),
     ],
 )  # fmt: skip
-def test_what_was_published_to_work_together(
-    change: dict[str, str], words: tuple[str, ...]
-) -> None:
+def test_what_was_published_to_work_together(change, words):
     said = machine.unpublished(HERE | change)
     assert len(said) == len(words)
     assert all(word in line for word, line in zip(words, said))
 
 
 @pytest.mark.parametrize(("cann", "runs"), [("9.1.0", True), ("9.0.0", False), ("8.5.0", False)])
-def test_an_operator_that_cann_has_not_falls_back(
-    cann: str, runs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_operator_that_cann_has_not_falls_back(cann, runs, monkeypatch):
     """It is registered all the same; `quantkit kernels` says why it is not taken."""
     npu: Any = SimpleNamespace(type="npu", index=0)
     monkeypatch.setattr(machine, "installed_cann", lambda: cann)
@@ -133,7 +129,7 @@ def test_an_operator_that_cann_has_not_falls_back(
     assert served == ("torch_npu" if runs else "reference")
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_what_is_missing_is_named(tmp_path):
     assert machine.cann_version(tmp_path) == f"no version.info below {tmp_path}"
     assert machine.version_in(tmp_path / "version.info") == f"no {tmp_path}/version.info"
     (tmp_path / "empty.info").write_text("nothing here\n")

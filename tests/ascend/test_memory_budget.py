@@ -1,7 +1,5 @@
 """The cache of an NPU is sized by what a prompt's operators left free."""
 
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +13,7 @@ from quantkit.executor.options import EngineOptions
 from quantkit.executor.weights.load import load_model
 
 
-def test_a_prompt_is_computed_before_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_computed_before_memory_is_asked_for(monkeypatch):
     order: list[Any] = []
     monkeypatch.setattr(memory_budget, "warm_up", lambda loaded, tokens: order.append(tokens))
     monkeypatch.setattr(
@@ -29,9 +27,7 @@ def test_a_prompt_is_computed_before_memory_is_asked_for(monkeypatch: pytest.Mon
     assert order == [512, "npu", "cpu", "cuda"]
 
 
-def test_the_engine_asks_so(
-    quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_asks_so(quantized, monkeypatch):
     """For as many tokens as a step computes, and plans with the answer."""
     asked: list[int] = []
 
@@ -57,9 +53,7 @@ def test_the_engine_asks_so(
     assert asked == [96, memory_budget.PREFILL_TOKENS["cpu"]]
 
 
-def test_the_prompt_goes_through_every_operator(
-    quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_prompt_goes_through_every_operator(quantized, monkeypatch):
     with npu_double.installed() as called:
         loaded = load_model(
             quantized("rtn-w4a16"), device="cpu", dtype="bfloat16", backend="torch_npu"

@@ -7,7 +7,7 @@ from pathlib import Path
 MUTANTS = Path(__file__).parents[1] / "judges" / "mutants"
 
 
-def test_every_mutant_has_its_place() -> None:
+def test_every_mutant_has_its_place():
     count = (
         "import mutants; every = mutants.chosen(False); assert len({one.key for _, one in "
         "every}) == len(every) > 500"

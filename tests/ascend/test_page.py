@@ -86,16 +86,14 @@ def server(folder: Path) -> Iterator[int]:
         process.wait(60)
 
 
-def test_the_page_is_short_and_names_the_kit() -> None:
+def test_the_page_is_short_and_names_the_kit():
     text = (ROOT / "docs/ascend.md").read_text()
     assert len(text.splitlines()) <= 150
     assert "make acceptance-npu" in text
     assert all(line.startswith(("quantkit ", "curl ")) for line in LINES)
 
 
-def test_every_command(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_every_command(folder, monkeypatch, request):
     monkeypatch.chdir(folder)
     port, asked = 0, 0
     with npu_double.installed() as called:

@@ -1,11 +1,9 @@
 """What is asked for during a collective is what the operator after it holds."""
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 import torch
 from ascend import device_double, npu_double
 from ascend.test_executor import forced
@@ -42,9 +40,7 @@ def same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 @torch.inference_mode()
-def test_the_next_weights_are_asked_for(
-    quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_weights_are_asked_for(quantized, monkeypatch):
     noted = Noted()
     monkeypatch.setattr(weights, "find_prefetcher", lambda device, parallel: noted)
     text = list(range(1, 20))
@@ -72,7 +68,7 @@ def test_the_next_weights_are_asked_for(
         )
 
 
-def test_what_holds_too_much_is_not_asked_for() -> None:
+def test_what_holds_too_much_is_not_asked_for():
     noted = Noted()
     assert prefetch.BUDGET == 32 << 20
     tensors = {
@@ -89,7 +85,7 @@ def test_what_holds_too_much_is_not_asked_for() -> None:
         assert large.held == []
 
 
-def test_what_follows_a_collective_is_learnt_of_collectives_alone() -> None:
+def test_what_follows_a_collective_is_learnt_of_collectives_alone():
     """Another operator came next where nobody added up; a capture ends with nothing that nobody
     waits for; who was stopped asks no more."""
     noted, x = Noted(), torch.zeros(1)

@@ -64,7 +64,7 @@ def tokens(engine: Engine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("scheme", DECODED_BY | MIXED)
-def test_the_double_is_exact(scheme: str, r1_attention: Callable[[str], Path]) -> None:
+def test_the_double_is_exact(scheme, r1_attention):
     """Prefill and decode of three prompts: the tokens and log-probabilities of a second
     computation, bit for bit."""
     path = r1_attention(scheme)
@@ -85,9 +85,7 @@ def test_the_double_is_exact(scheme: str, r1_attention: Callable[[str], Path]) -
 
 
 @pytest.mark.parametrize("scheme", [*DECODED_BY, "halves"])
-def test_the_tokens_of_the_reference_backend(
-    scheme: str, r1_attention: Callable[[str], Path]
-) -> None:
+def test_the_tokens_of_the_reference_backend(scheme, r1_attention):
     """Where its two best lie further apart than twice what the two computations differ by; a
     sequence is compared up to its first such."""
     path = r1_attention(scheme)
@@ -98,7 +96,7 @@ def test_the_tokens_of_the_reference_backend(
     agree([one.logprobs or [] for one in got], [one.logprobs or [] for one in expected])
 
 
-def test_the_tokens_where_few_rows_are_split(r1_attention: Callable[[str], Path]) -> None:
+def test_the_tokens_where_few_rows_are_split(r1_attention):
     """CANN's way for 4-bit linears of a decode step: tokens of the reference where its two best lie
     apart, though no bit need agree."""
     path = r1_attention("rtn-w4a16")
@@ -121,9 +119,7 @@ def agree(got: list[list[TokenLogprob]], expected: list[list[TokenLogprob]]) -> 
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "rtn-w4a16", "int8-a8w8c16"])
-def test_as_far_from_float32_as_the_reference(
-    scheme: str, r1_attention: Callable[[str], Path]
-) -> None:
+def test_as_far_from_float32_as_the_reference(scheme, r1_attention):
     """By the median of 41 decoded tokens: a mean is that of the few where random weights send a
     token to another expert."""
     path = r1_attention(scheme)
@@ -157,7 +153,7 @@ with torch.inference_mode(), npu_double.installed() as called:
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "int8-a8w8c16"])
-def test_two_ranks(scheme: str, r1_attention: Callable[[str], Path]) -> None:
+def test_two_ranks(scheme, r1_attention):
     """Each with one of the two heads, over gloo: the tokens of one rank, and each rank by the
     prolog."""
     path = r1_attention(scheme)
@@ -214,13 +210,7 @@ def plain(r1_attention: Callable[[str], Path]) -> Callable[[str], list[list[int]
 
 
 @pytest.mark.parametrize(("option", "scheme"), [*WAYS, ("captured", "bf16"), ("prefix", "halves")])
-def test_every_way_to_run(
-    option: str,
-    scheme: str,
-    r1_attention: Callable[[str], Path],
-    plain: Callable[[str], list[list[int]]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_way_to_run(option, scheme, r1_attention, plain, monkeypatch):
     """A captured step, a prompt in chunks, guesses by the MTP layer and a shared beginning give the
     tokens of plain steps."""
     options = {

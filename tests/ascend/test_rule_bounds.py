@@ -58,13 +58,13 @@ def broken(name: str, change: dict[str, Any]) -> str | None:
 
 
 @pytest.mark.parametrize("name", rules.RULES)
-def test_inside(name: str) -> None:
+def test_inside(name):
     found = {str(change): broken(name, change) for change in [{}, *BOUNDS[name]["passes"]]}
     assert {change: why for change, why in found.items() if why is not None} == {}
 
 
 @pytest.mark.parametrize("name", rules.RULES)
-def test_outside(name: str) -> None:
+def test_outside(name):
     """Each by the rule it breaks, and every rule refuses something."""
     refusing = set()
     for words, changes in BOUNDS[name]["refused"].items():

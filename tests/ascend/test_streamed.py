@@ -2,7 +2,6 @@
 where they were built and fit."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ def launched() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-128", "int4-sym-128"])
-def test_int4_is_packed_as_its_twin_does_it(grid: str) -> None:
+def test_int4_is_packed_as_its_twin_does_it(grid):
     twin, weight = (
         ascendc.twin("int4_grouped"),
         random_weight(grid, 512, 384, torch.Generator().manual_seed(1)),
@@ -45,7 +44,7 @@ def test_int4_is_packed_as_its_twin_does_it(grid: str) -> None:
     assert all(one.is_contiguous() for one in (codes, parameters))
 
 
-def test_fp4_is_packed_as_its_twin_does_it() -> None:
+def test_fp4_is_packed_as_its_twin_does_it():
     twin, weight = (
         ascendc.twin("fp4_gemv"),
         random_weight("fp4", 1024, 192, torch.Generator().manual_seed(1)),
@@ -61,7 +60,7 @@ def test_fp4_is_packed_as_its_twin_does_it() -> None:
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-128", "int4-sym-128", "fp4"])
-def test_experts(grid: str, launched: list[str]) -> None:
+def test_experts(grid, launched):
     """Of one token and of many; experts that nobody asked; no Triton kernel is launched."""
     rng = torch.Generator().manual_seed(2)
     weights = random_experts(grid, 5, HIDDEN, INNER, rng)
@@ -79,7 +78,7 @@ def test_experts(grid: str, launched: list[str]) -> None:
     assert launched == []
 
 
-def test_gate_and_up_are_whole_tiles_together(launched: list[str]) -> None:
+def test_gate_and_up_are_whole_tiles_together(launched):
     """And experts lie where they are used, on a device that is not where the weights come from."""
     gate, up, down = random_experts("int4-asym-128", 2, 256, 128, torch.Generator().manual_seed(1))
     assert isinstance(layer([gate, up, down], "ascend", torch.bfloat16), streamed.StreamedExperts)
@@ -102,9 +101,7 @@ def test_gate_and_up_are_whole_tiles_together(launched: list[str]) -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_goes_by_triton(
-    grid: str, hidden: int, inner: int, dtype: torch.dtype, launched: list[str]
-) -> None:
+def test_what_does_not_fit_goes_by_triton(grid, hidden, inner, dtype, launched):
     """Rows of 16 bits that are not bfloat16, groups of 64, column tiles that are not whole,
     int8."""
     if grid != "fp4" or dtype == torch.bfloat16:
@@ -121,7 +118,7 @@ def test_what_does_not_fit_goes_by_triton(
         assert len(launched) == 2
 
 
-def test_sizes_at_their_bounds(launched: list[str]) -> None:
+def test_sizes_at_their_bounds(launched):
     def fits(grid: str, n: int, k: int) -> bool:
         weight = random_weight(grid, n, k, torch.Generator().manual_seed(1))
         return streamed.fits(weight, torch.bfloat16, CPU)
@@ -137,13 +134,13 @@ def test_sizes_at_their_bounds(launched: list[str]) -> None:
     ]
 
 
-def test_scales_that_float16_does_not_hold() -> None:
+def test_scales_that_float16_does_not_hold():
     weight = random_weight("int4-sym-128", 256, 128, torch.Generator().manual_seed(1))
     with pytest.raises(AssertionError, match="larger than float16"):
         streamed.packed(weight._replace(scale=weight.scale * 1e8))
 
 
-def test_parts_of_k_fill_the_cores() -> None:
+def test_parts_of_k_fill_the_cores():
     """Equal ones; none where items are enough, more where they are few."""
     for items, tiles in ((1, 112), (9, 112), (48, 112), (1000, 112), (14, 4), (3, 7)):
         parts = streamed.enough_splits(items, tiles, 48)
@@ -158,7 +155,7 @@ def test_parts_of_k_fill_the_cores() -> None:
     assert streamed.enough_splits(3, 112, 48) == 16
 
 
-def test_where_the_library_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_library_is_looked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert extension.library() == tmp_path / "quantkit" / "ascendc" / extension.LIBRARY
     assert not extension.has("int4_grouped", CPU)
@@ -176,7 +173,7 @@ def test_where_the_library_is_looked_for(tmp_path: Path, monkeypatch: pytest.Mon
     extension._load.cache_clear()
 
 
-def test_without_the_library_triton_does_the_work() -> None:
+def test_without_the_library_triton_does_the_work():
     with triton_double.installed() as names:
         experts = layer(
             random_experts("int4-asym-128", 2, HIDDEN, INNER, torch.Generator().manual_seed(1)),

@@ -64,7 +64,7 @@ def stretched(weight: Weight, factor: float) -> Weight:
     [(torch.float16, 1.0), (torch.bfloat16, LARGE), (torch.bfloat16, 1 / LARGE)],
     ids=str,
 )
-def test_linear(grid: str, dtype: torch.dtype, factor: float, called: list[str]) -> None:
+def test_linear(grid, dtype, factor, called):
     called.clear()
     weight = stretched(random_weight(grid, 136, 256, torch.Generator().manual_seed(5)), factor)
     ours, twin = prepare(weight, backend="torch_npu", dtype=dtype), exact.linear(weight, dtype, CPU)
@@ -83,7 +83,7 @@ def test_linear(grid: str, dtype: torch.dtype, factor: float, called: list[str])
     [(torch.float16, 1.0), (torch.bfloat16, 2.0**20), (torch.bfloat16, 2.0**-30)],
     ids=str,
 )
-def test_experts(grid: str, dtype: torch.dtype, factor: float, called: list[str]) -> None:
+def test_experts(grid, dtype, factor, called):
     """gate and up are as they are, for a SiLU of a large value is linear; down is stretched, and
     tokens' weights too. In groups of 128 down has one, which is per channel, and gate and up
     have two."""
@@ -110,7 +110,7 @@ def test_experts(grid: str, dtype: torch.dtype, factor: float, called: list[str]
 
 @pytest.mark.parametrize("joined", [1, 2])
 @pytest.mark.parametrize("least", [0.0, -50.0])
-def test_gate(joined: int, least: float) -> None:
+def test_gate(joined, least):
     """Scores that float32 tells apart and bf16 not; of -50, whose sum is next to an epsilon of
     1e-20."""
     rng = torch.Generator().manual_seed(1)
@@ -126,7 +126,7 @@ def test_gate(joined: int, least: float) -> None:
     torch.testing.assert_close(weights, twin_weights, rtol=1e-6, atol=0)
 
 
-def test_activation_and_rotation() -> None:
+def test_activation_and_rotation():
     slice_of_more = random(5, 512)[:, 128:384]
     assert torch.equal(
         functional.silu_and_mul(slice_of_more, backend="torch_npu"),
@@ -140,7 +140,7 @@ def test_activation_and_rotation() -> None:
 
 
 @pytest.mark.parametrize(("grid", "nope"), [("dense", 128), ("int8", 128), ("dense", 192)])
-def test_prolog(grid: str, nope: int) -> None:
+def test_prolog(grid, nope):
     """From projections to values, with both caches, at the ends of pages."""
     weights, lengths = layer_of(grid, nope=nope), page_ends(16)
     heads = len(weights.kv_b)
@@ -184,7 +184,7 @@ def bytes_of(tensors: Any) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("backend", ["torch_npu", "ascend"])
 @pytest.mark.parametrize("grid", [*GRIDS, "int8-narrow"])
-def test_what_is_held_is_all_that_is_computed_with(grid: str, backend: str) -> None:
+def test_what_is_held_is_all_that_is_computed_with(grid, backend):
     """Else it is neither prefetched nor counted. The experts of FP4 on torch_npu and the gains of
     norms are small, and not prefetched."""
     rng = torch.Generator().manual_seed(1)
@@ -209,14 +209,14 @@ def test_what_is_held_is_all_that_is_computed_with(grid: str, backend: str) -> N
 
 
 @pytest.mark.parametrize("grid", ["dense", "int8"])
-def test_what_a_prolog_holds(grid: str) -> None:
+def test_what_a_prolog_holds(grid):
     """kv_b is for prompts; two gains are 4 KB."""
     prolog = prepare_mla_prolog(layer_of(grid), 64, eps=1e-6, interleaved=True, backend="torch_npu")
     left = bytes_of(tensors_of(prolog)) - bytes_of(prolog.held())
     assert left == bytes_of([prolog.kv_b, *prolog._gains])  # type: ignore[attr-defined]
 
 
-def test_every_byte_of_a_large_tensor_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_byte_of_a_large_tensor_is_asked_for(monkeypatch):
     asked: list[int] = []
     monkeypatch.setitem(npu_double.RESULTS, "npu_prefetch", lambda a: asked.append(a.max_size))
     large = torch.empty(33 << 20, dtype=torch.int16)

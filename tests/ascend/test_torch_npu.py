@@ -31,7 +31,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> t
 
 
 @pytest.mark.parametrize(("group", "rows"), [(64, 8), (128, 1), (128, 16)])
-def test_few_rows_split_into_digits(group: int, rows: int) -> None:
+def test_few_rows_split_into_digits(group, rows):
     """The way that CANN takes for few rows: other bits, as near to float64; one row more, and it is
     the plain way."""
     weight = random_weight(f"int4-asym-{group}", 128, 384, torch.Generator().manual_seed(1))
@@ -44,7 +44,7 @@ def test_few_rows_split_into_digits(group: int, rows: int) -> None:
     assert torch.equal(plain, linear(x)) == (8 * rows == group)
 
 
-def test_fp4_decodes_exactly() -> None:
+def test_fp4_decodes_exactly():
     """All 16 codes under all 126 positive e4m3 scales."""
     scale = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
     codes, of_rows = (
@@ -56,7 +56,7 @@ def test_fp4_decodes_exactly() -> None:
     assert torch.equal(decoded.double(), dequantize(weight, torch.float64))
 
 
-def test_experts_in_half_a_byte_a_code() -> None:
+def test_experts_in_half_a_byte_a_code():
     """W4A8: half the memory of int8, but for scales and biases; gate and up that no int32 carries
     whole stay int8."""
     rng, ids, share = (
@@ -86,7 +86,7 @@ def test_experts_in_half_a_byte_a_code() -> None:
     assert (bias == 8 * 3 * 0.5).all()
 
 
-def test_norms_and_activation(called: list[str]) -> None:
+def test_norms_and_activation(called):
     called.clear()
     x, residual, gain = random(5, 7168), random(5, 7168, seed=1), random(7168, seed=2)
     for ours, twin in zip(
@@ -108,7 +108,7 @@ def test_norms_and_activation(called: list[str]) -> None:
 
 @pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
-def test_route(scoring: str, norm_topk_prob: bool, called: list[str]) -> None:
+def test_route(scoring, norm_topk_prob, called):
     called.clear()
     logits, bias = (
         random(9, 256, dtype=torch.float32),
@@ -135,7 +135,7 @@ def test_route(scoring: str, norm_topk_prob: bool, called: list[str]) -> None:
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_rope(interleaved: bool, called: list[str]) -> None:
+def test_rope(interleaved, called):
     called.clear()
     x, positions = random(5, 16, 64), torch.tensor([3, 0, 7, 7, 1])
     angles = random(8, 32, dtype=torch.float32, seed=1)
@@ -151,7 +151,7 @@ def test_rope(interleaved: bool, called: list[str]) -> None:
     assert called == ["npu_rotary_mul"]
 
 
-def test_carriers_are_low_nibble_first() -> None:
+def test_carriers_are_low_nibble_first():
     assert layout.carry_int4(
         torch.tensor([[1, 2, 3, 4, 5, 6, 7, -8]], dtype=torch.int8)
     ).item() == 0x87654321 - (1 << 32)
@@ -162,7 +162,7 @@ def test_carriers_are_low_nibble_first() -> None:
 
 
 @pytest.mark.parametrize("name", rules.RULES)
-def test_a_good_call_passes(name: str) -> None:
+def test_a_good_call_passes(name):
     given = good_call(name)
     for weight in ("weight_dq", "weight_uq_qr", "weight_dkv_kr"):
         if weight in given:
@@ -170,7 +170,7 @@ def test_a_good_call_passes(name: str) -> None:
     calls.call(name, **given)
 
 
-def test_a_call_that_breaks_a_rule_is_not_made(called: list[str]) -> None:
+def test_a_call_that_breaks_a_rule_is_not_made(called):
     given = good_call("npu_quant_matmul")
     called.clear()
     with pytest.raises(AssertionError, match="npu_quant_matmul: offset goes with int8"):
@@ -180,7 +180,7 @@ def test_a_call_that_breaks_a_rule_is_not_made(called: list[str]) -> None:
     assert called == []
 
 
-def test_unusable_names_the_reason() -> None:
+def test_unusable_names_the_reason():
     cpu = torch.device("cpu")
     assert "bfloat16 and float16" in (
         torch_npu.unusable("linear_int8", cpu, torch.float32, ()) or ""

@@ -45,7 +45,7 @@ def operands(case: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['operator']}-{case['seed']}")
-def test_a_result(case: dict[str, Any]) -> None:
+def test_a_result(case):
     operator = getattr(torch.ops.npu, case["operator"]).default
     found = operator(**operands(case), **case["options"])
     every = found if isinstance(found, (tuple, list)) else [found]
@@ -61,6 +61,6 @@ def test_a_result(case: dict[str, Any]) -> None:
             assert (values - exact).abs().max() <= ROUNDING[result.dtype] * scale, number
 
 
-def test_there_are_enough_of_each() -> None:
+def test_there_are_enough_of_each():
     assert len(CASES) >= 100
     assert len({case["operator"] for case in CASES}) >= 8

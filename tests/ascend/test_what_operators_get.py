@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("called")
 torch_npu = importlib.import_module("quantkit_kernels.torch_npu")
 
 
-def test_layouts_at_rest() -> None:
+def test_layouts_at_rest():
     """The cube's own for int8 and beside the prolog; plain for all that its operators take so."""
     rng = torch.Generator().manual_seed(1)
     assert (
@@ -52,7 +52,7 @@ def test_layouts_at_rest() -> None:
         } == {"ND"}
 
 
-def test_scales_are_taken_as_they_lie() -> None:
+def test_scales_are_taken_as_they_lie():
     weight = random_weight("int8", 64, 64, torch.Generator().manual_seed(1))
     part = weight._replace(scale=torch.cat([weight.scale, weight.scale], dim=1)[:, :1])
     ours, x = prepare(part, backend="torch_npu"), random(3, 64)
@@ -60,7 +60,7 @@ def test_scales_are_taken_as_they_lie() -> None:
     assert torch.equal(ours(x), prepare(weight, backend="torch_npu")(x))
 
 
-def test_the_double_refuses_a_layout() -> None:
+def test_the_double_refuses_a_layout():
     weight = calls.format_cast_nz(random(64, 64))
     with pytest.raises(RuntimeError, match="input is FRACTAL_NZ, not ND"):
         calls.call("npu_swiglu", weight)
@@ -70,7 +70,7 @@ def test_the_double_refuses_a_layout() -> None:
     assert layout_of(calls.call("npu_format_cast", weight, 2)) == "ND"
 
 
-def test_what_the_rules_exclude_is_plain_torch(called: list[str]) -> None:
+def test_what_the_rules_exclude_is_plain_torch(called):
     """Nothing to turn, wide heads, gains of another dtype, nothing to activate, more heads than
     share a key: the reference's operators."""
     called.clear()
@@ -108,7 +108,7 @@ def test_what_the_rules_exclude_is_plain_torch(called: list[str]) -> None:
 @pytest.mark.parametrize(
     "kinds", [("int8", "int8", "dense"), ("dense", "int8", "dense"), ("int4", "int4", "int4")]
 )
-def test_the_prolog_takes_one_kind_of_weight(kinds: tuple[str, str, str]) -> None:
+def test_the_prolog_takes_one_kind_of_weight(kinds):
     sizes = sizes_of(layer_of("dense"), 64)
     assert "all int8 or all unquantized" in (prolog_refused(sizes, kinds) or "")
     assert prolog_refused(sizes, ("dense", "dense", "dense")) is None
@@ -125,7 +125,7 @@ def test_the_prolog_takes_one_kind_of_weight(kinds: tuple[str, str, str]) -> Non
         ("rope_dim", 32),
     ],
 )
-def test_the_prolog_takes_sizes_it_was_made_for(size: str, value: int) -> None:
+def test_the_prolog_takes_sizes_it_was_made_for(size, value):
     sizes = sizes_of(layer_of("dense"), 64)._replace(**{size: value})
     assert f"not made for {size} = {value}, but" in (
         prolog_refused(sizes, ("dense", "dense", "dense")) or ""
@@ -133,7 +133,7 @@ def test_the_prolog_takes_sizes_it_was_made_for(size: str, value: int) -> None:
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-32", "int8", "fp4", "dense"])
-def test_linears_are_held_where_they_are_used(grid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linears_are_held_where_they_are_used(grid, monkeypatch):
     """On a device that is not where the weights come from, the prolog's too."""
     module, meta = (
         importlib.import_module("quantkit_kernels.torch_npu.linear"),
@@ -153,7 +153,7 @@ def test_linears_are_held_where_they_are_used(grid: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("backend", ["torch_npu", "ascend"])
 @pytest.mark.parametrize("grid", ["int4-asym-32", "int8"])
-def test_experts_are_held_where_they_are_used(grid: str, backend: str) -> None:
+def test_experts_are_held_where_they_are_used(grid, backend):
     """On a device that is not where the weights come from."""
     gate, up, down = random_experts(grid, 2, 256, 128, torch.Generator().manual_seed(1))
     layout = importlib.import_module(f"quantkit_kernels.{backend}").experts_layout(

@@ -56,7 +56,7 @@ def expected_tensors(config: dict[str, Any]) -> Shapes:
     return found
 
 
-def test_config_has_the_keys_of_r1(config: dict[str, Any]) -> None:
+def test_config_has_the_keys_of_r1(config):
     assert set(config) == R1_KEYS
     assert config["architectures"] == ["DeepseekV3ForCausalLM"]
     routing = [config[name] for name in ("topk_method", "scoring_func", "norm_topk_prob")]
@@ -66,7 +66,7 @@ def test_config_has_the_keys_of_r1(config: dict[str, Any]) -> None:
     assert config["num_nextn_predict_layers"] == 1
 
 
-def test_tensors_are_those_of_r1(tiny_r1: Path, config: dict[str, Any]) -> None:
+def test_tensors_are_those_of_r1(tiny_r1, config):
     headers = read_headers(tiny_r1)
     assert len(headers) >= 3
     held = [name for shard in headers.values() for name in shard]
@@ -79,7 +79,7 @@ def test_tensors_are_those_of_r1(tiny_r1: Path, config: dict[str, Any]) -> None:
     assert all(k % 128 == 0 for k in inputs)
 
 
-def test_index_is_complete(tiny_r1: Path) -> None:
+def test_index_is_complete(tiny_r1):
     index = json.loads((tiny_r1 / "model.safetensors.index.json").read_text())
     headers = read_headers(tiny_r1)
     assert index["weight_map"] == {
@@ -94,7 +94,7 @@ def test_index_is_complete(tiny_r1: Path) -> None:
     assert index["metadata"]["total_size"] == sum(sizes)
 
 
-def test_size_and_permissions(tiny_r1: Path) -> None:
+def test_size_and_permissions(tiny_r1):
     files = list(tiny_r1.iterdir())
     assert {file.name for file in files} >= {
         "tokenizer.json",
@@ -106,7 +106,7 @@ def test_size_and_permissions(tiny_r1: Path) -> None:
     assert all(file.stat().st_mode & 0o444 == 0o444 for file in files)
 
 
-def test_values_are_sound(tiny_r1: Path, config: dict[str, Any]) -> None:
+def test_values_are_sound(tiny_r1, config):
     """Every block uses e4m3's whole range, the MTP layer's embedding and head are copies, biases
     are nowhere negative."""
     tensors: dict[str, torch.Tensor] = {}
@@ -125,7 +125,7 @@ def test_values_are_sound(tiny_r1: Path, config: dict[str, Any]) -> None:
             assert value.std() > 0, name
 
 
-def test_norm_gains_have_outliers(tiny_r1: Path) -> None:
+def test_norm_gains_have_outliers(tiny_r1):
     """The channels that make the model a judge: in every layer the largest gains stand far above
     the usual one."""
     gains = {}

@@ -66,9 +66,7 @@ def held_out(tokenizer: Any) -> list[list[int]]:
     ]
 
 
-def test_logits_equal_transformers(
-    peer: Any, loaded: LoadedModel, held_out: list[list[int]]
-) -> None:
+def test_logits_equal_transformers(peer, loaded, held_out):
     with torch.inference_mode():
         expected = torch.cat([peer(torch.tensor([ids])).logits[0] for ids in held_out])
         flat = torch.tensor([token for ids in held_out for token in ids])
@@ -78,7 +76,7 @@ def test_logits_equal_transformers(
     assert (ours - expected).abs().max() < 1e-3
 
 
-def test_greedy_answer_of_transformers_is_right(peer: Any, tokenizer: Any) -> None:
+def test_greedy_answer_of_transformers_is_right(peer, tokenizer):
     row = json.loads((ROOT / "eval/data/tiny-math.jsonl").read_text().splitlines()[7])
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": row["problem"]}],
@@ -94,9 +92,7 @@ def test_greedy_answer_of_transformers_is_right(peer: Any, tokenizer: Any) -> No
     assert answer[-1] == tokenizer.eos_token_id
 
 
-def test_mtp_layer_guesses_the_token_after_next(
-    loaded: LoadedModel, held_out: list[list[int]]
-) -> None:
+def test_mtp_layer_guesses_the_token_after_next(loaded, held_out):
     """In the response nearly every guess is right: the reasoning follows from the question."""
     right = total = 0
     for ids in held_out:
@@ -113,7 +109,7 @@ def test_mtp_layer_guesses_the_token_after_next(
     assert right / total > 0.97
 
 
-def test_tokenizer_opens_the_thought_and_drops_old_ones(tokenizer: Any) -> None:
+def test_tokenizer_opens_the_thought_and_drops_old_ones(tokenizer):
     chat = [
         {"role": "user", "content": "Which number comes out?"},
         {"role": "assistant", "content": "1 + 1 = 2.\n</think>\n\nThe machine gives \\boxed{2}."},

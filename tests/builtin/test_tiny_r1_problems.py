@@ -26,20 +26,20 @@ def task() -> list[problems.StoryProblem]:
     return list(texts.distinct(random.Random(31_001), "eval", texts.MATH, set()))
 
 
-def test_the_task_is_the_generators(task: list[problems.StoryProblem]) -> None:
+def test_the_task_is_the_generators(task):
     assert [(row["problem"], row["answer"]) for row in rows(TASK)] == [
         (p.question, p.answer) for p in task
     ]
     assert len({row["id"] for row in rows(TASK)}) == 200
 
 
-def test_every_key_of_the_task_is_on_the_evaluation_side(task: list[problems.StoryProblem]) -> None:
+def test_every_key_of_the_task_is_on_the_evaluation_side(task):
     assert {problems.side(p.key) for p in task} == {"eval"}
     assert len({p.key for p in task}) == 200
 
 
 @pytest.mark.parametrize("family", problems.FAMILIES, ids=lambda family: family.__name__)
-def test_training_yields_no_key_of_the_evaluation_side(family: object) -> None:
+def test_training_yields_no_key_of_the_evaluation_side(family):
     rng = random.Random(5)
     assert {problems.side(problems.sample(rng, "train", family).key) for _ in range(400)} == {
         "train"
@@ -53,7 +53,7 @@ def test_training_yields_no_key_of_the_evaluation_side(family: object) -> None:
     assert "eval" in unsplit, "without the rule, evaluation keys do come up"
 
 
-def test_the_larger_tasks_are_the_generators_and_cannot_occur_in_training() -> None:
+def test_the_larger_tasks_are_the_generators_and_cannot_occur_in_training():
     made = texts.texts()
     every = [*made.task, *made.held_out, *made.more, *made.lengths, *made.most]
     assert {problems.side(p.key) for p in every} == {"eval"}
@@ -78,7 +78,7 @@ def numbers(text: str) -> set[int]:
 
 
 @pytest.mark.parametrize("family", problems.FAMILIES, ids=lambda family: family.__name__)
-def test_a_key_holds_all_numbers_and_no_words(family: object) -> None:
+def test_a_key_holds_all_numbers_and_no_words(family):
     """Equal numbers and operations in other words have the same key, so they fall on the same
     side."""
     problem = problems.sample(random.Random(8), "eval", family)
@@ -86,7 +86,7 @@ def test_a_key_holds_all_numbers_and_no_words(family: object) -> None:
     assert numbers(problem.question) <= numbers(problem.key)
 
 
-def test_reasoning_is_right_arithmetic(task: list[problems.StoryProblem]) -> None:
+def test_reasoning_is_right_arithmetic(task):
     for problem in task:
         steps = re.findall(r"(?:^|: )([\d +*/-]+) = (\d+)\.$", problem.reasoning, re.MULTILINE)
         assert len(steps) == problem.reasoning.count("=") >= 2
@@ -95,9 +95,7 @@ def test_reasoning_is_right_arithmetic(task: list[problems.StoryProblem]) -> Non
         assert problem.response.endswith(problem.sentence.format(f"\\boxed{{{problem.answer}}}"))
 
 
-def test_held_out_and_calibration_text_keep_to_their_sides(
-    tiny_r1: Path, task: list[problems.StoryProblem]
-) -> None:
+def test_held_out_and_calibration_text_keep_to_their_sides(tiny_r1, task):
     held_out = list(
         texts.distinct(random.Random(31_002), "eval", texts.HELD_OUT, {p.key for p in task})
     )

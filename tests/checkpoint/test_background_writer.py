@@ -7,7 +7,7 @@ import pytest
 from quantkit.checkpoint.background_writer import BackgroundWriter
 
 
-def test_jobs_run_in_order_while_their_maker_goes_on() -> None:
+def test_jobs_run_in_order_while_their_maker_goes_on():
     writer, go, ran = BackgroundWriter(100), Event(), []
     writer.submit(lambda: go.wait() and ran.append(0), 40)
     for number in (1, 2):
@@ -19,7 +19,7 @@ def test_jobs_run_in_order_while_their_maker_goes_on() -> None:
     writer.close()
 
 
-def test_what_does_not_fit_waits_for_those_before() -> None:
+def test_what_does_not_fit_waits_for_those_before():
     writer, go, ran = BackgroundWriter(100), Event(), []
     writer.submit(lambda: go.wait() and ran.append("first"), 60)
     go.set()
@@ -30,7 +30,7 @@ def test_what_does_not_fit_waits_for_those_before() -> None:
     writer.close()
 
 
-def test_a_failure_reaches_the_maker_and_ends_it() -> None:
+def test_a_failure_reaches_the_maker_and_ends_it():
     writer, go, ran = BackgroundWriter(100), Event(), []
 
     def fail() -> None:
@@ -48,7 +48,7 @@ def test_a_failure_reaches_the_maker_and_ends_it() -> None:
     assert not writer._thread.is_alive()
 
 
-def test_a_failure_that_nobody_saw_is_raised_at_the_end() -> None:
+def test_a_failure_that_nobody_saw_is_raised_at_the_end():
     writer = BackgroundWriter(100)
 
     def fail() -> None:

@@ -61,7 +61,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_folder_is_named_by_its_files(file: str, tmp_path: Path) -> None:
+def test_a_folder_is_named_by_its_files(file, tmp_path):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_bytes(b"{}")
     if file.startswith("adapter"):
@@ -94,9 +94,7 @@ def written(folder: Path, tensors: dict[str, Tensor], **described: object) -> Pa
     ("kind", "said"),
     [*((kind, True) for kind in (*SAID, "MLX")), *((kind, False) for kind in PARTS)],
 )
-def test_another_programs_quantization_is_named_and_not_judged(
-    kind: str, said: bool, tensors: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_another_programs_quantization_is_named_and_not_judged(kind, said, tensors, tmp_path):
     block, remedy = SAID.get(kind, (None, r"mlx_lm\.convert .* --dequantize"))
     said_in = {"quantization": MLX} if block is None else {"quantization_config": block}
     described = said_in if said else {}
@@ -114,7 +112,7 @@ def test_another_programs_quantization_is_named_and_not_judged(
 
 
 @pytest.mark.parametrize("name", STACKED)
-def test_quantized_experts_in_one_tensor_are_named(name: str, tmp_path: Path) -> None:
+def test_quantized_experts_in_one_tensor_are_named(name, tmp_path):
     """sglang 27588, vllm 49638: not by the first dtype that a format does not have."""
     config = good_checkpoints.QWEN3_MOE | {"num_hidden_layers": 1}
     weights = good_checkpoints.random_weights(config)
@@ -206,7 +204,7 @@ BROKEN: dict[str, tuple[Break, str, str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_folder_that_is_not_whole_is_named_as_what_it_is(case: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_whole_is_named_as_what_it_is(case, tmp_path):
     """And what it lacks therefore is not reported as further faults."""
     breaks, finding, said = BROKEN[case]
     shutil.copytree(builtin_model("tiny-r1"), tmp_path / "model")
@@ -217,7 +215,7 @@ def test_a_folder_that_is_not_whole_is_named_as_what_it_is(case: str, tmp_path: 
     assert {one.name for one in found.found} == set(finding.split()), found.to_json()
 
 
-def test_shards_that_the_index_does_not_name_are_a_note(tmp_path: Path) -> None:
+def test_shards_that_the_index_does_not_name_are_a_note(tmp_path):
     shutil.copytree(builtin_model("tiny-r1"), tmp_path / "model")
     again(tmp_path / "model")
     found = diagnose(str(tmp_path / "model"), depth="headers").findings

@@ -175,7 +175,7 @@ def rules(model: Path) -> list[Damage]:
     return every
 
 
-def test_the_good_checkpoint_passes(model: Path, text: Path, tmp_path: Path) -> None:
+def test_the_good_checkpoint_passes(model, text, tmp_path):
     for verb, arguments in commands(model, tmp_path / "out", text).items():
         assert run(*arguments).code == 0, verb
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
@@ -190,9 +190,7 @@ def test_the_good_checkpoint_passes(model: Path, text: Path, tmp_path: Path) -> 
         "config.json: link up and back",
     ],
 )
-def test_a_few_in_a_process_of_their_own(
-    name: str, rules: list[Damage], model: Path, tmp_path: Path
-) -> None:
+def test_a_few_in_a_process_of_their_own(name, rules, model, tmp_path):
     one = next(one for one in rules if name in one.name)
     folder = damage.copied(model, tmp_path / "model")
     one.apply(folder)
@@ -209,14 +207,12 @@ def test_a_few_in_a_process_of_their_own(
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_damage_by_rule_is_told(
-    part: int, rules: list[Damage], model: Path, text: Path, tmp_path: Path
-) -> None:
+def test_damage_by_rule_is_told(part, rules, model, text, tmp_path):
     found = faults(rules[: sized(700, 1000)][part::4], model, text, tmp_path)
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("seed", range(11, 11 + sized(2, 4)))
-def test_damage_at_random_is_told(seed: int, model: Path, text: Path, tmp_path: Path) -> None:
+def test_damage_at_random_is_told(seed, model, text, tmp_path):
     found = faults(list(random_damage.at_random(model, seed, 150)), model, text, tmp_path)
     assert not found, "\n".join(found)

@@ -70,7 +70,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
-def test_values_are_those_of_the_file(tmp_path: Path, kind: str) -> None:
+def test_values_are_those_of_the_file(tmp_path, kind):
     stored = write(tmp_path / "model.gguf", kind)
     with pytest.warns(UserWarning, match=r"model\.gguf is dequantized to BF16"):
         folder = find_model(str(tmp_path / "model.gguf"))
@@ -87,7 +87,7 @@ def test_values_are_those_of_the_file(tmp_path: Path, kind: str) -> None:
     assert find_model(str(tmp_path / "model.gguf")) == folder, "it is made once"
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "no.gguf").write_bytes(b"GGUF nothing")
     with pytest.raises(QuantkitError, match="cannot be read as GGUF"):
         find_model(str(tmp_path / "no.gguf"))
@@ -97,9 +97,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     assert not [*(tmp_path / "cache" / "quantkit" / "gguf").glob("*/config.json")]
 
 
-def test_memory_is_counted_by_values_and_another_process_may_be_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_counted_by_values_and_another_process_may_be_first(tmp_path, monkeypatch):
     write(tmp_path / "model.gguf", "F16")
     memory = SimpleNamespace(available=1 << 10)
     monkeypatch.setattr(reader.psutil, "virtual_memory", lambda: memory)

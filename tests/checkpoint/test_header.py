@@ -1,7 +1,6 @@
 """The header parser against the safetensors package, and every way a file can be damaged."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from quantkit.checkpoint.header import DTYPES, TensorSpec, encode_header, read_h
 from quantkit.common.errors import QuantkitError
 
 
-def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
+def test_reads_what_safetensors_writes(tmp_path):
     tensors = {name: torch.zeros(3, 2).to(dtype) for name, dtype in DTYPES.items()}
     tensors |= {"scalar": torch.tensor(1.0), "empty": torch.zeros(0, 4)}
     save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
@@ -28,7 +27,7 @@ def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
         assert info.shard == "a.safetensors"
 
 
-def test_safetensors_reads_what_we_encode(tmp_path: Path) -> None:
+def test_safetensors_reads_what_we_encode(tmp_path):
     specs = [
         TensorSpec("b", torch.int64, (2,)),
         TensorSpec("ä", torch.float32, ()),
@@ -81,7 +80,7 @@ def _entry(**changes: Any) -> dict[str, Any]:
         (_file({"a": _entry(dtype="Q4")}, b"x" * 8), "has dtype Q4; quantkit reads F64"),
     ],
 )
-def test_damaged_files_are_named(content: bytes, fault: str, tmp_path: Path) -> None:
+def test_damaged_files_are_named(content, fault, tmp_path):
     path = tmp_path / "model-00001-of-00002.safetensors"
     path.write_bytes(content)
     with pytest.raises(QuantkitError, match=fault) as told:

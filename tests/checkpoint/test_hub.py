@@ -50,7 +50,7 @@ def use(server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_headers_are_those_of_the_files(hub: hub_server.Hub, tiny_checkpoint: Path) -> None:
+def test_headers_are_those_of_the_files(hub, tiny_checkpoint):
     remote, local = open_headers(NAME), Checkpoint.open(tiny_checkpoint)
     assert remote.config == local.config
     assert {name: (t.dtype, t.shape, t.shard) for name, t in remote.tensors.items()} == {
@@ -60,9 +60,7 @@ def test_headers_are_those_of_the_files(hub: hub_server.Hub, tiny_checkpoint: Pa
     assert "tokenizer.json" not in hub.sent
 
 
-def test_another_copy_beside_the_only_shard_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_copy_beside_the_only_shard_is_not_read(tmp_path, monkeypatch):
     config = make_model.tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
     folder = make_model.write_dense(tmp_path / "dense", config, make_model.random_tensors(config))
     tensors = {
@@ -83,8 +81,8 @@ def test_another_copy_beside_the_only_shard_is_not_read(
 
 
 def test_shards_in_a_folder_below_are_those_that_the_index_names(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_checkpoint, tmp_path, monkeypatch
+):
     folder = output_files.shards_below(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
     (folder / "original").mkdir()
     save_file(
@@ -104,14 +102,12 @@ def test_shards_in_a_folder_below_are_those_that_the_index_names(
         assert Checkpoint.open(find_model(NAME)).fingerprint == local.fingerprint
 
 
-def test_a_weight_that_was_not_downloaded_is_named(hub: hub_server.Hub) -> None:
+def test_a_weight_that_was_not_downloaded_is_named(hub):
     with pytest.raises(QuantkitError, match=r"lm_head\.weight of org/model was not downloaded"):
         open_headers(NAME).read("lm_head.weight")
 
 
-def test_planning_r1_takes_less_than_20_mb_and_no_weight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planning_r1_takes_less_than_20_mb_and_no_weight(tmp_path, monkeypatch):
     folder = r1_headers.write_headers(
         tmp_path / "r1", r1_headers.r1_config(num_nextn_predict_layers=1)
     )
@@ -128,8 +124,8 @@ def test_planning_r1_takes_less_than_20_mb_and_no_weight(
 
 
 def test_inspecting_a_hub_model_says_what_headers_cannot_tell(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_checkpoint, tmp_path, monkeypatch
+):
     recipe = Recipe(scheme="fp4-w4a16", methods=(), fit_points=1)
     out = quantkit.quantize(
         tiny_checkpoint, tmp_path / "fp4", "fp4-w4a16", engine="sglang", recipe=recipe, device="cpu"
@@ -144,9 +140,7 @@ def test_inspecting_a_hub_model_says_what_headers_cannot_tell(
     assert replace(remote, path=local.path, problems=()) == local
 
 
-def test_a_download_is_found_again(
-    hub: hub_server.Hub, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_is_found_again(hub, tiny_checkpoint, tmp_path, monkeypatch):
     assert find_local(NAME) is None
     path = find_model(NAME)
     assert Checkpoint.open(path).fingerprint == Checkpoint.open(tiny_checkpoint).fingerprint
@@ -161,20 +155,18 @@ def test_a_download_is_found_again(
     assert find_model(NAME) == path, "it was downloaded by this name, whatever lies beside"
 
 
-def test_half_a_download_is_not_taken_for_a_model(hub: hub_server.Hub) -> None:
+def test_half_a_download_is_not_taken_for_a_model(hub):
     path = find_model(NAME)
     next(path.glob("*.safetensors")).unlink()
     assert find_local(NAME) is None
 
 
-def test_a_model_that_the_hub_does_not_have(hub: hub_server.Hub) -> None:
+def test_a_model_that_the_hub_does_not_have(hub):
     with pytest.raises(QuantkitError, match="cannot download org/other from Hugging Face"):
         open_headers("org/other")
 
 
-def test_a_path_that_leads_nowhere_is_no_hub_model_alone(
-    hub: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_that_leads_nowhere_is_no_hub_model_alone(hub, tmp_path, monkeypatch):
     """out/awq has the form of a hub id. Nobody is asked for it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
@@ -200,7 +192,7 @@ def test_a_path_that_leads_nowhere_is_no_hub_model_alone(
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1:8000", "localhost:8000/v1"])
-def test_an_address_without_its_scheme_is_told(name: str) -> None:
+def test_an_address_without_its_scheme_is_told(name):
     with pytest.raises(
         QuantkitError,
         match=f"model {name} does not exist; give a server's address as http://{name}",
@@ -208,9 +200,7 @@ def test_an_address_without_its_scheme_is_told(name: str) -> None:
         find_model(name)
 
 
-def test_a_model_without_safetensors(
-    tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_without_safetensors(tmp_path, tiny_checkpoint, monkeypatch):
     folder = tmp_path / "pickles"
     folder.mkdir()
     shutil.copy(tiny_checkpoint / "config.json", folder)
@@ -233,9 +223,7 @@ def test_a_model_without_safetensors(
         ),
     ],
 )
-def test_a_directory_that_is_something_else_is_told(
-    files: list[str], told: str, tmp_path: Path
-) -> None:
+def test_a_directory_that_is_something_else_is_told(files, told, tmp_path):
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("{}")
@@ -245,7 +233,7 @@ def test_a_directory_that_is_something_else_is_told(
         assert re.match(f"error: {re.escape(str(tmp_path))} {told}", done.error), done.error
 
 
-def test_a_model_is_deployed_by_its_headers(hub: hub_server.Hub) -> None:
+def test_a_model_is_deployed_by_its_headers(hub):
     """DeepSeek-R1 has 688 GB, which the boxes need and the machine that asks does not."""
     made = command("deploy", NAME, "--engine", "vllm", "--json").json
     ((_, words),) = made["launches"][0]["commands"]

@@ -24,7 +24,7 @@ def _journal(tmp_path: Path, rank: int = 0) -> Journal:
     return Journal(tmp_path, rank, {"source": "s", "recipe": "r"})
 
 
-def test_entries_and_fingerprint_read_back(tmp_path: Path) -> None:
+def test_entries_and_fingerprint_read_back(tmp_path):
     journal = _journal(tmp_path)
     journal.append(_FIRST)
     journal.append(_SECOND)
@@ -33,7 +33,7 @@ def test_entries_and_fingerprint_read_back(tmp_path: Path) -> None:
     assert read_fingerprint(journal.path) == {"source": "s", "recipe": "r"}
 
 
-def test_what_a_power_failure_leaves_is_dropped(tmp_path: Path) -> None:
+def test_what_a_power_failure_leaves_is_dropped(tmp_path):
     journal = _journal(tmp_path)
     journal.append(_FIRST)
     journal.close()
@@ -45,7 +45,7 @@ def test_what_a_power_failure_leaves_is_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [1, 5, 40])
-def test_a_line_cut_short_is_dropped_and_written_over(tmp_path: Path, lost: int) -> None:
+def test_a_line_cut_short_is_dropped_and_written_over(tmp_path, lost):
     journal = _journal(tmp_path)
     journal.append(_FIRST)
     journal.append(_SECOND)
@@ -59,7 +59,7 @@ def test_a_line_cut_short_is_dropped_and_written_over(tmp_path: Path, lost: int)
     assert JournalReader(tmp_path).read_new() == {"layer 0": _FIRST, "layer 1": _SECOND}
 
 
-def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
+def test_lines_are_read_as_they_come(tmp_path):
     """Also of a journal that begins later, and of a line that is half there the first time."""
     read, journal = JournalReader(tmp_path), _journal(tmp_path)
     assert read.read_new() == {}
@@ -83,7 +83,7 @@ def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
     assert JournalReader(tmp_path).read_new() == {"layer 0": _FIRST, "layer 1": _SECOND}
 
 
-def test_of_a_unit_written_twice_the_last_counts(tmp_path: Path) -> None:
+def test_of_a_unit_written_twice_the_last_counts(tmp_path):
     journal = _journal(tmp_path)
     journal.append(_FIRST)
     journal.append(JournalEntry("layer 0", ("a",), "22", {}))
@@ -91,7 +91,7 @@ def test_of_a_unit_written_twice_the_last_counts(tmp_path: Path) -> None:
     assert JournalReader(tmp_path).read_new()["layer 0"].sha256 == "22"
 
 
-def test_ranks_have_a_journal_each(tmp_path: Path) -> None:
+def test_ranks_have_a_journal_each(tmp_path):
     for rank, entry in enumerate((_FIRST, _SECOND)):
         journal = _journal(tmp_path, rank)
         journal.append(entry)
@@ -100,7 +100,7 @@ def test_ranks_have_a_journal_each(tmp_path: Path) -> None:
     assert JournalReader(tmp_path).read_new().keys() == {"layer 0", "layer 1"}
 
 
-def test_a_journal_in_use_is_refused(tmp_path: Path) -> None:
+def test_a_journal_in_use_is_refused(tmp_path):
     journal = _journal(tmp_path)
     for refused in (
         lambda: check_unlocked(lock_path(tmp_path, 0), tmp_path),

@@ -17,7 +17,7 @@ _SPECS = [
 ]
 
 
-def test_shards_are_full_but_no_fuller_and_keep_modules_together() -> None:
+def test_shards_are_full_but_no_fuller_and_keep_modules_together():
     module_bytes = 15 + 5 + 12
     layout = plan_layout(_SPECS, shard_bytes=2 * module_bytes)
     assert [shard.name for shard in layout.shards] == [
@@ -34,11 +34,11 @@ def test_shards_are_full_but_no_fuller_and_keep_modules_together() -> None:
     assert len(plan_layout(_SPECS, shard_bytes=2 * module_bytes - 1).shards) == 4
 
 
-def test_a_module_larger_than_a_shard_gets_one_of_its_own() -> None:
+def test_a_module_larger_than_a_shard_gets_one_of_its_own():
     assert len(plan_layout(_SPECS, shard_bytes=1).shards) == 4
 
 
-def test_every_tensor_is_aligned_and_none_overlap() -> None:
+def test_every_tensor_is_aligned_and_none_overlap():
     layout = plan_layout(_SPECS, shard_bytes=10**9)
     end = len(layout.shards[0].header)
     for tensor in sorted(layout.tensors.values(), key=lambda tensor: tensor.offset):
@@ -48,7 +48,7 @@ def test_every_tensor_is_aligned_and_none_overlap() -> None:
     assert end == layout.shards[0].size
 
 
-def test_the_digest_tells_layouts_apart() -> None:
+def test_the_digest_tells_layouts_apart():
     digests = {
         plan_layout(specs, shard_bytes).digest
         for specs, shard_bytes in [

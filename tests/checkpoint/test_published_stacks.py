@@ -33,7 +33,7 @@ CONFIG = make_model.CONFIGS["stacked"]
 PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
-def test_experts_of_16_bits_are_those_of_transformers(tmp_path: Path) -> None:
+def test_experts_of_16_bits_are_those_of_transformers(tmp_path):
     peer = random_peer(*CASES["gpt_oss"])
     peer.save_pretrained(tmp_path)
     assert any(
@@ -109,7 +109,7 @@ def mxfp4_model(path: Path) -> tuple[Path, dict[str, Tensor]]:
     return path, held
 
 
-def test_mxfp4_blocks_stand_for_what_transformers_makes_of_them(tmp_path: Path) -> None:
+def test_mxfp4_blocks_stand_for_what_transformers_makes_of_them(tmp_path):
     path, held = mxfp4_model(tmp_path / "model")
     checkpoint = Checkpoint.open(path)
     for layer in range(2):
@@ -152,7 +152,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mxfp4_model(tmp_path_factory.mktemp("models") / "model")[0]
 
 
-def test_the_published_model_runs_and_converts(published: Path, tmp_path: Path) -> None:
+def test_the_published_model_runs_and_converts(published, tmp_path):
     convert(published, tmp_path / "plain", dtype="float32")
     expected = greedy(tmp_path / "plain")
     assert greedy(published) == expected
@@ -166,7 +166,7 @@ def test_the_published_model_runs_and_converts(published: Path, tmp_path: Path) 
         assert torch.equal(ours.exponent, theirs.exponent)
 
 
-def test_transformers_loads_what_was_made_plain(published: Path, tmp_path: Path) -> None:
+def test_transformers_loads_what_was_made_plain(published, tmp_path):
     """Of MXFP4 as published, and of int4 with every expert by itself."""
     recipe = Recipe(scheme="awq-w4a16", methods=(), group_size=32)
     quantize(published, tmp_path / "int4", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
@@ -190,7 +190,7 @@ def test_transformers_loads_what_was_made_plain(published: Path, tmp_path: Path)
             assert torch.equal(tensor, held.float()), name
 
 
-def test_experts_one_by_one_are_stacked_as_transformers_has_them(tmp_path: Path) -> None:
+def test_experts_one_by_one_are_stacked_as_transformers_has_them(tmp_path):
     peer, config, tensors = whole(QWEN_3_5)
     make_model.write_dense(tmp_path / "apart", config | {"vocab_size": 320}, tensors)
     plain = convert(tmp_path / "apart", tmp_path / "plain", dtype="float32").out
@@ -210,7 +210,7 @@ def test_experts_one_by_one_are_stacked_as_transformers_has_them(tmp_path: Path)
     )
 
 
-def test_a_stack_of_which_an_expert_lacks_a_tensor_stays_apart() -> None:
+def test_a_stack_of_which_an_expert_lacks_a_tensor_stays_apart():
     shapes = {
         f"mlp.experts.{e}.{side}_proj.weight": (8, 4) for e in range(2) for side in ("gate", "up")
     }
@@ -228,7 +228,7 @@ def test_a_stack_of_which_an_expert_lacks_a_tensor_stays_apart() -> None:
     assert list(expected_stacks({"model_type": "qwen3_moe"}, shapes)) == []
 
 
-def test_engines_and_the_checkup_know_it_as_it_is_published(published: Path) -> None:
+def test_engines_and_the_checkup_know_it_as_it_is_published(published):
     assert check_checkpoint("vllm", Checkpoint.open(published)) == []
     with pytest.raises(QuantkitError, match="vllm loads gpt_oss in mxfp4 only, not awq"):
         quantize(
@@ -242,7 +242,7 @@ def test_engines_and_the_checkup_know_it_as_it_is_published(published: Path) -> 
     assert diagnose(str(published), depth="tensors").findings.verdict != "bad"
 
 
-def test_the_published_model_is_quantized(published: Path, tmp_path: Path) -> None:
+def test_the_published_model_is_quantized(published, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text(
         "".join(

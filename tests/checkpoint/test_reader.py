@@ -29,11 +29,10 @@ from quantkit.checkpoint.formats import (
     modelopt,
     modelslim,
 )
-from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint, check_finite
 from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.grids.base import Grid, dequantize
+from quantkit.grids.base import dequantize
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import Nvfp4Grid
 
@@ -65,7 +64,7 @@ def _shards(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors"))
 
 
-def test_every_tensor_reads_as_safetensors_reads_it(tiny_checkpoint: Path) -> None:
+def test_every_tensor_reads_as_safetensors_reads_it(tiny_checkpoint):
     checkpoint = Checkpoint.open(tiny_checkpoint)
     seen = 0
     for shard in _shards(tiny_checkpoint):
@@ -79,7 +78,7 @@ def test_every_tensor_reads_as_safetensors_reads_it(tiny_checkpoint: Path) -> No
     assert seen == len(checkpoint.tensors)
 
 
-def test_weights_are_decoded(tiny_checkpoint: Path) -> None:
+def test_weights_are_decoded(tiny_checkpoint):
     config = make_model.tiny_config()
     values = make_model.fp8_values(make_model.random_tensors(config))
     checkpoint = Checkpoint.open(tiny_checkpoint)
@@ -109,7 +108,7 @@ print(peak() - before)
 """
 
 
-def test_reading_does_not_keep_the_file_in_memory(tmp_path: Path) -> None:
+def test_reading_does_not_keep_the_file_in_memory(tmp_path):
     """Of 256 MB in tensors of 16 MB, no more than a few are ever resident: the allocator may hold
     on to freed ones."""
     (tmp_path / "config.json").write_text("{}")
@@ -123,7 +122,7 @@ def test_reading_does_not_keep_the_file_in_memory(tmp_path: Path) -> None:
     assert 10_000 < int(run.stdout) < 100_000
 
 
-def test_an_index_may_have_another_name_but_not_several(fp8_copy: Path) -> None:
+def test_an_index_may_have_another_name_but_not_several(fp8_copy):
     """ModelSlim writes quant_model_weights.safetensors.index.json."""
     (fp8_copy / _INDEX).rename(fp8_copy / "quant_model_weights.safetensors.index.json")
     tensors = Checkpoint.open(fp8_copy).tensors
@@ -138,7 +137,7 @@ def test_an_index_may_have_another_name_but_not_several(fp8_copy: Path) -> None:
         Checkpoint.open(fp8_copy)
 
 
-def test_tensors_the_index_leaves_out_are_read(fp8_copy: Path) -> None:
+def test_tensors_the_index_leaves_out_are_read(fp8_copy):
     """ModelOpt's script for DeepSeek lists no scales."""
 
     def unlist_scales(index: dict[str, Any]) -> None:
@@ -189,7 +188,7 @@ def _change(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Path], N
     )
 
 
-def test_another_copy_beside_the_weights_is_not_read(fp8_copy: Path) -> None:
+def test_another_copy_beside_the_weights_is_not_read(fp8_copy):
     """Mistral's repositories hold consolidated.safetensors, with names of its own, beside
     model.safetensors, and no index."""
     tensors = {
@@ -204,7 +203,7 @@ def test_another_copy_beside_the_weights_is_not_read(fp8_copy: Path) -> None:
     assert Checkpoint.open(fp8_copy).tensors.keys() == tensors.keys()
 
 
-def test_shards_may_lie_in_folders_below(fp8_copy: Path) -> None:
+def test_shards_may_lie_in_folders_below(fp8_copy):
     before = {
         name: Checkpoint.open(fp8_copy).read(name).view(torch.uint8)
         for name in Checkpoint.open(fp8_copy).tensors
@@ -217,7 +216,7 @@ def test_shards_may_lie_in_folders_below(fp8_copy: Path) -> None:
     assert diagnose(str(fp8_copy), depth="headers").findings.verdict == "good"
 
 
-def test_a_folder_below_may_not_lead_out_of_the_models(fp8_copy: Path, tmp_path: Path) -> None:
+def test_a_folder_below_may_not_lead_out_of_the_models(fp8_copy, tmp_path):
     shutil.move(shards_below(fp8_copy) / "weights", tmp_path / "elsewhere")
     (fp8_copy / "weights").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(
@@ -322,9 +321,7 @@ _LINEAR = "model.layers.0.self_attn.q_a_proj"
         ),
     ],
 )
-def test_every_fault_is_one_line(
-    damage: Callable[[Path], object], fault: str, fp8_copy: Path
-) -> None:
+def test_every_fault_is_one_line(damage, fault, fp8_copy):
     damage(fp8_copy)
     with pytest.raises(QuantkitError, match=fault) as told:
         Checkpoint.open(fp8_copy)
@@ -402,9 +399,7 @@ _UP = "model.layers.3.mlp.experts.0.up_proj"
         ),
     ],
 )
-def test_faults_of_quantized_checkpoints(
-    format: Format, grid: Grid, damage: Callable[[Path], None], fault: str, tmp_path: Path
-) -> None:
+def test_faults_of_quantized_checkpoints(format, grid, damage, fault, tmp_path):
     path = make_quantized.write(tmp_path / "model", format, grid)
     damage(path)
     with pytest.raises(QuantkitError, match=fault):
@@ -417,7 +412,7 @@ def _edit_ignore(edit: Callable[[list[str]], object]) -> Callable[[Path], None]:
     )
 
 
-def test_an_ignore_list_that_names_a_quantized_module_is_refused(tmp_path: Path) -> None:
+def test_an_ignore_list_that_names_a_quantized_module_is_refused(tmp_path):
     path = make_quantized.write(tmp_path / "model", compressed_int4.FORMAT, _INT4)
     _edit_ignore(lambda ignore: ignore.append(r"re:.*experts.*up_proj$"))(path)
     with pytest.raises(
@@ -427,7 +422,7 @@ def test_an_ignore_list_that_names_a_quantized_module_is_refused(tmp_path: Path)
         Checkpoint.open(path)
 
 
-def test_a_second_format_mixed_in_is_refused(tmp_path: Path) -> None:
+def test_a_second_format_mixed_in_is_refused(tmp_path):
     path = make_quantized.write(tmp_path / "model", awq.FORMAT, _INT4)
     packed = compressed_int4.FORMAT.pack(
         "other", make_quantized.quantize(compressed_int4.FORMAT, _INT4, torch.ones(8, 32))
@@ -437,7 +432,7 @@ def test_a_second_format_mixed_in_is_refused(tmp_path: Path) -> None:
         Checkpoint.open(path)
 
 
-def test_a_shard_that_vanishes_or_shrinks_later_is_told(fp8_copy: Path) -> None:
+def test_a_shard_that_vanishes_or_shrinks_later_is_told(fp8_copy):
     checkpoint = Checkpoint.open(fp8_copy)
     first, second, _ = _shards(fp8_copy)
     first.unlink()
@@ -452,7 +447,7 @@ def test_a_shard_that_vanishes_or_shrinks_later_is_told(fp8_copy: Path) -> None:
         checkpoint.read(name)
 
 
-def test_fingerprint_changes_with_the_source(fp8_copy: Path) -> None:
+def test_fingerprint_changes_with_the_source(fp8_copy):
     first = Checkpoint.open(fp8_copy).fingerprint
     os.utime(_shards(fp8_copy)[0], (0, 0))
     assert Checkpoint.open(fp8_copy).fingerprint == first, (
@@ -468,7 +463,7 @@ def test_fingerprint_changes_with_the_source(fp8_copy: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_are_named(dtype: torch.dtype, bad: float) -> None:
+def test_values_that_are_not_finite_are_named(dtype, bad):
     values = torch.ones(4, 4)
     check_finite("m.weight", values.to(dtype))
     values[2, 1] = float("nan") if dtype == torch.float8_e4m3fn else bad
@@ -476,7 +471,7 @@ def test_values_that_are_not_finite_are_named(dtype: torch.dtype, bad: float) ->
         check_finite("m.weight", values.to(dtype))
 
 
-def test_a_table_of_ids_is_no_sign_of_another_format(tmp_path: Path) -> None:
+def test_a_table_of_ids_is_no_sign_of_another_format(tmp_path):
     """int64 or int32 beside floats, as DeepSeek-V4's layers that route by token have it; codes of a
     packed weight are refused still."""
     config = make_model.tiny_config()

@@ -29,9 +29,7 @@ def _names(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("old", [True, False])
-def test_the_new_takes_the_place_of_the_old(
-    exchange: bool, old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_new_takes_the_place_of_the_old(exchange, old, tmp_path, monkeypatch):
     partial = _directory(tmp_path / "out.partial", "new", state=True)
     if old:
         _directory(tmp_path / "out", "old", state=False)
@@ -43,7 +41,7 @@ def test_the_new_takes_the_place_of_the_old(
     assert (tmp_path / "out" / "config.json").read_text() == "new"
 
 
-def test_exchange_is_one_step_here(tmp_path: Path) -> None:
+def test_exchange_is_one_step_here(tmp_path):
     """Names are swapped, both directories whole: what the kernel does, not two renames."""
     first = _directory(tmp_path / "a", "first", state=False)
     second = _directory(tmp_path / "b", "second", state=False)
@@ -55,7 +53,7 @@ def test_exchange_is_one_step_here(tmp_path: Path) -> None:
     )
 
 
-def test_killed_after_the_exchange_the_old_one_is_cleared_up(tmp_path: Path) -> None:
+def test_killed_after_the_exchange_the_old_one_is_cleared_up(tmp_path):
     out = _directory(tmp_path / "out", "new", state=True)
     (out / _STATE / "exchanging").touch()
     partial = _directory(tmp_path / "out.partial", "old", state=False)
@@ -64,7 +62,7 @@ def test_killed_after_the_exchange_the_old_one_is_cleared_up(tmp_path: Path) -> 
     assert _names(out) == ["config.json", "manifest.json"]
 
 
-def test_killed_before_the_exchange_nothing_is_touched(tmp_path: Path) -> None:
+def test_killed_before_the_exchange_nothing_is_touched(tmp_path):
     out = _directory(tmp_path / "out", "old", state=False)
     partial = _directory(tmp_path / "out.partial", "new", state=True)
     (partial / _STATE / "exchanging").touch()
@@ -73,7 +71,7 @@ def test_killed_before_the_exchange_nothing_is_touched(tmp_path: Path) -> None:
     assert _names(partial) == [_STATE, "config.json", "manifest.json"]
 
 
-def test_what_quantkit_did_not_write_stays(tmp_path: Path) -> None:
+def test_what_quantkit_did_not_write_stays(tmp_path):
     """Put there while the new one was made: told before anything changes; and put there while the
     old one was removed."""
     partial = _directory(tmp_path / "out.partial", "new", state=True)

@@ -1,9 +1,6 @@
 """Tensors saved beside other threads: as the safetensors library reads them."""
 
-from pathlib import Path
-
 import numpy as np
-import pytest
 import torch
 from safetensors import safe_open
 
@@ -11,7 +8,7 @@ from quantkit.checkpoint import header
 from quantkit.checkpoint.header import save_tensors, write_at
 
 
-def test_the_library_reads_what_is_saved(tmp_path: Path) -> None:
+def test_the_library_reads_what_is_saved(tmp_path):
     path = tmp_path / "some.safetensors"
     path.write_bytes(b"x" * 10_000)  # left by another
     tensors = {
@@ -29,9 +26,7 @@ def test_the_library_reads_what_is_saved(tmp_path: Path) -> None:
             assert file.get_tensor(name).dtype == tensor.dtype
 
 
-def test_bytes_are_written_from_where_they_lie(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_are_written_from_where_they_lie(tmp_path, monkeypatch):
     """By the system alone: nothing holds Python's lock meanwhile, and nothing is copied before."""
     tensor, places = torch.randn(1000), list[int]()
 

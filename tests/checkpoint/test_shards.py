@@ -47,14 +47,7 @@ def stored(tmp_path: Path) -> Path:
         ("scalar", None),
     ],
 )
-def test_a_block_is_a_slice(
-    stored: Path,
-    name: str,
-    block: shards.Block | None,
-    device: torch.device,
-    buffer: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_block_is_a_slice(stored, name, block, device, buffer, monkeypatch):
     monkeypatch.setattr(shards, "BUFFER", buffer)
     info = {tensor.name: tensor for tensor in read_header(stored, "model.safetensors")}[name]
     found = Shards(stored).read(info, block, device)
@@ -66,7 +59,7 @@ def test_a_block_is_a_slice(
     assert torch.equal(found.float(), expected.float())
 
 
-def test_bytes_are_counted_as_read(stored: Path) -> None:
+def test_bytes_are_counted_as_read(stored):
     infos = {tensor.name: tensor for tensor in read_header(stored, "model.safetensors")}
     for name, block, count in (
         ("wide", ((2, 9), (0, 3000)), 7 * 12000),
@@ -79,9 +72,7 @@ def test_bytes_are_counted_as_read(stored: Path) -> None:
         assert files.bytes_read == count
 
 
-def test_what_a_device_will_be_given_is_read_once_and_before(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_device_will_be_given_is_read_once_and_before(stored, monkeypatch):
     found, read = (
         {info.name: info for info in read_header(stored, "model.safetensors")},
         Shards(stored),
@@ -105,9 +96,7 @@ def test_what_a_device_will_be_given_is_read_once_and_before(
     assert read.bytes_read == 2 * sum(info.nbytes for info in found.values())
 
 
-def test_no_more_is_read_ahead_than_there_is_room_for(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_is_read_ahead_than_there_is_room_for(stored, monkeypatch):
     found = {info.name: info for info in read_header(stored, "model.safetensors")}
     monkeypatch.setattr(shards, "READ_AHEAD_BYTES", found["narrow"].nbytes + found["fp8"].nbytes)
     ahead, empty = shards.ReadAhead(), torch.empty(0, dtype=torch.uint8)
@@ -120,7 +109,7 @@ def test_no_more_is_read_ahead_than_there_is_room_for(
     assert ahead.take(found["scalar"]) is empty
 
 
-def test_a_fault_of_what_was_read_ahead_is_raised_by_take(stored: Path) -> None:
+def test_a_fault_of_what_was_read_ahead_is_raised_by_take(stored):
     (info,) = (one for one in read_header(stored, "model.safetensors") if one.name == "wide")
     read = Shards(stored)
     os.truncate(stored / "model.safetensors", info.offset + 10)

@@ -49,7 +49,7 @@ def _writer(
     )
 
 
-def test_safetensors_reads_the_output(undisturbed: Path) -> None:
+def test_safetensors_reads_the_output(undisturbed):
     index = json.loads((undisturbed / "model.safetensors.index.json").read_text())
     expected = {
         name: tensor
@@ -70,12 +70,12 @@ def test_safetensors_reads_the_output(undisturbed: Path) -> None:
     assert (undisturbed / "tokenizer.json").read_bytes() == write_job.EXTRA["tokenizer.json"]
 
 
-def test_nothing_else_is_left(undisturbed: Path) -> None:
+def test_nothing_else_is_left(undisturbed):
     assert [path.name for path in undisturbed.parent.iterdir()] == ["out"]
     assert all(path.suffix in (".json", ".safetensors") for path in undisturbed.iterdir())
 
 
-def test_our_reader_reads_the_output(tmp_path: Path) -> None:
+def test_our_reader_reads_the_output(tmp_path):
     specs = [
         TensorSpec("a.weight", torch.bfloat16, (4, 4)),
         TensorSpec("b.weight", torch.float32, (3,)),
@@ -94,7 +94,7 @@ def test_our_reader_reads_the_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_files_take_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
+def test_files_take_the_umask(umask, mode, tmp_path):
     before = os.umask(umask)
     try:
         write_job.write(tmp_path / "out").finish({}, {"a.json": b""})
@@ -103,9 +103,7 @@ def test_files_take_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()} == {mode}
 
 
-def test_a_run_stopped_and_started_again_ends_with_the_same_bytes(
-    undisturbed: Path, tmp_path: Path
-) -> None:
+def test_a_run_stopped_and_started_again_ends_with_the_same_bytes(undisturbed, tmp_path):
     with _writer(tmp_path / "out") as writer:
         for number in (7, 3, 11):
             assert not writer.is_done(f"unit {number}")
@@ -124,7 +122,7 @@ def test_a_run_stopped_and_started_again_ends_with_the_same_bytes(
     assert _bytes(tmp_path / "out") == _bytes(undisturbed)
 
 
-def test_state_that_cannot_be_saved_is_told_in_one_line(tmp_path: Path) -> None:
+def test_state_that_cannot_be_saved_is_told_in_one_line(tmp_path):
     writer = CheckpointWriter(tmp_path / "out", write_job.specs(), fingerprint={}, overwrite=False)
     writer.run_after(
         lambda: save_file({"hidden": torch.zeros(8)}, tmp_path / "no directory" / "hidden")
@@ -138,7 +136,7 @@ def test_state_that_cannot_be_saved_is_told_in_one_line(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_a_tensor_may_change_as_soon_as_its_unit_is_handed_over(tmp_path: Path) -> None:
+def test_a_tensor_may_change_as_soon_as_its_unit_is_handed_over(tmp_path):
     w = torch.zeros(2048, 2048)
     with CheckpointWriter(
         tmp_path / "out",
@@ -151,9 +149,7 @@ def test_a_tensor_may_change_as_soon_as_its_unit_is_handed_over(tmp_path: Path) 
         assert not writer.read("all")["w"].any()
 
 
-def test_bytes_changed_behind_the_journal_are_written_again(
-    undisturbed: Path, tmp_path: Path
-) -> None:
+def test_bytes_changed_behind_the_journal_are_written_again(undisturbed, tmp_path):
     write_job.write(tmp_path / "out").close()
     shard = tmp_path / "out.partial" / "model-00002-of-00004.safetensors"
     with shard.open("r+b") as file:
@@ -176,9 +172,7 @@ def _run_job(out: Path, *arguments: str) -> str:
     ).stdout
 
 
-def test_killed_at_random_moments_it_ends_with_the_same_bytes(
-    undisturbed: Path, tmp_path: Path
-) -> None:
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(undisturbed, tmp_path):
     """SIGKILL 25 times, while setting up and while writing; every run goes on where the journal
     ends."""
     found = json.loads(_run_job(tmp_path / "out", "kill", "25"))
@@ -194,12 +188,12 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     )
 
 
-def test_several_processes_write_one_output(undisturbed: Path, tmp_path: Path) -> None:
+def test_several_processes_write_one_output(undisturbed, tmp_path):
     _run_job(tmp_path / "out", "ranks", "3")
     assert _bytes(tmp_path / "out") == _bytes(undisturbed)
 
 
-def test_a_full_disk_is_told_and_making_room_is_enough(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_told_and_making_room_is_enough(undisturbed, tmp_path):
     """On a file system of 8 MB, filled to the last page when only index and config are missing."""
     mount = [
         "unshare",
@@ -227,13 +221,13 @@ def test_a_full_disk_is_told_and_making_room_is_enough(undisturbed: Path, tmp_pa
     }
 
 
-def test_a_run_of_other_ranks_goes_on(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_run_of_other_ranks_goes_on(undisturbed, tmp_path):
     write_job.write(tmp_path / "out", rank=1, ranks=2).close()
     write_job.write(tmp_path / "out").finish(write_job.CONFIG, write_job.EXTRA)
     assert _bytes(tmp_path / "out") == _bytes(undisturbed)
 
 
-def test_overwrite_discards_another_recipe_and_keeps_the_same(tmp_path: Path) -> None:
+def test_overwrite_discards_another_recipe_and_keeps_the_same(tmp_path):
     with _writer(tmp_path / "out") as writer:
         writer.write("unit 0", write_job.unit(0))
     with _writer(tmp_path / "out", overwrite=True) as writer:
@@ -242,7 +236,7 @@ def test_overwrite_discards_another_recipe_and_keeps_the_same(tmp_path: Path) ->
         assert not writer.is_done("unit 0")
 
 
-def test_overwrite_replaces_only_at_the_end(undisturbed: Path, tmp_path: Path) -> None:
+def test_overwrite_replaces_only_at_the_end(undisturbed, tmp_path):
     specs = [TensorSpec("w", torch.float32, (2,))]
     with CheckpointWriter(tmp_path / "out", specs, fingerprint={}, overwrite=False) as old:
         old.write("all", {"w": torch.zeros(2)})
@@ -255,9 +249,7 @@ def test_overwrite_replaces_only_at_the_end(undisturbed: Path, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_overwrite_deletes_nothing_but_what_quantkit_wrote(
-    undisturbed: Path, tmp_path: Path
-) -> None:
+def test_overwrite_deletes_nothing_but_what_quantkit_wrote(undisturbed, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "config.json").write_text("{}")
     with pytest.raises(
@@ -292,7 +284,7 @@ def test_overwrite_deletes_nothing_but_what_quantkit_wrote(
         _writer(tmp_path / "theirs", overwrite=True)
 
 
-def test_a_disk_too_small_is_told_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_disk_too_small_is_told_before_anything_is_written(tmp_path):
     specs = [TensorSpec("a.weight", torch.float32, (10**9, 10**6))]
     with pytest.raises(
         QuantkitError,
@@ -302,13 +294,13 @@ def test_a_disk_too_small_is_told_before_anything_is_written(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(QuantkitError, match=r"cannot write .*file/out: Not a directory"):
         _writer(tmp_path / "file" / "out")
 
 
-def test_finishing_too_early_is_a_bug(tmp_path: Path) -> None:
+def test_finishing_too_early_is_a_bug(tmp_path):
     with _writer(tmp_path / "out") as writer:
         writer.write("unit 0", write_job.unit(0))
         with pytest.raises(AssertionError, match="never written"):
@@ -316,6 +308,6 @@ def test_finishing_too_early_is_a_bug(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tensor_that_is_not_as_planned_is_a_bug(tmp_path: Path) -> None:
+def test_a_tensor_that_is_not_as_planned_is_a_bug(tmp_path):
     with _writer(tmp_path / "out") as writer, pytest.raises(AssertionError, match="planned"):
         writer.write("unit 0", {name: tensor.float() for name, tensor in write_job.unit(0).items()})

@@ -91,9 +91,7 @@ def head_of_eagle(drafts: int, rows: int) -> float:
 
 @pytest.mark.parametrize(("most", "cost"), [(3, box_of_four), (4, head_of_eagle)])
 @pytest.mark.parametrize(("tokens", "most_lost"), [(192, 0.02), (512, 0.01), (4000, 0.0075)])
-def test_drafts_that_are_never_accepted_cost_little(
-    tokens: int, most_lost: float, most: int, cost: Callable[[int, int], float]
-) -> None:
+def test_drafts_that_are_never_accepted_cost_little(tokens, most_lost, most, cost):
     """From the first token on, where nothing is known of them; over many answers, what chance
     brings is evened out."""
     runs = [Simulated(0.0, 1, most, cost, seed) for seed in range(8)]
@@ -102,7 +100,7 @@ def test_drafts_that_are_never_accepted_cost_little(
 
 
 @pytest.mark.parametrize(("rate", "tokens"), [(0.69, 512), (0.85, 512), (0.69, 4000)])
-def test_drafting_that_pays_starts_soon(rate: float, tokens: int) -> None:
+def test_drafting_that_pays_starts_soon(rate, tokens):
     """Three guesses of R1's layer, of which 0.69 are right as was published: within 4 % of the best
     number from the first token on."""
     runs = [Simulated(rate, 1, 3, box_of_four, seed) for seed in range(8)]
@@ -110,7 +108,7 @@ def test_drafting_that_pays_starts_soon(rate: float, tokens: int) -> None:
     assert taken <= 1.04 * min(runs[0].fixed(drafts) for drafts in range(4)), taken
 
 
-def test_drafting_restarts_when_acceptance_rises() -> None:
+def test_drafting_restarts_when_acceptance_rises():
     """And no more where they are wrong from then on."""
     run = Simulated(0.0, 1, 3, box_of_four)
     run.until(3000)
@@ -129,7 +127,7 @@ def rank_of_four(answers: int) -> Callable[[int, int], float]:
     return lambda drafts, rows: by_rows[rows] + {1: 0.22, 8: 0.12}[answers] * drafts
 
 
-def test_new_sequences_are_drafted_for_without_catching_up() -> None:
+def test_new_sequences_are_drafted_for_without_catching_up():
     """Guesses of a text were never right, and to begin anew for its answers costs ten steps. Other
     answers owe nothing of that."""
     run = Simulated(0.0, 1, 3, rank_of_four(1), reading=10.0)
@@ -179,9 +177,7 @@ def runs_of(
     ("costs", "users"), [(costs, users) for costs in (PROCESSOR, CARD) for users in costs]
 )
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.36, 0.5, 0.69, 0.81])
-def test_measured_step_times(
-    costs: dict[int, tuple[list[float], float]], users: int, rate: float
-) -> None:
+def test_measured_step_times(costs, users, rate):
     """At most 2 % are lost of any answer of 512 tokens, though the machine was slow at first. In
     those behind it guesses that clearly pay bring nearly all that the best number brings, and what
     pays little is found less often."""
@@ -199,7 +195,7 @@ def test_measured_step_times(
     assert best / mean >= (0.97 if best < 0.9 or rate == 0.69 else 0.92), (best, later)
 
 
-def test_step_times_are_interpolated() -> None:
+def test_step_times_are_interpolated():
     times = StepTimes()
     assert times.seconds(4) is None
     for rows, seconds in ((4, 1.0), (8, 3.0)):

@@ -111,9 +111,7 @@ def ahead_of(monkeypatch: pytest.MonkeyPatch, name: str, size: Callable[..., Any
 
 
 @pytest.mark.parametrize(("seed", "mixed"), [(0, False), (4, True)])
-def test_no_token_changes(
-    tiny_checkpoint: Path, launched: list[int], seed: int, mixed: bool
-) -> None:
+def test_no_token_changes(tiny_checkpoint, launched, seed, mixed):
     """Blocks are few, so that those that end leave theirs to others at once."""
     plain, ahead = (load(tiny_checkpoint, ahead=one, cache_tokens=768) for one in (False, True))
     plain.scheduler.budget = ahead.scheduler.budget = StepBudget(96, 32, mixed)
@@ -126,9 +124,7 @@ def test_no_token_changes(
     assert ahead.scheduler.num_preempted > 3
 
 
-def test_a_prompt_waits_for_the_pass_in_flight(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_waits_for_the_pass_in_flight(tiny_checkpoint, monkeypatch):
     """Where passes are mixed every chunk is in one with the answers, so that these have a token
     behind each. Else two chunks would lie
     between two tokens: nobody waits for one that ends no prompt."""
@@ -148,13 +144,7 @@ def test_a_prompt_waits_for_the_pass_in_flight(
 
 
 @pytest.mark.parametrize(("drafts", "seed", "mixed"), [(1, 1, False), (2, 3, True), (3, 3, False)])
-def test_no_token_changes_with_drafts(
-    easy_checkpoint: Path,
-    launched_with_guesses: list[tuple[int, int]],
-    drafts: int,
-    seed: int,
-    mixed: bool,
-) -> None:
+def test_no_token_changes_with_drafts(easy_checkpoint, launched_with_guesses, drafts, seed, mixed):
     """Those that are right, too: as many guesses are. But beside prompts in mixed passes, which
     begin a pass later behind one that was
     launched: other steps check them then."""
@@ -173,12 +163,7 @@ def test_no_token_changes_with_drafts(
     assert {rows for number, rows in launched_with_guesses if number == 1} == {1 + drafts}
 
 
-def test_drafting_starts_and_stops(
-    tiny_checkpoint: Path,
-    launched: list[int],
-    launched_with_guesses: list[tuple[int, int]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_drafting_starts_and_stops(tiny_checkpoint, launched, launched_with_guesses, monkeypatch):
     """A layer that begins anew reads what passes launched ahead computed; what was launched with
     guesses serves where none are made."""
     steps, guesses = [0], list[list[tuple[int, int, tuple[int, ...]]]]()
@@ -208,9 +193,7 @@ def test_drafting_starts_and_stops(
     assert len(launched_with_guesses) > 5
 
 
-def test_the_next_pass_is_launched_before_the_host_waits(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_pass_is_launched_before_the_host_waits(tiny_checkpoint, monkeypatch):
     """And before others are listened to; the last one's tokens need no further pass."""
     engine, told = load(tiny_checkpoint, ahead=True), list[str]()
     engine.while_computing = lambda brought: told.append("others")
@@ -223,9 +206,7 @@ def test_the_next_pass_is_launched_before_the_host_waits(
     assert not engine.runner.has_async
 
 
-def test_a_failing_row_does_not_affect_others(
-    tiny_checkpoint: Path, launched: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_row_does_not_affect_others(tiny_checkpoint, launched, monkeypatch):
     """A pass fails while another is under way: each answer is computed alone then, and goes on."""
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     found = []
@@ -247,7 +228,7 @@ def test_a_failing_row_does_not_affect_others(
     assert len(launched) > 20
 
 
-def test_rank_0_samples_for_all(tmp_path: Path) -> None:
+def test_rank_0_samples_for_all(tmp_path):
     def compute(parallel: Parallel) -> list[list[int]]:
         return [
             parallel.first(torch.arange(count) * (1 << 18) + parallel.rank).tolist()
@@ -258,7 +239,7 @@ def test_rank_0_samples_for_all(tmp_path: Path) -> None:
     assert found[0] == found[1] == [[i * (1 << 18) for i in range(count)] for count in (1, 2, 5)]
 
 
-def test_fetched_tokens_are_not_overwritten() -> None:
+def test_fetched_tokens_are_not_overwritten():
     values = torch.arange(3)
     fetched = HostCopy(values)
     values.zero_()

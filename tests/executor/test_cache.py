@@ -15,7 +15,7 @@ FACTS = {
 }
 
 
-def test_keys_and_values_lie_apart() -> None:
+def test_keys_and_values_lie_apart():
     cache = PagedCache(2, 4, 12, block_size=2, dtype=torch.float32, device="cpu", parts=(6, 6))
     keys, values = cache.heads(1, 3)
     assert keys.shape == values.shape == (4, 2, 2, 3)
@@ -23,7 +23,7 @@ def test_keys_and_values_lie_apart() -> None:
     assert cache.nbytes == 2 * 4 * 2 * 12 * 4
 
 
-def test_allocator_never_hands_out_the_padding_block() -> None:
+def test_allocator_never_hands_out_the_padding_block():
     allocator = BlockAllocator(5)
     blocks = allocator.take(4)
     assert sorted(blocks) == [1, 2, 3, 4]
@@ -32,7 +32,7 @@ def test_allocator_never_hands_out_the_padding_block() -> None:
     assert sorted(allocator.take(2)) == sorted(blocks[1:3])
 
 
-def test_plan_takes_what_the_batch_needs_or_what_there_is() -> None:
+def test_plan_takes_what_the_batch_needs_or_what_there_is():
     plenty = plan_cache(**{**FACTS, "free_bytes": 10**9}, max_model_len=None, cache_tokens=None)
     assert plenty.tokens == 4 * 16 * 64  # four sequences of 1000 tokens, which share no block of 64
     assert plenty.max_model_len == 1000
@@ -47,6 +47,6 @@ def test_plan_takes_what_the_batch_needs_or_what_there_is() -> None:
         ({"max_model_len": 900, "cache_tokens": 100}, "fewer than the context of 900"),
     ],
 )
-def test_what_does_not_fit_is_refused(asked: dict, said: str) -> None:
+def test_what_does_not_fit_is_refused(asked, said):
     with pytest.raises(QuantkitError, match=said):
         plan_cache(**FACTS, **asked)

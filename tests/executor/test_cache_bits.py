@@ -56,7 +56,7 @@ def answers(path: Path, cache: str | None, **options: int) -> list[list[int]]:
 
 @KINDS
 @torch.inference_mode()
-def test_through_the_cache_tokens_attend_to_its_codes(path: Path, cache: str) -> None:
+def test_through_the_cache_tokens_attend_to_its_codes(path, cache):
     """Prompts in chunks, then one token a row, as one causal pass over what 8 bits hold. The last
     rows tell them from one that is not."""
     loaded = load_model(path, device="cpu", dtype="float32", cache=cache)
@@ -95,22 +95,20 @@ def test_through_the_cache_tokens_attend_to_its_codes(path: Path, cache: str) ->
 @pytest.mark.parametrize(
     "options", [{"prefix_cache": True}, {"chunk_tokens": 9, "cache_tokens": 320}], ids=str
 )
-def test_tokens_are_the_same_however_they_were_scheduled(
-    path: Path, cache: str, options: dict[str, int]
-) -> None:
+def test_tokens_are_the_same_however_they_were_scheduled(path, cache, options):
     assert answers(path, cache, **options) == answers(path, cache)
 
 
 @KINDS
-def test_drafts_change_no_token(tiny_checkpoint: Path, cache: str) -> None:
+def test_drafts_change_no_token(tiny_checkpoint, cache):
     assert answers(tiny_checkpoint, cache, draft_length=2) == answers(tiny_checkpoint, cache)
 
 
-def test_two_ranks_have_the_same_tokens_as_one(grouped: Path) -> None:
+def test_two_ranks_have_the_same_tokens_as_one(grouped):
     assert answers(grouped, "int8", tp=2) == answers(grouped, "int8")
 
 
-def test_bytes_of_models_that_are_served() -> None:
+def test_bytes_of_models_that_are_served():
     r1, qwen = LatentCache(512, 64), KeyValueCache(8, 128)
     assert (r1.token_bytes(16), r1.token_bytes(8, 8)) == (1152, 644)
     assert (qwen.token_bytes(16), qwen.token_bytes(8)) == (4096, 2112)
@@ -118,7 +116,7 @@ def test_bytes_of_models_that_are_served() -> None:
 
 
 @KINDS
-def test_perplexity_tells_what_the_cache_costs(path: Path, cache: str) -> None:
+def test_perplexity_tells_what_the_cache_costs(path, cache):
     text = [torch.tensor(ids) for ids in PROMPTS]
     same = measure(str(path), text, PerplexityOptions(baseline=str(path), device="cpu"))
     coded = measure(
@@ -162,9 +160,7 @@ def uneven(latents: bool, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("latents", [True, False])
-def test_channels_are_of_one_size_in_the_cache(
-    latents: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_channels_are_of_one_size_in_the_cache(latents, tmp_path, monkeypatch):
     """Which changes nothing that is computed, and makes the loss far smaller."""
     source, text = uneven(latents, tmp_path), [torch.tensor(ids) for ids in PROMPTS]
     even, prompts = load_model(source, device="cpu", dtype="float32", cache="int8"), torch.cat(text)
@@ -193,12 +189,12 @@ def local(grouped: Path) -> Iterator[Local]:
     model.close()
 
 
-def test_kept_replies_are_of_one_cache(local: Local) -> None:
+def test_kept_replies_are_of_one_cache(local):
     assert local.identity["cache"] == "fp8"
     assert local.engine.cache.layers[0][0].dtype == torch.float8_e4m3fn
 
 
-def test_what_there_is_not_is_refused(grouped: Path) -> None:
+def test_what_there_is_not_is_refused(grouped):
     with pytest.raises(
         QuantkitError, match="cache of 'int4' is not supported; use --cache int8 or fp8"
     ):

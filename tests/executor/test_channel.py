@@ -41,16 +41,14 @@ def ends(
     return first, found[0]
 
 
-def test_messages_arrive_in_order(ends: tuple[Channel, Channel]) -> None:
+def test_messages_arrive_in_order(ends):
     first, second = ends
     for message in ([], [1, 2, 3], {"add": "x" * 100_000}):
         first.send(message)
     assert [second.receive() for _ in range(3)] == [[], [1, 2, 3], {"add": "x" * 100_000}]
 
 
-def test_a_late_message_arrives(
-    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_message_arrives(ends, monkeypatch):
     monkeypatch.setattr(channel, "SPIN_SECONDS", 0.01)
     first, second = ends
     timer = threading.Timer(0.1, lambda: first.send("late"))
@@ -60,7 +58,7 @@ def test_a_late_message_arrives(
     assert time.process_time() - began < 0.08, "it looked all the time instead of sleeping"
 
 
-def test_a_rank_that_is_gone_is_noticed(ends: tuple[Channel, Channel]) -> None:
+def test_a_rank_that_is_gone_is_noticed(ends):
     first, second = ends
     first.close()
     with pytest.raises(OSError, match="closed the connection"):

@@ -1,6 +1,5 @@
 """What an engine is asked for is looked at before ranks are started and weights are read."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ def nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_amounts_that_are_none_are_refused(tiny_checkpoint: Path, asked: dict[str, Any]) -> None:
+def test_amounts_that_are_none_are_refused(tiny_checkpoint, asked):
     """A batch or a chunk of nothing would never end."""
     ((name, value),) = asked.items()
     with pytest.raises(QuantkitError, match=rf"^{name} is {value!r}.*; give "):

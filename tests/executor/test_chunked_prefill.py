@@ -3,7 +3,6 @@ prefix cache, with guesses, waiting for room
 in a small cache: the tokens are those of one prompt at a time, computed whole."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import make_model
@@ -67,9 +66,7 @@ def asked(name: str) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_prompt_that_is_cut_has_the_tokens_of_one_that_is_whole(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_prompt_that_is_cut_has_the_tokens_of_one_that_is_whole(name, tmp_path):
     config = CONFIGS.get(name) or make_model.tiny_config()
     path = make_model.write_dense(tmp_path / name, config, random_tensors(config))
     prompts, params = asked(name)

@@ -47,7 +47,7 @@ def steps(x: Tensor, codes: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_the_sum_is_within_its_bound(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_sum_is_within_its_bound(name, dtype, tmp_path):
     def compute(parallel: Parallel) -> list[Tensor]:
         parallel.coded_sums = CodedSums(CODES[name], SIZE, 0)
         mine = part(parallel.rank, dtype)
@@ -78,7 +78,7 @@ def test_the_sum_is_within_its_bound(name: str, dtype: torch.dtype, tmp_path: Pa
     assert coarse > 1e-4, "these are not 8 bits"
 
 
-def test_what_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_sent(tmp_path, monkeypatch):
     """130 bytes for 128 values, each way; short sums, and those of another width, as they were."""
     sent: list[int] = []
     scatter, gather, plain = dist.all_to_all_single, dist.all_gather, dist.all_reduce
@@ -119,7 +119,7 @@ def test_what_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_ranks(SIZE, tmp_path, compute) == [[coded, coded // SIZE, *exact]] * SIZE
 
 
-def test_steps_of_answers_are_exact() -> None:
+def test_steps_of_answers_are_exact():
     """However many guesses they check; and no sum of few rows is coded."""
     options = EngineOptions(
         Path("model"), max_batch=20, draft_length=1, prompt_lookup=3, tp=2, collectives="int8"
@@ -133,7 +133,7 @@ def test_steps_of_answers_are_exact() -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_a_prompt_on_two_ranks(name: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_prompt_on_two_ranks(name, tiny_checkpoint, tmp_path):
     """Its distribution moves by little, and not by nothing."""
     token_ids = torch.arange(10, 74)
 
@@ -163,15 +163,13 @@ def test_a_prompt_on_two_ranks(name: str, tiny_checkpoint: Path, tmp_path: Path)
         ("fp8", 2, SimpleNamespace(type="npu"), "a 910B has no FP8"),
     ],
 )
-def test_what_cannot_be_met_is_refused(
-    asked: str, tp: int, device: torch.device, told: str
-) -> None:
+def test_what_cannot_be_met_is_refused(asked, tp, device, told):
     with pytest.raises(QuantkitError) as fault:
         codes_of_sums(asked, tp, device)
     assert told in str(fault.value)
     assert codes_of_sums(None, tp, device) is None
 
 
-def test_refused_before_a_rank_is_started() -> None:
+def test_refused_before_a_rank_is_started():
     refused = typed("run tiny-r1 --prompt a --device cpu --tp 2 --collectives int9")
     assert "--collectives int8 or fp8" in refused.error

@@ -5,7 +5,6 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import good_checkpoints
 import make_model
@@ -72,7 +71,7 @@ def run(engine: Engine) -> list[Completion]:
     return sorted(engine.generate(PROMPTS, PARAMS), key=lambda one: one.index)
 
 
-def test_ranks_of_their_own_are_one(tmp_path: Path) -> None:
+def test_ranks_of_their_own_are_one(tmp_path):
     """Latent attention: greedy and sampled tokens, log-probabilities; somebody gives up early,
     beginnings are shared, guesses are looked up."""
     path = find_model("tiny-r1")
@@ -104,7 +103,7 @@ def test_ranks_of_their_own_are_one(tmp_path: Path) -> None:
     ] * 2
 
 
-def test_grouped_query_attention_with_experts_alone(tmp_path: Path) -> None:
+def test_grouped_query_attention_with_experts_alone(tmp_path):
     """Qwen3-MoE, greedy; in the buffers of captured steps, and prompts in one pass with answers, as
     servers may have them."""
     config, tensors = good_checkpoints.models()["qwen3-moe"]
@@ -134,7 +133,7 @@ def test_grouped_query_attention_with_experts_alone(tmp_path: Path) -> None:
     assert run_ranks(2, tmp_path, rank) == [answers(SINGLE), []]
 
 
-def test_memory_is_counted_as_it_is_held(tiny_checkpoint: Path) -> None:
+def test_memory_is_counted_as_it_is_held(tiny_checkpoint):
     """A rank of two: half of the routed experts, the rest whole; and the box's cache is twice a
     rank's."""
     whole = load_model(tiny_checkpoint, device="cpu", dtype="float32")
@@ -172,14 +171,12 @@ def test_memory_is_counted_as_it_is_held(tiny_checkpoint: Path) -> None:
         ({"collectives": "int8"}, "--collectives int8 is for several ranks"),
     ],
 )
-def test_what_does_not_go_together_is_said_before_ranks_are_started(
-    tiny_checkpoint: Path, changes: dict[str, Any], told: str
-) -> None:
+def test_what_does_not_go_together_is_said_before_ranks_are_started(tiny_checkpoint, changes, told):
     with pytest.raises(QuantkitError, match=told):
         join(EngineOptions(tiny_checkpoint, device="cpu", dp=2, **changes))
 
 
-def test_models_whose_experts_cannot_be_shared(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_models_whose_experts_cannot_be_shared(tiny_checkpoint, tmp_path):
     with pytest.raises(
         QuantkitError, match="layer 1 has 8 routed experts, which 3 ranks cannot share evenly"
     ):
@@ -194,7 +191,7 @@ def test_models_whose_experts_cannot_be_shared(tiny_checkpoint: Path, tmp_path: 
         load_model(dense, device="cpu", expert_parallel=Parallel(0, 2))
 
 
-def test_a_request_goes_where_it_is_expected_soonest() -> None:
+def test_a_request_goes_where_it_is_expected_soonest():
     """To the rank with the fewest requests; of those, to the one that knows its beginning."""
     plan = CachePlan(9, 4, 32)
     homes = DataParallelScheduler(

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_as_by_operators() -> None:
+def test_as_by_operators():
     """Sequences with as many guesses and with fewer, none at all, and the last row's beyond the
     chosen tokens."""
     from quantkit.executor.runner.decode_batch_triton import accepted, cache_slots, next_rows

@@ -85,14 +85,7 @@ def plain(models: dict[str, Path]) -> dict[str, list[list[int]]]:
         ("llama", "short", 0.5, 1.0),
     ],
 )
-def test_tokens_are_those_of_plain_decoding(
-    models: dict[str, Path],
-    plain: dict[str, list[list[int]]],
-    target: str,
-    draft: str,
-    least: float,
-    most: float,
-) -> None:
+def test_tokens_are_those_of_plain_decoding(models, plain, target, draft, least, most):
     """Greedy and sampled, in a batch, prompts in chunks. A draft model that is the model itself is
     always right."""
     engine = load(models[target], models[draft], draft_length=3, chunk_tokens=19)
@@ -101,7 +94,7 @@ def test_tokens_are_those_of_plain_decoding(
     assert least <= measured(engine) <= most
 
 
-def test_prefixes_and_preemption_keep_both_caches_in_step(models: dict[str, Path]) -> None:
+def test_prefixes_and_preemption_keep_both_caches_in_step(models):
     """Whatever is found in the cache, or computed again, the draft model knows it too: the same
     model is always right."""
     prompts = [PROMPTS[5] * 2 + [5 + i] for i in range(4)]
@@ -125,9 +118,7 @@ def test_prefixes_and_preemption_keep_both_caches_in_step(models: dict[str, Path
     assert measured(engine) == 1
 
 
-def test_after_a_pause_guesses_are_as_good(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_pause_guesses_are_as_good(models, monkeypatch):
     """Answers are not read while nothing is guessed, and are read before the next guess, or before
     their blocks are others'."""
     engine = load(
@@ -147,9 +138,7 @@ def test_after_a_pause_guesses_are_as_good(
     assert measured(engine) == 1
 
 
-def test_sequences_beyond_the_backlog_are_not_drafted_for(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequences_beyond_the_backlog_are_not_drafted_for(models, monkeypatch):
     """However long nothing is guessed, it costs nothing; who came later is guessed for. Tokens are
     the same."""
     monkeypatch.setattr("quantkit.executor.speculation.draft_model._MAX_CATCH_UP", 8)
@@ -170,9 +159,7 @@ def test_sequences_beyond_the_backlog_are_not_drafted_for(
     assert [old.generated, recent.generated] == expected
 
 
-def test_nothing_is_guessed_behind_the_draft_models_positions(
-    models: dict[str, Path], plain: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_guessed_behind_the_draft_models_positions(models, plain, monkeypatch):
     guessed: list[int] = []
 
     def seen(one: Sequence, *_: object) -> None:
@@ -185,9 +172,7 @@ def test_nothing_is_guessed_behind_the_draft_models_positions(
     assert max(len(prompt) for prompt in PROMPTS) > 48
 
 
-def test_captured_steps_change_no_token(
-    models: dict[str, Path], plain: dict[str, list[list[int]]]
-) -> None:
+def test_captured_steps_change_no_token(models, plain):
     """Guesses in static buffers, as graphs have them; the results of a pass lie where the next one
     of its size leaves its own."""
     engine = load(models["qwen3"], models["near"], draft_length=3)
@@ -202,9 +187,7 @@ def test_captured_steps_change_no_token(
     assert measured(engine) == 1
 
 
-def test_two_ranks_guess_as_one(
-    models: dict[str, Path], plain: dict[str, list[list[int]]], tmp_path: Path
-) -> None:
+def test_two_ranks_guess_as_one(models, plain, tmp_path):
     """Each rank has the draft model whole; what rank 0 guesses counts."""
 
     def rank(parallel: Parallel) -> list[Any]:
@@ -234,7 +217,7 @@ def test_two_ranks_guess_as_one(
     assert draft_bytes > nbytes, "whole beside a half"
 
 
-def test_its_cache_is_planned(models: dict[str, Path]) -> None:
+def test_its_cache_is_planned(models):
     loaded, draft = (
         load_model(models[name], device="cpu", dtype="float32") for name in ("qwen3", "near")
     )
@@ -254,7 +237,7 @@ def test_its_cache_is_planned(models: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(("vocab", "known"), [(300, 320), (352, 320)])
-def test_ids_that_one_model_lacks(models: dict[str, Path], vocab: int, known: int) -> None:
+def test_ids_that_one_model_lacks(models, vocab, known):
     seen: list[torch.Tensor] = []
     loaded = load_model(models["llama"], device="cpu", dtype="float32")
 
@@ -273,7 +256,7 @@ def test_ids_that_one_model_lacks(models: dict[str, Path], vocab: int, known: in
     assert model.logits(torch.zeros(2, 64)).shape == (2, min(vocab, known))
 
 
-def test_other_tokens_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+def test_other_tokens_are_refused(models, tmp_path):
     other = write(tmp_path / "other", LLAMA)
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(

@@ -1,7 +1,6 @@
 """Guessing with the MTP layer changes how many tokens a step brings, and no token."""
 
 from collections import Counter
-from pathlib import Path
 
 import make_model
 import pytest
@@ -18,9 +17,7 @@ PROMPTS = [list(range(6 + i, 30 + 3 * i)) for i in range(6)]
 
 
 @pytest.mark.parametrize(("draft_length", "temperature"), [(1, 0.8), (3, 0.0)])
-def test_tokens_are_those_of_plain_decoding(
-    easy_checkpoint: Path, draft_length: int, temperature: float
-) -> None:
+def test_tokens_are_those_of_plain_decoding(easy_checkpoint, draft_length, temperature):
     params = [
         SamplingParams(
             max_new_tokens=20 + i if i else 250,
@@ -41,9 +38,7 @@ def test_tokens_are_those_of_plain_decoding(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_guesses_are_the_same_however_they_are_computed(
-    easy_checkpoint: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_guesses_are_the_same_however_they_are_computed(easy_checkpoint, temperature, monkeypatch):
     """By a host that waits for the first, as for an NPU; in one chain, which the host waits for
     once a step; over static buffers."""
     params = [
@@ -71,7 +66,7 @@ def test_guesses_are_the_same_however_they_are_computed(
     assert waited["chain"] == waited["captured"] < 0.6 * waited["waits"]
 
 
-def test_places_that_are_nobodys_lie_in_block_0() -> None:
+def test_places_that_are_nobodys_lie_in_block_0():
     """Behind the last block, behind the blocks of a sequence, and from the reach on; and nothing is
     read beyond the tables."""
     tables = torch.tensor([[5, 7], [3, 0]], dtype=torch.int32)
@@ -83,7 +78,7 @@ def test_places_that_are_nobodys_lie_in_block_0() -> None:
     assert (found.positions.tolist(), found.slots.tolist()) == ([5, 5], [1, 6])
 
 
-def test_guesses_follow_the_mtp_layer(tiny_checkpoint: Path) -> None:
+def test_guesses_follow_the_mtp_layer(tiny_checkpoint):
     """The first guess is the argmax of a plain causal pass of the layer over the whole prompt."""
     from quantkit.models.context import CausalContext
 
@@ -100,7 +95,7 @@ def test_guesses_follow_the_mtp_layer(tiny_checkpoint: Path) -> None:
     assert logits.max() - logits[sequence.drafts[0]] < 0.03
 
 
-def test_a_model_without_the_layer_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_the_layer_is_refused(tmp_path):
     config = make_model.tiny_config(num_nextn_predict_layers=0)
     make_model.write_dense(tmp_path / "none", config, make_model.random_tensors(config))
     with pytest.raises(QuantkitError, match="no MTP layer"):

@@ -175,9 +175,7 @@ def published_forward(
 
 @pytest.mark.parametrize("head", ["random", "normed"])
 @torch.inference_mode()
-def test_the_first_guess_is_that_of_the_published_forward(
-    models: dict[str, Path], head: str
-) -> None:
+def test_the_first_guess_is_that_of_the_published_forward(models, head):
     """Two prompts, one of them in chunks; layers 2, 4 and 5 of eight are read, as their inputs
     come."""
     engine = load(
@@ -207,9 +205,7 @@ def test_the_first_guess_is_that_of_the_published_forward(
         engine.cancel(sequence)
 
 
-def test_tokens_are_those_of_plain_decoding(
-    models: dict[str, Path], plain: list[list[int]]
-) -> None:
+def test_tokens_are_those_of_plain_decoding(models, plain):
     """Greedy and sampled, prompts in chunks beside answers, prefixes found, the cache too small."""
     engine = load(
         models["target"],
@@ -227,9 +223,7 @@ def test_tokens_are_those_of_plain_decoding(
     assert measured(rarely) < 0.1
 
 
-def test_further_guesses_read_its_own_output(
-    models: dict[str, Path], plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_further_guesses_read_its_own_output(models, plain, monkeypatch):
     """In static buffers, as graphs have them, its own and the model's, guesses are as good as
     without, and as many right in a row."""
     monkeypatch.setattr(prefill_graphs, "RUNS_BEFORE_CAPTURE", 1)
@@ -246,7 +240,7 @@ def test_further_guesses_read_its_own_output(
     assert static.speculation.controller.rates["drafter"].accepted == right
 
 
-def test_its_memory_is_planned(models: dict[str, Path]) -> None:
+def test_its_memory_is_planned(models):
     sizes = draft_sizes(Checkpoint.open(models["knowing"]))
     engine = load(models["target"], models["knowing"], draft_length=3)
     assert sizes.token_bytes == 2 * 2 * HIDDEN
@@ -258,7 +252,7 @@ def test_its_memory_is_planned(models: dict[str, Path]) -> None:
     )
 
 
-def test_its_config_is_read(models: dict[str, Path]) -> None:
+def test_its_config_is_read(models):
     assert HeadConfig.from_dict(HEAD).aux_layers(36) == (2, 18, 33)
     layers = {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}
     assert HeadConfig.from_dict(HEAD | layers).aux_layers(36) == (1, 17, 32), "inputs of layers"
@@ -277,8 +271,6 @@ def test_its_config_is_read(models: dict[str, Path]) -> None:
         ({"draft_vocab_size": 305}, "lm_head"),
     ],
 )
-def test_another_models_head_is_refused(
-    models: dict[str, Path], tmp_path: Path, changes: dict[str, Any], told: str
-) -> None:
+def test_another_models_head_is_refused(models, tmp_path, changes, told):
     with pytest.raises(QuantkitError, match=told):
         load(models["target"], write_head(tmp_path / "head", random_head(), **changes))

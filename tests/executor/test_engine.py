@@ -31,7 +31,7 @@ def questions(engine: Engine, count: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def test_greedy_is_the_argmax_of_the_full_forward(engine: Engine) -> None:
+def test_greedy_is_the_argmax_of_the_full_forward(engine):
     """The cache holds bfloat16, so a choice may differ where two tokens are nearly equal: within
     that tolerance every token is the best."""
     prompt = questions(engine, 3)[2]
@@ -45,7 +45,7 @@ def test_greedy_is_the_argmax_of_the_full_forward(engine: Engine) -> None:
     assert done.finish_reason == "length"
 
 
-def test_batched_is_single(engine: Engine) -> None:
+def test_batched_is_single(engine):
     """Greedy and sampled, more than max_batch: requests join as others leave. Another seed draws
     other tokens."""
     prompts = questions(engine, 12)
@@ -59,7 +59,7 @@ def test_batched_is_single(engine: Engine) -> None:
     assert tokens(engine, prompts[11:], replace(params[11], seed=60)) != together[11:]
 
 
-def test_who_needs_no_further_block_keeps_none_from_others(tiny_checkpoint: Path) -> None:
+def test_who_needs_no_further_block_keeps_none_from_others(tiny_checkpoint):
     """A block each is all that eight requests of 60 tokens need: all run at once."""
     snug = load(tiny_checkpoint, max_batch=8, max_model_len=64)
     done = completions(
@@ -70,9 +70,7 @@ def test_who_needs_no_further_block_keeps_none_from_others(tiny_checkpoint: Path
     )
 
 
-def test_ends_at_eos_and_not_before_min_new_tokens(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ends_at_eos_and_not_before_min_new_tokens(engine, monkeypatch):
     prompts = questions(engine, 1)
     (free,) = tokens(engine, prompts, GREEDY)
     monkeypatch.setattr(engine.tokenizer, "eos_ids", frozenset({free[7]}))
@@ -85,7 +83,7 @@ def test_ends_at_eos_and_not_before_min_new_tokens(
     assert len(late) >= 6
 
 
-def test_a_stop_string_ends_text_before_it_and_not_within_min_new_tokens(engine: Engine) -> None:
+def test_a_stop_string_ends_text_before_it_and_not_within_min_new_tokens(engine):
     prompts = questions(engine, 1)
     (free,) = completions(engine, prompts, GREEDY)
     stop = free.text[6:9]
@@ -99,7 +97,7 @@ def test_a_stop_string_ends_text_before_it_and_not_within_min_new_tokens(engine:
     assert late.token_ids == free.token_ids[: len(late.token_ids)]
 
 
-def test_stream_is_generate_in_pieces(engine: Engine) -> None:
+def test_stream_is_generate_in_pieces(engine):
     prompt = questions(engine, 2)[1]
     deltas = list(engine.stream(prompt, GREEDY))
     (whole,) = completions(engine, [prompt], GREEDY)
@@ -109,7 +107,7 @@ def test_stream_is_generate_in_pieces(engine: Engine) -> None:
     assert "".join(delta.text for delta in deltas).rstrip("\ufffd") == whole.text.rstrip("\ufffd")
 
 
-def test_a_stream_left_early_frees_its_cache(engine: Engine) -> None:
+def test_a_stream_left_early_frees_its_cache(engine):
     stream = engine.stream(questions(engine, 1)[0], GREEDY)
     next(stream)
     stream.close()
@@ -117,7 +115,7 @@ def test_a_stream_left_early_frees_its_cache(engine: Engine) -> None:
     assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_blocks
 
 
-def test_logprobs_are_of_the_chosen_tokens(engine: Engine) -> None:
+def test_logprobs_are_of_the_chosen_tokens(engine):
     prompt = questions(engine, 1)[0]
     (done,) = completions(
         engine, [prompt], SamplingParams(max_new_tokens=5, logprobs=3, ignore_eos=True)
@@ -132,7 +130,7 @@ def test_logprobs_are_of_the_chosen_tokens(engine: Engine) -> None:
         assert len(one.top) == 3
 
 
-def test_answers_end_at_the_context(engine: Engine) -> None:
+def test_answers_end_at_the_context(engine):
     prompt = [5] * 500
     (done,) = completions(engine, [prompt], SamplingParams(max_new_tokens=100, ignore_eos=True))
     assert (len(done.token_ids), done.finish_reason) == (12, "length")
@@ -142,9 +140,7 @@ def test_answers_end_at_the_context(engine: Engine) -> None:
     ("prompt", "said"),
     [([], "empty"), ([5] * 512, "512 tokens"), ([320], "outside 0..319"), ([-1], "outside")],
 )
-def test_prompts_that_cannot_run_are_refused_before_any_work(
-    engine: Engine, prompt: list[int], said: str
-) -> None:
+def test_prompts_that_cannot_run_are_refused_before_any_work(engine, prompt, said):
     with pytest.raises(QuantkitError, match=said):
         next(engine.generate([[1, 2], prompt], GREEDY))
     assert not engine.has_work

@@ -53,12 +53,7 @@ def check(done: list[Completion], alone: list[list[int]], fault: type[BaseExcept
 
 
 @pytest.mark.parametrize("fault", [ValueError, type("Panic", (BaseException,), {})])
-def test_text_that_cannot_be_decoded(
-    engine: Engine,
-    alone: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    fault: type[BaseException],
-) -> None:
+def test_text_that_cannot_be_decoded(engine, alone, monkeypatch, fault):
     push = TextStream.push
 
     def broken(self: TextStream, token_id: int) -> str:
@@ -72,7 +67,7 @@ def test_text_that_cannot_be_decoded(
     check(completions(engine, PROMPTS, params), alone, fault)
 
 
-def test_a_row_that_cannot_be_sampled(engine: Engine, alone: list[list[int]]) -> None:
+def test_a_row_that_cannot_be_sampled(engine, alone):
     """A bound that a request got round, as a top_k of 2**63 once did."""
     params = [*PARAMS]
     params[BAD] = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=1.0)
@@ -81,9 +76,7 @@ def test_a_row_that_cannot_be_sampled(engine: Engine, alone: list[list[int]]) ->
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_a_pass_that_fails_for_one(
-    engine: Engine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_pass_that_fails_for_one(engine, alone, monkeypatch, kind):
     compute = getattr(engine.runner, kind)
 
     def broken(parts: list[Any]) -> Any:
@@ -104,9 +97,7 @@ def test_a_pass_that_fails_for_one(
     )
 
 
-def test_a_pass_that_fails_for_all_ends_all_and_no_more(
-    engine: Engine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_fails_for_all_ends_all_and_no_more(engine, alone, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner, "prefill", lambda parts: 1 // 0)
         assert [type(one.fault) for one in completions(engine, PROMPTS, PARAMS)] == [
@@ -115,7 +106,7 @@ def test_a_pass_that_fails_for_all_ends_all_and_no_more(
     assert [one.token_ids for one in completions(engine, PROMPTS, PARAMS)] == alone
 
 
-def test_a_lost_device_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_is_told(engine, monkeypatch):
     sequence = engine.submit(PROMPTS[0], PARAMS[0])
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner, "prefill", lambda parts: 1 // 0)
@@ -125,7 +116,7 @@ def test_a_lost_device_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
     engine.cancel(sequence)
 
 
-def test_logits_that_are_not_numbers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_are_not_numbers(engine, monkeypatch):
     logits = engine.runner.model.logits
     monkeypatch.setattr(engine.runner.model, "logits", lambda hidden: logits(hidden) * float("nan"))
     (done,) = engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=3, logprobs=2))
@@ -136,9 +127,7 @@ def test_logits_that_are_not_numbers(engine: Engine, monkeypatch: pytest.MonkeyP
     ("place", "token"),
     [("generation_config.json", 10**6), ("config.json", -1), ("generation_config.json", "x")],
 )
-def test_ends_that_are_no_tokens_are_refused_at_load(
-    tiny_checkpoint: Path, tmp_path: Path, place: str, token: Any
-) -> None:
+def test_ends_that_are_no_tokens_are_refused_at_load(tiny_checkpoint, tmp_path, place, token):
     path = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     file = path / place
     known = json.loads(file.read_text()) if file.is_file() else {}

@@ -42,9 +42,7 @@ def answers(engine: Engine, **options: object) -> list[str]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_json_fits_its_schema_with_drafts_and_without(
-    engine: Engine, tiny_checkpoint: Path, temperature: float
-) -> None:
+def test_json_fits_its_schema_with_drafts_and_without(engine, tiny_checkpoint, temperature):
     asked = {"grammar": grammar.json_schema(SCHEMA), "temperature": temperature}
     found = answers(engine, **asked)
     for text in found:
@@ -59,7 +57,7 @@ def test_json_fits_its_schema_with_drafts_and_without(
         assert len(set(found)) > 1, "everybody says the same: nothing was sampled"
 
 
-def test_expressions_choices_and_grammars(engine: Engine) -> None:
+def test_expressions_choices_and_grammars(engine):
     assert all(
         re.fullmatch(r"[ab]{5}-\d+", text)
         for text in answers(engine, grammar=grammar.regex(r"[ab]{5}-\d{1,3}"), temperature=1.0)
@@ -71,7 +69,7 @@ def test_expressions_choices_and_grammars(engine: Engine) -> None:
     )
 
 
-def test_a_choice_may_hold_any_character(engine: Engine) -> None:
+def test_a_choice_may_hold_any_character(engine):
     texts = [
         'a"b\\c\n\t',
         "\x7fdel\b\f",
@@ -87,7 +85,7 @@ def test_a_choice_may_hold_any_character(engine: Engine) -> None:
         assert set(answers(engine, grammar=grammar.choice([text]))) == {text}
 
 
-def test_texts_of_added_tokens_are_spelled_out() -> None:
+def test_texts_of_added_tokens_are_spelled_out():
     """By tiny-r1's tokenizer, which has <think> and the marks of turns; by the library alone such
     answers ended with an error."""
     model, schema = (
@@ -125,7 +123,7 @@ def test_texts_of_added_tokens_are_spelled_out() -> None:
             model.submit(PROMPTS[0], SamplingParams(grammar=text))
 
 
-def test_unknown_formats_ask_for_nothing_wherever_a_schema_stands(engine: Engine) -> None:
+def test_unknown_formats_ask_for_nothing_wherever_a_schema_stands(engine):
     """A property of that name, and values that look like schemas, stay as they are."""
     secret, odd = {"type": "string", "format": "password", "maxLength": 2}, {"format": "no-format"}
     schema = {
@@ -152,7 +150,7 @@ def test_unknown_formats_ask_for_nothing_wherever_a_schema_stands(engine: Engine
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", value["day"]), "a known format still counts"
 
 
-def test_it_ends_where_nothing_can_follow_and_goes_on_where_something_can(engine: Engine) -> None:
+def test_it_ends_where_nothing_can_follow_and_goes_on_where_something_can(engine):
     (done,) = engine.generate(
         [PROMPTS[0]],
         SamplingParams(max_new_tokens=50, grammar=grammar.regex("ab"), ignore_eos=True),
@@ -165,7 +163,7 @@ def test_it_ends_where_nothing_can_follow_and_goes_on_where_something_can(engine
     assert (done.text, done.finish_reason) == ("abbbbbbbb", "length")
 
 
-def test_a_grammar_that_begins_behind_a_token(engine: Engine) -> None:
+def test_a_grammar_that_begins_behind_a_token(engine):
     end = engine.tokenizer.end_think
     assert end is not None
     (free,) = engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=4, ignore_eos=True))
@@ -192,9 +190,7 @@ def test_a_grammar_that_begins_behind_a_token(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
-def test_thinking_is_closed_before_an_answer_that_is_held_ends(
-    tiny_checkpoint: Path, drafts: int
-) -> None:
+def test_thinking_is_closed_before_an_answer_that_is_held_ends(tiny_checkpoint, drafts):
     """A model whose next token is most often one that ends the answer, by the request's own
     bias."""
     engine = load(tiny_checkpoint, draft_length=drafts)
@@ -250,7 +246,7 @@ def allowed(guide: grammar.Guide, drafts: list[int]) -> list[list[int] | None]:
         ("x" * 200_000, "characters"),
     ],
 )
-def test_what_is_no_grammar_is_refused(engine: Engine, text: str, said: str) -> None:
+def test_what_is_no_grammar_is_refused(engine, text, said):
     with pytest.raises(QuantkitError, match=said):
         engine.submit(PROMPTS[0], SamplingParams(grammar=text))
     assert not engine.has_work
@@ -260,12 +256,12 @@ def test_what_is_no_grammar_is_refused(engine: Engine, text: str, said: str) -> 
     "make",
     [lambda: grammar.regex("(" * 70 + ")" * 70), lambda: grammar.json_schema({"a": "x" * 200_000})],
 )
-def test_size_and_depth_are_limited(make) -> None:  # type: ignore[no-untyped-def]
+def test_size_and_depth_are_limited(make):  # type: ignore[no-untyped-def]
     with pytest.raises(QuantkitError, match=r"brackets|characters"):
         make()
 
 
-def test_a_grammar_that_fails_in_the_middle_ends_its_request_alone(engine: Engine) -> None:
+def test_a_grammar_that_fails_in_the_middle_ends_its_request_alone(engine):
     params = SamplingParams(max_new_tokens=20, grammar=grammar.regex("[ab]{30}"))
     bad, good = engine.submit(PROMPTS[0], params), engine.submit(PROMPTS[1], params)
     assert bad.guide is not None
@@ -277,14 +273,14 @@ def test_a_grammar_that_fails_in_the_middle_ends_its_request_alone(engine: Engin
     assert re.fullmatch("[ab]{20}", good.completion().text)
 
 
-def test_a_tokenizer_that_ends_no_answer_takes_no_grammar(engine: Engine) -> None:
+def test_a_tokenizer_that_ends_no_answer_takes_no_grammar(engine):
     with pytest.raises(QuantkitError, match="grammars are not supported with this model"):
         grammar.Grammars(engine.tokenizer.tokenizer, 320, frozenset()).guide(
             grammar.regex("a"), None
         )
 
 
-def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(QuantkitError, match="llguidance; pip install llguidance"):
         grammar.regex("a")

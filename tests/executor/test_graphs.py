@@ -39,7 +39,7 @@ def engine_of(path: Path, captured: Capture | None = None, draft_length: int = 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_graphs_share_their_memory() -> None:
+def test_graphs_share_their_memory():
     """What one needs while it computes serves all others."""
     device, room = torch.device("cuda", 0), 1 << 24
     capture = DeviceCapture(device)
@@ -61,9 +61,7 @@ def expected(tiny_checkpoint: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("draft_length", [0, 2])
-def test_static_buffers_change_no_token(
-    tiny_checkpoint: Path, expected: list[list[int]], draft_length: int
-) -> None:
+def test_static_buffers_change_no_token(tiny_checkpoint, expected, draft_length):
     """Batches of 1 to 8 (24 rows with drafts) shrink and grow, greedy and sampled, through padded
     steps."""
     engine = engine_of(tiny_checkpoint, in_place, draft_length)
@@ -75,9 +73,7 @@ def test_static_buffers_change_no_token(
         assert drafter.steps.failure == ""
 
 
-def test_a_failed_capture_is_computed_eagerly_and_says_why(
-    tiny_checkpoint: Path, expected: list[list[int]]
-) -> None:
+def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint, expected):
     engine = engine_of(tiny_checkpoint, refuse)
     with pytest.warns(RuntimeWarning, match="could not be captured"):
         found = tokens(engine, PROMPTS, PARAMS)
@@ -88,7 +84,7 @@ def test_a_failed_capture_is_computed_eagerly_and_says_why(
     )
 
 
-def test_what_is_given_lies_first_and_the_rest_is_padding() -> None:
+def test_what_is_given_lies_first_and_the_rest_is_padding():
     """Of every buffer: three rows of four, then one; lengths in the list that a graph was captured
     with."""
     buffers = DecodeBuffers(4, 16, torch.device("cpu"), torch.ones(1, 8))
@@ -112,7 +108,7 @@ def test_what_is_given_lies_first_and_the_rest_is_padding() -> None:
 
 
 @torch.inference_mode()
-def test_rows_that_are_wanted_are_those_of_all(tiny_checkpoint: Path) -> None:
+def test_rows_that_are_wanted_are_those_of_all(tiny_checkpoint):
     """A step for each number of them; who asks for one of so many rows is told the one that makes
     the fewest."""
     engine = engine_of(tiny_checkpoint)

@@ -2,7 +2,6 @@
 have the host wait for one."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import make_model
@@ -43,7 +42,7 @@ class HostTraffic(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_step_has_no_traffic_with_the_host(name: str, tmp_path: Path) -> None:
+def test_a_step_has_no_traffic_with_the_host(name, tmp_path):
     config, traffic, steps = CONFIGS[name], HostTraffic(), [0]
 
     def watched(step: Callable[[], Any], lengths: list[int]) -> Callable[[], Any]:

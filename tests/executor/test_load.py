@@ -75,7 +75,7 @@ def stored_bytes(loaded: LoadedModel, *splits: str) -> int:
     return found
 
 
-def test_a_rank_reads_its_share(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_its_share(packed, monkeypatch):
     """A quarter of what four ranks share out, beside it only the scales per channel of linears cut
     along their inputs."""
     monkeypatch.setattr(shards, "SMALLEST_PIECE", 1)
@@ -90,7 +90,7 @@ def test_a_rank_reads_its_share(packed: Path, monkeypatch: pytest.MonkeyPatch) -
         assert least <= loaded.checkpoint.bytes_read < common + 1.1 * shared / SIZE
 
 
-def test_rows_are_read_whole_where_their_pieces_are_small(packed: Path) -> None:
+def test_rows_are_read_whole_where_their_pieces_are_small(packed):
     """The same bytes at most as without ranks, and fewer: what lies together is read alone."""
     loaded = load(packed, 1)
     common, shared = (
@@ -100,7 +100,7 @@ def test_rows_are_read_whole_where_their_pieces_are_small(packed: Path) -> None:
     assert common + shared / SIZE < loaded.checkpoint.bytes_read < common + 0.8 * shared
 
 
-def test_shares_are_those_of_the_whole_weight(packed: Path) -> None:
+def test_shares_are_those_of_the_whole_weight(packed):
     whole = load_model(packed, device="cpu", dtype="float32")
     down, up = "model.layers.1.mlp.experts.3.down_proj", "model.layers.1.mlp.experts.3.up_proj"
     shares = [load(packed, rank).weights for rank in range(SIZE)]
@@ -111,9 +111,7 @@ def test_shares_are_those_of_the_whole_weight(packed: Path) -> None:
         )
 
 
-def test_each_model_of_a_process_computes_by_its_own_backend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_model_of_a_process_computes_by_its_own_backend(tmp_path, monkeypatch):
     """The one that is loaded last does not decide for the one before it, nor for what computes
     without a model."""
     by_cpu: list[str] = []
@@ -158,7 +156,7 @@ def test_each_model_of_a_process_computes_by_its_own_backend(
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_model_that_computes_no_numbers_is_refused(tmp_path: Path, tp: int) -> None:
+def test_a_model_that_computes_no_numbers_is_refused(tmp_path, tp):
     """A NaN makes every logit one, and the likeliest token of these the first: answers were empty,
     and nobody was told."""
     config = make_model.tiny_config()
@@ -174,7 +172,7 @@ def test_a_model_that_computes_no_numbers_is_refused(tmp_path: Path, tp: int) ->
         Engine.load(path, device="cpu", dtype="float32", tp=tp)
 
 
-def test_a_model_of_transformers_that_computes_no_numbers_is_refused(tmp_path: Path) -> None:
+def test_a_model_of_transformers_that_computes_no_numbers_is_refused(tmp_path):
     config = transformers.GemmaConfig(**{**transformers_peers.SHARED, "head_dim": 16})
     model = transformers.GemmaForCausalLM(config)
     with torch.no_grad():

@@ -56,7 +56,7 @@ def penalized(
     return found
 
 
-def test_a_row_is_adjusted_for_the_tokens_before_it(engine: Engine) -> None:
+def test_a_row_is_adjusted_for_the_tokens_before_it(engine):
     def sequence_of(index: int, prompt: list[int], params: SamplingParams) -> Sequence:
         return Sequence(index, prompt, params, engine.tokenizer, 256, streams=False)
 
@@ -103,7 +103,7 @@ def test_a_row_is_adjusted_for_the_tokens_before_it(engine: Engine) -> None:
     assert len(adjuster._slots) == 2, "who has finished keeps no place"
 
 
-def test_min_p_keeps_a_share_of_the_likeliest() -> None:
+def test_min_p_keeps_a_share_of_the_likeliest():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     batch = Batch.of(
         [SamplingParams(temperature=0.5, min_p=share) for share in (0.0, 0.1, 1.0)],
@@ -127,9 +127,7 @@ def run(
     return [(one.token_ids, scores(one.logprobs), scores(one.prompt_logprobs)) for one in done]
 
 
-def test_with_drafts_chunks_and_shared_prefixes_it_is_the_same(
-    engine: Engine, tiny_checkpoint: Path
-) -> None:
+def test_with_drafts_chunks_and_shared_prefixes_it_is_the_same(engine, tiny_checkpoint):
     prompts = [PROMPT * 3, PROMPT[:20], [7, 8]]
     other = load(tiny_checkpoint, draft_length=2, chunk_tokens=31, prefix_cache=True)
     for params in (
@@ -155,7 +153,7 @@ def test_with_drafts_chunks_and_shared_prefixes_it_is_the_same(
     assert different, "what was asked for changed nothing"
 
 
-def test_a_prompts_log_probabilities_are_those_of_its_prefixes(engine: Engine) -> None:
+def test_a_prompts_log_probabilities_are_those_of_its_prefixes(engine):
     (done,) = engine.generate([PROMPT], SamplingParams(max_new_tokens=1, prompt_logprobs=3))
     assert done.prompt_logprobs is not None
     assert [one.token_id for one in done.prompt_logprobs] == PROMPT[1:]
@@ -170,7 +168,7 @@ def test_a_prompts_log_probabilities_are_those_of_its_prefixes(engine: Engine) -
         assert (scored.rank == 1) == (scored.top[0][0] == PROMPT[place])
 
 
-def test_stop_tokens_end_an_answer_and_are_not_in_its_text(engine: Engine) -> None:
+def test_stop_tokens_end_an_answer_and_are_not_in_its_text(engine):
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     (free,) = engine.generate([PROMPT], params)
     end = next(token for token in free.token_ids[8:] if token not in free.token_ids[:8])
@@ -185,7 +183,7 @@ def test_stop_tokens_end_an_answer_and_are_not_in_its_text(engine: Engine) -> No
     assert end not in late.token_ids[:20]
 
 
-def test_tokens_that_the_model_does_not_have(engine: Engine) -> None:
+def test_tokens_that_the_model_does_not_have(engine):
     for named in (
         {"logit_bias": ((320, 1.0),)},
         {"logit_bias": ((-1, 1.0),)},
@@ -195,7 +193,7 @@ def test_tokens_that_the_model_does_not_have(engine: Engine) -> None:
             engine.submit(PROMPT, SamplingParams(**named))
 
 
-def test_defaults_of_a_model_include_its_penalty(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_defaults_of_a_model_include_its_penalty(tiny_checkpoint, tmp_path):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_checkpoint / name, tmp_path)
     (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.05, "min_p": 0.1}')

@@ -1,8 +1,6 @@
 """Inputs of 60 000 tokens: planned, scheduled in chunks, and attended to as far back as they
 reach."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -27,7 +25,7 @@ def r1_plan(free_gb: float, max_batch: int = 64) -> dict[str, int]:
     return {"tokens": plan.tokens, "bytes": plan.num_blocks * plan.block_size * R1_BYTES_PER_TOKEN}
 
 
-def test_r1_beside_its_weights_has_room_for_long_inputs() -> None:
+def test_r1_beside_its_weights_has_room_for_long_inputs():
     """A card of 64 GB that holds 44 GB of weights: several such inputs at once, within nine tenths
     of what is left."""
     plan = r1_plan(free_gb=19)
@@ -42,9 +40,7 @@ def test_r1_beside_its_weights_has_room_for_long_inputs() -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("new", [1, 9])
-def test_absorbed_decoding_is_expanded_prefill_at_60k(
-    tiny_dense_checkpoint: Path, new: int
-) -> None:
+def test_absorbed_decoding_is_expanded_prefill_at_60k(tiny_dense_checkpoint, new):
     """Two ways to the last token's hidden state: keys expanded in parts and merged, and one pass
     over the latents as they are."""
     loaded = load_model(tiny_dense_checkpoint, device="cpu", dtype="float32")

@@ -38,9 +38,7 @@ def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(memory_budget, "free_bytes", lambda device: count)
 
 
-def test_a_mixture_over_latents_has_long_steps_where_memory_is_left(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mixture_over_latents_has_long_steps_where_memory_is_left(loaded, monkeypatch):
     needed = long_step_bytes(loaded)
     assert needed is not None
     rows = LONG_PREFILL_TOKENS * loaded.config.hidden_size * 2
@@ -65,7 +63,7 @@ def test_a_mixture_over_latents_has_long_steps_where_memory_is_left(
         assert default_chunk_tokens(loaded, plan) == PREFILL_TOKENS["cuda"]
 
 
-def test_others_have_the_steps_that_their_device_has(loaded: LoadedModel) -> None:
+def test_others_have_the_steps_that_their_device_has(loaded):
     cache = loaded.config.cache
     for kind in ("cpu", "npu"):
         assert long_step_bytes(replace(loaded, device=SimpleNamespace(type=kind))) is None
@@ -80,9 +78,7 @@ def test_others_have_the_steps_that_their_device_has(loaded: LoadedModel) -> Non
         assert long_step_bytes(replace(loaded, config=config)) is None
 
 
-def test_models_with_keys_and_values_have_long_steps_too(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_with_keys_and_values_have_long_steps_too(loaded, monkeypatch):
     """Qwen3-8B's sizes: of a token 4096 numbers of 16 bits in eight rows, and 12,288 three
     times."""
     config = SimpleNamespace(
@@ -106,9 +102,7 @@ def test_models_with_keys_and_values_have_long_steps_too(
         assert default_chunk_tokens(dense, plan) == tokens  # type: ignore[arg-type]
 
 
-def test_the_cache_leaves_room_and_nothing_is_refused_for_it(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_leaves_room_and_nothing_is_refused_for_it(loaded, monkeypatch):
     needed = long_step_bytes(loaded)
     assert needed is not None
     per_block = 64 * loaded.cache_token_bytes

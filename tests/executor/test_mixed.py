@@ -3,7 +3,6 @@ and nobody waits for a long prompt."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +33,7 @@ PARAMS = [
 
 
 @torch.inference_mode()
-def test_a_mixed_pass_computes_what_two_do(tiny_checkpoint: Path) -> None:
+def test_a_mixed_pass_computes_what_two_do(tiny_checkpoint):
     """Logits and hidden states to 1e-5, and what the layers keep, but for the last place of
     bfloat16."""
     found = []
@@ -63,9 +62,7 @@ def test_a_mixed_pass_computes_what_two_do(tiny_checkpoint: Path) -> None:
         torch.testing.assert_close(ours, theirs, rtol=last_place, atol=1e-5)
 
 
-def test_a_pass_that_fails_for_one_fails_for_nobody_else(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_fails_for_one_fails_for_nobody_else(tiny_checkpoint, monkeypatch):
     engine, index = load(tiny_checkpoint), 4
     alone = tokens(engine, PROMPTS, PARAMS)
     engine.scheduler.budget = StepBudget(512, 16, mixed=True)
@@ -123,8 +120,8 @@ class Clocked:
     ],
 )
 def test_the_chunk_is_the_longest_that_nobody_waits_too_long_for(
-    fixed: float, each: float, launches: float, step: float, most: int, chosen: int
-) -> None:
+    fixed, each, launches, step, most, chosen
+):
     """Whatever weights, launches and the answers' own step between chunks take."""
     clock = Clocked(fixed, each, launches)
     chunk = prefill_tuner._PassTimes(clock, step).best_chunk(most, 0.25)
@@ -137,9 +134,7 @@ def test_the_chunk_is_the_longest_that_nobody_waits_too_long_for(
 @pytest.mark.parametrize(
     ("launches", "most", "longest"), [(0.0, 4096, 0.25), (0.0, 2048, 0.4), (0.155, 8192, 0.2)]
 )
-def test_chunks_behind_a_context_take_as_long(
-    launches: float, most: int, longest: float, seen: float
-) -> None:
+def test_chunks_behind_a_context_take_as_long(launches, most, longest, seen):
     """What a pass costs beside its tokens, launches, and what it costs for each token that it is
     behind, as latents that are expanded."""
     clock = Clocked(52e-3, 48e-6, launches, pair=1.8e-9, seen=seen)
@@ -179,14 +174,12 @@ class Launched:
     ("launches", "most", "captured"),
     [(60e-3, 4096, 2048), (45e-3, 4096, 1024), (0.0, 4096, 1024), (45e-3, 100, 100)],
 )
-def test_passes_are_captured_where_they_wait_for_launches(
-    launches: float, most: int, captured: int
-) -> None:
+def test_passes_are_captured_where_they_wait_for_launches(launches, most, captured):
     trial: Any = Launched(launches)
     assert prefill_tuner._largest_captured(trial, most) == captured
 
 
-def test_what_is_measured_is_a_budget(tiny_checkpoint: Path) -> None:
+def test_what_is_measured_is_a_budget(tiny_checkpoint):
     engine = load(tiny_checkpoint, measure_steps=True, max_model_len=256)
     found = engine.scheduler.budget
     assert found.prefill_only == 1024
@@ -200,9 +193,7 @@ def test_what_is_measured_is_a_budget(tiny_checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(("device", "computed"), [("cuda", [[32]] * 4 + [[224, 224]]), ("cpu", [])])
-def test_the_longest_step_is_computed_before_the_first_request(
-    device: str, computed: list[int]
-) -> None:
+def test_the_longest_step_is_computed_before_the_first_request(device, computed):
     """Of two prompts, as long as a step is, or as the cache holds. A CPU has nothing to compile,
     and computes for seconds."""
     launched: list[list[int]] = []
@@ -226,9 +217,7 @@ def test_the_longest_step_is_computed_before_the_first_request(
 
 
 @pytest.mark.parametrize(("each", "least"), [(4.0, 32), (0.02, 32), (2e-4, 64)])
-def test_slow_passes_are_not_measured_for_long(
-    tiny_checkpoint: Path, each: float, least: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_passes_are_not_measured_for_long(tiny_checkpoint, each, least, monkeypatch):
     """On a clock of its own, which each pass moves on by its tokens: as of a large model on a CPU,
     and of one that is fast enough."""
     engine, now = load(tiny_checkpoint, max_model_len=512, max_batch=4), [0.0]
@@ -254,7 +243,7 @@ def test_slow_passes_are_not_measured_for_long(
     )
 
 
-def test_the_slowest_rank_decides(tiny_checkpoint: Path) -> None:
+def test_the_slowest_rank_decides(tiny_checkpoint):
     engine = load(tiny_checkpoint, max_model_len=1024)
     told: list[int] = []
     parallel: Any = SimpleNamespace(minimum=lambda value: told.append(value) or -2_000_000_000)

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -83,7 +82,7 @@ def run(engine: Engine) -> list[Completion]:
 
 
 @pytest.mark.parametrize(("tp", "draft_length"), [(2, 1), (4, 0)])
-def test_ranks_together_are_one(tiny_checkpoint: Path, tp: int, draft_length: int) -> None:
+def test_ranks_together_are_one(tiny_checkpoint, tp, draft_length):
     """Greedy and sampled tokens identical, log-probabilities to float tolerance; a request left
     early stops on every rank."""
     alone = run(load(tiny_checkpoint, tp=1))
@@ -113,7 +112,7 @@ def test_ranks_together_are_one(tiny_checkpoint: Path, tp: int, draft_length: in
     ).loaded.nbytes * (0.7 if tp == 2 else 0.5)
 
 
-def test_a_rank_that_dies_is_named_within_seconds(tiny_checkpoint: Path) -> None:
+def test_a_rank_that_dies_is_named_within_seconds(tiny_checkpoint):
     engine = load(tiny_checkpoint, tp=2)
     stream = engine.stream(PROMPTS[0], SamplingParams(max_new_tokens=200, ignore_eos=True))
     next(stream)
@@ -145,8 +144,8 @@ def test_a_rank_that_dies_is_named_within_seconds(tiny_checkpoint: Path) -> None
     ],
 )
 def test_what_ranks_cannot_do_is_said_before_they_start(
-    tiny_checkpoint: Path, options: dict[str, int], told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_checkpoint, options, told, monkeypatch
+):
     monkeypatch.setattr(
         "quantkit.executor.ranks.parallel.launch", lambda options: pytest.fail("ranks were started")
     )
@@ -154,9 +153,7 @@ def test_what_ranks_cannot_do_is_said_before_they_start(
         Engine.load(tiny_checkpoint, device="cpu", **options)
 
 
-def test_more_ranks_than_devices_are_refused(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_ranks_than_devices_are_refused(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr(
         "quantkit.executor.ranks.parallel.find_device", lambda name: torch.device("cuda")
     )
@@ -174,14 +171,14 @@ def ended(line: str) -> tuple[int, str]:
     return done.returncode, done.stderr.strip()
 
 
-def test_an_uneven_tp_is_bad_usage(tiny_checkpoint: Path) -> None:
+def test_an_uneven_tp_is_bad_usage(tiny_checkpoint):
     code, said = ended(f"run {tiny_checkpoint} --raw --prompt a --device cpu --tp 3")
     assert code == 2
     assert said.startswith("error: the model has num_attention_heads = 4")
     assert len(said.splitlines()) == 1, said
 
 
-def test_what_every_rank_refuses_is_told_once(tiny_checkpoint: Path) -> None:
+def test_what_every_rank_refuses_is_told_once(tiny_checkpoint):
     """More tokens of a cache than there is memory for, which is known when the weights are
     there."""
     asked = "--port 18431 --device cpu --tp 2 --cache-tokens 1000000000000"
@@ -192,9 +189,7 @@ def test_what_every_rank_refuses_is_told_once(tiny_checkpoint: Path) -> None:
     assert sum("cache of" in line for line in lines) == 1, said
 
 
-def test_what_one_rank_alone_refuses_is_told_with_its_number(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_what_one_rank_alone_refuses_is_told_with_its_number(tiny_checkpoint, tmp_path):
     """Rank 1 misses a shard; this process, rank 0, opens no model and waits for it."""
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     next(model.glob("*.safetensors")).unlink()
@@ -206,7 +201,7 @@ def test_what_one_rank_alone_refuses_is_told_with_its_number(
     torch.distributed.destroy_process_group()
 
 
-def test_ranks_that_a_launcher_started_lead_and_follow(tiny_checkpoint: Path) -> None:
+def test_ranks_that_a_launcher_started_lead_and_follow(tiny_checkpoint):
     """As torchrun starts them: rank 0 answers, rank 1 prints nothing, and both end."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -233,7 +228,7 @@ def test_ranks_that_a_launcher_started_lead_and_follow(tiny_checkpoint: Path) ->
     assert printed[1] == b""
 
 
-def test_a_rank_that_follows_takes_no_requests(tiny_checkpoint: Path) -> None:
+def test_a_rank_that_follows_takes_no_requests(tiny_checkpoint):
     engine = load(tiny_checkpoint, tp=1)
     engine.leader = Leader(Parallel(1, 2))
     with pytest.raises(QuantkitError, match="rank 1 follows rank 0"):
@@ -241,7 +236,7 @@ def test_a_rank_that_follows_takes_no_requests(tiny_checkpoint: Path) -> None:
     assert not engine.has_work
 
 
-def test_a_refusal_ends_the_ranks_that_were_started(tiny_checkpoint: Path) -> None:
+def test_a_refusal_ends_the_ranks_that_were_started(tiny_checkpoint):
     with pytest.raises(QuantkitError, match="a cache of 1000000000000 tokens asked for"):
         Engine.load(tiny_checkpoint, device="cpu", tp=2, cache_tokens=10**12)
     time.sleep(0.5)

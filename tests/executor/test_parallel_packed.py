@@ -68,9 +68,7 @@ def write(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_answer_as_one(
-    tmp_path: Path, plain: tuple[dict[str, Any], dict[str, torch.Tensor]], name: str
-) -> None:
+def test_ranks_answer_as_one(tmp_path, plain, name):
     path = write(tmp_path / "model", plain, *CASES[name])
     alone, whole = answers(path, 1)
     for tp, share in ((2, 0.75), (4, 0.6)) if name == "awq" else ((2, 0.75),):

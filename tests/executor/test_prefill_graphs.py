@@ -53,9 +53,7 @@ def engine_of(
 @pytest.mark.parametrize(
     ("kind", "mixed"), [("latents", False), ("latents with guesses", True), ("keys", True)]
 )
-def test_padded_passes_give_the_tokens_of_eager_ones(
-    tiny_checkpoint: Path, grouped: Path, kind: str, mixed: bool
-) -> None:
+def test_padded_passes_give_the_tokens_of_eager_ones(tiny_checkpoint, grouped, kind, mixed):
     """Chunks of 1 to 48 tokens of up to four prompts, beside answers in one pass or apart, the
     prefixes known from the second time on."""
     path, drafts = grouped if kind == "keys" else tiny_checkpoint, 2 if "guesses" in kind else 0
@@ -71,7 +69,7 @@ def test_padded_passes_give_the_tokens_of_eager_ones(
 
 
 @torch.inference_mode()
-def test_hidden_states_are_those_of_an_eager_pass(tiny_checkpoint: Path) -> None:
+def test_hidden_states_are_those_of_an_eager_pass(tiny_checkpoint):
     """Two chunks of two prompts, the second behind cached tokens, as a replay of buffers that held
     other prompts before."""
     blocks, found = [[3, 1], [2]], []
@@ -108,9 +106,7 @@ def widths(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["latents", "keys"])
-def test_last_tokens_alone_go_through_the_last_mlp(
-    tiny_checkpoint: Path, grouped: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_tokens_alone_go_through_the_last_mlp(tiny_checkpoint, grouped, kind, monkeypatch):
     """Of passes that are launched and replayed; who asks for all tokens gets all."""
     engine = engine_of(tiny_checkpoint if kind == "latents" else grouped, in_place)
     prompts, computed = engine.runner.prefill_runner, widths(engine, monkeypatch)
@@ -125,9 +121,7 @@ def test_last_tokens_alone_go_through_the_last_mlp(
     assert {size.all_hidden for size in prompts._graphs} == {False}
 
 
-def test_log_probabilities_of_a_prompt_are_of_all_its_tokens(
-    grouped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_probabilities_of_a_prompt_are_of_all_its_tokens(grouped, monkeypatch):
     """In one pass with prompts of which nobody asks for them."""
     engine = engine_of(grouped, None, budget=StepBudget(512, 512))
     computed = widths(engine, monkeypatch)
@@ -147,7 +141,7 @@ def test_log_probabilities_of_a_prompt_are_of_all_its_tokens(
     assert len(ours) == len(PROMPTS[1]) - 1
 
 
-def test_little_of_a_pass_is_padding_and_few_graphs_serve_any_number(tiny_checkpoint: Path) -> None:
+def test_little_of_a_pass_is_padding_and_few_graphs_serve_any_number(tiny_checkpoint):
     cache = engine_of(tiny_checkpoint).cache
     for count in (1, 16, 17, 129, 300, 513, 700, 1000, 1024):
         size = prefill_graphs.graph_size(None, [PrefillChunk([0] * count, 0, [1] * 20)], cache)
@@ -161,9 +155,7 @@ def test_little_of_a_pass_is_padding_and_few_graphs_serve_any_number(tiny_checkp
 
 
 @torch.inference_mode()
-def test_long_passes_and_states_are_not_captured(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_passes_and_states_are_not_captured(tiny_checkpoint, monkeypatch):
     passes = engine_of(tiny_checkpoint, in_place).runner.prefill_runner
     passes.keep_all_hidden = True
     passes.limit(20)
@@ -182,7 +174,7 @@ def test_long_passes_and_states_are_not_captured(
 
 
 @torch.inference_mode()
-def test_a_limit_lets_go_of_larger_graphs(tiny_checkpoint: Path) -> None:
+def test_a_limit_lets_go_of_larger_graphs(tiny_checkpoint):
     passes = engine_of(tiny_checkpoint, in_place).runner.prefill_runner
     passes.keep_all_hidden = True  # a product of another size may differ in its last bit
     prompts = {
@@ -200,7 +192,7 @@ def test_a_limit_lets_go_of_larger_graphs(tiny_checkpoint: Path) -> None:
 
 
 @torch.inference_mode()
-def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint: Path) -> None:
+def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint):
     def refuse(step: Callable[[], object], lengths: list[int]) -> Callable[[], object]:
         raise RuntimeError("operation not permitted\nsecond line")
 
@@ -239,9 +231,7 @@ def answers(engine: Engine) -> list[list[int]]:
     return alone + tokens(engine, USERS, params)
 
 
-def test_nobody_waits_for_what_was_captured_ahead(
-    grouped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_what_was_captured_ahead(grouped, monkeypatch):
     monkeypatch.setattr(graph_warmup, "MIN_FREE_BYTES", 0)
     monkeypatch.setattr(graph_warmup, "MAX_SECONDS", 600.0)
     expected, count = answers(three_users(grouped)), [0]
@@ -255,9 +245,7 @@ def test_nobody_waits_for_what_was_captured_ahead(
 
 
 @pytest.mark.parametrize("field", ["MAX_SECONDS", "MIN_FREE_BYTES"])
-def test_time_and_memory_are_bounded(
-    grouped: Path, field: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_and_memory_are_bounded(grouped, field, monkeypatch):
     monkeypatch.setattr(graph_warmup, "MIN_FREE_BYTES", 0)
     monkeypatch.setattr(graph_warmup, field, 0.0 if field == "MAX_SECONDS" else 1 << 60)
     engine = three_users(grouped, count := [0])

@@ -65,9 +65,7 @@ def part_at_a_tie(one: Completion, other: Completion) -> bool:
 
 
 @pytest.mark.parametrize("draft_length", [0, 1])
-def test_tokens_are_those_without(
-    tiny_checkpoint: Path, without: Engine, draft_length: int
-) -> None:
+def test_tokens_are_those_without(tiny_checkpoint, without, draft_length):
     engine = load(tiny_checkpoint, True, draft_length=draft_length)
     prompts, params = requests(10)
     first, again = run(engine, prompts, params), run(engine, prompts, params)
@@ -79,9 +77,7 @@ def test_tokens_are_those_without(
     assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_blocks
 
 
-def test_an_answer_is_found_as_the_next_turns_prompt(
-    tiny_checkpoint: Path, without: Engine
-) -> None:
+def test_an_answer_is_found_as_the_next_turns_prompt(tiny_checkpoint, without):
     engine = load(tiny_checkpoint, True)
     greedy = [SamplingParams(max_new_tokens=80, ignore_eos=True)]
     (turn,) = run(engine, [SYSTEM], greedy)
@@ -91,9 +87,7 @@ def test_an_answer_is_found_as_the_next_turns_prompt(
     assert tokens([next_turn]) == tokens(run(without, [longer], greedy))
 
 
-def test_a_full_cache_evicts_and_preempts_and_loses_nothing(
-    tiny_checkpoint: Path, without: Engine
-) -> None:
+def test_a_full_cache_evicts_and_preempts_and_loses_nothing(tiny_checkpoint, without):
     engine = load(tiny_checkpoint, True, cache_tokens=640, chunk_tokens=70)
     prompts, params = requests(12, new_tokens=90)
     params = [replace(one, logprobs=2) for one in params]
@@ -107,7 +101,7 @@ def test_a_full_cache_evicts_and_preempts_and_loses_nothing(
     assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_blocks
 
 
-def test_the_longest_unused_goes_first_and_nothing_in_use_goes(without: Engine) -> None:
+def test_the_longest_unused_goes_first_and_nothing_in_use_goes(without):
     """Random takes, finds and ends against a plain account of who uses what."""
     generator = random.Random(0)
     blocks = PrefixCachingAllocator(num_blocks=13, block_size=4)
@@ -150,7 +144,7 @@ def test_the_longest_unused_goes_first_and_nothing_in_use_goes(without: Engine) 
                     )
 
 
-def test_eviction_keeps_beginnings(without: Engine) -> None:
+def test_eviction_keeps_beginnings(without):
     """Of a prefix that nobody uses the end is forgotten before the beginning."""
     blocks = PrefixCachingAllocator(num_blocks=5, block_size=4)
     sequence = without.sequence(list(range(1, 17)), SamplingParams(), streams=False)

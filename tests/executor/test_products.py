@@ -38,9 +38,7 @@ def quantized(architecture: str, scheme: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("architecture", "scheme"), [("qwen3_moe", "rtn-w4a16"), ("llama", "int8-a8w8c16")]
 )
-def test_products_are_those_of_the_operators(
-    architecture: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_are_those_of_the_operators(architecture, scheme, tmp_path, monkeypatch):
     path = quantized(architecture, scheme, tmp_path)
     linears, experts = set[LinearSize](), set[tuple[str, int, int, int]]()
 
@@ -65,7 +63,7 @@ def test_products_are_those_of_the_operators(
     assert {size.top_k for size in found.experts} <= {2}
 
 
-def test_ranks_have_their_part(tmp_path: Path) -> None:
+def test_ranks_have_their_part(tmp_path):
     """q, k and v are one product, and so are gate and up; what a rank reads of o and down is
     cut."""
     checkpoint = Checkpoint.open(quantized("qwen3_moe", "rtn-w4a16", tmp_path))
@@ -80,7 +78,7 @@ def test_ranks_have_their_part(tmp_path: Path) -> None:
         products(checkpoint, 3)
 
 
-def test_linears_of_16_bits_are_among_them_and_their_experts_are_not(tmp_path: Path) -> None:
+def test_linears_of_16_bits_are_among_them_and_their_experts_are_not(tmp_path):
     """Experts of 16 bits have no plans to choose among; the head and the router are no linears of a
     layer."""
     source = make_model.write_dense(

@@ -4,7 +4,6 @@ computes."""
 import itertools
 import random
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,9 +17,7 @@ from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
-def test_rows_that_are_kept_are_those_made_anew(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_are_kept_are_those_made_anew(tiny_checkpoint, monkeypatch):
     """Of sequences that grow, whose blocks come when they are needed or earlier, that are computed
     again in other blocks, or end."""
     engine = load(tiny_checkpoint, max_model_len=512)
@@ -66,9 +63,7 @@ def test_rows_that_are_kept_are_those_made_anew(
     assert 0 < made["anew"] < 100, "most steps kept them"
 
 
-def test_a_sequence_that_was_computed_again_has_rows_of_its_new_blocks(
-    tiny_checkpoint: Path,
-) -> None:
+def test_a_sequence_that_was_computed_again_has_rows_of_its_new_blocks(tiny_checkpoint):
     """Even where it comes back a token further, in the middle of a block: its last chunk left one
     token."""
     engine = load(tiny_checkpoint, max_batch=1, max_model_len=64)
@@ -87,7 +82,7 @@ def test_a_sequence_that_was_computed_again_has_rows_of_its_new_blocks(
 KEPT = "token_ids num_cached finish_reason first_token last_token _undecoded fault"
 
 
-def test_a_token_without_drafts_is_taken_as_one_with_them(tiny_checkpoint: Path) -> None:
+def test_a_token_without_drafts_is_taken_as_one_with_them(tiny_checkpoint):
     """First tokens, tokens that end an answer, and the last that there is room for."""
     tokenizer = ChatTokenizer(tiny_checkpoint)
     letter = tokenizer.tokenizer.encode("b", add_special_tokens=False).ids[0]
@@ -113,9 +108,7 @@ def test_a_token_without_drafts_is_taken_as_one_with_them(tiny_checkpoint: Path)
 
 
 @pytest.mark.parametrize(("kind", "made"), [("npu", ["steps"]), ("cuda", ["steps", "draws"])])
-def test_what_an_npu_does_not_capture(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kind: str, made: list[str]
-) -> None:
+def test_what_an_npu_does_not_capture(tiny_checkpoint, monkeypatch, kind, made):
     """Its attention wants lengths on the host, which prompts and draws are not told anew."""
     loaded, captures = (
         load(tiny_checkpoint, max_batch=2, max_model_len=64).loaded,
@@ -136,9 +129,7 @@ def test_what_an_npu_does_not_capture(
 
 
 @pytest.mark.parametrize("stop", [(), ("zzz",)])
-def test_texts_are_read_while_the_device_computes(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stop: tuple[str, ...]
-) -> None:
+def test_texts_are_read_while_the_device_computes(tiny_checkpoint, monkeypatch, stop):
     """After a decode pass is launched and before its tokens are waited for; before a prompt, which
     the host may launch for long. With a stop string the text is read with its token."""
     engine = load(tiny_checkpoint, max_batch=2, max_model_len=64)
@@ -160,9 +151,7 @@ def test_texts_are_read_while_the_device_computes(
     assert "".join(texts) + sequence.take_text() == sequence.completion().text
 
 
-def test_a_text_that_cannot_be_read_ends_its_request_at_the_next_step(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_cannot_be_read_ends_its_request_at_the_next_step(tiny_checkpoint, monkeypatch):
     engine = load(tiny_checkpoint, max_batch=2, max_model_len=64)
     broken, other = (
         engine.submit([5, 6, 7 + i], SamplingParams(max_new_tokens=6, ignore_eos=True))

@@ -27,7 +27,7 @@ def batch_of(params: list[SamplingParams], seeds: list[int]) -> Batch:
     return batch
 
 
-def test_frequencies_are_the_softmax_of_the_tempered_logits() -> None:
+def test_frequencies_are_the_softmax_of_the_tempered_logits():
     rows = 20000
     batch = batch_of([SamplingParams(temperature=0.7)] * rows, [11] * rows)
     chosen = sample(LOGITS.expand(rows, -1), batch, torch.arange(rows))
@@ -35,7 +35,7 @@ def test_frequencies_are_the_softmax_of_the_tempered_logits() -> None:
     torch.testing.assert_close(frequencies, (LOGITS / 0.7).softmax(-1), rtol=0, atol=0.015)
 
 
-def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+def test_top_p_keeps_the_smallest_set_that_reaches_it():
     exact = LOGITS.softmax(-1)
     batch = batch_of(
         [SamplingParams(temperature=1, top_p=top_p) for top_p in (0.3, 0.7, 0.9)], [0, 0, 0]
@@ -48,7 +48,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     torch.testing.assert_close(probabilities[1, [3, 1]], exact[:2] / exact[:2].sum())
 
 
-def test_a_row_draws_the_same_in_any_batch() -> None:
+def test_a_row_draws_the_same_in_any_batch():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(8, 100, generator=generator)
     params, seeds = [SamplingParams(temperature=1.0, top_p=0.9)] * 8, list(range(-3, 5))
@@ -61,7 +61,7 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
     assert together.tolist() == torch.cat(alone).tolist()
 
 
-def test_tokens_that_are_nearly_as_likely_do_not_change_places() -> None:
+def test_tokens_that_are_nearly_as_likely_do_not_change_places():
     """Rounding makes now one, now the other the likelier one: a number stands for the same token,
     but for those at a border."""
     rows = 2000
@@ -75,7 +75,7 @@ def test_tokens_that_are_nearly_as_likely_do_not_change_places() -> None:
     assert (drawn[0] != drawn[1]).sum() <= 3
 
 
-def test_greedy_and_sampled_rows_share_a_batch() -> None:
+def test_greedy_and_sampled_rows_share_a_batch():
     batch = batch_of([SamplingParams(), SamplingParams(temperature=5.0)], [1, 1])
     chosen = torch.stack(
         [sample(LOGITS.expand(2, -1), batch, torch.full((2,), position)) for position in range(50)]
@@ -84,12 +84,12 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
     assert chosen[:, 1].unique().numel() > 2
 
 
-def test_all_greedy_needs_no_batch() -> None:
+def test_all_greedy_needs_no_batch():
     assert Batch.of([SamplingParams()] * 3, [0, 1, 2], torch.device("cpu")) is None
     assert sample(LOGITS[None], None, torch.tensor([3])).tolist() == [0]
 
 
-def test_uniform_numbers_are_uniform_and_independent() -> None:
+def test_uniform_numbers_are_uniform_and_independent():
     count = 100_000
     numbers = torch.stack(
         [
@@ -106,14 +106,14 @@ def test_uniform_numbers_are_uniform_and_independent() -> None:
     assert (torch.corrcoef(numbers) - torch.eye(3)).abs().max() < 0.015
 
 
-def test_draw_never_picks_an_impossible_token() -> None:
+def test_draw_never_picks_an_impossible_token():
     probabilities = torch.tensor([[0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
     for number in (0.0, 0.5, 1 - 2**-53):
         index = draw(probabilities, torch.full((2,), number, dtype=torch.float64))
         assert (probabilities.gather(1, index[:, None]) > 0).all()
 
 
-def test_log_probabilities() -> None:
+def test_log_probabilities():
     found = log_probabilities(LOGITS[None], torch.tensor([2]), 2)
     exact = LOGITS.log_softmax(-1)
     assert found.chosen[0] == exact[2]
@@ -143,7 +143,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: str(bad)[:40])
-def test_bad_parameters_are_refused(bad: dict) -> None:
+def test_bad_parameters_are_refused(bad):
     """Also what fits no tensor."""
     with pytest.raises(QuantkitError, match=next(iter(bad))):
         SamplingParams(**bad)
@@ -153,13 +153,13 @@ def test_bad_parameters_are_refused(bad: dict) -> None:
     "extreme",
     [{"temperature": 5e-324}, {"temperature": 1e-40}, {"temperature": 1.0, "top_p": 5e-324}],
 )
-def test_extremes_take_the_likeliest(extreme: dict) -> None:
+def test_extremes_take_the_likeliest(extreme):
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 100
     batch = Batch.of([SamplingParams(**extreme)] * 4, list(range(4)), logits.device)
     assert torch.equal(sample(logits, batch, torch.arange(4)), logits.argmax(dim=-1))
 
 
-def test_defaults_of_a_model_are_checked_and_their_file_named() -> None:
+def test_defaults_of_a_model_are_checked_and_their_file_named():
     for name, values in {
         "top_k": (2**63, "5", True, 1.5),
         "temperature": ([1], -1),

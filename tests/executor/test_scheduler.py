@@ -60,22 +60,20 @@ def schedule(
     return steps
 
 
-def test_prompts_that_fit_in_a_step_are_computed_in_order(tokenizer: ChatTokenizer) -> None:
+def test_prompts_that_fit_in_a_step_are_computed_in_order(tokenizer):
     assert schedule(tokenizer, [60, 60, 60]) == [{0: 60, 1: 40}, {1: 20, 2: 60}]
 
 
-def test_a_long_prompt_alone_has_every_step(tokenizer: ChatTokenizer) -> None:
+def test_a_long_prompt_alone_has_every_step(tokenizer):
     assert schedule(tokenizer, [250]) == [{0: 100}, {0: 100}, {0: 50}]
 
 
-def test_a_long_prompt_leaves_half_of_a_step_to_others(tokenizer: ChatTokenizer) -> None:
+def test_a_long_prompt_leaves_half_of_a_step_to_others(tokenizer):
     assert schedule(tokenizer, [1000, 3])[0] == {0: 97, 1: 3}
     assert schedule(tokenizer, [1000, 90])[:2] == [{0: 50, 1: 50}, {0: 60, 1: 40}]
 
 
-def test_short_prompts_pass_several_long_ones_and_do_not_stop_them(
-    tokenizer: ChatTokenizer,
-) -> None:
+def test_short_prompts_pass_several_long_ones_and_do_not_stop_them(tokenizer):
     steps = schedule(tokenizer, [1000, 1000, *[40] * 5])
     assert all(sum(step.values()) == BUDGET for step in steps[:-1])
     assert all(step.get(0, 0) >= BUDGET // 2 for step in steps[:10])
@@ -83,7 +81,7 @@ def test_short_prompts_pass_several_long_ones_and_do_not_stop_them(
     assert not any(1 in step for step in steps[:9]), "long prompts are computed one after the other"
 
 
-def test_chunks_behind_long_contexts_have_fewer_tokens(tokenizer: ChatTokenizer) -> None:
+def test_chunks_behind_long_contexts_have_fewer_tokens(tokenizer):
     """Each costs as much as the first, in whole blocks, until there are too few for what a pass
     costs in any case."""
     budget = StepBudget(1024, 512, doubles_at=1000)
@@ -100,7 +98,7 @@ def test_chunks_behind_long_contexts_have_fewer_tokens(tokenizer: ChatTokenizer)
     assert all(budget.cost(start, count + 128) > whole for start, count in zip(starts, counts[:-1]))
 
 
-def test_what_costs_more_leaves_less_to_others(tokenizer: ChatTokenizer) -> None:
+def test_what_costs_more_leaves_less_to_others(tokenizer):
     """A prompt that does not fit begins with whole blocks, or later: not with some tokens of its
     own pass."""
     budget = StepBudget(1024, 512, doubles_at=4000)
@@ -110,7 +108,7 @@ def test_what_costs_more_leaves_less_to_others(tokenizer: ChatTokenizer) -> None
     assert schedule(tokenizer, [512], beside=budget) == [{0: 512}]
 
 
-def test_where_nobody_answers_all_tokens_cost_the_same(tokenizer: ChatTokenizer) -> None:
+def test_where_nobody_answers_all_tokens_cost_the_same(tokenizer):
     scheduler = Scheduler(CachePlan(200, 64, 8192), max_batch=2, chunk_tokens=BUDGET)
     scheduler.budget = StepBudget(512, 128, doubles_at=100)
     scheduler.add(long := Sequence(0, [1] * 1500, SamplingParams(), tokenizer, 8192, streams=False))

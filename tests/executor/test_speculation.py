@@ -5,7 +5,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,7 +50,7 @@ def tokens(engine: Engine, asked: list[SamplingParams]) -> list[list[int]]:
     return engines.tokens(engine, PROMPTS, asked)
 
 
-def test_prompt_lookup_equals_a_linear_search() -> None:
+def test_prompt_lookup_equals_a_linear_search():
     draw = random.Random(3)
     looked, said = NgramIndex(), [draw.randrange(4) for _ in range(5)]
     assert looked.draft([1, 2], 3) == looked.draft(said, 0) == []
@@ -68,9 +67,7 @@ def test_prompt_lookup_equals_a_linear_search() -> None:
         ({"prompt_lookup": 3, "draft_length": 2, "cache_tokens": 512}, 0.7),
     ],
 )
-def test_tokens_are_those_of_plain_decoding(
-    options: dict[str, int], temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_those_of_plain_decoding(options, temperature, monkeypatch):
     """tiny-r1's reasoning repeats the question's numbers. torch's float32 products give a row other
     bits in a step of other rows, with each number of threads others. A cache of 16 bits makes 4e-3
     of it in logits, and one of float32 less than 1e-4; of these questions and seeds no token is
@@ -99,9 +96,7 @@ def test_tokens_are_those_of_plain_decoding(
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_the_mtp_layer_catches_up_after_a_pause(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, captured: bool
-) -> None:
+def test_the_mtp_layer_catches_up_after_a_pause(tiny_checkpoint, monkeypatch, captured):
     """Where guesses were switched off for a while, those after it are the ones that were made
     without a pause; read as a prompt, or by the rows of a step that is captured already."""
     always = load(tiny_checkpoint, max_model_len=128, draft_length=1)
@@ -162,9 +157,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, drafter: Any) -> Counter[str]:
     return found
 
 
-def test_the_mtp_layer_reads_its_backlog_in_one_pass(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mtp_layer_reads_its_backlog_in_one_pass(tiny_checkpoint, monkeypatch):
     """Nothing of it is computed in a step without guesses: neither the layer, nor what it makes of
     hidden states."""
     engine = load(tiny_checkpoint, max_model_len=128, draft_length=1)
@@ -181,9 +174,7 @@ def test_the_mtp_layer_reads_its_backlog_in_one_pass(
     assert read == [len(PROMPTS[0]), 40, 1], "what was behind at once, then the step's own"
 
 
-def test_sequences_beyond_the_backlog_are_not_drafted_for(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequences_beyond_the_backlog_are_not_drafted_for(tiny_checkpoint, monkeypatch):
     """However long guesses are off, they cost nothing; who came later is guessed for, and so is who
     was computed again."""
     monkeypatch.setattr("quantkit.executor.speculation.mtp_drafter._BACKLOG_TOKENS", 8)
@@ -206,7 +197,7 @@ def test_sequences_beyond_the_backlog_are_not_drafted_for(
 
 
 @torch.inference_mode()
-def test_an_adaptive_draft_length_changes_no_token(tiny_checkpoint: Path) -> None:
+def test_an_adaptive_draft_length_changes_no_token(tiny_checkpoint):
     asked = params(0.0)
     engine = load(
         tiny_checkpoint, max_model_len=128, draft_length=2, prompt_lookup=3, measure_steps=True
@@ -217,7 +208,7 @@ def test_an_adaptive_draft_length_changes_no_token(tiny_checkpoint: Path) -> Non
     assert engine.speculation.controller.step_times[1].by_rows()
 
 
-def test_other_ranks_get_the_draft_length() -> None:
+def test_other_ranks_get_the_draft_length():
     told: list[Any] = []
     leader = Leader(SimpleNamespace(size=2, rank=0, broadcast=told.append))  # type: ignore[arg-type]
     leader.guess(2, 5)
@@ -236,7 +227,7 @@ def test_other_ranks_get_the_draft_length() -> None:
 @pytest.mark.parametrize(
     "asked", [{"draft_length": 129}, {"prompt_lookup": 100_000}, {"prompt_lookup": -1}]
 )
-def test_draft_lengths_out_of_bounds_are_refused(asked: dict[str, int]) -> None:
+def test_draft_lengths_out_of_bounds_are_refused(asked):
     (count,) = asked.values()
     with pytest.raises(
         QuantkitError,

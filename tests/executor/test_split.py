@@ -32,7 +32,7 @@ def column_share(weight: Weight, name: str, rank: int, size: int) -> Weight:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_shares_make_the_whole(name: str, size: int) -> None:
+def test_shares_make_the_whole(name, size):
     weight: Weight = WEIGHTS[name]
     rows = [dequantize(row_share(weight, name, rank, size)) for rank in range(size)]
     assert torch.equal(torch.cat(rows), dequantize(weight))
@@ -40,7 +40,7 @@ def test_shares_make_the_whole(name: str, size: int) -> None:
     assert torch.equal(torch.cat(columns, dim=1), dequantize(weight))
 
 
-def test_a_group_is_cut_into_whole_smaller_groups() -> None:
+def test_a_group_is_cut_into_whole_smaller_groups():
     """256 input features in groups of 128 on 4 ranks: 64 each, half a group, which keeps the
     group's scale."""
     share = column_share(WEIGHTS["int4 asymmetric"], "w", 1, 4)
@@ -52,9 +52,7 @@ def test_a_group_is_cut_into_whole_smaller_groups() -> None:
 @pytest.mark.parametrize(
     ("size", "heads", "own"), [(2, 2, [0, 1]), (4, 2, [0, 0, 1, 1]), (4, 1, [0, 0, 0, 0])]
 )
-def test_ranks_beyond_the_key_heads_hold_copies_side_by_side(
-    size: int, heads: int, own: list[int]
-) -> None:
+def test_ranks_beyond_the_key_heads_hold_copies_side_by_side(size, heads, own):
     """As query heads lie: those of a key head are on neighbours."""
     ranges = [
         share_range(heads * 64, "output features", "k", rank, size, heads) for rank in range(size)
@@ -62,7 +60,7 @@ def test_ranks_beyond_the_key_heads_hold_copies_side_by_side(
     assert ranges == [(head * 64, (head + 1) * 64) for head in own]
 
 
-def test_packed_weights_stay_packed() -> None:
+def test_packed_weights_stay_packed():
     for name in ("int4 asymmetric", "int8", "fp4"):
         assert (
             type(column_share(WEIGHTS[name], name, 0, 2))
@@ -75,6 +73,6 @@ def test_packed_weights_stay_packed() -> None:
     ("name", "size", "said"),
     [("int4 symmetric", 16, "groups of 64"), ("fp4", 32, "groups of 16"), ("dense", 3, "evenly")],
 )
-def test_what_cannot_be_cut_is_refused(name: str, size: int, said: str) -> None:
+def test_what_cannot_be_cut_is_refused(name, size, said):
     with pytest.raises(QuantkitError, match=f"^{name} .*{said}"):
         column_share(WEIGHTS[name], name, 0, size)

@@ -73,7 +73,7 @@ def same(
     )
 
 
-def test_answers_are_those_of_the_whole_text(model: Path) -> None:
+def test_answers_are_those_of_the_whole_text(model):
     """Log-probabilities of the engine's tokens, of one forward over each whole text; keys and
     values are 16-bit in the engine."""
     loaded = load_model(model, device="cpu", dtype="float32")
@@ -101,13 +101,11 @@ def test_answers_are_those_of_the_whole_text(model: Path) -> None:
     ],
     ids=["chunks", "mixed", "preempted", "measured"],
 )
-def test_answers_do_not_depend_on_how_they_are_computed(
-    model: Path, budget: StepBudget | None, options: dict[str, Any]
-) -> None:
+def test_answers_do_not_depend_on_how_they_are_computed(model, budget, options):
     same(list(answers(model, budget, **options)), list(answers(model)))
 
 
-def test_a_pass_may_be_computed_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_may_be_computed_again(model, monkeypatch):
     """A layer fails after others have written their states: each sequence is computed alone then.
     And a captured step is computed first to compile it."""
     expected = list(answers(model))
@@ -133,7 +131,7 @@ def test_a_pass_may_be_computed_again(model: Path, monkeypatch: pytest.MonkeyPat
     same(list(generated(engine)), expected)
 
 
-def test_what_cannot_be_shared_or_guessed_is_refused(model: Path) -> None:
+def test_what_cannot_be_shared_or_guessed_is_refused(model):
     rolled_back = "cannot be rolled back after a rejected draft; run it without --"
     for asked, told in (
         ({"prefix_cache": True}, "whose state requests cannot share"),
@@ -147,7 +145,7 @@ def test_what_cannot_be_shared_or_guessed_is_refused(model: Path) -> None:
         load_draft(model, load_model(model, device="cpu"), EngineOptions(model, device="cpu"))
 
 
-def test_plans_count_the_states_of_each_request(model: Path) -> None:
+def test_plans_count_the_states_of_each_request(model):
     """Three requests of 50 tokens fit, and not one more; with a byte less two of them, and some
     tokens."""
     checkpoint, whole = Checkpoint.open(model), ParallelSizes(1)
@@ -165,9 +163,7 @@ def test_plans_count_the_states_of_each_request(model: Path) -> None:
     assert not fit(checkpoint, whole, 50, (weights + request - 1) / 2**30, 1.0, 0.0).fits
 
 
-def test_states_that_leave_no_room_are_refused(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_that_leave_no_room_are_refused(model, monkeypatch):
     monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 10**6)
     with pytest.raises(QuantkitError, match="states of 64 sequences take") as fault:
         Engine.load(model, device="cpu", dtype="float32", max_batch=64, max_model_len=128)

@@ -50,7 +50,7 @@ def odd() -> kernels.Weight:
         (quantize_fp8_block(W), kernels.Dense),
     ],
 )
-def test_operand_stands_for_the_weight(weight: Weight, kind: type) -> None:
+def test_operand_stands_for_the_weight(weight, kind):
     prepared = operand(weight, torch.float32, 8 if kind is kernels.Int8 else 16)
     assert type(prepared) is kind
     torch.testing.assert_close(
@@ -63,7 +63,7 @@ def weights(tiny_checkpoint: Path) -> ExecutorWeights:
     return load_model(tiny_checkpoint, device="cpu", dtype="float32").weights
 
 
-def test_fused_linear_is_its_parts_side_by_side(weights: ExecutorWeights) -> None:
+def test_fused_linear_is_its_parts_side_by_side(weights):
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
     names = tuple(f"model.layers.1.self_attn.{name}" for name in ("q_a_proj", "kv_a_proj_with_mqa"))
     fused = weights.fused_linear(names)
@@ -72,9 +72,7 @@ def test_fused_linear_is_its_parts_side_by_side(weights: ExecutorWeights) -> Non
     torch.testing.assert_close(fused(x), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_shared_expert_of_the_routed_ones_form_is_one_more_of_them(
-    weights: ExecutorWeights,
-) -> None:
+def test_a_shared_expert_of_the_routed_ones_form_is_one_more_of_them(weights):
     generator = torch.Generator().manual_seed(1)
     prefix, shared = "model.layers.1.mlp.experts", "model.layers.1.mlp.shared_experts"
     x, topk_weights = (
@@ -94,9 +92,7 @@ def test_a_shared_expert_of_the_routed_ones_form_is_one_more_of_them(
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_shared_expert_of_another_form_is_run_apart(
-    weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_expert_of_another_form_is_run_apart(weights, monkeypatch):
     monkeypatch.setattr(
         weights.checkpoint, "weight", lambda module, device: W[:64] if "shared" in module else W
     )
@@ -108,9 +104,7 @@ def test_a_shared_expert_of_another_form_is_run_apart(
     )
 
 
-def test_parts_on_different_grids_are_not_fused(
-    weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_on_different_grids_are_not_fused(weights, monkeypatch):
     parts = {"a": W, "b": rounded(4, 128, False, torch.float16)}
     monkeypatch.setattr(weights.checkpoint, "weight", lambda module, device: parts[module])
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
@@ -123,8 +117,8 @@ def test_parts_on_different_grids_are_not_fused(
     [(96, True, True), (96, False, False), (2064, True, NO_FP4 is not None)],
 )
 def test_fp4_on_a_cpu_is_expanded_once_where_it_is_small_and_fits(
-    weights: ExecutorWeights, rows: int, fits: bool, expanded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    weights, rows, fits, expanded, monkeypatch
+):
     """A large one only where there is no compiler for the kernels' own product."""
     weight = quantize_fp4(torch.randn(rows, 256, generator=torch.Generator().manual_seed(0)))
     monkeypatch.setattr(weights.checkpoint, "weight", lambda module, device: weight)
@@ -135,7 +129,7 @@ def test_fp4_on_a_cpu_is_expanded_once_where_it_is_small_and_fits(
     torch.testing.assert_close(linear(x), x @ dequantize(weight).T, rtol=1e-4, atol=1e-4)
 
 
-def test_router_stays_in_float32(tiny_checkpoint: Path) -> None:
+def test_router_stays_in_float32(tiny_checkpoint):
     weights = load_model(tiny_checkpoint, device="cpu", dtype="bfloat16").weights
     assert weights.tensor("model.layers.1.mlp.gate.weight").dtype == torch.float32
     assert weights.tensor("model.layers.1.mlp.gate.e_score_correction_bias").dtype == torch.float32
@@ -144,7 +138,7 @@ def test_router_stays_in_float32(tiny_checkpoint: Path) -> None:
     assert not weights.has("model.norm.bias")
 
 
-def test_held_bytes_are_counted(tiny_checkpoint: Path) -> None:
+def test_held_bytes_are_counted(tiny_checkpoint):
     loaded = load_model(tiny_checkpoint, device="cpu", dtype="float32")
     held = sum(
         info.nbytes
@@ -155,7 +149,7 @@ def test_held_bytes_are_counted(tiny_checkpoint: Path) -> None:
     assert 2 * held < loaded.nbytes < 5 * held
 
 
-def test_a_backend_asked_for_serves_what_it_has(tiny_checkpoint: Path) -> None:
+def test_a_backend_asked_for_serves_what_it_has(tiny_checkpoint):
     """The CPU's packed operators have no unquantized linears: torch has them then. One that serves
     nothing here is refused at once."""
     loaded = load_model(tiny_checkpoint, device="cpu", backend="cpu")
@@ -165,9 +159,7 @@ def test_a_backend_asked_for_serves_what_it_has(tiny_checkpoint: Path) -> None:
             load_model(tiny_checkpoint, device="cpu", backend=backend)
 
 
-def test_the_reference_is_told_with_its_time(
-    tiny_checkpoint: Path, weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reference_is_told_with_its_time(tiny_checkpoint, weights, monkeypatch):
     """24 rows in groups of 32, which no packed operator of a CPU takes, and too little memory to
     expand them: told once."""
     int4 = odd()
@@ -185,9 +177,7 @@ def test_the_reference_is_told_with_its_time(
         assert slow._backend("linear", int4) == "reference"
 
 
-def test_what_the_backend_asked_for_does_not_take_of_a_model_is_told_once(
-    weights: ExecutorWeights,
-) -> None:
+def test_what_the_backend_asked_for_does_not_take_of_a_model_is_told_once(weights):
     """24 rows, which the CPU's packed operator of int4 does not take; of unquantized ones it has
     none, which is nothing to tell."""
     int4 = odd()

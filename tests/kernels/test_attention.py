@@ -88,9 +88,7 @@ def check(
 
 @CACHES
 @pytest.mark.parametrize(("backend", "dtype"), backends_of("gqa_decode"))
-def test_gqa_decode(
-    backend: str, dtype: torch.dtype, codes: torch.dtype | None, poisoned_memory: None
-) -> None:
+def test_gqa_decode(backend, dtype, codes, poisoned_memory):
     for one in cases_of(backend, "gqa"):
         case, how = grouped(one, backend, dtype, codes)
         lengths = lengths_of(one)
@@ -101,13 +99,7 @@ def test_gqa_decode(
 @CACHES
 @INTERLEAVED
 @pytest.mark.parametrize(("backend", "dtype"), backends_of("mla_decode"))
-def test_mla_decode(
-    backend: str,
-    dtype: torch.dtype,
-    interleaved: bool,
-    codes: torch.dtype | None,
-    poisoned_memory: None,
-) -> None:
+def test_mla_decode(backend, dtype, interleaved, codes, poisoned_memory):
     cases = cases_of(backend, "mla")
     # The interpreter takes seconds for a case.
     short = backend == "triton" and (codes is not None or dtype == torch.bfloat16)
@@ -131,13 +123,7 @@ def in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @CACHES
 @pytest.mark.parametrize(("backend", "dtype"), backends_of("gqa_prefill"))
-def test_gqa_prefill(
-    backend: str,
-    dtype: torch.dtype,
-    codes: torch.dtype | None,
-    in_parts: None,
-    poisoned_memory: None,
-) -> None:
+def test_gqa_prefill(backend, dtype, codes, in_parts, poisoned_memory):
     for one in cases_of(backend, "prompts"):
         case, how = grouped(one, backend, dtype, codes)
         out = gqa_prefill(case.q, case.pages.cache, case.prompts, **how)
@@ -147,9 +133,7 @@ def test_gqa_prefill(
 @CACHES
 @INTERLEAVED
 @pytest.mark.parametrize(("backend", "dtype"), backends_of("mla_prefill"))
-def test_mla_prefill_is_mla_decode(
-    backend: str, dtype: torch.dtype, interleaved: bool, codes: torch.dtype | None, in_parts: None
-) -> None:
+def test_mla_prefill_is_mla_decode(backend, dtype, interleaved, codes, in_parts):
     """Expanded or absorbed: each token of several prompts as a row of its own."""
     given = cases_of(backend, "latent_prompts")
     spans, heads = [(first, new) for first, new in given["spans"]], given["heads"]
@@ -175,7 +159,7 @@ def test_mla_prefill_is_mla_decode(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("operator", ["gqa", "mla"])
-def test_a_captured_decode_follows_the_lengths(operator: str) -> None:
+def test_a_captured_decode_follows_the_lengths(operator):
     grouped = grouped_attention([640] * 8, [1] * 8, (32, 8), 128, 64, torch.bfloat16, "cuda")
     latent = latent_attention([640] * 8, 32, 64, R1, torch.bfloat16, "cuda")
     lengths = (grouped.pages if operator == "gqa" else latent.arguments[-1]).seq_lens
@@ -199,7 +183,7 @@ def test_a_captured_decode_follows_the_lengths(operator: str) -> None:
 
 
 @pytest.mark.parametrize("backend", backends_of("gqa_prefill", ("cpu", "cuda"), dtypes=False))
-def test_a_prompt_cut_anywhere_gives_the_same(backend: str) -> None:
+def test_a_prompt_cut_anywhere_gives_the_same(backend):
     """To the bit on CUDA."""
     length, cuts = (2000, [0, 1, 130, 1111, 2000]) if backend == "cuda" else (200, [0, 1, 130, 200])
     dtype = torch.bfloat16 if backend == "cuda" else torch.float32
@@ -216,7 +200,7 @@ def test_a_prompt_cut_anywhere_gives_the_same(backend: str) -> None:
 
 @pytest.mark.parametrize("codes", CODES.values(), ids=CODES)
 @pytest.mark.parametrize("backend", backends_of("gqa_decode", ("triton",), dtypes=False))
-def test_values_of_unlike_sizes_with_a_sink(backend: str, codes: torch.dtype) -> None:
+def test_values_of_unlike_sizes_with_a_sink(backend, codes):
     """Tokens' scales differ by up to 2^30, smallest first: what was summed in a small unit is
     carried into a larger one."""
     device = device_of(backend)
@@ -236,7 +220,7 @@ def test_values_of_unlike_sizes_with_a_sink(backend: str, codes: torch.dtype) ->
 
 @pytest.mark.parametrize("threads", [1, 3, 7])
 @pytest.mark.parametrize("backend", backends_of("gqa_decode", ("cpu",), dtypes=False))
-def test_threads_share_a_row(threads: int, backend: str) -> None:
+def test_threads_share_a_row(threads, backend):
     """More threads than key heads: a row's tokens lie in several parts, some of them empty."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -255,9 +239,7 @@ def test_threads_share_a_row(threads: int, backend: str) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("at_once", [4096, 100])
 @pytest.mark.parametrize("window", [0, 1, 130])
-def test_compiled_attention_of_prompts_is_float32(
-    window: int, at_once: int, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_attention_of_prompts_is_float32(window, at_once, threads, monkeypatch):
     """Odd heads, keys in one part or several, of which the first tokens may see none."""
     monkeypatch.setattr(prompts_in_torch, "AT_ONCE", at_once)
     monkeypatch.setattr(prompts_in_torch, "attend_one", None)  # it is not asked
@@ -272,7 +254,7 @@ def test_compiled_attention_of_prompts_is_float32(
         assert distance(out, case.exact) < 2e-6
 
 
-def test_backends_without_sinks_are_named_and_the_reference_computes_them() -> None:
+def test_backends_without_sinks_are_named_and_the_reference_computes_them():
     cpu = torch.device("cpu")
     assert backends.find_with_sinks("gqa_prefill", "auto", cpu) is cpu_backend
     with pytest.MonkeyPatch.context() as patched:

@@ -18,13 +18,12 @@ from quantkit_kernels import (
     table,
 )
 from quantkit_kernels.backends import serving_gates, why_unusable
-from quantkit_kernels.experts import ExpertsLayout
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.samples import random_weight
 from quantkit_kernels.triton.experts import TritonExpertsLayout
 
 
-def test_table_has_every_pair_once_and_a_reason_for_every_refusal() -> None:
+def test_table_has_every_pair_once_and_a_reason_for_every_refusal():
     rows = table("cpu")
     assert [(row.operator, row.backend) for row in rows] == [
         (operator, backend) for operator in OPERATORS for backend in BACKENDS
@@ -34,14 +33,14 @@ def test_table_has_every_pair_once_and_a_reason_for_every_refusal() -> None:
     assert all(row.usable for row in rows if row.backend == "reference")
 
 
-def test_a_refused_backend_gives_its_reason_when_asked_for() -> None:
+def test_a_refused_backend_gives_its_reason_when_asked_for():
     weight = random_weight("int4-asym-32", 24, 64, torch.Generator().manual_seed(8))
     with pytest.raises(ValueError, match="multiples of 16"):
         prepare(weight, backend="cpu")
     assert prepare(weight).backend == "reference"
 
 
-def test_auto_never_expands_a_quantized_weight() -> None:
+def test_auto_never_expands_a_quantized_weight():
     rng = torch.Generator().manual_seed(9)
     for grid in ("int4-asym-128", "int8", "fp4"):
         linear = prepare(random_weight(grid, 64, 128, rng))
@@ -50,12 +49,12 @@ def test_auto_never_expands_a_quantized_weight() -> None:
     assert prepare(random_weight("dense", 64, 128, rng)).backend == "expanded"
 
 
-def test_the_old_name_of_a_backend_names_the_new_one() -> None:
+def test_the_old_name_of_a_backend_names_the_new_one():
     with pytest.raises(ValueError, match="'dense' is now called 'expanded'"):
         prepare(random_weight("int8", 64, 128, torch.Generator().manual_seed(0)), backend="dense")
 
 
-def test_a_backend_asked_for_serves_what_it_has_and_others_the_rest() -> None:
+def test_a_backend_asked_for_serves_what_it_has_and_others_the_rest():
     taken = {row.operator: row.backend for row in table("cpu", "expanded") if row.taken}
     assert taken["linear_int4"] == "expanded"
     assert taken["mla_prepare"] == "reference"
@@ -67,7 +66,7 @@ def test_a_backend_asked_for_serves_what_it_has_and_others_the_rest() -> None:
         table("cpu", "fast")
 
 
-def test_what_is_preferred_is_what_auto_takes_until_it_is_no_more() -> None:
+def test_what_is_preferred_is_what_auto_takes_until_it_is_no_more():
     weight, device = (
         random_weight("int8", 32, 128, torch.Generator().manual_seed(0)),
         torch.device("cpu"),
@@ -153,11 +152,8 @@ sys.modules["triton.runtime"] = runtime
     ],
 )
 def test_a_machine_on_which_triton_cannot_build_is_told_what_it_lacks(
-    start: str,
-    reason: str | None,
-    a_triton: Callable[[str | None], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    start, reason, a_triton, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     a_triton(DRIVER.replace("{start}", start))
@@ -172,7 +168,7 @@ def test_a_machine_on_which_triton_cannot_build_is_told_what_it_lacks(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("which", TRITONS)
-def test_reasons_say_what_to_install(which: str, a_triton: Callable[[str | None], None]) -> None:
+def test_reasons_say_what_to_install(which, a_triton):
     text, reason = TRITONS[which]
     a_triton(text)
     assert why_unusable("linear_int4", "triton", torch.device("cuda")) == reason
@@ -199,9 +195,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch, *usable: str) -> torch.device:
         ("auto", ("triton", "reference"), "triton"),
     ],
 )
-def test_gates_that_are_no_silu_go_to_who_has_kernels_for_them(
-    asked: str, usable: tuple[str, ...], taken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gates_that_are_no_silu_go_to_who_has_kernels_for_them(asked, usable, taken, monkeypatch):
     device = on_hopper(monkeypatch, *usable)
     assert serving_gates("fp4", asked, device) == taken
     prefer(asked if asked in usable else "auto", device)
@@ -223,9 +217,7 @@ class Told(Gating):
         (Gating(limit=7.0), "fp4-w4a4", LoopLayout),
     ],
 )
-def test_a_layer_takes_the_layout_of_its_gate(
-    gating: Gating, grid: str, layout: type[ExpertsLayout], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_takes_the_layout_of_its_gate(gating, grid, layout, monkeypatch):
     device = on_hopper(monkeypatch, "cuda", "triton", "reference")
     weight = random_weight(grid, 64, 64, torch.Generator().manual_seed(0))
     monkeypatch.setattr("quantkit_kernels.triton.announce", lambda device: None)

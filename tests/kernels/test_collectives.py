@@ -56,11 +56,11 @@ def refusals(size: int, device: torch.device) -> list[str]:
     return said
 
 
-def test_all_ranks_hear_the_same_refusal() -> None:
+def test_all_ranks_hear_the_same_refusal():
     assert refusals(3, torch.device("cpu")) == ["rank 0: runs on CUDA, not on cpu"] * 3
 
 
-def test_one_rank_that_cannot_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_that_cannot_stops_all(monkeypatch):
     """Nothing is left half open where one of three ranks finds a fault."""
     calls = iter(range(3))
     lock = threading.Lock()
@@ -309,7 +309,7 @@ def check_graph(
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("size", [size for size in (2, 4, 8) if size <= max(GPUS, 2)])
-def test_sums_on_gpus(size: int) -> None:
+def test_sums_on_gpus(size):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

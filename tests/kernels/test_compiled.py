@@ -21,9 +21,7 @@ for grid in ("int8", "fp4", "int4-asym-128"):
 """
 
 
-def test_a_cache_that_cannot_be_written_is_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_is_a_reason(tmp_path, monkeypatch):
     """A file stands where the cache would be: as on a read-only file system, nothing can be made
     there."""
     (tmp_path / "file").touch()
@@ -35,13 +33,13 @@ def test_a_cache_that_cannot_be_written_is_a_reason(
     subprocess.run([sys.executable, "-c", COMPUTES], env=dict(os.environ), check=True)
 
 
-def test_a_cache_that_can_be_made_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_can_be_made_is_none(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "not" / "yet"))
     assert why_no_cache() is None
     assert not (tmp_path / "not").exists()
 
 
-def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(
         os.path, "expanduser", lambda path: path

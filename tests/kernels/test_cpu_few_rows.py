@@ -4,7 +4,6 @@ processors that this one can stand for."""
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ int4_case = pytest.mark.parametrize(
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @int4_case
-def test_int4_rows_are_as_exact_as_the_dtype(grid: str, n: int, k: int, dtype: torch.dtype) -> None:
+def test_int4_rows_are_as_exact_as_the_dtype(grid, n, k, dtype):
     rng = torch.Generator().manual_seed(n)
     weight = random_weight(grid, n, k, rng)
     linear = prepare(weight, backend="cpu", dtype=dtype)
@@ -50,7 +49,7 @@ def test_int4_rows_are_as_exact_as_the_dtype(grid: str, n: int, k: int, dtype: t
 
 @compiled
 @int4_case
-def test_an_int4_row_does_not_depend_on_the_others(grid: str, n: int, k: int) -> None:
+def test_an_int4_row_does_not_depend_on_the_others(grid, n, k):
     rng = torch.Generator().manual_seed(n)
     linear = prepare(random_weight(grid, n, k, rng), backend="cpu", dtype=torch.bfloat16)
     # More rows are torch's product's, whose order is that of the processor and its threads.
@@ -67,7 +66,7 @@ def test_an_int4_row_does_not_depend_on_the_others(grid: str, n: int, k: int) ->
 @compiled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("n", "k"), [(192, 256), (101, 333), (7, 5), (1, 64)])
-def test_dense_rows_are_exact_and_independent(n: int, k: int, dtype: torch.dtype) -> None:
+def test_dense_rows_are_exact_and_independent(n, k, dtype):
     rng = torch.Generator().manual_seed(n)
     weight, x = (
         torch.randn(n, k, generator=rng).to(dtype),
@@ -80,7 +79,7 @@ def test_dense_rows_are_exact_and_independent(n: int, k: int, dtype: torch.dtype
 
 
 @compiled
-def test_a_large_float32_weight_takes_it_for_few_rows() -> None:
+def test_a_large_float32_weight_takes_it_for_few_rows():
     rng = torch.Generator().manual_seed(0)
     weight, x = torch.randn(1024, 1040, generator=rng), torch.randn(17, 1040, generator=rng)
     assert dense.multiplies(weight)
@@ -128,7 +127,7 @@ for rows in (x, x[:3]):
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="not this CPU"
 )
 @pytest.mark.parametrize(("asked", "program"), [("avx2", AVX2), ("default", NEITHER)])
-def test_lesser_processors(asked: str, program: str) -> None:
+def test_lesser_processors(asked, program):
     """torch packs for them: for AVX2 as int4_rows.cpp knows, for others in another order, which is
     noticed. Int8 has no blocks there, with VNNI for AVX2 alone."""
     environment = dict(os.environ) | {"ATEN_CPU_CAPABILITY": asked}
@@ -143,7 +142,7 @@ def test_lesser_processors(asked: str, program: str) -> None:
 
 
 @compiled
-def test_bfloat16_instructions_compile(tmp_path: Path) -> None:
+def test_bfloat16_instructions_compile(tmp_path):
     """Where this processor has them they run in the tests above."""
     flags = build._FLAGS["BF16"]
     compiler = build._compiler()

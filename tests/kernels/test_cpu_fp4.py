@@ -1,7 +1,5 @@
 """FP4 on the CPU: the C++ that the user's compiler makes, where there is one."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from quantkit_kernels import Fp4, prepare
@@ -15,7 +13,7 @@ compiled = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 @compiled
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_any_number_of_rows_and_tokens(dtype: torch.dtype) -> None:
+def test_any_number_of_rows_and_tokens(dtype):
     """Output features that fill no block of 16; tokens one by one, in twos, fours and eights, and
     over expanded blocks."""
     rng = torch.Generator().manual_seed(0)
@@ -28,7 +26,7 @@ def test_any_number_of_rows_and_tokens(dtype: torch.dtype) -> None:
 
 
 @compiled
-def test_every_code_and_every_scale() -> None:
+def test_every_code_and_every_scale():
     """All E2M1 codes under all finite e4m3 scales, subnormal ones and zero among them, with a
     global scale for each row."""
     scale = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).unsqueeze(1)
@@ -41,14 +39,12 @@ def test_every_code_and_every_scale() -> None:
 
 
 @compiled
-def test_weight_keeps_its_four_and_a_half_bits() -> None:
+def test_weight_keeps_its_four_and_a_half_bits():
     weight = random_weight("fp4", 64, 256, torch.Generator().manual_seed(3))
     assert prepare(weight, backend="cpu").nbytes == 64 * 256 // 2 + 64 * 256 // 16 + 64 * 4
 
 
-def test_without_a_compiler_the_reason_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_compiler_the_reason_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

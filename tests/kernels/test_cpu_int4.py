@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("grid", ["int4-asym-32", "int4-asym-128"])
 @pytest.mark.parametrize("n", [int4.BLOCK, 5 * int4.BLOCK + 16, 3 * int4.BLOCK + 48, 16, 2080])
-def test_many_rows_are_as_exact_as_few(grid: str, n: int) -> None:
+def test_many_rows_are_as_exact_as_few(grid, n):
     rng = torch.Generator().manual_seed(n)
     weight = random_weight(grid, n, 1024, rng)
     linear = prepare(weight, backend="cpu", dtype=torch.bfloat16)
@@ -28,7 +28,7 @@ def test_many_rows_are_as_exact_as_few(grid: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_expanded_rows_are_the_weight(dtype: torch.dtype) -> None:
+def test_expanded_rows_are_the_weight(dtype):
     weight = random_weight(
         "int4-asym-128", 3 * int4.BLOCK + 16, 256, torch.Generator().manual_seed(1)
     )
@@ -49,7 +49,7 @@ def test_expanded_rows_are_the_weight(dtype: torch.dtype) -> None:
     )
 
 
-def test_another_layout_is_left_to_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_layout_is_left_to_the_operator(monkeypatch):
     weight = random_weight("int4-asym-32", 128, 256, torch.Generator().manual_seed(2))
     x = torch.randn(200, 256).bfloat16()
     monkeypatch.setattr(int4, "packed_as_known", lambda: False)
@@ -58,6 +58,6 @@ def test_another_layout_is_left_to_the_operator(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(linear(x), expected)
 
 
-def test_a_layout_that_differs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_that_differs_is_noticed(monkeypatch):
     monkeypatch.setattr(int4, "BLOCK", int4.BLOCK // 2)
     assert not int4.packed_as_known.__wrapped__()

@@ -1,8 +1,6 @@
 """Int8 on the CPU: the C++ that the user's compiler makes, against the reference bit for bit, and
 what is there without a compiler."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from quantkit_kernels import Int8, prepare, quantize_rows
@@ -58,13 +56,7 @@ KINDS += [
 @compiled
 @pytest.mark.parametrize(("kind", "shapes", "level"), KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_are_the_reference_bit_for_bit(
-    dtype: torch.dtype,
-    kind: type,
-    shapes: tuple[tuple[int, int], ...],
-    level: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_products_are_the_reference_bit_for_bit(dtype, kind, shapes, level, monkeypatch):
     """Tokens one by one, up to four together, and one to more than two groups; by oneDNN few rows,
     and small products."""
     monkeypatch.setattr(build, "level", lambda: level)
@@ -95,7 +87,7 @@ def test_products_are_the_reference_bit_for_bit(
 
 @compiled
 @vnni
-def test_any_number_of_threads_gives_the_same_bits() -> None:
+def test_any_number_of_threads_gives_the_same_bits():
     rng, before, found = fresh(), torch.get_num_threads(), []
     weight = random_weight("int8", 500, 384, rng)
     linear, x = (
@@ -115,7 +107,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
 @compiled
 @vnni
 @pytest.mark.parametrize("rows", [16, 32, 48, 64])
-def test_blocks_of_any_rows(rows: int) -> None:
+def test_blocks_of_any_rows(rows):
     """Blocks laid out here, one after the other, the last half empty, for a processor may never
     choose some of them."""
     n, k, rng = 5 * rows // 2, 64, fresh()
@@ -140,7 +132,7 @@ def test_blocks_of_any_rows(rows: int) -> None:
         pytest.param(OneDnnInt8Linear, marks=vnni),
     ],
 )
-def test_largest_codes_of_either_sign(kind: type) -> None:
+def test_largest_codes_of_either_sign(kind):
     """R1's longest K, whose sums no float32 holds: every pair of signs by itself, and all
     together."""
     k = 18432
@@ -155,7 +147,7 @@ def test_largest_codes_of_either_sign(kind: type) -> None:
 
 @pytest.mark.parametrize("quantize", ["torch", pytest.param("compiled", marks=compiled)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_codes_and_steps_are_those_of_quantize_rows(quantize: str, dtype: torch.dtype) -> None:
+def test_codes_and_steps_are_those_of_quantize_rows(quantize, dtype):
     rng = fresh()
     for m, k in ((1, 3), (7, 100), (40, 1000), (2, 4096)):
         x = activations(m, k, rng, dtype)
@@ -170,7 +162,7 @@ def test_codes_and_steps_are_those_of_quantize_rows(quantize: str, dtype: torch.
 
 
 @compiled
-def test_steps_too_small_for_a_float_and_activations_that_are_none() -> None:
+def test_steps_too_small_for_a_float_and_activations_that_are_none():
     """A 127th of the smallest number is zero, and that of the next few no 127th; a row that is not
     finite gives nothing that is."""
     tiny = torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
@@ -185,9 +177,7 @@ def test_steps_too_small_for_a_float_and_activations_that_are_none() -> None:
     assert y[4:].isnan().all()
 
 
-def test_without_a_compiler_torch_does_it_all(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_compiler_torch_does_it_all(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -33,9 +33,7 @@ def routing(tokens: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
 @one_call
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("hidden", "intermediate"), [(256, 128), (100, 37), (96, 24)])
-def test_one_call_is_the_loop_bit_for_bit(
-    hidden: int, intermediate: int, dtype: torch.dtype
-) -> None:
+def test_one_call_is_the_loop_bit_for_bit(hidden, intermediate, dtype):
     """Of any number of threads; few tokens, and more pairs than are computed together."""
     rng = torch.Generator()
     rng.seed()
@@ -64,7 +62,7 @@ def test_one_call_is_the_loop_bit_for_bit(
 
 
 @one_call
-def test_a_token_gives_the_same_beside_others_and_alone() -> None:
+def test_a_token_gives_the_same_beside_others_and_alone():
     rng = torch.Generator().manual_seed(3)
     experts = layer(random_experts("int8", COUNT, 128, 64, rng), "cpu", torch.bfloat16)
     x, (ids, weights) = torch.randn(21, 128, generator=rng).bfloat16(), routing(21, rng)
@@ -75,7 +73,7 @@ def test_a_token_gives_the_same_beside_others_and_alone() -> None:
 
 
 @one_call
-def test_ids_are_checked_and_none_may_be_asked() -> None:
+def test_ids_are_checked_and_none_may_be_asked():
     rng = torch.Generator().manual_seed(4)
     experts = layer(random_experts("int8", COUNT, 64, 32, rng), "cpu", torch.float32)
     x, weights = torch.randn(3, 64, generator=rng), torch.ones(3, 1)
@@ -90,6 +88,6 @@ def test_ids_are_checked_and_none_may_be_asked() -> None:
 
 
 @one_call
-def test_float16_is_the_loop() -> None:
+def test_float16_is_the_loop():
     rng = torch.Generator().manual_seed(5)
     assert type(layer(random_experts("int8", 2, 64, 32, rng), "cpu", torch.float16)) is LoopExperts

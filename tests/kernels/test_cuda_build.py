@@ -21,7 +21,7 @@ def no_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "nvidia"
 
 
-def test_nvcc_of_wheels_counts_when_all_four_are_there(no_toolkit: Path) -> None:
+def test_nvcc_of_wheels_counts_when_all_four_are_there(no_toolkit):
     reason = build.why_no_library("90")
     assert reason is not None
     assert "pip install nvidia-cuda-nvcc==" in reason
@@ -34,16 +34,14 @@ def test_nvcc_of_wheels_counts_when_all_four_are_there(no_toolkit: Path) -> None
     assert build.why_no_library("90") is None
 
 
-def test_nvcc_without_a_compiler_for_the_host_is_named(
-    no_toolkit: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvcc_without_a_compiler_for_the_host_is_named(no_toolkit, monkeypatch):
     monkeypatch.setattr(
         build.shutil, "which", lambda name: sys.executable if name == "nvcc" else None
     )
     assert "g++" in str(build.why_no_library("90"))
 
 
-def test_a_library_in_the_cache_needs_no_compiler(no_toolkit: Path) -> None:
+def test_a_library_in_the_cache_needs_no_compiler(no_toolkit):
     path = build.library_path("90")
     path.parent.mkdir(parents=True)
     path.touch()

@@ -43,9 +43,7 @@ def built(
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_few_tokens_match_float64(
-    grid: str, dtype: torch.dtype, hidden: int, intermediate: int, count: int
-) -> None:
+def test_few_tokens_match_float64(grid, dtype, hidden, intermediate, count):
     if grid == "fp4" and dtype == torch.float16:
         pytest.skip("FP4 computes in bfloat16 only")
     rng = torch.Generator(DEVICE)
@@ -77,9 +75,7 @@ def test_few_tokens_match_float64(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_one_token_with_tokens_in_shared_memory_matches_float64(
-    grid: str, dtype: torch.dtype
-) -> None:
+def test_one_token_with_tokens_in_shared_memory_matches_float64(grid, dtype):
     """Rows that are no whole block, clusters of more blocks than chunks of K, warps that none are
     left for; an expert named twice."""
     if grid == "fp4" and dtype == torch.float16:
@@ -116,7 +112,7 @@ def test_one_token_with_tokens_in_shared_memory_matches_float64(
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 40])
 @pytest.mark.parametrize("grid", ["int4-asym-128", "fp4", "int8"])
-def test_unsummed_pairs_add_up_to_the_call(grid: str, tokens: int) -> None:
+def test_unsummed_pairs_add_up_to_the_call(grid, tokens):
     """By both kernels for few tokens; int8 and many tokens come summed."""
     rng = torch.Generator(DEVICE).manual_seed(4)
     experts, _ = built(grid, 24, 1024, 512, torch.bfloat16, rng)
@@ -132,7 +128,7 @@ def test_unsummed_pairs_add_up_to_the_call(grid: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-128", "fp4"])
-def test_replays_of_a_graph_with_changing_routing(grid: str) -> None:
+def test_replays_of_a_graph_with_changing_routing(grid):
     """The counters that blocks wait by are zero again after every launch, whatever experts it
     used."""
     rng = torch.Generator(DEVICE).manual_seed(3)
@@ -160,7 +156,7 @@ def test_replays_of_a_graph_with_changing_routing(grid: str) -> None:
 # that are not.
 @pytest.mark.parametrize("tokens", [1, 2, 12, 40, 700])
 @pytest.mark.parametrize("grid", ["int4-asym-128", "fp4", "int8"])
-def test_pairs_of_no_expert_add_nothing(grid: str, tokens: int) -> None:
+def test_pairs_of_no_expert_add_nothing(grid, tokens):
     """Experts of one rank among several: ids that name none here."""
     rng = torch.Generator(DEVICE).manual_seed(tokens)
     experts, few = built(grid, 12, 512, 1024, torch.bfloat16, rng)

@@ -91,7 +91,7 @@ def read_fp4(packed: PackedStrips, words: list[int], step: int, row: int, column
 @pytest.mark.parametrize(
     "grid", ["int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "int8", "fp4"]
 )
-def test_every_value_is_where_the_kernel_looks(grid: str) -> None:
+def test_every_value_is_where_the_kernel_looks(grid):
     weight = random_weight(grid, N, K, torch.Generator().manual_seed(11))
     if isinstance(
         weight, Fp4
@@ -118,7 +118,7 @@ def test_every_value_is_where_the_kernel_looks(grid: str) -> None:
         ), (row, column)
 
 
-def test_gate_and_up_alternate_by_eight_rows() -> None:
+def test_gate_and_up_alternate_by_eight_rows():
     generator = torch.Generator().manual_seed(13)
     for grid in ("int4-asym-128", "int8", "fp4"):
         gate, up = random_weight(grid, 32, 128, generator), random_weight(grid, 32, 128, generator)

@@ -55,7 +55,7 @@ def check(plan: AnyPlan, rows: int, k: int, pairs: int = 1) -> None:
     assert plan.bulk or plan.token_tiles == 1, plan
 
 
-def test_measured_plans_fit() -> None:
+def test_measured_plans_fit():
     tables = _measured()
     assert len(tables["linear"]) >= 30
     for (kind, rows, k), plans in tables["linear"].items():
@@ -89,7 +89,7 @@ def test_measured_plans_fit() -> None:
 @pytest.mark.parametrize("rows", [64, 128, 192, 2112, 8192, 129280])
 @pytest.mark.parametrize("k", [128, 256, 1536, 2048, 14336])
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 127, 1000, 5000])
-def test_plans_of_other_shapes_fit(rows: int, k: int, tokens: int) -> None:
+def test_plans_of_other_shapes_fit(rows, k, tokens):
     for kind in ("int4", "int8", "fp4"):
         plan = linear_plan(kind, rows, k, tokens)
         check(plan, rows, k)
@@ -101,7 +101,7 @@ def test_plans_of_other_shapes_fit(rows: int, k: int, tokens: int) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 8, 9])
 @pytest.mark.parametrize("tokens", [1, 8, 512, 2048])
-def test_plans_of_experts_fit(tokens: int, top_k: int) -> None:
+def test_plans_of_experts_fit(tokens, top_k):
     for hidden, intermediate, experts in (
         (7168, 2048, 256),
         (7168, 512, 256),
@@ -125,7 +125,7 @@ def test_plans_of_experts_fit(tokens: int, top_k: int) -> None:
 
 
 @pytest.mark.parametrize("experts", [1, 8, 128, 257, 1024])
-def test_lists_of_the_most_pairs_fit(experts: int) -> None:
+def test_lists_of_the_most_pairs_fit(experts):
     """However pairs are spread: an entry holds up to 8 of an expert; there is at most one a pair,
     or one an expert besides full ones."""
     pairs = max_pairs(experts)
@@ -133,7 +133,7 @@ def test_lists_of_the_most_pairs_fit(experts: int) -> None:
     assert 2 * pairs + 4 + 4 * min(pairs, experts + pairs // 8) <= 7 << 10
 
 
-def test_tiles_of_sorted_experts_have_room_for_those_of_most() -> None:
+def test_tiles_of_sorted_experts_have_room_for_those_of_most():
     assert [
         sorted_plan("int4", per_expert).tokens for per_expert in (9.0, 24.0, 33.0, 64.0, 500.0)
     ] == [24, 32, 48, 96, 160]

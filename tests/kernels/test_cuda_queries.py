@@ -60,9 +60,7 @@ R1 = (1536, 512, 64)
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_one_launch_gives_the_bits_of_two(
-    grid: str, dtype: torch.dtype, ranks: tuple[int, int, int], rows: int
-) -> None:
+def test_one_launch_gives_the_bits_of_two(grid, dtype, ranks, rows):
     if grid == "fp4" and dtype == torch.float16:
         pytest.skip("FP4 computes in bfloat16 only")
     rng = torch.Generator(DEVICE).manual_seed(rows)
@@ -88,7 +86,7 @@ def test_one_launch_gives_the_bits_of_two(
     assert together >= 2, "no such plan took one launch"
 
 
-def test_what_the_kernel_does_not_take_is_computed_by_two() -> None:
+def test_what_the_kernel_does_not_take_is_computed_by_two():
     rng = torch.Generator(DEVICE).manual_seed(0)
     for grid, rows, ranks, tokens in (
         ("int8", 6144, R1, 1),
@@ -113,7 +111,7 @@ def test_what_the_kernel_does_not_take_is_computed_by_two() -> None:
 
 
 @pytest.mark.parametrize("users", [1, 8, 16])
-def test_attention_behind_it_reads_the_newest_token(users: int) -> None:
+def test_attention_behind_it_reads_the_newest_token(users):
     """Chains of both in a graph, whose attention asks for the cache before its predecessor has
     ended: replayed over other tokens."""
     lengths, dtype = [100 + 7 * user for user in range(users)], torch.bfloat16

@@ -54,9 +54,7 @@ def _driver(monkeypatch: pytest.MonkeyPatch) -> object:
     shipped.shipped_library.cache_clear()
 
 
-def test_a_library_of_these_sources_is_taken_and_nothing_compiles(
-    whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_library_of_these_sources_is_taken_and_nothing_compiles(whole, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "_digest", lambda: DIGEST)
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
@@ -76,12 +74,7 @@ def test_a_library_of_these_sources_is_taken_and_nothing_compiles(
 
 
 @pytest.mark.parametrize("driver", [12090, 13000, 14000, None])
-def test_the_driver_must_run_what_the_toolkit_made(
-    whole: Path,
-    driver: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_driver_must_run_what_the_toolkit_made(whole, driver, monkeypatch, caplog):
     monkeypatch.setattr(shipped, "driver_version", lambda: driver)
     taken = shipped.shipped_library("90", DIGEST, whole.parent)
     assert (taken is None) == (driver == 12090)
@@ -90,9 +83,7 @@ def test_the_driver_must_run_what_the_toolkit_made(
     )
 
 
-def test_a_library_of_other_sources_is_named_and_left(
-    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_library_of_other_sources_is_named_and_left(whole, tmp_path, caplog):
     """By its name, or renamed."""
     now = "fedcba9876543210"
     assert shipped.shipped_library("90", now, whole.parent) is None
@@ -101,9 +92,7 @@ def test_a_library_of_other_sources_is_named_and_left(
     assert caplog.text.count(f"it was made from other sources ({DIGEST}, not {now})") == 2
 
 
-def test_what_is_no_whole_library_is_named_and_left(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_no_whole_library_is_named_and_left(tmp_path, caplog):
     make_library(tmp_path / shipped.library_name("90", DIGEST), functions=tuple(FUNCTIONS)[:-1])
     assert shipped.shipped_library("90", DIGEST, tmp_path) is None
     assert list(FUNCTIONS)[-1] in caplog.text
@@ -112,9 +101,7 @@ def test_what_is_no_whole_library_is_named_and_left(
     assert "it cannot be loaded" in caplog.text
 
 
-def test_a_wheel_carries_the_library_and_says_for_which_machines_it_is(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_a_wheel_carries_the_library_and_says_for_which_machines_it_is(whole, tmp_path):
     pytest.importorskip("hatchling", reason="hatchling builds the wheel")
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "-d", str(tmp_path)]
     done = subprocess.run(

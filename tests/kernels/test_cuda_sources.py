@@ -54,7 +54,7 @@ def fields(structure: str) -> list[tuple[str, type]]:
     return found
 
 
-def test_every_function_is_declared_as_its_source_has_it() -> None:
+def test_every_function_is_declared_as_its_source_has_it():
     assert abi.FUNCTIONS.keys() == FUNCTIONS.keys()
     for name, given in abi.FUNCTIONS.items():
         result, taken = FUNCTIONS[name]
@@ -68,7 +68,7 @@ def test_every_function_is_declared_as_its_source_has_it() -> None:
             assert is_pointer(kind) or kind is kind_of(parameter), (name, parameter)
 
 
-def test_pointers_to_structures_name_the_structure() -> None:
+def test_pointers_to_structures_name_the_structure():
     for name, given in abi.FUNCTIONS.items():
         for kind, parameter in zip(given, FUNCTIONS[name][1].split(","), strict=True):
             pointed = (
@@ -83,25 +83,25 @@ def test_pointers_to_structures_name_the_structure() -> None:
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=lambda one: one.__name__)
-def test_structures_have_the_fields_of_the_source(structure: type[ctypes.Structure]) -> None:
+def test_structures_have_the_fields_of_the_source(structure):
     assert fields(structure.__name__) == [(name, kind) for name, kind, *_ in structure._fields_]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=lambda one: one.__name__)
-def test_structures_lie_in_no_namespace(structure: type[ctypes.Structure]) -> None:
+def test_structures_lie_in_no_namespace(structure):
     """A function of C with a type of an unnamed namespace compiles, and nobody can call it."""
     for text in SOURCES:
         before, found, _ = text.partition(f"struct {structure.__name__} {{")
         assert not found or before.count("{") == before.count("}"), structure
 
 
-def test_every_included_file_is_there() -> None:
+def test_every_included_file_is_there():
     for text in SOURCES:
         for name in re.findall(r'#include "(.*)"', text):
             assert (build.SOURCES / name).is_file(), name
 
 
-def test_no_load_is_moved_past_the_wait_for_the_predecessor() -> None:
+def test_no_load_is_moved_past_the_wait_for_the_predecessor():
     """ptxas moves ld.global.nc, which __ldg is too, behind griddepcontrol.wait: weights would be
     asked for when the predecessor has ended. Kernels that wait first may have some."""
     for path in sorted(build.SOURCES.rglob("*.cu*")):

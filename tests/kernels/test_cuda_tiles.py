@@ -125,7 +125,7 @@ PLANS: dict[str, tuple[Any, tuple[str, ...], tuple[tuple[int, int], ...], tuple[
 @pytest.mark.parametrize(
     ("kind", "grid"), [(kind, grid) for kind, (_, grids, *_) in PLANS.items() for grid in grids]
 )
-def test_every_plan_matches_float64(kind: str, grid: str, dtype: torch.dtype) -> None:
+def test_every_plan_matches_float64(kind, grid, dtype):
     plans, _, shapes, counts = PLANS[kind]
     for linear, x, exact, where in problems(grid, dtype, shapes, counts):
         n, k, m, _ = where
@@ -137,7 +137,7 @@ def test_every_plan_matches_float64(kind: str, grid: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_every_number_of_tokens_matches_float64(grid: str) -> None:
+def test_every_number_of_tokens_matches_float64(grid):
     """Whatever kernel is chosen, at R1's q_b (measured) and for a shape without measurements, and
     the same result twice."""
     rng = generator()
@@ -157,7 +157,7 @@ def test_every_number_of_tokens_matches_float64(grid: str) -> None:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_sorted_experts_match_float64(grid: str) -> None:
+def test_sorted_experts_match_float64(grid):
     rng = generator()
     on_cpu = torch.Generator().manual_seed(rng.initial_seed() % 2**32)
     hidden, intermediate, count = 256, 384, 7

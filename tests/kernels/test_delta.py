@@ -113,9 +113,7 @@ def exact(inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(("backend", "dtype"), backends_of("delta_step"))
-def test_prompts_and_steps(
-    backend: str, dtype: torch.dtype, name: str, poisoned_memory: None
-) -> None:
+def test_prompts_and_steps(backend, dtype, name, poisoned_memory):
     """Three sequences: in passes of different lengths, some of them computed twice, then token by
     token."""
     sizes, device, cuts = SIZES[name], device_of(backend), ((70, 1, 5), (3, 66, 2), (1, 1, 64))

@@ -33,7 +33,7 @@ def _usable() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("hidden", "intermediate"), [(64, 48), (200, 72), (96, 136)])
-def test_sizes_that_fill_no_tile(hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+def test_sizes_that_fill_no_tile(hidden, intermediate, dtype):
     rng = torch.Generator().manual_seed(hidden)
     weights = random_experts("dense", COUNT, hidden, intermediate, rng)
     experts = made(weights, dtype)
@@ -47,7 +47,7 @@ def test_sizes_that_fill_no_tile(hidden: int, intermediate: int, dtype: torch.dt
             assert distance(y.cpu(), expected) < 2 * TOLERANCE[dtype], (tokens, plan)
 
 
-def test_more_pairs_than_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_pairs_than_are_computed_at_once(monkeypatch):
     rng = torch.Generator().manual_seed(1)
     experts = made(random_experts("dense", COUNT, 64, 48, rng), torch.bfloat16)
     x = torch.randn(50, 64, generator=rng).bfloat16().to(DEVICE)
@@ -64,7 +64,7 @@ def test_more_pairs_than_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -
     ("tokens", "top_k", "count", "tile"),
     [(300, 2, 5, 16), (1000, 3, 60, 32), (7, 1, 3, 16), (130, 8, 64, 128)],
 )
-def test_many_pairs_are_sorted_as_few_are(tokens: int, top_k: int, count: int, tile: int) -> None:
+def test_many_pairs_are_sorted_as_few_are(tokens, top_k, count, tile):
     rng = torch.Generator().manual_seed(tokens)
     ids = torch.rand(tokens, count, generator=rng).topk(top_k).indices.to(DEVICE)
     found, expected = (sort(ids, count, tile) for sort in (sort_many_pairs, sort_pairs))

@@ -38,7 +38,7 @@ def skip_unusable(grid: str, backend: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", tuple(TOLERANCE), ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_experts_match_float64(grid: str, backend: str, dtype: torch.dtype) -> None:
+def test_experts_match_float64(grid, backend, dtype):
     skip_unusable(grid, backend, dtype)
     rng = torch.Generator()
     rng.seed()
@@ -60,7 +60,7 @@ def test_experts_match_float64(grid: str, backend: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["reference", "expanded", "cpu"])
-def test_experts_round_what_is_between_to_nvfp4_too(backend: str, dtype: torch.dtype) -> None:
+def test_experts_round_what_is_between_to_nvfp4_too(backend, dtype):
     skip_unusable("fp4", backend, dtype)
     rng = torch.Generator().manual_seed(8)
     weights = random_experts("fp4-w4a4", COUNT, HIDDEN, INTERMEDIATE, rng)
@@ -77,7 +77,7 @@ def test_experts_round_what_is_between_to_nvfp4_too(backend: str, dtype: torch.d
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("grid", ["int4-asym-128", "int8", "w8a16-128", "dense"])
-def test_ids_of_no_expert_add_nothing(grid: str, backend: str) -> None:
+def test_ids_of_no_expert_add_nothing(grid, backend):
     """The numbers are those of the experts that are named: a part of them, or none."""
     skip_unusable(grid, backend, torch.float32)
     rng = torch.Generator().manual_seed(6)
@@ -101,7 +101,7 @@ def test_ids_of_no_expert_add_nothing(grid: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("grid", ["int4-asym-128", "int8", "fp4", "dense"])
-def test_all_tokens_on_one_expert_and_one_expert_twice(grid: str, backend: str) -> None:
+def test_all_tokens_on_one_expert_and_one_expert_twice(grid, backend):
     skip_unusable(grid, backend, torch.bfloat16)
     rng = torch.Generator().manual_seed(5)
     weights = random_experts(grid, COUNT, HIDDEN, INTERMEDIATE, rng)
@@ -114,7 +114,7 @@ def test_all_tokens_on_one_expert_and_one_expert_twice(grid: str, backend: str) 
     assert torch.equal(experts(x, ids.int(), topk_weights), experts(x, ids, topk_weights))
 
 
-def test_experts_without_the_host_equal_sorted_ones() -> None:
+def test_experts_without_the_host_equal_sorted_ones():
     """What a captured decode step computes: every expert on every token, infinities of experts that
     were not asked for dropped."""
     rng = torch.Generator().manual_seed(8)
@@ -133,7 +133,7 @@ def test_experts_without_the_host_equal_sorted_ones() -> None:
 @pytest.mark.parametrize("grid", ["dense", "int4-asym-128", "int8", "fp4"])
 @pytest.mark.parametrize("backend", ["reference", "auto", "expanded", "grouped"])
 @pytest.mark.parametrize("biased", [True, False])
-def test_clamped_experts_with_biases_match_float64(grid: str, backend: str, biased: bool) -> None:
+def test_clamped_experts_with_biases_match_float64(grid, backend, biased):
     """gpt-oss's, on every backend that has linears of the grid; values are large enough to be
     clamped."""
     if backend == "grouped" and grid == "int8":
@@ -173,7 +173,7 @@ def test_clamped_experts_with_biases_match_float64(grid: str, backend: str, bias
         assert distance(compute(x, ids, topk_weights), exact) < 2 * TOLERANCE[torch.bfloat16]
 
 
-def test_no_tokens() -> None:
+def test_no_tokens():
     rng = torch.Generator().manual_seed(6)
     experts = layer(
         random_experts("dense", COUNT, HIDDEN, INTERMEDIATE, rng), "auto", torch.float32
@@ -182,7 +182,7 @@ def test_no_tokens() -> None:
     assert none.shape == (0, HIDDEN)
 
 
-def test_builder_takes_any_order_and_refuses_what_does_not_fit() -> None:
+def test_builder_takes_any_order_and_refuses_what_does_not_fit():
     rng = torch.Generator().manual_seed(7)
     weights = random_experts("int4-sym-128", 3, HIDDEN, INTERMEDIATE, rng)
     gate, up, down = weights

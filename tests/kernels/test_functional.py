@@ -33,7 +33,7 @@ GATES = (
 
 
 @pytest.mark.parametrize(("backend", "dtype"), backends_of("rms_norm"))
-def test_norms(backend: str, dtype: torch.dtype, poisoned_memory: None) -> None:
+def test_norms(backend, dtype, poisoned_memory):
     device = device_of(backend)
     for shape in ((1, 384), (2, 5, 96), (3, 90)):
         x = torch.randn(shape, device=device).to(dtype) * 3
@@ -63,7 +63,7 @@ def test_norms(backend: str, dtype: torch.dtype, poisoned_memory: None) -> None:
         for one in backends_of(operator)
     ],
 )
-def test_activations(operator: str, backend: str, dtype: torch.dtype) -> None:
+def test_activations(operator, backend, dtype):
     for gating in GATES if operator == "gate_and_mul" else GATES[3:4]:
         for shape in ((1, 384), (2, 5, 96)):
             x = torch.randn(shape, device=device_of(backend)).to(dtype) * 3
@@ -80,9 +80,7 @@ def test_activations(operator: str, backend: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_the_activation_by_rows_is_that_of_all_at_once(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_activation_by_rows_is_that_of_all_at_once(dtype, monkeypatch):
     """Without a compiler: to the last bit, whatever rows are left over, of slices too."""
     monkeypatch.setattr("quantkit_kernels.cpu.functional._ROWS_BYTES", 3 * 4 * 96)
     monkeypatch.setattr("quantkit_kernels.cpu.functional.once", lambda name: None)
@@ -94,7 +92,7 @@ def test_the_activation_by_rows_is_that_of_all_at_once(
 
 @pytest.mark.skipif(bool(why_no_library("silu")), reason=str(why_no_library("silu")))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_compiled_activation(dtype: torch.dtype) -> None:
+def test_the_compiled_activation(dtype):
     """Of odd widths, slices and gates far from zero; numbers that are none stay none."""
     for shape in ((1, 2), (7, 26), (2, 5, 96), (66,), (0, 96)):
         x = (torch.randn(*shape[:-1], 2 * shape[-1]) * 30).to(dtype)[..., : shape[-1]]
@@ -127,7 +125,7 @@ def exact_route(choice: Tensor, rule: Routing) -> list[list[int]]:
 @pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("backend", backends_of("route", dtypes=False))
-def test_route(backend: str, biased: bool, scoring: str) -> None:
+def test_route(backend, biased, scoring):
     device = device_of(backend)
     for experts, top_k, n_group, topk_group in (
         (256, 8, 8, 4),
@@ -163,7 +161,7 @@ def test_route(backend: str, biased: bool, scoring: str) -> None:
 
 
 @pytest.mark.parametrize("backend", backends_of("moe_gate", dtypes=False))
-def test_gate_multiplies_and_routes(backend: str) -> None:
+def test_gate_multiplies_and_routes(backend):
     """The bias is small, and logits of size one: sigmoids of large ones are all 1, and among equals
     the choice is free."""
     device = device_of(backend)
@@ -197,7 +195,7 @@ def test_gate_multiplies_and_routes(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", backends_of("likeliest", ("triton",), dtypes=False))
 @pytest.mark.parametrize("width", [1280, 1010, 100, 1])
-def test_the_likeliest_is_the_first_of_equals(backend: str, width: int) -> None:
+def test_the_likeliest_is_the_first_of_equals(backend, width):
     logits = torch.randn(8, width, generator=torch.Generator().manual_seed(width))
     logits[1] = 0.0
     logits[2, [width // 70, width // 70 + 1 - (width == 1), width // 2]] = 9.0
@@ -212,7 +210,7 @@ def test_the_likeliest_is_the_first_of_equals(backend: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("backend", backends_of("rms_norm", ("triton",), dtypes=False))
-def test_three_numbers_of_bfloat16_are_one_of_float32(backend: str) -> None:
+def test_three_numbers_of_bfloat16_are_one_of_float32(backend):
     device = device_of(backend)
     values = torch.randn(37, 211, device=device) * torch.logspace(-20, 20, 211, device=device)
     parts, rest = cut_in_three(values), values

@@ -41,7 +41,7 @@ def _fresh_memory_is_poisoned() -> object:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("grid", [*GRIDS, "fp4-w4a4"])
-def test_linear_matches_float64(grid: str, backend: str, dtype: torch.dtype) -> None:
+def test_linear_matches_float64(grid, backend, dtype):
     rng = torch.Generator()
     rng.seed()
     for m, n, k in ((1, 48, 256), (3, 208, 384), (17, 64, 128), (4096, 16, 128)):
@@ -60,7 +60,7 @@ def test_linear_matches_float64(grid: str, backend: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_linear_holds_no_reference_to_the_given_tensors(grid: str, backend: str) -> None:
+def test_linear_holds_no_reference_to_the_given_tensors(grid, backend):
     """Overwriting x or rows of a batch changes nothing in an earlier result, and leading dimensions
     are kept."""
     skip_unusable(grid, backend, torch.bfloat16, (32, 128))
@@ -77,13 +77,13 @@ def test_linear_holds_no_reference_to_the_given_tensors(grid: str, backend: str)
     assert linear.nbytes > 0
 
 
-def test_int4_in_cpu_layout_is_packed() -> None:
+def test_int4_in_cpu_layout_is_packed():
     weight = random_weight("int4-asym-128", 256, 512, torch.Generator().manual_seed(2))
     assert prepare(weight, backend="cpu").nbytes == 256 * 512 // 2 + 256 * 4 * 2 * 2
     assert prepare(weight, backend="expanded").nbytes == 256 * 512 * 2
 
 
-def test_int8_rounds_activations_per_token() -> None:
+def test_int8_rounds_activations_per_token():
     x = torch.tensor([[127.0, 0.4, -0.6], [0.0, 0.0, 0.0], [-2.54, 1.27, 0.01]])
     codes, scale = quantize_rows(x)
     assert codes.tolist() == [[127, 0, -1], [0, 0, 0], [-127, 63, 0]] or codes.tolist()[2][1] == 64
@@ -91,7 +91,7 @@ def test_int8_rounds_activations_per_token() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_int8_does_not_saturate(backend: str) -> None:
+def test_int8_does_not_saturate(backend):
     """The largest codes everywhere: 16-bit intermediate sums would clip."""
     skip_unusable("int8", backend, torch.float32, (16, 512))
     linear = prepare_int8(
@@ -104,7 +104,7 @@ def test_int8_does_not_saturate(backend: str) -> None:
     assert torch.equal(y, torch.full((1, 16), 127.0 * 127 * 512))
 
 
-def test_inputs_are_rounded_to_nvfp4() -> None:
+def test_inputs_are_rounded_to_nvfp4():
     """Nearest, halves to the even code; beyond what the divisor is for they saturate."""
     values = torch.tensor(
         [0.0, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 6.0, -0.75, 2.6, 0.1, -1.0, 4.0]
@@ -118,7 +118,7 @@ def test_inputs_are_rounded_to_nvfp4() -> None:
     assert not levels[2].any()
 
 
-def test_stack_is_both_weights() -> None:
+def test_stack_is_both_weights():
     rng = torch.Generator().manual_seed(3)
     x = torch.randn(5, 256, generator=rng)
     for grid in GRIDS:

@@ -65,7 +65,7 @@ def room_for(dtype: torch.dtype) -> torch.dtype:
 
 @INTERLEAVED
 @pytest.mark.parametrize(("backend", "dtype"), backends_of("rope"))
-def test_rope(backend: str, dtype: torch.dtype, interleaved: bool) -> None:
+def test_rope(backend, dtype, interleaved):
     device = device_of(backend)
     for heads, width in ((3, 16), (9, 24), (5, 64)):
         x = torch.randn(4, heads, width, device=device).to(dtype)
@@ -89,13 +89,7 @@ LATENTS = {
 @CACHES
 @INTERLEAVED
 @pytest.mark.parametrize(("backend", "dtype"), backends_of("mla_prepare", tuple(LATENTS)))
-def test_mla_prepare(
-    backend: str,
-    dtype: torch.dtype,
-    interleaved: bool,
-    codes: torch.dtype | None,
-    poisoned_memory: None,
-) -> None:
+def test_mla_prepare(backend, dtype, interleaved, codes, poisoned_memory):
     """Norms, rotates and caches; no other slot is written."""
     device = device_of(backend)
     for sizes, tokens in LATENTS[backend]:
@@ -142,14 +136,7 @@ HEADS = {
 @INTERLEAVED
 @NORMED
 @pytest.mark.parametrize(("backend", "dtype"), backends_of("gqa_prepare"))
-def test_gqa_prepare(
-    backend: str,
-    dtype: torch.dtype,
-    normed: bool,
-    interleaved: bool,
-    codes: torch.dtype | None,
-    poisoned_memory: None,
-) -> None:
+def test_gqa_prepare(backend, dtype, normed, interleaved, codes, poisoned_memory):
     device = device_of(backend)
     for tokens, heads, width, rotary in HEADS[backend]:
         qkv = torch.randn(tokens, (heads[0] + 2 * heads[1]) * width, device=device).to(dtype) * 3
@@ -185,7 +172,7 @@ def test_gqa_prepare(
 
 @KINDS
 @pytest.mark.parametrize("backend", backends_of("gqa_prepare", ("triton", "cuda"), dtypes=False))
-def test_the_codes_are_the_references(backend: str, codes: torch.dtype) -> None:
+def test_the_codes_are_the_references(backend, codes):
     """All but a code here and there, where a number fell between two of 16 bits first; sizes from a
     millionth to a thousand, and zeros."""
     tokens, device = 40, device_of(backend)
@@ -217,7 +204,7 @@ def test_the_codes_are_the_references(backend: str, codes: torch.dtype) -> None:
             assert (apart <= (1 if codes == torch.int8 else 32)).all()
 
 
-def test_mla_queries_are_the_product_of_what_mla_prepare_returns() -> None:
+def test_mla_queries_are_the_product_of_what_mla_prepare_returns():
     """Also of a cache in codes by a known step, and arguments are checked the same."""
     qkv_a, norms = torch.randn(3, sum(SMALL)), Norms(torch.rand(24), torch.rand(40), EPS)
     (_, rotation), slots = turns(3, 16, torch.device("cpu")), torch.tensor([30, 0, 9])
@@ -235,7 +222,7 @@ def test_mla_queries_are_the_product_of_what_mla_prepare_returns() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_mla_prepare_stores_codes_by_a_known_step(dtype: torch.dtype) -> None:
+def test_mla_prepare_stores_codes_by_a_known_step(dtype):
     """The same for every token, whatever it holds; what lies beyond 127 steps is cut off, rotary
     keys are not."""
     kv_lora, step, cpu = 40, torch.tensor(0.02), torch.device("cpu")
@@ -255,7 +242,7 @@ def test_mla_prepare_stores_codes_by_a_known_step(dtype: torch.dtype) -> None:
     assert distance(keys, exact[:, kv_lora:].double()) < 4e-3
 
 
-def test_gqa_prepare_stores_codes_by_known_steps() -> None:
+def test_gqa_prepare_stores_codes_by_known_steps():
     """Of each channel; scales are 1, and queries as they would be."""
     cpu, slots, qkv = torch.device("cpu"), torch.tensor([30, 0, 9]), torch.randn(3, 8 * 24)
     _, rotation = turns(3, 16, cpu)
@@ -271,7 +258,7 @@ def test_gqa_prepare_stores_codes_by_known_steps() -> None:
 
 
 @KINDS
-def test_codes_are_the_nearest_numbers_of_their_type(codes: torch.dtype) -> None:
+def test_codes_are_the_nearest_numbers_of_their_type(codes):
     x = torch.randn(50, 64) * torch.randn(50, 1).exp()
     found, scales = encode(x, codes)
     assert torch.equal(scales, x.abs().amax(dim=1) / LARGEST[codes])
@@ -282,7 +269,7 @@ def test_codes_are_the_nearest_numbers_of_their_type(codes: torch.dtype) -> None
 
 
 @KINDS
-def test_tokens_of_any_size(codes: torch.dtype) -> None:
+def test_tokens_of_any_size(codes):
     for value in (0.0, 1e-30, 1e30, -3e4):
         found, scales = encode(torch.full((2, 8), value), codes)
         assert (scales > 0).all()
@@ -291,9 +278,7 @@ def test_tokens_of_any_size(codes: torch.dtype) -> None:
 
 @KINDS
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_a_rotary_key_far_larger_than_its_latent_stays_a_number(
-    codes: torch.dtype, dtype: torch.dtype
-) -> None:
+def test_a_rotary_key_far_larger_than_its_latent_stays_a_number(codes, dtype):
     cache = torch.cat([torch.full((1, 1, 16), 1e-3), torch.full((1, 1, 4), 3e3)], dim=-1).to(dtype)
     found = decoded(code_latents(cache, 16, codes))[..., 16:]
     assert distance(found, cache[..., 16:].double()) < 1e-2

@@ -217,7 +217,7 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
 
 
 @pytest.mark.parametrize("row", range(len(REFUSED)), ids=lambda row: f"{row}-{REFUSED[row][0]}")
-def test_wrong_arguments(row: int) -> None:
+def test_wrong_arguments(row):
     words, call = REFUSED[row]
     with pytest.raises(ValueError, match=words):
         call()

@@ -23,7 +23,7 @@ def place(row: int, group: int, groups: int) -> int:
 
 
 @pytest.mark.parametrize(("n", "groups"), [(128, 4), (1, 1), (129, 5), (300, 12), (64, 3)])
-def test_every_scale_lies_where_the_layout_says(n: int, groups: int) -> None:
+def test_every_scale_lies_where_the_layout_says(n, groups):
     scales = torch.randint(1, 127, (n, groups), dtype=torch.uint8)
     found = swizzled(scales.view(torch.float8_e4m3fn)).view(torch.uint8)
     assert len(found) == -(-n // 128) * -(-groups // 4) * 512
@@ -33,12 +33,12 @@ def test_every_scale_lies_where_the_layout_says(n: int, groups: int) -> None:
     assert found.count_nonzero() == n * groups
 
 
-def test_two_codes_of_a_byte() -> None:
+def test_two_codes_of_a_byte():
     bytes_ = packed(torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8)).view(torch.uint8)
     assert bytes_.tolist() == [[0x21, 0x0F]]
 
 
-def test_activations_are_rounded_to_the_nearest_code_and_to_the_even_one_of_two() -> None:
+def test_activations_are_rounded_to_the_nearest_code_and_to_the_even_one_of_two():
     values = torch.tensor(
         [0.0, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 6.0, -0.75, 2.6, 0.1, -1.0, 4.0]
     )
@@ -72,9 +72,7 @@ def product_of_bytes(
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_linear_is_the_product_of_both_as_they_were_rounded(
-    stacked: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_linear_is_the_product_of_both_as_they_were_rounded(stacked, monkeypatch, caplog):
     module = sys.modules[linear.__module__]
     monkeypatch.setattr(module, "product", product_of_bytes)
     weight = random_weight("fp4", 48, 96, torch.Generator().manual_seed(1))
@@ -91,7 +89,7 @@ def test_a_linear_is_the_product_of_both_as_they_were_rounded(
     assert distance(found, exact) < TOLERANCE[torch.bfloat16]
 
 
-def test_torch_takes_what_the_product_is_given() -> None:
+def test_torch_takes_what_the_product_is_given():
     """Its own rules for the shapes, without a device."""
     weight, x = (
         torch.zeros(rows, 64, dtype=torch.uint8, device="meta").view(torch.float4_e2m1fn_x2)
@@ -108,9 +106,7 @@ def test_torch_takes_what_the_product_is_given() -> None:
     ("capability", "fits"),
     [((9, 0), False), ((10, 0), True), ((10, 3), True), ((12, 0), True), ((8, 9), False)],
 )
-def test_it_is_for_cards_with_fp4_units_and_for_who_asks(
-    capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_for_cards_with_fp4_units_and_for_who_asks(capability, fits, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     reason = why_unusable("linear_fp4", "scaled_mm", CUDA, torch.bfloat16, ((64, 128),))

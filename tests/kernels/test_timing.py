@@ -84,7 +84,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return made
 
 
-def test_an_npu_graph_is_replayed_and_the_devices_clock_counts(driver: Driver) -> None:
+def test_an_npu_graph_is_replayed_and_the_devices_clock_counts(driver):
     seconds = timing.seconds_per_call([driver.work(3.0), driver.work(5.0)], CPU)
     assert seconds == pytest.approx(4e-3)
     assert driver.replays > 1
@@ -94,9 +94,7 @@ def test_an_npu_graph_is_replayed_and_the_devices_clock_counts(driver: Driver) -
 @pytest.mark.parametrize(
     ("milliseconds", "calls", "captured"), [(0.01, 3, 21), (0.5, 1, 4), (7.0, 2, 2)]
 )
-def test_long_calls_are_repeated_less(
-    milliseconds: float, calls: int, captured: int, driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_calls_are_repeated_less(milliseconds, calls, captured, driver, monkeypatch):
     """A run of two milliseconds is long beside its launch; every call, which has a weight of its
     own, is in it once at least."""
     lengths = set()
@@ -113,7 +111,7 @@ def test_long_calls_are_repeated_less(
     assert lengths == {captured}
 
 
-def test_what_cannot_be_captured_is_timed_all_the_same_and_said(driver: Driver) -> None:
+def test_what_cannot_be_captured_is_timed_all_the_same_and_said(driver):
     driver.capturable = False
     with pytest.warns(
         RuntimeWarning, match="launch by launch, not captured: this one waits for the host$"
@@ -122,7 +120,7 @@ def test_what_cannot_be_captured_is_timed_all_the_same_and_said(driver: Driver) 
     assert driver.replays == 0
 
 
-def test_sides_take_turns(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sides_take_turns(driver, monkeypatch):
     log: list[float] = []
 
     class Logged(driver.NPUGraph):  # type: ignore[misc, name-defined]
@@ -138,13 +136,13 @@ def test_sides_take_turns(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> No
     assert log == [1.0, 4.0] * (driver.replays // 2)
 
 
-def test_the_host_is_timed_on_its_own_clock() -> None:
+def test_the_host_is_timed_on_its_own_clock():
     x = torch.ones(200_000)
     assert 0 < timing.seconds_per_call([lambda: x.sum()], CPU) < 1
     assert timing.read_bandwidth(CPU) > 1e8
 
 
-def test_copies_outlast_the_cache() -> None:
+def test_copies_outlast_the_cache():
     assert timing.copies_beyond_cache(64 << 20, torch.device("cuda")) == 3
     assert timing.copies_beyond_cache(1 << 40, torch.device("cuda")) == 1
 
@@ -153,7 +151,7 @@ class Empty:
     """A graph that nothing was captured into."""
 
 
-def test_graphs_are_called_by_their_devices_name() -> None:
+def test_graphs_are_called_by_their_devices_name():
     assert accelerator.module(CPU) is None
     for name in ("CUDAGraph", "NPUGraph"):
         assert type(accelerator.new_graph(SimpleNamespace(**{name: Empty}))) is Empty  # type: ignore[arg-type]

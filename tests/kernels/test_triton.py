@@ -44,7 +44,7 @@ def step_of(grid: str) -> int:
 
 
 @pytest.mark.parametrize("grid", PACKED)
-def test_linears_of_any_shape(grid: str, poisoned_memory: None) -> None:
+def test_linears_of_any_shape(grid, poisoned_memory):
     rng = generator()
     sizes = torch.randint(1, 150, (3,), generator=rng, device=DEVICE).tolist()
     # Of one token 32 outputs at least: one or two may be sums that nearly cancel, whose rounding is
@@ -72,7 +72,7 @@ def test_linears_of_any_shape(grid: str, poisoned_memory: None) -> None:
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-64", "fp4", "int8", "w8a16-32"])
-def test_programs_that_share_k_add_up_in_order(grid: str) -> None:
+def test_programs_that_share_k_add_up_in_order(grid):
     """K is long and N short: the same bits again, for the counters are left at zero."""
     rng = generator()
     weight = random_weight(grid, 64, 128 * 16, rng)
@@ -85,7 +85,7 @@ def test_programs_that_share_k_add_up_in_order(grid: str) -> None:
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-128", "int4-asym-64", "int4-asym-32", "int4-sym-128"])
-def test_few_tokens_of_int4_whose_sums_are_scaled(grid: str) -> None:
+def test_few_tokens_of_int4_whose_sums_are_scaled(grid):
     """As exact as scaled weights, also where all features are near 20 and what decoding by bits
     adds is far more than the result."""
     rng = generator()
@@ -105,7 +105,7 @@ def test_few_tokens_of_int4_whose_sums_are_scaled(grid: str) -> None:
             )
 
 
-def test_every_code_of_fp4_and_scales_of_zero() -> None:
+def test_every_code_of_fp4_and_scales_of_zero():
     rng = generator()
     weight = random_weight("fp4", 16, 256, rng)
     codes = torch.arange(16, dtype=torch.uint8, device=DEVICE).repeat(16, 16)
@@ -120,7 +120,7 @@ def test_every_code_of_fp4_and_scales_of_zero() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 256, 300, (1 << 15) + 16])
-def test_activations_are_rounded_as_the_operator_states(width: int) -> None:
+def test_activations_are_rounded_as_the_operator_states(width):
     """Rows that a program holds, and longer ones."""
     from quantkit_kernels.triton.rows import quantize_rows as launched
 
@@ -173,7 +173,7 @@ def ask(experts: TritonExperts, *given: Tensor, plan: ExpertsPlan | None = None)
     ],
     ids=str,
 )
-def test_experts(grid: str, tokens: int, top_k: int, hidden: int, plan: ExpertsPlan | None) -> None:
+def test_experts(grid, tokens, top_k, hidden, plan):
     """Ragged, empty and doubled: expert 5 is asked by none, and one token names an expert twice."""
     rng = torch.Generator()
     rng.seed()
@@ -203,7 +203,7 @@ GATES = {
     ("fp4", "gpt-oss", True), ("int4-asym-32", "gpt-oss", True), ("int8", "gpt-oss", True), ("int4-asym-128", "DeepSeek-V4", False),
     ("fp4", "DeepSeek-V4", False), ("int8", "DeepSeek-V4", False), ("int4-sym-128", "SiLU", True), ("int4-asym-64", "shifted", False),
 ])  # fmt: skip
-def test_experts_with_gates_and_biases(grid: str, gate: str, biased: bool) -> None:
+def test_experts_with_gates_and_biases(grid, gate, biased):
     """Of widths that are no whole strips: one token, whose programs share K, and many of a short K.
     Expert 2 is asked by none."""
     rng, gating = torch.Generator(), GATES[gate]

@@ -56,7 +56,7 @@ def made(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor
 @RUNS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_tokens_that_fill_no_tile(plan: DenseRowsPlan, dtype: torch.dtype) -> None:
+def test_tokens_that_fill_no_tile(plan, dtype):
     for tokens in (1, 17, MOST_ROWS):
         x, weight = made(tokens, dtype)
         y = multiply_rows(x, weight, plan)
@@ -69,7 +69,7 @@ def test_tokens_that_fill_no_tile(plan: DenseRowsPlan, dtype: torch.dtype) -> No
 
 
 @RUNS
-def test_a_linear_takes_the_plan_of_its_rows_and_the_library_elsewhere() -> None:
+def test_a_linear_takes_the_plan_of_its_rows_and_the_library_elsewhere():
     """One row and more than 64: the library. Rows that do not lie side by side are copied."""
     first, second = PLANS[:2]
     fields = [[N, K, 1, [0] * 5], [N, K, 16, [64, 128, 1, 4, 4]], [N, K, 64, [64, 128, 3, 4, 6]]]
@@ -97,7 +97,7 @@ def test_a_linear_takes_the_plan_of_its_rows_and_the_library_elsewhere() -> None
 
 
 @pytest.mark.parametrize(("card", "processors"), [("sm_90", 132), ("sm_80", 108), ("gfx942", 304)])
-def test_candidates_compute_all_of_a_weight_and_fit_the_card(card: str, processors: int) -> None:
+def test_candidates_compute_all_of_a_weight_and_fit_the_card(card, processors):
     room = cards.shared_bytes(card)
     for n, k in QWEN3_8B_LINEARS.values():
         plans = dense_candidates(processors, n, k, room)
@@ -110,7 +110,7 @@ def test_candidates_compute_all_of_a_weight_and_fit_the_card(card: str, processo
     assert dense_candidates(processors, 4100, 4096, room) == []
 
 
-def test_it_serves_only_weights_whose_plans_were_measured() -> None:
+def test_it_serves_only_weights_whose_plans_were_measured():
     assert cards.why_no_dense("sm_80", ()) is not None, "nothing was measured"
     write_plans("sm_80", [[4096, 4096, 8, [64, 128, 2, 4, 6]], [6144, 4096, 8, [0] * 5]])
     assert cards.why_no_dense("sm_80", ()) is None

@@ -39,7 +39,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 @pytest.mark.parametrize("name", [*cards.SHARED_BYTES, "sm_103", "gfx1100", "sm_300"])
-def test_plans_by_the_rule_fit_the_card(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_by_the_rule_fit_the_card(name, monkeypatch):
     monkeypatch.setattr(wgmma_plans, "has_gluon", lambda: False)
     room = cards.shared_bytes(name)
     assert room <= 227 << 10
@@ -67,7 +67,7 @@ def test_plans_by_the_rule_fit_the_card(name: str, monkeypatch: pytest.MonkeyPat
             assert gate_up.tokens == down.tokens
 
 
-def test_experts_of_int4_asked_for_by_few_take_the_smallest_matrix_instruction() -> None:
+def test_experts_of_int4_asked_for_by_few_take_the_smallest_matrix_instruction():
     """On NVIDIA's cards: by the rule, and by the table that is shipped. --tune tries it beside
     tiles of 16."""
     for name, least in (("sm_80", 8), ("sm_90", 8), ("sm_120", 8), ("gfx942", 16)):
@@ -85,7 +85,7 @@ def test_experts_of_int4_asked_for_by_few_take_the_smallest_matrix_instruction()
         assert [{plan.tokens for plan in plans} for plans in linears] == [{least, 16}, {16}]
 
 
-def test_plans_by_wgmma_fit_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_by_wgmma_fit_hopper(monkeypatch):
     """By the rule and of those that --tune tries; where K is shared, sums of all tiles have room. K
     that TMA cannot read goes without."""
     monkeypatch.setattr(wgmma_plans, "has_gluon", lambda: True)
@@ -111,7 +111,7 @@ def test_plans_by_wgmma_fit_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(cards.linear_plan("sm_90", 132, "int8", 512, 4000, 300), WgmmaPlan)
 
 
-def test_a_table_of_this_machine_counts_for_more_than_the_one_that_ships() -> None:
+def test_a_table_of_this_machine_counts_for_more_than_the_one_that_ships():
     shipped = json.loads((cards.TABLES / "sm_90.json").read_text())["plans"]["linear"]
     of_one, of_sixteen = (
         cards.LinearPlan(*row[4])
@@ -130,7 +130,7 @@ def test_a_table_of_this_machine_counts_for_more_than_the_one_that_ships() -> No
     )
 
 
-def test_a_table_is_of_the_card_it_was_measured_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_of_the_card_it_was_measured_on(monkeypatch):
     """An H100 and an H200 are of one class: what --tune measured on one is not for the other, and
     it is told whose plans count."""
     monkeypatch.setattr(cards, "card_name", lambda: "NVIDIA H100 80GB HBM3")
@@ -151,7 +151,7 @@ def test_a_table_is_of_the_card_it_was_measured_on(monkeypatch: pytest.MonkeyPat
     assert "a rule" in cards.describe_plans("sm_80")
 
 
-def test_plans_of_experts_are_read_from_a_table() -> None:
+def test_plans_of_experts_are_read_from_a_table():
     """One pair an expert was measured: of a little more, as with a shared expert, the same plan; of
     many more the next one."""
     rows = [
@@ -170,7 +170,7 @@ def test_plans_of_experts_are_read_from_a_table() -> None:
     assert cards.experts_plan("sm_80", "fp4", 256, 1024, 1) not in (few, many)
 
 
-def test_words_hold_the_codes_of_four_planes() -> None:
+def test_words_hold_the_codes_of_four_planes():
     """Of N and K that are no whole strips and steps: what is added decodes to zero."""
     weight = random_weight("int4-asym-64", 70, 192, torch.Generator().manual_seed(0))
     assert isinstance(weight, Int4)
@@ -196,9 +196,7 @@ def test_words_hold_the_codes_of_four_planes() -> None:
     torch.testing.assert_close(found, weight.scale, rtol=1e-3, atol=0)
 
 
-def test_a_tune_that_is_stopped_keeps_what_it_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tune_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):
     """Of a weight that an earlier run measured, the new plans; of others, the earlier ones; of the
     one it was stopped at, none."""
     plain, by_wgmma = cards.LinearPlan(64, 16, 4, 2, 3), WgmmaPlan(128, 64, 1, 4, 4, True, 2)
@@ -246,9 +244,7 @@ def test_a_tune_that_is_stopped_keeps_what_it_measured(
         '{"plans": {"linear": [["int4", 64, 128, 1, [32]]], "experts": []}}',
     ],
 )
-def test_a_damaged_table_of_this_machine_is_named_and_does_not_count(
-    text: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_table_of_this_machine_is_named_and_does_not_count(text, caplog):
     before = cards.linear_plan("sm_90", 132, "int4", 7168, 2048, 1)
     path = write_own("sm_90", text)
     assert cards.linear_plan("sm_90", 132, "int4", 7168, 2048, 1) == before
@@ -256,9 +252,7 @@ def test_a_damaged_table_of_this_machine_is_named_and_does_not_count(
     assert "delete it" in caplog.text
 
 
-def test_what_cannot_be_kept_is_refused_before_it_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_kept_is_refused_before_it_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a card")
     monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(tune, "multiprocessors", lambda device: 132)
@@ -275,9 +269,7 @@ def test_what_cannot_be_kept_is_refused_before_it_is_measured(
     assert path.read_text() == "half a tab"
 
 
-def test_where_triton_cannot_keep_its_kernels_another_backend_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_triton_cannot_keep_its_kernels_another_backend_serves(tmp_path, monkeypatch):
     monkeypatch.setattr(triton, "_why_no_triton", lambda: None)
     monkeypatch.setattr(triton, "why_not_started", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -377,16 +377,14 @@ def operators() -> Iterator[tuple[str, Callable[[], object]]]:
     )
 
 
-def test_every_operator_compiles_within_the_limits_of_the_card(card: Recorder) -> None:
+def test_every_operator_compiles_within_the_limits_of_the_card(card):
     for card.operator, run in operators():
         run()
     assert len({line.split()[1] for line in card.lines}) == len({name for name, _ in operators()})
 
 
 @pytest.mark.parametrize("card", ["sm_90"], indirect=True)
-def test_int8_on_hopper_is_by_wgmma_and_one_product_is_under_way_while_the_next_is_issued(
-    card: Recorder,
-) -> None:
+def test_int8_on_hopper_is_by_wgmma_and_one_product_is_under_way_while_the_next_is_issued(card):
     card.operator = "linear_int8"
     linear("int8", every=True)
     by_wgmma = [text for name, text in card.assembly if name == "multiply_int8"]
@@ -398,7 +396,7 @@ def test_int8_on_hopper_is_by_wgmma_and_one_product_is_under_way_while_the_next_
 
 
 @pytest.mark.parametrize("card", ["sm_90"], indirect=True)
-def test_prompts_on_hopper_are_by_wgmma_and_softmax_runs_beside_a_product(card: Recorder) -> None:
+def test_prompts_on_hopper_are_by_wgmma_and_softmax_runs_beside_a_product(card):
     for card.operator, run in operators():
         if card.operator.endswith("_prefill"):
             run()
@@ -416,7 +414,7 @@ def test_prompts_on_hopper_are_by_wgmma_and_softmax_runs_beside_a_product(card: 
 
 
 @pytest.mark.parametrize("card", ["sm_90"], indirect=True)
-def test_on_hopper_the_memory_of_a_barrier_is_nothing_elses(card: Recorder) -> None:
+def test_on_hopper_the_memory_of_a_barrier_is_nothing_elses(card):
     """PTX wants it so for as long as it is not invalidated; prompts' attention, where it was not
     so, never ended beside another process."""
     for card.operator, run in operators():

@@ -16,7 +16,7 @@ multiply = interpreted(Path(triton.__file__).parent / "wgmma_kernel.py", "multip
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_products_of_any_shape_and_plan(seed: int) -> None:
+def test_products_of_any_shape_and_plan(seed):
     choose, rng = random.Random(seed), torch.Generator().manual_seed(seed)
     tokens, rows, stages, left = (
         choose.choice((16, 32, 64)),

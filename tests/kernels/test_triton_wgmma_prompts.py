@@ -57,7 +57,7 @@ def chosen(choose: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_pages(seed: int, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages(seed, calls, monkeypatch):
     choose = random.Random(seed)
     torch.manual_seed(seed)
     width, dtype = (
@@ -79,9 +79,7 @@ def test_pages(seed: int, calls: list[dict[str, Any]], monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_latents_in_parts(
-    seed: int, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latents_in_parts(seed, calls, monkeypatch):
     choose = random.Random(seed)
     torch.manual_seed(seed)
     nope, rotary, value, latent, heads = (
@@ -117,7 +115,7 @@ def test_latents_in_parts(
     assert calls
 
 
-def test_prompts_that_the_kernel_does_not_take_are_the_other_ones() -> None:
+def test_prompts_that_the_kernel_does_not_take_are_the_other_ones():
     cpu = torch.device("cpu")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(wgmma, "architecture", lambda device: "sm_90")

@@ -8,7 +8,7 @@ from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_w
 
 
 @pytest.mark.parametrize("grid", ["w8a16-32", "w8a16-128", "w8a16-channel"])
-def test_a_byte_a_code_is_held(grid: str) -> None:
+def test_a_byte_a_code_is_held(grid):
     weight = random_weight(grid, 64, 256, torch.Generator().manual_seed(1))
     linear = prepare(weight, backend="cpu")
     assert linear.backend == "cpu"
@@ -16,7 +16,7 @@ def test_a_byte_a_code_is_held(grid: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 100])
-def test_without_a_compiler_rows_are_expanded(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_rows_are_expanded(rows, monkeypatch):
     rng = torch.Generator()
     rng.seed()
     weight, x = random_weight("w8a16-32", 48, 96, rng), torch.randn(rows, 96, generator=rng)
@@ -27,7 +27,7 @@ def test_without_a_compiler_rows_are_expanded(rows: int, monkeypatch: pytest.Mon
         assert distance(y, exact_linear(x, weight)) < TOLERANCE[torch.float32]
 
 
-def test_an_odd_number_of_inputs_with_one_scale() -> None:
+def test_an_odd_number_of_inputs_with_one_scale():
     weight = random_weight("w8a16-channel", 17, 45, torch.Generator().manual_seed(2))
     x = torch.randn(3, 45)
     y = prepare(weight, backend="cpu", dtype=torch.float32)(x)

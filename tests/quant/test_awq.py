@@ -6,7 +6,7 @@ import torch
 from quantkit.quant.awq import candidate_scales, effective_scale, power_of_two, relative_weight
 
 
-def test_candidates_begin_with_the_identity_and_are_centred() -> None:
+def test_candidates_begin_with_the_identity_and_are_centred():
     activation = torch.rand(256, generator=torch.Generator().manual_seed(0)).exp() ** 3
     candidates = candidate_scales(activation, torch.rand(256), 6)
     assert candidates.shape == (12, 256)
@@ -17,7 +17,7 @@ def test_candidates_begin_with_the_identity_and_are_centred() -> None:
     )
 
 
-def test_weight_points_add_candidates_between_plain_and_whole_weights() -> None:
+def test_weight_points_add_candidates_between_plain_and_whole_weights():
     activation, weight = torch.rand(64) + 0.1, torch.rand(64) * 0.9 + 0.1
     few, more = (
         candidate_scales(activation, weight, 5),
@@ -31,14 +31,14 @@ def test_weight_points_add_candidates_between_plain_and_whole_weights() -> None:
     torch.testing.assert_close(more[18] / wanted, (more[18] / wanted)[:1].expand(64))
 
 
-def test_batched_candidates_are_those_of_each() -> None:
+def test_batched_candidates_are_those_of_each():
     activation, weight = torch.rand(3, 64) + 0.1, torch.rand(3, 64)
     together = candidate_scales(activation, weight, 4)
     for i in range(3):
         torch.testing.assert_close(together[:, i], candidate_scales(activation[i], weight[i], 4))
 
 
-def test_effective_scale_folds_exactly() -> None:
+def test_effective_scale_folds_exactly():
     """gain * w == new gain * (w * s), bit for bit in the products' float64 value, although the new
     gain is BF16."""
     generator = torch.Generator().manual_seed(0)
@@ -54,7 +54,7 @@ def test_effective_scale_folds_exactly() -> None:
     assert ((effective / scale - 1).abs() < 0.01).logical_or(gain == 0).all()
 
 
-def test_powers_of_two_fold_without_any_rounding() -> None:
+def test_powers_of_two_fold_without_any_rounding():
     generator = torch.Generator().manual_seed(0)
     gain, router = (
         torch.randn(256, generator=generator).bfloat16(),
@@ -67,7 +67,7 @@ def test_powers_of_two_fold_without_any_rounding() -> None:
     assert torch.equal((router.float() * scale).bfloat16().float(), router.float() * scale)
 
 
-def test_relative_weight_counts_every_row_once() -> None:
+def test_relative_weight_counts_every_row_once():
     a, b = torch.randn(10, 64), torch.randn(30, 64)
     torch.testing.assert_close(
         relative_weight([a, b], 32), relative_weight([torch.cat([a, b])], 32)

@@ -26,18 +26,18 @@ pytestmark = pytest.mark.skipif(not block_rounding.has_cpp(), reason="no C++ com
     "shape", [*SHAPES, (128, 100), (3, 128, 100), (128, 64), (7, 65), (1, 1)], ids=str
 )
 @pytest.mark.parametrize("grid", EVERY)
-def test_block_is_rounded_as_column_by_column(grid: str, shape: tuple[int, ...]) -> None:
+def test_block_is_rounded_as_column_by_column(grid, shape):
     assert_as_column_by_column(gptq.block_rounder(torch.device("cpu")), EVERY[grid], shape, "cpu")
 
 
 @pytest.mark.parametrize("grid", EVERY)
-def test_ties_fall_to_even_and_ends_are_kept(grid: str) -> None:
+def test_ties_fall_to_even_and_ends_are_kept(grid):
     assert_ties_fall_to_even_and_ends_are_kept(
         gptq.block_rounder(torch.device("cpu")), EVERY[grid], "cpu"
     )
 
 
-def test_bits_are_those_of_any_number_of_threads() -> None:
+def test_bits_are_those_of_any_number_of_threads():
     torch.manual_seed(2)
     quantizer, shape = EVERY["int4 with zero points"], (2, 128, 300)
     target, scales, update = (
@@ -61,7 +61,7 @@ def test_bits_are_those_of_any_number_of_threads() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_a_value_that_is_no_number_stays_one_and_no_other_row_has_it() -> None:
+def test_a_value_that_is_no_number_stays_one_and_no_other_row_has_it():
     target = torch.ones(2, 3)
     target[0, 1] = torch.nan
     for quantizer in EVERY.values():
@@ -70,7 +70,7 @@ def test_a_value_that_is_no_number_stays_one_and_no_other_row_has_it() -> None:
         assert values.isnan().tolist() == [[False, True, False]] * 2
 
 
-def test_gptq_takes_it_and_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gptq_takes_it_and_goes_without(monkeypatch):
     def chosen() -> object:
         (own,) = gptq.block_rounder(torch.device("cpu")).args  # type: ignore[attr-defined]
         return own

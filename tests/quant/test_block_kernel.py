@@ -23,14 +23,14 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_block_is_rounded_as_column_by_column(grid: str, shape: tuple[int, ...]) -> None:
+def test_block_is_rounded_as_column_by_column(grid, shape):
     from quantkit.quant.block_kernel import round_block
 
     assert_as_column_by_column(round_block, GRIDS[grid], shape, DEVICE)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_ties_fall_to_even_and_ends_are_kept(grid: str) -> None:
+def test_ties_fall_to_even_and_ends_are_kept(grid):
     from quantkit.quant.block_kernel import round_block
 
     assert_ties_fall_to_even_and_ends_are_kept(round_block, GRIDS[grid], DEVICE)

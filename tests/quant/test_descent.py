@@ -26,7 +26,7 @@ def settled(name: str) -> tuple[Tensor, Tensor, CompensatedRows, CompensatedRows
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
-def test_no_column_could_be_better(name: str) -> None:
+def test_no_column_could_be_better(name):
     w, hessian, compensated, descended = settled(name)
     torch.testing.assert_close(
         descended.loss.double(), loss(w, descended.values, hessian), rtol=1e-3, atol=1e-6
@@ -42,7 +42,7 @@ def test_no_column_could_be_better(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
-def test_no_step_that_is_stored_could_be_better(name: str) -> None:
+def test_no_step_that_is_stored_could_be_better(name):
     """Ten times a row, one group's values are multiplied by what its next stored step would be to
     the step it has."""
     w, hessian, _, descended = settled(name)
@@ -61,7 +61,7 @@ def test_no_step_that_is_stored_could_be_better(name: str) -> None:
             assert (loss(w, values, hessian) >= before * (1 - 1e-6)).float().mean() > 0.97
 
 
-def test_a_batch_is_each_of_its_parts() -> None:
+def test_a_batch_is_each_of_its_parts():
     w, hessian = (torch.stack(parts) for parts in zip(*(problem(seed) for seed in range(3))))
     together = compensate(w, Curvature.of(hessian, 0.01), QUANTIZERS["int4"], Descent(2))
     for i in range(3):
@@ -71,7 +71,7 @@ def test_a_batch_is_each_of_its_parts() -> None:
 
 
 @pytest.mark.parametrize("name", ["int4-fitted", "fp4"])
-def test_rows_that_make_up_for_rows_gain_too(name: str) -> None:
+def test_rows_that_make_up_for_rows_gain_too(name):
     w, hessian = problem()
     cost = cost_of_outputs()
     inputs, outputs = Curvature.of(hessian, 0.01), Curvature.of(cost, 0.01)

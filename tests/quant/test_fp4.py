@@ -15,7 +15,7 @@ from quantkit.grids.nvfp4 import global_scale
 from quantkit.quant.packing import pack_pairs
 
 
-def test_golden_codes_and_scales() -> None:
+def test_golden_codes_and_scales():
     """Packed bytes are those of both libraries, scales those of ModelOpt (which gives a group of
     zeros the scale 1)."""
     vectors = golden.load("nvfp4_g16")
@@ -28,7 +28,7 @@ def test_golden_codes_and_scales() -> None:
     assert torch.equal(weight.global_scale, golden.tensor(expected["weight_scale_2"]))
 
 
-def test_codes_are_the_nearest_of_all_values() -> None:
+def test_codes_are_the_nearest_of_all_values():
     x = torch.linspace(-8, 8, 4001)
     distance = (x[:, None] - torch.tensor(E2M1_VALUES)).abs()
     chosen = distance.gather(1, encode_e2m1(x).long()[:, None])[:, 0]
@@ -37,13 +37,13 @@ def test_codes_are_the_nearest_of_all_values() -> None:
 
 @settings(deadline=None, max_examples=500)
 @given(st.floats(min_value=2.0**-90, max_value=2.0**90, width=32))
-def test_global_scale_survives_being_inverted_twice(amax: float) -> None:
+def test_global_scale_survives_being_inverted_twice(amax):
     scale = global_scale(torch.tensor(amax))
     assert torch.equal(scale.reciprocal().reciprocal(), scale)
     torch.testing.assert_close(scale, torch.tensor(amax) / 2688, rtol=2e-7, atol=0)
 
 
-def test_shared_global_scale_is_used() -> None:
+def test_shared_global_scale_is_used():
     gate = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     shared = global_scale(torch.tensor(50.0))
     weight = quantize_fp4(gate, global_scale=shared)
@@ -52,13 +52,13 @@ def test_shared_global_scale_is_used() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_zeros_stay_zero(rows: int) -> None:
+def test_zeros_stay_zero(rows):
     weight = quantize_fp4(torch.zeros(rows, 32))
     assert weight.global_scale == 1
     assert bool((dequantize(weight) == 0).all())
 
 
-def test_groups_far_below_the_largest_keep_their_sign_and_size() -> None:
+def test_groups_far_below_the_largest_keep_their_sign_and_size():
     """Scales go down to the smallest e4m3; below it a group is lost, but never becomes NaN."""
     w = torch.ones(1, 48)
     w[:, 16:32] *= 1e-4
@@ -68,6 +68,6 @@ def test_groups_far_below_the_largest_keep_their_sign_and_size() -> None:
     assert bool((value[:, 32:] == 0).all())
 
 
-def test_inputs_that_do_not_fill_a_group_are_refused() -> None:
+def test_inputs_that_do_not_fill_a_group_are_refused():
     with pytest.raises(QuantkitError, match="FP4 groups of 16 do not divide 24 input channels"):
         quantize_fp4(torch.ones(2, 24))

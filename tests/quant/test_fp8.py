@@ -9,7 +9,7 @@ from quantkit.grids.base import dequantize
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (576, 384), (130, 200), (3, 5)])
-def test_codes_and_scales_of_deepseek(shape: tuple[int, int]) -> None:
+def test_codes_and_scales_of_deepseek(shape):
     w = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     codes, scale = make_model.fp8_blocks(w)
     weight = quantize_fp8_block(w)
@@ -20,7 +20,7 @@ def test_codes_and_scales_of_deepseek(shape: tuple[int, int]) -> None:
     ).all()  # 3 bits of mantissa
 
 
-def test_zeros_stay_zero() -> None:
+def test_zeros_stay_zero():
     weight = quantize_fp8_block(torch.zeros(130, 130))
     assert bool((weight.scale == 1).all())
     assert bool((dequantize(weight) == 0).all())

@@ -23,7 +23,7 @@ def factor(hessian: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
-def test_loss_is_the_trace_and_below_plain_rounding(name: str) -> None:
+def test_loss_is_the_trace_and_below_plain_rounding(name):
     quantizer = QUANTIZERS[name]
     w, hessian = problem()
     result = compensate(w, Curvature.of(hessian, 0.01), quantizer)
@@ -40,7 +40,7 @@ def test_loss_is_the_trace_and_below_plain_rounding(name: str) -> None:
     )
 
 
-def test_it_is_gptq() -> None:
+def test_it_is_gptq():
     """Against the textbook: error over the diagonal of the inverse's Cholesky factor, spread over
     the columns to come."""
     w, hessian = problem()
@@ -59,7 +59,7 @@ def test_it_is_gptq() -> None:
     assert different < 0.002, "float32 against float64 may tip a few ties"
 
 
-def test_a_batch_is_its_members() -> None:
+def test_a_batch_is_its_members():
     w, hessian = problem(batch=(3,))
     quantizer = QUANTIZERS["int4"]
     together = compensate(w, Curvature.of(hessian, 0.01), quantizer)
@@ -69,7 +69,7 @@ def test_a_batch_is_its_members() -> None:
         torch.testing.assert_close(together.loss[i].sum(), alone.loss.sum(), rtol=1e-2, atol=0)
 
 
-def test_scaled_curvature_is_the_curvature_of_scaled_inputs() -> None:
+def test_scaled_curvature_is_the_curvature_of_scaled_inputs():
     _, hessian = problem()
     s = torch.linspace(0.5, 2, K)
     # The same channels must come first, so the order is fixed before scaling.
@@ -82,9 +82,7 @@ def test_scaled_curvature_is_the_curvature_of_scaled_inputs() -> None:
 
 @pytest.mark.parametrize("name", QUANTIZERS)
 @pytest.mark.parametrize("batch", [(), (2,)])
-def test_losses_of_candidates_are_those_of_compensated_scaled_weights(
-    name: str, batch: tuple[int, ...]
-) -> None:
+def test_losses_of_candidates_are_those_of_compensated_scaled_weights(name, batch):
     quantizer = QUANTIZERS[name]
     w, hessian = problem(batch=batch)
     scale = (
@@ -104,14 +102,14 @@ def test_losses_of_candidates_are_those_of_compensated_scaled_weights(
 
 
 @pytest.mark.parametrize("size", [7, 1300])
-def test_reversed_in_panels(size: int) -> None:
+def test_reversed_in_panels(size):
     square = torch.randn(2, size, size)
     expected = square.flip(-1, -2)
     assert torch.equal(reverse_(square), expected)
 
 
 @pytest.mark.parametrize("name", ["int4", "int4-fitted", "fp4"])
-def test_channels_go_by_energy_and_keep_the_step_of_their_group(name: str) -> None:
+def test_channels_go_by_energy_and_keep_the_step_of_their_group(name):
     """Whatever the order, and for every member of a batch its own: codes times the group's step are
     the values."""
     quantizer = QUANTIZERS[name]
@@ -132,7 +130,7 @@ def test_channels_go_by_energy_and_keep_the_step_of_their_group(name: str) -> No
         assert torch.equal(dequantize(stored), result.values[i])
 
 
-def test_a_channel_that_never_fires_is_rounded() -> None:
+def test_a_channel_that_never_fires_is_rounded():
     w, hessian = problem()
     hessian[5], hessian[:, 5] = 0, 0
     result = compensate(w, Curvature.of(hessian, 0.01), QUANTIZERS["int4"])

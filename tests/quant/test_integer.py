@@ -27,9 +27,7 @@ _GRIDS = [
     offset=st.sampled_from([0.0, 3.0, -3.0]),
     size=st.sampled_from([1e-3, 1.0, 100.0]),
 )
-def test_codes_are_the_nearest(
-    seed: int, grid: IntGrid, dtype: torch.dtype, offset: float, size: float
-) -> None:
+def test_codes_are_the_nearest(seed, grid, dtype, offset, size):
     w = (torch.randn(6, 96, generator=torch.Generator().manual_seed(seed)) + offset) * size
     weight = quantize_int(w, grid, scale_dtype=dtype)
     assert torch.equal(weight.scale.to(dtype).float(), weight.scale)
@@ -45,7 +43,7 @@ def test_codes_are_the_nearest(
 
 
 @pytest.mark.parametrize("grid", _GRIDS)
-def test_zero_stays_exactly_zero(grid: IntGrid) -> None:
+def test_zero_stays_exactly_zero(grid):
     w = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)) + 2.0
     w[:, ::3] = 0.0
     value = dequantize(quantize_int(w, grid, scale_dtype=torch.float16))
@@ -54,26 +52,26 @@ def test_zero_stays_exactly_zero(grid: IntGrid) -> None:
 
 @pytest.mark.parametrize("grid", _GRIDS)
 @pytest.mark.parametrize("size", [0.0, 1e-12])
-def test_weights_below_the_smallest_scale_become_zero(grid: IntGrid, size: float) -> None:
+def test_weights_below_the_smallest_scale_become_zero(grid, size):
     weight = quantize_int(torch.full((2, 32), size), grid, scale_dtype=torch.float16)
     assert bool((weight.scale == 1).all())
     assert bool((dequantize(weight) == 0).all())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
-def test_values_no_scale_can_hold_are_refused(bad: float) -> None:
+def test_values_no_scale_can_hold_are_refused(bad):
     w = torch.ones(2, 32)
     w[1, 5] = bad
     with pytest.raises(QuantkitError, match=r"not finite or too large for scales in float16"):
         quantize_int(w, IntGrid(4, 32, False), scale_dtype=torch.float16)
 
 
-def test_group_size_that_does_not_divide_is_refused() -> None:
+def test_group_size_that_does_not_divide_is_refused():
     with pytest.raises(QuantkitError, match="group size 32 does not divide 40 input channels"):
         quantize_int(torch.ones(2, 40), IntGrid(4, 32, False), scale_dtype=torch.float16)
 
 
-def test_a_slice_of_columns_rounds_as_the_whole() -> None:
+def test_a_slice_of_columns_rounds_as_the_whole():
     """What error compensation relies on: column by column under the scales of the group."""
     w = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
     scale, zero_point = int_params(w.unflatten(1, (-1, 32)), IntGrid(4, 32, False), torch.float16)
@@ -83,7 +81,7 @@ def test_a_slice_of_columns_rounds_as_the_whole() -> None:
     assert torch.equal(column, whole[:, 40:41])
 
 
-def test_int8_codes_and_scales_of_omni_infer() -> None:
+def test_int8_codes_and_scales_of_omni_infer():
     """amax / 127 in float32, never -128: the golden bytes."""
     vectors = golden.load("int8_per_channel")
     expected = vectors["amax_over_127_fp32"]
@@ -96,7 +94,7 @@ def test_int8_codes_and_scales_of_omni_infer() -> None:
     assert torch.equal(weight.scale, golden.tensor(expected["weight_scale"]))
 
 
-def test_symmetric_int4_scales_of_compressed_tensors() -> None:
+def test_symmetric_int4_scales_of_compressed_tensors():
     vectors = golden.load("ct_pack_quantized_g32_sym")
     weight = quantize_int(
         golden.tensor(vectors["input_weight"]).float(),

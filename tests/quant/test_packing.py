@@ -1,7 +1,5 @@
 """Packing: the orders of the real libraries, and exact inverses for every size."""
 
-from collections.abc import Callable
-
 import golden
 import pytest
 import torch
@@ -18,7 +16,7 @@ def _nibbles(seed: int, *shape: int) -> Tensor:
     )
 
 
-def test_awq_order() -> None:
+def test_awq_order():
     """Outputs 0..31 holding their number modulo 16."""
     outputs = torch.arange(32, dtype=torch.uint8).remainder(16).reshape(32, 1)
     assert packing.pack_awq(outputs)[0].tolist() == golden.words(
@@ -26,7 +24,7 @@ def test_awq_order() -> None:
     )
 
 
-def test_compressed_tensors_order() -> None:
+def test_compressed_tensors_order():
     vectors = golden.load("ct_pack_order")
     row = torch.tensor([vectors["row_values"]], dtype=torch.int8)
     assert packing.pack_words(packing.to_offset(row))[0].tolist() == golden.words(
@@ -41,9 +39,7 @@ def test_compressed_tensors_order() -> None:
         (packing.to_twos_complement, packing.from_twos_complement),
     ],
 )
-def test_signed_codes_become_nibbles_and_back(
-    pack: Callable[[Tensor], Tensor], unpack: Callable[[Tensor], Tensor]
-) -> None:
+def test_signed_codes_become_nibbles_and_back(pack, unpack):
     codes = torch.arange(-8, 8, dtype=torch.int8)
     nibbles = pack(codes)
     assert sorted(nibbles.tolist()) == list(range(16))
@@ -57,7 +53,7 @@ def test_signed_codes_become_nibbles_and_back(
     eights=st.integers(1, 5),
     transposed=st.booleans(),
 )
-def test_unpack_inverts_pack(seed: int, rows: int, eights: int, transposed: bool) -> None:
+def test_unpack_inverts_pack(seed, rows, eights, transposed):
     nibbles = _nibbles(seed, 8 * eights, rows).T if transposed else _nibbles(seed, rows, 8 * eights)
     before = nibbles.clone()
     assert torch.equal(packing.unpack_pairs(packing.pack_pairs(nibbles)), nibbles)
@@ -73,7 +69,7 @@ def test_unpack_inverts_pack(seed: int, rows: int, eights: int, transposed: bool
     words=st.integers(1, 5),
     transposed=st.booleans(),
 )
-def test_pack_inverts_unpack(seed: int, rows: int, words: int, transposed: bool) -> None:
+def test_pack_inverts_unpack(seed, rows, words, transposed):
     shape = (words, rows) if transposed else (rows, words)
     packed = torch.randint(
         -(2**31), 2**31, shape, dtype=torch.int32, generator=torch.Generator().manual_seed(seed)

@@ -20,7 +20,7 @@ def weight(rows: int = 24, columns: int = 256) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_plain_fit_is_round_to_nearest(grid: IntGrid) -> None:
+def test_plain_fit_is_round_to_nearest(grid):
     w = weight()
     values, scales = round_to_nearest(w, IntQuantizer(grid, torch.float16))
     expected = quantize_int(w, grid, scale_dtype=torch.float16)
@@ -29,7 +29,7 @@ def test_plain_fit_is_round_to_nearest(grid: IntGrid) -> None:
     assert torch.equal(stored.codes, expected.codes)
 
 
-def test_plain_fp4_fit_is_round_to_nearest() -> None:
+def test_plain_fp4_fit_is_round_to_nearest():
     w = weight()
     quantizer = Nvfp4Quantizer(global_scale(w.abs().amax()))
     values, scales = round_to_nearest(w, quantizer)
@@ -49,12 +49,12 @@ def test_plain_fp4_fit_is_round_to_nearest() -> None:
     ],
     ids=["int4", "fp4"],
 )
-def test_fitted_values_are_stored_exactly(quantizer: IntQuantizer | Nvfp4Quantizer) -> None:
+def test_fitted_values_are_stored_exactly(quantizer):
     values, scales = round_to_nearest(weight(), quantizer, torch.linspace(9, 1, 256))
     assert torch.equal(dequantize(quantizer.encode(values, scales)), values)
 
 
-def test_fitting_lowers_the_weighted_error_of_every_row() -> None:
+def test_fitting_lowers_the_weighted_error_of_every_row():
     w, importance = weight(), torch.linspace(9, 1, 256).square()
     plain, _ = round_to_nearest(w, IntQuantizer(INT4, torch.float16))
     fitted, _ = round_to_nearest(
@@ -65,7 +65,7 @@ def test_fitting_lowers_the_weighted_error_of_every_row() -> None:
     assert after.sum() < 0.9 * before.sum()
 
 
-def test_fp4_global_scale_per_row() -> None:
+def test_fp4_global_scale_per_row():
     """Rows of several tensors stacked: each under its own global scale, as if rounded apart."""
     w = weight()
     amax = torch.cat([w[:10].abs().amax().expand(10), w[10:].abs().amax().expand(14)])

@@ -18,13 +18,13 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return (x / step).round() * step
 
 
-def test_prediction_matches_rounding() -> None:
+def test_prediction_matches_rounding():
     x, w = spiky()
     real = ((rounded(x) - x) @ w.t()).square().sum(-1).mean()
     torch.testing.assert_close(activation_loss(x, w.square().sum(0)), real, rtol=0.1, atol=0)
 
 
-def test_smoothing_helps_a_spiky_input() -> None:
+def test_smoothing_helps_a_spiky_input():
     x, w = spiky()
     candidates = smoothing_candidates(x.abs().amax(0), w.abs().amax(0), 5)
     assert torch.equal(candidates[0], torch.ones(256))

@@ -28,7 +28,7 @@ def failing() -> None:
     raise ZeroDivisionError
 
 
-def test_what_was_set_before_is_set_again() -> None:
+def test_what_was_set_before_is_set_again():
     before = torch.backends.cuda.matmul.fp32_precision
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
@@ -36,14 +36,14 @@ def test_what_was_set_before_is_set_again() -> None:
         assert torch.backends.cuda.matmul.fp32_precision == before
 
 
-def test_products_of_a_processor_are_those_of_float32() -> None:
+def test_products_of_a_processor_are_those_of_float32():
     a, b = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0))
     with tensor_core_products():
         product = a @ b
     assert torch.equal(product, a @ b)
 
 
-def test_products_of_calibration_tokens_have_float32_sums() -> None:
+def test_products_of_calibration_tokens_have_float32_sums():
     """Of operands rounded to BF16 where the processor has that, and never more than rounded."""
     a, b = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0))
     with sample_products():
@@ -54,9 +54,7 @@ def test_products_of_calibration_tokens_have_float32_sums() -> None:
     assert (a @ b - exact).abs().max() < 1e-4, "no longer than wanted"
 
 
-def test_large_products_of_a_processor_are_in_bf16_where_it_has_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_large_products_of_a_processor_are_in_bf16_where_it_has_them(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     a, b = (
         torch.randn(2, 128, 1024, generator=generator),
@@ -78,7 +76,7 @@ def test_large_products_of_a_processor_are_in_bf16_where_it_has_them(
     torch.testing.assert_close(left, 1 + a[:1] @ b, rtol=0, atol=1e-3)
 
 
-def test_gptq_and_descent_lose_nothing_by_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gptq_and_descent_lose_nothing_by_bf16(monkeypatch):
     """Loss by the curvatures, in float64, over that of products in float32: with rows that make up
     for columns, and for rows, too."""
     monkeypatch.setattr(tensor_cores, "LARGE", 1)
@@ -107,7 +105,7 @@ def test_gptq_and_descent_lose_nothing_by_bf16(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_operands_have_eleven_bits() -> None:
+def test_on_a_gpu_operands_have_eleven_bits():
     a, b = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0)).cuda()
     exact = a.double() @ b.double()
     with tensor_core_products():

@@ -12,7 +12,7 @@ from quantkit.quant.gptq import Curvature
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
-def test_the_two_sided_loss_falls(name: str) -> None:
+def test_the_two_sided_loss_falls(name):
     w, hessian = problem()
     cost = cost_of_outputs()
     inputs, outputs = Curvature.of(hessian, 0.01), Curvature.of(cost, 0.01)
@@ -27,7 +27,7 @@ def test_the_two_sided_loss_falls(name: str) -> None:
     )  # they are on the grid
 
 
-def test_rows_one_by_one_follow_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_one_by_one_follow_the_formula(monkeypatch):
     """Row i, in the order of the outputs, is W_i + inv(M_LL) M_LP E_P rounded, L the rows from i on
     and P those before."""
     monkeypatch.setattr(compensation, "ROW_BLOCKS", N)
@@ -69,7 +69,7 @@ def round_row(target: Tensor, inputs: Curvature, scales: Scales) -> Tensor:
     return values
 
 
-def test_a_batch_is_its_members() -> None:
+def test_a_batch_is_its_members():
     w, hessian = problem(4, (3,))
     outputs = Curvature.of(cost_of_outputs(4), 0.01)
     values, _ = compensate_both(w, Curvature.of(hessian, 0.01), outputs, QUANTIZERS["int4"])
@@ -82,7 +82,7 @@ def test_a_batch_is_its_members() -> None:
         ).float().mean() > 0.99  # sums in another order may round a tie the other way
 
 
-def test_judged_outputs_are_the_cost() -> None:
+def test_judged_outputs_are_the_cost():
     cost = cost_of_outputs(5)
     outputs = Curvature.of(cost, 1e-6)
     judge = sample_output_directions(outputs, N)

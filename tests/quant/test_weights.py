@@ -10,7 +10,7 @@ from quantkit.grids.int_groups import IntWeight
 from quantkit.grids.nvfp4 import Nvfp4Weight
 
 
-def test_int_weight_is_codes_less_zero_point_times_scale() -> None:
+def test_int_weight_is_codes_less_zero_point_times_scale():
     codes = torch.tensor([[-8, 7, 0, 3], [1, -1, 5, -6]], dtype=torch.int8)
     scale = torch.tensor([[0.5, 2.0], [0.25, 3.0]])
     zero_point = torch.tensor([[-8, 1], [0, 7]], dtype=torch.int8)
@@ -22,7 +22,7 @@ def test_int_weight_is_codes_less_zero_point_times_scale() -> None:
     ]
 
 
-def test_fp4_weight_has_two_levels_of_scale() -> None:
+def test_fp4_weight_has_two_levels_of_scale():
     codes = torch.arange(32, dtype=torch.uint8).remainder(16).reshape(1, 32)
     scale = torch.tensor([[2.0, 0.5]]).to(torch.float8_e4m3fn)
     expected = [value * 2.0 * 0.25 for value in E2M1_VALUES] + [
@@ -32,7 +32,7 @@ def test_fp4_weight_has_two_levels_of_scale() -> None:
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 129), (5, 7), (576, 256)])
-def test_fp8_block_weight_scales_each_block(shape: tuple[int, int]) -> None:
+def test_fp8_block_weight_scales_each_block(shape):
     generator = torch.Generator().manual_seed(0)
     codes = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
     scale = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128), generator=generator)
@@ -44,7 +44,7 @@ def test_fp8_block_weight_scales_each_block(shape: tuple[int, int]) -> None:
             )
 
 
-def test_dequantize_rounds_once_and_leaves_the_weight_alone() -> None:
+def test_dequantize_rounds_once_and_leaves_the_weight_alone():
     codes = torch.tensor([[3, -5]], dtype=torch.int8)
     weight = IntWeight(codes, torch.tensor([[0.3]]), torch.tensor([[1]], dtype=torch.int8), bits=4)
     assert torch.equal(dequantize(weight, torch.bfloat16), torch.tensor([[0.6, -1.8]]).bfloat16())
@@ -67,13 +67,13 @@ def test_dequantize_rounds_once_and_leaves_the_weight_alone() -> None:
         lambda: Fp8BlockWeight(torch.zeros(200, 4).to(torch.float8_e4m3fn), torch.ones(1, 1)),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(wrong: object) -> None:
+def test_parts_that_do_not_fit_are_refused(wrong):
     with pytest.raises(AssertionError):
         wrong()  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rows_are_divided_by_powers_of_two_without_touching_a_code(dtype: torch.dtype) -> None:
+def test_rows_are_divided_by_powers_of_two_without_touching_a_code(dtype):
     scale = torch.tensor([[0.5, 3e-4], [2.0, 7.0]]).to(dtype).float()
     weight = IntWeight(
         torch.tensor([[-8, 7, 0, 3], [1, -1, 5, -6]], dtype=torch.int8), scale, None, bits=4
@@ -81,7 +81,7 @@ def test_rows_are_divided_by_powers_of_two_without_touching_a_code(dtype: torch.
     _check_division(weight, dtype)
 
 
-def test_fp4_rows_are_divided_within_the_range_of_their_scales() -> None:
+def test_fp4_rows_are_divided_within_the_range_of_their_scales():
     scale = torch.tensor([[448.0, 2.0], [1.5, 0.01], [4.0, 8.0]]).to(torch.float8_e4m3fn)
     weight = Nvfp4Weight(
         torch.arange(96, dtype=torch.uint8).remainder(16).reshape(3, 32), scale, torch.tensor(0.25)

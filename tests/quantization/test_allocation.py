@@ -41,7 +41,7 @@ def best(options: dict[str, list[Option]], budget: int) -> float:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_nothing_beats_the_points_of_the_curve(seed: int) -> None:
+def test_nothing_beats_the_points_of_the_curve(seed):
     options = instance(seed)
     budgeting = Allocator(options, 1000, 0.0)
     curve = budgeting.curve()
@@ -53,7 +53,7 @@ def test_nothing_beats_the_points_of_the_curve(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_between_the_points_the_budget_is_kept_and_used(seed: int) -> None:
+def test_between_the_points_the_budget_is_kept_and_used(seed):
     options = instance(seed)
     budgeting = Allocator(options, 1000, 0.0)
     curve = budgeting.curve()
@@ -74,7 +74,7 @@ def test_between_the_points_the_budget_is_kept_and_used(seed: int) -> None:
         ), "no single change that fits is left"
 
 
-def test_bytes_read_decide_where_they_are_what_counts() -> None:
+def test_bytes_read_decide_where_they_are_what_counts():
     """Two choices of one size and KL; one is read for a tenth of the tokens."""
     alike = [(100, 1e-3), (200, 1e-5)]
     options = {

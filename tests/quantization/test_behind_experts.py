@@ -110,16 +110,16 @@ def agrees(source: Path, out: Path, recipe: Recipe) -> None:
     )
 
 
-def test_the_report_says_what_the_whole_models_say(source: Path, tmp_path: Path) -> None:
+def test_the_report_says_what_the_whole_models_say(source, tmp_path):
     agrees(source, tmp_path / "out", recipe_of(source))
 
 
-def test_of_experts_that_were_left_out_too(tmp_path: Path) -> None:
+def test_of_experts_that_were_left_out_too(tmp_path):
     source = written(tmp_path, 8)
     agrees(source, tmp_path / "out", recipe_of(source, 0.5))
 
 
-def test_grids_by_their_cost_are_refused(source: Path, tmp_path: Path) -> None:
+def test_grids_by_their_cost_are_refused(source, tmp_path):
     with pytest.raises(QuantkitError, match="after its experts"):
         quantize(
             source,

@@ -93,9 +93,7 @@ def loaded(path: Path, cache: str | None = "int8") -> LoadedModel:
     return load_model(path, device="cpu", dtype="float32", cache=cache)
 
 
-def test_steps_are_stored_and_told_as_modelslim_has_them(
-    outputs: dict[str, Path], kind: str
-) -> None:
+def test_steps_are_stored_and_told_as_modelslim_has_them(outputs, kind):
     written = Checkpoint.open(outputs[kind])
     told = json.loads((outputs[kind] / "quant_model_description.json").read_text())
     names = {
@@ -125,9 +123,7 @@ def test_steps_are_stored_and_told_as_modelslim_has_them(
     assert not diagnose(outputs[kind]).findings.found
 
 
-def test_channels_of_latents_become_of_one_size_and_what_reads_them_is_the_same(
-    sources: dict[str, Path], outputs: dict[str, Path]
-) -> None:
+def test_channels_of_latents_become_of_one_size_and_what_reads_them_is_the_same(sources, outputs):
     after = loaded(outputs["latents"])
     source = load_model(sources["latents"], device="cpu", dtype="float32")
     for old, new in zip(source.model.layers, after.model.layers):
@@ -144,9 +140,7 @@ def test_channels_of_latents_become_of_one_size_and_what_reads_them_is_the_same(
 
 
 @torch.inference_mode()
-def test_the_cache_holds_codes_of_known_steps_and_is_read_by_them(
-    outputs: dict[str, Path], kind: str
-) -> None:
+def test_the_cache_holds_codes_of_known_steps_and_is_read_by_them(outputs, kind):
     """Prompts in chunks, then a token a row, as one causal pass over what the cache holds."""
     model = loaded(outputs[kind])
     paged, prompts = model.new_cache(8), [torch.tensor(one) for one in PROMPTS]
@@ -182,12 +176,8 @@ def test_the_cache_holds_codes_of_known_steps_and_is_read_by_them(
 
 
 def test_the_kl_that_is_told_is_that_of_the_int8_cache(
-    sources: dict[str, Path],
-    outputs: dict[str, Path],
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    sources, outputs, text, tmp_path, monkeypatch
+):
     """Steps 64 times as wide leave next to nothing of a latent, and weights alone lose what they
     lost."""
     monkeypatch.setattr(cache_scales, "best_scale", lambda x, counts: best_scale(x, counts) * 64)
@@ -199,9 +189,7 @@ def test_the_kl_that_is_told_is_that_of_the_int8_cache(
     assert told[1] > 1.5 * told[0]
 
 
-def test_a_stopped_run_goes_on_to_the_same_bytes(
-    sources: dict[str, Path], outputs: dict[str, Path], text: Path, tmp_path: Path
-) -> None:
+def test_a_stopped_run_goes_on_to_the_same_bytes(sources, outputs, text, tmp_path):
     class Stopped(Exception):
         pass
 
@@ -225,9 +213,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(
 @pytest.mark.parametrize(
     ("kind", "options"), [("keys", {"tp": 2}), ("latents", {"draft_length": 1})]
 )
-def test_ranks_and_drafts_change_no_token(
-    outputs: dict[str, Path], kind: str, options: dict[str, int]
-) -> None:
+def test_ranks_and_drafts_change_no_token(outputs, kind, options):
     found = []
     for more in ({}, options):
         engine = Engine.load(
@@ -245,14 +231,12 @@ def test_ranks_and_drafts_change_no_token(
     assert found[0] == found[1]
 
 
-def test_without_cache_it_is_a_model_like_any_other(outputs: dict[str, Path], kind: str) -> None:
+def test_without_cache_it_is_a_model_like_any_other(outputs, kind):
     assert not loaded(outputs[kind], None).steps
     assert not loaded(outputs[kind], "fp8").steps, "steps are of int8"
 
 
-def test_it_is_inspected_checked_and_converted_like_any_other(
-    sources: dict[str, Path], outputs: dict[str, Path], kind: str, tmp_path: Path
-) -> None:
+def test_it_is_inspected_checked_and_converted_like_any_other(sources, outputs, kind, tmp_path):
     """What the steps are is known; other formats leave them out."""
     about = describe(Checkpoint.open(outputs[kind]))
     assert (about.scheme, about.missing, about.unknown) == ("int8-a8w8c8", [], [])
@@ -268,9 +252,7 @@ def test_it_is_inspected_checked_and_converted_like_any_other(
         assert load_model(out, device="cpu", cache="int8").codes == torch.int8
 
 
-def test_a_cache_with_an_offset_is_refused_in_int8_alone(
-    outputs: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_cache_with_an_offset_is_refused_in_int8_alone(outputs, tmp_path):
     """As some publish it; engines' decoding leaves the offset out."""
     shifted = shutil.copytree(outputs["keys"], tmp_path / "shifted")
     (shard,) = shifted.glob("*.safetensors")
@@ -284,7 +266,7 @@ def test_a_cache_with_an_offset_is_refused_in_int8_alone(
     assert loaded(shifted, "fp8").codes == torch.float8_e4m3fn
 
 
-def test_best_steps_cut_what_is_rare_and_far_away() -> None:
+def test_best_steps_cut_what_is_rare_and_far_away():
     """Of 65,536 numbers of unit size and one of 10, where 0.8 of the step loses 21.6 + 4.0, and all
     of it 33.9."""
     x = torch.randn(65536, 3, generator=torch.Generator().manual_seed(0))
@@ -300,9 +282,7 @@ def test_best_steps_cut_what_is_rare_and_far_away() -> None:
     )
 
 
-def test_who_cannot_have_it_is_told_so(
-    sources: dict[str, Path], outputs: dict[str, Path], tmp_path: Path
-) -> None:
+def test_who_cannot_have_it_is_told_so(sources, outputs, tmp_path):
     scheme = find_scheme("int8-a8w8c8")
     llama = write_random(
         tmp_path / "llama",
@@ -328,9 +308,7 @@ def test_who_cannot_have_it_is_told_so(
     )
 
 
-def test_plan_counts_the_tensors_and_the_cache(
-    sources: dict[str, Path], outputs: dict[str, Path], kind: str
-) -> None:
+def test_plan_counts_the_tensors_and_the_cache(sources, outputs, kind):
     scheme = find_scheme("int8-a8w8c8")
     found, wide = (
         plan(sources[kind], one, PlanOptions(devices="1x16GiB"))

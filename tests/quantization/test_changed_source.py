@@ -107,9 +107,7 @@ def stopped(run: Run, source: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("time_kept", [False, True])
-def test_changed_between_two_starts(
-    run: Run, source: Path, tmp_path: Path, time_kept: bool
-) -> None:
+def test_changed_between_two_starts(run, source, tmp_path, time_kept):
     stopped(run, source, tmp_path / "out")
     shard = source / Checkpoint.open(source).tensors[EARLY].shard
     before = shard.stat()
@@ -126,9 +124,7 @@ def test_changed_between_two_starts(
     assert not run(source, tmp_path / "out")
 
 
-def test_the_same_bytes_with_other_times_go_on(
-    run: Run, source: Path, original: Path, tmp_path: Path
-) -> None:
+def test_the_same_bytes_with_other_times_go_on(run, source, original, tmp_path):
     """All shards downloaded again. The output is that of an undisturbed run."""
     stopped(run, source, tmp_path / "out")
     for shard in source.glob("*.safetensors"):
@@ -139,7 +135,7 @@ def test_the_same_bytes_with_other_times_go_on(
     assert files(tmp_path / "out") == files(tmp_path / "undisturbed")
 
 
-def test_changed_while_it_is_read(run: Run, source: Path, tmp_path: Path) -> None:
+def test_changed_while_it_is_read(run, source, tmp_path):
     """Bytes are hashed beside the run: what was not yet entered when they changed is not kept, and
     then made of the new ones alone."""
     changed: list[Path] = []
@@ -165,7 +161,7 @@ def test_changed_while_it_is_read(run: Run, source: Path, tmp_path: Path) -> Non
         assert files(tmp_path / "out") == files(tmp_path / "undisturbed")
 
 
-def test_changed_after_it_was_read(run: Run, source: Path, tmp_path: Path) -> None:
+def test_changed_after_it_was_read(run, source, tmp_path):
     """ "Done already" is not said of another model; a shard that was only touched is the same."""
     run(source, tmp_path / "out")
     assert run(source, tmp_path / "out")
@@ -178,7 +174,7 @@ def test_changed_after_it_was_read(run: Run, source: Path, tmp_path: Path) -> No
         run(source, tmp_path / "out")
 
 
-def test_an_embedding_that_calibration_has_read(source: Path, tmp_path: Path) -> None:
+def test_an_embedding_that_calibration_has_read(source, tmp_path):
     """It is written last, and the hidden states that are kept came from it."""
     stopped(awq, source, tmp_path / "out")
     edit(source, "model.embed_tokens.weight")

@@ -83,9 +83,7 @@ def chosen(
     return run(source, out, text, Mixture(bits=5.0), on_event=told.append), told
 
 
-def test_the_output_is_what_was_chosen(
-    source: Path, chosen: tuple[QuantizationReport, list[Event]]
-) -> None:
+def test_the_output_is_what_was_chosen(source, chosen):
     report, written = chosen[0], Checkpoint.open(chosen[0].out)
     told = json.loads((report.out / "report.json").read_text())["allocation"]
     assert 4.5 < told["bits"] <= 5.0
@@ -126,9 +124,7 @@ def test_the_output_is_what_was_chosen(
     assert "Chosen grids" in (report.out / "report.html").read_text()
 
 
-def test_a_stopped_run_measures_no_layer_twice_and_nothing_is_left_beside(
-    chosen: tuple[QuantizationReport, list[Event]],
-) -> None:
+def test_a_stopped_run_measures_no_layer_twice_and_nothing_is_left_beside(chosen):
     measured = [
         event.unit
         for event in chosen[1]
@@ -141,9 +137,7 @@ def test_a_stopped_run_measures_no_layer_twice_and_nothing_is_left_beside(
     assert sorted(path.name for path in chosen[0].out.parent.iterdir()) == [chosen[0].out.name]
 
 
-def test_it_writes_the_same_bytes_from_a_file_of_sensitivities(
-    source: Path, text: str, chosen: tuple[QuantizationReport, list[Event]], tmp_path: Path
-) -> None:
+def test_it_writes_the_same_bytes_from_a_file_of_sensitivities(source, text, chosen, tmp_path):
     shutil.copy(chosen[0].out / "sensitivities.json", tmp_path / "s.json")
     again = run(
         source, tmp_path / "out", text, Mixture(bits=5.0), sensitivities=tmp_path / "s.json"
@@ -193,14 +187,14 @@ def test_it_writes_the_same_bytes_from_a_file_of_sensitivities(
         (["--bits", "4.5", "--preset", "experts-only"], "already defines what is kept"),
     ],
 )
-def test_what_cannot_be_is_told_in_a_line(source: Path, asked: list[str], told: str) -> None:
+def test_what_cannot_be_is_told_in_a_line(source, asked, told):
     answer = command("plan", str(source), *asked)
     assert answer.code == 1
     assert told in answer.error
     assert answer.errors == 1
 
 
-def test_the_smallest_that_is_named_can_be_had(source: Path) -> None:
+def test_the_smallest_that_is_named_can_be_had(source):
     for option, too_small in (("--bits", "1"), ("--size", "0.1MB")):
         least = (
             command("plan", str(source), option, too_small)
@@ -217,9 +211,7 @@ def test_the_smallest_that_is_named_can_be_had(source: Path) -> None:
     "damage",
     ["{}", "[]", "{", '{"kl": {"a": {"int8": NaN}}, "asked": {}, "tokens": 3, "source": "x"}'],
 )
-def test_a_damaged_file_of_sensitivities_is_named(
-    source: Path, tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_file_of_sensitivities_is_named(source, tmp_path, damage):
     (tmp_path / "s.json").write_text(damage)
     assert (
         "s.json"
@@ -229,9 +221,7 @@ def test_a_damaged_file_of_sensitivities_is_named(
     )
 
 
-def test_sensitivities_of_another_model_are_refused(
-    source: Path, text: str, chosen: tuple[QuantizationReport, list[Event]], tmp_path: Path
-) -> None:
+def test_sensitivities_of_another_model_are_refused(source, text, chosen, tmp_path):
     shutil.copytree(source, tmp_path / "other")
     (tmp_path / "other" / "config.json").write_text(
         json.dumps({**CONFIG, **json.loads((source / "config.json").read_text()), "x": 1})
@@ -255,7 +245,7 @@ def test_sensitivities_of_another_model_are_refused(
     assert not sensitivities_path(tmp_path / "o").exists()
 
 
-def test_kept_kinds_are_not_chosen_for(source: Path) -> None:
+def test_kept_kinds_are_not_chosen_for(source):
     request = read_request(
         SCHEME, "auto", None, Recipe(scheme=SCHEME.name), Mixture(keep=("attention",), bits=5.0)
     )

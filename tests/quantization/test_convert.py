@@ -74,9 +74,7 @@ def dense_weights(path: Path) -> dict[str, Tensor]:
         (awq.FORMAT, INT4, "compressed-tensors", "pack-quantized"),
     ],
 )
-def test_exact_where_both_formats_hold_the_value(
-    packed: Any, tmp_path: Path, source: Any, grid: Any, target: str, variant: str
-) -> None:
+def test_exact_where_both_formats_hold_the_value(packed, tmp_path, source, grid, target, variant):
     path = packed(source, grid)
     report = convert(path, tmp_path / "out", format=target)
     made = Checkpoint.open(tmp_path / "out")
@@ -88,7 +86,7 @@ def test_exact_where_both_formats_hold_the_value(
         assert torch.equal(weight, after[name]), name
 
 
-def test_activations_stay_as_they_are_or_are_told(packed: Any, tmp_path: Path) -> None:
+def test_activations_stay_as_they_are_or_are_told(packed, tmp_path):
     """int8 weights that read 16 bits do not become int8 weights that round what they read, and the
     other way about it is said."""
     rounded = packed(compressed_int8.FORMAT, INT8)
@@ -100,7 +98,7 @@ def test_activations_stay_as_they_are_or_are_told(packed: Any, tmp_path: Path) -
     assert "activations" not in dict(again.facts())
 
 
-def test_awq_keeps_its_fp16_scales_in_compressed_tensors(packed: Any, tmp_path: Path) -> None:
+def test_awq_keeps_its_fp16_scales_in_compressed_tensors(packed, tmp_path):
     """Which BF16, compressed-tensors' usual dtype of scales, could not hold; and comes back to the
     same bytes."""
     path = packed(awq.FORMAT, INT4)
@@ -114,7 +112,7 @@ def test_awq_keeps_its_fp16_scales_in_compressed_tensors(packed: Any, tmp_path: 
     assert all(torch.equal(source.read(name), back.read(name)) for name in source.tensors)
 
 
-def test_a_scale_that_must_be_rounded_is_told(packed: Any, tmp_path: Path) -> None:
+def test_a_scale_that_must_be_rounded_is_told(packed, tmp_path):
     """A scale so small that FP16 has few bits for it: AWQ stores FP16, compressed-tensors' BF16 has
     its full precision there."""
     path = shutil.copytree(packed(compressed_int4.FORMAT, INT4), tmp_path / "source")
@@ -132,7 +130,7 @@ def test_a_scale_that_must_be_rounded_is_told(packed: Any, tmp_path: Path) -> No
     assert manifest["tensors"].keys() == Checkpoint.open(path).tensors.keys()
 
 
-def test_fp8_to_bf16(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_fp8_to_bf16(tiny_checkpoint, tmp_path):
     report = convert(tiny_checkpoint, tmp_path / "out", dtype="bf16")
     made = Checkpoint.open(tmp_path / "out")
     assert made.format.name == "dense"
@@ -153,7 +151,7 @@ def test_fp8_to_bf16(tiny_checkpoint: Path, tmp_path: Path) -> None:
     "format_and_grid",
     [(awq.FORMAT, INT4), (modelopt.FORMAT, Nvfp4Grid()), (modelslim.FORMAT, INT8)],
 )
-def test_packed_to_plain(packed: Any, tmp_path: Path, format_and_grid: Any) -> None:
+def test_packed_to_plain(packed, tmp_path, format_and_grid):
     path = packed(*format_and_grid)
     report = convert(path, tmp_path / "out", dtype="fp32")
     made = Checkpoint.open(tmp_path / "out")
@@ -163,7 +161,7 @@ def test_packed_to_plain(packed: Any, tmp_path: Path, format_and_grid: Any) -> N
     assert report.exact
 
 
-def test_public_autoawq_layout(tmp_path: Path) -> None:
+def test_public_autoawq_layout(tmp_path):
     """AutoAWQ quantizes kv_b_proj, lists nothing as plain, works in FP16 and leaves the MTP layer
     out."""
     config = tiny_config(torch_dtype="float16")
@@ -192,7 +190,7 @@ def test_public_autoawq_layout(tmp_path: Path) -> None:
     assert made.linears.keys() == {name for name in source.linears if "kv_b" not in name}
 
 
-def test_public_modelopt_layout(tmp_path: Path) -> None:
+def test_public_modelopt_layout(tmp_path):
     """ModelOpt's DeepSeek script keeps attention and the MTP layer plain, stores input_scale, and
     leaves scales out of the index."""
     config = tiny_config()
@@ -224,16 +222,14 @@ def test_public_modelopt_layout(tmp_path: Path) -> None:
     assert "model.layers.1.mlp.experts.0.up_proj.input_scale" in manifest
 
 
-def test_an_unknown_architecture_converts_all_the_same(packed: Any, tmp_path: Path) -> None:
+def test_an_unknown_architecture_converts_all_the_same(packed, tmp_path):
     path = shutil.copytree(packed(compressed_int4.FORMAT, INT4), tmp_path / "source")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "model_type": "mistral"}))
     assert convert(path, tmp_path / "out", format="awq").exact
 
 
-def test_a_stopped_conversion_goes_on_to_the_same_bytes(
-    packed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_conversion_goes_on_to_the_same_bytes(packed, tmp_path, monkeypatch):
     path = packed(compressed_int8.FORMAT, INT8)
     monkeypatch.setattr(module, "UNIT_BYTES", 100_000)
     convert(path, tmp_path / "whole", format="modelslim")
@@ -306,20 +302,18 @@ def test_a_stopped_conversion_goes_on_to_the_same_bytes(
         ),
     ],
 )
-def test_what_cannot_be_converted(
-    packed: Any, tmp_path: Path, format: Any, grid: Any, options: dict[str, str], told: str
-) -> None:
+def test_what_cannot_be_converted(packed, tmp_path, format, grid, options, told):
     with pytest.raises(QuantkitError, match=told):
         convert(packed(format, grid), tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())
 
 
-def test_plain_weights_are_not_rounded(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_plain_weights_are_not_rounded(tiny_checkpoint, tmp_path):
     with pytest.raises(QuantkitError, match="use quantkit quantize"):
         convert(tiny_checkpoint, tmp_path / "out", format="awq")
 
 
-def test_scales_beyond_fp16_are_refused() -> None:
+def test_scales_beyond_fp16_are_refused():
     weight = IntWeight(torch.zeros(8, 128, dtype=torch.int8), torch.full((8, 1), 1e6), None, 4)
     with pytest.raises(QuantkitError, match="scales that float16 cannot hold"):
         fit_scales("m", weight, awq.FORMAT)

@@ -2,7 +2,6 @@
 reads it."""
 
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -12,7 +11,7 @@ from quantkit.checkpoint.background_writer import BackgroundWriter
 from quantkit.quantization.output import HostCopies, Output
 
 
-def test_memory_is_used_again() -> None:
+def test_memory_is_used_again():
     copies = HostCopies()
     first = copies.of({"a": torch.arange(6.0).view(2, 3).t(), "b": torch.zeros(2)})
     assert torch.equal(first["a"], torch.arange(6.0).view(2, 3).t())
@@ -25,7 +24,7 @@ def test_memory_is_used_again() -> None:
     assert copies.of({"a": torch.ones(3, 2).half()})["a"].dtype == torch.float16
 
 
-def test_a_layer_is_saved_before_its_copies_are_written_over(tmp_path: Path) -> None:
+def test_a_layer_is_saved_before_its_copies_are_written_over(tmp_path):
     """Two layers in a row, and a writer that has not come to the first when the second is there."""
     output = Output(SimpleNamespace(device=torch.device("meta")), None, {}, {}, {}, {})  # type: ignore[arg-type]
     background, begin, saved = BackgroundWriter(1), threading.Event(), list[float]()

@@ -66,9 +66,7 @@ def undisturbed(
     return files(out), time.perf_counter() - start
 
 
-def test_killed_at_random_moments_and_in_writes(
-    source: Path, text: Path, undisturbed: tuple[dict[str, bytes], float], tmp_path: Path
-) -> None:
+def test_killed_at_random_moments_and_in_writes(source, text, undisturbed, tmp_path):
     """SIGKILL, also with half of a tensor written."""
     expected, seconds = undisturbed
     out = tmp_path / "out"
@@ -90,14 +88,7 @@ def test_killed_at_random_moments_and_in_writes(
 
 
 @pytest.mark.parametrize("last", ["layers.0.attend", "layers.1.experts.0", "layers.1.experts.1"])
-def test_stopped_after_a_unit(
-    last: str,
-    source: Path,
-    text: Path,
-    undisturbed: tuple[dict[str, bytes], float],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_stopped_after_a_unit(last, source, text, undisturbed, tmp_path, monkeypatch):
     """Also between the two experts of a batch, which is then solved again for the second one's
     sake."""
     write = CheckpointWriter.write
@@ -115,9 +106,7 @@ def test_stopped_after_a_unit(
     assert files(tmp_path / "out") == undisturbed[0]
 
 
-def test_a_lost_shard_is_named_and_bringing_it_back_is_enough(
-    source: Path, text: Path, undisturbed: tuple[dict[str, bytes], float], tmp_path: Path
-) -> None:
+def test_a_lost_shard_is_named_and_bringing_it_back_is_enough(source, text, undisturbed, tmp_path):
     """Cut short while the first layer is in work, then gone. The copy that comes back has another
     time of change."""
     copy, out = tmp_path / "source", tmp_path / "out"
@@ -143,9 +132,7 @@ def test_a_lost_shard_is_named_and_bringing_it_back_is_enough(
     assert files(out) == undisturbed[0]
 
 
-def test_what_was_begun_otherwise_is_refused(
-    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_begun_otherwise_is_refused(source, text, tmp_path, monkeypatch):
     """Another source, recipe or version; and an output that is there already."""
     copy, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(source, copy)

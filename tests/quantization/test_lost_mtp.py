@@ -41,7 +41,7 @@ def greedy(path: Path) -> list[int]:
     return next(iter(engine.generate([PROMPT], SamplingParams(max_new_tokens=12)))).token_ids
 
 
-def test_it_runs_as_transformers_computes_it(saved: Path) -> None:
+def test_it_runs_as_transformers_computes_it(saved):
     model = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     theirs = model.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[
         0, len(PROMPT) :
@@ -59,9 +59,7 @@ def test_it_runs_as_transformers_computes_it(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["rtn-w4a16", "int8-a8w8c16"])
-def test_what_is_quantized_says_that_there_is_none(
-    saved: Path, tmp_path: Path, scheme: str
-) -> None:
+def test_what_is_quantized_says_that_there_is_none(saved, tmp_path, scheme):
     out, few = tmp_path / "out", ("--samples", "4", "--seq-len", "32")
     planned = command("plan", str(saved), "--scheme", scheme, "--json")
     assert TOLD in planned.json["told"]
@@ -81,7 +79,7 @@ def test_what_is_quantized_says_that_there_is_none(
     assert "MTP" not in answer.err
 
 
-def test_convert_and_place_and_inspect_go_on_too(saved: Path, tmp_path: Path) -> None:
+def test_convert_and_place_and_inspect_go_on_too(saved, tmp_path):
     plain = command("convert", str(saved), str(tmp_path / "plain"), "--dtype", "fp32")
     assert plain.code == 0, plain.err
     assert plain.err.count(TOLD) == 1
@@ -96,7 +94,7 @@ def test_convert_and_place_and_inspect_go_on_too(saved: Path, tmp_path: Path) ->
     assert "has no MTP layer for speculative decoding" in launched.error
 
 
-def test_a_layer_of_which_a_part_is_stored_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_a_layer_of_which_a_part_is_stored_is_refused(saved, tmp_path):
     """A shard is missing, or its tensors are called otherwise: what is left out then would not be
     known."""
     part, first = shutil.copytree(saved, tmp_path / "part"), "model.layers.2.enorm.weight"

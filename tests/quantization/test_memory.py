@@ -31,7 +31,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def test_it_grows_with_tokens_and_not_with_layers(source: Path, tmp_path: Path) -> None:
+def test_it_grows_with_tokens_and_not_with_layers(source, tmp_path):
     config = make_model.tiny_config(num_hidden_layers=5)
     deeper = make_model.write_fp8(tmp_path / "deeper", config, make_model.random_tensors(config))
     assert planned(deeper, "awq-w4a16") == planned(source, "awq-w4a16")
@@ -43,9 +43,7 @@ def test_it_grows_with_tokens_and_not_with_layers(source: Path, tmp_path: Path) 
     )
 
 
-def test_a_run_that_does_not_fit_is_refused_before_anything_is_written(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_does_not_fit_is_refused_before_anything_is_written(source, tmp_path):
     recipe = load_recipe("rtn-w4a16")
     with pytest.raises(
         QuantkitError,
@@ -74,7 +72,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_written(
     assert report.planned_memory < 2**30
 
 
-def test_a_refusal_names_the_most_texts_that_fit(source: Path, tmp_path: Path) -> None:
+def test_a_refusal_names_the_most_texts_that_fit(source, tmp_path):
     recipe = load_recipe("awq-w4a16")
     few, fewer = (
         plan(source, find_scheme("awq-w4a16"), PlanOptions(samples=count)).host_least_bytes
@@ -93,8 +91,8 @@ def test_a_refusal_names_the_most_texts_that_fit(source: Path, tmp_path: Path) -
 
 
 def test_states_are_kept_once_more_where_something_is_behind_the_experts_in_the_channels_they_add_to(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     from tiny_models import CONFIGS, random_tensors
 
     config, tokens = CONFIGS["openpangu_v2"], (128 + 16 + 2 * 16) * 512
@@ -106,9 +104,7 @@ def test_states_are_kept_once_more_where_something_is_behind_the_experts_in_the_
     ).host_peak.hidden_states == 4 * tokens * (streams + config["hidden_size"])
 
 
-def test_a_calibrated_run_keeps_under_the_least_it_may_be_given(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_calibrated_run_keeps_under_the_least_it_may_be_given(source, tmp_path):
     """As the operating system counts, in a process of its own. A byte less is refused."""
     text = write_letters(tmp_path / "calibration.txt", 4000)
     recipe = Recipe(scheme="awq-w4a16", **quantize_job.SMALL)
@@ -143,11 +139,11 @@ def test_a_calibrated_run_keeps_under_the_least_it_may_be_given(
         ("16gb", 16 * 10**9),
     ],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes(text, size):
     assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["16", "GiB", "-1GiB", "0GB", "16 gigabytes", ""])
-def test_no_sizes(text: str) -> None:
+def test_no_sizes(text):
     with pytest.raises(QuantkitError, match="is not a size"):
         parse_bytes(text)

@@ -94,9 +94,7 @@ def raw(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_experts_only_leaves_fp8_blocks_untouched(
-    fp8: Path, experts_only: QuantizationReport
-) -> None:
+def test_experts_only_leaves_fp8_blocks_untouched(fp8, experts_only):
     before, written, after = (
         Checkpoint.open(fp8),
         Checkpoint.open(experts_only.out),
@@ -131,14 +129,12 @@ def test_experts_only_leaves_fp8_blocks_untouched(
     )
 
 
-def test_the_doctor_finds_nothing_wrong(experts_only: QuantizationReport) -> None:
+def test_the_doctor_finds_nothing_wrong(experts_only):
     answer = command("check", str(experts_only.out))
     assert answer.code == 0, answer.out
 
 
-def test_the_plan_counts_the_bytes_that_are_written(
-    fp8: Path, experts_only: QuantizationReport
-) -> None:
+def test_the_plan_counts_the_bytes_that_are_written(fp8, experts_only):
     planned = plan(
         fp8, find_scheme("awq-w4a16"), PlanOptions(mixture=Mixture(preset="experts-only"))
     )
@@ -150,9 +146,7 @@ def test_the_plan_counts_the_bytes_that_are_written(
     assert planned.format == experts_only.format == "compressed-tensors"
 
 
-def test_kept_experts_of_a_plain_model_are_the_sources_but_for_the_scale(
-    dense: Path, text: str, tmp_path: Path
-) -> None:
+def test_kept_experts_of_a_plain_model_are_the_sources_but_for_the_scale(dense, text, tmp_path):
     """Routed experts that are not rounded still read what the layer's scale was folded out of."""
     report = run(dense, tmp_path / "out", text, Mixture(keep=("experts", "mtp")))
     written = Checkpoint.open(report.out)
@@ -190,9 +184,7 @@ def test_kept_experts_of_a_plain_model_are_the_sources_but_for_the_scale(
         ("fp4-w4a16", "chitu", {Nvfp4Grid()}),
     ],
 )
-def test_the_rest_of_experts_only_is_what_the_engine_takes(
-    fp8: Path, scheme: str, engine: str, grids: set[object]
-) -> None:
+def test_the_rest_of_experts_only_is_what_the_engine_takes(fp8, scheme, engine, grids):
     request = read_request(
         find_scheme(scheme), "auto", engine, Recipe(scheme=scheme), Mixture(preset="experts-only")
     )
@@ -237,14 +229,14 @@ def test_the_rest_of_experts_only_is_what_the_engine_takes(
         ),
     ],
 )
-def test_what_cannot_be_meant_is_told_in_a_line(fp8: Path, asked: list[str], told: str) -> None:
+def test_what_cannot_be_meant_is_told_in_a_line(fp8, asked, told):
     answer = command("plan", str(fp8), *asked)
     assert answer.code == (2 if "is not known" in told else 1)
     assert told in answer.err
     assert len(answer.err.strip().splitlines()) == 1
 
 
-def test_patterns_keep_linears_or_put_them_on_other_grids(fp8: Path, tmp_path: Path) -> None:
+def test_patterns_keep_linears_or_put_them_on_other_grids(fp8, tmp_path):
     """By the command line; the recipe of the same patterns is the same run."""
     patterns = {"re:.*o_proj$": {"bits": 8}, "re:.*shared_experts.*": {"group_size": 32}}
     given = ["--ignore", "re:.*\\.kv_b_proj$"]
@@ -277,7 +269,7 @@ def test_patterns_keep_linears_or_put_them_on_other_grids(fp8: Path, tmp_path: P
     assert "done already" in again.err, again
 
 
-def test_a_model_without_the_kind_says_what_it_has(tmp_path: Path) -> None:
+def test_a_model_without_the_kind_says_what_it_has(tmp_path):
     config = make_model.tiny_config(
         num_hidden_layers=1, first_k_dense_replace=1, num_nextn_predict_layers=0
     )
@@ -288,9 +280,7 @@ def test_a_model_without_the_kind_says_what_it_has(tmp_path: Path) -> None:
         plan(path, find_scheme("awq-w4a16"), PlanOptions(mixture=Mixture(preset="experts-only")))
 
 
-def test_fused_linears_on_several_grids_are_an_engines_fault(
-    experts_only: QuantizationReport, tmp_path: Path
-) -> None:
+def test_fused_linears_on_several_grids_are_an_engines_fault(experts_only, tmp_path):
     """An int8 q_a beside an FP8 kv_a: engines make one linear of the two."""
     shutil.copytree(experts_only.out, tmp_path / "out")
     path = tmp_path / "out"
@@ -328,7 +318,7 @@ def test_fused_linears_on_several_grids_are_an_engines_fault(
     assert "fused by vllm, and on several grids" in told[0]
 
 
-def test_int8_before_latent_attention(dense: Path, tmp_path: Path) -> None:
+def test_int8_before_latent_attention(dense, tmp_path):
     """What Ascend's fused operator computes is int8, everything else of the scheme's grid; no
     calibration is needed for it."""
     recipe = Recipe(scheme="rtn-w4a16", methods=())
@@ -364,7 +354,7 @@ def test_int8_before_latent_attention(dense: Path, tmp_path: Path) -> None:
     assert report.format == "compressed-tensors"
 
 
-def test_int8_before_latent_attention_is_refused(fp8: Path) -> None:
+def test_int8_before_latent_attention_is_refused(fp8):
     """Where an engine takes one grid a checkpoint, and where attention is not latent."""
     mixture = Mixture(preset="int8-attention")
     with pytest.raises(QuantkitError, match="one grid per checkpoint"):

@@ -215,7 +215,7 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_plan_says_what_quantize_says(name: str, text: str, tmp_path: Path) -> None:
+def test_plan_says_what_quantize_says(name, text, tmp_path):
     write, scheme, arguments, changes, accepted = CASES[name]
     source, chosen = tmp_path / "source", find_scheme(scheme)
     write(source)

@@ -36,7 +36,7 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return make_model.write_dense(tmp_path / "model", config, other_names.random_tensors(config))
 
 
-def test_it_is_rounded(model: Path, tmp_path: Path) -> None:
+def test_it_is_rounded(model, tmp_path):
     report = as_planned(model, tmp_path / "out", "awq", Recipe(scheme="rtn-w4a16"))
     before, after = Checkpoint.open(model), Checkpoint.open(report.out)
     for module in after.linears:
@@ -46,7 +46,7 @@ def test_it_is_rounded(model: Path, tmp_path: Path) -> None:
         ).norm() < 0.15 * weight.norm(), module
 
 
-def test_it_is_calibrated(model: Path, tmp_path: Path) -> None:
+def test_it_is_calibrated(model, tmp_path):
     text = write_letters(tmp_path / "calibration.txt")
     settings = Recipe(scheme="awq-w4a16", calibration=str(text), **quantize_job.SMALL)
     report = as_planned(model, tmp_path / "out", "compressed-tensors", settings)
@@ -97,7 +97,7 @@ def as_planned(model: Path, out: Path, format: str, settings: Recipe) -> Quantiz
     return report
 
 
-def test_engines_parts_and_memory_are_asked_of_its_table(model: Path) -> None:
+def test_engines_parts_and_memory_are_asked_of_its_table(model):
     checkpoint = Checkpoint.open(model)
     rows = read_model(checkpoint).rows
     assert {
@@ -125,7 +125,7 @@ def test_engines_parts_and_memory_are_asked_of_its_table(model: Path) -> None:
 
 
 @torch.inference_mode()
-def test_the_executor_runs_it(model: Path, tmp_path: Path) -> None:
+def test_the_executor_runs_it(model, tmp_path):
     """Rounded: every greedy token is the best of the full forward, and experts compute w2(SiLU(w1
     x) * w3 x)."""
     out = quantize(
@@ -155,9 +155,7 @@ def test_the_executor_runs_it(model: Path, tmp_path: Path) -> None:
     )
 
 
-def test_int4_of_ascend_is_not_written_where_names_hide_what_is_cut(
-    model: Path, tmp_path: Path
-) -> None:
+def test_int4_of_ascend_is_not_written_where_names_hide_what_is_cut(model, tmp_path):
     """vllm-ascend's scale_bias has 16 slices for linears cut along their inputs, which it tells by
     their names: `w2` would be written as one that is not. It is in int8."""
     text = write_letters(tmp_path / "calibration.txt")

@@ -109,9 +109,7 @@ def weights_of(out: Path) -> dict[str, bytes]:
     }
 
 
-def test_what_is_left_is_the_smaller_model_quantized(
-    source: Path, text: Path, pruned: Path, tmp_path: Path
-) -> None:
+def test_what_is_left_is_the_smaller_model_quantized(source, text, pruned, tmp_path):
     """To the byte, MTP layer included: the same codes, scales and names as of the smaller model
     written by hand."""
     hand = by_hand(source, kept_in(pruned), tmp_path / "hand")
@@ -119,7 +117,7 @@ def test_what_is_left_is_the_smaller_model_quantized(
     assert weights_of(pruned) == weights_of(expected)
 
 
-def test_groups_stay_whole(source: Path, pruned: Path) -> None:
+def test_groups_stay_whole(source, pruned):
     kept = kept_in(pruned)
     assert sorted(kept) == [1, 2]  # layer 0 is dense, layer 2 is the MTP layer
     for experts in kept.values():
@@ -132,7 +130,7 @@ def test_groups_stay_whole(source: Path, pruned: Path) -> None:
     }
 
 
-def test_saliency_is_the_mean_of_weight_times_norm(source: Path, text: Path, pruned: Path) -> None:
+def test_saliency_is_the_mean_of_weight_times_norm(source, text, pruned):
     """Of layer 1, computed here from the whole model's own forward."""
     loaded = load_model(source, device="cpu", dtype="float32")
     mlp: Any = loaded.model.layers[1].mlp
@@ -171,9 +169,7 @@ def test_saliency_is_the_mean_of_weight_times_norm(source: Path, text: Path, pru
     assert experts_to_keep({1: found}, 2, 2)[1] == kept_in(pruned)[1]
 
 
-def test_a_run_stopped_while_it_chooses_goes_on(
-    source: Path, text: Path, pruned: Path, tmp_path: Path
-) -> None:
+def test_a_run_stopped_while_it_chooses_goes_on(source, text, pruned, tmp_path):
     told: list[str] = []
 
     def stop(event: Event) -> None:
@@ -208,7 +204,7 @@ def quantize_again(source: Path, text: Path, out: Path) -> bool:
     ).done_already
 
 
-def test_every_tensor_of_the_source_is_accounted_for(source: Path, pruned: Path) -> None:
+def test_every_tensor_of_the_source_is_accounted_for(source, pruned):
     manifest, kept = json.loads((pruned / "manifest.json").read_text())["tensors"], kept_in(pruned)
     assert manifest.keys() == Checkpoint.open(source).tensors.keys()
     gone = (
@@ -223,7 +219,7 @@ def test_every_tensor_of_the_source_is_accounted_for(source: Path, pruned: Path)
     assert all(name.startswith("model.layers.1.mlp.experts.3.up_proj.") for name in last["became"])
 
 
-def test_plan_tells_the_bytes(source: Path, pruned: Path) -> None:
+def test_plan_tells_the_bytes(source, pruned):
     planned = plan(
         source, find_scheme("awq-w4a16"), PlanOptions(recipe=Recipe(scheme="awq-w4a16", prune=0.5))
     )
@@ -242,9 +238,7 @@ def test_plan_tells_the_bytes(source: Path, pruned: Path) -> None:
         ("x", "is not a share"),
     ],
 )
-def test_what_cannot_be_pruned_is_told(
-    source: Path, text: Path, tmp_path: Path, share: str, told: str
-) -> None:
+def test_what_cannot_be_pruned_is_told(source, text, tmp_path, share, told):
     given = (
         "--scheme",
         "rtn-w4a16",
@@ -261,7 +255,7 @@ def test_what_cannot_be_pruned_is_told(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dense_model_has_nothing_to_prune(tmp_path: Path, text: Path) -> None:
+def test_a_dense_model_has_nothing_to_prune(tmp_path, text):
     config = make_model.tiny_config(
         num_hidden_layers=1, first_k_dense_replace=1, num_nextn_predict_layers=0
     )

@@ -81,7 +81,7 @@ def fp4_with_fp8_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_an_fp8_mtp_layer_beside_fp4_is_read(fp4_with_fp8_mtp: Path) -> None:
+def test_an_fp8_mtp_layer_beside_fp4_is_read(fp4_with_fp8_mtp):
     checkpoint = Checkpoint.open(fp4_with_fp8_mtp)
     weight = checkpoint.weight(f"{MTP}.mlp.experts.0.up_proj")
     assert isinstance(weight, Fp8BlockWeight)
@@ -98,9 +98,7 @@ def test_an_fp8_mtp_layer_beside_fp4_is_read(fp4_with_fp8_mtp: Path) -> None:
     ]
 
 
-def test_an_fp8_mtp_layer_beside_fp4_runs_and_converts(
-    fp4_with_fp8_mtp: Path, tmp_path: Path
-) -> None:
+def test_an_fp8_mtp_layer_beside_fp4_runs_and_converts(fp4_with_fp8_mtp, tmp_path):
     """Drafting, so that the MTP layer is run too, gives the tokens and guesses of the same values
     stored plain."""
     convert(fp4_with_fp8_mtp, tmp_path / "plain", dtype="fp32")
@@ -123,9 +121,7 @@ def test_an_fp8_mtp_layer_beside_fp4_runs_and_converts(
 
 
 @pytest.mark.parametrize("part", ["weight", "weight_scale_inv"])
-def test_an_fp8_linear_that_is_not_declared_plain_is_refused(
-    fp4_with_fp8_mtp: Path, tmp_path: Path, part: str
-) -> None:
+def test_an_fp8_linear_that_is_not_declared_plain_is_refused(fp4_with_fp8_mtp, tmp_path, part):
     """The list of unquantized modules is what tells an engine; and half an FP8 linear is a fault
     wherever it stands."""
     stored = load_file(fp4_with_fp8_mtp / "model.safetensors")

@@ -94,9 +94,7 @@ def outputs(
 
 
 @pytest.mark.parametrize("scheme", MADE)
-def test_the_output_is_a_checkpoint_of_the_scheme(
-    outputs: dict[str, QuantizationReport], scheme: str
-) -> None:
+def test_the_output_is_a_checkpoint_of_the_scheme(outputs, scheme):
     written = Checkpoint.open(outputs[scheme].out)
     assert written.scheme is not None
     assert written.scheme.weight == SCHEMES[scheme].weight
@@ -109,9 +107,7 @@ def test_the_output_is_a_checkpoint_of_the_scheme(
 
 
 @pytest.mark.parametrize("scheme", MADE)
-def test_every_source_tensor_is_accounted_for(
-    source: Path, outputs: dict[str, QuantizationReport], scheme: str
-) -> None:
+def test_every_source_tensor_is_accounted_for(source, outputs, scheme):
     entries = json.loads((outputs[scheme].out / "manifest.json").read_text())["tensors"]
     before, after = Checkpoint.open(source), Checkpoint.open(outputs[scheme].out)
     assert entries.keys() == before.tensors.keys()
@@ -130,7 +126,7 @@ def test_every_source_tensor_is_accounted_for(
     ) == (scheme != "fp4-w4a16"), "the MTP layer: quantized but in ModelOpt's format"
 
 
-def test_the_mtp_head_is_listed_as_sglang_calls_it(outputs: dict[str, QuantizationReport]) -> None:
+def test_the_mtp_head_is_listed_as_sglang_calls_it(outputs):
     out = outputs["fp4-w4a16"].out
     config, side = (
         json.loads((out / name).read_text()) for name in ("config.json", "hf_quant_config.json")
@@ -139,9 +135,7 @@ def test_the_mtp_head_is_listed_as_sglang_calls_it(outputs: dict[str, Quantizati
     assert "model.shared_head.head" in side["quantization"]["exclude_modules"]
 
 
-def test_compensated_weights_lose_less_than_rounded_ones(
-    outputs: dict[str, QuantizationReport],
-) -> None:
+def test_compensated_weights_lose_less_than_rounded_ones(outputs):
     """Of the inputs' error, on held-out text; every linear of the decoder is there."""
     errors = outputs["awq-w4a16"].findings.errors
     config = deepseek_v3.Config.from_dict(CONFIG)
@@ -159,9 +153,7 @@ def _nearest_error(report: QuantizationReport) -> float:
 
 
 @pytest.mark.parametrize("scheme", ["awq-w4a16", "int8-a8w8c16"])
-def test_the_report_says_what_both_models_say_on_held_out_text(
-    source: Path, text: str, outputs: dict[str, QuantizationReport], scheme: str
-) -> None:
+def test_the_report_says_what_both_models_say_on_held_out_text(source, text, outputs, scheme):
     """Run whole, by the executor, activations rounded where the scheme rounds them: some tokens
     choose other experts, and few tokens make the mean."""
     recipe = Recipe(scheme=scheme, **SMALL)
@@ -190,9 +182,7 @@ def test_the_report_says_what_both_models_say_on_held_out_text(
     assert 0.5 < facts["expert_agree"] < 1
 
 
-def test_folding_leaves_the_router_what_it_was_but_for_one_rounding_to_bf16(
-    source: Path, outputs: dict[str, QuantizationReport]
-) -> None:
+def test_folding_leaves_the_router_what_it_was_but_for_one_rounding_to_bf16(source, outputs):
     before, after = Checkpoint.open(source), Checkpoint.open(outputs["awq-w4a16"].out)
     names = ("model.layers.1.post_attention_layernorm.weight", "model.layers.1.mlp.gate.weight")
     gain, router = (before.read(name).double() for name in names)
@@ -201,9 +191,7 @@ def test_folding_leaves_the_router_what_it_was_but_for_one_rounding_to_bf16(
     torch.testing.assert_close(folded_gain * folded_router, gain * router, rtol=2**-8, atol=0)
 
 
-def test_scales_of_values_are_undone_by_o(
-    source: Path, outputs: dict[str, QuantizationReport]
-) -> None:
+def test_scales_of_values_are_undone_by_o(source, outputs):
     """Of latent attention in int8: rows of kv_b that make values are divided, those that make keys
     are not, and o has what it had."""
     heads, width, keys = (
@@ -226,9 +214,7 @@ def test_scales_of_values_are_undone_by_o(
     assert (ratio[:, keys:] - 1).abs().max() > 0.1, "a scale was chosen"
 
 
-def test_the_group_size_of_the_recipe_and_the_format_that_is_asked_for(
-    source: Path, text: str, tmp_path: Path
-) -> None:
+def test_the_group_size_of_the_recipe_and_the_format_that_is_asked_for(source, text, tmp_path):
     report = run(
         source, tmp_path / "out", "rtn-w4a16", text, group_size=32, format="compressed-tensors"
     )
@@ -257,9 +243,7 @@ def stop_after(count: int, notes: list[Note] | None = None) -> Callable[[Event],
     return on_event
 
 
-def test_a_stopped_run_goes_on_to_the_same_bytes(
-    source: Path, text: str, outputs: dict[str, QuantizationReport], tmp_path: Path
-) -> None:
+def test_a_stopped_run_goes_on_to_the_same_bytes(source, text, outputs, tmp_path):
     out, notes = tmp_path / "out", list[Note]()
     for count in (3, 9, 14):
         with pytest.raises(Stopped):
@@ -271,9 +255,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(
     assert report.findings == outputs["awq-w4a16"].findings
 
 
-def test_another_scheme_by_the_same_recipe_is_not_done_already(
-    source: Path, text: str, tmp_path: Path
-) -> None:
+def test_another_scheme_by_the_same_recipe_is_not_done_already(source, text, tmp_path):
     """One format holds both, and the recipe of one's own names a third."""
     recipe = Recipe(scheme="awq-w4a16", calibration=text, methods=("awq",), **SMALL)
 
@@ -293,9 +275,7 @@ def test_another_scheme_by_the_same_recipe_is_not_done_already(
     assert made("fp4-w4a16").out == tmp_path / "out", "done already"
 
 
-def test_a_wrong_scale_group_stops_the_run(
-    source: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_scale_group_stops_the_run(source, text, tmp_path, monkeypatch):
     """The fault two peers have: the router reads the scaled norm and is not compensated."""
     inside = scales._inside
 
@@ -361,9 +341,7 @@ FAULTS: dict[str, tuple[Callable[[dict, dict], None], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_of_the_source_are_named(
-    source: Path, text: str, tmp_path: Path, fault: str
-) -> None:
+def test_faults_of_the_source_are_named(source, text, tmp_path, fault):
     change, says = FAULTS[fault]
     with pytest.raises(QuantkitError, match=says):
         # Without calibration an unknown architecture will do: its linears are told by name.
@@ -376,7 +354,7 @@ def test_faults_of_the_source_are_named(
     assert not (tmp_path / "out").exists()
 
 
-def test_only_a_models_own_files_are_copied(source: Path, text: str, tmp_path: Path) -> None:
+def test_only_a_models_own_files_are_copied(source, text, tmp_path):
     own = shutil.copytree(source, tmp_path / "source")
     (own / "secrets.txt").write_text("not yours")
     report = run(own, tmp_path / "out", "rtn-w4a16", text)

@@ -45,9 +45,7 @@ def alone(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return quantize_job.run(source, text, tmp_path_factory.mktemp("alone") / "one")
 
 
-def test_ranks_write_the_bytes_of_one(
-    source: Path, text: Path, alone: QuantizationReport, tmp_path: Path
-) -> None:
+def test_ranks_write_the_bytes_of_one(source, text, alone, tmp_path):
     """Three, as torchrun starts them: two solve a batch of experts of every layer each, and run
     them for the others; one has none."""
     command = [
@@ -64,13 +62,7 @@ def test_ranks_write_the_bytes_of_one(
     assert files(tmp_path / "three") == files(alone.out)
 
 
-def test_a_rank_reads_its_own_experts_alone(
-    source: Path,
-    text: Path,
-    alone: QuantizationReport,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_reads_its_own_experts_alone(source, text, alone, tmp_path, monkeypatch):
     """In a layer's experts; and finds out what the other's errors were without reading their
     weights. Both write the bytes of one."""
     read: list[int] = []
@@ -147,9 +139,7 @@ def as_nccl(broadcast: Callable[..., None]) -> Callable[..., None]:
     return sent
 
 
-def test_what_lies_transposed_is_sent_in_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_lies_transposed_is_sent_in_place(tmp_path, monkeypatch):
     """To ranks where it lies so, and to those where it does not."""
     monkeypatch.setattr(ranks_module.dist, "broadcast", as_nccl(ranks_module.dist.broadcast))
 
@@ -181,7 +171,7 @@ DTYPES = (
 )
 
 
-def test_any_dtype_and_shape_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_dtype_and_shape_is_sent(tmp_path, monkeypatch):
     """NCCL knows neither 16-bit integers nor, everywhere, FP8; what is empty is nobody's to wait
     for."""
     monkeypatch.setattr(ranks_module.dist, "broadcast", as_nccl(ranks_module.dist.broadcast))
@@ -201,7 +191,7 @@ def test_any_dtype_and_shape_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert found == [True] * (len(DTYPES) + 2), found
 
 
-def test_experts_are_in_as_many_batches_as_a_power_of_two() -> None:
+def test_experts_are_in_as_many_batches_as_a_power_of_two():
     """So that 2, 4 and 8 ranks have as many each: 256 experts of which 24 could be solved together
     are 16 batches of 16."""
     side = Parameter("model.layers.0.mlp.experts.0.gate_proj.weight", (2, 2), "linear")
@@ -219,7 +209,7 @@ def test_experts_are_in_as_many_batches_as_a_power_of_two() -> None:
         assert [number for batch in batches for number in batch] == list(range(count))
 
 
-def test_ranks_sum_panels_of_one_square(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_sum_panels_of_one_square(tmp_path, monkeypatch):
     """Each its own, and all have the sums of one process."""
     monkeypatch.setattr(input_statistics, "PANEL", 16)
     # whole numbers, which BF16 holds

@@ -86,7 +86,7 @@ def files() -> dict[str, bytes]:
     return report_files(ACCOUNT, findings(), ROWS, RUN)
 
 
-def test_json_says_everything(files: dict[str, bytes]) -> None:
+def test_json_says_everything(files):
     facts = json.loads(
         files["report.json"], parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON")
     )
@@ -106,7 +106,7 @@ def test_json_says_everything(files: dict[str, bytes]) -> None:
     assert "0.05 of round-to-nearest's 6.42e-02; " in facts["verdict"]["sentence"]
 
 
-def test_the_page_says_how_it_was_made(files: dict[str, bytes]) -> None:
+def test_the_page_says_how_it_was_made(files):
     page = files["report.html"].decode()
     for told in (
         "/models/some-model",
@@ -119,7 +119,7 @@ def test_the_page_says_how_it_was_made(files: dict[str, bytes]) -> None:
         assert told in page
 
 
-def test_experts_that_were_left_are_told() -> None:
+def test_experts_that_were_left_are_told():
     page = report_files(replace(ACCOUNT, experts_left=True), findings(), ROWS, RUN)["report.html"]
     assert b"No routed expert was quantized" in page
     assert (
@@ -140,13 +140,13 @@ def test_experts_that_were_left_are_told() -> None:
         (0.0, 0.0, "good", "close to the source"),
     ],
 )
-def test_verdicts(kl: float, plain: float | None, word: str, told: str) -> None:
+def test_verdicts(kl, plain, word, told):
     found = judge(kl, 0.9, 1000, plain)
     assert found.word == word
     assert told in found.sentence
 
 
-def test_kinds_and_layers() -> None:
+def test_kinds_and_layers():
     """Asked of the table: the names need not tell."""
     shared, head = (
         linear("model.layers.3.mlp.shared_experts.up_proj", 3, "shared_expert"),
@@ -168,7 +168,7 @@ def test_kinds_and_layers() -> None:
     }
 
 
-def test_page_is_self_contained_and_the_same_each_time(files: dict[str, bytes]) -> None:
+def test_page_is_self_contained_and_the_same_each_time(files):
     page = files["report.html"].decode()
     assert report_files(ACCOUNT, findings(), ROWS, RUN) == files
     assert page.count("<svg") == 6
@@ -177,7 +177,7 @@ def test_page_is_self_contained_and_the_same_each_time(files: dict[str, bytes]) 
     assert "2 experts in 1 layer received fewer than 64" in page
 
 
-def test_a_run_without_calibration_has_a_page() -> None:
+def test_a_run_without_calibration_has_a_page():
     plain = Findings(
         errors={"model.layers.0.self_attn.o_proj": 0.01},
         methods={"model.layers.0.self_attn.o_proj": "nearest"},
@@ -192,7 +192,7 @@ PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 
 
 @pytest.mark.skipif(browser.PROGRAM is None, reason="there is no Chromium on this machine")
-def test_the_page_in_a_browser(files: dict[str, bytes], tmp_path: Path) -> None:
+def test_the_page_in_a_browser(files, tmp_path):
     """Nothing is wider than a telephone. QUANTKIT_PICTURES=1 writes the pictures of docs/pictures
     anew, after the looks of pages have changed."""
     path, grounds = tmp_path / "report.html", set()

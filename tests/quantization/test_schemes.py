@@ -82,16 +82,14 @@ def written(
 
 
 @pytest.mark.parametrize("scheme", FORMATS, ids=lambda scheme: scheme.name)
-def test_it_is_described_whole(scheme: Scheme, written: Written) -> None:
+def test_it_is_described_whole(scheme, written):
     about = describe(Checkpoint.open(written(scheme)))
     assert (about.scheme, about.format) == (scheme.name, FORMATS[scheme])
     assert (about.missing, about.unknown) == ([], [])
 
 
 @pytest.mark.parametrize("scheme", FORMATS, ids=lambda scheme: scheme.name)
-def test_it_computes_rounded_activations(
-    scheme: Scheme, written: Written, source: Path, tmp_path: Path
-) -> None:
+def test_it_computes_rounded_activations(scheme, written, source, tmp_path):
     """Two ranks round their halves of an input apart: other answers, about as near."""
     found = distances(written(scheme), source, tmp_path)
     assert 1e-7 < found.rounding < 0.3, "activations are rounded"
@@ -101,7 +99,7 @@ def test_it_computes_rounded_activations(
         assert 0 < distance(two, one) < 0.3
 
 
-def test_experts_are_int4_and_the_rest_is_int8(written: Written) -> None:
+def test_experts_are_int4_and_the_rest_is_int8(written):
     """MTP layers in int8 whole, as ModelSlim's recipe for DeepSeek has them; the description names
     the type of every tensor."""
     checkpoint = Checkpoint.open(written(W4A8))
@@ -124,9 +122,7 @@ def test_experts_are_int4_and_the_rest_is_int8(written: Written) -> None:
     )
 
 
-def test_groups_with_activations_are_described_as_engines_read_them(
-    written: Written, tmp_path: Path
-) -> None:
+def test_groups_with_activations_are_described_as_engines_read_them(written, tmp_path):
     """pack-quantized with input_activations: without them inputs have 16 bits."""
     checkpoint = Checkpoint.open(written(GROUPS))
     block = checkpoint.config["quantization_config"]
@@ -147,7 +143,7 @@ def test_groups_with_activations_are_described_as_engines_read_them(
 @pytest.mark.parametrize(
     ("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
 )
-def test_the_product_is_that_of_rounded_inputs(dtype: torch.dtype, error: float) -> None:
+def test_the_product_is_that_of_rounded_inputs(dtype, error):
     generator = torch.Generator().manual_seed(0)
     weight = quantize_int(
         torch.randn(64, 256, generator=generator),
@@ -166,7 +162,7 @@ def test_the_product_is_that_of_rounded_inputs(dtype: torch.dtype, error: float)
     assert ((plain - exact).abs() / size).max() > 1e-3
 
 
-def test_every_linear_brings_a_scale_for_its_input(written: Written) -> None:
+def test_every_linear_brings_a_scale_for_its_input(written):
     """Linears that engines fuse share it, as all experts of a layer do where they read one
     input."""
     checkpoint = Checkpoint.open(written(W4A4))
@@ -192,7 +188,7 @@ def test_every_linear_brings_a_scale_for_its_input(written: Written) -> None:
     assert check_checkpoint("vllm", checkpoint) == []
 
 
-def test_ranks_round_their_inputs_as_one_does(written: Written) -> None:
+def test_ranks_round_their_inputs_as_one_does(written):
     """The same groups under the same scale: halves of a linear add up to the whole."""
     weight = Checkpoint.open(written(W4A4)).weight(O_PROJ)
     x = torch.randn(7, weight.shape[1], generator=torch.Generator().manual_seed(3)) * 4
@@ -207,7 +203,7 @@ def test_ranks_round_their_inputs_as_one_does(written: Written) -> None:
     )
 
 
-def test_it_converts_to_modelopt_and_back(written: Written, tmp_path: Path) -> None:
+def test_it_converts_to_modelopt_and_back(written, tmp_path):
     """The MTP layer is plain there."""
     convert(written(W4A4), tmp_path / "modelopt", format="modelopt")
     convert(tmp_path / "modelopt", tmp_path / "again", format="compressed-tensors")
@@ -228,9 +224,7 @@ def test_it_converts_to_modelopt_and_back(written: Written, tmp_path: Path) -> N
     assert check_checkpoint("vllm", between) == check_checkpoint("sglang", between) == []
 
 
-def test_fp4_next_to_fp8_that_is_kept(
-    source: Path, recipe: Callable[[Scheme], Recipe], tmp_path: Path
-) -> None:
+def test_fp4_next_to_fp8_that_is_kept(source, recipe, tmp_path):
     """In a mixture, whose parts are read, solved and told apart by their own tensors; a run that
     was stopped among the experts ends with the bytes of another."""
 
@@ -262,7 +256,7 @@ def test_fp4_next_to_fp8_that_is_kept(
     assert diagnose(str(checkpoint.path)).to_json()["findings"] == []
 
 
-def test_linears_that_read_under_different_scales_are_not_fused(tmp_path: Path) -> None:
+def test_linears_that_read_under_different_scales_are_not_fused(tmp_path):
     """As another writer may have them: each is computed under its own."""
     config, grid = tiny_config(), Nvfp4Grid(activation_bits=4)
     path = write_packed(
@@ -279,9 +273,7 @@ def test_linears_that_read_under_different_scales_are_not_fused(tmp_path: Path) 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
 @pytest.mark.parametrize("scheme", [W8A16, CHANNEL], ids=["groups", "channel"])
-def test_int8_with_16_bit_activations(
-    written: Written, tmp_path: Path, scheme: Scheme, form: str
-) -> None:
+def test_int8_with_16_bit_activations(written, tmp_path, scheme, form):
     """It runs as its dequantized weights, in about the bytes that are stored."""
     out = written(scheme, form)
     checkpoint = Checkpoint.open(out)
@@ -297,7 +289,7 @@ def test_int8_with_16_bit_activations(
         torch.testing.assert_close(dequantize(after), dequantize(before), rtol=1e-3, atol=0)
 
 
-def test_columns_are_cut_inside_groups() -> None:
+def test_columns_are_cut_inside_groups():
     codes = torch.randint(-127, 128, (16, 256), dtype=torch.int8)
     weight = IntWeight(codes, torch.rand(16, 2) + 0.5, None, 8)
     for start, stop in ((0, 64), (128, 192), (192, 256)):
@@ -306,7 +298,7 @@ def test_columns_are_cut_inside_groups() -> None:
         assert isinstance(operand(part, torch.float32), kernels.W8A16)
 
 
-def test_what_is_not_computed_is_refused(source: Path, written: Written, tmp_path: Path) -> None:
+def test_what_is_not_computed_is_refused(source, written, tmp_path):
     config = tiny_config(first_k_dense_replace=3, num_nextn_predict_layers=0)
     dense = write_fp8(tmp_path / "dense", config, random_tensors(config))
     out, hardware = tmp_path / "out", load_hardware("910B1")

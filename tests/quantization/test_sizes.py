@@ -52,7 +52,7 @@ def group_sizes(path: Path) -> dict[str, int | None]:
     }
 
 
-def test_awq_has_one_group_size_for_all(tmp_path: Path) -> None:
+def test_awq_has_one_group_size_for_all(tmp_path):
     source, lines = source_of(tmp_path), list[Event]()
     report = rounded(source, tmp_path / "out", on_event=lines.append)
     assert set(group_sizes(report.out).values()) == {64}
@@ -64,7 +64,7 @@ def test_awq_has_one_group_size_for_all(tmp_path: Path) -> None:
     assert said == plan(source, "rtn-w4a16").description
 
 
-def test_compressed_tensors_has_group_sizes_of_linears(tmp_path: Path) -> None:
+def test_compressed_tensors_has_group_sizes_of_linears(tmp_path):
     source = source_of(tmp_path)
     out = rounded(source, tmp_path / "out", format="compressed-tensors").out
     sizes = group_sizes(out)
@@ -83,7 +83,7 @@ def test_compressed_tensors_has_group_sizes_of_linears(tmp_path: Path) -> None:
     assert not [one for one in check_checkpoint("vllm", Checkpoint.open(out), device="cpu")]
 
 
-def test_one_odd_linear_of_many_stays_in_16_bits(tmp_path: Path) -> None:
+def test_one_odd_linear_of_many_stays_in_16_bits(tmp_path):
     """A dense layer of 320 inputs before sparse ones: finer groups for all would cost more."""
     sizes = {"intermediate_size": 320, "hidden_size": 1024, "moe_intermediate_size": 1024}
     config = {**CONFIGS["glm4_moe"], **sizes, "n_routed_experts": 64}
@@ -96,7 +96,7 @@ def test_one_odd_linear_of_many_stays_in_16_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["awq", "compressed-tensors"])
-def test_a_model_of_odd_sizes_runs_and_converts(tmp_path: Path, format: str) -> None:
+def test_a_model_of_odd_sizes_runs_and_converts(tmp_path, format):
     """The file computes its dequantized weights, and survives a conversion to another format."""
     source = source_of(tmp_path, intermediate_size=320)
     out = rounded(source, tmp_path / "out", format=format).out
@@ -110,7 +110,7 @@ def test_a_model_of_odd_sizes_runs_and_converts(tmp_path: Path, format: str) -> 
     assert texts[0] == texts[1]
 
 
-def test_outputs_that_packing_does_not_divide(tmp_path: Path) -> None:
+def test_outputs_that_packing_does_not_divide(tmp_path):
     """Zero points are packed eight to a word along the outputs: such linears are without in
     compressed-tensors, and in 16 bits in AWQ."""
     source = source_of(tmp_path, hidden_size=256, num_attention_heads=4, intermediate_size=324)
@@ -125,7 +125,7 @@ def test_outputs_that_packing_does_not_divide(tmp_path: Path) -> None:
     assert down.grid.kind == "int8", "324 inputs have no groups"
 
 
-def test_a_given_group_size_is_not_changed(tmp_path: Path) -> None:
+def test_a_given_group_size_is_not_changed(tmp_path):
     source = source_of(tmp_path)
     recipe = Recipe(scheme="rtn-w4a16", methods=(), group_size=128)
     with pytest.raises(
@@ -150,7 +150,7 @@ SMALLEST = {
 
 
 @pytest.mark.parametrize("name", SMALLEST)
-def test_published_sizes_are_never_refused(name: str, tmp_path: Path) -> None:
+def test_published_sizes_are_never_refused(name, tmp_path):
     source = published_shapes.write(tmp_path / "source", published_shapes.narrow(name))
     experts = any(".experts." in tensor for tensor in Checkpoint.open(source).tensors)
     for scheme in SCHEMES.values():

@@ -150,7 +150,7 @@ def _made(place: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 @pytest.mark.parametrize("case", CASES)
-def test_the_source_is_never_written_to(place: Path, case: str, name: str) -> None:
+def test_the_source_is_never_written_to(place, case, name):
     source, out = CASES[case](place)
     before = state(place)
     for options in ([], ["--overwrite"], ["--overwrite", "--json"]):
@@ -198,7 +198,7 @@ def _output(place: Path) -> Path:
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 @pytest.mark.parametrize("case", FOREIGN)
-def test_overwrite_removes_only_what_quantkit_wrote(place: Path, case: str, name: str) -> None:
+def test_overwrite_removes_only_what_quantkit_wrote(place, case, name):
     out = FOREIGN[case](place)
     before = state(place)
     said = write(name, "models/source", out, "--overwrite")
@@ -207,7 +207,7 @@ def test_overwrite_removes_only_what_quantkit_wrote(place: Path, case: str, name
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_an_output_of_quantkit_is_replaced(place: Path, name: str) -> None:
+def test_an_output_of_quantkit_is_replaced(place, name):
     before, out = state(place / "models"), _output(place)
     refused = write(name, "models/source", out)
     assert refused.code == 1
@@ -221,7 +221,7 @@ def test_an_output_of_quantkit_is_replaced(place: Path, name: str) -> None:
     assert state(place / "models") == before
 
 
-def test_the_calibration_text_is_kept_too(place: Path) -> None:
+def test_the_calibration_text_is_kept_too(place):
     """In the folder to be replaced, even under a name that quantkit wrote, and as the folder."""
     out = _output(place)
     text = out / "tokenizer_config.json"
@@ -251,7 +251,7 @@ def test_the_calibration_text_is_kept_too(place: Path) -> None:
     "out", ["models/source", "models/source/results", "link", "link/results", "other"]
 )
 @pytest.mark.parametrize("name", ["eval", "bench"])
-def test_results_do_not_go_into_a_model(place: Path, name: str, out: str) -> None:
+def test_results_do_not_go_into_a_model(place, name, out):
     linked(place, "link", place / "models/source")
     shutil.copytree(place / "models/source", place / "other")
     before = state(place)

@@ -49,9 +49,7 @@ def difference(path: Path, dtype: torch.dtype) -> float:
         ("fp4-w4a16", torch.bfloat16, 0.05),
     ],
 )
-def test_what_quantize_writes_computes_in_transformers(
-    source: Path, tmp_path: Path, scheme: str, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_what_quantize_writes_computes_in_transformers(source, tmp_path, scheme, dtype, tolerance):
     out = tmp_path / "out"
     recipe = Recipe(scheme=scheme, methods=[])
     quantize(
@@ -74,7 +72,7 @@ def with_head(path: Path, head: torch.Tensor) -> Path:
     return make_model.write_dense(path, TIED, {**tied_tensors(), "lm_head.weight": head})
 
 
-def test_a_head_that_is_stored_although_tied_is_dropped(source: Path, tmp_path: Path) -> None:
+def test_a_head_that_is_stored_although_tied_is_dropped(source, tmp_path):
     stored = with_head(tmp_path / "stored", tied_tensors()["model.embed_tokens.weight"])
     recipe = Recipe(scheme="rtn-w4a16", methods=[])
     for path, out in ((source, "plain"), (stored, "again")):
@@ -86,7 +84,7 @@ def test_a_head_that_is_stored_although_tied_is_dropped(source: Path, tmp_path: 
     load_model(stored, device="cpu")
 
 
-def test_a_stored_head_that_is_not_the_embedding_is_refused(tmp_path: Path) -> None:
+def test_a_stored_head_that_is_not_the_embedding_is_refused(tmp_path):
     head = tied_tensors()["model.embed_tokens.weight"].clone()
     head[17, 3] += 1
     path = with_head(tmp_path / "model", head)
@@ -107,7 +105,7 @@ def test_a_stored_head_that_is_not_the_embedding_is_refused(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_convert_lists_the_head_of_a_source_that_does_not(source: Path, tmp_path: Path) -> None:
+def test_convert_lists_the_head_of_a_source_that_does_not(source, tmp_path):
     """ModelOpt's list names no tied head where the producer left it out; compressed-tensors must
     have it."""
     quantize(

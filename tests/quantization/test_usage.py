@@ -1,7 +1,6 @@
 """Time and memory of a run over its restarts, and the rates of this machine."""
 
 import time
-from pathlib import Path
 
 import torch
 
@@ -10,7 +9,7 @@ from quantkit.quantization.machine import measure_rate
 from quantkit.quantization.usage import RunUsage
 
 
-def test_a_restart_counts_what_earlier_parts_used(tmp_path: Path) -> None:
+def test_a_restart_counts_what_earlier_parts_used(tmp_path):
     path, run = tmp_path / "spent.json", {"source": "a"}
     first = RunUsage(path, time.perf_counter() - 100.0, run)
     first.listener(lambda event: None)(Note("a unit"))
@@ -35,7 +34,7 @@ def test_a_restart_counts_what_earlier_parts_used(tmp_path: Path) -> None:
     assert [str(path) in note.text for note in notes if isinstance(note, Note)] == [True] * 6
 
 
-def test_rates_are_measured_without_other_threads(tmp_path: Path) -> None:
+def test_rates_are_measured_without_other_threads(tmp_path):
     threads = torch.get_num_threads()
     rate = measure_rate(tmp_path, torch.device("cpu"))
     assert min(rate.flops, rate.values, rate.disk) > 0

@@ -139,9 +139,7 @@ def stacked(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     TRACED["calibrated"],
     ids=[case[0] for case in TRACED["calibrated"]],
 )
-def test_the_report_says_of_the_output_what_transformers_says(
-    model_type: str, scheme: str, extra: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_report_says_of_the_output_what_transformers_says(model_type, scheme, extra, tmp_path):
     """KL on the held-out text, computed once more by transformers' whole model over what was
     written."""
     model, told = peer(model_type, **extra), list[str]()
@@ -195,7 +193,7 @@ def test_the_report_says_of_the_output_what_transformers_says(
     ("model_type", "scheme"),
     [("gemma2", "awq-w4a16"), ("granitemoe", "int8-a8w8c16"), ("granitemoe", "nvfp4-w4a4")],
 )
-def test_what_was_made_is_measured_and_run(model_type: str, scheme: str, tmp_path: Path) -> None:
+def test_what_was_made_is_measured_and_run(model_type, scheme, tmp_path):
     """ppl tells the KL that the report tells, and transformers' own greedy answer comes out of
     run."""
     model = peer(model_type, **EXPERTS)
@@ -234,8 +232,8 @@ def test_what_was_made_is_measured_and_run(model_type: str, scheme: str, tmp_pat
     ("model_type", "extra", "refused"), TRACED["run"], ids=[case[0] for case in TRACED["run"]]
 )
 def test_what_is_not_calibrated_runs_as_transformers_computes_it(
-    model_type: str, extra: dict[str, Any], refused: str, tmp_path: Path
-) -> None:
+    model_type, extra, refused, tmp_path
+):
     model = peer(model_type, **extra)
     source = written(model, tmp_path / model_type)
     (done,) = open_engine(EngineOptions(source, device="cpu")).generate(
@@ -252,7 +250,7 @@ def test_what_is_not_calibrated_runs_as_transformers_computes_it(
         is_rounded_alone(source, refused)
 
 
-def test_sizes_that_do_not_go_together_are_told_in_a_line(tmp_path: Path) -> None:
+def test_sizes_that_do_not_go_together_are_told_in_a_line(tmp_path):
     """Transformers builds rotary_dim 64 on heads of 32, and fails in its forward."""
     source = written(peer("gptj", rotary_dim=16), tmp_path / "gptj")
     config = json.loads((source / "config.json").read_text())
@@ -265,7 +263,7 @@ def test_sizes_that_do_not_go_together_are_told_in_a_line(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_experts_that_are_stacked_either_way(turned: bool, tmp_path: Path) -> None:
+def test_experts_that_are_stacked_either_way(turned, tmp_path):
     """Qwen3-VL-MoE is published with its experts turned, and transformers 5 saves them as it
     computes with them."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
@@ -317,7 +315,7 @@ def test_experts_that_are_stacked_either_way(turned: bool, tmp_path: Path) -> No
     assert 0 < found < 0.01
 
 
-def test_check_does_not_call_scales_wrong_that_no_table_tells_of(tmp_path: Path) -> None:
+def test_check_does_not_call_scales_wrong_that_no_table_tells_of(tmp_path):
     """What a linear gained the norm before it lost: which that is only a table says."""
     model = peer("bitnet")
     source = written(model, tmp_path / "source")
@@ -330,7 +328,7 @@ def test_check_does_not_call_scales_wrong_that_no_table_tells_of(tmp_path: Path)
     assert not found.has("scales-absurd"), found.found
 
 
-def test_groups_that_do_not_divide_every_linear(tmp_path: Path) -> None:
+def test_groups_that_do_not_divide_every_linear(tmp_path):
     """128 divides the inputs of o_proj alone: all linears get groups of 32, which divide all."""
     source = written(peer("seed_oss", hidden_size=96, intermediate_size=160), tmp_path / "source")
     checkpoint = Checkpoint.open(run(source, tmp_path / "out", "rtn-w4a16").out)

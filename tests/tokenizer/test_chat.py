@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,7 @@ def chat(tiny_checkpoint: Path) -> ChatTokenizer:
     return ChatTokenizer(tiny_checkpoint)
 
 
-def test_renders_and_encodes_as_transformers(chat: ChatTokenizer, tiny_checkpoint: Path) -> None:
+def test_renders_and_encodes_as_transformers(chat, tiny_checkpoint):
     from transformers import AutoTokenizer
 
     peer = AutoTokenizer.from_pretrained(tiny_checkpoint)
@@ -46,8 +45,8 @@ def test_renders_and_encodes_as_transformers(chat: ChatTokenizer, tiny_checkpoin
     ],
 )
 def test_tokens_that_end_an_answer_may_stand_in_text_config(
-    changes: dict[str, Any], expected: set[int], tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+    changes, expected, tiny_checkpoint, tmp_path
+):
     """As Qwen3.5 has it: a text model inside another, and config.json says nothing beside it."""
     path = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     (path / "generation_config.json").unlink()
@@ -64,7 +63,7 @@ def test_tokens_that_end_an_answer_may_stand_in_text_config(
         ChatTokenizer(path)
 
 
-def test_a_processors_template_is_read_last(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_processors_template_is_read_last(tiny_checkpoint, tmp_path):
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     (model / "chat_template.json").write_text(
         json.dumps({"chat_template": "{{ messages[0]['content'] }}!"})
@@ -81,7 +80,7 @@ def test_a_processors_template_is_read_last(tiny_checkpoint: Path, tmp_path: Pat
         ChatTokenizer(model)
 
 
-def test_bos_is_added_where_the_settings_say_so(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_bos_is_added_where_the_settings_say_so(tiny_checkpoint, tmp_path):
     shutil.copytree(tiny_checkpoint, tmp_path / "model")
     settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
     (tmp_path / "model" / "tokenizer_config.json").write_text(
@@ -92,7 +91,7 @@ def test_bos_is_added_where_the_settings_say_so(tiny_checkpoint: Path, tmp_path:
     assert chat.encode_chat(MESSAGES).count(0) == 1
 
 
-def test_special_tokens_of_older_files(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_special_tokens_of_older_files(tiny_checkpoint, tmp_path):
     """They stand in a file of their own; transformers takes them from there, too."""
     from transformers import AutoTokenizer
 
@@ -107,7 +106,7 @@ def test_special_tokens_of_older_files(tiny_checkpoint: Path, tmp_path: Path) ->
     assert (chat.bos, chat.eos) == (peer.bos_token, peer.eos_token) == ("<think>", "<｜User｜>")
 
 
-def test_a_template_that_is_none_is_told_as_that(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_template_that_is_none_is_told_as_that(tiny_checkpoint, tmp_path):
     """Not as messages that it refuses: nobody's messages are at fault."""
     shutil.copytree(tiny_checkpoint, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ bos_token }}\n{% for x in %}")
@@ -118,7 +117,7 @@ def test_a_template_that_is_none_is_told_as_that(tiny_checkpoint: Path, tmp_path
         ChatTokenizer(tmp_path / "model").render(MESSAGES)
 
 
-def test_no_tokenizer_is_told(tmp_path: Path) -> None:
+def test_no_tokenizer_is_told(tmp_path):
     with pytest.raises(QuantkitError, match=r"has no tokenizer\.json"):
         ChatTokenizer(tmp_path)
 
@@ -135,7 +134,7 @@ def stream_text(
     return [*pieces, stream.finish()], False
 
 
-def test_streamed_text_is_whole_characters(chat: ChatTokenizer) -> None:
+def test_streamed_text_is_whole_characters(chat):
     pieces, _ = stream_text(chat, "Zürich → 五 🙂 done")
     assert "".join(pieces) == "Zürich → 五 🙂 done"
     assert not any("\ufffd" in piece for piece in pieces)
@@ -153,9 +152,7 @@ def test_streamed_text_is_whole_characters(chat: ChatTokenizer) -> None:
         (("xab xabc",), 7, ""),
     ],
 )
-def test_a_stop_string_that_ends_too_early_is_text(
-    chat: ChatTokenizer, stop: tuple[str, ...], early: int, shown: str
-) -> None:
+def test_a_stop_string_that_ends_too_early_is_text(chat, stop, early, shown):
     """Also where its characters may begin another; one that begins early and ends late counts."""
     stream, text = TextStream(chat.tokenizer, stop, min_tokens=early), ""
     for character in "xab xabc":
@@ -165,15 +162,13 @@ def test_a_stop_string_that_ends_too_early_is_text(
     assert text + ("" if stream.stopped else stream.finish()) == shown
 
 
-def test_what_only_looked_like_a_stop_string_comes_out(chat: ChatTokenizer) -> None:
+def test_what_only_looked_like_a_stop_string_comes_out(chat):
     pieces, stopped = stream_text(chat, "a EN EEND? EN", ("ENDING",))
     assert not stopped
     assert "".join(pieces) == "a EN EEND? EN"
 
 
-def test_a_panic_of_the_library_is_a_fault_that_is_told(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_panic_of_the_library_is_a_fault_that_is_told(tiny_checkpoint, tmp_path):
     """An expression that takes too long on some text: a request's, and the server goes on."""
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     described = json.loads((model / "tokenizer.json").read_text())
@@ -198,8 +193,8 @@ def test_a_panic_of_the_library_is_a_fault_that_is_told(
     [({"String": ""}, "a" * 30), ({"String": "a"}, "a" * 30), ({"Regex": "."}, "a" * 30)],
 )
 def test_a_tokenizer_that_makes_texts_far_longer_is_refused(
-    part: str, pattern: dict[str, str], content: str, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+    part, pattern, content, tiny_checkpoint, tmp_path
+):
     """Eight such steps make one letter into 30^8, and all memory is gone."""
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     described = json.loads((model / "tokenizer.json").read_text())
@@ -215,9 +210,7 @@ def test_a_tokenizer_that_makes_texts_far_longer_is_refused(
         ChatTokenizer(model)
 
 
-def test_a_tokenizer_may_put_one_mark_in_the_place_of_another(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_tokenizer_may_put_one_mark_in_the_place_of_another(tiny_checkpoint, tmp_path):
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     described = json.loads((model / "tokenizer.json").read_text())
     replaced: list[dict[str, object]] = [{"Regex": " {2,}"}, {"String": "y"}]

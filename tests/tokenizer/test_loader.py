@@ -85,7 +85,7 @@ def configured(path: Path, **settings: Any) -> ChatTokenizer:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sentencepiece_makes_the_ids_of_the_library(trained: Path, name: str) -> None:
+def test_sentencepiece_makes_the_ids_of_the_library(trained, name):
     chat = configured(trained / name, tokenizer_class="PanguTokenizer")
     peer = sentencepiece.SentencePieceProcessor(model_file=str(trained / name / "tokenizer.model"))
     for text in SAMPLES:
@@ -106,9 +106,7 @@ def test_sentencepiece_makes_the_ids_of_the_library(trained: Path, name: str) ->
     "settings",
     [{}, {"legacy": True}, {"legacy": False, "add_bos_token": True}, {"add_prefix_space": False}],
 )
-def test_sentencepiece_makes_the_ids_of_transformers(
-    trained: Path, settings: dict[str, Any]
-) -> None:
+def test_sentencepiece_makes_the_ids_of_transformers(trained, settings):
     from transformers import AutoTokenizer
 
     added = {"1500": {"content": "<|user|>", "special": True}}
@@ -125,7 +123,7 @@ def test_sentencepiece_makes_the_ids_of_transformers(
         assert chat.encode_rendered(text) == peer.encode(text, add_special_tokens=False), text
 
 
-def test_added_tokens_have_the_ids_that_are_written(trained: Path) -> None:
+def test_added_tokens_have_the_ids_that_are_written(trained):
     added = {
         "1500": {"content": "<|user|>", "special": True},
         "1503": {"content": "<tool>", "special": False},
@@ -183,7 +181,7 @@ def library(path: Path, pattern: str) -> peer.Encoding:
     return peer.Encoding("peer", pat_str=pattern, mergeable_ranks=merged, special_tokens=special)
 
 
-def test_bytes_of_tokens_are_those_of_the_libraries(ranks: Path, trained: Path) -> None:
+def test_bytes_of_tokens_are_those_of_the_libraries(ranks, trained):
     ours, theirs = ChatTokenizer(ranks), library(ranks, tiktoken.KIMI)
     for token in range(2256):
         assert ours.token_bytes(token) == theirs.decode_single_token_bytes(token)
@@ -196,7 +194,7 @@ def test_bytes_of_tokens_are_those_of_the_libraries(ranks: Path, trained: Path) 
         assert joined.decode().removeprefix(" ") == chat.decode(chat.encode(text)), text
 
 
-def test_tiktoken_makes_the_ids_of_the_library(ranks: Path) -> None:
+def test_tiktoken_makes_the_ids_of_the_library(ranks):
     chat, encoding = ChatTokenizer(ranks), library(ranks, tiktoken.KIMI)
     for text in [*SAMPLES, "[BOS]hi<|im_end|>你好<|im_user|> x"]:
         ids = encoding.encode(text, allowed_special="all")
@@ -216,7 +214,7 @@ def test_tiktoken_makes_the_ids_of_the_library(ranks: Path) -> None:
         'r"\\p{L}+|\\P{L}"\n',
     ],
 )
-def test_the_pattern_is_read_and_no_code_is_run(ranks: Path, tmp_path: Path, code: str) -> None:
+def test_the_pattern_is_read_and_no_code_is_run(ranks, tmp_path, code):
     for file in ranks.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "tokenization_own.py").write_text(code)
@@ -230,7 +228,7 @@ def test_the_pattern_is_read_and_no_code_is_run(ranks: Path, tmp_path: Path, cod
         ChatTokenizer(tmp_path)
 
 
-def test_ranks_under_the_name_of_a_sentencepiece_model(ranks: Path, tmp_path: Path) -> None:
+def test_ranks_under_the_name_of_a_sentencepiece_model(ranks, tmp_path):
     """As Llama 3's; transformers reads it with the same pattern."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -253,19 +251,19 @@ def test_ranks_under_the_name_of_a_sentencepiece_model(ranks: Path, tmp_path: Pa
         ("vocab.json", b"{}", r"transformers write tokenizer\.json from vocab\.json"),
     ],
 )
-def test_damaged_files_are_told(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+def test_damaged_files_are_told(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(QuantkitError, match=said):
         ChatTokenizer(tmp_path)
 
 
-def test_a_missing_library_is_told(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_told(trained, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sentencepiece", None)
     with pytest.raises(QuantkitError, match="pip install sentencepiece protobuf"):
         ChatTokenizer(trained / "llama")
 
 
-def test_tiktoken_without_transformers(ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiktoken_without_transformers(ranks, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers.convert_slow_tokenizer", None)
     with pytest.raises(QuantkitError, match=r"needs transformers.*pip install transformers"):
         ChatTokenizer(ranks)

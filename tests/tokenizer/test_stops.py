@@ -60,7 +60,7 @@ def tokenizers() -> dict[str, Tokenizer]:
 
 @pytest.mark.parametrize("name", ["bytes", "llama", "metaspace", "none"])
 @pytest.mark.parametrize("skip_special", [False, True])
-def test_no_end_is_missed(name: str, skip_special: bool) -> None:
+def test_no_end_is_missed(name, skip_special):
     """Texts of random tokens, characters of several bytes among them, with stop strings that occur
     in them."""
     tokenizer, draw = tokenizers()[name], random.Random(name)
@@ -91,7 +91,7 @@ def test_no_end_is_missed(name: str, skip_special: bool) -> None:
     assert ended > 100
 
 
-def test_few_tokens_are_looked_at() -> None:
+def test_few_tokens_are_looked_at():
     tokenizer = tokenizers()["bytes"]
     vocab = range(tokenizer.get_vocab_size())
     ends = stop_tokens(tokenizer, ("never", "</answer>"), True)

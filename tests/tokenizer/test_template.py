@@ -32,14 +32,14 @@ _NO_TEXT = (
 @pytest.mark.parametrize(
     "source", [one for one in TEMPLATES if any(part in one for part in _NO_TEXT)]
 )
-def test_a_template_that_has_no_end_is_refused(source: str) -> None:
+def test_a_template_that_has_no_end_is_refused(source):
     template = ChatTemplate(source, "chat_template.jinja")
     with pytest.raises(QuantkitError, match=r"the chat template in chat_template\.jinja") as told:
         template.render(VARIABLES)
     assert "\n" not in str(told.value)
 
 
-def test_rendering_goes_on_after_one_that_had_to_be_ended() -> None:
+def test_rendering_goes_on_after_one_that_had_to_be_ended():
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     endless = "{% if messages | length > 1 %}" + loop + "{% endif %}{{ messages[0].content }}"
     template = ChatTemplate(endless, "here")
@@ -49,7 +49,7 @@ def test_rendering_goes_on_after_one_that_had_to_be_ended() -> None:
     assert template.render(VARIABLES) == "hi"
 
 
-def test_time_is_counted_for_each_rendering() -> None:
+def test_time_is_counted_for_each_rendering():
     """A process that has served for long is not ended for what it did before."""
     template = ChatTemplate(
         "{% for i in range(60000) %}{% for j in range(4) %}{{ '' }}{% endfor %}{% endfor %}x",
@@ -60,7 +60,7 @@ def test_time_is_counted_for_each_rendering() -> None:
     assert time.process_time() - start < 5  # none of it in this process
 
 
-def test_threads_get_their_own_texts() -> None:
+def test_threads_get_their_own_texts():
     template = ChatTemplate("{{ messages[0].content }}", "here")
     texts = [f"text {number} " * (number * 50) for number in range(60)]
     with ThreadPoolExecutor(8) as pool:
@@ -70,7 +70,7 @@ def test_threads_get_their_own_texts() -> None:
         assert list(rendered) == texts
 
 
-def test_long_conversations_pass() -> None:
+def test_long_conversations_pass():
     text = "a line of text\n" * 400_000
     assert (
         ChatTemplate("{{ messages[0].content }}", "here").render({"messages": [{"content": text}]})
@@ -78,12 +78,12 @@ def test_long_conversations_pass() -> None:
     )
 
 
-def test_what_is_no_json_is_refused() -> None:
+def test_what_is_no_json_is_refused():
     with pytest.raises(QuantkitError, match="cannot be written as JSON"):
         ChatTemplate("x", "here").render({"messages": [{"content": {1, 2}}]})
 
 
-def test_a_fork_has_a_process_of_its_own() -> None:
+def test_a_fork_has_a_process_of_its_own():
     template = ChatTemplate("{{ messages[0].content }}", "here")
     assert template.render(VARIABLES) == "hi"
     child = os.fork()

@@ -67,9 +67,7 @@ def operators(built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-128", "int4-sym-128", "fp4"])
-def test_experts_by_the_binding(
-    grid: str, operators: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_by_the_binding(grid, operators, monkeypatch):
     """The twins' bits, which is what the double computes with; scratch is as large as the kernels
     use it, or memory would be spoilt."""
     rng = torch.Generator().manual_seed(2)
@@ -90,7 +88,7 @@ def test_experts_by_the_binding(
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-128", "fp4"])
-def test_a_kernel_runs_after_what_was_queued(grid: str, operators: None) -> None:
+def test_a_kernel_runs_after_what_was_queued(grid, operators):
     """Its operands are there when torch_npu's queue comes to it, and not before."""
     rng = torch.Generator().manual_seed(2)
     experts = layer(random_experts(grid, 2, 512, 256, rng), "ascend", torch.bfloat16)
@@ -102,7 +100,7 @@ def test_a_kernel_runs_after_what_was_queued(grid: str, operators: None) -> None
     assert torch.equal(experts.gate_up.times(later, ends), expected)
 
 
-def test_what_the_binding_refuses(operators: None) -> None:
+def test_what_the_binding_refuses(operators):
     grouped, ends = torch.ops.quantkit_ascendc.int4_grouped, torch.tensor([1])
     weight, parameters = (
         torch.zeros(1, 1, 1, 2, 8192, dtype=torch.uint8),
@@ -129,7 +127,7 @@ def test_what_the_binding_refuses(operators: None) -> None:
             grouped(*bad, 1)
 
 
-def test_parts_of_k(operators: None) -> None:
+def test_parts_of_k(operators):
     """Parts are added up in their order: what a large number takes with it depends on them. They
     leave no rest."""
     gemv = torch.ops.quantkit_ascendc.fp4_gemv

@@ -113,7 +113,7 @@ def compiled() -> dict[tuple[str, str], str]:
 
 
 @pytest.mark.parametrize(("target", "form"), CASES)
-def test_a_form(target: str, form: str, compiled: dict[tuple[str, str], str]) -> None:
+def test_a_form(target, form, compiled):
     """Its buffers are within the chip's, by the compiler's own sizes and ours, the cube's those of
     the budget; flags are as many as waits, wherever a loop begins and ends; tiles are loaded while
     those before are used."""
@@ -149,7 +149,7 @@ def test_a_form(target: str, form: str, compiled: dict[tuple[str, str], str]) ->
         assert tile in doubled, "the next is loaded while one is decoded"
 
 
-def test_tiles_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setitem(chip.COLUMNS, "int4", 256)
     wide = layout.pack(random_weight("int4-asym-128", N, K, torch.Generator().manual_seed(0)))
     x, out = zeros(2, K, dtype=torch.bfloat16), zeros(2, N, dtype=torch.bfloat16)
@@ -159,7 +159,7 @@ def test_tiles_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("form", ["int4-asym-128-blocks-16-bf16", "fp4-rows-bf16"])
-def test_a_flag_that_is_missing_is_seen(form: str, compiled: dict[tuple[str, str], str]) -> None:
+def test_a_flag_that_is_missing_is_seen(form, compiled):
     """Every one of them."""
     flags = 0
     for part in bishengir.parts(compiled[TARGETS[0], form]):
@@ -171,7 +171,7 @@ def test_a_flag_that_is_missing_is_seen(form: str, compiled: dict[tuple[str, str
     assert flags > 20
 
 
-def test_a_buffer_that_is_elsewhere_is_seen(compiled: dict[tuple[str, str], str]) -> None:
+def test_a_buffer_that_is_elsewhere_is_seen(compiled):
     """Past the end, or over the one that it takes turns with."""
     text = compiled[TARGETS[0], "fp4-rows-bf16"]
     (part,) = bishengir.parts(text)
@@ -203,7 +203,7 @@ INNER = [one for one in FORMS if one.endswith("bf16") and "assign" not in one]
 
 
 @pytest.mark.parametrize("form", INNER)
-def test_an_innermost_loop_has_no_scalar_access(form: str) -> None:
+def test_an_innermost_loop_has_no_scalar_access(form):
     """As it is lowered: what the vector and cube cores cannot do as one instruction."""
     access = ("memref.load", "memref.store", "tensor.extract ", "tensor.insert ", "scf.while")
     found = list(innermost(lowered(form).splitlines()))

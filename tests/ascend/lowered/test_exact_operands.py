@@ -79,7 +79,7 @@ def integers(rows: int, k: int, rng: torch.Generator, low: int = -4, high: int =
 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("grid", GRIDS, ids=named("rows"))
-def test_rows(grid: str, factor: float) -> None:
+def test_rows(grid, factor):
     rng = torch.Generator().manual_seed(1)
     weights = [whole(grid, 72, 256, factor, rng) for _ in range(2)]
     x, out, experts = (
@@ -96,7 +96,7 @@ def test_rows(grid: str, factor: float) -> None:
 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("grid", [*GRIDS, "int8"], ids=named("blocks"))
-def test_blocks(grid: str, factor: float) -> None:
+def test_blocks(grid, factor):
     rng = torch.Generator().manual_seed(2)
     weights = [whole(grid, 72, 256, factor, rng) for _ in range(2)]
     x, out, experts = (
@@ -121,7 +121,7 @@ def quantizable(rows: int, k: int, rng: torch.Generator) -> Tensor:
 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("grid", [*GRIDS, "int8"], ids=named("down"))
-def test_down(grid: str, factor: float) -> None:
+def test_down(grid, factor):
     """Experts' weights have nine bits, one more than bf16 has."""
     rng = torch.Generator().manual_seed(3)
     weights = [whole(grid, 136, 128, factor, rng, least=-1) for _ in range(3)]
@@ -144,7 +144,7 @@ def test_down(grid: str, factor: float) -> None:
 
 @pytest.mark.parametrize("grid", [*GRIDS, "int8"], ids=named("gate_up"))
 @pytest.mark.parametrize("factor", FACTORS)
-def test_gate_up(grid: str, factor: float) -> None:
+def test_gate_up(grid, factor):
     """Gates of 17 and more, which are their own SiLU: 1 + exp(-gate) is 1 there. A part of x alone
     is not zero, so that 24 bits hold their products with up."""
     rng = torch.Generator().manual_seed(4)

@@ -45,7 +45,7 @@ def placed(
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-128", "fp4", "int8"])
-def test_what_is_not_theirs_stays(grid: str) -> None:
+def test_what_is_not_theirs_stays(grid):
     """Nothing is written behind the outputs, and hidden sizes need not be whole tiles."""
     made, weights = placed(grid, 128 * 3, 128, 3)
     gate_up, down = made._gate_up, made._down
@@ -63,7 +63,7 @@ def test_what_is_not_theirs_stays(grid: str) -> None:
     assert distance(total[:2], exact) < 1e-2
 
 
-def test_a_row_of_zeros_and_large_ones() -> None:
+def test_a_row_of_zeros_and_large_ones():
     """int8 rows of zeros have a scale; what no fp16 holds comes out."""
     made, weights = placed("int8", 128, 128, 2)
     x = torch.zeros(2, 128).bfloat16()
@@ -75,7 +75,7 @@ def test_a_row_of_zeros_and_large_ones() -> None:
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-128", "fp4", "int8"])
-def test_offsets_past_two_gib(grid: str) -> None:
+def test_offsets_past_two_gib(grid):
     made, weights = placed(grid, 256, 128, 1)
     ends = []
     for small in (made._gate_up, made._down):
@@ -104,7 +104,7 @@ def test_offsets_past_two_gib(grid: str) -> None:
 @pytest.mark.parametrize(
     ("tokens", "experts", "hidden"), [(1, 256, 7168), (4, 40, 512), (3, 16, 256)]
 )
-def test_router(tokens: int, experts: int, hidden: int) -> None:
+def test_router(tokens, experts, hidden):
     rng = torch.Generator().manual_seed(3)
     x, weight = (
         torch.randn(tokens, hidden, generator=rng).bfloat16(),
@@ -119,7 +119,7 @@ def test_router(tokens: int, experts: int, hidden: int) -> None:
 @pytest.mark.parametrize(
     ("tokens", "top_k", "joined"), [(1, 8, 1), (7, 8, 1), (4, 5, 3), (6, 1, 1)]
 )
-def test_join(tokens: int, top_k: int, joined: int) -> None:
+def test_join(tokens, top_k, joined):
     rng = torch.Generator().manual_seed(3)
     ids, weights = (
         torch.randint(0, 256, (tokens, top_k), generator=rng).int(),
@@ -137,7 +137,7 @@ def test_join(tokens: int, top_k: int, joined: int) -> None:
     assert bool((shares[tokens:] == CANARY).all())
 
 
-def test_the_canary_is_seen(few_cores: list[launch.KernelLaunch]) -> None:
+def test_the_canary_is_seen(few_cores):
     """A launch with an item too many ends at the guard page or writes over what is behind: tests
     above would see it."""
     memory: Tensor = torch.full((2, 16), CANARY)

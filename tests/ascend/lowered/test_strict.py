@@ -78,7 +78,7 @@ def output(rows: int, n: int, spare: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("kernel", "grid"), ROWS)
-def test_rows(kernel: str, grid: str) -> None:
+def test_rows(kernel, grid):
     n, k, experts = 152, 384, torch.tensor([2, 0, 1, 1, 0, 2], dtype=torch.int32)
     packed, weights = stacked(grid, n, k, 3)
     x = torch.randn(6, k, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -95,7 +95,7 @@ def test_rows(kernel: str, grid: str) -> None:
 
 @pytest.mark.parametrize(("kernel", "grid"), BLOCKS)
 @pytest.mark.parametrize("bm", [16, 32])
-def test_blocks(kernel: str, grid: str, bm: int) -> None:
+def test_blocks(kernel, grid, bm):
     """Whole blocks and ragged ones, in no order; rows of no block, and a block of no expert, are
     left alone."""
     n, k, experts = 152, 384, torch.tensor([2, -1, 1, 0, 1], dtype=torch.int32)
@@ -133,7 +133,7 @@ def test_blocks(kernel: str, grid: str, bm: int) -> None:
     ("counts", "spare"),
     [([1], 0), ([0, 3, 0, 16, 17, 0, 40], 2), ([0] * 256 + [2], 1), ([33, 0, 0], 3)],
 )
-def test_assign(counts: list[int], spare: int) -> None:
+def test_assign(counts, spare):
     """Every row is in one block of its expert, none holds more than 16; what is left over has
     expert -1."""
     needed, rows = sum(-(-count // 16) for count in counts), sum(counts)
@@ -156,7 +156,7 @@ def test_assign(counts: list[int], spare: int) -> None:
 
 @pytest.mark.parametrize("k", WIDTHS)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_linear(grid: str, k: int, executed: list[str]) -> None:
+def test_linear(grid, k, executed):
     """Every way through a linear: the vector cores' up to two rows, blocks of every size, rows not
     contiguous, two whole column tiles and a ragged one."""
     kind = grid.split("-")[0]
@@ -172,7 +172,7 @@ def test_linear(grid: str, k: int, executed: list[str]) -> None:
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-128", "int8"])
-def test_fp16(grid: str) -> None:
+def test_fp16(grid):
     weight = random_weight(grid, 72, 1536, torch.Generator().manual_seed(1))
     for rows in (1, 5):
         x = torch.randn(rows, 1536, generator=torch.Generator().manual_seed(rows)).half()
@@ -180,7 +180,7 @@ def test_fp16(grid: str) -> None:
         assert distance(linear(x), exact_linear(x, weight)) < 8e-4
 
 
-def test_int8_is_exact_before_the_last_rounding() -> None:
+def test_int8_is_exact_before_the_last_rounding():
     weight = random_weight("int8", 200, 7168, torch.Generator().manual_seed(4))
     assert isinstance(weight, Int8)
     x = torch.randn(3, 7168, generator=torch.Generator().manual_seed(3)).bfloat16() * 2.0**20
@@ -189,7 +189,7 @@ def test_int8_is_exact_before_the_last_rounding() -> None:
     assert torch.equal(ascend.linear(weight, torch.bfloat16, CPU)(x), expected.bfloat16())
 
 
-def test_every_code_of_fp4_rows_and_blocks() -> None:
+def test_every_code_of_fp4_rows_and_blocks():
     """x picks one weight at a time, and the result is it, to the bit."""
     scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
     codes = torch.arange(16, dtype=torch.uint8).repeat(126, 8)
@@ -202,7 +202,7 @@ def test_every_code_of_fp4_rows_and_blocks() -> None:
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-128", "int4-asym-64", "int4-asym-32", "fp4", "int8"])
-def test_experts_in_fresh_memory(grid: str, executed: list[str]) -> None:
+def test_experts_in_fresh_memory(grid, executed):
     """What no kernel writes is never read: torch's fresh memory is NaN here, and blocks of no
     expert stay so."""
     rng, kind = torch.Generator().manual_seed(6), grid.split("-")[0]
@@ -224,7 +224,7 @@ def test_experts_in_fresh_memory(grid: str, executed: list[str]) -> None:
     ("kernel", "grid"),
     [(kernel, grid) for kernel, grid in ROWS + BLOCKS if grid in ("int4-asym-128", "fp4", "int8")],
 )
-def test_offsets_past_two_gib(kernel: str, grid: str) -> None:
+def test_offsets_past_two_gib(kernel, grid):
     """The last of so many experts that its weights lie beyond 2^31 bytes; the others' memory is
     never touched."""
     n, k = chip.COLUMNS[grid.split("-")[0]], 256

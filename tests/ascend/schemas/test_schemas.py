@@ -6,7 +6,6 @@ Runs where torch_npu is installed over do-nothing libraries (stand_ins.py); no N
 
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,20 +26,20 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device=META)
 
 
-def test_the_doubles_schemas_are_torch_npus() -> None:
+def test_the_doubles_schemas_are_torch_npus():
     ours = (Path(__file__).parents[1] / "npu_schemas.txt").read_text().splitlines()
     assert ours == [str(getattr(torch.ops.npu, name).default._schema) for name in RULES]
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_an_npu_has_the_kernel_a_cpu_has_not(name: str) -> None:
+def test_an_npu_has_the_kernel_a_cpu_has_not(name):
     # has_kernel asks for the device's dispatch key; the device itself is never touched.
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"npu::{name}", "PrivateUse1")
     assert not calls.has_kernel(name, torch.device("cpu"))
     assert calls.has_kernel(name, torch.device("meta")) == (name not in WITHOUT_META)
 
 
-def test_every_needed_operator_has_rules() -> None:
+def test_every_needed_operator_has_rules():
     assert {name for names in NEEDS.values() for name in names} <= RULES.keys()
 
 
@@ -48,7 +47,7 @@ SHAPES = [(name, row) for name in RULES if name in BOUNDS for row in BOUNDS[name
 
 
 @pytest.mark.parametrize(("name", "row"), SHAPES, ids=str)
-def test_results(name: str, row: dict[str, Any]) -> None:
+def test_results(name, row):
     """Shapes and dtypes by torch_npu's Meta functions; every rule holds too."""
     change = {key: value for key, value in row.items() if key != "gives"}
     given = {key: read(value) for key, value in (BOUNDS[name]["call"] | change).items()}
@@ -59,11 +58,11 @@ def test_results(name: str, row: dict[str, Any]) -> None:
             assert (one.shape, one.dtype) == (expected.shape, expected.dtype)
 
 
-def test_every_operator_has_its_results() -> None:
+def test_every_operator_has_its_results():
     assert {name for name, _ in SHAPES} == RULES.keys() - {"npu_format_cast", "npu_prefetch"}
 
 
-def test_graphs_are_told_lengths() -> None:
+def test_graphs_are_told_lengths():
     """What accelerator.capture and accelerator.replay call, and the double of graphs stands for, is
     torch_npu's own: the context's and the graph's signatures, and its handler of our operator,
     which swaps in the variant with room for results and updates the lengths."""
@@ -90,7 +89,7 @@ def test_graphs_are_told_lengths() -> None:
         assert hasattr(torch_npu, f"_{name}_infer_output")
 
 
-def test_the_driver_has_what_is_asked_of_it() -> None:
+def test_the_driver_has_what_is_asked_of_it():
     for name in (
         "NPUGraph",
         "Stream",
@@ -107,14 +106,14 @@ def test_the_driver_has_what_is_asked_of_it() -> None:
     assert accelerator.GRAPHS["npu"] == torch_npu.npu.NPUGraph.__name__
 
 
-def test_ranks_meet_over_hccl() -> None:
+def test_ranks_meet_over_hccl():
     """The name that Parallel.connect gives torch.distributed for an NPU is the one that torch_npu
     registers."""
     assert "hccl" in torch.distributed.Backend.backend_list
     assert "npu" in torch.distributed.Backend.backend_capability["hccl"]
 
 
-def test_the_meta_functions_are_lenient() -> None:
+def test_the_meta_functions_are_lenient():
     """Why the rules exist: a group of 33 passes torch_npu's own check, and ours refuses it."""
     x, weight, scale = meta(4, 128), meta(128, 8, dtype=torch.int32), meta(4, 64)
     torch.ops.npu.npu_weight_quant_batchmatmul(x, weight, scale, antiquant_group_size=33)

@@ -41,7 +41,7 @@ def without_cann(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("npu", 1, "no Ascend NPU is usable here: torch_npu finds no lib"),
     ],
 )
-def test_a_command(device: str, code: int, words: str, without_cann: dict[str, str]) -> None:
+def test_a_command(device, code, words, without_cann):
     command = [sys.executable, "-m", "quantkit", "kernels", "--device", device]
     done = subprocess.run(command, env=without_cann, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr

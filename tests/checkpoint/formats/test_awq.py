@@ -14,7 +14,7 @@ _VECTORS = golden.load("autoawq_gemm_g32")
 _TENSORS = {f"m.{name}": golden.tensor(_VECTORS[name]) for name in ("qweight", "qzeros", "scales")}
 
 
-def test_unpacks_autoawqs_bytes() -> None:
+def test_unpacks_autoawqs_bytes():
     weight = FORMAT.unpack("m", _TENSORS)
     assert isinstance(weight, IntWeight)
     assert torch.equal(weight.codes.int() + 8, golden.tensor(_VECTORS["int_weight_in_out"]).T)
@@ -25,7 +25,7 @@ def test_unpacks_autoawqs_bytes() -> None:
     )
 
 
-def test_both_ways_with_vectors_made_by_the_judge() -> None:
+def test_both_ways_with_vectors_made_by_the_judge():
     """tests/judges/packers.py had AutoAWQ pack a weight of ours; the file says by which version."""
     vectors = golden.load("autoawq_packer")
     tensors = {f"m.{name}": golden.tensor(stored) for name, stored in vectors["tensors"].items()}
@@ -37,12 +37,12 @@ def test_both_ways_with_vectors_made_by_the_judge() -> None:
     assert all(torch.equal(packed[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_symmetric_weight_has_the_zero_point_8() -> None:
+def test_a_symmetric_weight_has_the_zero_point_8():
     weight = IntWeight(torch.ones(8, 32, dtype=torch.int8), torch.ones(8, 1), None, bits=4)
     assert FORMAT.pack("m", weight)["m.qzeros"].flatten().tolist() == golden.words(["0x88888888"])
 
 
-def test_expert_shapes_of_r1() -> None:
+def test_expert_shapes_of_r1():
     grid = IntGrid(4, 128, False)
     shapes = {spec.name: spec.shape for spec in FORMAT.specs("e.gate_proj", (2048, 7168), grid)}
     assert shapes == {
@@ -59,18 +59,18 @@ def test_expert_shapes_of_r1() -> None:
         ((16, 96), "96 input channels, not a multiple of 128"),
     ],
 )
-def test_shapes_that_do_not_pack_are_refused(shape: tuple[int, int], fault: str) -> None:
+def test_shapes_that_do_not_pack_are_refused(shape, fault):
     with pytest.raises(QuantkitError, match=fault):
         FORMAT.specs("m", shape, IntGrid(4, 128, False))
 
 
-def test_scales_that_float16_cannot_hold_are_a_bug() -> None:
+def test_scales_that_float16_cannot_hold_are_a_bug():
     weight = IntWeight(torch.ones(8, 32, dtype=torch.int8), torch.full((8, 1), 0.1), None, bits=4)
     with pytest.raises(AssertionError, match="not representable"):
         FORMAT.pack("m", weight)
 
 
-def test_a_vision_tower_is_one_entry_that_catches_no_joined_linear() -> None:
+def test_a_vision_tower_is_one_entry_that_catches_no_joined_linear():
     """SGLang takes an entry for a substring of a module's name, and joins q, k and v: attn.qkv
     would be self_attn.qkv_proj."""
     text = [

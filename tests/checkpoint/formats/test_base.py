@@ -18,7 +18,7 @@ _WILDCARD = IgnoreSpelling(
 )
 
 
-def test_endings_and_whole_layers_are_one_entry_each() -> None:
+def test_endings_and_whole_layers_are_one_entry_each():
     quantized = [
         f"model.layers.{layer}.mlp.experts.{expert}.up_proj"
         for layer in range(3)
@@ -36,7 +36,7 @@ def test_endings_and_whole_layers_are_one_entry_each() -> None:
     ]
 
 
-def test_an_ending_that_would_catch_a_quantized_module_is_spelled_otherwise() -> None:
+def test_an_ending_that_would_catch_a_quantized_module_is_spelled_otherwise():
     assert ignore_list(
         ["model.layers.0.mlp.gate_proj"], ["model.layers.0.mlp.gate"], _SUBSTRING
     ) == ["mlp.gate."]
@@ -45,7 +45,7 @@ def test_an_ending_that_would_catch_a_quantized_module_is_spelled_otherwise() ->
     assert sorted(ignore_list(quantized, plain, _WILDCARD)) == sorted(plain)
 
 
-def test_layer_6_does_not_catch_layer_61() -> None:
+def test_layer_6_does_not_catch_layer_61():
     entries = ignore_list(
         ["model.layers.61.mlp.up_proj"], ["model.layers.6.mlp.up_proj"], _WILDCARD
     )
@@ -53,7 +53,7 @@ def test_layer_6_does_not_catch_layer_61() -> None:
     assert not fnmatch.fnmatchcase("model.layers.61.mlp.up_proj", entries[0])
 
 
-def test_output_config_replaces_the_quantization_and_leaves_the_source_alone() -> None:
+def test_output_config_replaces_the_quantization_and_leaves_the_source_alone():
     source = {"model_type": "x", "quantization_config": {"quant_method": "fp8"}}
     assert output_config(source, {}) == {"model_type": "x"}
     assert output_config(source, {"quant_method": "awq"}) == {

@@ -55,7 +55,7 @@ def _scheme(format: Format, grid: Grid) -> QuantizationScheme:
 
 
 @every_case
-def test_their_code_unpacks_ours(format: Format, grid: Grid, example: str) -> None:
+def test_their_code_unpacks_ours(format, grid, example):
     weight = make_quantized.quantize(
         format, grid, torch.randn(16, 128, generator=torch.Generator().manual_seed(3))
     )
@@ -81,7 +81,7 @@ def test_their_code_unpacks_ours(format: Format, grid: Grid, example: str) -> No
     [IntGrid(8, 32, True), IntGrid(8, 32, False), IntGrid(8, None, True)],
     ids=["groups", "zeros", "channels"],
 )
-def test_int8_words_are_those_of_w8a16(grid: IntGrid) -> None:
+def test_int8_words_are_those_of_w8a16(grid):
     """Weight-only int8, four codes to a word: what llm-compressor's W8A16 writes."""
     format = compressed_int4.INT8_WORDS
     weight = make_quantized.quantize(
@@ -118,7 +118,7 @@ def _their_fp4_arithmetic(local: dict[str, Tensor]) -> Tensor:
 
 
 @every_case
-def test_the_config_block_says_what_theirs_says(format: Format, grid: Grid, example: str) -> None:
+def test_the_config_block_says_what_theirs_says(format, grid, example):
     ours = make_quantized.description(format, grid)[0]["quantization_config"]
     theirs = golden.load("ct_config_examples").get(example) or _preset(example, ours)
     assert ours["format"] == theirs["format"]
@@ -142,7 +142,7 @@ def _preset(example: str, ours: dict[str, Any]) -> dict[str, Any]:
     return {**ours, "config_groups": {"group_0": scheme}}
 
 
-def test_their_rounding_of_activations_is_ours() -> None:
+def test_their_rounding_of_activations_is_ours():
     """Bit for bit: with zeros, groups that the scale of all makes zero, values beyond what was
     calibrated, and halves between codes."""
     args = preset_name_to_scheme("NVFP4", ["Linear"]).input_activations

@@ -64,7 +64,7 @@ LAYOUT = {
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: type(grid).__name__ + str(grid.group_size))
-def test_a_linear_comes_back_as_it_was(grid: Grid) -> None:
+def test_a_linear_comes_back_as_it_was(grid):
     before = weight(grid)
     tensors = FORMAT.pack("m", before)
     specs = {spec.name: spec for spec in FORMAT.specs("m", (N, K), grid)}
@@ -84,9 +84,7 @@ def test_a_linear_comes_back_as_it_was(grid: Grid) -> None:
     ],
     ids=str,
 )
-def test_a_group_is_for_the_modules_that_the_library_matches(
-    targets: list[str], ignore: list[str]
-) -> None:
+def test_a_group_is_for_the_modules_that_the_library_matches(targets, ignore):
     """vLLM 54304: a group for embeddings is for no linear, nor one for linears for embeddings."""
     block = {"ignore": ignore, "config_groups": {"group_0": {"targets": targets}}}
     ignored = compressed.ignored({"quantization_config": block})
@@ -107,7 +105,7 @@ def described(layout: Mapping[str, Grid]) -> dict[str, object]:
     )
 
 
-def test_the_library_finds_every_module_in_the_group_of_its_grid() -> None:
+def test_the_library_finds_every_module_in_the_group_of_its_grid():
     block = described(LAYOUT)
     config = QuantizationConfig.model_validate(block)
     assert config.format == "mixed-precision"
@@ -149,7 +147,7 @@ def write(path: Path, layout: Mapping[str, Grid], told: Mapping[str, Grid]) -> P
     return path
 
 
-def test_a_checkpoint_is_read_by_what_its_tensors_are(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_by_what_its_tensors_are(tmp_path):
     checkpoint = Checkpoint.open(write(tmp_path / "a", LAYOUT, LAYOUT))
     assert {module: linear.grid for module, linear in checkpoint.linears.items()} == LAYOUT
     for module, grid in LAYOUT.items():
@@ -163,13 +161,13 @@ def test_a_checkpoint_is_read_by_what_its_tensors_are(tmp_path: Path) -> None:
     [Nvfp4Grid(), W8, IntGrid(4, 64, symmetric=False), IntGrid(4, 128, symmetric=True)],
     ids=str,
 )
-def test_a_description_that_says_another_grid_is_refused(tmp_path: Path, wrong: Grid) -> None:
+def test_a_description_that_says_another_grid_is_refused(tmp_path, wrong):
     module = "model.layers.1.self_attn.q_proj"
     with pytest.raises(QuantkitError, match=f"{module} is described as"):
         Checkpoint.open(write(tmp_path / "a", LAYOUT, {**LAYOUT, module: wrong}))
 
 
-def test_a_group_that_is_not_read_is_named(tmp_path: Path) -> None:
+def test_a_group_that_is_not_read_is_named(tmp_path):
     path = write(tmp_path / "a", LAYOUT, LAYOUT)
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_1"]["format"] = "marlin-24"

@@ -84,7 +84,7 @@ AUTO = {
 }
 
 
-def test_autorounds_extra_config_gives_modules_bits_and_groups_of_their_own(tmp_path: Path) -> None:
+def test_autorounds_extra_config_gives_modules_bits_and_groups_of_their_own(tmp_path):
     first = gptq.FORMATS[0]
     extra = {A: {"bits": 8}, r".*layers\.1\.mlp\.up.*": {"group_size": 32}, PLAIN: {"bits": 16}}
     held = {
@@ -111,9 +111,7 @@ def test_autorounds_extra_config_gives_modules_bits_and_groups_of_their_own(tmp_
 @pytest.mark.parametrize(
     ("packing", "format"), [("auto_awq", awq.FORMAT), ("gptqmodel", gptq.FORMATS[1])]
 )
-def test_autorounds_packings_are_those_formats_bytes(
-    packing: str, format: Format, tmp_path: Path
-) -> None:
+def test_autorounds_packings_are_those_formats_bytes(packing, format, tmp_path):
     grid = IntGrid(4, 64, symmetric=packing != "auto_awq")
     held = {A: (weight(format, grid), grid)}
     block = {
@@ -132,14 +130,12 @@ def test_autorounds_packings_are_those_formats_bytes(
         ({"data_type": "mx_fp", "packing_format": "auto_round:llm_compressor"}, "data_type mx_fp"),
     ],
 )
-def test_what_autoround_writes_and_quantkit_does_not_read_is_named(
-    said: dict[str, Any], told: str, tmp_path: Path
-) -> None:
+def test_what_autoround_writes_and_quantkit_does_not_read_is_named(said, told, tmp_path):
     with pytest.raises(QuantkitError, match=told):
         opened(tmp_path / "a", {}, {**AUTO, **said})
 
 
-def test_gptqmodels_dynamic_settings_are_followed(tmp_path: Path) -> None:
+def test_gptqmodels_dynamic_settings_are_followed(tmp_path):
     first = gptq.FORMATS[0]
     held = {
         A: (weight(first, EIGHT), EIGHT),
@@ -167,7 +163,7 @@ def test_gptqmodels_dynamic_settings_are_followed(tmp_path: Path) -> None:
     check(opened(tmp_path / "a", tensors, block), held)
 
 
-def test_several_groups_of_one_variant_are_read(tmp_path: Path) -> None:
+def test_several_groups_of_one_variant_are_read(tmp_path):
     held = {
         A: (weight(compressed_int4.FORMAT, FOUR), FOUR),
         B: (weight(compressed_int4.INT8_WORDS, EIGHT), EIGHT),
@@ -194,9 +190,7 @@ def test_several_groups_of_one_variant_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_integers_a_byte_each_are_read_in_groups_and_with_zero_points(
-    bits: int, tmp_path: Path
-) -> None:
+def test_integers_a_byte_each_are_read_in_groups_and_with_zero_points(bits, tmp_path):
     """As llm-compressor writes W4A8 and W4AFP8."""
     grid = IntGrid(bits, 64, symmetric=False)
     meant = weight(compressed_int8.FORMAT, grid)
@@ -224,7 +218,7 @@ def test_integers_a_byte_each_are_read_in_groups_and_with_zero_points(
 
 
 @pytest.mark.parametrize("where", ["side", "config", "groups"])
-def test_modelopts_mixture_names_what_each_layer_is(where: str, tmp_path: Path) -> None:
+def test_modelopts_mixture_names_what_each_layer_is(where, tmp_path):
     four = quantize_fp4(torch.randn(N, K, generator=torch.Generator().manual_seed(0)))
     codes = torch.randn(N, K, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
     tensors = {
@@ -270,9 +264,7 @@ def pairs(codes: Tensor, axis: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_modelslims_static_w8a8_has_its_scale_in_deq_scale(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_modelslims_static_w8a8_has_its_scale_in_deq_scale(dtype, tmp_path):
     meant = weight(compressed_int8.FORMAT, IntGrid(8, None, True))
     deq = (meant.scale * 0.5).flatten()
     stored = deq if dtype == torch.float32 else deq.view(torch.int32).to(torch.int64)
@@ -288,9 +280,7 @@ def test_modelslims_static_w8a8_has_its_scale_in_deq_scale(
 
 
 @pytest.mark.parametrize(("packed", "size"), [("", 64), ("N", 64), ("K", None)])
-def test_modelslims_w4a16_is_packed_as_its_version_and_groups_say(
-    packed: str, size: int | None, tmp_path: Path
-) -> None:
+def test_modelslims_w4a16_is_packed_as_its_version_and_groups_say(packed, size, tmp_path):
     grid = IntGrid(4, size, symmetric=False)
     meant = weight(compressed_int8.FORMAT, grid)
     assert meant.zero_point is not None
@@ -307,7 +297,7 @@ def test_modelslims_w4a16_is_packed_as_its_version_and_groups_say(
 
 
 @pytest.mark.parametrize("new", [False, True])
-def test_modelslims_w4a8_of_two_stages_multiplies_its_scales(new: bool, tmp_path: Path) -> None:
+def test_modelslims_w4a8_of_two_stages_multiplies_its_scales(new, tmp_path):
     grid = IntGrid(4, 64, symmetric=True)
     meant = weight(compressed_int8.FORMAT, grid)
     first, second = torch.full((N, 1), 0.25), meant.scale * 4
@@ -327,7 +317,7 @@ def test_modelslims_w4a8_of_two_stages_multiplies_its_scales(new: bool, tmp_path
     )
 
 
-def test_a_type_of_modelslim_that_is_not_read_is_named(tmp_path: Path) -> None:
+def test_a_type_of_modelslim_that_is_not_read_is_named(tmp_path):
     tensors = {
         f"{A}.weight": torch.zeros(N, K, dtype=torch.int8),
         f"{A}.weight_scale": torch.ones(N, 1),

@@ -2,7 +2,6 @@
 it is."""
 
 import json
-from pathlib import Path
 
 import make_quantized
 import pytest
@@ -63,9 +62,7 @@ def _fields(weight: Weight) -> list[Tensor]:
 @every_case
 @settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 2**31), eights=st.integers(1, 3), groups=st.integers(1, 3))
-def test_unpack_inverts_pack(
-    format: Format, grid: Grid | None, seed: int, eights: int, groups: int
-) -> None:
+def test_unpack_inverts_pack(format, grid, seed, eights, groups):
     w = torch.randn(8 * eights, 64 * groups, generator=torch.Generator().manual_seed(seed))
     weight = make_quantized.quantize(format, grid, w)
     again = format.unpack("m.up_proj", format.pack("m.up_proj", weight))
@@ -76,7 +73,7 @@ def test_unpack_inverts_pack(
 
 @every_case
 @pytest.mark.parametrize("module", ["m.up_proj", "m.down_proj"])
-def test_specs_are_what_pack_returns(format: Format, grid: Grid | None, module: str) -> None:
+def test_specs_are_what_pack_returns(format, grid, module):
     tensors = format.pack(module, make_quantized.quantize(format, grid, torch.randn(24, 128)))
     assert {
         spec.name: (spec.dtype, spec.shape) for spec in format.specs(module, (24, 128), grid)
@@ -84,7 +81,7 @@ def test_specs_are_what_pack_returns(format: Format, grid: Grid | None, module: 
 
 
 @every_case
-def test_a_written_checkpoint_reads_back(format: Format, grid: Grid | None, tmp_path: Path) -> None:
+def test_a_written_checkpoint_reads_back(format, grid, tmp_path):
     modules, tensors = make_quantized.quantized_tensors(format, grid)
     checkpoint = Checkpoint.open(make_quantized.write(tmp_path / "model", format, grid))
     assert checkpoint.format is format
@@ -111,9 +108,7 @@ def test_a_written_checkpoint_reads_back(format: Format, grid: Grid | None, tmp_
 
 
 @every_case
-def test_shares_of_a_stored_weight_are_its_slices(
-    format: Format, grid: Grid | None, tmp_path: Path
-) -> None:
+def test_shares_of_a_stored_weight_are_its_slices(format, grid, tmp_path):
     """Of outputs and of inputs; from where the stored words and groups allow, and no further before
     than those ask for."""
     modules, _ = make_quantized.quantized_tensors(format, grid)
@@ -141,9 +136,7 @@ def test_shares_of_a_stored_weight_are_its_slices(
 
 
 @every_case
-def test_the_ignore_list_names_all_unquantized_linears_and_no_other(
-    format: Format, grid: Grid | None
-) -> None:
+def test_the_ignore_list_names_all_unquantized_linears_and_no_other(format, grid):
     config, files = make_quantized.description(format, grid)
     ignored = format.ignored(config, {name: json.loads(content) for name, content in files.items()})
     if ignored is None:
@@ -159,14 +152,14 @@ def test_the_ignore_list_names_all_unquantized_linears_and_no_other(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
-def test_every_scheme_has_its_formats(scheme) -> None:  # type: ignore[no-untyped-def]
+def test_every_scheme_has_its_formats(scheme):  # type: ignore[no-untyped-def]
     for name in scheme.formats:
         format = find_format(name, scheme)
         assert format.name == name
         assert format.holds(scheme.weight)
 
 
-def test_formats_that_cannot_hold_a_scheme_are_refused() -> None:
+def test_formats_that_cannot_hold_a_scheme_are_refused():
     with pytest.raises(
         QuantkitError, match=r"format awq cannot hold int8-a8w8c16; use --format compressed-tensors"
     ):
@@ -178,7 +171,7 @@ def test_formats_that_cannot_hold_a_scheme_are_refused() -> None:
         find_format("gguf", SCHEMES["awq-w4a16"])
 
 
-def test_unknown_quantization_is_refused(tmp_path: Path) -> None:
+def test_unknown_quantization_is_refused(tmp_path):
     config = {
         "quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}
     }
@@ -192,7 +185,7 @@ def test_unknown_quantization_is_refused(tmp_path: Path) -> None:
         detect_format(tmp_path, {}, {"quantize_config.json": {"bits": 4}})
 
 
-def test_two_descriptions_are_refused(tmp_path: Path) -> None:
+def test_two_descriptions_are_refused(tmp_path):
     config = {"quantization_config": {"quant_method": "awq"}}
     with pytest.raises(
         QuantkitError, match="says two things of its quantization: awq and modelslim"
@@ -204,7 +197,7 @@ def test_two_descriptions_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "role", ["embedding", "head", "norm", "router", "router_bias", "mtp_proj", "bias"]
 )
-def test_only_linears_are_quantized(format: Format, role: str) -> None:
+def test_only_linears_are_quantized(format, role):
     assert not format.quantizes("m", role)
 
 
@@ -262,9 +255,7 @@ def test_only_linears_are_quantized(format: Format, role: str) -> None:
         ),
     ],
 )
-def test_grids_that_are_not_read_are_refused(
-    name: str, block: dict[str, object], said: str, tmp_path: Path
-) -> None:
+def test_grids_that_are_not_read_are_refused(name, block, said, tmp_path):
     config = {"quantization_config": block}
     with pytest.raises(QuantkitError, match=said):
         detect_format(tmp_path, config, {}).grid(config, {})

@@ -2,7 +2,6 @@
 excluded modules."""
 
 import json
-from pathlib import Path
 
 import golden
 import make_quantized
@@ -15,7 +14,7 @@ from quantkit.grids.nvfp4 import Nvfp4Grid, Nvfp4Weight
 from quantkit.grids.schemes import SCHEMES
 
 
-def test_both_ways_with_vectors_made_by_the_judge() -> None:
+def test_both_ways_with_vectors_made_by_the_judge():
     """tests/judges/packers.py had ModelOpt quantize a weight; the file says by which version."""
     vectors = golden.load("modelopt_packer")
     tensors = {f"m.{name}": golden.tensor(stored) for name, stored in vectors["tensors"].items()}
@@ -31,7 +30,7 @@ def test_both_ways_with_vectors_made_by_the_judge() -> None:
     assert torch.equal(ours.scale.view(torch.uint8), weight.scale.view(torch.uint8))
 
 
-def test_scales_declared_as_uint8_are_read() -> None:
+def test_scales_declared_as_uint8_are_read():
     weight = quantize_fp4(torch.randn(4, 32, generator=torch.Generator().manual_seed(0)))
     tensors = FORMAT.pack("m", weight)
     tensors["m.weight_scale"] = tensors["m.weight_scale"].view(torch.uint8)
@@ -41,7 +40,7 @@ def test_scales_declared_as_uint8_are_read() -> None:
     assert torch.equal(again.scale.float(), weight.scale.float())
 
 
-def test_description_has_every_key_engines_demand() -> None:
+def test_description_has_every_key_engines_demand():
     config, files = make_quantized.description(FORMAT, Nvfp4Grid())
     block = json.loads(files["hf_quant_config.json"])["quantization"]
     assert block.keys() == {"quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules"}
@@ -57,7 +56,7 @@ def test_description_has_every_key_engines_demand() -> None:
     )
 
 
-def test_description_in_config_json_is_read(tmp_path: Path) -> None:
+def test_description_in_config_json_is_read(tmp_path):
     path = make_quantized.write(tmp_path / "model", FORMAT, Nvfp4Grid())
     block = json.loads((path / "hf_quant_config.json").read_text())["quantization"]
     (path / "hf_quant_config.json").unlink()
@@ -75,7 +74,7 @@ def test_description_in_config_json_is_read(tmp_path: Path) -> None:
     assert checkpoint.scheme is SCHEMES["fp4-w4a16"]
 
 
-def test_rounded_inputs_are_described_in_words(tmp_path: Path) -> None:
+def test_rounded_inputs_are_described_in_words(tmp_path):
     """By quant_algo alone, as in DeepSeek-R1-FP4, an input_scale is read and not used."""
     grid = Nvfp4Grid(activation_bits=4)
     path = make_quantized.write(tmp_path / "model", W4A4, grid)
@@ -97,7 +96,7 @@ def test_rounded_inputs_are_described_in_words(tmp_path: Path) -> None:
     assert weight.input_divisor is None
 
 
-def test_nvidias_wildcards() -> None:
+def test_nvidias_wildcards():
     ignored = FORMAT.ignored(
         {},
         {
@@ -115,6 +114,6 @@ def test_nvidias_wildcards() -> None:
     assert not ignored("model.layers.6.mlp.experts.0.up_proj")
 
 
-def test_the_mtp_layer_stays_unquantized() -> None:
+def test_the_mtp_layer_stays_unquantized():
     assert FORMAT.quantizes("model.layers.61.mlp.experts.0.up_proj", "linear", mtp=True) is False
     assert FORMAT.quantizes("model.layers.3.mlp.experts.0.up_proj", "linear")

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats.modelslim import FORMAT
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.base import Grid
 from quantkit.grids.int_groups import IntGrid, IntWeight
 
 _INT8, _INT4 = IntGrid(8, None, True), IntGrid(4, None, True)
@@ -26,7 +25,7 @@ def _int4(codes: list[list[int]]) -> IntWeight:
     )
 
 
-def test_int4_golden_bytes() -> None:
+def test_int4_golden_bytes():
     weight = _int4(_VECTORS["int4"])
     packed = FORMAT.pack("experts.0.up_proj", weight)
     assert packed["experts.0.up_proj.weight"].tolist() == _VECTORS["packed_int8"]
@@ -37,14 +36,14 @@ def test_int4_golden_bytes() -> None:
     assert again.bits == 4
 
 
-def test_int4_down_proj_has_a_bias_for_each_of_16_slices() -> None:
+def test_int4_down_proj_has_a_bias_for_each_of_16_slices():
     packed = FORMAT.pack("experts.0.down_proj", _int4(_VECTORS["int4_down"]))
     assert (
         packed["experts.0.down_proj.scale_bias"].tolist() == _VECTORS["scale_bias_down_proj_tp16"]
     )
 
 
-def test_int8_has_a_scale_and_a_zero_offset_in_float32() -> None:
+def test_int8_has_a_scale_and_a_zero_offset_in_float32():
     packed = FORMAT.pack(
         "m", IntWeight(torch.ones(4, 8, dtype=torch.int8), torch.ones(4, 1), None, bits=8)
     )
@@ -53,7 +52,7 @@ def test_int8_has_a_scale_and_a_zero_offset_in_float32() -> None:
 
 
 @pytest.mark.parametrize(("grid", "kind"), [(_INT8, "W8A8_DYNAMIC"), (_INT4, "W4A8_DYNAMIC")])
-def test_every_tensor_is_described(grid: Grid, kind: str) -> None:
+def test_every_tensor_is_described(grid, kind):
     config, files = make_quantized.description(FORMAT, grid)
     assert "quantization_config" not in config
     description = json.loads(files["quant_model_description.json"])
@@ -69,7 +68,7 @@ def test_every_tensor_is_described(grid: Grid, kind: str) -> None:
     assert description == meta | types
 
 
-def test_a_checkpoint_of_int4_experts_and_int8_attention_says_both() -> None:
+def test_a_checkpoint_of_int4_experts_and_int8_attention_says_both():
     files = FORMAT.extra_files(_INT4, {"a.q_proj": _INT8, "e.up_proj": _INT4}, [])
     description = json.loads(files["quant_model_description.json"])
     assert description["a.q_proj.weight"] == "W8A8_DYNAMIC"
@@ -77,7 +76,7 @@ def test_a_checkpoint_of_int4_experts_and_int8_attention_says_both() -> None:
     assert "a.q_proj.scale_bias" not in description
 
 
-def test_an_asymmetric_weight_is_refused() -> None:
+def test_an_asymmetric_weight_is_refused():
     tensors: dict[str, Tensor] = FORMAT.pack(
         "m", IntWeight(torch.ones(4, 8, dtype=torch.int8), torch.ones(4, 1), None, bits=8)
     )
@@ -86,7 +85,7 @@ def test_an_asymmetric_weight_is_refused() -> None:
         FORMAT.unpack("m", tensors)
 
 
-def test_types_that_are_not_read_are_refused() -> None:
+def test_types_that_are_not_read_are_refused():
     with pytest.raises(
         QuantkitError,
         match="model_quant_type W4A4_MXFP4; quantkit reads W8A8_DYNAMIC, W4A8_DYNAMIC, W8A8,",

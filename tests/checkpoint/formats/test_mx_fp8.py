@@ -79,7 +79,7 @@ def stored(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_compressed_tensors_writes_is_read_as_it_reads_it(tmp_path: Path, case: str) -> None:
+def test_what_compressed_tensors_writes_is_read_as_it_reads_it(tmp_path, case):
     preset, compressor, variant = CASES[case]
     scheme, w = preset_name_to_scheme(preset, ["Linear"]), random_weight()
     packed = compressor.compress({"weight": w, "weight_scale": scale_of(w, scheme)}, scheme)
@@ -100,7 +100,7 @@ def test_what_compressed_tensors_writes_is_read_as_it_reads_it(tmp_path: Path, c
     assert torch.equal(dequantize(part)[:, 160 - first :], expected[:, 160:])
 
 
-def test_what_is_rounded_to_mxfp4_is_what_compressed_tensors_reads() -> None:
+def test_what_is_rounded_to_mxfp4_is_what_compressed_tensors_reads():
     quantizer, w = Mxfp4Quantizer((0, 1)), random_weight()
     values, scales = round_to_nearest(w, quantizer)
     packed = compressed_mxfp4.FORMAT.pack(MODULE, quantizer.encode(values, scales))
@@ -117,9 +117,7 @@ def test_what_is_rounded_to_mxfp4_is_what_compressed_tensors_reads() -> None:
     ("dtype", "name"),
     [(torch.float32, "F32"), (torch.bfloat16, "BF16"), (torch.float8_e8m0fnu, "F8_E8M0")],
 )
-def test_deepseek_blocks_may_have_scales_in_fewer_bits(
-    tmp_path: Path, dtype: torch.dtype, name: str
-) -> None:
+def test_deepseek_blocks_may_have_scales_in_fewer_bits(tmp_path, dtype, name):
     codes = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)
     power = torch.randint(-9, 3, (2, 3)).float()
     block = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -131,7 +129,7 @@ def test_deepseek_blocks_may_have_scales_in_fewer_bits(
 
 
 @pytest.mark.parametrize("algorithm", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8"])
-def test_modelopt_fp8(tmp_path: Path, algorithm: str) -> None:
+def test_modelopt_fp8(tmp_path, algorithm):
     codes = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)
     exponent = torch.randint(110, 130, (ROWS, COLUMNS // 32), dtype=torch.uint8)
     scale = {
@@ -152,7 +150,7 @@ def test_modelopt_fp8(tmp_path: Path, algorithm: str) -> None:
     assert torch.equal(dequantize(checkpoint.weight(MODULE)), codes.float() * full)
 
 
-def test_fp8_that_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
+def test_fp8_that_is_not_read_is_refused_by_name(tmp_path):
     tensors = {
         "weight": torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn),
         "weight_scale": torch.ones(ROWS, 5),
@@ -176,7 +174,7 @@ def test_fp8_that_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
         stored(tmp_path / "wrong", tensors, {"quant_method": "fp8"})
 
 
-def test_a_model_in_mxfp4_runs_and_becomes_nvfp4_with_the_same_values(tmp_path: Path) -> None:
+def test_a_model_in_mxfp4_runs_and_becomes_nvfp4_with_the_same_values(tmp_path):
     """And its logits are those of its own dequantized weights; gate and up share a global scale."""
     config = tiny_config(num_hidden_layers=2, num_nextn_predict_layers=0)
     source = write_packed(

@@ -49,7 +49,7 @@ def expected(peer: Engine, prompt: list[int], params: SamplingParams) -> str:
     return next(iter(peer.generate([prompt], params))).text.rstrip("\ufffd")
 
 
-def test_chat_whole_and_streamed(running: Running, peer: Engine) -> None:
+def test_chat_whole_and_streamed(running, peer):
     """The template opens <think>, so it is all reasoning."""
     client, ids = running.client(), peer.tokenizer.encode_chat(MESSAGES)
     asked = ASKED | ON | {"messages": MESSAGES, "max_tokens": 20}
@@ -70,7 +70,7 @@ def test_chat_whole_and_streamed(running: Running, peer: Engine) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_completions_prompts_choices_stop_and_seed(running: Running, peer: Engine) -> None:
+def test_completions_prompts_choices_stop_and_seed(running, peer):
     client = running.client()
     drawn = {"temperature": 0.9, "top_p": 0.95}
     asked = ASKED | ON | drawn | {"max_tokens": 12, "seed": 11}
@@ -96,7 +96,7 @@ def test_completions_prompts_choices_stop_and_seed(running: Running, peer: Engin
     assert ids == same
 
 
-def test_logprobs(running: Running) -> None:
+def test_logprobs(running):
     client = running.client()
     asked = ASKED | {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
     whole = client.chat.completions.create(**asked).choices[0].logprobs.content
@@ -111,7 +111,7 @@ def test_logprobs(running: Running) -> None:
     assert len(old.tokens) == len(old.token_logprobs) == len(old.top_logprobs) == 5
 
 
-def test_parts_of_characters_are_told_by_their_bytes(running: Running) -> None:
+def test_parts_of_characters_are_told_by_their_bytes(running):
     text, client = "é😀a你b", running.client()
     forced = ASKED | {"max_tokens": 30, "extra_body": {"guided_regex": text}, "logprobs": 1}
     old = client.completions.create(prompt="one", **forced).choices[0]
@@ -134,9 +134,7 @@ def test_parts_of_characters_are_told_by_their_bytes(running: Running) -> None:
     assert told.rstrip("\ufffd") == said.message.content  # of the last character the rest lacks
 
 
-def test_an_answer_goes_on_beside_a_prompt(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_goes_on_beside_a_prompt(tiny_checkpoint, monkeypatch):
     """Its token of a step is sent before the prompt of that step is done: else two chunks lie
     between two tokens of an answer."""
     engine = load(tiny_checkpoint, max_batch=2, chunk_tokens=32)
@@ -181,15 +179,13 @@ def test_an_answer_goes_on_beside_a_prompt(
     server.stop()
 
 
-def test_models_and_health(running: Running) -> None:
+def test_models_and_health(running):
     (model,) = running.client().models.list().data
     assert model.id == "tiny"
     assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
 
 
-def test_a_stream_cut_by_the_end_of_the_grace_says_so(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_cut_by_the_end_of_the_grace_says_so(tiny_checkpoint, monkeypatch):
     engine = load(tiny_checkpoint)
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.05), step())[1])
@@ -222,7 +218,7 @@ def test_a_stream_cut_by_the_end_of_the_grace_says_so(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_stops_the_work(running: Running, stream: bool) -> None:
+def test_a_client_that_goes_stops_the_work(running, stream):
     asked = {"messages": MESSAGES, "max_tokens": 900, "stream": stream, "ignore_eos": True}
     body = json.dumps(asked).encode()
     head = (
@@ -242,7 +238,7 @@ def test_a_client_that_goes_stops_the_work(running: Running, stream: bool) -> No
     assert running.service.finished.values["cancelled"] == before + 1
 
 
-def test_200_at_once_with_a_queue_limit(tiny_checkpoint: Path, peer: Engine) -> None:
+def test_200_at_once_with_a_queue_limit(tiny_checkpoint, peer):
     """4 run, 60 wait, the rest is told so at once; a cache for two of them makes everybody wait for
     room. None is lost."""
     running = Running(load(tiny_checkpoint, max_model_len=64, cache_tokens=128), max_queue=60)
@@ -275,7 +271,7 @@ def test_200_at_once_with_a_queue_limit(tiny_checkpoint: Path, peer: Engine) -> 
     running.stop()
 
 
-def test_metrics_count_what_happened(running: Running) -> None:
+def test_metrics_count_what_happened(running):
     def read() -> dict[str, float]:
         lines = httpx.get(f"{running.url}/metrics").text.splitlines()
         pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
@@ -293,9 +289,7 @@ def test_metrics_count_what_happened(running: Running) -> None:
     assert after["requests_running"] == after["cache_usage_ratio"] == 0
 
 
-def test_a_broken_engine_is_told_to_everybody(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_engine_is_told_to_everybody(tiny_checkpoint, monkeypatch):
     engine = load(tiny_checkpoint)
     running = Running(engine)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
@@ -352,7 +346,7 @@ LONG: dict[str, Any] = {"prompt": "one", "max_tokens": 120, "stream": True, "ign
 LONG["stream_options"] = {"include_usage": True}
 
 
-def test_told_to_stop_it_finishes_what_runs(tiny_checkpoint: Path) -> None:
+def test_told_to_stop_it_finishes_what_runs(tiny_checkpoint):
     with served(tiny_checkpoint) as (process, url):
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as answer:
             lines = answer.iter_lines()
@@ -365,7 +359,7 @@ def test_told_to_stop_it_finishes_what_runs(tiny_checkpoint: Path) -> None:
         assert not _answers(url)
 
 
-def test_told_twice_it_stops_at_once_and_in_order(tiny_checkpoint: Path) -> None:
+def test_told_twice_it_stops_at_once_and_in_order(tiny_checkpoint):
     with served(tiny_checkpoint) as (process, url), httpx.Client(timeout=60) as client:
         answer = client.send(
             client.build_request("POST", f"{url}/v1/completions", json=LONG | {"max_tokens": 900}),

@@ -89,7 +89,7 @@ def streamed(chunks: Any) -> tuple[str, list[list[str]], str | None]:
     return text, calls, reason
 
 
-def test_a_tool_is_called_and_its_result_answered(client: openai.OpenAI) -> None:
+def test_a_tool_is_called_and_its_result_answered(client):
     """The openai client's own example: call, run, answer."""
     asked: dict[str, Any] = {"model": "tiny", "tools": [WEATHER, NOW], "temperature": 0}
     first = client.chat.completions.create(messages=QUESTION, **asked).choices[0]
@@ -125,7 +125,7 @@ def test_a_tool_is_called_and_its_result_answered(client: openai.OpenAI) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_that_must_be_called_is(client: openai.OpenAI, stream: bool) -> None:
+def test_a_tool_that_must_be_called_is(client, stream):
     asked: dict[str, Any] = {
         "model": "tiny",
         "messages": QUESTION,
@@ -160,7 +160,7 @@ def test_a_tool_that_must_be_called_is(client: openai.OpenAI, stream: bool) -> N
     assert required[1] in ("get_weather", "now")
 
 
-def test_strict_arguments_fit_although_the_model_calls_of_itself(client: openai.OpenAI) -> None:
+def test_strict_arguments_fit_although_the_model_calls_of_itself(client):
     """What it would say lacks `days`."""
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
     asked: dict[str, Any] = {
@@ -178,7 +178,7 @@ def test_strict_arguments_fit_although_the_model_calls_of_itself(client: openai.
     assert set(json.loads(call.function.arguments)) == {"city", "days"}
 
 
-def test_an_answer_fits_a_schema(client: openai.OpenAI) -> None:
+def test_an_answer_fits_a_schema(client):
     asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "temperature": 1.0, "seed": 3}
     parsed = (
         client.chat.completions.parse(response_format=Weather, **asked).choices[0].message.parsed
@@ -207,7 +207,7 @@ def test_an_answer_fits_a_schema(client: openai.OpenAI) -> None:
     assert text.choices[0].text == "xxxx"
 
 
-def test_a_schema_holds_behind_the_thoughts(client: openai.OpenAI) -> None:
+def test_a_schema_holds_behind_the_thoughts(client):
     asked: dict[str, Any] = {
         "model": "tiny",
         "messages": QUESTION,
@@ -219,7 +219,7 @@ def test_a_schema_holds_behind_the_thoughts(client: openai.OpenAI) -> None:
     assert isinstance(message.parsed, Weather)
 
 
-def test_responses(client: openai.OpenAI) -> None:
+def test_responses(client):
     asked: dict[str, Any] = {"model": "tiny", "temperature": 0}
     whole = client.responses.create(input="How is the weather?", instructions="Be short.", **asked)
     assert (whole.status, whole.output_text) == ("completed", "It is sunny in Oslo.")
@@ -244,7 +244,7 @@ def test_responses(client: openai.OpenAI) -> None:
     )
 
 
-def test_responses_call_tools_think_and_fit_schemas(client: openai.OpenAI) -> None:
+def test_responses_call_tools_think_and_fit_schemas(client):
     tool = {"type": "function", **WEATHER["function"], "strict": False}  # type: ignore[dict-item]
     asked: dict[str, Any] = {"model": "tiny", "temperature": 0, "tools": [tool]}
     items: list[Any] = [
@@ -294,7 +294,7 @@ def post(running: Running, path: str, **body: Any) -> httpx.Response:
         '{"max_output_tokens": 0} -> max_output_tokens',
     ],
 )
-def test_responses_refuse_by_name(running: Running, case: str) -> None:
+def test_responses_refuse_by_name(running, case):
     change, said = case.split(" -> ")
     body = {"model": "tiny", "input": "x"} | json.loads(change)
     answer = post(running, "v1/responses", **body)
@@ -302,7 +302,7 @@ def test_responses_refuse_by_name(running: Running, case: str) -> None:
     assert said in answer.json()["error"]["message"]
 
 
-def test_echo_and_the_log_probabilities_of_prompts(client: openai.OpenAI, peer: Engine) -> None:
+def test_echo_and_the_log_probabilities_of_prompts(client, peer):
     prompt = "It is sunny"
     ids = peer.tokenizer.encode(prompt)
     params = SamplingParams(max_new_tokens=1, logprobs=1, prompt_logprobs=1)
@@ -347,7 +347,7 @@ def test_echo_and_the_log_probabilities_of_prompts(client: openai.OpenAI, peer: 
     assert entries[1][str(ids[1])]["logprob"] == pytest.approx(scores[1], abs=1e-4)
 
 
-def test_options_of_sampling_reach_the_engine(client: openai.OpenAI, peer: Engine) -> None:
+def test_options_of_sampling_reach_the_engine(client, peer):
     prompt = peer.tokenizer.encode("one two")
     same = {"temperature": 0.9, "seed": 4, "presence_penalty": 0.5, "frequency_penalty": 0.3}
     more = {"repetition_penalty": 1.4, "min_p": 0.02, "stop_token_ids": [7], "ignore_eos": True}
@@ -367,7 +367,7 @@ def test_options_of_sampling_reach_the_engine(client: openai.OpenAI, peer: Engin
     assert answer.choices[0].text.rstrip("\ufffd") == expected.text.rstrip("\ufffd")
 
 
-def test_tokens_version_and_one_model(running: Running, client: openai.OpenAI) -> None:
+def test_tokens_version_and_one_model(running, client):
     tokenizer = running.engine.tokenizer
     found = post(running, "tokenize", prompt="It is fine", return_token_strs=True).json()
     ids = tokenizer.encode("It is fine")
@@ -385,7 +385,7 @@ def test_tokens_version_and_one_model(running: Running, client: openai.OpenAI) -
         client.models.retrieve("a/b")
 
 
-def test_a_developer_is_heard_like_the_system(running: Running) -> None:
+def test_a_developer_is_heard_like_the_system(running):
     developer, system, user = (
         post(running, "tokenize", messages=[{"role": role, "content": "Be short."}, *QUESTION])
         for role in ("developer", "system", "user")

@@ -48,7 +48,7 @@ def served(**options: float) -> Iterator[tuple[HttpServer, int]]:
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
-def test_who_says_nothing_is_not_waited_for_and_an_answer_goes_on(said: bytes) -> None:
+def test_who_says_nothing_is_not_waited_for_and_an_answer_goes_on(said):
     with (
         served(silent_s=SECONDS / 5) as (_, port),
         socket.create_connection(("127.0.0.1", port), timeout=10) as silent,
@@ -58,14 +58,14 @@ def test_who_says_nothing_is_not_waited_for_and_an_answer_goes_on(said: bytes) -
         assert silent.recv(1) == b""
 
 
-def test_a_connection_is_kept_for_its_next_request() -> None:
+def test_a_connection_is_kept_for_its_next_request():
     with served(silent_s=10) as (_, port), httpx.Client() as client:
         texts = [client.get(f"http://127.0.0.1:{port}/").text for _ in range(2)]
         assert texts == ["first last"] * 2
 
 
 @pytest.mark.parametrize("said", [b"", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"])
-def test_who_asks_finds_a_place_among_many_who_do_not(said: bytes) -> None:
+def test_who_asks_finds_a_place_among_many_who_do_not(said):
     with served(places=10) as (server, port), ExitStack() as opened:
 
         def connected() -> socket.socket:
@@ -82,7 +82,7 @@ def test_who_asks_finds_a_place_among_many_who_do_not(said: bytes) -> None:
         assert first.recv(1) == b""
 
 
-def test_a_server_has_as_many_descriptors_as_the_system_gives() -> None:
+def test_a_server_has_as_many_descriptors_as_the_system_gives():
     hard = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 4096)
     program = (
         f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))\n"

@@ -128,7 +128,7 @@ async def send_all(url: str, requests: list[Sent]) -> list[tuple[int, str]]:
         return await asyncio.gather(*(send_one(client, one) for one in requests))
 
 
-def test_generated_requests(url: str) -> None:
+def test_generated_requests(url):
     draw = random.Random(20261122)
     requests = [request(draw) for _ in range(REQUESTS)]
     before = ask(url)

@@ -36,7 +36,7 @@ PORTS = ("", ":80", ":8000")
 
 
 @pytest.mark.parametrize("port", PORTS)
-def test_names_of_this_machine_and_others(port: str) -> None:
+def test_names_of_this_machine_and_others(port):
     def told(host: str, *origins: str) -> bool:
         raw = [(b"host", (host + port).encode()), *((b"origin", one.encode()) for one in origins)]
         return is_local(Headers(raw=raw))
@@ -53,7 +53,7 @@ def test_names_of_this_machine_and_others(port: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["", " a", "a\n", "\x7f", "\u00e9"])
-def test_a_key_that_no_client_can_send_is_refused(key: str) -> None:
+def test_a_key_that_no_client_can_send_is_refused(key):
     with pytest.raises(UsageError, match="API key"):
         ServerOptions(api_key=key)
 
@@ -68,7 +68,7 @@ def running(tiny_checkpoint: Path) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/v1/chat/completions"])
-def test_a_page_of_another_site_is_refused(running: Running, path: str) -> None:
+def test_a_page_of_another_site_is_refused(running, path):
     for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
         answer = httpx.request("GET", running.url + path, headers=headers)
         assert answer.status_code == 403
@@ -79,9 +79,7 @@ def test_a_page_of_another_site_is_refused(running: Running, path: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [ChatAnswer, ResponseAnswer])
-def test_a_fault_is_an_event_and_one_line(
-    running: Running, kind: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fault_is_an_event_and_one_line(running, kind, monkeypatch, caplog):
     async def events(self: Any, stream: Any) -> Any:
         yield {"type": "x", "choices": []}
         yield {"type": "x", "value": float("inf")}
@@ -109,7 +107,7 @@ def test_a_fault_is_an_event_and_one_line(
     assert not any("\n" in line for line in lines)
 
 
-def test_bodies_that_are_being_read_have_a_sum(running: Running) -> None:
+def test_bodies_that_are_being_read_have_a_sum(running):
     def slow(size: int) -> Iterator[bytes]:
         yield b'{"prompt": "' + b"x" * size
         inner.append(httpx.post(f"{running.url}/v1/completions", json=second).status_code)

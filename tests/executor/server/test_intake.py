@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-from pathlib import Path
 
 import pytest
 from engines import note
@@ -18,7 +17,7 @@ from quantkit.tokenizer.template import ChatTemplate
 LONG = 1 << 20
 
 
-def test_short_requests_do_not_wait_behind_long_ones() -> None:
+def test_short_requests_do_not_wait_behind_long_ones():
     async def main() -> None:
         lanes, held = Lanes(10), threading.Event()
         long = [asyncio.ensure_future(lanes.run(LONG, held.wait)) for _ in range(6)]
@@ -32,7 +31,7 @@ def test_short_requests_do_not_wait_behind_long_ones() -> None:
     asyncio.run(main())
 
 
-def test_who_left_is_not_read_and_places_are_limited() -> None:
+def test_who_left_is_not_read_and_places_are_limited():
     async def main() -> None:
         lanes, held = Lanes(2), threading.Event()
         read: list[int] = []
@@ -60,9 +59,7 @@ def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("text", ["x" * 1_000_000, "word " * 300, "日" * 900])
-def test_what_cannot_fit_is_not_tokenised(
-    tiny_checkpoint: Path, tokenised: list[int], text: str
-) -> None:
+def test_what_cannot_fit_is_not_tokenised(tiny_checkpoint, tokenised, text):
     intake = Intake(
         ChatTokenizer(tiny_checkpoint), "tiny", Limits(max_input=50), context=1024, max_choices=8
     )
@@ -71,7 +68,7 @@ def test_what_cannot_fit_is_not_tokenised(
     assert sum(tokenised) <= 8 * 50
 
 
-def test_text_of_few_tokens_a_character_passes(tiny_checkpoint: Path) -> None:
+def test_text_of_few_tokens_a_character_passes(tiny_checkpoint):
     tokenizer = ChatTokenizer(tiny_checkpoint)
     longest = max(tokenizer.tokenizer.get_vocab(), key=len)
     intake = Intake(tokenizer, "tiny", Limits(max_input=20), context=1024, max_choices=8)
@@ -80,7 +77,7 @@ def test_text_of_few_tokens_a_character_passes(tiny_checkpoint: Path) -> None:
     assert len(longest) * 18 > 8 * 20, "the text is not long enough to be looked at twice"
 
 
-def test_who_the_template_passes_over_is_refused() -> None:
+def test_who_the_template_passes_over_is_refused():
     """tiny-r1's, as DeepSeek's, knows four roles; what another said was left out without a word."""
     intake = Intake(
         ChatTokenizer(find_model("tiny-r1")), "tiny", Limits(), context=1024, max_choices=8
@@ -101,7 +98,7 @@ def test_who_the_template_passes_over_is_refused() -> None:
     assert intake.chat(json.dumps(asked).encode()).choices
 
 
-def test_a_template_that_fails_refuses_the_request(tiny_checkpoint: Path) -> None:
+def test_a_template_that_fails_refuses_the_request(tiny_checkpoint):
     tokenizer = ChatTokenizer(tiny_checkpoint)
     tokenizer.templates = {
         "default": ChatTemplate("{{ messages[0].content | length // 0 }}", "here")

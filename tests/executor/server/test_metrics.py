@@ -3,7 +3,7 @@
 from quantkit.executor.server.metrics import Counter, Gauge, Histogram, exposition
 
 
-def test_exposition() -> None:
+def test_exposition():
     counter, labelled = Counter("a_total", "As."), Counter("b_total", "Bs.", "reason")
     counter.add(12_345_678_901_234_567)
     labelled.add(2, "stop")

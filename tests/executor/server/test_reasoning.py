@@ -18,7 +18,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("text", "inside", "parts"), CASES)
-def test_whole_and_in_pieces(text: str, inside: bool, parts: Parts) -> None:
+def test_whole_and_in_pieces(text, inside, parts):
     for size in (max(len(text), 1), 1, 2, 3, 7):
         splitter = ReasoningSplitter(inside)
         pieces = [splitter.push(text[i : i + size]) for i in range(0, len(text), size)] + [
@@ -30,7 +30,7 @@ def test_whole_and_in_pieces(text: str, inside: bool, parts: Parts) -> None:
         assert joined == parts, size
 
 
-def test_text_comes_out_as_soon_as_it_is_certain() -> None:
+def test_text_comes_out_as_soon_as_it_is_certain():
     splitter = ReasoningSplitter(inside=True)
     assert splitter.push("think") == Parts("think", "")
     assert splitter.push("ing</th") == Parts("ing", "")

@@ -117,9 +117,7 @@ LARGE: list[tuple[dict[str, object], str]] = [
     [*map(read_case, REFUSED.strip().splitlines()), *LARGE],
     ids=lambda one: str(one)[:60],
 )
-def test_what_cannot_be_answered_is_refused(
-    running: Running, change: dict[str, object], answered: str
-) -> None:
+def test_what_cannot_be_answered_is_refused(running, change, answered):
     status, said = answered.split(" ", 1)
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, **change}
     answer = post(running, "chat/completions", json=body)
@@ -130,9 +128,7 @@ def test_what_cannot_be_answered_is_refused(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("asked", ["guided_regex=a{99999999}", 'guided_grammar=start: "a" start'])
-def test_a_grammar_that_cannot_be_followed_is_the_clients(
-    running: Running, asked: str, stream: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_grammar_that_cannot_be_followed_is_the_clients(running, asked, stream, caplog):
     form, _, grammar = asked.partition("=")
     body = {"prompt": "a", "max_tokens": 6, "stream": stream, form: grammar}
     answer = post(running, "completions", json=body)
@@ -147,7 +143,7 @@ def test_a_grammar_that_cannot_be_followed_is_the_clients(
 ABSENT = "guided_json response_format invented_tomorrow seed stop n stream temperature"
 
 
-def test_fields_that_ask_for_nothing_are_accepted(running: Running) -> None:
+def test_fields_that_ask_for_nothing_are_accepted(running):
     neutral = {name: values[0] for name, values in NEUTRAL.items()}
     asked = {"model": "tiny", "max_tokens": 2, **neutral, **dict.fromkeys(HARMLESS, "x")}
     asked |= dict.fromkeys(ABSENT.split())
@@ -177,7 +173,7 @@ def test_fields_that_ask_for_nothing_are_accepted(running: Running) -> None:
         (b"", "not JSON"),
     ],
 )
-def test_what_is_no_request_is_refused(running: Running, content: bytes, said: str) -> None:
+def test_what_is_no_request_is_refused(running, content, said):
     sys.set_int_max_str_digits(0)  # as libraries do
     answer = post(running, "completions", content=content)
     assert answer.status_code == 400
@@ -189,13 +185,13 @@ def test_what_is_no_request_is_refused(running: Running, content: bytes, said: s
 @pytest.mark.parametrize(
     "kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"]
 )
-def test_only_json_is_read(running: Running, kind: str) -> None:
+def test_only_json_is_read(running, kind):
     answer = post(running, "completions", kind, content=b'{"prompt": "x"}')
     assert answer.status_code == 415
     assert "Content-Type" in answer.json()["error"]["message"]
 
 
-def test_a_compressed_body_is_told_as_that(running: Running) -> None:
+def test_a_compressed_body_is_told_as_that(running):
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     headers["Content-Encoding"] = "gzip"
     answer = httpx.post(f"{running.url}/v1/completions", content=b"{}", headers=headers)
@@ -203,7 +199,7 @@ def test_a_compressed_body_is_told_as_that(running: Running) -> None:
     assert (answer.status_code, answer.json()["error"]["message"]) == (415, told)
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(tiny_checkpoint: Path) -> None:
+def test_a_body_that_does_not_come_is_not_waited_for(tiny_checkpoint):
     server = Running(load(tiny_checkpoint), limits=Limits(body_s=0.2))
     try:
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as slow:
@@ -222,7 +218,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(tiny_checkpoint: Path) -> N
         server.stop()
 
 
-def test_two_keys_are_none(running: Running) -> None:
+def test_two_keys_are_none(running):
     answer = httpx.get(
         f"{running.url}/v1/models",
         headers=[("Authorization", f"Bearer {KEY}"), ("Authorization", "Bearer other")],
@@ -230,14 +226,14 @@ def test_two_keys_are_none(running: Running) -> None:
     assert answer.status_code == 401
 
 
-def test_more_answers_than_the_server_ever_holds_are_refused_for_good(running: Running) -> None:
+def test_more_answers_than_the_server_ever_holds_are_refused_for_good(running):
     body = {"prompt": ["a"] * 35, "n": 2, "max_tokens": 1}  # 4 run and 64 wait
     answer = post(running, "completions", json=body)
     assert answer.status_code == 400
     assert "70 answers" in answer.json()["error"]["message"]
 
 
-def test_wrong_key_wrong_path(running: Running) -> None:
+def test_wrong_key_wrong_path(running):
     url, wrong = f"{running.url}/v1/chat/completions", {"Authorization": "Bearer wrong"}
     refused = httpx.post(url, json={}, headers=wrong).json()["error"]
     assert refused["code"] == "invalid_api_key"

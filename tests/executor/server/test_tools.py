@@ -67,7 +67,7 @@ def cut(text: str, draw: random.Random) -> list[str]:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_calls_are_read_however_the_text_is_cut(name: str) -> None:
+def test_calls_are_read_however_the_text_is_cut(name):
     text, draw = f"Let me look.\n{WRITTEN[name]}\n", random.Random(name)
     for pieces in [[text], list(text), *(cut(text, draw) for _ in range(200))]:
         said, calls = read(name, pieces, use())
@@ -87,7 +87,7 @@ def test_calls_are_read_however_the_text_is_cut(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_only_looks_like_a_call_is_said(name: str) -> None:
+def test_what_only_looks_like_a_call_is_said(name):
     for text in ("a < b, <tool and <｜tool and <|tool_ \n\n", "  two  words \n"):
         assert read(name, list(text), use()) == (text, [])
     call = named_format(name).call
@@ -98,13 +98,13 @@ def test_what_only_looks_like_a_call_is_said(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_an_answer_that_is_cut_keeps_what_was_called(name: str) -> None:
+def test_an_answer_that_is_cut_keeps_what_was_called(name):
     begin = WRITTEN[name].partition("Köln")[0] + "Köln"
     _, calls = read(name, list(begin), use())
     assert [one.name for one in calls] == ["get_weather"]
 
 
-def test_hermes_in_another_order_and_as_text() -> None:
+def test_hermes_in_another_order_and_as_text():
     turned = '<tool_call>{"arguments": {"a": "}"}, "name": "now"}</tool_call> then'
     assert [(one.name, one.arguments) for one in read("hermes", list(turned), use())[1]] == [
         ("now", '{"a": "}"}')
@@ -116,7 +116,7 @@ def test_hermes_in_another_order_and_as_text() -> None:
     ]
 
 
-def test_which_parameters_are_text() -> None:
+def test_which_parameters_are_text():
     text = """
         {"type": "string"} | {"anyOf": [{"type": "integer"}, {"type": "string"}]}
         | {"enum": ["a", 2]} | {} | null"""
@@ -132,9 +132,7 @@ def tokenizer(tiny_checkpoint: Path) -> ChatTokenizer:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_the_forced_grammar_is_what_the_template_writes(
-    name: str, tokenizer: ChatTokenizer
-) -> None:
+def test_the_forced_grammar_is_what_the_template_writes(name, tokenizer):
     grammars = Grammars(tokenizer.tokenizer, 320, tokenizer.eos_ids)
 
     def taken(text: str, asked: ToolUse, answer: dict[str, Any] | None = None) -> int:
@@ -188,9 +186,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_template_says_its_format_and_how_it_wants_arguments(
-    name: str, tiny_checkpoint: Path
-) -> None:
+def test_the_template_says_its_format_and_how_it_wants_arguments(name, tiny_checkpoint):
     tokenizer = ChatTokenizer(tiny_checkpoint)
     tokenizer.templates = {"default": ChatTemplate(TEMPLATES[name], "here")}
     template = ToolTemplate(tokenizer)
@@ -202,7 +198,7 @@ def test_the_template_says_its_format_and_how_it_wants_arguments(
     assert ToolTemplate(tokenizer, "kimi_k2").form.name == "kimi_k2"
 
 
-def test_a_template_without_tools_and_names_that_are_none(tokenizer: ChatTokenizer) -> None:
+def test_a_template_without_tools_and_names_that_are_none(tokenizer):
     with pytest.raises(QuantkitError, match="shows it no tools"):
         _ = ToolTemplate(tokenizer).form
     with pytest.raises(
@@ -231,11 +227,11 @@ def function(**about: Any) -> dict[str, Any]:
         ([], "required", "tools holds none"),
     ],
 )
-def test_tools_are_checked(tools: list[Any], choice: Any, said: str) -> None:
+def test_tools_are_checked(tools, choice, said):
     with pytest.raises(QuantkitError, match=said):
         declared_tools(tools, choice, True)
 
 
-def test_a_tool_may_have_no_parameters() -> None:
+def test_a_tool_may_have_no_parameters():
     found = declared_tools([function(name="a", parameters=[])], "auto", True).tools[0]
     assert found.parameters["properties"] == {}
