@@ -218,12 +218,12 @@ class Folding:
     def with_group(
         self, group: ScaleGroup, inside: Sequence[str], scale: Tensor, gain: Tensor | None
     ) -> "Folding":
-        """With one more group's scale; inside: its consumers in this sublayer; gain: a norm's new
-        gain, if that is the producer."""
+        """With one more group's scale; inside: the tensors of its consumers in this sublayer; gain: a
+        norm's new gain, if that is the producer."""
         producer = f"{group.producer}.weight"
         divided = [producer] * (gain is None) + [f"{group.producer}.bias"] * group.biased
         return Folding(
-            self.columns | {f"{module}.weight": scale for module in inside},
+            self.columns | dict.fromkeys(inside, scale),
             self.rows
             | dict.fromkeys(
                 divided, scale if group.heads is None else group.heads.producer_scales(scale)
@@ -356,7 +356,7 @@ def scale_sublayer(
         statistics = observed.inputs[group.observe]
         curvature = input_curvature(statistics.mean_hessian, sublayer.solvers.recipe)
         exact = sublayer.solvers.recipe.exact_router and not sublayer.quantized.issuperset(
-            _inside(sublayer, group)
+            _inside(sublayer, group).values()
         )
         scale = choose_scale(solver, consumers, curvature, statistics, exact, group.heads)
         folding, scale = _fold(sublayer, group, scale, source, folding)
@@ -384,10 +384,11 @@ def scale_in_effect(
     return torch.where(after == 0, torch.ones_like(after), before / after)
 
 
-def _inside(sublayer: Sublayer, group: ScaleGroup) -> list[str]:
-    """The consumers of a group in the sublayer: all but routed experts."""
-    needed = {row.name for row in sublayer.needed}
-    return [module for module in group.consumers if f"{module}.weight" in needed]
+def _inside(sublayer: Sublayer, group: ScaleGroup) -> dict[str, str]:
+    """The consumers of a group in the sublayer, all but routed experts, by their tensors: `.weight`
+    of a module, or a tensor without a module of its own."""
+    needed = {row.module: row.name for row in sublayer.needed if not row.name.endswith(".bias")}
+    return {needed[module]: module for module in group.consumers if module in needed}
 
 
 def _consumers(
@@ -395,12 +396,12 @@ def _consumers(
 ) -> Iterator[Consumer]:
     """Some rows of every linear of the group that will be quantized."""
     count = sublayer.solvers.recipe.search_rows
-    for module in _inside(sublayer, group):
+    for name, module in _inside(sublayer, group).items():
         if module in sublayer.quantized:
             importance = sublayer.importance if module in sublayer.output_linears else None
             counted = None if importance is None else sample_rows(importance[:, None], count)[:, 0]
             yield Consumer(
-                sample_rows(tensors[f"{module}.weight"], count),
+                sample_rows(tensors[name], count),
                 1.0,
                 sublayer.solvers.of(module),
                 counted,
@@ -418,7 +419,7 @@ def _fold(
         gain, scale = effective_scale(
             source.dequantized(row).to(sublayer.stored[name]), scale, row.gain_offset
         )
-    return folding.with_group(group, inside, scale, gain), scale
+    return folding.with_group(group, [*inside], scale, gain), scale
 
 
 def _to_round(observed: SublayerStatistics) -> Iterator[str]:

@@ -230,7 +230,7 @@ class Walk:
             self.solvers.compensates
             and self.solvers.recipe.output_curvature
             and self.residual.norm is not None
-            and self.model.config.streams is None
+            and self.model.config.stream_count == 1
         )
         if layer not in self.model.layers or not weighted:
             return None

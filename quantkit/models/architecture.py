@@ -208,6 +208,11 @@ class ModelConfig:
         return None
 
     @property
+    def stream_count(self) -> int:
+        """Number of residual streams."""
+        return 1 if self.streams is None else self.streams.count
+
+    @property
     def num_cached_layers(self) -> int:
         """Decoder layers with a cache entry per token."""
         return self.num_hidden_layers

@@ -10,14 +10,16 @@ convolutions and GPT-2's transposed linears are excluded. Excluded inside the st
   submodule of it; and gates with one output;
 - indexers of sparse attention: linears below a module of a class with that name;
 - in a module with a convolution (state spaces, linear attention), linears that neither read nor
-  write the residual stream.
+  write the residual stream, or do so through a bottleneck, as what decays a state;
+- hyper-connections: linears that read or write several residual streams at once.
 
 No code of a checkpoint is run: the classes are transformers' own.
 """
 
 import importlib.util
+import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +35,12 @@ _MOST = {"num_hidden_layers": 1000} | dict.fromkeys(
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 10_000
 )
 """Limits for a model that is built."""
+_MOST_ASSEMBLED = 2**26
+"""Values of a tensor whose published parts are looked for."""
+_STREAMS = ("hc_mult", "hc_count")
+"""Config names of the number of residual streams."""
+_BOTTLENECK = 8
+"""A linear of linear attention with this many times fewer channels than the stream controls it."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +154,7 @@ def _number(value: Any) -> Any:
 def linear_weights(model: Any) -> dict[str, Tensor]:
     """Weights of linears and experts in the decoder layers, by transformers' names."""
     hidden = model.get_input_embeddings().weight.shape[-1]
+    streams = stream_count(model) * hidden
     found: dict[str, Tensor] = {}
     for layer_name, layer in decoder_stack(model):
         modules = dict(layer.named_modules())
@@ -157,6 +166,7 @@ def linear_weights(model: Any) -> dict[str, Tensor]:
                 _is_router(module, above)
                 or _is_inside_mixer(module, above, hidden)
                 or _is_in_indexer(above)
+                or (streams > hidden and streams in (module.in_features, module.out_features))
             ):
                 found[f"{layer_name}.{name}.weight"] = module.weight
         for name, weight in layer.named_parameters():
@@ -194,8 +204,15 @@ def _is_in_indexer(above: list[nn.Module]) -> bool:
 
 
 def _is_inside_mixer(linear: nn.Linear, above: list[nn.Module], hidden: int) -> bool:
-    mixes = bool(above) and any(isinstance(one, nn.Conv1d) for one in above[0].children())
-    return mixes and hidden not in (linear.in_features, linear.out_features)
+    sizes = (linear.in_features, linear.out_features)
+    mixes = any(isinstance(one, nn.Conv1d) for module in above for one in module.children())
+    return mixes and (hidden not in sizes or min(sizes) * _BOTTLENECK <= hidden)
+
+
+def stream_count(model: Any) -> int:
+    """Number of residual streams of a model with hyper-connections; 1 for any other."""
+    config = model.config.get_text_config()
+    return next((found for name in _STREAMS if (found := getattr(config, name, None))), 1)
 
 
 def _is_filter(name: str, modules: Mapping[str, nn.Module]) -> bool:
@@ -269,3 +286,45 @@ def published_names(model: Any) -> dict[str, str]:
         for name, tensor in revert_weight_conversion(model, tensors).items()
         if id(tensor) in own
     }
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A tensor of transformers that checkpoints hold as its own values in another order, such as
+    one convolution that is published as three. parts: shapes by stored name; places: of the values
+    of all parts, one after the other, in the tensor, int64."""
+
+    shape: tuple[int, ...]
+    parts: Mapping[str, tuple[int, ...]]
+    places: Tensor
+
+    def of(self, read: Callable[[str], Tensor]) -> Tensor:
+        """The tensor. read: a stored tensor by name."""
+        values = torch.cat([read(name).flatten() for name in self.parts])
+        made = torch.empty_like(values)
+        made[self.places.to(values.device)] = values
+        return made.view(self.shape)
+
+
+def assembled_tensors(model: Any, names: Iterable[str]) -> dict[str, Assembled]:
+    """Those of the tensors `names` that checkpoints hold in another order, by transformers' name:
+    found by passing numbered values through transformers' own conversion to published names."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    tensors, found = model.state_dict(), {}
+    for name in names:
+        shape = tuple(tensors[name].shape)
+        count = math.prod(shape)
+        if count > _MOST_ASSEMBLED:
+            continue
+        numbered = torch.arange(count).view(shape)
+        try:
+            parts = revert_weight_conversion(model, {name: numbered})
+        except Exception:  # a conversion may need the values of a weight
+            continue
+        places = torch.cat([part.flatten() for part in parts.values()])
+        if len(places) == count and torch.equal(places.sort().values, numbered.flatten()):
+            found[name] = Assembled(
+                shape, {disk: tuple(part.shape) for disk, part in parts.items()}, places
+            )
+    return found

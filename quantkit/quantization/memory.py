@@ -127,11 +127,7 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
 
 def state_width(config: ModelConfig) -> int:
     """Values of a token's hidden state between sublayers."""
-    return (
-        config.hidden_size
-        if config.streams is None
-        else config.streams.count * config.hidden_size + 1
-    )
+    return config.hidden_size * config.stream_count + (config.stream_count > 1)
 
 
 def calibrated_peak(work: RunSizes) -> Peak:

@@ -41,6 +41,8 @@ class TracedConfig(ModelConfig):
     num_nextn_predict_layers: int = 0
     copied_prefixes: tuple[str, ...] = ()
     num_attention_heads: int = 0
+    stream_count: int = 1
+    max_independent_tokens: int | None = None
 
     def is_moe(self, layer: int) -> bool:
         return False
@@ -80,8 +82,16 @@ class TracedArchitecture:
             else Routing(len(self.experts[first].names), self.kinds[first].topk)
         )
         gating = SILU if first is None else self.experts[first].gating
+        skeleton = self.skeleton
         return TracedConfig(
-            vocab, self.skeleton.hidden_size, len(self.skeleton.layers), eps, routing, gating
+            vocab,
+            skeleton.hidden_size,
+            len(skeleton.layers),
+            eps,
+            routing,
+            gating,
+            stream_count=skeleton.stream_count,
+            max_independent_tokens=skeleton.selected_tokens if skeleton.shares_selections else None,
         )
 
     @property
@@ -108,37 +118,34 @@ class TracedArchitecture:
             for module in skeleton.layers
         ]
         for layer, kind in enumerate(self.kinds):
-            names = skeleton.names(layer)
             experts = self.experts.get(layer)
             inner = () if experts is None else experts.parameters
+            stored = [
+                (name, disk, tensors[layer][name])
+                for name, disk in skeleton.names(layer).items()
+                if f"{skeleton.prefixes[layer]}.{name}" not in inner
+            ] + [
+                (name, disk, shape)
+                for name, one in skeleton.assembled_names(layer).items()
+                for disk, shape in one.parts.items()
+            ]
             called = {module: place for place, module in enumerate(kind.order)}
-            for name in sorted(
-                names, key=lambda name: called.get(name.rpartition(".")[0], len(called))
-            ):
-                if f"{skeleton.prefixes[layer]}.{name}" in inner:
-                    continue
-                if names[name] not in shapes:
+            stored.sort(key=lambda own: called.get(own[0].rpartition(".")[0], len(called)))
+            for name, disk, made in stored:
+                if disk not in shapes:
                     raise QuantkitError(
-                        f"{skeleton.label}: transformers computes with {names[name]}, and it is "
-                        "not stored",
+                        f"{skeleton.label}: transformers computes with {disk}, and it is not "
+                        "stored",
                         RTN_REMEDY,
                     )
-                made, stored = tensors[layer][name], shapes[names[name]]
-                if made != stored:
+                if made != shapes[disk]:
                     raise QuantkitError(
-                        f"{names[name]} has shape {list(stored)}, and its config.json makes it "
+                        f"{disk} has shape {list(shapes[disk])}, and its config.json makes it "
                         f"{list(made)}",
                         "use the model's own config.json",
                     )
-                rows.append(
-                    self._row(
-                        name,
-                        layer,
-                        kind,
-                        Parameter(names[name], shapes[names[name]], "norm", layer=layer),
-                        linears,
-                    )
-                )
+                row = Parameter(disk, made, "norm", layer=layer)
+                rows.append(self._row(name, layer, kind, row, linears))
             if experts is not None:
                 rows += self._expert_rows(layer, experts, shapes)
         own = {row.name for row in rows}
@@ -159,7 +166,10 @@ class TracedArchitecture:
             alone = [
                 name for name in (group.producer, *group.consumers) if name not in kind.plan.experts
             ]
-            disk = {name: names[f"{name}.weight"].removesuffix(".weight") for name in alone}
+            disk = {
+                name: names.get(f"{name}.weight", names.get(name, "")).removesuffix(".weight")
+                for name in alone
+            }
             readers = [disk[name] for name in alone[1:]]
             if reaches:
                 readers += [
@@ -183,7 +193,9 @@ class TracedArchitecture:
                 observed,
             )
             groups.append(replace(made, reaches_experts=reaches, biased=group.biased))
-        for expert, triple in enumerate(self.experts[layer].names if layer in self.experts else ()):
+        if layer not in self.experts or not self.experts[layer].gating.is_linear_in_up:
+            return groups
+        for expert, triple in enumerate(self.experts[layer].names):
             _, up, down = (name.removesuffix(".weight") for name in triple)
             groups.append(ScaleGroup(down, up, False, (down,), down, expert))
         return groups

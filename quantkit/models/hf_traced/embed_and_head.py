@@ -34,14 +34,20 @@ class LastNorm:
 
 def last_norm(skeleton: Skeleton) -> LastNorm | None:
     """None where the last operation is not a single norm with a stored gain."""
-    hidden = torch.randn(
-        PROBE_TOKENS, skeleton.hidden_size, generator=torch.Generator().manual_seed(3)
-    )
-    before = skeleton.after_layers(hidden)
+    given: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda module, args: given.update({name: args[0][0]} if args else {})
+
+    hooks = [one.register_forward_pre_hook(keep(name)) for name, one in skeleton.outside.items()]
+    before = skeleton.after_layers(skeleton.probe(3))
+    for hook in hooks:
+        hook.remove()
     for name, module in skeleton.outside.items():
-        gain = module._parameters.get("weight")
+        gain, hidden = module._parameters.get("weight"), given.get(name)
         if (
             gain is None
+            or hidden is None
             or gain.shape != (skeleton.hidden_size,)
             or f"{name}.weight" not in skeleton.published
         ):
@@ -102,7 +108,12 @@ class EmbedAndHead:
         module.padding_idx = None
         del table
         lengths = [len(one) for one in sequences]
-        return torch.cat([self.skeleton.first_states(ids) for ids in compact.split(lengths)])
+        return torch.cat(
+            [
+                self.skeleton.first_states(ids, rows)
+                for ids, rows in zip(sequences, compact.split(lengths))
+            ]
+        )
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         count = min(_BATCH, self.skeleton.positions or _BATCH)
@@ -164,12 +175,18 @@ def logits_of(skeleton: Skeleton, products: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _TextOutput:
-    """Output of a text model: its hidden states first, and None for any other attribute."""
+    """Output of a text model: its hidden states first, the only entry of the mapping, and None for
+    any other attribute."""
 
     last_hidden_state: Tensor
 
-    def __getitem__(self, place: int | slice) -> Any:
-        return (self.last_hidden_state,)[place]
+    def __getitem__(self, place: int | slice | str) -> Any:
+        return (
+            self.last_hidden_state if isinstance(place, str) else (self.last_hidden_state,)[place]
+        )
+
+    def keys(self) -> tuple[str]:
+        return ("last_hidden_state",)
 
     def __getattr__(self, name: str) -> None:
         return None

@@ -3,9 +3,10 @@ computes.
 
 Supported are modules that transformers calls with (x, experts of each token, their weights), or, as
 Llama 4's, with one input per expert that is zero for tokens not routed to it, if their experts are
-gated MLPs, down(f(gate(x)) * up(x)) with any f. This is verified by running the module, shrunk to
-two small experts, and comparing with the formula. The place of each expert in a checkpoint is found
-by passing numbered entries through transformers' own conversion to published names.
+gated MLPs, down(f(gate(x)) * up(x)) with any f, or with another elementwise function of both. This
+is verified by running the module, shrunk to two small experts, and comparing with the formula. The
+place of each expert in a checkpoint is found by passing numbered entries through transformers' own
+conversion to published names.
 """
 
 import copy
@@ -22,8 +23,8 @@ from torch.nn import functional as F
 
 from quantkit.checkpoint.stacked_experts import Stack
 
-Activation = Callable[[Tensor], Tensor]
-"""f of down(f(gate(x)) * up(x)), elementwise."""
+Elementwise = Callable[[Tensor, Tensor], Tensor]
+"""f(gate) * up, or another function of both, clamped ones for one."""
 _SAME = 1e-9
 
 
@@ -104,12 +105,17 @@ class StackedExperts:
 
 @dataclass(frozen=True)
 class TracedGating(Gating):
-    """f(g) * u, with f of a transformers module."""
+    """The function of gate and up of a transformers module."""
 
-    activation: Activation = torch.relu
+    function: Elementwise = torch.mul
+
+    @property
+    def is_linear_in_up(self) -> bool:
+        gate, up = torch.linspace(-30, 30, 61), torch.logspace(-2, 4, 61)
+        return torch.equal(self(gate, 2 * up), 2 * self(gate, up))
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.activation(gate) * up
+        return self.function(gate, up)
 
 
 def experts_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -132,7 +138,7 @@ def trace_experts(model: Any, name: str, module: nn.Module) -> StackedExperts:
         stacks,
         parameters,
         tensors.width,
-        TracedGating(activation=_activation(module)),
+        TracedGating(function=_gating(module)),
         zero_expert_scale,
     )
 
@@ -194,18 +200,13 @@ def _find_tensors(module: nn.Module) -> _ExpertTensors:
     return fits[0]
 
 
-def _activation(module: Any) -> Activation:
-    """The gate's activation, from the module's _apply_gate with an up of ones, or its act_fn."""
+def _gating(module: Any) -> Elementwise:
+    """The module's _apply_gate, or its act_fn of the gate times up."""
     own = getattr(module, "_apply_gate", None)
     if own is None:
-        alone: Activation = module.act_fn
-        return alone
-
-    def apply(gate: Tensor) -> Tensor:
-        made: Tensor = own(torch.cat((gate, torch.ones_like(gate)), dim=-1))
-        return made
-
-    return apply
+        activation = module.act_fn
+        return lambda gate, up: activation(gate) * up
+    return lambda gate, up: own(torch.cat((gate, up), dim=-1))
 
 
 def _check_formula(module: Any, tensors: _ExpertTensors) -> float:
@@ -220,9 +221,9 @@ def _check_formula(module: Any, tensors: _ExpertTensors) -> float:
     for small in _shrink(module, tensors, gate_up, down):
         try:
             with torch.no_grad():
-                activation = _activation(small)
+                gating = _gating(small)
                 made = [
-                    F.linear(activation(F.linear(x, gate)) * F.linear(x, up), last)
+                    F.linear(gating(F.linear(x, gate), F.linear(x, up)), last)
                     for gate, up, last in tensors.each(gate_up, down)
                 ]
                 chosen = torch.stack(made, 1).gather(1, ids[:, :, None].expand(-1, -1, 6))

@@ -2,8 +2,10 @@
 whose architecture has no file here. Quantized weights are dequantized at load; linears of schemes
 with quantized activations simulate that. It is slow."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +87,7 @@ class TransformersModel:
 
         def keep(number: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, made: Any) -> None:
-                output.hidden[number] = self.skeleton.result(made)[0]
+                output.hidden[number] = self.skeleton.result(made)[0].flatten(1)
 
             return hook
 
@@ -124,17 +126,18 @@ class TransformersModel:
         """Logits after `ids`, which follow those in `cache` (None at first): float32 [1, vocab],
         and the cache for the next call; None where the model has no KV cache and needs the whole
         text again."""
+        argument = self._cache_argument
         found = self._call(
             torch.tensor([ids], device=self.device),
-            past_key_values=cache,
             use_cache=self._has_cache,
+            **{argument: cache},
         )
-        return found.logits[0, -1:].float(), getattr(found, "past_key_values", None)
+        return found.logits[0, -1:].float(), getattr(found, argument, None)
 
     def _call(self, ids: Tensor, **options: Any) -> Any:
         """transformers' forward of ids [1, T]. Raises QuantkitError where it fails, as with a
         config.json of inconsistent sizes, such as a rotary_dim above the head's."""
-        if options.get("past_key_values") is None:
+        if options.get(self._cache_argument) is None:
             self.skeleton.forget_lengths()
         try:
             return self.model(input_ids=ids, **options)
@@ -154,6 +157,12 @@ class TransformersModel:
                 "the values of its config.json may not go together: use the one that came with "
                 "these weights",
             ) from fault
+
+    @cached_property
+    def _cache_argument(self) -> str:
+        """`past_key_values` before transformers 5.24, which calls it `cache`."""
+        known = inspect.signature(self.model.forward).parameters
+        return "cache" if "cache" in known else "past_key_values"
 
     @property
     def _has_cache(self) -> bool:
@@ -210,6 +219,8 @@ class TransformersModel:
 
     def _read(self, name: str) -> Tensor:
         disk = self.skeleton.published.get(name)
+        if name in self.skeleton.assembled:
+            return self.skeleton.assembled[name].of(self._read_stored)
         if disk is None:
             raise QuantkitError(
                 f"{self.checkpoint.path} holds {name} in another form than transformers computes "

@@ -3,8 +3,9 @@
 A layer that adds two branches to the residual stream one after the other is run in halves, so that
 the second is observed after the first was quantized: `attend` stops where the stream between them
 is read for the first time, and `feed_forward` is the whole layer over that stream with the first
-branch returning zeros. That both together equal the whole layer was verified when the layer was
-traced (sublayers.py). Any other layer is all `feed_forward`.
+branch returning zeros. Hyper-connections mix the streams even then, so with several streams they
+are written over where they are read. That both together equal the whole layer was verified when the
+layer was traced (sublayers.py). Any other layer is all `feed_forward`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -51,7 +52,8 @@ class _StopBetweenHalves(Exception):
 @dataclass(frozen=True)
 class Halves:
     """first: children of the layer that compute the first branch, with the number of values that
-    each returns as a tuple (0: a tensor). cut: the child that reads the stream after it."""
+    each returns as a tuple (0: a tensor), without hyper-connections. cut: the child that reads the
+    stream after it."""
 
     first: Mapping[str, int]
     cut: str
@@ -87,18 +89,18 @@ class DecoderLayer:
     ) -> None:
         self.skeleton, self.layer, self.plan, self.weights = skeleton, layer, plan, weights
         self.module = skeleton.copy_layer(layer)
-        self.names = skeleton.names(layer)
+        self.names, self.assembled = skeleton.names(layer), skeleton.assembled_names(layer)
         self._part = slice(0, 0)  # the tokens being computed
         self._fixed: _FixedOutputs | None = None
         self._made: dict[str, Tensor] = {}
         self.fill()
 
     def forward(self, hidden: Tensor, context: CausalContext) -> Tensor:
-        """hidden [T, H] -> [T, H] after the layer."""
+        """hidden [T, W] -> [T, W] after the layer."""
         return self._run(hidden, context)
 
     def attend(self, hidden: Tensor, context: CausalContext) -> Tensor:
-        """hidden [T, H] -> [T, H] after the first half."""
+        """hidden [T, W] -> [T, W] after the first half."""
         halves = self.plan.halves
         assert halves is not None, "a layer that is run whole has no first half"
 
@@ -114,22 +116,36 @@ class DecoderLayer:
             hook.remove()
 
     def feed_forward(self, hidden: Tensor, context: CausalContext) -> Tensor:
-        """hidden [T, H] -> [T, H] after the second half, or the whole layer where it is not run in
+        """hidden [T, W] -> [T, W] after the second half, or the whole layer where it is not run in
         halves."""
         if self.plan.halves is None:
             return self._run(hidden, context)
+        first, cut = self.plan.halves.first, self.module.get_submodule(self.plan.halves.cut)
         zeros = {
-            name: _zeros(count, hidden.shape[-1]) for name, count in self.plan.halves.first.items()
+            self.module.get_submodule(name): _zeros(count, self.skeleton)
+            for name, count in first.items()
         }
-        with replace_forwards(
-            {self.module.get_submodule(name): forward for name, forward in zeros.items()}
-        ):
-            return self._run(hidden, context)
+
+        def write_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            reached = args[0] if args else kwargs["hidden_states"]
+            reached.copy_(self.skeleton.streams(hidden[self._part]))
+
+        hooks = (
+            [cut.register_forward_pre_hook(write_over, with_kwargs=True)]
+            if self.skeleton.stream_count > 1
+            else []
+        )
+        try:
+            with replace_forwards(zeros):
+                return self._run(hidden, context)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def mlp_output(self, hidden: Tensor, context: CausalContext) -> Tensor:
-        """hidden [T, at least H] -> zeros for the experts' sum, and the outputs of the parallel
-        linears: [T, H and more]."""
-        hidden = hidden[:, : self.skeleton.hidden_size]
+        """hidden [T, at least W] -> zeros for the experts' sum, and the outputs of the parallel
+        linears: [T, W and more]."""
+        hidden = hidden[:, : self._width]
         self._made = {
             name: hidden.new_empty(len(hidden), self._outputs(name)) for name in self.plan.parallel
         }
@@ -138,9 +154,9 @@ class DecoderLayer:
         return torch.cat((torch.zeros_like(hidden), *made), dim=1)
 
     def add_mlp_output(self, hidden: Tensor, mlp_output: Tensor, context: CausalContext) -> Tensor:
-        """hidden [T, H and more], with outputs of the parallel linears; mlp_output [T, H] -> [T, H]
+        """hidden [T, W and more], with outputs of the parallel linears; mlp_output [T, H] -> [T, W]
         after the layer. No other linear is computed."""
-        width = self.skeleton.hidden_size
+        width = self._width
         made = hidden[:, width:].split([self._outputs(name) for name in self.plan.parallel], dim=1)
         self._fixed = _FixedOutputs(mlp_output, dict(zip(self.plan.parallel, made)))
         try:
@@ -158,17 +174,16 @@ class DecoderLayer:
                     module._buffers[key] = table.to(hidden.device)
         for length in context.seq_lens:
             part = self._part = slice(start, start + length)
-            call = self.skeleton.calls(length)[self.layer].on(hidden.device)
+            call = self.skeleton.call(self.layer, hidden[part])
             try:
                 with torch.no_grad():
-                    found = self.skeleton.result(
-                        self.module(hidden[part][None], *call.args, **call.kwargs)
-                    )
+                    streams = self.skeleton.streams(hidden[part])
+                    found = self.skeleton.result(self.module(streams, *call.args, **call.kwargs))
             except _StopBetweenHalves as reached:
                 found = reached.hidden
             if found.is_meta:
                 raise RuntimeError("it reads a weight that a linear was asked for")
-            made[part] = found[0]
+            made[part] = self.skeleton.with_streams(hidden[part], found)
             start += length
         return made
 
@@ -196,7 +211,10 @@ class DecoderLayer:
                 )
 
     def _fill_parameter(self, module: nn.Module, key: str, name: str) -> None:
-        disk = self.names.get(name)
+        disk, assembled = self.names.get(name), self.assembled.get(name)
+        if assembled is not None and all(map(self.weights.has, assembled.parts)):
+            value = assembled.of(self.weights.tensor)
+            module._parameters[key] = nn.Parameter(value, requires_grad=False)
         if (
             disk is None
             or name.removesuffix(".weight") in self.plan.linears
@@ -204,6 +222,12 @@ class DecoderLayer:
         ):
             return
         module._parameters[key] = nn.Parameter(self.weights.tensor(disk), requires_grad=False)
+
+    @property
+    def _width(self) -> int:
+        """Channels of the hidden states between layers."""
+        count = self.skeleton.stream_count
+        return self.skeleton.hidden_size * count + (count > 1)
 
     def _outputs(self, module: str) -> int:
         """Outputs of a linear."""
@@ -268,14 +292,18 @@ def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterat
                 module.forward = own
 
 
-def _zeros(count: int, width: int) -> Callable[..., Any]:
-    """A forward that adds nothing to a stream of `width` channels."""
+def _zeros(count: int, skeleton: Skeleton) -> Callable[..., Any]:
+    """A forward that adds nothing to the residual stream or streams."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = (
             one
             for one in (*args, *kwargs.values())
-            if isinstance(one, Tensor) and one.dim() == 3 and one.shape[-1] == width
+            if isinstance(one, Tensor)
+            and (
+                skeleton.is_stream(one)
+                or (one.dim() == 3 and one.shape[-1] == skeleton.hidden_size)
+            )
         )
         zeros = torch.zeros_like(next(given))
         return (zeros, *[None] * (count - 1)) if count else zeros

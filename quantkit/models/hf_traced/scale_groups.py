@@ -117,7 +117,8 @@ class ForwardTrace:
 
 @dataclass(frozen=True)
 class TracedGroup:
-    """With names inside the layer. consumers: linears, routers and modules of stacked experts.
+    """With names inside the layer. consumers: linears, routers, modules of stacked experts, and
+    matrices of modules that have several.
     gain_offset: added to a norm's stored gain; None if the producer is a linear. biased: the
     producer has a bias, which is scaled too."""
 
@@ -133,6 +134,9 @@ class LayerTracer:
     def __init__(self, block: DecoderLayer, weights: ProbeWeights, hidden: Tensor) -> None:
         self.block, self.weights, self.hidden = block, weights, hidden
         self.modules = dict(block.module.named_modules())
+        for one in self.modules.values():  # so that a choice of tokens shows in what is computed
+            if hasattr(one, "index_topk"):
+                one.index_topk = block.skeleton.probe_tokens // 4
         self.first = self.trace()
 
     def trace(self) -> ForwardTrace:
@@ -237,17 +241,24 @@ class LayerTracer:
 
     def _columns(self, name: str) -> int:
         """Input channels of a module that multiplies its input by a matrix; 0 for any other."""
-        own = self._parameters_of(name)
         if name in self.block.plan.experts:
             return int(self.first.inputs[name].shape[-1])
-        matrices = [one for one in own.values() if one.dim() == 2]
-        return (
-            int(matrices[0].shape[1])
-            if len(matrices) == 1
-            and isinstance(own.get("weight"), Tensor)
-            and own["weight"].dim() == 2
-            else 0
-        )
+        return 0 if self.matrix(name) is None else int(self.first.inputs[name].shape[-1])
+
+    def matrix(self, name: str) -> str | None:
+        """Key of the one tensor of a module that can multiply its input; None for any other."""
+        given, own = self.first.inputs.get(name), self._parameters_of(name)
+        fits = [
+            key
+            for key, one in own.items()
+            if given is not None and one.dim() == 2 and one.shape[1] == given.shape[-1]
+        ]
+        return fits[0] if len(fits) == 1 else None
+
+    def reader(self, name: str) -> str:
+        """A module that reads with its `weight`, by its name; any other by that of its matrix."""
+        key = None if name in self.block.plan.experts else self.matrix(name)
+        return name if key in (None, "weight") else f"{name}.{key}"
 
     def is_norm(self, name: str) -> bool:
         """Whether a module has a gain per output channel, and at most a bias in addition."""
@@ -318,7 +329,7 @@ class LayerTracer:
         elif reader in self.block.plan.linears:
             self.weights.columns[self.block.disk(reader)] = 1 / scale
         else:
-            name = self.block.names[f"{reader}.weight"]
+            name = self.block.names[f"{reader}.{self.matrix(reader)}"]
             self.weights.tensors[name] = self.weights.tensor(name) / scale
 
 

@@ -5,19 +5,28 @@ Layers are called by the model's own forward: it is run once for each sequence l
 layer replaced by one that records its other arguments (masks, rotary tables) and returns a known
 tensor. This also verifies that nothing happens between two layers; a model where something does is
 only computed as a whole (full_model.py).
+
+Hidden states between layers are [T, W]: W is hidden_size, or with several residual streams
+(hyper-connections) all of them and the token id, packed as in hyper_connections.py.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.common.errors import QuantkitError
+from quantkit.models.hf_traced.experts import experts_modules
+from quantkit.models.hyper_connections import pack_streams, repack_streams, unpack_streams
 from quantkit.models.module_tree import (
+    Assembled,
+    assembled_tensors,
     build_model,
     decoder_stack,
     in_words,
@@ -28,11 +37,13 @@ from quantkit.models.module_tree import (
 )
 
 PROBE_TOKENS = 8
-"""Tokens of the sequences that are run to trace a model."""
+"""Tokens of the sequences that are run to trace a model, at least."""
 CALL_CACHE_BYTES = 64 * 10**6
 """Bytes of masks and tables that are cached by sequence length."""
 _POSITIONS = ("max_position_embeddings", "max_seq_len", "n_positions")
 """Config names of the length of the longest text."""
+_SELECTION = "prev_topk_indices"
+"""Argument of a layer of sparse attention: the tokens that an earlier layer's indexer selected."""
 RTN_REMEDY = "use --scheme rtn-w4a16, which needs no calibration"
 
 
@@ -47,6 +58,10 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    def without(self, names: Collection[str]) -> dict[str, Any]:
+        """The keyword arguments but these."""
+        return {key: value for key, value in self.kwargs.items() if key not in names}
+
     def on(self, device: torch.device) -> "Call":
         """The same with its tensors on a device."""
         return Call(
@@ -58,8 +73,10 @@ class Call:
 class Skeleton:
     """model: transformers' model on the meta device. text: its stack of decoder layers, with
     embedding and norm. prefixes: of the layers, by number. published: tensor name -> name in
-    checkpoints, for tensors stored in the same form. linears: names of tensors that `module_tree`
-    identifies as linears, in transformers' names. tied: the head is the embedding."""
+    checkpoints, for tensors stored in the same form; assembled: the other tensors of the text model
+    that are no linears, and how they are stored. linears: names of tensors that `module_tree`
+    identifies as linears, in transformers' names. tied: the head is the embedding. stream: shape of
+    a token between layers."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.label = f"model_type {config.get('model_type')!r}"
@@ -69,10 +86,14 @@ class Skeleton:
         self.prefixes, self.layers = list(stack), list(stack.values())
         self.published = published_names(self.model)
         self.linears = frozenset(linear_weights(self.model))
+        self.assembled = assembled_tensors(self.model, self._other_forms())
         self.hidden_size: int = self.text.get_input_embeddings().weight.shape[-1]
         head = self.model.get_output_embeddings()
         self.tied = head is not None and head.weight is self.text.get_input_embeddings().weight
         self._returned = 0  # length of the tuple that a layer returns; 0: a tensor
+        self._by_ids = False  # whether the forward is given token ids, which layers read too
+        self._id_arguments: frozenset[str] = frozenset()
+        self.stream: tuple[int, ...] = (self.hidden_size,)
         self._fill_buffers()
         self.fill_outside({})
         self._calls: dict[int, list[Call]] = {}
@@ -97,6 +118,15 @@ class Skeleton:
             if name.startswith(prefix)
         }
 
+    def assembled_names(self, layer: int) -> dict[str, Assembled]:
+        """Tensor name inside the layer -> how it is stored, for tensors stored in another form."""
+        prefix = f"{self.prefixes[layer]}."
+        return {
+            name.removeprefix(prefix): one
+            for name, one in self.assembled.items()
+            if name.startswith(prefix)
+        }
+
     def kind(self, layer: int) -> str:
         """A key that is equal for layers with the same modules and shapes."""
         module = self.layers[layer]
@@ -107,6 +137,41 @@ class Skeleton:
         """The hidden states in a layer's return value."""
         first: Tensor = returned[0] if isinstance(returned, tuple | list) else returned
         return first
+
+    # --- residual streams
+
+    @property
+    def stream_count(self) -> int:
+        return math.prod(self.stream) // self.hidden_size
+
+    def streams(self, hidden: Tensor) -> Tensor:
+        """hidden [T, W] -> what a layer reads of a sequence, [1, T, *stream]."""
+        if self.stream_count > 1:
+            hidden = unpack_streams(hidden, self.stream_count)[0].reshape(-1, *self.stream)
+        return hidden[None]
+
+    def with_streams(self, hidden: Tensor, streams: Tensor) -> Tensor:
+        """hidden [T, W] with the streams [1, T, *stream] after a layer."""
+        return repack_streams(hidden, streams[0]) if self.stream_count > 1 else streams[0]
+
+    def packed(self, streams: Tensor, ids: Tensor) -> Tensor:
+        """The hidden states [T, W] of streams [1, T, *stream] and token ids [T]."""
+        return pack_streams(streams[0], ids) if self.stream_count > 1 else streams[0]
+
+    @property
+    def probe_tokens(self) -> int:
+        """Four groups of tokens, where an indexer of sparse attention chooses groups."""
+        return 4 * max(PROBE_TOKENS // 4, getattr(self.text.config, "index_kpool", 1))
+
+    def probe(self, seed: int) -> Tensor:
+        """Random hidden states [probe_tokens, W]."""
+        shape = (1, self.probe_tokens, *self.stream)
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        return self.packed(drawn, torch.arange(self.probe_tokens))
+
+    def is_stream(self, value: Tensor) -> bool:
+        """Whether a tensor has the shape of all residual streams of a sequence, [1, T, *stream]."""
+        return value.dim() == 2 + len(self.stream) and value.shape[2:] == self.stream
 
     @property
     def positions(self) -> int | None:
@@ -180,17 +245,26 @@ class Skeleton:
 
     # --- the forward around them
 
+    def call(self, layer: int, hidden: Tensor) -> Call:
+        """How a layer is called for the hidden states [T, W] of a sequence."""
+        call = self.calls(len(hidden))[layer].on(hidden.device)
+        if not self._id_arguments:
+            return call
+        ids = unpack_streams(hidden, self.stream_count)[1][None]
+        return Call(call.args, {**call.kwargs, **dict.fromkeys(self._id_arguments, ids)})
+
     def calls(self, length: int) -> list[Call]:
         """How every layer is called for a sequence of `length` tokens."""
         if length not in self._calls:
-            made = self._run(torch.zeros(1, length, self.hidden_size))[0]
+            made = self._run(torch.zeros(1, length, self.hidden_size), torch.arange(length))[0]
             while self._calls and _nbytes(*self._calls.values(), made) > CALL_CACHE_BYTES:
                 del self._calls[next(iter(self._calls))]
             self._calls[length] = made
         return self._calls[length]
 
-    def first_states(self, ids: Tensor) -> Tensor:
-        """ids [T] of one sequence -> the input [T, H] of the first layer."""
+    def first_states(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """ids [T] of one sequence, and their rows of the embedding -> the input [T, W] of the first
+        layer."""
         seen: list[Tensor] = []
 
         def stop(hidden: Tensor, call: Call) -> Tensor:
@@ -198,36 +272,52 @@ class Skeleton:
             raise _StopForward
 
         with suppress(_StopForward), self._replace_layers([stop] * len(self.layers)):
-            self.text(input_ids=ids[None], use_cache=False)
-        return seen[0][0].float()
+            self.text(input_ids=rows[None], use_cache=False)
+        return self.packed(seen[0].float(), ids)
 
     def after_layers(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] after the last layer -> the text model's output."""
-        with self._replace_layers([lambda given, call: hidden[None]] * len(self.layers)):
-            found = self.text(inputs_embeds=torch.zeros_like(hidden)[None], use_cache=False)
+        """hidden [T, W] after the last layer -> the text model's output [T, H]."""
+        streams = self.streams(hidden)
+        embedded = hidden.new_zeros(1, len(hidden), self.hidden_size)
+        with self._replace_layers([lambda given, call: streams] * len(self.layers)):
+            found = self._text(embedded, torch.zeros(len(hidden), dtype=torch.int64))
         last: Tensor = found[0]
         return last[0]
 
-    def _run(self, embedded: Tensor) -> tuple[list[Call], list[Tensor], list[Tensor]]:
-        """One forward over embeddings [1, L, H]. Returns how the layers were called, their input
-        hidden states, and their outputs."""
+    def _text(self, embedded: Tensor, ids: Tensor) -> Any:
+        """The text model's forward over embeddings [1, L, H] of tokens [L]."""
+        if not self._by_ids:
+            return self.text(inputs_embeds=embedded, use_cache=False)
+        embedding = self.text.get_input_embeddings()
+        embedding.forward = lambda given: embedded
+        try:
+            return self.text(input_ids=ids[None], use_cache=False)
+        finally:
+            del embedding.forward
+
+    def _run(self, embedded: Tensor, ids: Tensor) -> tuple[list[Call], list[Tensor], list[Tensor]]:
+        """One forward over embeddings [1, L, H] of tokens [L]. Returns how the layers were called,
+        their input hidden states, and their outputs."""
         calls: list[Call] = []
         given: list[Tensor] = []
-        outputs = [
-            torch.randn(embedded.shape, generator=torch.Generator().manual_seed(layer))
-            for layer in range(len(self.layers))
-        ]
+        outputs: list[Tensor] = []
+        places = torch.arange(len(ids), dtype=torch.int32)
+        so_far = torch.minimum(places[:, None], places)[None]  # all tokens up to each, [1, L, L]
 
         def output(hidden: Tensor, call: Call) -> Tensor:
+            if _SELECTION in call.kwargs and len(ids) <= self.selected_tokens:
+                call = Call(call.args, {**call.kwargs, _SELECTION: so_far})
             calls.append(call)
             given.append(hidden)
             if len(calls) == len(self.layers):
                 raise _StopForward
-            return outputs[len(calls) - 1]
+            generator = torch.Generator().manual_seed(len(outputs))
+            outputs.append(torch.randn(hidden.shape, generator=generator))
+            return outputs[-1]
 
         self.forget_lengths()
         with suppress(_StopForward), self._replace_layers([output] * len(self.layers)):
-            self.text(inputs_embeds=embedded, use_cache=False)
+            self._text(embedded, ids)
         return calls, given, outputs
 
     @contextmanager
@@ -252,36 +342,70 @@ class Skeleton:
 
     def check_chain(self) -> None:
         """Verify that layers depend on the tokens only through the hidden states, which are the
-        output of the layer before. Raises QuantkitError otherwise."""
+        output of the layer before, and with several residual streams through the token ids. Raises
+        QuantkitError otherwise."""
         shape = (1, PROBE_TOKENS, self.hidden_size)
-        for self._returned in (0, 2, 1, 3):
+        first = torch.randn(shape, generator=torch.Generator().manual_seed(99))
+        ids = torch.arange(PROBE_TOKENS)
+        counts, reasons = (0, 2, 1, 3), list[str]()
+        for self._by_ids, self._returned in product((False, True), counts):
             try:
-                calls, given, outputs = self._run(
-                    torch.randn(shape, generator=torch.Generator().manual_seed(99))
-                )
-                others, _, _ = self._run(torch.zeros(shape))
+                calls, given, outputs = self._run(first, ids)
+                others, _, _ = self._run(torch.zeros(shape), ids.flip(0))
             # a forward may fail in any way if layers return something unexpected
             except Exception as fault:
-                reason = in_words(fault)
+                reasons.append(in_words(fault))
                 continue
+            stream = tuple(given[0].shape[2:]) if given else ()
+            found = _id_arguments([*calls, *others], ids, ids.flip(0)) if self._by_ids else set()
             if len(calls) != len(self.layers):
-                reason = f"its forward calls {len(calls)} of {len(self.layers)} layers"
-            elif not all(
-                isinstance(a, Tensor) and a.shape == shape and torch.equal(a, b)
+                reasons.append(f"its forward calls {len(calls)} of {len(self.layers)} layers")
+            elif math.prod(stream) % self.hidden_size or not all(
+                isinstance(a, Tensor) and a.shape == given[0].shape and torch.equal(a, b)
                 for a, b in zip(given[1:], outputs)
             ):
-                reason = "something is computed between its layers"
-            elif not all(
-                _same(a.args, b.args) and _same(dict(a.kwargs), dict(b.kwargs))
+                reasons.append("something is computed between its layers")
+            elif (found and stream == (self.hidden_size,)) or not all(
+                _same(a.args, b.args) and _same(a.without(found), b.without(found))
                 for a, b in zip(calls, others)
             ):
-                reason = "its layers read the token ids again"
+                reasons.append("its layers read the token ids again")
             else:
+                self.stream, self._id_arguments = stream, frozenset(found)
                 return
         raise QuantkitError(
-            f"{self.label}: transformers' layers cannot be run one by one ({reason})",
+            f"{self.label}: transformers' layers cannot be run one by one "
+            f"({reasons[len(counts) - 1]})",
             RTN_REMEDY,
         )
+
+    @property
+    def selected_tokens(self) -> int:
+        """Tokens that an indexer of sparse attention selects at most: of a text that is no longer,
+        it selects all; 0 without."""
+        return int(getattr(self.model.config.get_text_config(), "index_topk", None) or 0)
+
+    @property
+    def shares_selections(self) -> bool:
+        """Whether layers read what an earlier layer's indexer selected."""
+        types = getattr(self.model.config.get_text_config(), "indexer_types", None) or ()
+        return "shared" in types[: len(self.layers)]
+
+    def _other_forms(self) -> list[str]:
+        """Tensors of the text model that are not published in the same form, without linears and
+        experts."""
+        own = {id(one) for one in self.text.parameters()}
+        experts = {
+            id(one)
+            for layer in dict(decoder_stack(self.model)).values()
+            for _, module in experts_modules(layer)
+            for one in module.parameters(recurse=False)
+        }
+        return [
+            name
+            for name, one in self.model.named_parameters()
+            if id(one) in own - experts and name not in self.published | dict.fromkeys(self.linears)
+        ]
 
     def _fill_buffers(self) -> None:
         """Tables that are computed from the config, such as rotary frequencies, by the model's own
@@ -339,6 +463,23 @@ def _build(config: Mapping[str, Any], label: str) -> Any:
             raise QuantkitError(
                 f"{label}: transformers does not build it ({in_words(fault)})", RTN_REMEDY
             ) from fault
+
+
+def _id_arguments(calls: list[Call], *texts: Tensor) -> set[str]:
+    """Keyword arguments that are the token ids in every call; each of the texts [L] has as many
+    calls."""
+    each = len(calls) // len(texts)
+    pairs = [(call, texts[place // each][None]) for place, call in enumerate(calls)]
+    return {
+        key
+        for key in (calls[0].kwargs if calls else ())
+        if all(
+            isinstance(value := call.kwargs.get(key), Tensor)
+            and value.shape == ids.shape
+            and torch.equal(value, ids)
+            for call, ids in pairs
+        )
+    }
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

@@ -25,7 +25,7 @@ from quantkit.models.hf_traced.scale_groups import (
     TracedGroup,
     distance,
 )
-from quantkit.models.hf_traced.skeleton import PROBE_TOKENS, RTN_REMEDY, Skeleton
+from quantkit.models.hf_traced.skeleton import RTN_REMEDY, Skeleton
 from quantkit.models.module_tree import in_words
 
 
@@ -69,8 +69,13 @@ def _trace_layer(skeleton: Skeleton, layer: int) -> LayerTrace:
         name for name, _ in module.named_modules() if f"{prefix}.{name}.weight" in skeleton.linears
     ]
     experts = [name for name, _ in experts_modules(module)]
+    assembled = skeleton.assembled_names(layer)
     for name, _ in module.named_parameters():
-        if name not in names and not name.startswith(tuple(f"{one}." for one in experts)):
+        if (
+            name not in names
+            and name not in assembled
+            and not name.startswith(tuple(f"{one}." for one in experts))
+        ):
             raise QuantkitError(
                 f"{skeleton.label}: checkpoints hold {name.removesuffix('.weight')} in another "
                 "form than transformers computes with",
@@ -88,8 +93,9 @@ def _trace_layer(skeleton: Skeleton, layer: int) -> LayerTrace:
             "use a model with linears: torch.nn.Linear, or stacked experts",
         )
     tensors = dict(module.state_dict())
+    shapes = {disk: tuple(tensors[name].shape) for name, disk in names.items() if name in tensors}
     weights = ProbeWeights(
-        {disk: tuple(tensors[name].shape) for name, disk in names.items() if name in tensors}
+        shapes | {disk: shape for one in assembled.values() for disk, shape in one.parts.items()}
     )
     tracer, experts = _trace_experts_of(
         skeleton, layer, {name: (name,) for name in linears}, experts, weights
@@ -125,7 +131,7 @@ def _trace_layer(skeleton: Skeleton, layer: int) -> LayerTrace:
         plan = replace(plan, parallel=_parallel_linears(name, tracer, halves, linears))
     output_linears = frozenset(name for name in linears if _writes_residual(name, tracer, first))
     groups = tuple(
-        group
+        replace(group, consumers=tuple(map(tracer.reader, group.consumers)))
         for group in tracer.groups()
         if len({one in first for one in (group.producer, *group.consumers)}) == 1
     )
@@ -143,9 +149,7 @@ def _trace_experts_of(
     weights: ProbeWeights,
 ) -> tuple[LayerTracer, list[str]]:
     """The layer after its first run, and those of `experts` that were called like experts."""
-    hidden = torch.randn(
-        PROBE_TOKENS, skeleton.hidden_size, generator=torch.Generator().manual_seed(layer)
-    )
+    hidden = skeleton.probe(layer)
     while True:
         plan = LayerPlan(linears, experts=dict.fromkeys(experts, 1.0))
         try:
@@ -165,7 +169,7 @@ def _with_expert_outputs(
     name: str, tracer: LayerTracer
 ) -> tuple[Tensor, ForwardTrace, ForwardTrace]:
     """Outputs of a module of experts, and traces of the layer with these and with zeros."""
-    answer = torch.randn(tracer.hidden.shape, generator=torch.Generator().manual_seed(17))
+    answer = _expert_answer(tracer)
     seen = []
     for value in (answer, torch.zeros_like(answer)):
         tracer.weights.restore()
@@ -175,8 +179,17 @@ def _with_expert_outputs(
     return answer, seen[0], seen[1]
 
 
+def _expert_answer(tracer: LayerTracer) -> Tensor:
+    """Random outputs of experts, [T, H]."""
+    shape = (len(tracer.hidden), tracer.block.skeleton.hidden_size)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(17))
+
+
 def _factor(name: str, tracer: LayerTracer) -> float | None:
-    """Factor of the experts' output in the residual stream; None where more is done with it."""
+    """Factor of the experts' output in the residual stream; None where more is done with it, as by
+    hyper-connections."""
+    if tracer.block.skeleton.stream_count > 1:
+        return None
     answer, seen, without = _with_expert_outputs(name, tracer)
     added = seen.output - without.output
     factor = float((added * answer).sum() / answer.square().sum())
@@ -184,8 +197,12 @@ def _factor(name: str, tracer: LayerTracer) -> float | None:
 
 
 def _after_experts(name: str, tracer: LayerTracer, order: tuple[str, ...]) -> frozenset[str]:
-    """Modules with tensors that read the experts' output. Raises QuantkitError where there is none,
-    or a linear is one."""
+    """Modules with tensors that read the experts' output, or the hyper-connections that mix it into
+    the streams. Raises QuantkitError where there is none, or a linear is one."""
+    skeleton = tracer.block.skeleton
+    if skeleton.stream_count > 1:
+        inputs = tracer.first.inputs
+        return frozenset(one for one in order if one in inputs and skeleton.is_stream(inputs[one]))
     _, seen, without = _with_expert_outputs(name, tracer)
     reads = [
         one
@@ -196,8 +213,7 @@ def _after_experts(name: str, tracer: LayerTracer, order: tuple[str, ...]) -> fr
     ]
     if not reads or any(tracer.is_reader(one) for one in reads):
         raise QuantkitError(
-            f"{tracer.block.skeleton.label}: more is done with what the routed experts make than "
-            "to add it",
+            f"{skeleton.label}: more is done with what the routed experts make than to add it",
             RTN_REMEDY,
         )
     return frozenset(reads)
@@ -212,7 +228,7 @@ def _parallel_linears(
     before = block.plan
     block.plan = replace(before, halves=halves)
     hidden = tracer.hidden if halves is None else block.attend(tracer.hidden, context)
-    answer = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(17))
+    answer = _expert_answer(tracer)
     tracer.weights.expert_outputs[block.experts_name(name)] = answer
     expected = block.feed_forward(hidden, context)
 
@@ -259,18 +275,29 @@ def _equal(a: Tensor | None, b: Tensor) -> bool:
 
 def _halves(tracer: LayerTracer) -> tuple[Halves | None, frozenset[str]]:
     """Where the layer can be cut in two, and the modules of the first half."""
-    block, seen, hidden = tracer.block, tracer.first, tracer.hidden
+    block, seen, hidden, skeleton = tracer.block, tracer.first, tracer.hidden, tracer.block.skeleton
     children = {name for name, _ in block.module.named_children()}
+    several, before = skeleton.stream_count > 1, skeleton.streams(hidden)
     called = [
         name
         for name in seen.outputs
-        if name in children and seen.inputs[name].shape[-1] == hidden.shape[-1]
+        if name in children
+        and (
+            skeleton.is_stream(seen.inputs[name])
+            or seen.inputs[name].shape[-1] == skeleton.hidden_size
+        )
     ]
     for place, cut in enumerate(called[1:], start=1):
-        stream = seen.inputs[cut].reshape(-1, hidden.shape[-1])
-        if stream.shape != hidden.shape or torch.equal(stream, hidden):
+        stream = seen.inputs[cut]
+        if stream.numel() != before.numel() or torch.equal(stream.reshape(before.shape), before):
             continue
-        halves = Halves({name: seen.returned[name] for name in called[:place]}, cut)
+        # Hyper-connections also return how the streams are mixed, and are left as they are.
+        first = {
+            name: seen.returned[name]
+            for name in called[:place]
+            if not (several and seen.returned[name] and skeleton.is_stream(seen.inputs[name]))
+        }
+        halves = Halves(first, cut)
         block.plan = replace(block.plan, halves=halves)
         context = CausalContext([len(hidden)])
         try:
@@ -280,15 +307,16 @@ def _halves(tracer: LayerTracer) -> tuple[Halves | None, frozenset[str]]:
         finally:
             block.plan = replace(block.plan, halves=None)
         if distance(joined, seen.output) < SAME:
-            first = frozenset(name for name in seen.inputs if name.split(".")[0] in halves.first)
-            return halves, first
+            own = frozenset(called[:place])
+            return halves, frozenset(name for name in seen.inputs if name.split(".")[0] in own)
     return None, frozenset()
 
 
 def _writes_residual(name: str, tracer: LayerTracer, first: frozenset[str]) -> bool:
     """Whether a linear's output is only read through the residual sum in its half."""
     seen = tracer.first
-    if name not in seen.outputs or seen.outputs[name].shape[-1] != tracer.hidden.shape[-1]:
+    width = tracer.block.skeleton.hidden_size
+    if name not in seen.outputs or seen.outputs[name].shape[-1] != width:
         return False
     tracer.weights.restore()
     tracer.weights.rows[tracer.block.disk(name)] = torch.zeros(seen.outputs[name].shape[-1])
