@@ -4,22 +4,20 @@ computed by hand; and that the documented command leaves it free."""
 import re
 
 import pytest
-from r1_headers import r1_config
+from r1_headers import R1, R1_TABLE
 
 from quantkit.common.assets import asset
 from quantkit.grids.schemes import find_scheme
-from quantkit.models import deepseek_v3, llama
+from quantkit.models import llama
 from quantkit.planning.plan import RESERVE_GIB
 from quantkit.planning.workspace import COLLECTIVE_BYTES, workspace_bytes
 
-R1 = deepseek_v3.Config.from_dict(r1_config())
-TABLE = deepseek_v3.parameters(R1)
 CARD = 64 * 2**30
 
 
 def of(scheme: str, **changes: int) -> dict[str, int]:
     return workspace_bytes(
-        TABLE, R1, find_scheme(scheme).weight, **{"devices": 8, "context": 32768} | changes
+        R1_TABLE, R1, find_scheme(scheme).weight, **{"devices": 8, "context": 32768} | changes
     )
 
 

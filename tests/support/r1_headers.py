@@ -15,12 +15,18 @@ from typing import Any
 
 import make_model
 
+from quantkit.models import deepseek_v3
+
 SHARDS = 163
 
 
 def r1_config(**changes: Any) -> dict[str, Any]:
     """config.json of DeepSeek-R1."""
     return copy.deepcopy(make_model.CONFIGS["r1"]) | changes
+
+
+R1 = deepseek_v3.Config.from_dict(r1_config())
+R1_TABLE = deepseek_v3.parameters(R1)
 
 
 def write_headers(path: Path, config: dict[str, Any], shards: int = SHARDS) -> Path:
