@@ -280,9 +280,16 @@ class LinearInput:
         changes = [((drift.sample - self.sample) @ w.t(), w @ self._correction)]
         if drift.stream is not None and drift.stream_sample is not None:
             changes.append((drift.stream_sample, self.curvature.solved(drift.stream)))
+        room = LARGEST_CHANGE * w.norm()
         for lost, change in changes:
-            w.addcmul_(change, best_fraction(lost, self.sample @ change.t()))
+            most = room / change.norm().clamp(min=1e-30)
+            w.addcmul_(change, best_fraction(lost, self.sample @ change.t()).minimum(most))
         return w
+
+
+LARGEST_CHANGE = 0.25
+"""Most that a correction changes a weight, as a share of its norm: SmolLM2's largest is 0.11, and beyond
+it inputs unlike calibration's pay for those of calibration."""
 
 
 @dataclass(frozen=True)
