@@ -5,6 +5,6 @@ reasoning.py, typesetting.py   strip reasoning and formatting
 answers.py, numbers.py         find an answer: box, statement, last sentence; read its number
 choices.py                     multiple choice
 expressions.py, math_equal.py  mathematics, compared by math-verify
-programs.py, code_blocks.py, source_names.py  programs, run in the sandbox
+programs.py, code_blocks.py    programs, run in the sandbox
 instructions.py, languages.py, sentences.py   IFEval
 """

@@ -1,29 +1,22 @@
-"""Code blocks of a reply: fenced, in HTML, or as a string in a JSON object."""
+"""Fenced code blocks of a reply, and the names that Python source defines, imports and uses."""
 
 import ast
-import html
-import json
 import re
 import textwrap
 from dataclasses import dataclass
 
-from quantkit.evaluation.grading.source_names import LONGEST, parses, tree_of
-
+LONGEST = 1 << 18  # characters of a program; parsing more takes longer than it is worth
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*(?:\{[ \t]*\.?)?([\w+#.-]*)")
 # A fence that shares its line: with the text before the block, with the first line of the program,
 # or with its last.
 _LOOSE_FENCE = re.compile(
-    r"(?m)^(?P<intro>[^\n`]*[^\s`>])[ \t]*(?P<opens>```(?:python|py)\d?)[ \t]*$"
-    r"|^(?P<tag>```(?:python|py)\d?)[ "
-    r"\t]+(?=(?:def|class|import|from)\b)|^(?P<last>[^\n`]*[^\s`>])```[ \t]*$"
-)
-_QUOTED = re.compile(r"(?m)^[ \t]*>[ \t]?(?=[ \t]*(?:`{3,}|~{3,}))")
-_MARKED_UP = re.compile(
-    r"(?is)<pre[^<>]*>\s*<code(?:[^<>]*language-([\w+]+))?[^<>]*>(.*?)</code>\s*</pre>"
+    r"(?m)^([^\n`]*[^\s`>])[ \t]*(?=```(?:python|py)\d?[ \t]*$)"
+    r"|^(```(?:python|py)\d?)[ \t]+(?=(?:def|class|import|from)\b)|^([^\n`]*[^\s`>])(?=```[ \t]*$)"
 )
 _CUTS = 40  # places where a program may end
 _CLOSERS = 8  # fences inside one block that are tried as its end
 _PYTHON = re.compile(r"(?:py|python|ipython|pypy)[\d.]*")
+_BEGINS = re.compile(r"(?m)^[ \t]*(?:(?:async )?def|class|import|from|@\w+)\b")
 
 
 @dataclass(frozen=True)
@@ -41,16 +34,10 @@ class Block:
 
 def blocks(text: str) -> list[Block]:
     """Fenced blocks in order. A block ends at the first fence of its kind where it parses, else at
-    the first: docstrings may hold fences.
-
-    A last block that is never closed counts to the end of the text.
-    """
-    text = _MARKED_UP.sub(
-        lambda match: f"```{match[1] or ''}\n{html.unescape(match[2])}\n```", text
-    )
-    if _QUOTED.search(text):
-        text = re.sub(r"(?m)^[ \t]*>[ \t]?", "", text)
-    lines = _LOOSE_FENCE.sub(_on_its_own_line, text).splitlines(keepends=True)
+    the first: docstrings may hold fences. A last block that is never closed counts to the end of
+    the text."""
+    text = re.sub(r"(?m)^[ \t]*>(?!>)[ \t]?", "", text)  # quoted
+    lines = _LOOSE_FENCE.sub(lambda match: f"{match[0]}\n", text).splitlines(keepends=True)
     found, number, start = [], 0, 0
     while number < len(lines):
         opened = _FENCE.match(lines[number])
@@ -61,13 +48,9 @@ def blocks(text: str) -> list[Block]:
         end = number - 1 if before else _end(lines, number, opened[1])
         source = before or textwrap.dedent("".join(lines[number:end]))
         source = source if before or end < len(lines) else leading_code(source) or source
-        block = Block(opened[2].lower(), source)
-        found += (_in_json(block.source) if block.tag == "json" else []) or [block]
+        found.append(Block(opened[2].lower(), source))
         number = start = end + 1
-    return found or _in_json(text)
-
-
-_BEGINS = re.compile(r"(?m)^[ \t]*(?:(?:async )?def|class|import|from|@\w+)\b")
+    return found
 
 
 def _code_at_end(text: str) -> str:
@@ -77,9 +60,8 @@ def _code_at_end(text: str) -> str:
     program = textwrap.dedent(text[begins.start() :]) if begins else ""
     if program and parses(program):
         return program
-    body = tree_of(f"def body():\n{textwrap.indent(textwrap.dedent(text), '    ')}")
-    nodes = ast.walk(body) if isinstance(body, ast.Module) else ()
-    return text if any(isinstance(node, ast.Return | ast.Assign) for node in nodes) else ""
+    body = f"def body():\n{textwrap.indent(textwrap.dedent(text), '    ')}"
+    return text if any(isinstance(node, ast.Return | ast.Assign) for node in nodes(body)) else ""
 
 
 def leading_code(source: str) -> str:
@@ -90,46 +72,87 @@ def leading_code(source: str) -> str:
         if isinstance(tree, ast.Module):
             break
         lines = lines[: max(0, min(tree, len(lines)) - 1)]
-    statements = tree.body if isinstance(tree, ast.Module) else []
     ends = [
         node.end_lineno or 0
-        for node in statements
+        for node in (tree.body if isinstance(tree, ast.Module) else [])
         if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call)
     ]
     return "".join(lines[: max(ends, default=0)])
 
 
-def _on_its_own_line(match: re.Match[str]) -> str:
-    if match["tag"]:
-        return f"{match['tag']}\n"
-    return f"{match['intro']}\n{match['opens']}" if match["opens"] else f"{match['last']}\n```"
-
-
-def _in_json(text: str) -> list[Block]:
-    """The programs among the strings of a reply, or of a block, that is one JSON object."""
-    text = re.sub(r"</?tool_call>", "", text).strip()
-    try:
-        held = json.loads(text) if text.startswith("{") and len(text) <= LONGEST else {}
-    except (ValueError, RecursionError):
-        return []
-    strings, values = [], list(held.values())
-    for value in values:
-        values += value.values() if isinstance(value, dict) else []
-        strings += [value] if isinstance(value, str) else []
-    return [
-        Block("python", source) for source in strings if "\n" in source.strip() and parses(source)
-    ]
-
-
 def _end(lines: list[str], first: int, fence: str) -> int:
     """The line of the fence that closes a block whose text begins at `first`."""
-    closing = re.compile(rf"[ \t]*{fence[0]}{{{len(fence)},}}[ \t]*$")
-    ends = []
-    for number in range(first, len(lines)):
-        if closing.match(lines[number].rstrip("\r\n")):
-            ends.append(number)
-            if parses(textwrap.dedent("".join(lines[first:number]))):
-                return number
-            if len(ends) == _CLOSERS:
-                break
-    return ends[0] if ends else len(lines)
+    closing = re.compile(rf"[ \t]*{fence[0]}{{{len(fence)},}}\s*")
+    ends = [n for n in range(first, len(lines)) if closing.fullmatch(lines[n])]
+    whole = (n for n in ends[:_CLOSERS] if parses(textwrap.dedent("".join(lines[first:n]))))
+    return next(whole, ends[0] if ends else len(lines))
+
+
+# ----------------------------------------------------------------------------------------- names
+
+
+def tree_of(source: str) -> ast.Module | int:
+    """The parsed source, or the number of the line where it stops being Python."""
+    if len(source) > LONGEST:
+        return 0
+    try:
+        return ast.parse(source)
+    except SyntaxError as error:
+        return error.lineno or 0
+    except (ValueError, RecursionError, MemoryError):
+        return 0
+
+
+def parses(source: str) -> bool:
+    return isinstance(tree_of(source), ast.Module)
+
+
+def statements(source: str) -> list[ast.stmt]:
+    """The statements of a module; none where it does not parse."""
+    tree = tree_of(source)
+    return tree.body if isinstance(tree, ast.Module) else []
+
+
+def nodes(source: str) -> list[ast.AST]:
+    return [node for statement in statements(source) for node in ast.walk(statement)]
+
+
+def used_names(source: str) -> set[str]:
+    """Names that are read anywhere."""
+    return {
+        node.id
+        for node in nodes(source)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+
+
+def defined_names(source: str) -> set[str]:
+    """Names of functions, classes and variables at the top of a module, other than functions
+    that are only sketched."""
+    found = set()
+    for node in statements(source):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found |= set() if is_sketch(node) else {node.name}
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def is_sketch(node: ast.stmt) -> bool:
+    """A function whose body is `...` or `pass`, perhaps after a docstring."""
+    body = node.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else []
+    return bool(body) and all(
+        isinstance(one, ast.Pass)
+        or (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
+        for one in body
+    )
+
+
+def bound_names(source: str) -> set[str]:
+    """Names that a module defines or imports at its top."""
+    return defined_names(source) | {
+        (alias.asname or alias.name).split(".")[0]
+        for node in statements(source)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }

@@ -23,6 +23,8 @@ from quantkit.evaluation.grading.numbers import canonical, numbers, read_value
 from quantkit.evaluation.grading.typesetting import plain
 from quantkit.evaluation.tasks.definitions import Grade, Problem
 
+Read = Callable[[Problem, str, bool, MathJudge], Grade]
+
 
 @dataclass(frozen=True)
 class Grader:
@@ -35,7 +37,7 @@ class Grader:
     """
 
     gold: Callable[[dict[str, Any]], str]
-    read: Callable[[Problem, str, bool, MathJudge], Grade]
+    read: Read
     votes: bool = True
     runs_code: bool = False
     measured: bool = False
@@ -274,14 +276,6 @@ def _as_lm_eval_compares(text: str) -> str:
     return text.strip().lower()
 
 
-def _read_tests(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    return programs.grade_with_tests(problem, text)
-
-
-def _read_asserts(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    return programs.grade_with_asserts(problem, text)
-
-
 def _read_calls(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
     calls = read_calls(text)
     possible = problem.fields["ground_truth"] or []
@@ -319,8 +313,8 @@ def _read_judged(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Gr
     return Grade(reason, reason == "right", reason == "right", text.strip()[:200])
 
 
-def _read_contest(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    return programs.grade_contest(problem, text)
+def _program(graded: Callable[[Problem, str], Grade]) -> Read:
+    return lambda problem, text, cut, judge: graded(problem, text)
 
 
 GRADERS: dict[str, Grader] = {
@@ -335,18 +329,21 @@ GRADERS: dict[str, Grader] = {
     "last-number": Grader(_number_gold, _read_last_number),
     "python-tests": Grader(
         lambda fields: f"passes the tests of {fields['entry_point']}",
-        _read_tests,
+        _program(programs.grade_with_tests),
         votes=False,
         runs_code=True,
     ),
     "asserts": Grader(
-        lambda fields: "passes its assertions", _read_asserts, votes=False, runs_code=True
+        lambda fields: "passes its assertions",
+        _program(programs.grade_with_asserts),
+        votes=False,
+        runs_code=True,
     ),
     "calls": Grader(lambda fields: json.dumps(fields["ground_truth"] or []), _read_calls),
     "judged": Grader(lambda fields: str(fields["answer"]), _read_judged, votes=False, judged=True),
     "contest-tests": Grader(
         lambda fields: "passes every public and private test",
-        _read_contest,
+        _program(programs.grade_contest),
         votes=False,
         runs_code=True,
     ),

@@ -9,6 +9,7 @@ an answer that is only a function body is appended to it.
 
 import ast
 import base64
+import itertools
 import json
 import pickletools
 import re
@@ -20,39 +21,41 @@ from typing import Any
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation import sandbox
-from quantkit.evaluation.grading.code_blocks import Block, blocks, leading_code
-from quantkit.evaluation.grading.source_names import (
+from quantkit.evaluation.grading.code_blocks import (
+    Block,
+    blocks,
     bound_names,
     defined_names,
-    defines,
     is_sketch,
-    only_defines,
+    leading_code,
+    nodes,
     parses,
-    tree_of,
+    statements,
     used_names,
 )
 from quantkit.evaluation.tasks.definitions import Grade, Problem
 
 CONTEST_TIMEOUT_S = 6.0
-_QUOTED_WHOLE = re.compile(r"\A\s*`([^`\n]+)`\s*\Z")
-_INDENTED = re.compile(r"(?m)^ {4}")
-_INDENTED_CODE = re.compile(r"\S[^\n]*\n[ \t]*\n {4}(?:def|class|import|from|@)\b")
 _START = re.compile(
     r"^(?:from |import |def |class |@|async def |[A-Za-z_][\w, *]* = )", re.MULTILINE
 )
 _STARTS = 40  # places in bare text where a program may begin
-_READERS = {"input", "stdin", "fileinput", "mmap"}
+_READERS = {"input", "stdin", "fileinput", "mmap", "read"}
+_DEFINITIONS = (
+    ast.Import,
+    ast.ImportFrom,
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.Assign,
+)
 
 
 def _python_first(fenced: list[Block]) -> list[Block]:
     """The blocks that may be the program, the likeliest first: tagged python before untagged, later
     before earlier."""
-    return [
-        block
-        for tagged in (True, False)
-        for block in reversed(fenced)
-        if block.is_python is tagged and (tagged or not block.tag)
-    ]
+    tagged = [block for block in reversed(fenced) if block.is_python]
+    return tagged + [block for block in reversed(fenced) if not block.tag]
 
 
 def _parts(block: Block, fenced: list[Block]) -> list[str]:
@@ -61,9 +64,8 @@ def _parts(block: Block, fenced: list[Block]) -> list[str]:
     own = bound_names(block.source)
     parts, missing = [block.source], used_names(block.source) - own
     for other in reversed(fenced[: fenced.index(block)]):
-        names = (
-            bound_names(other.source) if other.is_python and only_defines(other.source) else set()
-        )
+        defines = all(isinstance(node, _DEFINITIONS) for node in statements(other.source))
+        names = bound_names(other.source) if other.is_python and defines else set()
         if missing & names and not own & names:
             parts.insert(0, other.source)
             missing = (missing | used_names(other.source)) - names
@@ -73,33 +75,24 @@ def _parts(block: Block, fenced: list[Block]) -> list[str]:
 def completed_function(text: str, prompt: str, entry_point: str) -> tuple[str, ...] | None:
     """Parts to run in order for a function that `prompt` begins, or None where the reply holds no
     code."""
+    # A prompt that ends in a bare signature is not complete by itself.
+    before = (prompt,) if parses(prompt) else ()
     fenced = blocks(text)
-    if not fenced and not parses(text) and _INDENTED_CODE.search(text):
-        text = _INDENTED.sub("", text)
-    text = _QUOTED_WHOLE.sub(r"\1", text)
     candidates = _python_first(fenced)
     for block in candidates:
-        if defines(block.source, entry_point):
-            return _after_prompt(prompt, *_parts(block, fenced))
-    for whole in (
-        text,
-        textwrap.dedent(text),
-    ):  # as a whole, a program may be indented as a body is
-        if defines(whole, entry_point):
-            return _after_prompt(prompt, whole)
+        if entry_point in defined_names(block.source):
+            return (*before, *_parts(block, fenced))
+    for whole in (text, textwrap.dedent(text)):  # a whole program may be indented as a body is
+        if entry_point in defined_names(whole):
+            return (*before, whole)
     if candidates:
         body = max(reversed(candidates), key=lambda block: _likely_body(prompt, block))
         return (prompt + _as_body(body.source),)
-    bare = _unfenced_program(text, lambda source: defines(source, entry_point))
+    bare = _unfenced_program(text, lambda source: entry_point in defined_names(source))
     if bare is not None:
-        return _after_prompt(prompt, bare)
+        return (*before, bare)
     program = prompt + _as_body(text)
     return (program,) if text.strip() and not fenced and parses(program) else None
-
-
-def _after_prompt(prompt: str, *parts: str) -> tuple[str, ...]:
-    """A prompt that ends in a bare signature is not complete by itself."""
-    return (prompt, *parts) if parses(prompt) else parts
 
 
 def _likely_body(prompt: str, block: Block) -> tuple[bool, bool, bool]:
@@ -107,14 +100,12 @@ def _likely_body(prompt: str, block: Block) -> tuple[bool, bool, bool]:
     return parses(prompt + _as_body(block.source)), returns, block.is_python
 
 
-def _unfenced_program(text: str, does: Callable[[str], bool]) -> str | None:
+def _unfenced_program(text: str, does: Callable[[str], object]) -> str | None:
     """The program in a text without fences: from a line that looks like code to where it stops
     being code, if `does` accepts it."""
-    for start, _ in zip(_START.finditer(text), range(_STARTS)):
-        source = leading_code(text[start.start() :])
-        if does(source):
-            return source
-    return None
+    starts = itertools.islice(_START.finditer(text), _STARTS)
+    sources = (leading_code(text[start.start() :]) for start in starts)
+    return next(filter(does, sources), None)
 
 
 def whole_program(text: str, entry_point: str | None = None) -> str | None:
@@ -125,18 +116,11 @@ def whole_program(text: str, entry_point: str | None = None) -> str | None:
     """
     fenced = blocks(text)
     if not fenced:
-        tree = tree_of(text)
-        is_program = isinstance(tree, ast.Module) and (
-            len(tree.body) > 1 or _answers(text, entry_point) > 0
-        )
-        return (
-            text
-            if is_program
-            else _unfenced_program(text, lambda source: _answers(source, entry_point) > 0)
-        )
-    candidates = _python_first(fenced)
+        if len(statements(text)) > 1 or _answers(text, entry_point):
+            return text
+        return _unfenced_program(text, lambda source: _answers(source, entry_point))
     best = max(
-        candidates,
+        _python_first(fenced),
         key=lambda block: (
             _answers(block.source, entry_point),
             parses(block.source),
@@ -150,47 +134,24 @@ def whole_program(text: str, entry_point: str | None = None) -> str | None:
 def _answers(source: str, entry_point: str | None) -> int:
     """How well a program does what is asked: 0 not at all, 2 reads stdin or defines the function, 1
     has a class Solution without it."""
-    tree = tree_of(source)
-    if not isinstance(tree, ast.Module):
-        return 0
     if entry_point is None:
-        return 2 if any(_reads(node) for node in ast.walk(tree)) else 0
-    classes = [
-        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Solution"
-    ]
+        words = {getattr(node, name, "") for node in nodes(source) for name in ("id", "attr")}
+        return 2 if words & _READERS or ("open" in words and "open(0" in source) else 0
+    body = statements(source)
+    classes = [node for node in body if isinstance(node, ast.ClassDef) and node.name == "Solution"]
     methods = [
         node
         for found in classes
         for node in found.body
         if isinstance(node, ast.FunctionDef) and node.name == entry_point and not is_sketch(node)
     ]
-    return 2 if methods or defines(source, entry_point) else 1 if classes else 0
-
-
-def _reads(node: ast.AST) -> bool:
-    """Whether a node of a program is a use of its standard input: input, sys.stdin, open(0),
-    os.read."""
-    if isinstance(node, ast.Name):
-        return node.id in _READERS and isinstance(node.ctx, ast.Load)
-    if isinstance(node, ast.Attribute):
-        is_os = isinstance(node.value, ast.Name) and node.value.id == "os"
-        return isinstance(node.ctx, ast.Load) and (
-            node.attr == "stdin" or (is_os and node.attr == "read")
-        )
-    is_open = (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "open"
-        and bool(node.args)
-    )
-    return is_open and isinstance(node.args[0], ast.Constant) and node.args[0].value == 0  # type: ignore[attr-defined]
+    return 2 if methods or entry_point in defined_names(source) else len(classes[:1])
 
 
 def _as_body(source: str) -> str:
     """Lines of a function body, indented if they are not."""
     source = source.expandtabs(4)
-    lines = source.splitlines()
-    first = next((line for line in lines if line.strip()), "")
+    first = next((line for line in source.splitlines() if line.strip()), "")
     return source if first[:1] in " \t" else textwrap.indent(source, "    ")
 
 
@@ -203,7 +164,10 @@ def grade_with_tests(problem: Problem, text: str) -> Grade:
         return Grade("no-code")
     helpers = next((source for source in (prompt, f"{prompt}\n    pass\n") if parses(source)), "")
     tests = f"{problem.fields['test']}\ncheck({entry_point})"
-    run = sandbox.run_tests(sandbox.Program(parts, entry_point), helpers, tests)
+    return _grade(sandbox.run_tests(sandbox.Program(parts, entry_point), helpers, tests))
+
+
+def _grade(run: sandbox.ProgramRun) -> Grade:
     return Grade(run.status, run.status == "passed", run.status == "passed", detail=run.detail)
 
 
@@ -221,8 +185,7 @@ def grade_with_asserts(problem: Problem, text: str) -> Grade:
     program = whole_program(text, name)
     if program is None:
         return Grade("no-code")
-    run = sandbox.run_tests(sandbox.Program((program,), name), "", tests)
-    return Grade(run.status, run.status == "passed", run.status == "passed", detail=run.detail)
+    return _grade(sandbox.run_tests(sandbox.Program((program,), name), "", tests))
 
 
 # ------------------------------------------------------------------------------------------------------------------- contests
@@ -252,6 +215,8 @@ def contest_tests(fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 _LARGEST_TESTS = 256 << 20
 """Limit in bytes of the tests of one problem, unpacked."""
+_STRING_OPCODES = ["SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"]
+_OTHER_OPCODES = ["PROTO", "FRAME", "MEMOIZE", "STOP", "BINPUT", "PUT", "LONG_BINPUT"]
 
 
 def _private_tests(text: str) -> str:
@@ -273,20 +238,8 @@ def _private_tests(text: str) -> str:
             f"private_test_cases cannot be read ({error})",
             "use the code_generation_lite rows as published",
         ) from error
-    allowed = {
-        "PROTO",
-        "FRAME",
-        "MEMOIZE",
-        "STOP",
-        "BINPUT",
-        "PUT",
-        "LONG_BINPUT",
-        "SHORT_BINUNICODE",
-        "BINUNICODE",
-        "BINUNICODE8",
-        "UNICODE",
-    }
-    strings = [argument for opcode, argument, _ in opcodes if "UNICODE" in opcode.name]
+    strings = [argument for opcode, argument, _ in opcodes if opcode.name in _STRING_OPCODES]
+    allowed = _STRING_OPCODES + _OTHER_OPCODES
     if len(strings) != 1 or any(opcode.name not in allowed for opcode, _, _ in opcodes):
         raise QuantkitError(
             "private_test_cases hold more than one string",
@@ -308,7 +261,7 @@ def grade_contest(problem: Problem, text: str) -> Grade:
         run = sandbox.run_calls(
             sandbox.Program((PRELUDE, program), function), cases, timeout_s=CONTEST_TIMEOUT_S
         )
-        return Grade(run.status, run.status == "passed", run.status == "passed", detail=run.detail)
+        return _grade(run)
     source = with_prelude(program)
     for number, test in enumerate(tests, start=1):
         run = sandbox.run_script(source, test["input"], timeout_s=CONTEST_TIMEOUT_S)
@@ -329,11 +282,9 @@ def _arguments(text: str) -> list[Any]:
 def with_prelude(program: str) -> str:
     """The prelude in front, and in front of it the program's own imports from __future__, which
     must come first in a file."""
-    tree = tree_of(program)
-    statements = tree.body if isinstance(tree, ast.Module) else []
     futures = [
         node
-        for node in statements
+        for node in statements(program)
         if isinstance(node, ast.ImportFrom) and node.module == "__future__"
     ]
     for statement in [ast.get_source_segment(program, node) for node in futures]:
