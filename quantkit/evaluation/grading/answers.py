@@ -51,7 +51,7 @@ class BoxedText:
     end: int
 
 
-_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?:\{|(?P<bare>-?\d+))")
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
 _LONGEST_BOX = 10_000
 _BOX_TOKENS = re.compile(r"<\|begin_of_box\|>(.*?)<\|end_of_box\|>", re.DOTALL)  # GLM
 _DRESS = r"[\s$*_\\(\[{}\])'\"`]*"
@@ -65,6 +65,7 @@ _TAKEN_BACK = re.compile(
     rf"|on reflection)[\s,.:!—-]+)*(?:(?:this|that|it)\s+)?(?:is|was|are|would be|'s|can)"
     r"\s*(?:clearly |definitely )?(?:not\b(?! only)|n't|wrong|incorrect|false|impossible"
     r"|too (?:large|small|big|high|low))"
+    r"|(?s:.*)\b(?:(?:can|could)(?:\s?not|n't)|unable to|failed to)\s+(?:solve|answer|determine|find)\b"
 )
 _SCALE = re.compile(
     r"(?i)[\s$*)\\,;~]*(?:\\(?:text|mathrm)\s*\{)?\s*((?:dozen|hundred|thousand|[mb]illion)s?\b|[万亿])"
@@ -77,9 +78,6 @@ def boxes(text: str) -> tuple[list[BoxedText], bool]:
     found: list[BoxedText] = []
     is_open = False
     for match in list(_BOX.finditer(text))[-100:]:
-        if match["bare"]:
-            found.append(BoxedText(match["bare"], match.start(), match.end()))
-            continue
         end = _closing_brace(text, match.end())
         is_open = end is None
         if end is not None:

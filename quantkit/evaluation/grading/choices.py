@@ -73,7 +73,6 @@ _TAKEN_BACK = re.compile(
 _REASON = re.compile(
     r"\s*(?:$|[^\sA-Za-z]|(?:because|since|as|is|for|due|which|so|rather|not|and|but|or)\b)"
 )
-_TRAILING = re.compile(r"(?P<text>.+?)\s*\((?:[Oo]ption )?(?P<letter>[A-Z])\)\W*")
 _FORMULA = re.compile(r"\s*[_^=]|\([a-z]\)")  # F = ma, F(x)
 _DOUBT = re.compile(
     r"(?i)\b(?:not|neither|nor|cannot|either|or|maybe|perhaps|might|wrong|incorrect|if|over)\b"
@@ -122,16 +121,8 @@ def find_choice(text: str, options: list[str]) -> Extraction:
         (_PHRASE, "phrase"),
         (_JUDGED, "phrase"),
     )
-    answers = [
-        (one.end(), _line(text, one.end()))
-        for pattern in (_ASKED, _PHRASE)
-        for one in pattern.finditer(text)
-    ]
-    quoted = [(at, at + len(line)) for at, line in answers if _is_printed(line, options)]
     for pattern, kind in kinds:
         for match in list(pattern.finditer(text))[-_CUES:]:
-            if pattern is not _ASKED and any(a <= match.start() < b for a, b in quoted):
-                continue  # words of the option that the answer repeats
             said = match["letter"] if pattern is _JUDGED else _line(text, match.end())
             denied = pattern is _PHRASE and match["denied"]
             before = text[: match.start()][-_SENTENCE:]
@@ -183,14 +174,7 @@ def _named(said: str, options: list[str]) -> str | None:
     letter, label, left, printed = _label(said, options)
     if label is not None and printed and not _TOKEN.search(left):
         return letter
-    if (text := _by_text(said, options)) is not None:
-        return text
-    after = _TRAILING.fullmatch(said)  # its text (C)
-    return (
-        after and after["letter"]
-        if after and _by_text(after["text"], options) == after["letter"]
-        else None
-    )
+    return _by_text(said, options)
 
 
 def _label(said: str, options: list[str]) -> tuple[str, re.Match[str] | None, str, bool]:

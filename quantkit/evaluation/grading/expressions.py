@@ -59,12 +59,6 @@ def same_text(gold: str, answer: str) -> bool:
     return target != "" and target == _normal(answer)
 
 
-def ends_with(gold: str, sentence: str) -> bool:
-    """Whether a sentence ends with a gold of words: `Therefore she faces east.`"""
-    target = words(gold).strip().lower()
-    return target.isalpha() and len(target) > 2 and sentence.lower().split()[-1:] == [target]
-
-
 def _normal(text: str) -> str:
     shown = re.sub(r"[\s{}]+", "", words(text.strip().strip("$")).rstrip(".")).lower()
     return re.sub(r"(?<=\d_)[a-z]+", lambda match: str(NAMES.get(match[0], match[0])), shown)

@@ -129,8 +129,24 @@ def _is_percent(text: str | None) -> bool:
     return any(number.percent for number in numbers(plain(text or "")))
 
 
+_UNITS = ("second|minute|hour|day|week|month|year", "cent|dollar")
+
+
+def _in_other_unit(question: str, answer: str) -> bool:
+    """Hours where the question asks how many minutes."""
+    for names in _UNITS:
+        asked = set(re.findall(rf"(?i)\b(?:how many|in) ({names})s?\b[^.?]*\?", question))
+        said = set(re.findall(rf"(?i)\b({names})s?\b", answer))
+        if asked and said and not asked & said:
+            return True
+    return False
+
+
 def _read_number(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    return _read_value(problem, answers.find_number(text), text, cut, judge)
+    found = answers.find_number(text)
+    if _in_other_unit(str(problem.fields.get("problem")), found.text or ""):
+        found = replace(found, value=None)
+    return _read_value(problem, found, text, cut, judge)
 
 
 def _read_value(
@@ -139,10 +155,7 @@ def _read_value(
     if (missing := _missing(found, text, cut)) is not None:
         return missing
     if isinstance(found.value, Fraction):
-        gold, value = read_value(problem.gold), found.value
-        if isinstance(gold, Fraction) and gold.denominator != 1 and value == 100 * gold:
-            value = value / 100 if _is_percent(found.text) else value
-        return _verdict(value == gold, found, canonical(value))
+        return _verdict(found.value == read_value(problem.gold), found, canonical(found.value))
     if found.value is None:
         return Grade("wrong" if found.found == "asked" else "wrong-loose", answer=found.text)
     equal = judge.equal(problem.gold, found.value)
@@ -160,8 +173,7 @@ def _read_expression(problem: Problem, text: str, cut: bool, judge: MathJudge) -
     if (missing := _missing(found, text, cut)) is not None:
         return missing
     assert found.text is not None
-    is_last = found.found == "last" and expressions.ends_with(problem.gold, found.text)
-    if is_last or expressions.same_text(problem.gold, found.text):
+    if expressions.same_text(problem.gold, found.text):
         return _verdict(True, found, problem.gold)
     answer = expressions.comparison_form(problem.gold, found.text)
     equal = judge.equal(problem.gold, answer) if answer else False

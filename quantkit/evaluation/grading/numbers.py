@@ -7,7 +7,7 @@ arithmetic expression, which is left to math-verify. Values are exact fractions.
 bound, a range, a ratio, a letter as a factor (204x): no value.
 """
 
-import math
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,13 +64,9 @@ def numbers(text: str) -> Iterator[Number]:
 
 def _number(match: re.Match[str]) -> Number:
     # The point or comma that ends a sentence is not part of the number.
-    digits = match["digits"].rstrip(".,'_")
-    end = match.end()
-    if digits != match["digits"]:
-        if match.end("digits") == end:
-            end -= len(match["digits"]) - len(digits)
-        elif not match["scale"] and not match["percent"]:
-            return Number(None, match.start(), end)
+    digits, end = match["digits"].rstrip(".,'_"), match.end()
+    if match.end("digits") == end:
+        end -= len(match["digits"]) - len(digits)
     if not _WRITTEN.fullmatch(digits) or len(digits) > _DIGITS:
         return Number(None, match.start(), end)
     value = Fraction(re.sub(r"[,'_ ]", "", digits)) * Fraction(10) ** int(match["power"] or 0)
@@ -191,36 +187,15 @@ def read_value(text: str, letters: bool = True) -> Value | None:
 
 def _single(side: str, letters: bool) -> Fraction | None:
     """The number of one side of an equation, where it is one: words before it, a unit after it."""
-    side = _open(side)
     found = next(numbers(side), None)
     if found is None or found.value is None:
         return None
     before, rest = side[: found.start].translate({2: " ", 3: " "}), side[found.end :]
     if CHANGES.search(before) or not _BEFORE.fullmatch(before):
         return None
-    alone = [word for word in re.findall(r"[^\W\d_]+", before) if len(word) == 1]
-    if any(word not in "aAI" and not _CJK.match(word) for word in alone):
-        return None
-    if before.rstrip().endswith(("-", "(", "[")) or (
-        before.strip() and side[found.start] in "+-" and alone
-    ):
+    if re.search(r"(?:-|(?<!\w)[^\W\d])[\s(\[]*$", before) and not _CJK.search(before):  # x + 204
         return None
     return found.value if is_unit(rest, letters) else None
-
-
-def _open(text: str) -> str:
-    """Without quotes and brackets around the whole, a word of approximation, a full stop."""
-    before = None
-    while before != text:
-        before = text
-        text = text.strip(_AROUND if text.count(TEXT) <= 1 else " \t\n$。").rstrip(".")
-        pair = text[:1] + text[-1:]
-        if pair in ('""', "''") or (
-            pair in ("()", "[]") and not re.search(r"[()\[\]]", text[1:-1])
-        ):
-            text = text[1:-1]
-        text = re.sub(r"^(?:~|#(?=\s*\d)|(?i:approximately|about|around|exactly)\s)\s*", "", text)
-    return text
 
 
 _ONES = (
@@ -234,23 +209,13 @@ NAMES |= {name: 10 * number for number, name in enumerate(_TENS.split(), 2)}
 
 def number_in_words(text: str) -> Fraction | None:
     """A whole number in English words, with a unit after it: `forty-two apples`."""
-    total = group = 0
     parts = re.findall(r"[A-Za-z]+", text)
-    count = 0
-    for word in parts:
-        name = word.lower()
-        if name in NAMES:
-            group += NAMES[name]
-        elif name in ("hundred", "thousand", "million") and count:
-            group = max(group, 1) * _SCALES[name]
-            total, group = (total + group, 0) if name != "hundred" else (total, group)
-        elif not (name == "and" and count):
-            break
-        count += 1
-    if not count or not text.lower().startswith(parts[0].lower()) or re.search(r"\d", text):
+    said = list(itertools.takewhile(lambda word: word.lower() in NAMES, parts))
+    rest = " ".join(parts[len(said) :])
+    if not said or not text.startswith(said[0]) or re.search(r"\d", text) or len(rest.split()) > 3:
         return None
-    rest = " ".join(parts[count:])
-    return Fraction(total + group) if is_unit(f" {rest}", True) and len(parts) < count + 4 else None
+    total = sum(NAMES[word.lower()] for word in said)
+    return Fraction(total) if is_unit(f" {rest}", True) else None
 
 
 _COMMANDS = re.compile(
@@ -268,7 +233,6 @@ def _expression(shown: str) -> str | None:
     if "\\sin" in text or "\\cos" in text or "\\tan" in text:
         text = re.sub(r"\(?(\d+)\s*°\)?", r"(\\frac{\1π}{180})", text)
     text = re.sub(r"√\s*(\d+|\([^()]*\))", r"\\sqrt{\1}", text)
-    text = re.sub(r"\b(\d{1,2})!", lambda match: str(math.factorial(int(match[1]))), text)
     text = text.replace("π", r"\pi ")
     rest = _COMMANDS.sub("#", text)
     is_whole = text.count("{") == text.count("}") and text.count("|") % 2 == 0

@@ -77,7 +77,6 @@ _EMPHASIS = re.compile(
     r"\*\*+|__+|`+|(?<![\w}])_(?=[^\s_{])|(?<=[^\s_])_(?![\w{\\])|(?<![\w)*])\*(?=[^\s*])"
     r"|(?<=[^\s*^])\*(?![\w*(])|[✓✔✅☑■□∎]\ufe0f?"
 )
-_LOOSE = re.compile(r"(?<![\^_}\\A-Za-z\]])\{([^{}\\^_]*)\}|^\s*\{((?:[^{}]|\{[^{}]*\})*)\}\s*$")
 
 
 def plain(text: str) -> str:
@@ -99,9 +98,6 @@ def plain(text: str) -> str:
     text = _POWER_OF_TEN.sub(lambda match: f"e{match[1] or match[2]}", text)
     text = "".join(f" {VULGAR[c]}" if c in VULGAR else c for c in text)
     text = _ESCAPED.sub(r"\1", _RELATION.sub(lambda match: _RELATIONS[match[1]], text))
-    while before != text:
-        before = text
-        text = _LOOSE.sub(lambda match: match[1] or match[2] or "", text)
     return text.strip()
 
 

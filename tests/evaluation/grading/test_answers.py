@@ -114,6 +114,7 @@ def test_normalize_leaves_superscripts_alone() -> None:
         (r"$x = \boxed{7}$ or $x = \boxed{8}$", "7, 8", False),
         (r"$x = \boxed{7}$ and $y = \boxed{8}$", "7, 8", False),
         (r"\boxed{7} is wrong", "", False),
+        (r"\boxed{7} was the example. I could not solve it.", "", False),
         (r"\boxed{\boxed{7}}", "7", False),
     ],
 )

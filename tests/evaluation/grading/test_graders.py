@@ -89,11 +89,18 @@ def test_a_failed_request_is_excluded(judge: MathJudge) -> None:
         ("#### 18", r"\boxed{0.18}", "wrong"),
         ("#### 18", "#### 18", "right-loose"),
         (r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", "right"),
-        (r"\boxed{\frac{1}{2}}", r"\boxed{50\%}", "right"),
     ],
 )
 def test_number(judge: MathJudge, gold: str, text: str, reason: str) -> None:
     assert graded(judge, "number", gold, text).reason == reason
+
+
+@pytest.mark.parametrize("text", [r"\boxed{90 \text{ hours}}", "He runs 90 hours."])
+def test_another_unit_than_is_asked_for_is_wrong(judge: MathJudge, text: str) -> None:
+    question = "He runs for 1.5 hours. How many minutes is that?"
+    assert not graded(judge, "number", "90", text, problem=question).correct
+    minutes = text.replace("hours", "minutes")
+    assert graded(judge, "number", "90", minutes, problem=question).correct
 
 
 def test_equal_answers_vote_together(judge: MathJudge) -> None:
