@@ -355,9 +355,7 @@ def test_a_count_that_is_none_is_the_requests_fault(tokens: Any) -> None:
 
     with (
         FaultyServer(reply) as faulty,
-        pytest.raises(
-            QuantkitError, match=r"all 1 .*completion_tokens = .*, which is not a token count"
-        ),
+        pytest.raises(QuantkitError, match=r"all 1 .*completion_tokens is not a token count"),
     ):
         measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2, num_prompts=1)
 
@@ -402,8 +400,8 @@ def test_pieces_that_nobody_counted_are_told() -> None:
 @pytest.mark.parametrize(
     ("ending", "said"),
     [
-        ((), "the stream ended before the reply did"),
-        ((DONE,), "the stream ended before the reply did"),
+        ((), "the stream ended without a finish reason"),
+        ((DONE,), "the stream ended without a finish reason"),
         (
             (chunk("", finish_reason="abort"), DONE),
             "the server aborted the reply (finish_reason 'abort')",

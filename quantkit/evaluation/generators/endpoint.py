@@ -164,7 +164,7 @@ def _content(part: dict[str, Any]) -> tuple[str, str]:
 def _count(holder: dict[str, Any], name: str) -> int:
     """A number of tokens; 0 where unknown, which some servers write as a negative number."""
     value = holder.get(name) or 0
-    if not isinstance(value, int | float) or value != value // 1 or value > _MOST_TOKENS:
+    if type(value) not in (int, float) or value != value // 1 or value > _MOST_TOKENS:
         raise StreamError(f"{name} is not a token count: {str(value)[:100]!r}")
     return max(int(value), 0)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx
 
+from quantkit.evaluation.generators.endpoint import ReplyReader
 from quantkit.evaluation.openai_server import (
-    ABORT_REASONS,
     REQUEST_ERRORS,
     OpenAIServer,
     StreamError,
@@ -45,8 +45,6 @@ WORDS = [
 ]
 _CHUNKS_PER_TOKEN, _EXTRA_CHUNKS = 4, 64
 """Limit on the chunks of a reply: a server that ignores max_tokens would never end."""
-_MOST_TOKENS = 2**31
-_OUTPUT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
 class EndpointTarget:
@@ -112,82 +110,34 @@ class EndpointTarget:
             "stream_options": {"include_usage": True},
             "ignore_eos": not work.prompts,
         }
-        moments: list[float] = []
-        usage: dict[str, Any] = {}
-        ended = ""
+        reader, moments = ReplyReader(), list[float]()
         most = _CHUNKS_PER_TOKEN * work.output_len + _EXTRA_CHUNKS
         try:
             async with aclosing(self.server.stream(client, "/chat/completions", body)) as events:
                 async for event in events:
-                    usage = event.get("usage") or usage
-                    ended = _finish_reason(event) or ended
-                    if _has_output(event):
+                    before = reader.size
+                    reader.add(event)
+                    streamed = any("delta" in choice for choice in event.get("choices") or [])
+                    if streamed and reader.size > before:
                         moments.append(now())
                     if len(moments) > most:
                         raise StreamError(
                             f"the reply does not end: more than {most} chunks for "
                             f"{work.output_len} requested tokens"
                         )
-            if ended in ABORT_REASONS or not (ended or usage):
-                raise StreamError(
-                    f"the server aborted the reply (finish_reason {ended!r})"
-                    if ended
-                    else "the stream ended before the reply did"
-                )
-            prompt_tokens, counted = (
-                _token_count(usage, "prompt_tokens") or 0,
-                _token_count(usage, "completion_tokens"),
-            )
-        except (
-            *REQUEST_ERRORS,
-            AttributeError,
-            TypeError,
-        ) as error:  # the last two: JSON of another structure
+            if reader.finish_reason is not None or not reader.completion_tokens:
+                reader.reply(0.0)  # raises for what was aborted
+        except REQUEST_ERRORS as error:
             return RequestTimes(sent, 0, 0, 0, 0, describe_error(error))
         if not moments:
             return RequestTimes(sent, 0, 0, 0, 0, "the reply had no streamed text")
         gaps = tuple(after - before for before, after in itertools.pairwise(moments))
-        output_tokens = counted or len(moments)
         return RequestTimes(
             sent,
             moments[0],
             moments[-1],
-            prompt_tokens,
-            output_tokens,
+            reader.prompt_tokens,
+            reader.completion_tokens or len(moments),
             gaps=gaps,
-            counted=bool(counted),
+            counted=bool(reader.completion_tokens),
         )
-
-
-def _token_count(usage: dict[str, Any], name: str) -> int | None:
-    """None where the server does not know it, which some report as a negative value. Raises
-    StreamError for an invalid number."""
-    value = usage.get(name)
-    if value is None:
-        return None
-    if type(value) in (int, float) and value <= _MOST_TOKENS and value == value // 1:
-        return int(value) if value >= 0 else None
-    raise StreamError(
-        f"the usage of the reply has {name} = {str(value)[:50]}, which is not a token count"
-    )
-
-
-def _has_output(event: dict[str, Any]) -> bool:
-    return any(
-        (choice.get("delta") or {}).get(name)
-        for choice in event.get("choices") or []
-        for name in _OUTPUT_FIELDS
-    )
-
-
-def _finish_reason(event: dict[str, Any]) -> str:
-    """In lower case; empty where the event has none, or the string "null"."""
-    said = next(
-        (
-            str(reason).lower()
-            for choice in event.get("choices") or []
-            if (reason := choice.get("finish_reason"))
-        ),
-        "",
-    )
-    return "" if said == "null" else said

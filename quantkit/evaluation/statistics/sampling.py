@@ -4,7 +4,8 @@ reaches it with fewer tokens.
 The difference d is the mean over the given problems of the difference between two probabilities of
 a right reply. Its variance is sum_i p_i (1 - p_i) / (k_i - 1) / n^2 of each model, and two more
 discordant replies (as Agresti and Coull's interval), so that problems without a miss leave room for
-one. Both tests are normal. d says nothing of other problems: for those see comparison.py.
+one. Both tests are normal, with the variance that their hypothesis implies (score tests): a model that
+is right oftener by chance also seems to vary less. d says nothing of other problems: for those see comparison.py.
 
 A sequential plan asks PILOT repeats first, then stages up to the information of the asked number of
 repeats. Repeats go where answers vary and are short: k_i ~ sqrt(variance_i / tokens_i) (Neyman), with
@@ -29,6 +30,8 @@ from quantkit.evaluation.statistics.power import POWER
 PILOT = 2  # repeats of every problem before the first look
 STAGES = (0.125, 0.25, 0.4, 0.55, 0.7, 0.85, 1.15)
 """Information at the looks, as shares of that of the asked repeats; the surplus pays for looking."""
+SPENT = 0.85
+"""Share of the error that the looks may spend; the rest is for what normal tests of few replies miss."""
 HOPELESS = 0.05  # probability of a verdict at the last look below which a run ends
 _NORMAL = NormalDist()
 
@@ -66,14 +69,16 @@ class SamplingComparison:
         return asdict(self) | {"sentence": self.sentence()}
 
 
-def mean_variance(table: Scores) -> float:
-    """Variance of the accuracy on these problems from the draw of replies alone. A problem with one
-    reply is taken to vary as all of them together do, which is never too little."""
-    means = problem_means(table)
-    pooled = float(means.mean() * (1 - means.mean()))
-    own = [p * (1 - p) / (len(r) - 1) if len(r) > 1 else pooled for p, r in zip(means, table)]
-    unseen = 2 * float(np.mean([1 / len(row) for row in table])) ** 2
-    return (sum(own) + unseen) / len(table) ** 2
+def mean_variance(table: Scores, loss: float = 0.0) -> float:
+    """Variance of the accuracy on these problems from the draw of replies alone, as it were if the
+    accuracy was lower by `loss`. A problem with one reply is taken to vary as all of them together
+    do, which is never too little."""
+    p, k = problem_means(table), np.array([len(row) for row in table])
+    mean = (p @ k + 1) / (k.sum() + 2)
+    pooled, moved = mean * (1 - mean), min(max(mean - loss, 1 / (k.sum() + 2)), 1 - 1 / k.sum())
+    own = np.where(k > 1, p * (1 - p) / np.maximum(k - 1, 1), pooled)
+    unseen = 2 * np.mean(1 / k) ** 2
+    return float((own.sum() + unseen) * moved * (1 - moved) / pooled) / len(table) ** 2
 
 
 def compare_sampling(
@@ -89,24 +94,31 @@ def compare_sampling(
     shared = [problem for problem in candidate if problem in baseline]
     ours, theirs = [candidate[p] for p in shared], [baseline[p] for p in shared]
     d = float(problem_means(ours).mean() - problem_means(theirs).mean())
-    deviation = math.sqrt(mean_variance(ours) + mean_variance(theirs))
-    bounds = [-_NORMAL.inv_cdf(error)] if stage is None else boundaries(STAGES, error)
+    bounds = [-_NORMAL.inv_cdf(error)] if stage is None else boundaries(STAGES, SPENT * error)
     bound = bounds[stage or 0]
-    z_held, z_lost = (d + margin) / deviation, -d / deviation
+
+    def deviation(tested: float) -> float:
+        """Of d where d is `tested`: both accuracies move there, each by its share of the variance."""
+        own = mean_variance(ours), mean_variance(theirs)
+        moves = [(d - tested) * variance / sum(own) for variance in own]
+        return math.sqrt(mean_variance(ours, moves[0]) + mean_variance(theirs, -moves[1]))
+
+    if_held, if_lost = deviation(-margin), deviation(0.0)
+    z_held, z_lost = (d + margin) / if_held, -d / if_lost
     verdict: Verdict = "held" if z_held >= bound else "lost" if z_lost >= bound else "cannot tell"
     t = 1.0 if stage is None else STAGES[stage] / STAGES[-1]
     reach = max(_conditional_power(z, t, bounds[-1]) for z in (z_held, z_lost))
     return SamplingComparison(
         verdict,
         d,
-        d - bound * deviation,
-        d + bound * deviation,
+        d - bound * if_held,
+        d + bound * if_lost,
         1 - 2 * (1 - _NORMAL.cdf(bound)),
         margin,
         len(shared),
         1 - _NORMAL.cdf(z_held),
         1 - _NORMAL.cdf(z_lost),
-        (bound + _NORMAL.inv_cdf(POWER)) * deviation,
+        (bound + _NORMAL.inv_cdf(POWER)) * if_lost,
         stage,
         reach < HOPELESS,
     )
