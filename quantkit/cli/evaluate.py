@@ -146,8 +146,8 @@ def compare(
     if out is not None:
         write_page(out, table)
     if json_:
-        return print_json(table.to_json())
-    console.show_comparison(table.to_json())
+        return print_json(table)
+    console.show_comparison(table)
     if out is not None:
         console.notify(f"page: {out}/comparison.html")
 

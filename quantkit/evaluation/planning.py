@@ -86,7 +86,7 @@ def _plan(
 def _noise(task: str, reference: Baseline | None) -> tuple[float | None, float | None]:
     """Variance that one repeat of both models adds to a problem, by the baseline's repeats, and
     its accuracy; None where not known."""
-    scores = list(reference.scores.get(task, {}).values()) if reference is not None else []
+    scores = list(reference.scores(task).values()) if reference is not None else []
     repeated = [np.var(row, ddof=1) for row in scores if len(row) > 1]
     return (
         2 * float(np.mean(repeated)) if repeated else None,

@@ -321,7 +321,7 @@ def _grown(
     if name in finished:
         return work
     if other is not None and stage:
-        scores = {p: row for p, row in other.scores.get(name, {}).items() if p in counts}
+        scores = {p: row for p, row in other.scores(name).items() if p in counts}
         lengths = {
             p: fmean(row["completion_tokens"] for row in rows)
             for p, rows in other.samples[name].items()

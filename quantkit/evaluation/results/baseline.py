@@ -2,7 +2,7 @@
 first of them. Verdicts are corrected for the number of comparisons (Holm)."""
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,57 +13,51 @@ from quantkit.evaluation.results.pages import accuracy_plot, differences_plot, r
 from quantkit.evaluation.results.stored import read_results, read_samples
 from quantkit.evaluation.results.task_results import MAX_ERROR_SHARE, EvalResults, TaskResult
 from quantkit.evaluation.statistics.comparison import Comparison, compare, holm_corrected
-from quantkit.evaluation.statistics.estimates import accuracy, mean_bounds, problem_means
+from quantkit.evaluation.statistics.estimates import accuracy, interval, mean_bounds, problem_means
 from quantkit.evaluation.tasks.definitions import EXCLUDED
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The run that others are compared with. scores: task -> problem -> 0/1 per repeat; samples:
-    task -> problem -> sample rows; planned: number of samples per task, failed ones included."""
+    """The run that others are compared with. samples: task -> problem -> sample rows, failed ones
+    included; facts: by task."""
 
     name: str
-    scores: dict[str, dict[str, list[float]]]
     samples: dict[str, dict[str, list[dict[str, Any]]]]
     facts: dict[str, dict[str, Any]]
-    planned: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_results(cls, results: EvalResults) -> "Baseline":
-        return cls.from_rows(
-            results.model,
-            results.samples(),
-            {name: task.facts for name, task in results.tasks.items()},
-        )
+        facts = {name: task.facts for name, task in results.tasks.items()}
+        return cls.from_rows(results.model, results.samples(), facts)
 
     @classmethod
     def from_rows(
         cls, name: str, rows: list[dict[str, Any]], facts: dict[str, dict[str, Any]]
     ) -> "Baseline":
-        scores: dict[str, dict[str, list[float]]] = {}
-        planned: dict[str, int] = {}
         samples: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for row in rows:
-            planned[row["task"]] = planned.get(row["task"], 0) + 1
             samples.setdefault(row["task"], {}).setdefault(row["problem"], []).append(row)
-            if row["reason"] not in EXCLUDED:
-                scores.setdefault(row["task"], {}).setdefault(row["problem"], []).append(
-                    float(row["correct"])
-                )
-        return cls(name, scores, samples, facts, planned)
+        return cls(name, samples, facts)
+
+    def scores(self, task: str) -> dict[str, list[float]]:
+        """Problem -> 0/1 per repeat, without failed samples."""
+        found = {
+            problem: [float(row["correct"]) for row in rows if row["reason"] not in EXCLUDED]
+            for problem, rows in self.samples.get(task, {}).items()
+        }
+        return {problem: row for problem, row in found.items() if row}
 
     def graded(self, task: str) -> int:
-        return sum(map(len, self.scores.get(task, {}).values()))
+        return sum(map(len, self.scores(task).values()))
 
     def fault(self, task: str) -> str | None:
         """Why no verdict can use this baseline (too many failed samples), or None."""
-        lost = self.planned.get(task, 0) - self.graded(task)
-        if lost <= MAX_ERROR_SHARE * self.planned.get(task, 0):
+        planned = sum(map(len, self.samples.get(task, {}).values()))
+        lost = planned - self.graded(task)
+        if lost <= MAX_ERROR_SHARE * planned:
             return None
-        return (
-            f"{lost} of {self.planned[task]} samples of {task} failed with the baseline "
-            f"{self.name}: no verdict"
-        )
+        return f"{lost} of {planned} samples of {task} failed with the baseline {self.name}: no verdict"
 
     def changed_facts(self, task: str, facts: dict[str, Any]) -> list[str]:
         """Names of the facts, other than model and seed, that differ from this run's."""
@@ -124,7 +118,7 @@ def _compare_task(
     stage: int | None,
     tasks: int,
 ) -> TaskResult:
-    scores, facts = reference.scores.get(task.name, {}), reference.facts.get(task.name, {})
+    scores, facts = reference.scores(task.name), reference.facts.get(task.name, {})
     task = replace(task, baseline_fault=reference.fault(task.name))
     if task.fault is not None:
         return task
@@ -181,48 +175,10 @@ def _by_group(
     return found
 
 
-@dataclass(frozen=True)
-class ComparedRun:
-    """One run: its metrics by task, comparisons with the baseline for the tasks of both, and
-    notes."""
-
-    name: str
-    folder: str
-    tasks: dict[str, dict[str, Any]]
-    comparisons: dict[str, Comparison]
-    notes: list[str]
-
-    def to_json(self) -> dict[str, Any]:
-        results = {
-            task: figures
-            | {"comparison": self.comparisons[task].to_json() if task in self.comparisons else None}
-            for task, figures in self.tasks.items()
-        }
-        return {"run": self.name, "folder": self.folder, "results": results, "notes": self.notes}
-
-
-@dataclass(frozen=True)
-class RunComparison:
-    """Several runs, the baseline first. Verdicts are corrected over all comparisons (Holm)."""
-
-    runs: list[ComparedRun]
-    margin: float
-
-    @property
-    def tasks(self) -> list[str]:
-        return list(dict.fromkeys(task for run in self.runs for task in run.tasks))
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "baseline": self.runs[0].name,
-            "margin": self.margin,
-            "runs": [run.to_json() for run in self.runs],
-        }
-
-
-def compare_runs(folders: list[Path], *, margin: float, seed: int = 0) -> RunComparison:
-    """Compare the --out folders of finished evaluations, the baseline's first. Raises
-    QuantkitError where a folder holds no results."""
+def compare_runs(folders: list[Path], *, margin: float, seed: int = 0) -> dict[str, Any]:
+    """Compare the --out folders of finished evaluations, the baseline's first: `baseline`, `margin`,
+    and `runs`, each with its `results` by task, whose `comparison` is None where there is none. Verdicts
+    are corrected over all comparisons (Holm). Raises QuantkitError where a folder holds no results."""
     if len(folders) < 2:
         raise QuantkitError(
             "one run cannot be compared", "give the baseline's folder first, then others"
@@ -233,26 +189,23 @@ def compare_runs(folders: list[Path], *, margin: float, seed: int = 0) -> RunCom
         )
     read = [_read(folder) for folder in folders]
     names = _names(folders, [run.name for run in read])
-    reference, others = read[0], read[1:]
     found: dict[str, Comparison] = {}
-    notes: dict[str, list[str]] = {name: [] for name in names}
-    for name, run in zip(names[1:], others):
-        for task in run.scores:
-            comparison, messages = _compare_run(run, reference, task, margin, seed)
-            notes[name] += messages
-            if comparison is not None:
-                found[f"{name}\n{task}"] = comparison
-    verdicts = holm_corrected(found)
     runs = []
     for name, folder, run in zip(names, folders, read):
-        tasks = {task: _figures(run, task) for task in run.scores}
-        own = {
-            task: verdicts[f"{name}\n{task}"]
-            for task in run.scores
-            if f"{name}\n{task}" in verdicts
-        }
-        runs.append(ComparedRun(name, str(folder), tasks, own, notes[name]))
-    return RunComparison(runs, margin)
+        results, notes = {}, list[str]()
+        for task in run.samples:
+            if not (scores := run.scores(task)):
+                continue
+            results[task] = _figures(scores, run.samples[task]) | {"comparison": None}
+            if run is not read[0]:
+                comparison, messages = _compare_run(run, read[0], task, margin, seed)
+                notes += messages
+                found |= {f"{name}\n{task}": comparison} if comparison is not None else {}
+        runs.append({"run": name, "folder": str(folder), "results": results, "notes": notes})
+    for key, comparison in holm_corrected(found).items():
+        name, _, task = key.partition("\n")
+        runs[names.index(name)]["results"][task]["comparison"] = comparison.to_json()  # type: ignore[index]
+    return {"baseline": names[0], "margin": margin, "runs": runs}
 
 
 def _read(folder: Path) -> Baseline:
@@ -281,7 +234,7 @@ def _compare_run(
     facts = run.facts.get(task, {})
     greedy = facts.get("generation", {}).get("temperature") == 0
     comparison = compare(
-        run.scores[task], reference.scores.get(task, {}), margin=margin, seed=seed, greedy=greedy
+        run.scores(task), reference.scores(task), margin=margin, seed=seed, greedy=greedy
     )
     if comparison is None:
         return None, [f"{task}: no problem in common with {reference.name}"]
@@ -291,13 +244,13 @@ def _compare_run(
     ] if changed else []
 
 
-def _figures(run: Baseline, task: str) -> dict[str, Any]:
-    scores = list(run.scores[task].values())
-    rows = [row for problem in run.samples[task].values() for row in problem]
-    low, high = mean_bounds(problem_means(scores), 0, 1).interval()
+def _figures(
+    table: dict[str, list[float]], samples: dict[str, list[dict[str, Any]]]
+) -> dict[str, Any]:
+    scores, rows = list(table.values()), [row for rows in samples.values() for row in rows]
     return {
         "accuracy": accuracy(scores),
-        "interval": [low, high],
+        "interval": list(interval(scores)),
         "n": len(scores),
         "repeats": max(map(len, scores)),
         "unfinished": sum(row["reason"] == "unfinished" for row in rows) / len(rows),
@@ -305,8 +258,8 @@ def _figures(run: Baseline, task: str) -> dict[str, Any]:
     }
 
 
-def write_page(out: Path, table: RunComparison) -> None:
-    """Write comparison.html and comparison.json to `out`."""
+def write_page(out: Path, table: dict[str, Any]) -> None:
+    """Write comparison.html and comparison.json, of what `compare_runs` returns, to `out`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -314,22 +267,15 @@ def write_page(out: Path, table: RunComparison) -> None:
             f"cannot write {out}: {error.strerror}", "choose another --out"
         ) from error
     drawn = {}
-    for task in table.tasks:
-        rows = [
-            (_label(run.name), run.tasks[task]["accuracy"], *run.tasks[task]["interval"], True)
-            for run in table.runs
-            if task in run.tasks
-        ]
+    for task in dict.fromkeys(task for run in table["runs"] for task in run["results"]):
+        found = [(_label(run["run"]), run["results"].get(task)) for run in table["runs"]]
+        shown = [(name, figures) for name, figures in found if figures]
+        rows = [(name, one["accuracy"], *one["interval"], True) for name, one in shown]
         drawn[task] = {"accuracy": accuracy_plot(rows)}
-        compared = [
-            (_label(run.name), run.comparisons[task])
-            for run in table.runs
-            if task in run.comparisons
-        ]
-        if compared:
+        if compared := [(name, one["comparison"]) for name, one in shown if one["comparison"]]:
             drawn[task]["differences"] = differences_plot(compared)
     write_atomic(out / "comparison.html", render("comparison.html.j2", table=table, plots=drawn))
-    write_atomic(out / "comparison.json", json.dumps(table.to_json(), indent=1) + "\n")
+    write_atomic(out / "comparison.json", json.dumps(table, indent=1) + "\n")
 
 
 def _label(name: str) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 from quantkit.common.pages import Filters, render_page
 from quantkit.common.plots import GREY, OURS, THEIRS, draw
-from quantkit.evaluation.statistics.comparison import Comparison
 
 
 def render(template: str, **values: object) -> str:
@@ -79,29 +78,15 @@ def tokens_plot(right: Sequence[int], wrong: Sequence[int], limit: int | None) -
     return figure.svg()
 
 
-def difference_plot(comparison: Comparison) -> str:
-    """The paired difference with its interval, zero, and the margin."""
-    axes, figure = draw(5.0, 1.1)
-    _bar(axes, comparison.low, comparison.high, 0, OURS, 4)
-    axes.plot([100 * comparison.difference], [0], marker="o", color=OURS)
-    axes.axvline(0, color="black", linewidth=1)
-    axes.axvline(-100 * comparison.margin, color=THEIRS, linewidth=1, linestyle="--")
-    axes.set_yticks([])
-    axes.set_xlabel(
-        "points against the baseline (bar: 95 % interval; dashed: the margin)", fontsize=8
-    )
-    axes.tick_params(axis="x", labelsize=8)
-    return figure.svg()
-
-
-def differences_plot(comparisons: Sequence[tuple[str, Comparison]]) -> str:
-    """Paired differences of several runs from one baseline, with intervals: (label, comparison)."""
+def differences_plot(comparisons: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Paired differences from one baseline, with intervals, zero and the margin: (label, comparison
+    as JSON)."""
     axes, figure = draw(5.0, 0.6 + 0.34 * len(comparisons))
     for place, (_label, one) in enumerate(comparisons):
-        _bar(axes, one.low, one.high, place, OURS, 3)
-        axes.plot([100 * one.difference], [place], marker="o", color=OURS)
+        _bar(axes, one["low"], one["high"], place, OURS, 3)
+        axes.plot([100 * one["difference"]], [place], marker="o", color=OURS)
     axes.axvline(0, color="black", linewidth=1)
-    axes.axvline(-100 * comparisons[0][1].margin, color=THEIRS, linewidth=1, linestyle="--")
+    axes.axvline(-100 * comparisons[0][1]["margin"], color=THEIRS, linewidth=1, linestyle="--")
     axes.set_yticks(range(len(comparisons)), [label for label, _ in comparisons], fontsize=8)
     axes.set_ylim(len(comparisons) - 0.5, -0.5)
     axes.set_xlabel("points against the baseline (bar: interval; dashed: the margin)", fontsize=8)

@@ -21,7 +21,7 @@ from quantkit.evaluation.results.evalscope_format import write_reports
 from quantkit.evaluation.results.folder import write_samples
 from quantkit.evaluation.results.pages import (
     accuracy_plot,
-    difference_plot,
+    differences_plot,
     problems_plot,
     render,
     tokens_plot,
@@ -90,7 +90,7 @@ def _task(model: str, task: TaskResult, baseline: Baseline | None) -> dict[str, 
     if figures["n"]:
         rows.append((f"{model} (here)", figures["accuracy"], *figures["interval"], True))
     if task.comparison is not None and baseline is not None:
-        ours, theirs = task.table(), baseline.scores[task.name]
+        ours, theirs = task.table(), baseline.scores(task.name)
         shared = [problem for problem in ours if problem in theirs]
         pairs = [[scores[problem] for problem in shared] for scores in (ours, theirs)]
         their_interval = interval(pairs[1])
@@ -102,7 +102,7 @@ def _task(model: str, task: TaskResult, baseline: Baseline | None) -> dict[str, 
                 True,
             )
         )
-        plots["difference"] = difference_plot(task.comparison)
+        plots["difference"] = differences_plot([("", figures["comparison"])])
         plots["problems"] = problems_plot(*(problem_means(scores).tolist() for scores in pairs))
     if figures["n"]:
         for row in published:
