@@ -147,6 +147,12 @@ class IntWeight(QuantizedWeight):
     def group_size(self) -> int:
         return self.codes.shape[1] // self.scale.shape[1]
 
+    @property
+    def points(self) -> Tensor:
+        """`zero_point`, zeros for a symmetric grid."""
+        zeros = torch.zeros_like(self.scale, dtype=torch.int8)
+        return zeros if self.zero_point is None else self.zero_point
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         values = self.codes.float().unflatten(1, (-1, self.group_size))
         if self.zero_point is not None:
@@ -212,10 +218,9 @@ class IntWeight(QuantizedWeight):
         return replace(self, scale=scale)
 
     def difference(self, name: str, stored: Weight) -> float:
-        other, zero = IntWeight.of(stored), torch.zeros_like(self.scale, dtype=torch.int8)
+        other = IntWeight.of(stored)
         assert torch.equal(self.codes, other.codes), f"codes of {name} differ"
-        before, after = (zero if w.zero_point is None else w.zero_point for w in (self, other))
-        assert torch.equal(before, after), f"zero points of {name} differ"
+        assert torch.equal(self.points, other.points), f"zero points of {name} differ"
         return relative_error(self.scale, other.scale)
 
     def divisor_range(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ block_name_to_quantize names the blocks that are quantized; extra_config gives m
 regular expression, other bits, groups or zero points, and 16 bits to those that are not.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import regex
@@ -21,7 +21,7 @@ from quantkit.checkpoint.formats import (
     fp8,
     gptq,
 )
-from quantkit.checkpoint.formats.base import HEAD, Format
+from quantkit.checkpoint.formats.base import HEAD, Format, Json
 from quantkit.checkpoint.formats.declared import DeclaredFormat, Description, Placed
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.int_groups import IntGrid
@@ -52,12 +52,12 @@ class AutoRound(Description):
     variant = "packing_format"
     members = (*_PACKED.values(), *(one.format for one in _FLOATS.values()))
 
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+    def detect(self, config: Json, side: Json) -> bool:
         return str((config.get("quantization_config") or {}).get("quant_method")).replace(
             "_", "-"
         ) in ("auto-round", "intel/auto-round")
 
-    def placed(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Placed:
+    def placed(self, config: Json, side: Json) -> Placed:
         block = config["quantization_config"]
         packing, usual = (
             str(block.get("packing_format") or "auto_round:auto_gptq"),
@@ -105,7 +105,7 @@ def _blocks(said: Any) -> Callable[[str], bool]:
     )
 
 
-def _placement(where: str, packing: str, said: Mapping[str, Any]) -> DeclaredFormat | None:
+def _placement(where: str, packing: str, said: Json) -> DeclaredFormat | None:
     """None for 16 bits. Raises QuantkitError for what is not read."""
     bits, size, symmetric = said["bits"], said["group_size"], said["sym"]
     if type(bits) is int and bits >= 16:

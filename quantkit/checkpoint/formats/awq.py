@@ -8,7 +8,7 @@ z) * s. A symmetric weight is one with z = 8 everywhere.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,16 @@ from torch import Tensor
 from quantkit.checkpoint.formats.base import (
     FLOAT_DTYPES,
     Format,
+    Grids,
+    Ignored,
     IgnoreSpelling,
+    Json,
+    Parts,
+    Plain,
+    Shape,
+    Specs,
     StoredPart,
+    Tensors,
     along_groups,
     groups,
     ignore_list,
@@ -26,7 +34,6 @@ from quantkit.checkpoint.formats.base import (
     require_multiple,
     stored_scale,
 )
-from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.int_groups import IntGrid, IntWeight
@@ -81,9 +88,7 @@ class Awq(Format):
     def holds(self, grid: Grid) -> bool:
         return (grid.kind, grid.activation_bits) == ("int4", 16)
 
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         assert grid is not None, module
         rows, columns = shape
         require_multiple(module, "outputs", rows, 8)
@@ -97,26 +102,19 @@ class Awq(Format):
             ),
         )
 
-    def stored(
-        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
-    ) -> tuple[tuple[int, int], Grid | None]:
+    def stored(self, module: str, tensors: Specs, grid: Grid | None) -> tuple[Shape, Grid | None]:
         columns, words = tensors[f"{module}.qweight"].shape
         return (words * 8, columns), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         weight = IntWeight.of(weight)
-        zero_point = (
-            torch.zeros_like(weight.scale, dtype=torch.int8)
-            if weight.zero_point is None
-            else weight.zero_point
-        )
         return {
             f"{module}.qweight": pack_awq(to_offset(weight.codes)),
-            f"{module}.qzeros": pack_awq(to_offset(zero_point)),
+            f"{module}.qzeros": pack_awq(to_offset(weight.points)),
             f"{module}.scales": stored_scale(module, weight.scale, self.scale_dtype).T.contiguous(),
         }
 
-    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
         return IntWeight(
             codes=from_offset(unpack_awq(tensors[f"{module}.qweight"])),
             scale=tensors[f"{module}.scales"].float().T.contiguous(),
@@ -124,10 +122,10 @@ class Awq(Format):
             bits=4,
         )
 
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+    def detect(self, config: Json, side: Json) -> bool:
         return (config.get("quantization_config") or {}).get("quant_method") == "awq"
 
-    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+    def grid(self, config: Json, side: Json) -> Grid | None:
         block = config["quantization_config"]
         bits, size = (
             block.get("bits", block.get("w_bit")),
@@ -146,9 +144,7 @@ class Awq(Format):
         # Zero points are stored all the same: AutoRound says false, and they are all 8.
         return IntGrid(bits=4, group_size=size if size > 0 else None, symmetric=not zero_point)
 
-    def ignored(
-        self, config: Mapping[str, Any], side: Mapping[str, Any]
-    ) -> Callable[[str], bool] | None:
+    def ignored(self, config: Json, side: Json) -> Ignored:
         # An empty list declares nothing: engines then go by the tensors.
         entries = config["quantization_config"].get("modules_to_not_convert")
         return (
@@ -157,9 +153,7 @@ class Awq(Format):
             else None
         )
 
-    def config_block(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, Any]:
+    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
         assert grid is not None
         return {
             "quant_method": "awq",

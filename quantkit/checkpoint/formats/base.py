@@ -68,15 +68,30 @@ class StoredPart:
         )
 
 
+Shape = tuple[int, int]
+"""(N, K) of a linear."""
+Parts = tuple[StoredPart, ...]
+Specs = Mapping[str, TensorSpec]
+Tensors = Mapping[str, Tensor]
+Grids = Mapping[str, Grid | None]
+Plain = Sequence[TensorSpec]
+Json = Mapping[str, Any]
+"""config.json, or the files next to it by name, or an object of one."""
+Ignored = Callable[[str], bool] | None
+
+
 class Format(ABC):
     """One on-disk format. Stateless; each file of this package exposes one as FORMAT."""
 
     name: ClassVar[str]  # what the command line calls it
     variant: ClassVar[str]  # which of the formats of that name
-    scale_dtype: ClassVar[torch.dtype]  # what scales are rounded to before codes are computed
-    marker: ClassVar[str]  # suffix of the tensor that only a quantized linear has,
-    marker_dtype: ClassVar[torch.dtype]  # with this dtype
-    own_suffixes: ClassVar[tuple[str, ...]]  # suffixes no other tensor has: alone, they are a fault
+    scale_dtype: ClassVar[torch.dtype] = (
+        torch.float32  # what scales are rounded to before codes are computed
+    )
+    marker: ClassVar[str] = ".weight"  # suffix of the tensor that only a quantized linear has,
+    marker_dtype: ClassVar[torch.dtype] = torch.uint8  # with this dtype
+    per_element: ClassVar[int] = 1  # inputs to an element of that tensor
+    own_suffixes: ClassVar[tuple[str, ...]] = ()  # that no other tensor has: alone, a fault
     is_source: ClassVar[bool] = (
         False  # models are published so by those who trained them, and may be quantized further
     )
@@ -85,73 +100,65 @@ class Format(ABC):
         16  # 8: engines quantize the inputs of its linears to int8, per token
     )
 
-    @abstractmethod
     def holds(self, grid: Grid) -> bool:
-        """Whether weights on this grid can be stored."""
+        """Whether weights on this grid can be stored. False: the format is only read."""
+        return False
 
     @abstractmethod
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         """Stored tensors of one quantized linear of `shape` (N, K). Raises QuantkitError where the
         shape does not fit."""
 
-    @abstractmethod
-    def stored(
-        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
-    ) -> tuple[tuple[int, int], Grid | None]:
+    def stored(self, module: str, tensors: Specs, grid: Grid | None) -> tuple[Shape, Grid | None]:
         """Shape (N, K) and grid of a quantized linear, from the headers of its tensors."""
+        rows, columns = tensors[module + self.marker].shape
+        return (rows, columns * self.per_element), grid
 
     def of_grid(self, grid: Grid) -> "Format":
         """The format that stores the linears on this grid, where this one has several. A weight
         alone does not say its grid: a row that is one group has a scale per channel, too."""
         return self
 
-    @abstractmethod
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         """Tensors to store, by full name."""
+        raise AssertionError(f"{self.name} {self.variant} is read, and never written: {module}")
 
     @abstractmethod
-    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
         """Exact inverse of `pack`."""
 
-    @abstractmethod
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        """Whether config.json and the files of SIDE_FILES next to it are those of this format."""
+    def detect(self, config: Json, side: Json) -> bool:
+        """Whether config.json and the files of SIDE_FILES next to it are those of this format.
+        False: it is read through a `Declared` alone."""
+        return False
 
-    @abstractmethod
-    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
-        """The weight grid a checkpoint declares, None where the format has only one. Raises
-        QuantkitError for one not read."""
+    def grid(self, config: Json, side: Json) -> Grid | None:
+        """The weight grid a checkpoint declares, None where the format has only one, or several.
+        Raises QuantkitError for one not read."""
+        return None
 
-    @abstractmethod
-    def ignored(
-        self, config: Mapping[str, Any], side: Mapping[str, Any]
-    ) -> Callable[[str], bool] | None:
+    def ignored(self, config: Json, side: Json) -> Ignored:
         """Whether the checkpoint declares a module unquantized; None where it declares nothing."""
+        return None
 
-    @abstractmethod
-    def config_block(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, Any]:
+    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
         """`quantization_config` of config.json; empty where the format has none.
 
         quantized: the modules stored quantized, with their grids. plain: the tensors stored as they
         are.
         """
+        raise AssertionError(f"{self.name} {self.variant} is read, and never written")
 
-    def extra_files(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, bytes]:
+    def extra_files(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, bytes]:
         """Files next to config.json that engines need, by name."""
         return {}
 
-    def cache_codes(self, side: Mapping[str, Any]) -> CacheCodes | None:
+    def cache_codes(self, side: Json) -> CacheCodes | None:
         """The dtype of a KV cache whose scales the checkpoint holds, by the files next to
         config.json; None for 16 bits."""
         return None
 
-    def specs(self, module: str, shape: tuple[int, int], grid: Grid | None) -> list[TensorSpec]:
+    def specs(self, module: str, shape: Shape, grid: Grid | None) -> list[TensorSpec]:
         """Tensors that `pack` will return for a linear of `shape` (N, K)."""
         return [
             TensorSpec(module + part.suffix, part.dtypes[0], part.shape)
@@ -176,7 +183,7 @@ class Format(ABC):
         """`activation_bits`, likewise."""
         return self.activation_bits
 
-    def of_checkpoint(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> "Format":
+    def of_checkpoint(self, config: Json, side: Json) -> "Format":
         """The format for one checkpoint that it detects: another where the description says more
         than one thing (declared.py)."""
         return self
@@ -189,7 +196,7 @@ class Format(ABC):
         """The tensor of a quantized linear that holds its codes. names: those of the checkpoint."""
         return module + self.marker
 
-    def declared_grids(self, config: Mapping[str, Any]) -> Callable[[str], Grid | None] | None:
+    def declared_grids(self, config: Json) -> Callable[[str], Grid | None] | None:
         """The grid that config.json declares for a module, where it declares them module by
         module."""
         return None
@@ -220,7 +227,7 @@ def lifted(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "text_config": bare, "quantization_config": text["quantization_config"]}
 
 
-def is_cache_alone(config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+def is_cache_alone(config: Json, side: Json) -> bool:
     """Whether the description is of a cache, and weights are not quantized: compressed-tensors' and
     ModelOpt's way to say so."""
     block = config.get("quantization_config") or side.get("hf_quant_config.json", {}).get(
@@ -241,7 +248,7 @@ def is_cache_alone(config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
     )
 
 
-def output_config(source: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
+def output_config(source: Json, block: Json) -> dict[str, Any]:
     """The source's config.json with its quantization replaced by `block`, or removed where that is
     empty."""
     config = {key: value for key, value in source.items() if key != "quantization_config"}

@@ -7,13 +7,20 @@ knows. Module names in
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import regex
 
-from quantkit.checkpoint.formats.base import IgnoreSpelling, ignore_list, plain_linears
-from quantkit.checkpoint.header import TensorSpec
+from quantkit.checkpoint.formats.base import (
+    Format,
+    Ignored,
+    IgnoreSpelling,
+    Json,
+    Plain,
+    ignore_list,
+    plain_linears,
+)
 from quantkit.common.errors import QuantkitError
 
 _DEADLINE_S = 1.0
@@ -51,7 +58,19 @@ _EMBEDDINGS = re.compile(
 The headers of a checkpoint do not say of what class a module is."""
 
 
-def detect(config: Mapping[str, Any], variant: str) -> bool:
+class Compressed(Format):
+    """What the variants share."""
+
+    name = "compressed-tensors"
+
+    def detect(self, config: Json, side: Json) -> bool:
+        return detect(config, self.variant)
+
+    def ignored(self, config: Json, side: Json) -> Ignored:
+        return ignored(config)
+
+
+def detect(config: Json, variant: str) -> bool:
     """Whether the block says this variant; of several descriptions of weights, whatever it says,
     only MIXED."""
     block = config.get("quantization_config") or {}
@@ -61,7 +80,7 @@ def detect(config: Mapping[str, Any], variant: str) -> bool:
     return bool(said == variant)
 
 
-def weight_descriptions(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def weight_descriptions(config: Json) -> list[dict[str, Any]]:
     """The different descriptions of quantized weights."""
     described: list[dict[str, Any]] = []
     groups = config["quantization_config"].get("config_groups") or {}
@@ -72,7 +91,7 @@ def weight_descriptions(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return described
 
 
-def has_bits(config: Mapping[str, Any], bits: int) -> bool:
+def has_bits(config: Json, bits: int) -> bool:
     """Whether all that the block describes has so many bits."""
     groups = config["quantization_config"].get("config_groups")
     described = (
@@ -85,7 +104,7 @@ def has_bits(config: Mapping[str, Any], bits: int) -> bool:
     )
 
 
-def reads_int8(config: Mapping[str, Any]) -> bool:
+def reads_int8(config: Json) -> bool:
     """Whether linears quantize what they read to int8, a step a token that is found as it comes."""
     groups = (config["quantization_config"].get("config_groups") or {}).values()
     described = [
@@ -98,7 +117,7 @@ def reads_int8(config: Mapping[str, Any]) -> bool:
     )
 
 
-def weight_args(config: Mapping[str, Any]) -> dict[str, Any]:
+def weight_args(config: Json) -> dict[str, Any]:
     """The one description of quantized weights."""
     described = weight_descriptions(config)
     if len(described) != 1:
@@ -111,7 +130,7 @@ def weight_args(config: Mapping[str, Any]) -> dict[str, Any]:
     return described[0]
 
 
-def unreadable(args: Mapping[str, Any], readable: str) -> QuantkitError:
+def unreadable(args: Json, readable: str) -> QuantkitError:
     said = ", ".join(
         f"{key} {args.get(key)}"
         for key in ("num_bits", "type", "strategy", "group_size", "symmetric")
@@ -121,7 +140,7 @@ def unreadable(args: Mapping[str, Any], readable: str) -> QuantkitError:
     )
 
 
-def ignored(config: Mapping[str, Any]) -> Callable[[str], bool]:
+def ignored(config: Json) -> Callable[[str], bool]:
     """Whether a module is listed as unquantized, or no group is for it."""
     listed = matcher(config["quantization_config"].get("ignore") or [])
     groups = (config["quantization_config"].get("config_groups") or {}).values()
@@ -167,7 +186,7 @@ def config_block(
     weights: dict[str, Any],
     activations: dict[str, Any] | None,
     quantized: Collection[str],
-    plain: Sequence[TensorSpec],
+    plain: Plain,
 ) -> dict[str, Any]:
     group = {
         "targets": ["Linear"],

@@ -10,30 +10,25 @@ multipliers whose reciprocal inverts back exactly; a multiplier from elsewhere m
 unit in the last place off.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed
-from quantkit.checkpoint.formats.base import StoredPart
-from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, GROUP_SCALES, Nvfp4, code_shapes, is_nvfp4
-from quantkit.checkpoint.header import TensorSpec
+from quantkit.checkpoint.formats.base import Grids, Json, Parts, Plain, Shape, StoredPart, Tensors
+from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, GROUP_SCALES, Nvfp4, code_shapes, is_fp4
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Weight
 from quantkit.quant.packing import pack_pairs, unpack_pairs
 
 
-class CompressedFp4(Nvfp4):
-    name = "compressed-tensors"
+class CompressedFp4(compressed.Compressed, Nvfp4):
     variant = "nvfp4-pack-quantized"
     marker = ".weight_packed"
     own_suffixes = (".weight_packed", ".weight_scale", ".weight_global_scale")
 
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         codes, scales = code_shapes(module, shape)
         return (
             StoredPart(".weight_packed", (torch.uint8,), codes, axes=CODE_PAIRS),
@@ -54,7 +49,7 @@ class CompressedFp4(Nvfp4):
             tensors[f"{module}.input_global_scale"] = weight.input_divisor.reshape(1)
         return tensors
 
-    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
         return Nvfp4Weight(
             codes=unpack_pairs(tensors[f"{module}.weight_packed"]),
             scale=tensors[f"{module}.weight_scale"],
@@ -64,29 +59,18 @@ class CompressedFp4(Nvfp4):
             else None,
         )
 
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+    def detect(self, config: Json, side: Json) -> bool:
         return (
             compressed.detect(config, self.variant) and _rounds_inputs(config) == self.rounds_inputs
         )
 
-    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+    def grid(self, config: Json, side: Json) -> Grid | None:
         args = compressed.weight_args(config)
-        if (
-            args.get("num_bits") != 4
-            or args.get("type") != "float"
-            or args.get("group_size") != FP4_GROUP
-        ):
+        if not is_fp4(args):
             raise compressed.unreadable(args, f"4-bit float in groups of {FP4_GROUP}")
         return self.own_grid
 
-    def ignored(
-        self, config: Mapping[str, Any], side: Mapping[str, Any]
-    ) -> Callable[[str], bool] | None:
-        return compressed.ignored(config)
-
-    def config_block(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, Any]:
+    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
         strategy = {"strategy": "tensor_group", "group_size": FP4_GROUP}
         shared = {"num_bits": 4, "type": "float", "symmetric": True, **strategy}
         activations = {**shared, "dynamic": "local"} if self.rounds_inputs else None
@@ -95,7 +79,7 @@ class CompressedFp4(Nvfp4):
         )
 
 
-def _rounds_inputs(config: Mapping[str, Any]) -> bool:
+def _rounds_inputs(config: Json) -> bool:
     """Whether groups with weights describe their inputs as NVFP4."""
     groups = config["quantization_config"].get("config_groups") or {}
     described = (
@@ -103,7 +87,7 @@ def _rounds_inputs(config: Mapping[str, Any]) -> bool:
         if isinstance(groups, dict)
         else []
     )
-    return bool(described) and all(is_nvfp4(group.get("input_activations")) for group in described)
+    return bool(described) and all(is_fp4(group.get("input_activations")) for group in described)
 
 
 FORMAT = CompressedFp4()

@@ -9,7 +9,6 @@ bits (W4A16, W8A16), or int4 codes come with input_activations of int8, a step a
 groups).
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +17,18 @@ from torch import Tensor
 from quantkit.checkpoint.formats import compressed
 from quantkit.checkpoint.formats.base import (
     FLOAT_DTYPES,
-    Format,
+    Grids,
+    Json,
+    Parts,
+    Plain,
+    Shape,
     StoredPart,
+    Tensors,
     along_groups,
     groups,
     require_multiple,
     stored_scale,
 )
-from quantkit.checkpoint.header import TensorSpec
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.int_groups import IntGrid, IntWeight
 from quantkit.quant.packing import (
@@ -38,36 +41,30 @@ from quantkit.quant.packing import (
 )
 
 
-class CompressedInt4(Format):
-    name = "compressed-tensors"
+class CompressedInt4(compressed.Compressed):
     variant = "pack-quantized"
     scale_dtype = torch.bfloat16
     marker = ".weight_packed"
     marker_dtype = torch.int32
     own_suffixes = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point")
     bits = 4
-
-    @property
-    def per_word(self) -> int:
-        return 32 // self.bits
+    per_element = 8
 
     def holds(self, grid: Grid) -> bool:
         return grid.kind == f"int{self.bits}" and grid.activation_bits == 16
 
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         assert grid is not None
         rows, columns = shape
-        require_multiple(module, "input channels", columns, self.per_word)
+        require_multiple(module, "input channels", columns, self.per_element)
         count = groups(module, columns, grid)
         along = along_groups(columns, count)
         parts = (
             StoredPart(
                 ".weight_packed",
                 (torch.int32,),
-                (rows, columns // self.per_word),
-                axes=(("N", 1), ("K", self.per_word)),
+                (rows, columns // self.per_element),
+                axes=(("N", 1), ("K", self.per_element)),
             ),
             StoredPart(
                 ".weight_scale",
@@ -79,20 +76,14 @@ class CompressedInt4(Format):
         )
         if grid.symmetric:
             return parts
-        require_multiple(module, "outputs", rows, self.per_word)
+        require_multiple(module, "outputs", rows, self.per_element)
         points = StoredPart(
             ".weight_zero_point",
             (torch.int32,),
-            (rows // self.per_word, count),
-            axes=(("N", self.per_word), along),
+            (rows // self.per_element, count),
+            axes=(("N", self.per_element), along),
         )
         return (*parts, points)
-
-    def stored(
-        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
-    ) -> tuple[tuple[int, int], Grid | None]:
-        rows, words = tensors[f"{module}.weight_packed"].shape
-        return (rows, words * self.per_word), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         weight = IntWeight.of(weight)
@@ -105,7 +96,7 @@ class CompressedInt4(Format):
             tensors[f"{module}.weight_zero_point"] = self.words(weight.zero_point.T).T.contiguous()
         return tensors
 
-    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
         zero_point = tensors.get(f"{module}.weight_zero_point")
         return IntWeight(
             codes=self.codes(tensors[f"{module}.weight_packed"]),
@@ -122,11 +113,11 @@ class CompressedInt4(Format):
         """int32 [..., n] -> int8 [..., P n]"""
         return from_offset(unpack_words(words))
 
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+    def detect(self, config: Json, side: Json) -> bool:
         matches = compressed.detect(config, self.variant) and not compressed.has_bits(config, 8)
         return matches and compressed.reads_int8(config) == (self.activation_bits == 8)
 
-    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+    def grid(self, config: Json, side: Json) -> Grid | None:
         args = compressed.weight_args(config)
         size = args.get("group_size")
         by_group = args.get("strategy") == "group" and type(size) is int and size > 0
@@ -147,14 +138,7 @@ class CompressedInt4(Format):
             activation_bits=reads,
         )
 
-    def ignored(
-        self, config: Mapping[str, Any], side: Mapping[str, Any]
-    ) -> Callable[[str], bool] | None:
-        return compressed.ignored(config)
-
-    def config_block(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, Any]:
+    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
         assert grid is not None
         strategy: dict[str, Any] = (
             {"strategy": "group", "group_size": grid.group_size}
@@ -185,6 +169,7 @@ class _Fp16Scales(CompressedInt4):
 
 class CompressedInt8Words(CompressedInt4):
     bits = 8
+    per_element = 4
 
     def words(self, codes: Tensor) -> Tensor:
         return pack_bytes(codes)
@@ -192,7 +177,7 @@ class CompressedInt8Words(CompressedInt4):
     def codes(self, words: Tensor) -> Tensor:
         return unpack_bytes(words)
 
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+    def detect(self, config: Json, side: Json) -> bool:
         return compressed.detect(config, self.variant) and compressed.has_bits(config, 8)
 
 

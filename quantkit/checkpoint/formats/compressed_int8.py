@@ -10,7 +10,6 @@ What llm-compressor also calls so is read, and never written: int4 a byte a code
 W4AFP8), groups, zero points, and one scale for all of a weight.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,24 +20,25 @@ from quantkit.checkpoint.formats.base import (
     CODES,
     FLOAT_DTYPES,
     Along,
-    Format,
+    Grids,
+    Json,
+    Parts,
+    Plain,
+    Shape,
     StoredPart,
+    Tensors,
     along_groups,
     groups,
     stored_scale,
 )
-from quantkit.checkpoint.header import TensorSpec
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.int_groups import IntGrid, IntWeight
 
 GRID = IntGrid(bits=8, group_size=None, symmetric=True)
 
 
-class CompressedInt8(Format):
-    name = "compressed-tensors"
+class CompressedInt8(compressed.Compressed):
     variant = "int-quantized"
-    scale_dtype = torch.float32
-    marker = ".weight"
     marker_dtype = torch.int8
     own_suffixes = (".weight_scale",)
     activation_bits = 8
@@ -46,9 +46,7 @@ class CompressedInt8(Format):
     def holds(self, grid: Grid) -> bool:
         return grid == GRID
 
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         return (
             StoredPart(".weight", (torch.int8,), shape, axes=CODES),
             StoredPart(
@@ -59,12 +57,6 @@ class CompressedInt8(Format):
             ),
         )
 
-    def stored(
-        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
-    ) -> tuple[tuple[int, int], Grid | None]:
-        rows, columns = tensors[f"{module}.weight"].shape
-        return (rows, columns), grid
-
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         weight = IntWeight.of(weight)
         return {
@@ -72,28 +64,21 @@ class CompressedInt8(Format):
             f"{module}.weight_scale": stored_scale(module, weight.scale, self.scale_dtype),
         }
 
-    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
         return IntWeight(
             tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"].float(), None, bits=8
         )
 
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+    def detect(self, config: Json, side: Json) -> bool:
         return compressed.detect(config, self.variant) and not any(
             _is_other(args) for args in compressed.weight_descriptions(config)
         )
 
-    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+    def grid(self, config: Json, side: Json) -> Grid | None:
         compressed.weight_args(config)
         return GRID
 
-    def ignored(
-        self, config: Mapping[str, Any], side: Mapping[str, Any]
-    ) -> Callable[[str], bool] | None:
-        return compressed.ignored(config)
-
-    def config_block(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, Any]:
+    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
         weights = {
             "num_bits": 8,
             "type": "int",
@@ -106,7 +91,7 @@ class CompressedInt8(Format):
         )
 
 
-def _is_other(args: Mapping[str, Any]) -> bool:
+def _is_other(args: Json) -> bool:
     return tuple(args.get(key) for key in ("num_bits", "type", "strategy", "symmetric")) != (
         8,
         "int",
@@ -131,9 +116,7 @@ class CompressedInts(CompressedInt8):
     def holds(self, grid: Grid) -> bool:
         return False
 
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         assert grid is not None
         codes = StoredPart(".weight", (torch.int8,), shape, axes=CODES)
         if self.per_tensor:
@@ -144,13 +127,13 @@ class CompressedInts(CompressedInt8):
         points = StoredPart(".weight_zero_point", (torch.int8,), (shape[0], count), axes=along)
         return (codes, scale) if grid.symmetric else (codes, scale, points)
 
-    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
         codes, scale = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"].float()
         if scale.dim() != 2 or self.per_tensor:
             scale = scale.reshape(1, 1).expand(len(codes), 1).contiguous()
         return IntWeight(codes, scale, tensors.get(f"{module}.weight_zero_point"), self.bits)
 
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+    def detect(self, config: Json, side: Json) -> bool:
         if not compressed.detect(config, self.variant):
             return False
         said = [
@@ -165,7 +148,7 @@ class CompressedInts(CompressedInt8):
         matches = self.bits == 8 or compressed.reads_int8(config) == (self.activation_bits == 8)
         return said[0] == (self.bits, self.per_tensor) and matches
 
-    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+    def grid(self, config: Json, side: Json) -> Grid | None:
         args = compressed.weight_args(config)
         size, strategy, bits = args.get("group_size"), args.get("strategy"), args.get("num_bits")
         by_group = strategy == "group" and type(size) is int and size > 0

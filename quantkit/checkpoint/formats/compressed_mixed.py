@@ -15,7 +15,7 @@ fused modules; a group for the class Linear would take every fused linear, and n
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -29,7 +29,18 @@ from quantkit.checkpoint.formats import (
     compressed_mxfp4,
     fp8,
 )
-from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Format, StoredPart
+from quantkit.checkpoint.formats.base import (
+    CODES,
+    FLOAT_DTYPES,
+    Format,
+    Grids,
+    Json,
+    Parts,
+    Plain,
+    Shape,
+    StoredPart,
+    Tensors,
+)
 from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat, Placed
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
@@ -43,9 +54,7 @@ class _Fp8Blocks(fp8.CompressedFp8):
     def holds(self, grid: Grid) -> bool:
         return grid == Fp8BlockGrid()
 
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
         return (
             StoredPart(".weight", (torch.float8_e4m3fn,), shape, axes=CODES),
@@ -57,12 +66,10 @@ class _Fp8Blocks(fp8.CompressedFp8):
             ),
         )
 
-    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+    def grid(self, config: Json, side: Json) -> Grid | None:
         return Fp8BlockGrid()
 
-    def config_block(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, Any]:
+    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
         shared = {"num_bits": 8, "type": "float", "symmetric": True}
         weights = {
             **shared,
@@ -102,22 +109,16 @@ _READ: tuple[Format, ...] = (
 """Of a group, by what it says of itself."""
 
 
-class CompressedMixed(Format):
-    name = "compressed-tensors"
+class CompressedMixed(compressed.Compressed):
     variant = compressed.MIXED
     writes_mixtures = True
-    scale_dtype = torch.float32
-    marker = ".weight"
     marker_dtype = torch.int8
     own_suffixes = tuple(
         dict.fromkeys(suffix for member in _MEMBERS for suffix in member.own_suffixes)
     )
 
-    def holds(self, grid: Grid) -> bool:
-        """Never as the one grid of a checkpoint: its own format is read by more engines."""
-        return False
-
     def takes(self, grid: Grid) -> bool:
+        """Never as the one grid of a checkpoint: its own format is read by more engines."""
         return any(member.holds(grid) for member in _MEMBERS)
 
     def of_grid(self, grid: Grid) -> Format:
@@ -134,21 +135,14 @@ class CompressedMixed(Format):
             (module for member in _MEMBERS if (module := member.quantized_module(tensor))), None
         )
 
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         assert grid is not None, module
         return _member(grid).parts(module, shape, grid)
-
-    def stored(
-        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
-    ) -> tuple[tuple[int, int], Grid | None]:
-        raise AssertionError(f"{self.name} {self.variant} is read by its description")
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         return _member(QuantizedWeight.of(weight).grid).pack(module, weight)
 
-    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
         specs = [
             TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
         ]
@@ -162,24 +156,10 @@ class CompressedMixed(Format):
             member = compressed_fp4.W4A4
         return member.unpack(module, tensors)
 
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        return compressed.detect(config, self.variant)
-
-    def of_checkpoint(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Format:
+    def of_checkpoint(self, config: Json, side: Json) -> Format:
         return Declared(self, _placed(config), _READ)
 
-    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
-        """None: there are several."""
-        return None
-
-    def ignored(
-        self, config: Mapping[str, Any], side: Mapping[str, Any]
-    ) -> Callable[[str], bool] | None:
-        return compressed.ignored(config)
-
-    def config_block(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, Any]:
+    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
         by_grid: dict[Grid, list[str]] = defaultdict(list)
         for module, own in quantized.items():
             assert own is not None, module
@@ -204,7 +184,7 @@ def _member(grid: Grid) -> Format:
     return next(member for member in _MEMBERS if member.holds(grid))
 
 
-def _placed(config: Mapping[str, Any]) -> Placed:
+def _placed(config: Json) -> Placed:
     """By name before by class, as compressed-tensors matches; listed modules are on nothing."""
     declared = _declared_groups(config)
     groups = [
@@ -222,7 +202,7 @@ def _placed(config: Mapping[str, Any]) -> Placed:
     return placed
 
 
-def _declared_groups(config: Mapping[str, Any]) -> list[tuple[DeclaredFormat, list[str]]]:
+def _declared_groups(config: Json) -> list[tuple[DeclaredFormat, list[str]]]:
     """The placement and the targets of every group that has weights."""
     block = config["quantization_config"]
     found = []

@@ -7,14 +7,24 @@ their minus one. Tensors that are not what is described are refused.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats.base import Format, StoredPart
+from quantkit.checkpoint.formats.base import (
+    Format,
+    Grids,
+    Ignored,
+    Json,
+    Parts,
+    Plain,
+    Shape,
+    Specs,
+    Tensors,
+)
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Grid, Weight, grid_label
@@ -34,60 +44,22 @@ Placed = Callable[[str], DeclaredFormat | None]
 """A module's placement; None: it is described as unquantized."""
 
 
-class ReadOnly(Format):
-    """What is read through a `Declared` alone: never found by itself, never written."""
-
-    scale_dtype = torch.float32
-    marker = ".weight"
-    marker_dtype = torch.uint8
-    own_suffixes: ClassVar[tuple[str, ...]] = ()
-
-    def holds(self, grid: Grid) -> bool:
-        return False
-
-    def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        raise AssertionError(f"{self.name} {self.variant} is read, and never written: {module}")
-
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        return False
-
-    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
-        return None
-
-    def ignored(
-        self, config: Mapping[str, Any], side: Mapping[str, Any]
-    ) -> Callable[[str], bool] | None:
-        return None
-
-    def config_block(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, Any]:
-        return {}
-
-
-class Description(ReadOnly):
+class Description(Format):
     """A description that no linear is stored by: what it says becomes a `Declared`."""
 
     members: ClassVar[tuple[Format, ...]]
 
     @abstractmethod
-    def placed(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Placed:
+    def placed(self, config: Json, side: Json) -> Placed:
         """What a checkpoint's description says. Raises QuantkitError where it is not read."""
 
-    def of_checkpoint(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Format:
+    def of_checkpoint(self, config: Json, side: Json) -> Format:
         return Declared(self, self.placed(config, side), self.members)
 
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         raise AssertionError(f"{module} is stored as one of the members")
 
-    def stored(
-        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
-    ) -> tuple[tuple[int, int], Grid | None]:
-        raise AssertionError(f"{module} is stored as one of the members")
-
-    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
         raise AssertionError(f"{module} is stored as one of the members")
 
     def quantized_module(self, tensor: TensorSpec) -> str | None:
@@ -97,8 +69,6 @@ class Description(ReadOnly):
 class Declared(Format):
     """origin: the format that describes it. members: every format that a linear of it may be in."""
 
-    scale_dtype = torch.float32
-    marker = ".weight"
     marker_dtype = torch.uint8
 
     def __init__(self, origin: Format, placed: Placed, members: Iterable[Format]) -> None:
@@ -107,7 +77,7 @@ class Declared(Format):
         suffixes = dict.fromkeys(suffix for one in self.members for suffix in one.own_suffixes)
         self.own_suffixes = tuple(suffixes)  # type: ignore[misc]
 
-    def cache_codes(self, side: Mapping[str, Any]) -> CacheCodes | None:
+    def cache_codes(self, side: Json) -> CacheCodes | None:
         return self.origin.cache_codes(side)
 
     def member(self, module: str) -> Format:
@@ -121,9 +91,6 @@ class Declared(Format):
                 "correct the description",
             )
         return found
-
-    def holds(self, grid: Grid) -> bool:
-        return False
 
     def quantized_module(self, tensor: TensorSpec) -> str | None:
         return next(
@@ -141,15 +108,11 @@ class Declared(Format):
         own = [one.main_tensor(module, names) for one in members]
         return next((name for name in own if name in names), own[0])
 
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         placement = self._placement(module)
         return placement.format.parts(module, shape, placement.grid if grid is None else grid)
 
-    def stored(
-        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
-    ) -> tuple[tuple[int, int], Grid | None]:
+    def stored(self, module: str, tensors: Specs, grid: Grid | None) -> tuple[Shape, Grid | None]:
         placement = self._placement(module)
         main = tensors.get(placement.format.main_tensor(module, tensors))
         if main is None or placement.format.quantized_module(main) != module:
@@ -173,30 +136,23 @@ class Declared(Format):
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         return self.member(module).pack(module, weight)
 
-    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
         return self.member(module).unpack(module, tensors)
 
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+    def detect(self, config: Json, side: Json) -> bool:
         return self.origin.detect(config, side)
 
-    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
-        return None
-
-    def declared_grids(self, config: Mapping[str, Any]) -> Callable[[str], Grid | None]:
+    def declared_grids(self, config: Json) -> Callable[[str], Grid | None]:
         def declared(module: str) -> Grid | None:
             found = self.placed(module)
             return None if found is None else found.grid
 
         return declared
 
-    def ignored(
-        self, config: Mapping[str, Any], side: Mapping[str, Any]
-    ) -> Callable[[str], bool] | None:
+    def ignored(self, config: Json, side: Json) -> Ignored:
         return lambda module: self.placed(module) is None
 
-    def config_block(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, Any]:
+    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
         return (
             self.origin.config_block(grid, quantized, plain) if self.origin.writes_mixtures else {}
         )

@@ -1,10 +1,8 @@
 """Unquantized: X.weight in BF16, FP16 or FP32, and nothing said in config.json, or of a cache
 alone."""
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats.base import (
@@ -12,7 +10,13 @@ from quantkit.checkpoint.formats.base import (
     FLOAT_DTYPES,
     SIDE_FILES,
     Format,
+    Grids,
+    Json,
+    Parts,
+    Plain,
+    Shape,
     StoredPart,
+    Tensors,
     is_cache_alone,
 )
 from quantkit.checkpoint.header import TensorSpec
@@ -22,48 +26,25 @@ from quantkit.grids.base import Grid, Weight
 class DenseFormat(Format):
     name = "dense"
     variant = "plain"
-    scale_dtype = torch.float32
-    own_suffixes = ()
     is_source = True
 
-    def holds(self, grid: Grid) -> bool:
-        return False
-
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         return (StoredPart(".weight", FLOAT_DTYPES, shape, axes=CODES),)
-
-    def stored(
-        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
-    ) -> tuple[tuple[int, int], Grid | None]:
-        rows, columns = tensors[f"{module}.weight"].shape
-        return (rows, columns), None
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         assert isinstance(weight, Tensor), type(weight)
         return {f"{module}.weight": weight}
 
-    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
         return tensors[f"{module}.weight"]
 
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+    def detect(self, config: Json, side: Json) -> bool:
         nothing = not config.get("quantization_config") and not any(
             name in side for name in SIDE_FILES
         )
         return nothing or is_cache_alone(config, side)
 
-    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
-        return None
-
-    def ignored(
-        self, config: Mapping[str, Any], side: Mapping[str, Any]
-    ) -> Callable[[str], bool] | None:
-        return None
-
-    def config_block(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, Any]:
+    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
         return {}
 
     def quantized_module(self, tensor: TensorSpec) -> str | None:

@@ -9,15 +9,24 @@ identify its block. DeepSeek's own FP8 has another name for its scale (fp8_block
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed, modelopt
-from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Along, Format, StoredPart
-from quantkit.checkpoint.header import TensorSpec
+from quantkit.checkpoint.formats.base import (
+    CODES,
+    FLOAT_DTYPES,
+    Along,
+    Format,
+    Ignored,
+    Json,
+    Parts,
+    Shape,
+    StoredPart,
+    Tensors,
+)
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.fp8_block import FP8_BLOCK, Fp8BlockWeight
 from quantkit.grids.mxfp4 import MX_GROUP, decode_e8m0
@@ -38,8 +47,6 @@ _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 class Fp8(Format):
     """What the containers share. layout: of the scales."""
 
-    scale_dtype = torch.float32
-    marker = ".weight"
     marker_dtype = torch.float8_e4m3fn
     own_suffixes = (".weight_scale",)
     is_source = True
@@ -49,12 +56,7 @@ class Fp8(Format):
     def __init__(self, layout: Fp8Layout) -> None:
         self.layout = layout
 
-    def holds(self, grid: Grid) -> bool:
-        return False
-
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         tall, wide = self._block(shape)
         scales: tuple[int, ...] = (-(-shape[0] // tall), -(-shape[1] // wide))
         axes: tuple[Along, ...] = (
@@ -72,14 +74,8 @@ class Fp8(Format):
             StoredPart(".input_scale", FLOAT_DTYPES, (1,), required=False),
         )
 
-    def _block(self, shape: tuple[int, ...]) -> tuple[int, int]:
+    def _block(self, shape: tuple[int, ...]) -> Shape:
         return self.layout.rows or shape[0], self.layout.columns or shape[1]
-
-    def stored(
-        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
-    ) -> tuple[tuple[int, int], Grid | None]:
-        rows, columns = tensors[f"{module}.weight"].shape
-        return (rows, columns), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         weight = Fp8BlockWeight.of(weight)
@@ -92,28 +88,20 @@ class Fp8(Format):
             f"{module}.weight_scale": stored.reshape(1) if self.layout == TENSOR else stored,
         }
 
-    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
         codes, scale = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]
         values = decode_e8m0(scale) if scale.dtype in _EXPONENTS else scale.float()
         return Fp8BlockWeight(
             codes, values if values.dim() == 2 else values.reshape(-1, 1), self._block(codes.shape)
         )
 
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+    def detect(self, config: Json, side: Json) -> bool:
         return self.declared(config, side) == self.layout
 
     @abstractmethod
-    def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Fp8Layout | None:
+    def declared(self, config: Json, side: Json) -> Fp8Layout | None:
         """The layout that a checkpoint of this container declares; None where it declares none of
         these, or is of another."""
-
-    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
-        return None
-
-    def config_block(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, Any]:
-        raise AssertionError(f"{self.name} {self.variant} is read, and never written")
 
     def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:
         return role in ("linear", "kv_b")
@@ -125,7 +113,7 @@ class CompressedFp8(Fp8):
     variants: ClassVar[tuple[str, ...]] = ("float-quantized", "naive-quantized")
     """What the config says: the second where activations stay in 16 bits."""
 
-    def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Fp8Layout | None:
+    def declared(self, config: Json, side: Json) -> Fp8Layout | None:
         if not any(compressed.detect(config, variant) for variant in self.variants):
             return None
         if not config["quantization_config"].get("config_groups"):
@@ -139,9 +127,7 @@ class CompressedFp8(Fp8):
             return MX if args.get("group_size") == MX_GROUP else None
         return {"tensor": TENSOR, "channel": CHANNEL}.get(str(args.get("strategy")))
 
-    def ignored(
-        self, config: Mapping[str, Any], side: Mapping[str, Any]
-    ) -> Callable[[str], bool] | None:
+    def ignored(self, config: Json, side: Json) -> Ignored:
         return compressed.ignored(config)
 
 
@@ -155,15 +141,13 @@ class ModelOptFp8(Fp8):
     variant = "FP8"
     flat_channels = True
 
-    def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Fp8Layout | None:
+    def declared(self, config: Json, side: Json) -> Fp8Layout | None:
         if not modelopt.is_modelopt(config, side):
             return None
         layouts = {"FP8": TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL, "MXFP8": MX}
         return layouts.get(str(modelopt.described(config, side).get("quant_algo")))
 
-    def ignored(
-        self, config: Mapping[str, Any], side: Mapping[str, Any]
-    ) -> Callable[[str], bool] | None:
+    def ignored(self, config: Json, side: Json) -> Ignored:
         return modelopt.FORMAT.ignored(config, side)
 
 
@@ -173,18 +157,13 @@ class PlainFp8(Fp8):
     name = "fp8"
     variant = "e4m3"
 
-    def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Fp8Layout | None:
+    def declared(self, config: Json, side: Json) -> Fp8Layout | None:
         block = config.get("quantization_config") or {}
         return (
             TENSOR
             if block.get("quant_method") == "fp8" and block.get("weight_block_size") is None
             else None
         )
-
-    def ignored(
-        self, config: Mapping[str, Any], side: Mapping[str, Any]
-    ) -> Callable[[str], bool] | None:
-        return None
 
 
 FORMATS: tuple[Fp8, ...] = (

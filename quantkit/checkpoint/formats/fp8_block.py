@@ -6,14 +6,22 @@ in 16 bits, or as the exponent of a power of two (UE8M0). Which linears are FP8 
 dtype.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats.base import CODES, Format, StoredPart
-from quantkit.checkpoint.header import TensorSpec
+from quantkit.checkpoint.formats.base import (
+    CODES,
+    Format,
+    Grids,
+    Json,
+    Parts,
+    Plain,
+    Shape,
+    StoredPart,
+    Tensors,
+)
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.fp8_block import FP8_BLOCK, Fp8BlockWeight
@@ -25,19 +33,12 @@ _SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 class Fp8Block(Format):
     name = "fp8-block"
     variant = "e4m3-128x128"
-    scale_dtype = torch.float32
-    marker = ".weight"
     marker_dtype = torch.float8_e4m3fn
     own_suffixes = (".weight_scale_inv",)
     is_source = True
     with_fp4 = False
 
-    def holds(self, grid: Grid) -> bool:
-        return False
-
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
         return (
             StoredPart(".weight", (torch.float8_e4m3fn,), shape, axes=CODES),
@@ -46,22 +47,16 @@ class Fp8Block(Format):
             ),
         )
 
-    def stored(
-        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
-    ) -> tuple[tuple[int, int], Grid | None]:
-        rows, columns = tensors[f"{module}.weight"].shape
-        return (rows, columns), None
-
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         weight = Fp8BlockWeight.of(weight)
         return {f"{module}.weight": weight.codes, f"{module}.weight_scale_inv": weight.scale}
 
-    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
         return Fp8BlockWeight(
             tensors[f"{module}.weight"], tensors[f"{module}.weight_scale_inv"].float()
         )
 
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+    def detect(self, config: Json, side: Json) -> bool:
         block = config.get("quantization_config") or {}
         has_fp4 = "fp4" in (block.get("expert_dtype"), config.get("expert_dtype"))
         return (
@@ -70,7 +65,7 @@ class Fp8Block(Format):
             and has_fp4 == self.with_fp4
         )
 
-    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+    def grid(self, config: Json, side: Json) -> Grid | None:
         block_size = config["quantization_config"].get("weight_block_size")
         if block_size != _BLOCK_SIZE:
             raise QuantkitError(
@@ -79,14 +74,7 @@ class Fp8Block(Format):
             )
         return None
 
-    def ignored(
-        self, config: Mapping[str, Any], side: Mapping[str, Any]
-    ) -> Callable[[str], bool] | None:
-        return None
-
-    def config_block(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, Any]:
+    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
         return {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",

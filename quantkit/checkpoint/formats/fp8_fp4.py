@@ -8,12 +8,17 @@ E2M1 codes lie two to a byte along the inputs, the even one in the low bits. The
 the two a linear is. The release writes .scale for .weight_scale_inv (checkpoint/tensor_aliases.py).
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats.base import StoredPart, require_multiple
+from quantkit.checkpoint.formats.base import (
+    Parts,
+    Shape,
+    Specs,
+    StoredPart,
+    Tensors,
+    require_multiple,
+)
 from quantkit.checkpoint.formats.compressed_mxfp4 import GROUP_EXPONENTS
 from quantkit.checkpoint.formats.fp8_block import Fp8Block
 from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS
@@ -28,9 +33,7 @@ class Fp8BlockFp4(Fp8Block):
     variant = "e4m3-128x128 and e2m1-32"
     with_fp4 = True
 
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         if grid != Mxfp4Grid():
             return super().parts(module, shape, grid)
         rows, columns = shape
@@ -48,9 +51,7 @@ class Fp8BlockFp4(Fp8Block):
             return tensor.name.removesuffix(self.marker)
         return super().quantized_module(tensor)
 
-    def stored(
-        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
-    ) -> tuple[tuple[int, int], Grid | None]:
+    def stored(self, module: str, tensors: Specs, grid: Grid | None) -> tuple[Shape, Grid | None]:
         codes = tensors[f"{module}.weight"]
         rows, columns = codes.shape
         return (
@@ -69,7 +70,7 @@ class Fp8BlockFp4(Fp8Block):
             f"{module}.weight_scale_inv": scale,
         }
 
-    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
         codes, scale = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale_inv"]
         if codes.dtype == self.marker_dtype:
             return super().unpack(module, tensors)

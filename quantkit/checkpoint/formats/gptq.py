@@ -9,7 +9,6 @@ stores it as it is. With desc_act the groups are those of GPTQ's own order of
 inputs: such a weight has no groups of neighbours, and is decoded to float32 as it is read.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import regex
@@ -20,7 +19,15 @@ from quantkit.checkpoint.formats.base import (
     FLOAT_DTYPES,
     HEAD,
     Format,
+    Grids,
+    Ignored,
+    Json,
+    Parts,
+    Plain,
+    Shape,
+    Specs,
     StoredPart,
+    Tensors,
     along_groups,
     groups,
     plain_linears,
@@ -56,9 +63,7 @@ class Gptq(Format):
     def holds(self, grid: Grid) -> bool:
         return grid.is_integer and grid.activation_bits == 16 and not self.desc_act
 
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         assert grid is not None
         (rows, columns), per_word = shape, 32 // grid.bits
         require_multiple(module, "outputs", rows, per_word)
@@ -85,36 +90,29 @@ class Gptq(Format):
             ),
         )
 
-    def stored(
-        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
-    ) -> tuple[tuple[int, int], Grid | None]:
+    def stored(self, module: str, tensors: Specs, grid: Grid | None) -> tuple[Shape, Grid | None]:
         words, rows = tensors[f"{module}.qweight"].shape
         bits = 4 if grid is None else grid.bits
         return (rows, words * (32 // bits)), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         weight = IntWeight.of(weight)
-        zero_point = (
-            torch.zeros_like(weight.scale, dtype=torch.int8)
-            if weight.zero_point is None
-            else weight.zero_point
-        )
         return {
             f"{module}.qweight": _pack(weight.codes, weight.bits).T.contiguous(),
             f"{module}.qzeros": _pack(
-                _wrapped(zero_point.T, -int(self.first), weight.bits), weight.bits
+                _wrapped(weight.points.T, -int(self.first), weight.bits), weight.bits
             ),
             f"{module}.scales": stored_scale(module, weight.scale, self.scale_dtype).T.contiguous(),
             f"{module}.g_idx": (torch.arange(weight.shape[1]) // weight.group_size).int(),
         }
 
-    def specs(self, module: str, shape: tuple[int, int], grid: Grid | None) -> list[TensorSpec]:
+    def specs(self, module: str, shape: Shape, grid: Grid | None) -> list[TensorSpec]:
         return [
             TensorSpec(module + part.suffix, part.dtypes[0], part.shape)
             for part in self.parts(module, shape, grid)
         ]
 
-    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
         scale, zeros = (
             tensors[f"{module}.scales"].float().T.contiguous(),
             tensors[f"{module}.qzeros"],
@@ -136,7 +134,7 @@ class Gptq(Format):
             return (codes - zero_point[:, of].float()) * scale[:, of]
         return IntWeight(codes, scale, zero_point if bool(zero_point.any()) else None, bits)
 
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+    def detect(self, config: Json, side: Json) -> bool:
         block = _block(config, side)
         method = block.get("quant_method", _METHOD if _is_side(config, side) else None)
         return method == _METHOD and (_said_format(block), bool(block.get("desc_act"))) == (
@@ -144,7 +142,7 @@ class Gptq(Format):
             self.desc_act,
         )
 
-    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+    def grid(self, config: Json, side: Json) -> Grid | None:
         block = _block(config, side)
         bits, size, symmetric = block.get("bits"), block.get("group_size"), block.get("sym", True)
         if bits not in _BITS or type(size) is not int or type(symmetric) is not bool:
@@ -154,7 +152,7 @@ class Gptq(Format):
             )
         return IntGrid(bits=bits, group_size=size if size > 0 else None, symmetric=symmetric)
 
-    def of_checkpoint(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Format:
+    def of_checkpoint(self, config: Json, side: Json) -> Format:
         """Where GPTQModel's `dynamic` gives some modules other bits, groups or orders: the format
         and grid of each."""
         block, ignored = _block(config, side), self.ignored(config, side)
@@ -171,9 +169,7 @@ class Gptq(Format):
                 ignored is not None and ignored(module)
             ):
                 return None
-            settings: Mapping[str, Any] = next(
-                (one for pattern, one in own if pattern.match(module)), {}
-            )
+            settings: Json = next((one for pattern, one in own if pattern.match(module)), {})
             said = {"quantization_config": {**block, **settings, "dynamic": {}}}
             format = next(
                 one
@@ -185,9 +181,7 @@ class Gptq(Format):
 
         return Declared(self, placed, FORMATS)
 
-    def ignored(
-        self, config: Mapping[str, Any], side: Mapping[str, Any]
-    ) -> Callable[[str], bool] | None:
+    def ignored(self, config: Json, side: Json) -> Ignored:
         block = _block(config, side)
         patterns = [regex.compile(name[2:]) for name in _dynamic(block) if name.startswith("-:")]
         listed = block.get("modules_to_not_convert") or []
@@ -201,9 +195,7 @@ class Gptq(Format):
             or any(entry in module for entry in listed)
         )
 
-    def config_block(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, Any]:
+    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
         assert grid is not None
         linears = [module for module in plain_linears(plain, quantized) if module != HEAD]
         return {
@@ -238,24 +230,24 @@ def _checked_groups(module: str, g_idx: Tensor, count: int) -> Tensor:
     return g_idx.long()
 
 
-def _block(config: Mapping[str, Any], side: Mapping[str, Any]) -> Mapping[str, Any]:
+def _block(config: Json, side: Json) -> Json:
     """The description, from config.json where it has one, else from quantize_config.json."""
     block = config.get("quantization_config") or side.get("quantize_config.json") or {}
     return block if isinstance(block, dict) else {}
 
 
-def _is_side(config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+def _is_side(config: Json, side: Json) -> bool:
     """AutoGPTQ's own file names no method."""
     return not config.get("quantization_config") and "desc_act" in side.get(
         "quantize_config.json", {}
     )
 
 
-def _said_format(block: Mapping[str, Any]) -> str:
+def _said_format(block: Json) -> str:
     return str(block.get("checkpoint_format") or block.get("format") or _FIRST)
 
 
-def _dynamic(block: Mapping[str, Any]) -> dict[str, Any]:
+def _dynamic(block: Json) -> dict[str, Any]:
     found = block.get("dynamic")
     return found if isinstance(found, dict) else {}
 

@@ -14,16 +14,26 @@ to 0.32 takes W4A16_NVFP4 from config.json only ("Unknown ModelOpt quant algo" o
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats.base import IgnoreSpelling, StoredPart, ignore_list, plain_linears
-from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, GROUP_SCALES, Nvfp4, code_shapes, is_nvfp4
-from quantkit.checkpoint.header import TensorSpec
+from quantkit.checkpoint.formats.base import (
+    Grids,
+    Ignored,
+    IgnoreSpelling,
+    Json,
+    Parts,
+    Plain,
+    Shape,
+    StoredPart,
+    Tensors,
+    ignore_list,
+    plain_linears,
+)
+from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, GROUP_SCALES, Nvfp4, code_shapes, is_fp4
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Weight
@@ -49,12 +59,9 @@ _SPELLING = IgnoreSpelling(
 class ModelOpt(Nvfp4):
     name = "modelopt"
     variant = "NVFP4"
-    marker = ".weight"
     own_suffixes = (".weight_scale", ".weight_scale_2")
 
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         codes, scales = code_shapes(module, shape)
         return (
             StoredPart(".weight", (torch.uint8,), codes, axes=CODE_PAIRS),
@@ -78,7 +85,7 @@ class ModelOpt(Nvfp4):
             tensors[f"{module}.input_scale"] = weight.input_divisor.reciprocal()
         return tensors
 
-    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
         return Nvfp4Weight(
             codes=unpack_pairs(tensors[f"{module}.weight"]),
             scale=tensors[f"{module}.weight_scale"].view(torch.float8_e4m3fn),
@@ -88,14 +95,14 @@ class ModelOpt(Nvfp4):
             else None,
         )
 
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+    def detect(self, config: Json, side: Json) -> bool:
         block = described(config, side) if is_modelopt(config, side) else {"quant_algo": "FP8"}
         said = str(block.get("quant_algo"))
         return (
             "FP8" not in said and said != MIXED and _rounds_inputs(block) == self.rounds_inputs
         )  # fp8.py, modelopt_mixed.py
 
-    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+    def grid(self, config: Json, side: Json) -> Grid | None:
         block = described(config, side)
         algorithm, size = block.get("quant_algo"), _group_size(block)
         if algorithm not in _ALGORITHMS or size != FP4_GROUP:
@@ -112,9 +119,7 @@ class ModelOpt(Nvfp4):
             )
         return self.own_grid
 
-    def ignored(
-        self, config: Mapping[str, Any], side: Mapping[str, Any]
-    ) -> Callable[[str], bool] | None:
+    def ignored(self, config: Json, side: Json) -> Ignored:
         block = described(config, side)
         entries = block.get("exclude_modules", block.get("ignore"))
         return (
@@ -123,9 +128,7 @@ class ModelOpt(Nvfp4):
             else lambda module: any(_SPELLING.matches(entry, module) for entry in entries)
         )
 
-    def config_block(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, Any]:
+    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
         numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": FP4_GROUP}
         inputs = {"input_activations": numbers} if self.rounds_inputs else {}
         return {
@@ -137,9 +140,7 @@ class ModelOpt(Nvfp4):
             "producer": _PRODUCER,
         }
 
-    def extra_files(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, bytes]:
+    def extra_files(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, bytes]:
         quantization = {
             "quant_algo": self._algorithm,
             "kv_cache_quant_algo": None,
@@ -157,22 +158,22 @@ class ModelOpt(Nvfp4):
         return _W4A4 if self.rounds_inputs else _W4A16
 
 
-def _rounds_inputs(block: Mapping[str, Any]) -> bool:
+def _rounds_inputs(block: Json) -> bool:
     """Whether the description says so of the inputs, and not by its quant_algo alone."""
     groups = (block.get("config_groups") or {}).values()
     return block.get("quant_algo") == _W4A4 and any(
-        is_nvfp4(group.get("input_activations")) for group in groups if isinstance(group, dict)
+        is_fp4(group.get("input_activations")) for group in groups if isinstance(group, dict)
     )
 
 
-def _unquantized(quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> list[str]:
+def _unquantized(quantized: Grids, plain: Plain) -> list[str]:
     """With the name that SGLang has for an MTP layer's head: no entry about the layer covers it."""
     entries = ignore_list(quantized, plain_linears(plain, quantized), _SPELLING)
     with_mtp_head = any(spec.name.endswith(f".{_MTP_HEAD}.weight") for spec in plain)
     return [*entries, f"model.{_MTP_HEAD}"] if with_mtp_head else entries
 
 
-def is_modelopt(config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+def is_modelopt(config: Json, side: Json) -> bool:
     """Whether ModelOpt wrote it, in whatever numbers."""
     return (
         _SIDE_FILE in side
@@ -181,7 +182,7 @@ def is_modelopt(config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
     )
 
 
-def described(config: Mapping[str, Any], side: Mapping[str, Any]) -> Mapping[str, Any]:
+def described(config: Json, side: Json) -> Json:
     """The description, from config.json where it has one as engines do, else from
     hf_quant_config.json."""
     block = config.get("quantization_config") or side.get(_SIDE_FILE, {}).get("quantization")
@@ -192,7 +193,7 @@ def described(config: Mapping[str, Any], side: Mapping[str, Any]) -> Mapping[str
     return block
 
 
-def _group_size(block: Mapping[str, Any]) -> Any:
+def _group_size(block: Json) -> Any:
     """At the top of the description, or with the weights of its groups, where ModelOpt's newer form
     has it alone."""
     groups = (block.get("config_groups") or {}).values()

@@ -5,11 +5,10 @@ hf_quant_config.json has them under `quantized_layers`; config.json, which engin
 them there or as the targets of config_groups.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from quantkit.checkpoint.formats import fp8, modelopt
-from quantkit.checkpoint.formats.base import Format
+from quantkit.checkpoint.formats.base import Format, Json
 from quantkit.checkpoint.formats.declared import DeclaredFormat, Description, Placed
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.mxfp4 import MX_GROUP
@@ -38,13 +37,13 @@ class ModelOptMixed(Description):
     variant = modelopt.MIXED
     members: tuple[Format, ...] = tuple(dict.fromkeys(one.format for one in _ALGORITHMS.values()))  # type: ignore[misc]
 
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+    def detect(self, config: Json, side: Json) -> bool:
         return (
             modelopt.is_modelopt(config, side)
             and modelopt.described(config, side).get("quant_algo") == modelopt.MIXED
         )
 
-    def placed(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Placed:
+    def placed(self, config: Json, side: Json) -> Placed:
         block = modelopt.described(config, side)
         layers = (
             block.get("quantized_layers")
@@ -72,7 +71,7 @@ def _placement(module: str, own: Any) -> DeclaredFormat:
     return placement
 
 
-def _layers_of_groups(block: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _layers_of_groups(block: Json) -> dict[str, dict[str, Any]]:
     """quantized_layers, from the config groups that name modules."""
     layers: dict[str, dict[str, Any]] = {}
     for group in (block.get("config_groups") or {}).values():

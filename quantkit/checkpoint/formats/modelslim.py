@@ -13,7 +13,6 @@ tensors with its steps are in models/cache_scales.py.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +23,21 @@ from quantkit.checkpoint.formats.base import (
     HEAD,
     SLIM_FILES,
     Format,
+    Grids,
+    Ignored,
+    Json,
+    Parts,
+    Plain,
+    Shape,
+    Specs,
     StoredPart,
+    Tensors,
     along_groups,
     require_multiple,
     stored_scale,
 )
 from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat, Placed
 from quantkit.checkpoint.formats.modelslim_kinds import SLICES, SlimLinear, bias_slices
-from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.int_groups import IntGrid, IntWeight
@@ -82,8 +88,6 @@ tensors, and their type."""
 class ModelSlim(Format):
     name = "modelslim"
     variant = "ascendV1"
-    scale_dtype = torch.float32
-    marker = ".weight"
     marker_dtype = torch.int8
     own_suffixes = (".weight_scale", ".weight_offset", ".scale_bias")
     activation_bits = 8
@@ -91,9 +95,7 @@ class ModelSlim(Format):
     def holds(self, grid: Grid) -> bool:
         return grid in (_INT8, _INT4)
 
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         rows, columns = shape
         scales = (
             StoredPart(".weight_scale", _FLOATS, (rows, 1), axes=(("N", 1), None)),
@@ -115,9 +117,7 @@ class ModelSlim(Format):
             ),
         )
 
-    def stored(
-        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
-    ) -> tuple[tuple[int, int], Grid | None]:
+    def stored(self, module: str, tensors: Specs, grid: Grid | None) -> tuple[Shape, Grid | None]:
         rows, columns = tensors[f"{module}.weight"].shape
         # A W4A8 checkpoint has INT4 experts and INT8 attention; only INT4 has scale_bias.
         if f"{module}.scale_bias" in tensors:
@@ -150,7 +150,7 @@ class ModelSlim(Format):
             tensors[f"{module}.scale_bias"] = 8 * sums * weight.scale
         return tensors
 
-    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
         if bool(tensors[f"{module}.weight_offset"].any()):
             raise QuantkitError(
                 f"{module}.weight_offset is not zero: the weight is asymmetric",
@@ -164,14 +164,14 @@ class ModelSlim(Format):
             )
         return IntWeight(codes, tensors[f"{module}.weight_scale"].float(), None, bits)
 
-    def cache_codes(self, side: Mapping[str, Any]) -> CacheCodes | None:
+    def cache_codes(self, side: Json) -> CacheCodes | None:
         described = _described(side)
         return "int8" if any(described.get(key) == said for key, said, _, _ in _CACHES) else None
 
-    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+    def detect(self, config: Json, side: Json) -> bool:
         return any(name in side for name in SLIM_FILES)
 
-    def of_checkpoint(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Format:
+    def of_checkpoint(self, config: Json, side: Json) -> Format:
         """Itself for what it writes; else each linear by its own type."""
         described = _described(side)
         types = {said for said in described.values() if isinstance(said, str)} - {"FLOAT"}
@@ -183,7 +183,7 @@ class ModelSlim(Format):
             return self
         return Declared(self, _placed(described), (self, *_KINDS.values(), *_PACKED_W4A16.values()))
 
-    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+    def grid(self, config: Json, side: Json) -> Grid | None:
         said = _described(side).get("model_quant_type")
         if said not in _TYPES:
             raise QuantkitError(
@@ -191,9 +191,7 @@ class ModelSlim(Format):
             )
         return _TYPES[said]
 
-    def ignored(
-        self, config: Mapping[str, Any], side: Mapping[str, Any]
-    ) -> Callable[[str], bool] | None:
+    def ignored(self, config: Json, side: Json) -> Ignored:
         described = _described(side)
         # What is not described is not quantized; but vllm-ascend asks for the head's type, of one
         # that is tied to the embedding too.
@@ -201,14 +199,10 @@ class ModelSlim(Format):
             described.get(f"{module}.weight", None if module == HEAD else "FLOAT") == "FLOAT"
         )
 
-    def config_block(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, Any]:
+    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
         return {}
 
-    def extra_files(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
-    ) -> dict[str, bytes]:
+    def extra_files(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, bytes]:
         assert grid in _TYPE_NAMES, grid
         description: dict[str, Any] = {
             "model_quant_type": _TYPE_NAMES[grid],
@@ -231,16 +225,16 @@ class ModelSlim(Format):
         return {_SIDE_FILE: json.dumps(description, indent=2).encode() + b"\n"}
 
 
-def _described(side: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = next(side[name] for name in SLIM_FILES if name in side)
+def _described(side: Json) -> Json:
+    found: Json = next(side[name] for name in SLIM_FILES if name in side)
     return found
 
 
-def _has_seconds(described: Mapping[str, Any]) -> bool:
+def _has_seconds(described: Json) -> bool:
     return any(name.endswith(_SECOND) for name in described)
 
 
-def _placed(described: Mapping[str, Any]) -> Placed:
+def _placed(described: Json) -> Placed:
     new = "version" in described
 
     def placed(module: str) -> DeclaredFormat | None:

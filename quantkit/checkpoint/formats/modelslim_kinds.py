@@ -12,7 +12,6 @@ is float32, or, for models in FP16, int64 whose low 32 bits are those of the flo
 activations are not used: inputs are quantized by token, which loses less.
 """
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -22,12 +21,15 @@ from quantkit.checkpoint.formats.base import (
     CODES,
     FLOAT_DTYPES,
     Along,
+    Format,
+    Parts,
+    Shape,
+    Specs,
     StoredPart,
+    Tensors,
     along_groups,
     require_multiple,
 )
-from quantkit.checkpoint.formats.declared import ReadOnly
-from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.int_groups import IntGrid, IntWeight
@@ -47,7 +49,7 @@ def bias_slices(module: str) -> int:
     return SLICES if module.endswith(("down_proj", "o_proj")) else 1
 
 
-class SlimLinear(ReadOnly):
+class SlimLinear(Format):
     """bits of a code; packed; suffixes of its scales, and whether activations are quantized."""
 
     name = "modelslim"
@@ -69,13 +71,7 @@ class SlimLinear(ReadOnly):
         if static:
             self.own_suffixes = (".deq_scale", ".input_scale")  # type: ignore[misc]
 
-    def quantized_module(self, tensor: TensorSpec) -> str | None:
-        is_main = tensor.dtype == self.marker_dtype and tensor.name.endswith(self.marker)
-        return tensor.name.removesuffix(self.marker) if is_main else None
-
-    def stored(
-        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
-    ) -> tuple[tuple[int, int], Grid | None]:
+    def stored(self, module: str, tensors: Specs, grid: Grid | None) -> tuple[Shape, Grid | None]:
         rows, columns = tensors[f"{module}.weight"].shape
         shape = (
             rows * (2 if self.packed == "N" else 1),
@@ -92,9 +88,7 @@ class SlimLinear(ReadOnly):
             symmetric=self.activation_bits == 8,
         )
 
-    def parts(
-        self, module: str, shape: tuple[int, int], grid: Grid | None
-    ) -> tuple[StoredPart, ...]:
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         assert grid is not None
         rows, columns = shape
         stored = (
@@ -134,7 +128,7 @@ class SlimLinear(ReadOnly):
         )
         return (*found, *seconds, sums)
 
-    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
         codes = self._codes(tensors[f"{module}.weight"])
         if self.static:
             scale = _float_of(tensors[f"{module}.deq_scale"]) / tensors[
@@ -177,7 +171,7 @@ class SlimLinear(ReadOnly):
         )
 
 
-def _static_parts(rows: int) -> tuple[StoredPart, ...]:
+def _static_parts(rows: int) -> Parts:
     one = (StoredPart(suffix, _OFFSETS, (1,)) for suffix in (".input_scale", ".input_offset"))
     return (
         StoredPart(".deq_scale", (torch.float32, torch.int64), (rows,), axes=(("N", 1),)),

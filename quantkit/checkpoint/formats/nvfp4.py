@@ -1,13 +1,11 @@
 """What the NVFP4 formats share: codes two to a byte in the marker's tensor, uint8 [N, K / 2], the
 even input in the low bits."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from quantkit.checkpoint.formats.base import Along, Format, require_multiple
-from quantkit.checkpoint.header import TensorSpec
+from quantkit.checkpoint.formats.base import Along, Format, Shape, require_multiple
 from quantkit.grids.base import Grid
 from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Grid
 
@@ -21,7 +19,7 @@ class Nvfp4(Format):
     used."""
 
     scale_dtype = torch.float8_e4m3fn
-    marker_dtype = torch.uint8
+    per_element = 2
 
     def __init__(self, activation_bits: int = 16) -> None:
         self.activation_bits = activation_bits  # type: ignore[misc]
@@ -37,24 +35,15 @@ class Nvfp4(Format):
     def holds(self, grid: Grid) -> bool:
         return grid == self.own_grid
 
-    def stored(
-        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
-    ) -> tuple[tuple[int, int], Grid | None]:
-        rows, pairs = tensors[module + self.marker].shape
-        return (rows, pairs * 2), grid
+
+def is_fp4(args: Any, group: int = FP4_GROUP) -> bool:
+    """Whether a config group describes such numbers, by the keys that compressed-tensors and ModelOpt
+    have in common."""
+    keys = ("num_bits", "type", "group_size")
+    return isinstance(args, dict) and tuple(map(args.get, keys)) == (4, "float", group)
 
 
-def is_nvfp4(args: Any) -> bool:
-    """Whether a config group says so of its inputs, by the keys that compressed-tensors and
-    ModelOpt have in common."""
-    return isinstance(args, dict) and (
-        args.get("num_bits"),
-        args.get("type"),
-        args.get("group_size"),
-    ) == (4, "float", FP4_GROUP)
-
-
-def code_shapes(module: str, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+def code_shapes(module: str, shape: Shape) -> tuple[Shape, Shape]:
     """Shapes of the bytes of codes and of the group scales of a linear [N, K]."""
     rows, columns = shape
     require_multiple(module, "input channels", columns, FP4_GROUP)
