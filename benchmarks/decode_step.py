@@ -1,9 +1,10 @@
 """A captured decode step on one device, by concurrency and context, against the bytes it must read:
-one tensor-parallel rank of DeepSeek-R1, or Qwen3 whole.
+one tensor-parallel rank of DeepSeek-R1, or another model whole.
 
-    python benchmarks/decode_step.py [--model r1|qwen3-8b|qwen3-30b-a3b] [--tp 4] [--concurrency 1,8,32] [--context 640,30000]
-        [--prefill 128,4096] [--chunk 8192] [--grid int4-asym-128] [--bits 16] [--cache int8] [--backends cuda,triton] [--layers N]
-        [--parts] [--out FILE.json]
+    python benchmarks/decode_step.py [--model r1|qwen3-8b|qwen3-30b-a3b|qwen3-next|smollm2] [--tp 4]
+        [--concurrency 1,8,32] [--context 640,30000] [--prefill 128,4096] [--chunk 8192]
+        [--grid int4-asym-128] [--bits 16] [--cache int8] [--backends cuda,triton] [--layers N] [--parts]
+        [--out FILE.json]
     python benchmarks/decode_step.py --tiny            the same on a CPU in seconds, with small sizes: a test of the script
 
 Weights are made up (made_weights.py), each layer with memory of its own, so that a step streams
@@ -14,9 +15,9 @@ box's all-reduces (partial sums go straight into the residual) and gathering of 
 and server. A case whose cache does not fit the device is not run.
 
 --backends: several hold the same weights, one after the other, and their steps are replayed in
-turns; the last line is each one's time over the first's. --parts: of R1 also milliseconds by part,
-each part of all layers in a graph of its own, the launches of a step, and the step with one draft
-of the MTP layer: two rows a sequence, then the layer over both, one wait of the host. Time per token
+turns; the last line is each one's time over the first's. --parts: also the launches of a step, and
+of R1 milliseconds by part, each part of all layers in a graph of its own, and the step with one
+draft of the MTP layer: two rows a sequence, then the layer over both, one wait of the host. Time per token
 follows from an acceptance, which made-up weights do not have.
 """
 
@@ -33,7 +34,9 @@ from core import Spread, measured, numbers, parser, words
 from made_weights import (
     QWEN3_8B,
     QWEN3_30B_A3B,
+    QWEN3_NEXT_80B,
     R1,
+    SMOLLM2,
     TINY,
     CountedExperts,
     SyntheticWeights,
@@ -45,16 +48,19 @@ from quantkit_kernels.timing import read_bandwidth, seconds_per_call
 from torch import Tensor
 
 from quantkit.executor.cache.cache import BLOCK_SIZE, CacheCodes, PagedCache, cache_dtype
+from quantkit.executor.cache.sequence_state import RecurrentStates
 from quantkit.executor.runner.decode_batch import DecodeRows
 from quantkit.executor.runner.graphs import DecodeSteps, DeviceCapture, compute
 from quantkit.executor.runner.prefill_graphs import PrefillChunk, PrefillRunner
-from quantkit.models import deepseek_v3, qwen3, qwen3_moe
+from quantkit.models import deepseek_v3, llama, qwen3, qwen3_moe, qwen3_next
 from quantkit.models.mlp import MoeMlp
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "r1": (deepseek_v3, R1),
     "qwen3-8b": (qwen3, QWEN3_8B),
     "qwen3-30b-a3b": (qwen3_moe, QWEN3_30B_A3B),
+    "qwen3-next": (qwen3_next, QWEN3_NEXT_80B),
+    "smollm2": (llama, SMOLLM2),
 }
 ACCEPTANCE = 0.7
 """Share of drafts taken to be right."""
@@ -96,7 +102,8 @@ class StepBench:
         )
         self.weights.grid = options.grid
         self.model: Any = architecture.Model(self.config, self.weights)
-        width, layers = self.config.cache_width, self.config.num_hidden_layers
+        width, layers = self.config.cache_width, self.config.num_cached_layers
+        net = None if latent else self.config.recurrent
         self.token_bytes = layers * self.config.cache.token_bytes(16 if codes is None else 8)
         rank = getattr(self.config, "kv_lora_rank", 0)
         halves = (rank, width - rank) if latent else (width // 2, width // 2)
@@ -111,6 +118,8 @@ class StepBench:
             codes=None
             if codes is None
             else CacheCodes(codes, 0 if latent else self.config.cache.kv_heads),
+            layer_index=net and net.attention_layer_places(self.config.num_hidden_layers),
+            recurrent_states=net and RecurrentStates(net, max(options.concurrency), device),
         )
         fill_cache(self.cache)
         self._capture = (
@@ -138,7 +147,8 @@ class StepBench:
             tables[np.arange(count * each), positions // BLOCK_SIZE] * BLOCK_SIZE
             + positions % BLOCK_SIZE
         )
-        return DecodeRows(np.array(token_ids), positions, slots, tables)
+        states = np.arange(1, count + 1).repeat(each)
+        return DecodeRows(np.array(token_ids), positions, slots, tables, states)
 
     def first_tokens(self, count: int) -> list[int]:
         """The same of every backend, so that the same experts are asked for."""
@@ -344,7 +354,7 @@ def first_token_ms(bench: StepBench, length: int, chunk: int) -> Spread:
         token_ids = torch.randint(0, bench.config.vocab_size, (length,)).tolist()
         began = time.perf_counter()
         for start in range(0, length, chunk):
-            passed = PrefillChunk(token_ids[start : start + chunk], start, blocks)
+            passed = PrefillChunk(token_ids[start : start + chunk], start, blocks, 1)
             hidden = bench.prompts.run(None, [passed])
         bench.model.logits(hidden[-1:]).argmax(dim=-1).tolist()
         times.append((time.perf_counter() - began) * 1e3)
@@ -357,6 +367,9 @@ def print_parts(bench: StepBench, row: dict[str, Any], bandwidth: float) -> None
     for part, value in row["parts_ms"].items():
         floor = floor_of(part, row["read_gb"], bandwidth)
         print(f"  {part:<38}{value:>8.3f}  {floor:>8}", flush=True)
+
+
+def print_launches(bench: StepBench, row: dict[str, Any]) -> None:
     if bench.device.type != "cuda":
         return
     row["kernels"] = launches_of(bench.replay(row["concurrency"], row["context"]))
@@ -411,6 +424,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     for length, spread in report["ttft_ms"].items():
         print(f"TTFT of {length} tokens: {spread} ms", flush=True)
+    if options.parts:
+        for row in report["rows"]:
+            print_launches(benches[row["backend"]], row)
     if options.parts and options.model == "r1":
         for row in report["rows"]:
             print_parts(benches[row["backend"]], row, bandwidth)

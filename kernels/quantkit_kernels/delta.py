@@ -93,8 +93,8 @@ class DeltaSpans:
         return both[: 5 * len(rows)].view(-1, 5), both[5 * len(rows) :].view(-1, 2)
 
 
-CHUNK = 64
-"""Tokens whose updates are computed together."""
+CHUNK = 32
+"""Tokens of a sequence whose updates a kernel computes together."""
 
 
 def delta_step(
@@ -148,6 +148,7 @@ def _check(inputs: DeltaInputs, weights: DeltaWeights, states: DeltaStates) -> N
     check_tensor("v", inputs.v, (tokens, groups, shared, value), dtypes)
     check_tensor("gate", inputs.gate, (tokens, groups, shared, value), dtypes)
     check_tensor("decay", inputs.decay, (tokens, groups, shared, *by_channel), single)
+    require(all(side.stride(-1) == 1 for side in inputs[:4]), "q, k, v, gate: channels lie apart")
     check_tensor("rate", inputs.rate, (tokens, groups, shared), single)
     check_tensor("convolution", weights.convolution, (channels, kernel), single)
     check_tensor("speed", weights.speed, (heads,), single)

@@ -23,7 +23,8 @@ class Routing:
     chosen ones' scores (+ 1e-20) with norm_topk_prob, times routed_scaling_factor.
 
     num_joined_experts: shared experts that are stored after the routed ones, as numbers
-    n_routed_experts, n_routed_experts + 1, ... Every token goes to them too, with weight 1.
+    n_routed_experts, n_routed_experts + 1, ... Every token goes to them too, with weight 1; with
+    joined_gate to the only one with the sigmoid of a logit of its own, the last.
     """
 
     n_routed_experts: int
@@ -34,11 +35,17 @@ class Routing:
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
     num_joined_experts: int = 0
+    joined_gate: bool = False
 
     @property
     def columns(self) -> int:
         """Experts that a token goes to, those that all tokens go to included."""
         return self.num_experts_per_tok + self.num_joined_experts
+
+    @property
+    def num_logits(self) -> int:
+        """Logits of a token: of the routed experts, then of the gate."""
+        return self.n_routed_experts + self.joined_gate
 
 
 def route(
@@ -46,12 +53,12 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose by the router's logits.
 
-    logits float [T, E], E = n_routed_experts; bias float32 [E] or None (e_score_correction_bias):
+    logits float [T, num_logits]; bias float32 [n_routed_experts] or None (e_score_correction_bias):
     it is added to the scores for the choice, and is no part of the weights. Returns topk_ids int32
     or int64 [T, columns], as the backend finds them, and topk_weights float32 [T, columns], the
     best choice first, joined experts last.
     """
-    check_tensor("logits", logits, (None, routing.n_routed_experts), FLOAT_DTYPES)
+    check_tensor("logits", logits, (None, routing.num_logits), FLOAT_DTYPES)
     _check(routing, bias)
     ids, weights = backends.find("route", backend, logits.device).route(logits, bias, routing)
     return ids, weights
@@ -60,10 +67,10 @@ def route(
 def moe_gate(
     x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """`route` by the logits x @ router.T. x float [T, H]; router float32 [E, H]; the product is
-    float32."""
+    """`route` by the logits x @ router.T. x float [T, H]; router float32 [num_logits, H]; the product
+    is float32."""
     check_tensor("x", x, (None, None), FLOAT_DTYPES)
-    check_tensor("router", router, (routing.n_routed_experts, x.shape[1]), (torch.float32,))
+    check_tensor("router", router, (routing.num_logits, x.shape[1]), (torch.float32,))
     _check(routing, bias)
     ids, weights = backends.find("moe_gate", backend, x.device).moe_gate(x, router, bias, routing)
     return ids, weights
@@ -95,4 +102,8 @@ def _check(r: Routing, bias: Tensor | None) -> None:
     require(
         r.num_joined_experts >= 0,
         f"num_joined_experts: {r.num_joined_experts}, expected at least 0",
+    )
+    require(
+        not r.joined_gate or r.num_joined_experts == 1,
+        f"joined_gate: of one joined expert, not of {r.num_joined_experts}",
     )

@@ -271,8 +271,8 @@ def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 class MoeMlp:
     """A mixture of experts at `prefix`: routed ones, and a shared one if `names` has it.
 
-    Every token uses the shared expert, with weight 1 if it has no gate; it is then run as an
-    additional routed expert where the weights support it.
+    Every token uses the shared expert, with the weight of its gate, 1 without; it is run as an
+    additional routed expert where the weights support it, its gate as a row of the router.
     """
 
     def __init__(
@@ -292,10 +292,15 @@ class MoeMlp:
         shared = f"{prefix}.{names.shared}" if names.shared else None
         joined = (
             weights.experts_with_shared(*routed, shared)
-            if shared and self.shared_gate is None and names.gating == SILU
+            if shared and names.gating == SILU and self.logit_bias is None
             else None
         )
-        self.routing = routing if joined is None else replace(routing, num_joined_experts=1)
+        self.routing = routing
+        if joined is not None:
+            gated = self.shared_gate is not None
+            self.routing = replace(routing, num_joined_experts=1, joined_gate=gated)
+            if self.shared_gate is not None:
+                self.router = torch.cat((self.router, self.shared_gate))
         self.experts = weights.experts(*routed, names.gating) if joined is None else joined
         self.shared = (
             Mlp(shared, weights, names.linears, gating=names.gating)

@@ -181,12 +181,15 @@ def test_gate_multiplies_and_routes(backend):
             topk_group=4 if experts == 256 else 2 if grouped else 1,
             routed_scaling_factor=2.5,
             num_joined_experts=1,
+            joined_gate=not grouped,
         )
         x = torch.randn(tokens, hidden, device=device).bfloat16()
-        router = torch.randn(experts, hidden, device=device) * hidden**-0.5
+        router = torch.randn(rule.num_logits, hidden, device=device) * hidden**-0.5
         bias = torch.randn(experts, device=device) * 0.1 if grouped else None
         logits = (x.double() @ router.double().T).float()
         expected_ids, expected = route(logits, bias, rule, backend="reference")
+        if rule.joined_gate:
+            assert torch.equal(expected[:, -1], logits[:, -1].sigmoid())
         for _ in range(20 if backend == "cuda" else 1):
             ids, weights = moe_gate(x, router, bias, rule, backend=backend)
             assert torch.equal(ids.long(), expected_ids), (experts, hidden, tokens)

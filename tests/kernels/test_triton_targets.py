@@ -10,6 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ import torch
 triton = pytest.importorskip("triton", reason="compiling needs triton")
 
 from quantkit_kernels import (  # noqa: E402
+    DeltaInputs,
+    DeltaSpan,
+    DeltaSpans,
+    DeltaStates,
+    DeltaWeights,
     ExpertBiases,
     ExpertsBuilder,
     Gating,
@@ -29,6 +35,8 @@ from quantkit_kernels import (  # noqa: E402
     Rotation,
     Routing,
     add_rms_norm,
+    delta_prefill,
+    delta_step,
     gate_and_mul,
     gqa_decode,
     gqa_prefill,
@@ -196,6 +204,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rec
         "linear",
         "dense_linear",
         "experts",
+        "delta",
         "dense_experts",
         "operators",
         "rows",
@@ -266,6 +275,35 @@ def experts(grid: str, gated: bool = False) -> None:
     for tokens in (*counts, *((MANY_PAIRS // 8,) if grid == "dense" else ())):
         ids = zeros(tokens, 8, dtype=torch.int64)
         prepared(zeros(tokens, 2048), ids, zeros(tokens, 8, dtype=torch.float32))
+
+
+def linear_attention(by_channel: bool, prompt: bool) -> None:
+    """Qwen3-Next's, and Kimi Linear's."""
+    groups, shared = (32, 1) if by_channel else (16, 2)
+    key, value = zeros(128, groups, 128), zeros(128, groups, shared, 128)
+    gates = zeros(128, groups, shared, dtype=torch.float32)
+    decay = zeros(*gates.shape, *(128,) * by_channel, dtype=torch.float32)
+    channels, heads = groups * 128 * (2 + shared), groups * shared
+    weights = DeltaWeights(
+        *(
+            zeros(*shape, dtype=torch.float32)
+            for shape in ((channels, 4), (heads,), (heads, *decay.shape[3:]))
+        ),
+        zeros(128),
+        1e-6,
+    )
+    states = DeltaStates(
+        zeros(2, 2, 3, channels, dtype=torch.float32),
+        zeros(2, 2, heads, 128, 128, dtype=torch.float32),
+        zeros(2, 2, dtype=torch.int64),
+    )
+    inputs = DeltaInputs(key, key, value, value, decay, gates)
+    if prompt:
+        spans = DeltaSpans([DeltaSpan(1, 0, 128)], torch.device("cpu"))
+        delta_prefill(inputs, weights, states, spans, backend="triton")
+    else:
+        places = zeros(128, dtype=torch.int64)
+        delta_step(inputs, weights, states, places, places, backend="triton")
 
 
 def operators() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -362,6 +400,9 @@ def operators() -> Iterator[tuple[str, Callable[[], object]]]:
                 q, (side, side), p, scale=1.0, backend="triton"
             ),
         )
+    for by_channel in (False, True):
+        yield "delta_step", partial(linear_attention, by_channel, False)
+        yield "delta_prefill", partial(linear_attention, by_channel, True)
     whole = Prompts.of([(0, 64)], zeros(1, 1, dtype=ints))
     yield (
         "mla_prefill",

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantkit_kernels import reference
 from quantkit_kernels.ascend import launch
 from quantkit_kernels.ascend.chip import FEW_TOKENS, ROUTER_TILE
 from quantkit_kernels.routing import Routing
@@ -20,6 +21,8 @@ def moe_gate(
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """As torch_npu's, the joined experts' columns added in one launch."""
+    if routing.joined_gate:
+        return reference.route(logits, bias, routing)
     ids, weights = choose(logits, bias, routing)
     if not routing.num_joined_experts:
         return ids, weights

@@ -1,5 +1,5 @@
 """Norms, activation, routing and rotary embedding in one launch each. Arguments arrive checked;
-what the kernels cannot take, unusual types or widths, the reference computes."""
+what the kernels cannot take, unusual types or widths, the Triton backend's compute."""
 
 import ctypes
 
@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit_kernels import reference
 from quantkit_kernels.cuda.abi import RouteParams
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.launch import DTYPES, checked, stream_of
 from quantkit_kernels.routing import Routing
+from quantkit_kernels.triton import operators as triton
 from quantkit_kernels.triton.operators import GATE_TOKENS, cut_in_three, few_logits
 from quantkit_kernels.workspace import room_for_sums
 
@@ -22,7 +22,7 @@ _TENSOR_CORE_TOKENS = 512
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not _normable(x, weight):
-        return reference.rms_norm(x, weight, eps)
+        return triton.rms_norm(x, weight, eps)
     x = x.contiguous()
     normed = torch.empty_like(x)
     _norm(x, None, weight, normed, None, eps)
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if not _normable(x, weight):
-        return reference.add_rms_norm(x, residual, weight, eps)
+        return triton.add_rms_norm(x, residual, weight, eps)
     x, residual = x.contiguous(), residual.contiguous()
     normed, total = torch.empty_like(x), torch.empty_like(x)
     _norm(x, residual, weight, normed, total, eps)
@@ -65,7 +65,7 @@ def _norm(
 def silu_and_mul(x: Tensor) -> Tensor:
     width = x.shape[-1] // 2
     if x.dtype not in DTYPES or width % 8 or x.numel() == 0:
-        return reference.silu_and_mul(x)
+        return triton.silu_and_mul(x)
     x = x.contiguous()
     y = x.new_empty(*x.shape[:-1], width)
     checked(
@@ -84,7 +84,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     tokens = logits.shape[0]
     if tokens == 0 or not _routable(routing):
-        return reference.route(logits, bias, routing)
+        return triton.route(logits, bias, routing)
     logits = logits.contiguous()
     ids, weights, params = _results_and_params(tokens, bias, routing, logits.device)
     checked(
@@ -132,13 +132,13 @@ def _logits(x: Tensor, router: Tensor) -> Tensor:
 
 
 def _routable(routing: Routing) -> bool:
-    """Whether a warp can choose: a lane holds neighbouring experts, and a group is 1, 2, 4, ...
+    """Whether a warp can choose, without a gate: a lane holds neighbouring experts, and a group is 1, 2, 4, ...
     whole lanes."""
     experts = routing.n_routed_experts
     per_lane = -(-experts // 32)
     lanes, rest = divmod(experts // routing.n_group, per_lane)
     grouped = routing.topk_group == routing.n_group or (rest == 0 and lanes & (lanes - 1) == 0)
-    return experts <= 512 and routing.columns <= 32 and grouped
+    return not routing.joined_gate and experts <= 512 and routing.columns <= 32 and grouped
 
 
 def _results_and_params(
@@ -166,7 +166,7 @@ def _results_and_params(
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     if x.dtype not in DTYPES or x.numel() == 0:
-        return reference.rope(x, positions, cos, sin, interleaved)
+        return triton.rope(x, positions, cos, sin, interleaved)
     x = x if x.stride(-1) == 1 else x.contiguous()
     tokens, heads, width = x.shape
     y = torch.empty(tokens, heads, width, dtype=x.dtype, device=x.device)

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit_kernels.delta import CHUNK, DeltaInputs, DeltaSpans, DeltaStates, DeltaWeights
+from quantkit_kernels.delta import DeltaInputs, DeltaSpans, DeltaStates, DeltaWeights
 
-_CHUNK_BY_CHANNEL = 16
-"""Tokens of a chunk whose decays differ by channel: their products do not fit one matmul."""
+_CHUNK, _CHUNK_BY_CHANNEL = 64, 16
+"""Tokens whose updates are computed together; fewer where decays differ by channel, as their
+products are no matmul."""
 EPS = 1e-6
 """Of the norms of queries and keys."""
 
@@ -36,7 +37,7 @@ def attend_sequence(
     convolved = F.conv1d(padded.t()[None], weights.convolution[:, None], groups=padded.shape[1])
     q, k, v = _heads(F.silu(convolved[0].t()), inputs)
     decay, rate = _gates(inputs, weights)
-    size = CHUNK if decay.shape[2] == 1 else _CHUNK_BY_CHANNEL
+    size = _CHUNK if decay.shape[2] == 1 else _CHUNK_BY_CHANNEL
     out, memory = torch.empty_like(v), state.memory
     for start in range(0, len(v), size):
         part = slice(start, start + size)

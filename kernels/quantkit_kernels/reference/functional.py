@@ -44,6 +44,8 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    gate = logits[:, routing.n_routed_experts :].float().sigmoid()
+    logits = logits[:, : routing.n_routed_experts]
     scores = (
         logits.float().sigmoid()
         if routing.scoring_func == "sigmoid"
@@ -62,9 +64,11 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     weights = scores.gather(1, ids)
     if routing.norm_topk_prob:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return with_shared(
-        ids, weights * routing.routed_scaling_factor, logits.shape[1], routing.num_joined_experts
-    )
+    weights = weights * routing.routed_scaling_factor
+    ids, weights = with_shared(ids, weights, logits.shape[1], routing.num_joined_experts)
+    if routing.joined_gate:
+        weights[:, -1:] = gate
+    return ids, weights
 
 
 def with_shared(

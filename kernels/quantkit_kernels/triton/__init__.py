@@ -19,6 +19,7 @@ from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.triton.attention.decode import gqa_decode, mla_decode
 from quantkit_kernels.triton.attention.prefill import gqa_prefill, mla_prefill
 from quantkit_kernels.triton.cards import architecture, interpreted, why_no_dense
+from quantkit_kernels.triton.delta import delta_prefill, delta_step
 from quantkit_kernels.triton.dense_experts import DenseExpertsLayout
 from quantkit_kernels.triton.experts import TritonExpertsLayout
 from quantkit_kernels.triton.first_use import announce, why_not_kept, why_not_started
@@ -60,8 +61,6 @@ def unusable(
         return reason
     if operator == "linear_dense" and dtype != torch.float32:
         return why_no_dense(architecture(device), shapes)
-    if operator.startswith("delta_"):
-        return "the reference computes it"
     if operator == "mla_prolog":
         return "mla_prepare, mla_decode and linears compute it"
     family, _, grid = operator.partition("_")

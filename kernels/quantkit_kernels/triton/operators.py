@@ -85,7 +85,7 @@ def gate_and_mul(x: Tensor, gating: Gating) -> Tensor:
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     from quantkit_kernels.triton.route_kernel import route as kernel
 
-    (tokens, experts), columns = logits.shape, routing.columns
+    tokens, experts, columns = len(logits), routing.n_routed_experts, routing.columns
     width, grouped = power_of_two(experts), routing.topk_group < routing.n_group
     whole = not grouped or (width == experts and power_of_two(routing.n_group) == routing.n_group)
     if tokens == 0 or not whole:
@@ -100,7 +100,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
         TOP_K=routing.num_experts_per_tok, JOINED=routing.num_joined_experts,
         COLUMNS=power_of_two(columns),
         SIGMOID=routing.scoring_func == "sigmoid", BIASED=bias is not None,
-        NORMED=routing.norm_topk_prob, num_warps=1,
+        NORMED=routing.norm_topk_prob, GATED=routing.joined_gate, num_warps=1,
         **overlapped(logits.device),
     )  # fmt: skip
     return ids, weights

@@ -13,10 +13,11 @@ def route(
     logits, bias, ids, weights, experts, factor,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP_K: tl.constexpr,
     JOINED: tl.constexpr, COLUMNS: tl.constexpr,
-    SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, PDL: tl.constexpr,
+    SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """EXPERTS, COLUMNS: powers of two, at least the experts and the columns; with fewer than all
-    groups, exactly the experts.
+    groups, exactly the experts. GATED: a token has one more logit, of the joined expert's gate.
 
     Among equals the lower number is better.
     """
@@ -24,9 +25,8 @@ def route(
     token = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, EXPERTS)
     inside = number < experts
-    logit = tl.load(logits + token * experts + number, mask=inside, other=float("-inf")).to(
-        tl.float32
-    )
+    logits += token * (experts + GATED)
+    logit = tl.load(logits + number, mask=inside, other=float("-inf")).to(tl.float32)
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-logit))
     else:
@@ -65,7 +65,10 @@ def route(
     weight = tl.where(column < TOP_K, tl.gather(score, tl.minimum(chosen, EXPERTS - 1), 0), 0.0)
     if NORMED:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
-    weight = tl.where(column < TOP_K, weight * factor, 1.0)
+    joined = 1.0
+    if GATED:
+        joined = tl.sigmoid(tl.load(logits + experts).to(tl.float32))
+    weight = tl.where(column < TOP_K, weight * factor, joined)
     to = token * (TOP_K + JOINED) + column
     tl.store(ids + to, chosen.to(tl.int64), mask=column < TOP_K + JOINED)
     tl.store(weights + to, weight, mask=column < TOP_K + JOINED)

@@ -1,5 +1,5 @@
 """Grouped-query attention of a decode step: gqa_prepare.cu, and gqa_decode.cu or its like for
-codes. Unusual types and widths the reference computes.
+codes. Unusual types and widths the Triton backend or the reference computes.
 
 No launch depends on the sequences' lengths, which a captured step finds on the device.
 """
@@ -16,6 +16,7 @@ from quantkit_kernels.cuda.abi import GqaDecode, GqaPrepare
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.launch import CODES, DTYPES, checked, stream_of
 from quantkit_kernels.paged import Norms, PagedKeys, Rotation
+from quantkit_kernels.triton import operators as triton
 from quantkit_kernels.workspace import workspace
 
 _HEADS = 16
@@ -40,7 +41,7 @@ def gqa_prepare(
         and qkv.dtype in DTYPES
     )
     if not alike or width % 8 or tokens == 0:
-        return reference.gqa_prepare(qkv, norms, rotation, cache, slots)
+        return triton.gqa_prepare(qkv, norms, rotation, cache, slots)
     q = torch.empty(tokens, heads, width, dtype=qkv.dtype, device=qkv.device)
     tensors = [
         None if one is None else one.contiguous()
