@@ -30,6 +30,7 @@ from quantkit_kernels.delta import (
 from quantkit_kernels.experts import NO_EXPERT, Experts, ExpertsBuilder, prepare_experts
 from quantkit_kernels.functional import (
     add_rms_norm,
+    float32_linear,
     gate_and_mul,
     likeliest,
     mla_decode,
@@ -151,6 +152,7 @@ __all__ = [
     "delta_step",
     "dequantize",
     "doubled_angles",
+    "float32_linear",
     "gate_and_mul",
     "gqa_decode",
     "gqa_prefill",

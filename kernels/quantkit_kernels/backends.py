@@ -38,6 +38,7 @@ OPERATORS = (
     "gqa_prefill",
     "delta_step",
     "delta_prefill",
+    "float32_linear",
 )
 BACKENDS = ("reference", "expanded", "scaled_mm", "cpu", "triton", "cuda", "ascend", "torch_npu")
 ASKED_ONLY = ("scaled_mm",)

@@ -95,6 +95,16 @@ def likeliest(logits: Tensor, *, backend: str = "auto") -> Tensor:
     return result
 
 
+def float32_linear(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
+    """x float [T, H] @ weight float32 [N, H].T -> float32 [T, N], as a router's logits and gates
+    are computed."""
+    check_tensor("x", x, (None, None), FLOAT_DTYPES)
+    check_tensor("weight", weight, (None, x.shape[1]), (torch.float32,))
+    found = backends.find("float32_linear", backend, x.device)
+    result: Tensor = found.float32_linear(x, weight)
+    return result
+
+
 def rope(
     x: Tensor,
     positions: Tensor,

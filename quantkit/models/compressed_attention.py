@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from quantkit_kernels import rms_norm, rope
+from quantkit_kernels import float32_linear, rms_norm, rope
 from torch import Tensor
-from torch.nn import functional as F
 
 from quantkit.models.rope import Rope
 from quantkit.models.sparse import topk_columns
@@ -254,4 +253,4 @@ def _dim(pooling: Pooling | None) -> int:
 def indexer_weights(x: Tensor, gate: Tensor, heads: int, dim: int) -> Tensor:
     """Weights of the indexer's heads for each token, including every constant factor, float32 [T,
     heads]."""
-    return F.linear(x.float(), gate) * (heads * dim) ** -0.5
+    return float32_linear(x, gate) * (heads * dim) ** -0.5

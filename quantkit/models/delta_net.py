@@ -2,9 +2,8 @@
 forward."""
 
 import torch
-from quantkit_kernels import DeltaInputs, DeltaWeights
+from quantkit_kernels import DeltaInputs, DeltaWeights, float32_linear
 from torch import Tensor
-from torch.nn import functional as F
 
 from quantkit.models.context import Context
 from quantkit.models.delta_rule import DeltaNet
@@ -106,7 +105,7 @@ class GatedDeltaNet:
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
-        inputs = self._inputs(self.qkvz(x), F.linear(x.float(), self.ba))
+        inputs = self._inputs(self.qkvz(x), float32_linear(x, self.ba))
         return self.out(context.attend_delta(self.layer, inputs, self.weights))
 
     def _inputs(self, qkvz: Tensor, ba: Tensor) -> DeltaInputs:

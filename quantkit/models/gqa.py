@@ -372,11 +372,11 @@ class Attention:
             kv_width = 2 * kv_heads * c.head_dim
             both, rest = qkv.split([qkv.shape[1] - kv_width, kv_width], dim=-1)
             q, gate = both.unflatten(-1, (-1, 2, c.head_dim)).unbind(-2)
-            qkv = torch.cat((q.flatten(1), rest), dim=-1)
+            qkv = torch.cat((q, rest.unflatten(-1, (-1, c.head_dim))), dim=1).flatten(1)
         q = context.store_gqa(self.layer, qkv, kv_heads, c.head_dim, self.norms, c.rope)
         attended = context.attend_gqa(self.layer, q, c.softmax_scale, self.window, self.sinks)
         if gate is not None:
-            attended = attended * gate.float().sigmoid().to(attended.dtype)
+            attended = attended * gate.sigmoid()
         return add_bias(self.o(attended.flatten(1)), self.o_bias)
 
     def _norm_queries_and_keys(self, qkv: Tensor, norms: Norms) -> Tensor:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+from quantkit_kernels import float32_linear
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -77,7 +78,7 @@ class Indexer:
             else F.rms_norm(projected, (dim,), self.gain, _EPS)
         )
         keys = self._rotate(normed.to(x.dtype)[:, None], context)[:, 0]
-        weights = F.linear(x.float(), self.gate) * (heads * dim) ** -0.5
+        weights = float32_linear(x, self.gate) * (heads * dim) ** -0.5
         context.select(
             self.layer,
             IndexerInputs(self._rotate(queries, context), keys, weights),

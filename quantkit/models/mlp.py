@@ -6,7 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from quantkit_kernels import SILU, Gating, Routing, UnsummedPairs, gate_and_mul, moe_gate, route
+from quantkit_kernels import (
+    SILU,
+    Gating,
+    Routing,
+    UnsummedPairs,
+    float32_linear,
+    gate_and_mul,
+    moe_gate,
+    route,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -333,5 +342,5 @@ class MoeMlp:
         return (
             out
             if self.shared_gate is None
-            else out * F.linear(x.float(), self.shared_gate).sigmoid().to(x.dtype)
+            else out * float32_linear(x, self.shared_gate).sigmoid().to(x.dtype)
         )

@@ -10,6 +10,7 @@ from quantkit_kernels import (
     Gating,
     Routing,
     add_rms_norm,
+    float32_linear,
     gate_and_mul,
     likeliest,
     moe_gate,
@@ -194,6 +195,17 @@ def test_gate_multiplies_and_routes(backend):
             ids, weights = moe_gate(x, router, bias, rule, backend=backend)
             assert torch.equal(ids.long(), expected_ids), (experts, hidden, tokens)
             assert distance(weights, expected.double()) < 1e-5
+
+
+@pytest.mark.parametrize(("backend", "dtype"), backends_of("float32_linear"))
+def test_a_product_in_float32(backend, dtype):
+    """Of few tokens and of many; of as few outputs as a gate has."""
+    for tokens, outputs, inputs in ((1, 1, 300), (5, 64, 96), (70, 33, 256), (600, 3, 64)):
+        x = torch.randn(tokens, inputs, device=device_of(backend)).to(dtype)
+        weight = torch.randn(outputs, inputs, device=x.device)
+        found = float32_linear(x, weight, backend=backend)
+        assert found.dtype == torch.float32
+        assert distance(found, x.double() @ weight.double().T) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("backend", backends_of("likeliest", ("triton",), dtypes=False))

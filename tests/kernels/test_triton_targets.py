@@ -37,6 +37,7 @@ from quantkit_kernels import (  # noqa: E402
     add_rms_norm,
     delta_prefill,
     delta_step,
+    float32_linear,
     gate_and_mul,
     gqa_decode,
     gqa_prefill,
@@ -330,6 +331,10 @@ def operators() -> Iterator[tuple[str, Callable[[], object]]]:
     yield (
         "moe_gate",
         lambda: moe_gate(x, zeros(256, 7168, dtype=single), None, rule, backend="triton"),
+    )
+    yield (
+        "float32_linear",
+        lambda: float32_linear(x[:1], zeros(64, 7168, dtype=single), backend="triton"),
     )
     yield (
         "rope",

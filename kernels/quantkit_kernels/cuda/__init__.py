@@ -21,6 +21,7 @@ from quantkit_kernels.cuda.experts.experts import CudaExpertsLayout
 from quantkit_kernels.cuda.linears.linear import linear
 from quantkit_kernels.cuda.operators import (
     add_rms_norm,
+    float32_linear,
     moe_gate,
     rms_norm,
     rope,

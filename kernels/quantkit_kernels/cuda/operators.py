@@ -111,7 +111,7 @@ def moe_gate(
         and _routable(routing)
     )
     if not fits or not 0 < tokens <= _GATE_TOKENS:
-        return route(_logits(x, router), bias, routing)
+        return route(float32_linear(x, router), bias, routing)
     x, router = x.contiguous(), router.contiguous()
     ids, weights, params = _results_and_params(tokens, bias, routing, x.device)
     sums = room_for_sums(x.device, _GATE_PARTS * tokens * experts)
@@ -120,14 +120,14 @@ def moe_gate(
     return ids, weights
 
 
-def _logits(x: Tensor, router: Tensor) -> Tensor:
-    """x @ router.T in float32. Few and many tokens go by the tensor cores: three numbers of
-    bfloat16 add up to one of float32 to its last bit."""
+def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Few and many tokens go by the tensor cores: three numbers of bfloat16 add up to one of
+    float32 to its last bit."""
     if x.dtype == torch.bfloat16 and 0 < x.shape[0] <= GATE_TOKENS:
-        return few_logits(x, router)
+        return few_logits(x, weight)
     if x.dtype != torch.bfloat16 or x.shape[0] < _TENSOR_CORE_TOKENS:
-        return F.linear(x.float(), router)
-    products = torch.mm(x, cut_in_three(router).flatten(0, 1).T, out_dtype=torch.float32)
+        return F.linear(x.float(), weight)
+    products = torch.mm(x, cut_in_three(weight).flatten(0, 1).T, out_dtype=torch.float32)
     return products.unflatten(1, (3, -1)).sum(dim=1)
 
 

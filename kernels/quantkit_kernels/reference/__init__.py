@@ -13,6 +13,7 @@ from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.reference.functional import (
     add_rms_norm,
     cache_layout,
+    float32_linear,
     gate_and_mul,
     likeliest,
     mla_decode,

@@ -38,14 +38,13 @@ def attend_sequence(
     q, k, v = _heads(F.silu(convolved[0].t()), inputs)
     decay, rate = _gates(inputs, weights)
     size = _CHUNK if decay.shape[2] == 1 else _CHUNK_BY_CHANNEL
+    q, k, v, decay, rate = (side.transpose(0, 1) for side in (q, k, v, decay, rate))
     out, memory = torch.empty_like(v), state.memory
-    for start in range(0, len(v), size):
-        part = slice(start, start + size)
-        sides = [side[part].transpose(0, 1) for side in (q, k, v, decay, rate)]
-        attended, memory = _attend_chunk(*sides, memory=memory)
-        out[part] = attended.transpose(0, 1)
+    for start in range(0, v.shape[1], size):
+        own = (slice(None), slice(start, start + size))
+        out[own], memory = _attend_chunk(q[own], k[own], v[own], decay[own], rate[own], memory)
     recent = padded[len(padded) - state.recent.shape[0] :]
-    return _gated_norm(out, inputs, weights), DeltaState(recent, memory)
+    return _gated_norm(out.transpose(0, 1), inputs, weights), DeltaState(recent, memory)
 
 
 def delta_prefill(

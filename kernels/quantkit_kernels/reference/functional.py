@@ -85,7 +85,11 @@ def with_shared(
 def moe_gate(
     x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing
 ) -> tuple[Tensor, Tensor]:
-    return route(F.linear(x.float(), router), bias, routing)
+    return route(float32_linear(x, router), bias, routing)
+
+
+def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x.float(), weight)
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -96,6 +96,8 @@ def unusable(
         return "no operator of torch_npu's"
     if operator == "likeliest":
         return "torch's own argmax"
+    if operator == "float32_linear":
+        return "torch's own product"
     if operator.endswith("_w8a16"):
         return "int8 with activations of 8 bits only"
     missing = [name for name in NEEDS[operator] if not has_kernel(name, device)]

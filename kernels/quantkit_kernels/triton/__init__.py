@@ -26,6 +26,7 @@ from quantkit_kernels.triton.first_use import announce, why_not_kept, why_not_st
 from quantkit_kernels.triton.linear import linear
 from quantkit_kernels.triton.operators import (
     add_rms_norm,
+    float32_linear,
     gate_and_mul,
     gqa_prepare,
     likeliest,

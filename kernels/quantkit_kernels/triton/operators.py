@@ -3,7 +3,6 @@ checked; what the kernels cannot take, such as groups of experts that are no pow
 reference computes."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels import reference
@@ -109,8 +108,12 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
 def moe_gate(
     x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing
 ) -> tuple[Tensor, Tensor]:
+    return route(float32_linear(x, router), bias, routing)
+
+
+def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
     few = x.dtype == torch.bfloat16 and 0 < x.shape[0] <= GATE_TOKENS
-    return route(few_logits(x, router) if few else F.linear(x.float(), router), bias, routing)
+    return few_logits(x, weight) if few else reference.float32_linear(x, weight)
 
 
 def few_logits(x: Tensor, router: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
-from quantkit_kernels import Gating, Routing, rms_norm
+from quantkit_kernels import Gating, Routing, float32_linear, rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -402,7 +402,7 @@ class MixtureV4(MoeMlp):
 
     def of_tokens(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """x [T, H] of tokens with ids [T] -> [T, H], partial over ranks."""
-        scores = SCORINGS[self.routing.scoring_func](F.linear(x.float(), self.router))
+        scores = SCORINGS[self.routing.scoring_func](float32_linear(x, self.router))
         if self.table is not None:
             chosen = self.table[token_ids]
         else:
