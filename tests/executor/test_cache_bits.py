@@ -8,7 +8,7 @@ import pytest
 import torch
 from engines import load, tokens
 from packed_model import GROUPED, write_random
-from torch import Tensor
+from paged_pass import PROMPTS, causal_pass, paged_pass
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
@@ -17,7 +17,6 @@ from quantkit.evaluation.options import PerplexityOptions
 from quantkit.evaluation.speed.engine import open_target
 from quantkit.executor.cache.cache import cache_dtype
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.weights import load as loading
 from quantkit.executor.weights.load import load_model
@@ -31,8 +30,6 @@ WINDOWED = GROUPED | {
     "model_type": "mistral",
     "sliding_window": 20,
 }
-PROMPTS = [[7 + i * 13 % 300 for i in range(length)] for length in (70, 5, 33)]
-"""One of them longer than a block."""
 
 
 @pytest.fixture(scope="module")
@@ -60,31 +57,9 @@ def test_through_the_cache_tokens_attend_to_its_codes(path, cache):
     """Prompts in chunks, then one token a row, as one causal pass over what 8 bits hold. The last
     rows tell them from one that is not."""
     loaded = load_model(path, device="cpu", dtype="float32", cache=cache)
-    paged, prompts = loaded.new_cache(8), [torch.tensor(one) for one in PROMPTS]
-    assert paged.nbytes == 8 * paged.block_size * loaded.cache_token_bytes
-    blocks, size = [torch.tensor(one) for one in ([5, 2], [7], [1])], paged.block_size
-    cuts = [(0, 40), (40, 69)]
-    first = [Chunk(0, min(40, len(ids) - 1), own) for ids, own in zip(prompts, blocks)]
-    loaded.model(
-        torch.cat([ids[: one.length] for ids, one in zip(prompts, first)]),
-        PrefillContext(paged, first),
-    )
-    loaded.model(prompts[0][slice(*cuts[1])], PrefillContext(paged, [Chunk(40, 29, blocks[0])]))
-    positions = torch.tensor([len(ids) - 1 for ids in prompts])
-    tables = torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True)
-    slots = tables[torch.arange(3), positions // size] * size + positions % size
-    found = loaded.model(
-        torch.stack([ids[-1] for ids in prompts]), DecodeContext(paged, positions, tables, slots)
-    )
-
-    def causal(codes: torch.dtype | None) -> Tensor:
-        lengths = [len(ids) for ids in prompts]
-        return loaded.model(torch.cat(prompts), CausalContext(lengths, codes=codes))[
-            torch.tensor(lengths).cumsum(0) - 1
-        ]
-
-    exact = causal(loaded.codes)
-    apart = (causal(None) - exact).norm()
+    found = paged_pass(loaded)[0]
+    exact = causal_pass(loaded, loaded.codes)
+    apart = (causal_pass(loaded, None) - exact).norm()
     # Sums in another order may round a value at the edge of two codes to the other one: 3 % of what
     # all the codes make.
     assert (found - exact).norm() < 0.1 * apart

@@ -13,9 +13,9 @@ import torch
 from letters import write_letters
 from output_files import files
 from packed_model import GROUPED, write_random
+from paged_pass import PROMPTS, causal_pass, paged_pass
 from quantkit_kernels import KeySteps
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from quantkit.calibrate import cache_scales
 from quantkit.calibrate.cache_scales import best_scale, best_scales
@@ -27,19 +27,16 @@ from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.inspect import describe
 from quantkit.engines.check import check_checkpoint
 from quantkit.executor.engine import Engine
-from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.grids.schemes import find_scheme
 from quantkit.models.cache_scales import power_of_two_ratios
-from quantkit.models.context import CausalContext
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
 from quantkit.quantization.convert import convert
 
 SMALL = small_recipe.SMALL | {"samples": 10, "held_out": 4, "seq_len": 48, "min_expert_tokens": 32}
-PROMPTS = [[7 + i * 13 % 300 for i in range(length)] for length in (70, 5, 33)]
 
 
 @pytest.fixture(scope="module")
@@ -143,28 +140,11 @@ def test_channels_of_latents_become_of_one_size_and_what_reads_them_is_the_same(
 def test_the_cache_holds_codes_of_known_steps_and_is_read_by_them(outputs, kind):
     """Prompts in chunks, then a token a row, as one causal pass over what the cache holds."""
     model = loaded(outputs[kind])
-    paged, prompts = model.new_cache(8), [torch.tensor(one) for one in PROMPTS]
-    blocks, size = [torch.tensor(one) for one in ([5, 2], [7], [1])], paged.block_size
-    first = [Chunk(0, min(40, len(ids) - 1), own) for ids, own in zip(prompts, blocks)]
-    model.model(
-        torch.cat([ids[: one.length] for ids, one in zip(prompts, first)]),
-        PrefillContext(paged, first),
+    found, paged, slots = paged_pass(model)
+    exact, by_token = (
+        causal_pass(model, torch.int8, **own) for own in ({"steps": model.steps}, {})
     )
-    model.model(prompts[0][40:69], PrefillContext(paged, [Chunk(40, 29, blocks[0])]))
-    positions = torch.tensor([len(ids) - 1 for ids in prompts])
-    tables = torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True)
-    slots = tables[torch.arange(3), positions // size] * size + positions % size
-    found = model.model(
-        torch.stack([ids[-1] for ids in prompts]), DecodeContext(paged, positions, tables, slots)
-    )
-    lengths = [len(ids) for ids in prompts]
-
-    def causal(codes: torch.dtype | None, **steps: object) -> Tensor:
-        context = CausalContext(lengths, codes=codes, **steps)  # type: ignore[arg-type]
-        return model.model(torch.cat(prompts), context)[torch.tensor(lengths).cumsum(0) - 1]
-
-    exact, by_token = causal(torch.int8, steps=model.steps), causal(torch.int8)
-    apart = (causal(None) - exact).norm()
+    apart = (causal_pass(model, None) - exact).norm()
     assert (found - exact).norm() < 0.05 * apart
     assert (by_token - exact).norm() > 0.2 * apart, "a step a token has other codes"
     for layer, kept in enumerate(paged.layers):
