@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ class Checkpoint:
     """
 
     has_weights = True
+    shards_type: ClassVar[type[Shards]] = Shards
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Checkpoint:
             raise QuantkitError(
                 f"{self.description_file}: {fault.problem}", fault.remedy
             ) from fault
-        self._shards = Shards(path)
+        self._shards = self.shards_type(path)
 
     @classmethod
     def open(cls, path: Path) -> "Checkpoint":

@@ -2,7 +2,6 @@
 downloaded."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,22 +41,6 @@ def open_headers(model: str) -> Checkpoint:
     return HeaderCheckpoint(Path(model), remote.files["config.json"], side, tensors)
 
 
-class HeaderCheckpoint(Checkpoint):
-    """A checkpoint whose weights are not on this machine; reading one raises QuantkitError."""
-
-    has_weights = False
-
-    def __init__(
-        self,
-        path: Path,
-        config: dict[str, Any],
-        side: dict[str, Any],
-        tensors: dict[str, TensorInfo],
-    ) -> None:
-        super().__init__(path, config, side, tensors)
-        self._shards = _NoShards(path)
-
-
 class _NoShards(Shards):
     def read(
         self, info: TensorInfo, block: Block | None = None, device: torch.device = CPU
@@ -66,6 +49,13 @@ class _NoShards(Shards):
             f"{info.name} of {self.path} was not downloaded: only its header was",
             "download the model and give its directory",
         )
+
+
+class HeaderCheckpoint(Checkpoint):
+    """A checkpoint whose weights are not on this machine; reading one raises QuantkitError."""
+
+    has_weights = False
+    shards_type = _NoShards
 
 
 def remote_tensor(model: str, shard: str, name: str, entry: RemoteTensor) -> TensorInfo:

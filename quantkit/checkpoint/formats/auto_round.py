@@ -69,7 +69,11 @@ class AutoRound(Description):
                 "extra_config of quantization_config is no object of objects",
                 "download config.json again",
             )
-        patterns = [(regex.compile(name), own) for name, own in extra.items() if _is_pattern(name)]
+        patterns = [
+            (regex.compile(name), own)
+            for name, own in extra.items()
+            if set(name) & set("*^$|[(\\+")
+        ]
         in_blocks = _blocks(block.get("block_name_to_quantize", block.get("to_quant_block_names")))
         _placement("quantization_config", packing, usual)
 
@@ -87,10 +91,6 @@ class AutoRound(Description):
             return _placement(module, packing, {**usual, **said})
 
         return placed
-
-
-def _is_pattern(name: str) -> bool:
-    return any(sign in name for sign in "*^$|[(\\+")
 
 
 def _blocks(said: Any) -> Callable[[str], bool]:

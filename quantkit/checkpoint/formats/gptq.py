@@ -137,7 +137,8 @@ class Gptq(Format):
     def detect(self, config: Json, side: Json) -> bool:
         block = _block(config, side)
         method = block.get("quant_method", _METHOD if _is_side(config, side) else None)
-        return method == _METHOD and (_said_format(block), bool(block.get("desc_act"))) == (
+        said = block.get("checkpoint_format") or block.get("format") or _FIRST
+        return method == _METHOD and (str(said), bool(block.get("desc_act"))) == (
             self.checkpoint_format,
             self.desc_act,
         )
@@ -159,7 +160,7 @@ class Gptq(Format):
         own = [
             (regex.compile(name.removeprefix("+:")), settings)
             for name, settings in _dynamic(block).items()
-            if _is_own(name, settings)
+            if not name.startswith("-:") and isinstance(settings, dict) and settings
         ]
         if not own:
             return self
@@ -243,17 +244,9 @@ def _is_side(config: Json, side: Json) -> bool:
     )
 
 
-def _said_format(block: Json) -> str:
-    return str(block.get("checkpoint_format") or block.get("format") or _FIRST)
-
-
 def _dynamic(block: Json) -> dict[str, Any]:
     found = block.get("dynamic")
     return found if isinstance(found, dict) else {}
-
-
-def _is_own(name: str, settings: Any) -> bool:
-    return not name.startswith("-:") and isinstance(settings, dict) and bool(settings)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

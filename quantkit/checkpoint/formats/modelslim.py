@@ -178,7 +178,7 @@ class ModelSlim(Format):
         if (
             "version" in described
             and not any(kind[0] in types for kind in _KINDS if kind[0] not in _TYPES)
-            and not _has_seconds(described)
+            and not any(name.endswith(_SECOND) for name in described)
         ):
             return self
         return Declared(self, _placed(described), (self, *_KINDS.values(), *_PACKED_W4A16.values()))
@@ -228,10 +228,6 @@ class ModelSlim(Format):
 def _described(side: Json) -> Json:
     found: Json = next(side[name] for name in SLIM_FILES if name in side)
     return found
-
-
-def _has_seconds(described: Json) -> bool:
-    return any(name.endswith(_SECOND) for name in described)
 
 
 def _placed(described: Json) -> Placed:

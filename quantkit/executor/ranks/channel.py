@@ -50,9 +50,9 @@ class Channel:
 
     def send(self, message: Any) -> None:
         """From rank 0 to all ranks, from another rank to rank 0."""
-        text = _encoded(message)
+        text = json.dumps(message).encode()
         for connection in self._connections:
-            connection.sendall(text)
+            connection.sendall(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
 
     def receive(self) -> Any:
         """The next message of rank 0; waits for it."""
@@ -99,11 +99,6 @@ def _spin(connection: socket.socket) -> None:
             return
         except BlockingIOError:  # nothing has come yet
             continue
-
-
-def _encoded(message: Any) -> bytes:
-    text = json.dumps(message).encode()
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def _decoded(connection: socket.socket) -> Any:

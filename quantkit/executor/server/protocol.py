@@ -5,6 +5,7 @@ A request may hold the fields declared here and, of all others, those that chang
 name: an answer that ignores a field is a wrong answer.
 """
 
+from collections.abc import Collection
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -80,6 +81,16 @@ RESERVED_VARIABLES = ("messages", "bos_token", "eos_token")
 """Of a chat template's variables those that are the request's and the model's own."""
 
 
+def first_unsupported(
+    extra: dict[str, Any] | None, harmless: Collection[str], neutral: dict[str, tuple[Any, ...]]
+) -> str | None:
+    """The first of a request's undeclared fields that asks for something."""
+    for name, value in (extra or {}).items():
+        if name not in harmless and value not in neutral.get(name, ()):
+            return name
+    return None
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -123,15 +134,7 @@ class Request(Structured):
     @property
     def unsupported(self) -> str | None:
         """The first field that would have to be ignored to its sender's surprise."""
-        extra = self.model_extra or {}
-        return next(
-            (
-                name
-                for name, value in extra.items()
-                if name not in HARMLESS and value not in NEUTRAL.get(name, ())
-            ),
-            None,
-        )
+        return first_unsupported(self.model_extra, HARMLESS, NEUTRAL)
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.executor.scheduler.sequence import Completion
 from quantkit.executor.server.answers import AnswerReader, usage
 from quantkit.executor.server.intake import Prepared
-from quantkit.executor.server.protocol import HARMLESS, MAX_MESSAGES
+from quantkit.executor.server.protocol import HARMLESS, MAX_MESSAGES, first_unsupported
 from quantkit.executor.server.reasoning import AnswerParts
 from quantkit.executor.server.service import AnswerStream
 from quantkit.executor.server.tools.definitions import MAX_TOOLS
@@ -64,15 +64,7 @@ class ResponsesRequest(BaseModel):
     @property
     def unsupported(self) -> str | None:
         """The first field that would have to be ignored."""
-        extra = self.model_extra or {}
-        return next(
-            (
-                name
-                for name, value in extra.items()
-                if name not in _HARMLESS and value not in _NEUTRAL.get(name, ())
-            ),
-            None,
-        )
+        return first_unsupported(self.model_extra, _HARMLESS, _NEUTRAL)
 
     def as_chat(self) -> dict[str, Any]:
         """The fields of the chat request that asks the same. Raises QuantkitError for items and
