@@ -4,7 +4,6 @@ not be written."""
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from commands import command
@@ -27,7 +26,7 @@ def _room_for(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_the_old_file_stays_and_no_partial_file_remains(tmp_path: Path) -> None:
+def test_the_old_file_stays_and_no_partial_file_remains(tmp_path):
     path = tmp_path / "results.json"
     write_atomic(path, "before")
     with (
@@ -41,7 +40,7 @@ def test_the_old_file_stays_and_no_partial_file_remains(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["results.json"]
 
 
-def test_a_file_that_could_not_be_written_is_reported_before(tmp_path: Path) -> None:
+def test_a_file_that_could_not_be_written_is_reported_before(tmp_path):
     check_writable(tmp_path / "c.json", "--out")
     assert not list(tmp_path.iterdir())
     for path, said in (
@@ -74,9 +73,7 @@ def test_a_file_that_could_not_be_written_is_reported_before(tmp_path: Path) -> 
         ),
     ],
 )
-def test_commands_refuse_first(
-    tmp_path: Path, work: str, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_refuse_first(tmp_path, work, arguments, monkeypatch):
     monkeypatch.setattr(work, lambda *_: pytest.fail("work began"))
     answer = command(*arguments, str(tmp_path / TOO_LONG))
     assert (answer.code, answer.out) == (1, "")
@@ -84,7 +81,7 @@ def test_commands_refuse_first(
     assert "File name too long" in answer.error
 
 
-def test_findings_are_reported_where_the_page_cannot_be_written(tmp_path: Path) -> None:
+def test_findings_are_reported_where_the_page_cannot_be_written(tmp_path):
     report = tmp_path / "report.html"
     with _room_for(200):  # enough for the look beforehand
         answer = command("check", "tiny-r1", "--depth", "headers", "--report", str(report))

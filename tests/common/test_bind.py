@@ -4,7 +4,6 @@ import json
 import shutil
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from commands import typed
@@ -13,7 +12,7 @@ from quantkit.common.bind import bind, url_address
 from quantkit.common.errors import QuantkitError
 
 
-def test_an_ipv6_host_has_brackets() -> None:
+def test_an_ipv6_host_has_brackets():
     assert (url_address("::1", 8000), url_address("127.0.0.1", 80), url_address("box", 1)) == (
         "[::1]:8000",
         "127.0.0.1:80",
@@ -34,7 +33,7 @@ def taken() -> Iterator[int]:
         yield listening.getsockname()[1]
 
 
-def test_connections_are_refused_before_the_server_listens() -> None:
+def test_connections_are_refused_before_the_server_listens():
     with bind("127.0.0.1", 0) as (one,):
         url_address = one.getsockname()
         with pytest.raises(ConnectionRefusedError):
@@ -49,7 +48,7 @@ def test_connections_are_refused_before_the_server_listens() -> None:
     ("host", "said"),
     [("203.0.113.7", "Cannot assign requested address"), ("no host", "cannot serve on no host:1")],
 )
-def test_an_address_of_another_machine(host: str, said: str) -> None:
+def test_an_address_of_another_machine(host, said):
     with pytest.raises(QuantkitError, match=said), bind(host, 1):
         pass
 
@@ -67,7 +66,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     ["serve tiny-r1", "playground tiny-r1"],
 )
 @pytest.mark.usefixtures("nothing_is_loaded")
-def test_a_port_in_use_is_reported_before_a_model_is_loaded(line: str, taken: int) -> None:
+def test_a_port_in_use_is_reported_before_a_model_is_loaded(line, taken):
     answer = typed(f"{line} --port {taken}")
     assert (answer.code, answer.errors) == (1, 1)
     assert answer.error.startswith(
@@ -76,7 +75,7 @@ def test_a_port_in_use_is_reported_before_a_model_is_loaded(line: str, taken: in
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
-def test_an_unusable_option_is_reported_before_a_model_is_loaded(tmp_path: Path) -> None:
+def test_an_unusable_option_is_reported_before_a_model_is_loaded(tmp_path):
     (tmp_path / "broken.jinja").write_text("{% for x in %}")
     for asked, said, code in (
         ("--tool-parser x", "there is no tool parser 'x'", 2),
@@ -93,8 +92,8 @@ def test_an_unusable_option_is_reported_before_a_model_is_loaded(tmp_path: Path)
 
 
 def test_a_server_without_a_chat_template_says_so_when_it_comes_up(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_checkpoint, tmp_path, monkeypatch
+):
     """Whoever started it heard of it from a client's first chat."""
     monkeypatch.setattr("quantkit.executor.server.serve.serve", lambda *_: None)
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")

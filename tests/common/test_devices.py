@@ -1,8 +1,6 @@
 """Names of dtypes and devices: one table, whoever asks; and the device that kernels are launched
 on."""
 
-from pathlib import Path
-
 import guessed_models
 import pytest
 import torch
@@ -23,13 +21,13 @@ from quantkit.executor.sampling.params import SamplingParams
 @pytest.mark.parametrize(
     ("short", "long"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")]
 )
-def test_a_dtype_has_a_short_name_and_torchs(short: str, long: str) -> None:
+def test_a_dtype_has_a_short_name_and_torchs(short, long):
     assert parse_dtype(short) == parse_dtype(long) == getattr(torch, long)
     assert find_dtype(short, torch.device("cpu")) == getattr(torch, long)
 
 
 @pytest.mark.parametrize("name", ["", "half", "int8", "BF16"])
-def test_another_name_is_refused(name: str) -> None:
+def test_another_name_is_refused(name):
     with pytest.raises(
         QuantkitError, match=r"is not known; use float32, bfloat16, float16, or fp32, bf16, fp16"
     ):
@@ -50,13 +48,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     ("name", "rank", "number"),
     [("cuda", None, 0), ("auto", "3", 3), ("cuda", "2", 2), ("cuda:1", "2", 1)],
 )
-def test_who_computes_on_a_gpu_makes_it_the_current_one(
-    name: str,
-    rank: str | None,
-    number: int,
-    four_gpus: list[torch.device],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_who_computes_on_a_gpu_makes_it_the_current_one(name, rank, number, four_gpus, monkeypatch):
     """Triton launches on the current device: ranks other than the first were refused their own
     tensors."""
     if rank is not None:
@@ -73,7 +65,7 @@ def test_who_computes_on_a_gpu_makes_it_the_current_one(
 @pytest.mark.parametrize(
     "name", ["cuda:4", "cuda:x", "cuda:", "cuda:-1", "cpu:1", "cuda:1:2", "cuda:²"]
 )
-def test_a_device_that_is_not_there_is_refused(name: str, four_gpus: list[torch.device]) -> None:
+def test_a_device_that_is_not_there_is_refused(name, four_gpus):
     with pytest.raises(
         QuantkitError,
         match=f"there is no device {name} here; this machine has (cuda:0 to cuda:3|cpu:0)$",
@@ -82,9 +74,7 @@ def test_a_device_that_is_not_there_is_refused(name: str, four_gpus: list[torch.
     assert not four_gpus
 
 
-def test_more_ranks_than_gpus_are_refused(
-    four_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_ranks_than_gpus_are_refused(four_gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "4")
     with pytest.raises(
         QuantkitError, match="there is no device cuda:4 here; this machine has cuda:0 to cuda:3"
@@ -92,9 +82,7 @@ def test_more_ranks_than_gpus_are_refused(
         select_device("auto")
 
 
-def test_an_engine_computes_on_its_own_device_in_any_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_computes_on_its_own_device_in_any_thread(tmp_path, monkeypatch):
     """Threads begin with the first device, so it is made current where a step begins."""
     loaded, current = (
         guessed_models.load(write_random(tmp_path / "model", guessed_models.LLAMA)),

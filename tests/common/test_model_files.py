@@ -1,7 +1,6 @@
 """What is opened of a model's folder, and what is not."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,14 +29,14 @@ def hub_cache(root: Path) -> Path:
     return snapshot
 
 
-def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
+def test_links_of_the_hub_cache_are_followed(tmp_path):
     snapshot = hub_cache(tmp_path)
     assert read_json(snapshot / "config.json") == {"a": 1}
     (tmp_path / "elsewhere").symlink_to(snapshot)
     assert read_json(tmp_path / "elsewhere" / "config.json") == {"a": 1}
 
 
-def test_links_out_of_the_hub_cache_are_refused(tmp_path: Path) -> None:
+def test_links_out_of_the_hub_cache_are_refused(tmp_path):
     snapshot = hub_cache(tmp_path)
     (tmp_path / "models--org--other").mkdir()
     (tmp_path / "models--org--other" / "config.json").write_text("{}")
@@ -48,7 +47,7 @@ def test_links_out_of_the_hub_cache_are_refused(tmp_path: Path) -> None:
         read_json(snapshot / "other.json")
 
 
-def test_a_folder_called_snapshots_is_no_hub_cache(tmp_path: Path) -> None:
+def test_a_folder_called_snapshots_is_no_hub_cache(tmp_path):
     model = tmp_path / "snapshots" / "model"
     model.mkdir(parents=True)
     (tmp_path / "secret.json").write_text("{}")
@@ -57,7 +56,7 @@ def test_a_folder_called_snapshots_is_no_hub_cache(tmp_path: Path) -> None:
         read_json(model / "config.json")
 
 
-def test_pointers_of_git_lfs_are_reported(folder: Path) -> None:
+def test_pointers_of_git_lfs_are_reported(folder):
     """A clone without Git LFS has them in place of shards and tokenizer.json."""
     for name in ("model.safetensors", "tokenizer.json"):
         (folder / name).write_text(
@@ -76,14 +75,14 @@ def test_pointers_of_git_lfs_are_reported(folder: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_links_inside_the_folder_are_followed(folder: Path) -> None:
+def test_links_inside_the_folder_are_followed(folder):
     (folder / "a.json").write_text('{"b": 2}')
     (folder / "config.json").symlink_to("a.json")
     assert read_json(folder / "config.json") == {"b": 2}
 
 
 @pytest.mark.parametrize("target", ["../secret.json", "/etc/hostname", "../model/../secret.json"])
-def test_a_licence_that_leads_out_is_not_copied(target: str, folder: Path) -> None:
+def test_a_licence_that_leads_out_is_not_copied(target, folder):
     (folder / "LICENSE").symlink_to(target)
     with pytest.raises(
         QuantkitError,
@@ -107,21 +106,19 @@ def test_a_licence_that_leads_out_is_not_copied(target: str, folder: Path) -> No
         (lambda path: os.mknod(path, 0o600 | 0o140000), "is a socket, not a file"),
     ],
 )
-def test_a_special_file_is_reported_without_blocking(
-    make: Callable[[Path], object], fault: str, folder: Path
-) -> None:
+def test_a_special_file_is_reported_without_blocking(make, fault, folder):
     make(folder / "config.json")
     with pytest.raises(QuantkitError, match=fault):
         open_file(folder / "config.json")
 
 
-def test_a_broken_link_is_there() -> None:
+def test_a_broken_link_is_there():
     assert not is_there(Path("/nonexistent/\0x"))
     assert not is_there(Path("/" + "x" * 5000))
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b", "\ud800"])
-def test_names_that_no_file_has(name: str, folder: Path) -> None:
+def test_names_that_no_file_has(name, folder):
     with pytest.raises(QuantkitError) as told:
         open_file(folder / name)
     assert "\n" not in str(told.value)
@@ -141,20 +138,18 @@ def test_names_that_no_file_has(name: str, folder: Path) -> None:
         (b'{"a": ' + b"9" * 5000 + b"}", "is not valid JSON"),
     ],
 )
-def test_json_that_readers_would_read_differently_or_not_at_all(
-    content: bytes, fault: str, folder: Path
-) -> None:
+def test_json_that_readers_would_read_differently_or_not_at_all(content, fault, folder):
     (folder / "config.json").write_bytes(content)
     with pytest.raises(QuantkitError, match=fault):
         read_json(folder / "config.json")
 
 
-def test_json_that_is_read(folder: Path) -> None:
+def test_json_that_is_read(folder):
     (folder / "config.json").write_bytes(b'\xef\xbb\xbf{"a": 1, "a": 1, "b": "\\ud83d\\ude00"}')
     assert read_json(folder / "config.json") == {"a": 1, "b": "😀"}
 
 
-def test_size_is_known_before_a_byte_is_read(folder: Path) -> None:
+def test_size_is_known_before_a_byte_is_read(folder):
     (folder / "config.json").touch()
     os.truncate(folder / "config.json", 10**13)
     with pytest.raises(

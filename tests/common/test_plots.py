@@ -15,7 +15,7 @@ RAISED = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
     ("scale", "low", "high"),
     [("log", 1e-5, 30), ("log", 2e-3, 7e-3), ("log", 0.5, 2000), ("symlog", 0, 4e4)],
 )
-def test_powers_are_those_of_matplotlib(scale: str, low: float, high: float) -> None:
+def test_powers_are_those_of_matplotlib(scale, low, high):
     """Over many decades, within one, where the ticks between powers have labels, and from zero
     on."""
     axes, plot = draw(7.0, 2.2)
@@ -50,7 +50,7 @@ def test_powers_are_those_of_matplotlib(scale: str, low: float, high: float) -> 
     assert not any("$" in text for text in got)
 
 
-def test_layers_that_lost_nothing_are_drawn_without_a_word() -> None:
+def test_layers_that_lost_nothing_are_drawn_without_a_word():
     """As where a budget kept every linear in 16 bits: matplotlib warned of a logarithm of
     nothing."""
     with warnings.catch_warnings():

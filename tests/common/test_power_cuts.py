@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from power_cuts import Recorder, restore
 from replay_server import ReplayServer
@@ -40,7 +39,7 @@ def _write_checkpoint(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
-def test_a_checkpoint_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_goes_on(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         recorder = Recorder(tmp_path / "first", patch)
         expected = _write_checkpoint(tmp_path / "first" / "out")
@@ -64,7 +63,7 @@ def _accuracy_or_line(
         return None if any(str(path) in str(error) for path in journals) else -1.0
 
 
-def test_an_evaluation_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_goes_on(tmp_path, monkeypatch):
     rows = [
         {"id": f"s{n}", "question": f"{n} + {n}", "answer": str(2 * n), "steps": 1}
         for n in range(6)
@@ -98,7 +97,7 @@ def test_an_evaluation_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert refused <= len(images) // 4
 
 
-def test_a_file_is_never_written_through_another_name(tmp_path: Path) -> None:
+def test_a_file_is_never_written_through_another_name(tmp_path):
     """Names that a writer may have used before, and links with them, stay as they are."""
     target = tmp_path / "report.html"
     precious = tmp_path / "precious"

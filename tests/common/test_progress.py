@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_rest_follows_from_the_pace() -> None:
+def test_the_rest_follows_from_the_pace():
     clock = Clock()
     left = TimeLeft(clock=clock)
     assert left.seconds is None
@@ -38,7 +38,7 @@ def test_the_rest_follows_from_the_pace() -> None:
     assert left.seconds == pytest.approx(35), "and a step that takes long does not end the work"
 
 
-def test_what_was_there_before_took_no_time() -> None:
+def test_what_was_there_before_took_no_time():
     clock = Clock()
     left = TimeLeft(clock=clock)
     clock.now += 1
@@ -48,7 +48,7 @@ def test_what_was_there_before_took_no_time() -> None:
     assert left.seconds == pytest.approx(0.4 / 0.1 * 11, rel=0.01)
 
 
-def test_what_is_expected_counts_at_first() -> None:
+def test_what_is_expected_counts_at_first():
     clock = Clock()
     left = TimeLeft(1000, clock)
     assert left.seconds == pytest.approx(1000)
@@ -69,7 +69,7 @@ def shown(stream: io.StringIO, seconds: float, steps: int) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def test_a_log_gets_a_line_now_and_then() -> None:
+def test_a_log_gets_a_line_now_and_then():
     assert shown(io.StringIO(), 5, 10) == [], "short work prints nothing"
     lines = shown(io.StringIO(), 200, 100)
     assert lines[0] == "working: 5%, 3 min 10 s left, part 5\\x1b[31m"
@@ -77,14 +77,14 @@ def test_a_log_gets_a_line_now_and_then() -> None:
     assert lines[-1] == "working: 3 min 20 s"
 
 
-def test_a_terminal_gets_one_line() -> None:
+def test_a_terminal_gets_one_line():
     stream = Terminal()
     shown(stream, 200, 100)
     assert stream.getvalue().count("\n") == 1
     assert stream.getvalue().count("\r") == 101
 
 
-def test_a_notebook_gets_one_output(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_gets_one_output(monkeypatch):
     """IPython's display as it is called, without IPython."""
     outputs: list[list[str]] = []
 

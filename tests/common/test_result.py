@@ -22,12 +22,12 @@ class Named(Result):
         return [("name", self.name), ("letters, at most", "7")]
 
 
-def test_a_result_is_lines_of_text_and_a_table() -> None:
+def test_a_result_is_lines_of_text_and_a_table():
     assert repr(Named("a")) == "about a\n  name              a\n  letters, at most  7"
     assert "<caption>about a</caption>" in Named("a")._repr_html_()
 
 
-def test_a_notebook_shows_plots() -> None:
+def test_a_notebook_shows_plots():
     """Of the layers; of a text without a baseline there is nothing to plot."""
     alone = Quality(ppl=3.0, tokens=10, documents=2)
     beside = replace(alone, baseline_ppl=2.9, kl=0.01, top1_agree=0.9, layer_errors=[0.01, 0.02])
@@ -36,7 +36,7 @@ def test_a_notebook_shows_plots() -> None:
     assert "KL from the baseline" in repr(beside)
 
 
-def test_values_are_neither_markup_nor_obeyed() -> None:
+def test_values_are_neither_markup_nor_obeyed():
     hostile = Named("<script>\x1b[31m\n\u202e&")
     assert repr(hostile).count("\n") == 2
     for shown in (repr(hostile), hostile._repr_html_()):
@@ -56,11 +56,11 @@ def test_values_are_neither_markup_nor_obeyed() -> None:
         (2e15, "2000 TB"),
     ],
 )
-def test_sizes_have_a_unit_that_fits(count: float, shown: str) -> None:
+def test_sizes_have_a_unit_that_fits(count, shown):
     assert format_bytes(count) == shown
 
 
-def test_a_table_of_sizes_has_one_unit() -> None:
+def test_a_table_of_sizes_has_one_unit():
     assert byte_unit(15_921_628) == (1e6, "MB")
     assert byte_unit(999) == (1, "B")
 
@@ -79,5 +79,5 @@ def test_a_table_of_sizes_has_one_unit() -> None:
         (3 * 86400 + 4 * 3600, "3 d 4 h"),
     ],
 )
-def test_spans_have_two_units(seconds: float, shown: str) -> None:
+def test_spans_have_two_units(seconds, shown):
     assert format_duration(seconds) == shown

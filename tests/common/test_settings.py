@@ -2,8 +2,6 @@
 remedy."""
 
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import hostile_yaml
@@ -46,7 +44,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("content", FAULTS, ids=lambda content: repr(content[:20]))
-def test_a_fault_is_reported_with_file_and_place(content: bytes, tmp_path: Path) -> None:
+def test_a_fault_is_reported_with_file_and_place(content, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_bytes(content)
     with pytest.raises(QuantkitError) as told:
@@ -56,7 +54,7 @@ def test_a_fault_is_reported_with_file_and_place(content: bytes, tmp_path: Path)
     assert told.value.remedy == "see the page"
 
 
-def test_faults_in_a_list_or_dict_name_their_place(tmp_path: Path) -> None:
+def test_faults_in_a_list_or_dict_name_their_place(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("- size: 1\n- size: x\n")
     with pytest.raises(QuantkitError, match=r"not valid: 1\.size: "):
@@ -66,7 +64,7 @@ def test_faults_in_a_list_or_dict_name_their_place(tmp_path: Path) -> None:
         read_yaml(path, dict[str, Part], "")
 
 
-def test_a_file_is_found_by_its_path_or_its_name(tmp_path: Path) -> None:
+def test_a_file_is_found_by_its_path_or_its_name(tmp_path):
     assert find_yaml("awq-w4a16", "recipes") == find_yaml(
         str(find_yaml("awq-w4a16", "recipes")), "recipes"
     )
@@ -77,7 +75,7 @@ def test_a_file_is_found_by_its_path_or_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("read", READERS, ids=lambda read: str(read.__name__))
 @pytest.mark.parametrize("name", ["unheard-of", "un.heard", "unheard-of.yaml", 300 * "x"])
-def test_a_missing_file_is_named(read: Callable[[str], Any], name: str) -> None:
+def test_a_missing_file_is_named(read, name):
     with pytest.raises(QuantkitError, match=name) as told:
         read(name)
     assert "reinstall" not in told.value.remedy
@@ -85,9 +83,7 @@ def test_a_missing_file_is_named(read: Callable[[str], Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("read", READERS, ids=lambda read: str(read.__name__))
-def test_every_reader_reports_faults_the_same_way(
-    read: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_every_reader_reports_faults_the_same_way(read, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("nothing: known\n")
     with pytest.raises(QuantkitError, match=rf"{path} is not valid: \w+: "):
@@ -95,7 +91,7 @@ def test_every_reader_reports_faults_the_same_way(
 
 
 @pytest.mark.parametrize("name", hostile_yaml.FIXED)
-def test_a_small_file_cannot_ask_for_much(tmp_path: Path, name: str) -> None:
+def test_a_small_file_cannot_ask_for_much(tmp_path, name):
     path, started = tmp_path / "file.yaml", time.process_time()
     path.write_text(hostile_yaml.FIXED[name])
     with pytest.raises(QuantkitError, match="is not valid: ") as refused:
@@ -104,7 +100,7 @@ def test_a_small_file_cannot_ask_for_much(tmp_path: Path, name: str) -> None:
     assert time.process_time() - started < CPU_S
 
 
-def test_a_shaken_file_is_read_or_refused(tmp_path: Path) -> None:
+def test_a_shaken_file_is_read_or_refused(tmp_path):
     good, path = asset("recipes", "deploy", "vllm.yaml").read_text(), tmp_path / "file.yaml"
     refused = 0
     for seed in range(sized(30, 300)):

@@ -33,7 +33,7 @@ def int8() -> Rule:
     )
 
 
-def test_every_result_is_of_a_rule() -> None:
+def test_every_result_is_of_a_rule():
     for one in loader_results():
         rules = [
             load
@@ -43,9 +43,7 @@ def test_every_result_is_of_a_rule() -> None:
         assert any(one.grid in load.grids and one.device in load.devices for load in rules), one
 
 
-def test_evidence_is_loaded_if_all_loads_are_right_and_every_fault_is_found(
-    int8: Rule, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evidence_is_loaded_if_all_loads_are_right_and_every_fault_is_found(int8, monkeypatch):
     found = next(
         one
         for one in loader_results()
@@ -78,7 +76,7 @@ def test_evidence_is_loaded_if_all_loads_are_right_and_every_fault_is_found(
     assert said(loads=0, right=0) == "by source"
 
 
-def test_evidence_of_cache_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evidence_of_cache_scales(monkeypatch):
     ascend = find_engine("vllm-ascend")
     assert (
         cache_evidence(ascend, "int8")
@@ -93,21 +91,19 @@ def test_evidence_of_cache_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_evidence(ascend, "int8") == "by source"
 
 
-def test_a_run_counts_for_more() -> None:
+def test_a_run_counts_for_more():
     profile = find_engine("vllm")
     awq = next(load for load in profile.loads if load.format == "awq" and "cuda" in load.devices)
     assert evidence(profile, awq) == "run on H200, vLLM 0.22.1"
 
 
-def test_every_run_is_of_a_layout() -> None:
+def test_every_run_is_of_a_layout():
     for run in layout_runs():
         find_topology(run.engine, name=run.layout)
         assert run.passed <= (run.equal > 0 and run.compared >= run.equal), run
 
 
-def test_a_layout_counts_as_run_if_its_tokens_were_right(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_layout_counts_as_run_if_its_tokens_were_right(monkeypatch):
     right = LayoutRun(
         engine="vllm",
         release="1",

@@ -52,9 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_routers_of_middle_models_are_decided(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_routers_of_middle_models_are_decided(name, tmp_path, monkeypatch):
     """Of 120 tokens, the experts of none may differ in BF16; of a random router, of some."""
     draw = torch.Generator().manual_seed(1)
     sequences = torch.randint(8, 320, (3, 40), generator=draw).tolist()
@@ -67,9 +65,7 @@ def test_routers_of_middle_models_are_decided(
     assert ties(tmp_path / "random") > 3
 
 
-def test_the_tokens_of_the_checkpoint_pass_and_those_of_another_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tokens_of_the_checkpoint_pass_and_those_of_another_do_not(tmp_path, monkeypatch):
     """quantkit's own answers, as vLLM would give them: of AWQ, and where it read shifted zero
     points."""
     name = "llama-dense"
@@ -96,7 +92,7 @@ def test_the_tokens_of_the_checkpoint_pass_and_those_of_another_do_not(
     assert refused == (False, "vLLM refuses it: no")
 
 
-def test_cases_have_writers() -> None:
+def test_cases_have_writers():
     for device, cases in CASES.items():
         for model, format, topology in cases:
             assert topology in TOPOLOGIES, (device, topology)
@@ -119,7 +115,7 @@ def test_cases_have_writers() -> None:
         "mtp-alone 1 1 1 1",
     ],
 )
-def test_commands_take_four_cards(model: Path, case: str) -> None:
+def test_commands_take_four_cards(model, case):
     topology, *sizes = case.split()
     *ways, boxes = map(int, sizes)
     launches = [
@@ -141,9 +137,7 @@ def test_commands_take_four_cards(model: Path, case: str) -> None:
 @pytest.mark.parametrize(
     ("topology", "given"), [("pipeline", False), ("experts", True), ("apart", True)]
 )
-def test_workers_of_boxes_in_a_pipeline_find_their_own_ports(
-    model: Path, tmp_path: Path, topology: str, given: bool
-) -> None:
+def test_workers_of_boxes_in_a_pipeline_find_their_own_ports(model, tmp_path, topology, given):
     """Two workers of a box that both look for a port from VLLM_PORT on found the same one in two of
     six starts on four cards."""
     program = tmp_path / "python"
@@ -163,7 +157,7 @@ def test_workers_of_boxes_in_a_pipeline_find_their_own_ports(
     assert [line != "from anywhere" for line in said] == [given] * len(said)
 
 
-def test_a_result_says_that_its_server_was_compiled(tmp_path: Path) -> None:
+def test_a_result_says_that_its_server_was_compiled(tmp_path):
     (tmp_path / "topologies.json").write_text(
         '{"m awq tensor": {"error": "gone"}, "m awq apart-twice": {"error": "gone"}}'
     )
@@ -173,7 +167,7 @@ def test_a_result_says_that_its_server_was_compiled(tmp_path: Path) -> None:
         assert options == [(more, 4, "gone"), (f"2-of-each {more}".strip(), 4, "gone")]
 
 
-def test_a_given_attention_backend_reaches_the_mtp_layer() -> None:
+def test_a_given_attention_backend_reaches_the_mtp_layer():
     assert attention("", 1) == []
     assert attention("TRITON_ATTN", 0) == ["--attention-backend", "TRITON_ATTN"]
     *model, option, said = attention("TRITON_ATTN", 1)
@@ -182,7 +176,7 @@ def test_a_given_attention_backend_reaches_the_mtp_layer() -> None:
     assert json.loads(said) == about
 
 
-def test_sglangs_printed_command_is_run_with_the_given_options(model: Path) -> None:
+def test_sglangs_printed_command_is_run_with_the_given_options(model):
     _, words = sglang_topologies.command_of(model, "PYTHON", 2, 21064, 1)
     asked = {"device": "cuda", "devices": 2, "context": 1024, "draft_length": 1}
     made = deploy(model, "sglang", layout="one-box", **asked)
@@ -221,7 +215,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Engine).serve_forever()
 """
 
 
-def test_answers_are_read_and_the_server_ends(tmp_path: Path) -> None:
+def test_answers_are_read_and_the_server_ends(tmp_path):
     program = tmp_path / "engine.py"
     program.write_text(ENGINE)
     with socket.socket() as free:
@@ -239,7 +233,7 @@ def test_answers_are_read_and_the_server_ends(tmp_path: Path) -> None:
     assert str(program) in (tmp_path / "log").read_text().splitlines()[0]
 
 
-def test_a_server_that_ends_is_reported(tmp_path: Path) -> None:
+def test_a_server_that_ends_is_reported(tmp_path):
     server = Server("http://127.0.0.1:21995")
     server.start([sys.executable, "-c", "raise SystemExit(3)"], {}, tmp_path / "log")
     with pytest.raises(RuntimeError, match="process 0 ended with 3"):
@@ -251,9 +245,7 @@ def test_a_server_that_ends_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "form"), [("qwen3-8b", "awq"), ("qwen3-30b-a3b", "bf16")])
-def test_a_model_of_repeated_layers_has_all_its_tensors(
-    name: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_repeated_layers_has_all_its_tensors(name, form, tmp_path, monkeypatch):
     small = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     if name == "qwen3-30b-a3b":
@@ -269,9 +261,7 @@ def test_a_model_of_repeated_layers_has_all_its_tensors(
     assert sum(".2." in one for one in there) > 3
 
 
-def test_gaps_are_counted_while_the_long_prompt_is_computed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gaps_are_counted_while_the_long_prompt_is_computed(monkeypatch):
     one = RequestTimes(0.0, 1.0, 9.0, 8, 4, gaps=(5.0, 1.0, 2.0))
     assert list(ends_of_gaps(one)) == [(6.0, 5.0), (7.0, 1.0), (9.0, 2.0)]
     answers = {vllm_beside.ANSWERS: [one], 1: [RequestTimes(6.5, 7.5, 7.6, 8, 4)]}

@@ -90,9 +90,7 @@ def program(command: tuple[str, ...]) -> str:
 
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
-def test_commands_use_options_the_engine_defines(
-    int8: Path, engine: str, device: str, layout: str
-) -> None:
+def test_commands_use_options_the_engine_defines(int8, engine, device, layout):
     made = deploy(int8, engine, layout=layout, device=device)  # type: ignore[arg-type]
     assert not [
         problem
@@ -119,7 +117,7 @@ def test_commands_use_options_the_engine_defines(
     json.dumps(made.as_dict())
 
 
-def test_box_layouts_and_quantization_options(int8: Path) -> None:
+def test_box_layouts_and_quantization_options(int8):
     two = deploy(int8, "vllm", boxes=2, hosts=["10.0.0.1", "10.0.0.2"], nic="bond0")
     assert two.layout == "two-boxes"
     worker = two.launches[1].script()
@@ -132,9 +130,7 @@ def test_box_layouts_and_quantization_options(int8: Path) -> None:
 
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
-def test_servers_listen_where_they_must_and_ask_for_a_key(
-    int8: Path, engine: str, device: str, layout: str
-) -> None:
+def test_servers_listen_where_they_must_and_ask_for_a_key(int8, engine, device, layout):
     made = deploy(int8, engine, layout=layout, device=device)  # type: ignore[arg-type]
     for launch in made.launches:
         script = launch.script()
@@ -156,7 +152,7 @@ def test_servers_listen_where_they_must_and_ask_for_a_key(
             assert not without.stdout, "it starts nothing without a key"
 
 
-def test_one_box_with_an_address_listens_there(int8: Path) -> None:
+def test_one_box_with_an_address_listens_there(int8):
     given, alone = (
         deploy(int8, "vllm", hosts=hosts).launches[0].script() for hosts in (["10.0.0.1"], None)
     )
@@ -166,13 +162,13 @@ def test_one_box_with_an_address_listens_there(int8: Path) -> None:
     assert "eth0" not in alone, "an interface that the machine may not have"
 
 
-def test_an_engine_that_does_not_load_the_checkpoint_is_reported(tmp_path: Path) -> None:
+def test_an_engine_that_does_not_load_the_checkpoint_is_reported(tmp_path):
     made = deploy(awq_of(tmp_path), "vllm-ascend")
     assert not made.ready
     assert "no AWQ reader" in made.problems[0].problem
 
 
-def test_questions_without_an_answer(int8: Path) -> None:
+def test_questions_without_an_answer(int8):
     many = {"boxes": 2, "hosts": ["10.0.0.1", "10.0.0.1"]}
     nic = "is not a network interface; give one that ip link lists"
     for engine, asked, told in (
@@ -192,7 +188,7 @@ def test_questions_without_an_answer(int8: Path) -> None:
     assert deploy(int8, "vllm", nic="^docker,lo").launches
 
 
-def test_a_longer_request_than_the_model_accepts_is_reported(tmp_path: Path) -> None:
+def test_a_longer_request_than_the_model_accepts_is_reported(tmp_path):
     """Engines refuse to start with it. YaRN extends what it begins with, whatever
     max_position_embeddings says; vLLM goes by it."""
     plain = packed(tmp_path / "plain", tiny_config(num_nextn_predict_layers=0, rope_scaling=None))
@@ -214,7 +210,7 @@ def test_a_longer_request_than_the_model_accepts_is_reported(tmp_path: Path) -> 
         assert made(path, most + 1)[0] == [told]
 
 
-def test_a_checkpoint_without_a_tokenizer_is_reported(int8: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_tokenizer_is_reported(int8, tmp_path):
     """`inspect` and `deploy` go by headers, and a server ends with a traceback."""
     assert not [one for one in deploy(int8, "vllm").problems if "tokenizer" in one.problem]
     without = shutil.copytree(int8, tmp_path / "without")
@@ -223,7 +219,7 @@ def test_a_checkpoint_without_a_tokenizer_is_reported(int8: Path, tmp_path: Path
     assert (told.severity, told.remedy) == ("warning", "copy it from the model's source")
 
 
-def test_memory_is_counted_from_headers(int8: Path) -> None:
+def test_memory_is_counted_from_headers(int8):
     checkpoint = Checkpoint.open(int8)
     one = fit(checkpoint, ParallelSizes(1), 100, 1.0, 1.0, 0.0)
     stored = sum(
@@ -250,7 +246,7 @@ def test_memory_is_counted_from_headers(int8: Path) -> None:
     assert not fit(checkpoint, ParallelSizes(1), 10**9, 1.0, 1.0, 0.0).fits
 
 
-def test_heads_and_layers_come_out_even(int8: Path, tmp_path: Path) -> None:
+def test_heads_and_layers_come_out_even(int8, tmp_path):
     """Their rows may divide where heads do not: vLLM refuses such ranks."""
 
     def told(path: Path, devices: int, boxes: int = 1) -> str:
@@ -269,7 +265,7 @@ def test_heads_and_layers_come_out_even(int8: Path, tmp_path: Path) -> None:
     )
 
 
-def test_an_mtp_layer_for_speculation_takes_memory(int8: Path) -> None:
+def test_an_mtp_layer_for_speculation_takes_memory(int8):
     without, guessing = (
         deploy(int8, "vllm", devices=1, draft_length=guesses).memory["server"] for guesses in (0, 1)
     )
@@ -281,7 +277,7 @@ def test_an_mtp_layer_for_speculation_takes_memory(int8: Path) -> None:
     assert guessing.cache_bytes_per_token * 3 == without.cache_bytes_per_token * 4
 
 
-def test_a_split_that_does_not_divide_is_named(tmp_path: Path) -> None:
+def test_a_split_that_does_not_divide_is_named(tmp_path):
     checkpoint = Checkpoint.open(awq_of(tmp_path))
     assert check_split(checkpoint, read_model(checkpoint), ParallelSizes(1)) == []
     told = check_split(checkpoint, read_model(checkpoint), ParallelSizes(2))[0].problem
@@ -292,7 +288,7 @@ def test_a_split_that_does_not_divide_is_named(tmp_path: Path) -> None:
     assert found.remedy == "use fewer tensor-parallel ranks, or a layout with expert parallelism"
 
 
-def test_a_bias_after_a_sum_over_ranks_is_not_split(tmp_path: Path) -> None:
+def test_a_bias_after_a_sum_over_ranks_is_not_split(tmp_path):
     """gpt-oss and openPangu-Embedded have o_proj.bias."""
     config = CONFIGS["gpt_oss"]
     path = packed(tmp_path / "int8", config, of_any(config))
@@ -313,7 +309,7 @@ def test_a_bias_after_a_sum_over_ranks_is_not_split(tmp_path: Path) -> None:
         ("--layout two-boxes --devices 64 --boxes 2", "which 64 ranks cannot share"),
     ],
 )
-def test_a_remedy_works_as_it_is_printed(int8: Path, options: str, problem: str) -> None:
+def test_a_remedy_works_as_it_is_printed(int8, options, problem):
     """A refusal writes nothing to stdout, and names an option that serves the model."""
     held = deploy(int8, "vllm").memory["server"].weight_bytes / GIB
     small = f"{(4 + 0.75 * held) / 0.9:.6f}"
@@ -333,7 +329,7 @@ def _options(line: str) -> dict[str, str]:
     return dict(zip(words[::2], words[1::2]))
 
 
-def test_a_format_that_another_tool_must_write(tmp_path: Path, int8: Path) -> None:
+def test_a_format_that_another_tool_must_write(tmp_path, int8):
     """The remedy converts where the engine then loads the result, and is not offered elsewhere."""
     config = tiny_config(num_nextn_predict_layers=0)
     grid = IntGrid(4, 32, symmetric=True)
@@ -349,7 +345,7 @@ def test_a_format_that_another_tool_must_write(tmp_path: Path, int8: Path) -> No
             assert f"quantize the source again with --engine {engine}" in refused.error
 
 
-def test_the_fewest_devices_are_the_default(int8: Path, dense: Path) -> None:
+def test_the_fewest_devices_are_the_default(int8, dense):
     for path in (int8, dense):
         ((_, words),) = deploy(path, "vllm").launches[0].commands
         assert words[words.index("--tensor-parallel-size") + 1] == "1"
@@ -359,7 +355,7 @@ def test_the_fewest_devices_are_the_default(int8: Path, dense: Path) -> None:
     assert made.ready
 
 
-def test_every_fault_has_its_own_remedy(tmp_path: Path) -> None:
+def test_every_fault_has_its_own_remedy(tmp_path):
     config = tiny_config(num_nextn_predict_layers=0)
     del config["topk_method"], config["scoring_func"]
     told = str(deploy(packed(tmp_path / "int8", config), "vllm", devices=1).refusal)
@@ -367,7 +363,7 @@ def test_every_fault_has_its_own_remedy(tmp_path: Path) -> None:
     assert told.endswith("config.json has scoring_func = None; set it to 'sigmoid': vllm reads it")
 
 
-def test_one_box_of_fewer_devices(int8: Path) -> None:
+def test_one_box_of_fewer_devices(int8):
     """Tensor parallel over as many as there are, and what each holds is counted so."""
     eight, two = (deploy(int8, "vllm", devices=devices) for devices in (8, 2))
     for made, devices in ((eight, "8"), (two, "2")):
@@ -375,7 +371,7 @@ def test_one_box_of_fewer_devices(int8: Path) -> None:
     assert two.memory["server"].weight_bytes > 1.5 * eight.memory["server"].weight_bytes
 
 
-def test_many_boxes_of_fewer_devices(int8: Path) -> None:
+def test_many_boxes_of_fewer_devices(int8):
     """Tensor parallel inside each box, as many data-parallel groups as there are devices for, and
     no rank left over."""
     sizes = ("--tensor-parallel-size", "--pipeline-parallel-size")
@@ -388,7 +384,7 @@ def test_many_boxes_of_fewer_devices(int8: Path) -> None:
         deploy(int8, "vllm-ascend", boxes=4, devices=3)
 
 
-def test_a_layout_on_another_number_of_boxes(int8: Path) -> None:
+def test_a_layout_on_another_number_of_boxes(int8):
     """Data-parallel groups become more or fewer, or pipeline stages where there are none; a
     published rate is of its own size alone."""
     two = deploy(int8, "vllm", layout="four-boxes", boxes=2, devices=2)
@@ -414,9 +410,7 @@ def test_a_layout_on_another_number_of_boxes(int8: Path) -> None:
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
 @pytest.mark.parametrize("devices", [8, 16])
-def test_commands_are_for_the_given_machines(
-    int8: Path, engine: str, device: str, layout: str, devices: int
-) -> None:
+def test_commands_are_for_the_given_machines(int8, engine, device, layout, devices):
     """SGLang's boxes, and the sizes that prefill and decode know of each other, were those of the
     recipe whatever was asked for."""
     chosen = find_topology(engine, None, layout, device, devices)  # type: ignore[arg-type]
@@ -445,7 +439,7 @@ def test_commands_are_for_the_given_machines(
 
 
 @pytest.mark.parametrize("ends", ["0", "3"])
-def test_commands_of_a_box_end_together(int8: Path, tmp_path: Path, ends: str) -> None:
+def test_commands_of_a_box_end_together(int8, tmp_path, ends):
     """A data-parallel engine that is left waits for the one that ended, and says nothing."""
     script = next(
         launch
@@ -482,9 +476,7 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
-def test_a_model_without_experts_gets_no_expert_options(
-    dense: Path, engine: str, device: str, layout: str
-) -> None:
+def test_a_model_without_experts_gets_no_expert_options(dense, engine, device, layout):
     """vLLM ends with "Number of experts in the model must be greater than 0 when expert parallelism
     is enabled"."""
     for launch in deploy(dense, engine, layout=layout, device=device).launches:  # type: ignore[arg-type]
@@ -496,7 +488,7 @@ def test_a_model_without_experts_gets_no_expert_options(
             )
 
 
-def test_speculation_with_the_mtp_layer(int8: Path, tmp_path: Path) -> None:
+def test_speculation_with_the_mtp_layer(int8, tmp_path):
     for engine, length in (("vllm", 2), ("vllm-ascend", 1)):
         ((_, command),) = deploy(int8, engine, draft_length=length).launches[0].commands
         (told,) = after(command, "--speculative-config")
@@ -513,7 +505,7 @@ def test_speculation_with_the_mtp_layer(int8: Path, tmp_path: Path) -> None:
         deploy(without, "vllm", draft_length=1)
 
 
-def test_experts_shared_by_the_devices_of_one_box(int8: Path) -> None:
+def test_experts_shared_by_the_devices_of_one_box(int8):
     four, two = (
         deploy(int8, "vllm", layout="one-box-experts", devices=devices) for devices in (4, 2)
     )

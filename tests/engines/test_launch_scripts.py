@@ -114,9 +114,7 @@ def check_calls(launch: Launch, called: list[Call], filled: Callable[[str], str]
 
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
-def test_the_engine_gets_every_word_as_it_was_meant(
-    odd: Path, programs: Path, engine: str, device: Device, layout: str
-) -> None:
+def test_the_engine_gets_every_word_as_it_was_meant(odd, programs, engine, device, layout):
     launch = deploy(odd, engine, layout=layout, device=device).launches[-1]
     check_calls(launch, called_by(launch.script(), programs, len(launch.commands)))
 
@@ -136,9 +134,7 @@ def address(word: str) -> str:
     ],
 )
 @pytest.mark.parametrize("format", ["compose", "k8s", "slurm"])
-def test_other_formats_run_the_same_commands(
-    odd: Path, programs: Path, format: str, engine: str, layout: str
-) -> None:
+def test_other_formats_run_the_same_commands(odd, programs, format, engine, layout):
     asked = find_format(format, hosts=False)
     made = deploy(odd, engine, layout=layout, placed=asked.placed)
     (text,), launch, boxes = asked.write(made), made.launches[-1], {}
@@ -186,7 +182,7 @@ def test_other_formats_run_the_same_commands(
     check_calls(launch, [one for one in called if "pip" not in one[0]], address)
 
 
-def test_what_a_format_does_not_start(odd: Path) -> None:
+def test_what_a_format_does_not_start(odd):
     for line, told in (
         ("--engine vllm --format yaml", "choose one of sh, compose, k8s, ray, slurm"),
         ("--engine vllm --format slurm --hosts a", "leave out --hosts"),
@@ -198,9 +194,7 @@ def test_what_a_format_does_not_start(odd: Path) -> None:
 
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
-def test_ipv6_addresses_have_brackets_before_a_port(
-    odd: Path, engine: str, device: Device, layout: str
-) -> None:
+def test_ipv6_addresses_have_brackets_before_a_port(odd, engine, device, layout):
     """SGLang 0.5.23 (utils/network.py) refuses fd00::1:5000; an address by itself has no
     brackets."""
     boxes = find_topology(engine, name=layout, device=device).boxes
@@ -214,7 +208,7 @@ def test_ipv6_addresses_have_brackets_before_a_port(
                     assert not [host for host in hosts if f"{host}:" in bare], told
 
 
-def test_what_is_no_address_of_a_box(odd: Path) -> None:
+def test_what_is_no_address_of_a_box(odd):
     for host in ("-x", "", ".", "fd00::1::2", "10.0.0.256", "[fd00::1]", "a b"):
         with pytest.raises(QuantkitError, match="is not an address of a box"):
             deploy(odd, "vllm", hosts=[host])
@@ -227,9 +221,7 @@ def test_what_is_no_address_of_a_box(odd: Path) -> None:
     assert "--host 0.0.0.0 " in deploy(odd, "vllm", hosts=["0.0.0.0"]).launches[0].script()
 
 
-def test_a_model_is_called_by_its_own_name(
-    odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_called_by_its_own_name(odd, tmp_path, monkeypatch):
     """`.` has none, and a hub's folder is called by a number."""
     shutil.copytree(odd, tmp_path / "v3")
     os.symlink("v3", tmp_path / "current")

@@ -106,7 +106,7 @@ def choose_or_reason(name: str, scheme: Scheme) -> FormatChoice | QuantkitError:
 
 
 @pytest.mark.parametrize("name", engine_names())
-def test_profile_names_formats_that_exist_and_its_sources(name: str) -> None:
+def test_profile_names_formats_that_exist_and_its_sources(name):
     variants = {(format.name, format.variant) for format in FORMATS}
     profile = find_engine(name)
     for load in profile.loads:
@@ -121,7 +121,7 @@ def test_profile_names_formats_that_exist_and_its_sources(name: str) -> None:
 
 @pytest.mark.parametrize("name", engine_names())
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
-def test_a_choice_is_a_load_or_a_reason(name: str, scheme: Any) -> None:
+def test_a_choice_is_a_load_or_a_reason(name, scheme):
     choice = choose_or_reason(name, scheme)
     if isinstance(choice, QuantkitError):
         assert name in choice.problem
@@ -137,7 +137,7 @@ def test_a_choice_is_a_load_or_a_reason(name: str, scheme: Any) -> None:
         assert "kv_b" not in choice.parts
 
 
-def test_vllm_ascend_gets_symmetric_experts_and_the_group_size_key() -> None:
+def test_vllm_ascend_gets_symmetric_experts_and_the_group_size_key():
     choice = choose("vllm-ascend", find_scheme("awq-w4a16"))
     assert (choice.format, choice.variant, choice.grid) == (
         "compressed-tensors",
@@ -149,7 +149,7 @@ def test_vllm_ascend_gets_symmetric_experts_and_the_group_size_key() -> None:
     assert {part_of(row) for row in rows if choice.quantizes(row)} == {"experts"}
 
 
-def test_choice_by_device_and_format() -> None:
+def test_choice_by_device_and_format():
     int8, awq_scheme = find_scheme("int8-a8w8c16"), find_scheme("awq-w4a16")
     for device, launch in (("cuda", ("--quantization", "w8a8_int8")), ("npu", ())):
         assert choose("sglang", int8, device=device).launch == launch
@@ -160,7 +160,7 @@ def test_choice_by_device_and_format() -> None:
         choose("omni-infer", int8, device="cuda")
 
 
-def test_unknown_engine_lists_the_known() -> None:
+def test_unknown_engine_lists_the_known():
     with pytest.raises(
         QuantkitError, match=r"'tgi' is not known; choose one of chitu, .*vllm-ascend"
     ):
@@ -236,23 +236,21 @@ chitu modelopt-w4a4 no-mtp any 16-bit activations
 
 
 @pytest.mark.parametrize("case", LOADED.strip().splitlines())
-def test_nothing_to_say_of_what_an_engine_loads(packed: Any, case: str) -> None:
+def test_nothing_to_say_of_what_an_engine_loads(packed, case):
     engine, written, parts = case.split()
     path = packed(*WRITTEN[written], PARTS[parts])
     assert check_checkpoint(engine, Checkpoint.open(path)) == []
 
 
 @pytest.mark.parametrize("case", REFUSED.strip().splitlines())
-def test_what_an_engine_refuses(packed: Any, case: str) -> None:
+def test_what_an_engine_refuses(packed, case):
     engine, written, parts, device, told = case.split(" ", 4)
     path = packed(*WRITTEN[written], PARTS[parts])
     found = errors(engine, path, device=None if device == "any" else device)
     assert any(told in problem for problem in found)
 
 
-def test_unquantized_linears_that_sglang_looks_up_by_another_name(
-    packed: Any, tmp_path: Path
-) -> None:
+def test_unquantized_linears_that_sglang_looks_up_by_another_name(packed, tmp_path):
     """As its 0.5.23 did on a CPU: KeyError 'model.layers.0.mlp.gate_up_proj.weight'."""
     path = shutil.copytree(packed(compressed_int8.FORMAT, INT8, expert), tmp_path / "model")
     config = json.loads((path / "config.json").read_text())
@@ -262,19 +260,19 @@ def test_unquantized_linears_that_sglang_looks_up_by_another_name(
     assert errors("vllm", packed(compressed_int8.FORMAT, INT8, expert)) == []
 
 
-def test_half_of_a_fused_pair_is_refused(packed: Any) -> None:
+def test_half_of_a_fused_pair_is_refused(packed):
     path = packed(awq.FORMAT, INT4, lambda row: row.role == "linear" and "up_proj" not in row.name)
     assert any("only some are quantized" in problem for problem in errors("vllm", path))
 
 
-def test_fp4_siblings_must_share_their_scale(packed: Any) -> None:
+def test_fp4_siblings_must_share_their_scale(packed):
     path = packed(modelopt.FORMAT, Nvfp4Grid(), no_mtp, share_scales=False)
     assert any("different FP4 global scales" in problem for problem in errors("sglang", path))
     assert errors("vllm", path) == []
     assert warns("vllm", path, "costs accuracy")
 
 
-def test_fp4_scales_that_cannot_be_read_are_reported(packed: Any) -> None:
+def test_fp4_scales_that_cannot_be_read_are_reported(packed):
     checkpoint = Checkpoint.open(packed(modelopt.FORMAT, Nvfp4Grid(), no_mtp, share_scales=False))
     checkpoint.has_weights = False
     for engine in ("vllm", "sglang"):
@@ -284,7 +282,7 @@ def test_fp4_scales_that_cannot_be_read_are_reported(packed: Any) -> None:
     assert checkpoint.bytes_read == 0
 
 
-def test_vllm_takes_weight_only_nvfp4_from_config_json_alone(packed: Any, tmp_path: Path) -> None:
+def test_vllm_takes_weight_only_nvfp4_from_config_json_alone(packed, tmp_path):
     """As seen with 0.22.1; its 0.32.0 reads the same
     (transformers_utils/model_arch_config_convertor.py)."""
     path = shutil.copytree(packed(modelopt.FORMAT, Nvfp4Grid(), no_mtp), tmp_path / "model")
@@ -304,9 +302,7 @@ def test_vllm_takes_weight_only_nvfp4_from_config_json_alone(packed: Any, tmp_pa
 
 
 @pytest.mark.parametrize(("width", "warned"), [(128, True), (256, False)])
-def test_vllm_mixes_up_the_scales_of_narrow_experts(
-    tmp_path: Path, width: int, warned: bool
-) -> None:
+def test_vllm_mixes_up_the_scales_of_narrow_experts(tmp_path, width, warned):
     config = tiny_config(moe_intermediate_size=width)
     path = write_packed(
         tmp_path / "model", config, random_tensors(config), awq.FORMAT, INT4, linear
@@ -318,7 +314,7 @@ def test_vllm_mixes_up_the_scales_of_narrow_experts(
     )
 
 
-def test_mtp_rules_are_warnings(packed: Any) -> None:
+def test_mtp_rules_are_warnings(packed):
     """A main model still loads, so these do not keep it from running."""
     path = packed(modelopt.FORMAT, Nvfp4Grid(), linear)
     assert errors("sglang", path) == []
@@ -329,7 +325,7 @@ def test_mtp_rules_are_warnings(packed: Any) -> None:
     assert warns("omni-infer", path, "expects the MTP layer quantized")
 
 
-def test_config_keys_and_architecture(packed: Any, tmp_path: Path) -> None:
+def test_config_keys_and_architecture(packed, tmp_path):
     path = write_packed(
         tmp_path / "a",
         tiny_config(),
@@ -347,7 +343,7 @@ def test_config_keys_and_architecture(packed: Any, tmp_path: Path) -> None:
     assert errors("vllm", path) == ["vllm is not known to run never_heard_of"]
 
 
-def test_published_layouts(tiny_checkpoint: Path, tiny_dense_checkpoint: Path) -> None:
+def test_published_layouts(tiny_checkpoint, tiny_dense_checkpoint):
     for engine in ("vllm", "sglang"):
         assert errors(engine, tiny_checkpoint) == []
         assert errors(engine, tiny_dense_checkpoint) == []
@@ -364,7 +360,7 @@ def test_published_layouts(tiny_checkpoint: Path, tiny_dense_checkpoint: Path) -
         "vllm-ascend modelslim-int8 quant_model_description.json lm_head.weight",
     ],
 )
-def test_a_tied_head_must_be_listed(tmp_path: Path, case: str) -> None:
+def test_a_tied_head_must_be_listed(tmp_path, case):
     """As written now; an older checkpoint without the entry gets an error that says what to add."""
     engine, written, file, *keys = case.split()
     path = write_packed(tmp_path / "model", TIED, tied_tensors(), *WRITTEN[written], linear)
@@ -381,7 +377,7 @@ def test_a_tied_head_must_be_listed(tmp_path: Path, case: str) -> None:
     assert file in found.remedy
 
 
-def test_engines_that_leave_a_tied_head_alone_do_not_ask_for_it(tmp_path: Path) -> None:
+def test_engines_that_leave_a_tied_head_alone_do_not_ask_for_it(tmp_path):
     path = write_packed(
         tmp_path / "model", TIED, tied_tensors(), compressed_int4.FORMAT, INT4_SYMMETRIC, linear
     )
@@ -392,7 +388,7 @@ def test_engines_that_leave_a_tied_head_alone_do_not_ask_for_it(tmp_path: Path) 
     assert errors("vllm", path) == errors("sglang", path) == []
 
 
-def test_grid_names() -> None:
+def test_grid_names():
     named = {"int4-asymmetric": INT4, "int4-symmetric": INT4_SYMMETRIC, "nvfp4": NVFP4}
     for name, grid in (named | {"int4-channel": IntGrid(4, None, True)}).items():
         assert grid.engine_name == name

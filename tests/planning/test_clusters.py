@@ -52,7 +52,7 @@ def step(
     )
 
 
-def test_bytes_of_an_exchange_by_hand(hardware: Hardware) -> None:
+def test_bytes_of_an_exchange_by_hand(hardware):
     found = step(hardware)
     rows = 58 * 32 * 8  # layers with experts, tokens of a card, experts of a token
     assert found.dispatch_bytes == rows * (7168 + 4)
@@ -65,7 +65,7 @@ def test_bytes_of_an_exchange_by_hand(hardware: Hardware) -> None:
     assert one_box.parts["combine"] == pytest.approx(one_box.combine_bytes * 7 / 8 / 392e6)
 
 
-def test_weights_and_cache_of_a_card_by_hand(hardware: Hardware) -> None:
+def test_weights_and_cache_of_a_card_by_hand(hardware):
     found = step(hardware)
     experts = (
         58 * 8 * 3 * 7168 * 2048
@@ -89,7 +89,7 @@ def test_weights_and_cache_of_a_card_by_hand(hardware: Hardware) -> None:
     assert grouped.dispatch_bytes == found.dispatch_bytes
 
 
-def test_copies_of_experts_take_places(hardware: Hardware) -> None:
+def test_copies_of_experts_take_places(hardware):
     die = load_hardware("910c")
     wide = ParallelSizes(1, data=144, expert=True, redundant=32)
     assert step(die, wide, batch=144).experts_per_device == 2
@@ -97,7 +97,7 @@ def test_copies_of_experts_take_places(hardware: Hardware) -> None:
     assert step(hardware, replace(WIDE, redundant=32)).experts_per_device == 9
 
 
-def test_scores_count_where_they_are_slower_than_the_cache(hardware: Hardware) -> None:
+def test_scores_count_where_they_are_slower_than_the_cache(hardware):
     fused = next(number for number, level in enumerate(hardware.levels) if level.name == "fused")
     fast = hardware.model_copy(update={"hbm_gb_s": 10 * hardware.hbm_gb_s})
     assert "cache" in step(hardware, level=fused).parts
@@ -106,7 +106,7 @@ def test_scores_count_where_they_are_slower_than_the_cache(hardware: Hardware) -
     assert found.parts["scores"] == pytest.approx(2 * 32 * 640 * 128 * (576 + 512) * 61 / 353e9)
 
 
-def test_the_largest_batch_within_a_limit(hardware: Hardware) -> None:
+def test_the_largest_batch_within_a_limit(hardware):
     found = largest_step(50, 4000, WIDE, lambda batch: step(hardware, batch=batch))
     assert found is not None
     assert found.step_ms <= 50 < step(hardware, batch=found.batch + 32).step_ms
@@ -115,7 +115,7 @@ def test_the_largest_batch_within_a_limit(hardware: Hardware) -> None:
     assert largest_step(50, 0, WIDE, lambda batch: step(hardware, batch=batch)) is None
 
 
-def test_a_published_rate_is_of_models_with_experts() -> None:
+def test_a_published_rate_is_of_models_with_experts():
     topology = find_topology("vllm-ascend", name="four-boxes")
     role = topology.roles[0]
     dense = [row for row in R1_TABLE if row.expert is None]
@@ -127,7 +127,7 @@ def test_a_published_rate_is_of_models_with_experts() -> None:
         ] == rates
 
 
-def test_what_cannot_be_predicted_is_refused(hardware: Hardware) -> None:
+def test_what_cannot_be_predicted_is_refused(hardware):
     with pytest.raises(QuantkitError, match="has no interconnect between machines"):
         step(hardware.model_copy(update={"fabric": None}))
     with pytest.raises(
@@ -136,7 +136,7 @@ def test_what_cannot_be_predicted_is_refused(hardware: Hardware) -> None:
         step(hardware, ParallelSizes(8, data=4))
 
 
-def test_the_printed_table_is_what_the_code_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_printed_table_is_what_the_code_says(monkeypatch):
     benchmarks = Path(__file__).parents[2] / "benchmarks"
     monkeypatch.syspath_prepend(benchmarks)
     import predictions

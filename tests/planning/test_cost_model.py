@@ -89,7 +89,7 @@ def rows(hardware: Hardware) -> list[dict[str, Any]]:
     return compare_published(W4A16, "awq-w4a16", hardware)
 
 
-def test_every_published_row_has_a_prediction(rows: list[dict[str, Any]]) -> None:
+def test_every_published_row_has_a_prediction(rows):
     """Fused is below all 30 rows; captured lies from a quarter below (one and two sequences) to
     four fifths above (32)."""
     assert len(rows) == len(W4A16["rows"]) == 30
@@ -105,7 +105,7 @@ def test_every_published_row_has_a_prediction(rows: list[dict[str, Any]]) -> Non
         assert -0.27 < row["predicted"]["captured"]["error"] < 0.82
 
 
-def test_the_page_has_every_row(rows: list[dict[str, Any]]) -> None:
+def test_the_page_has_every_row(rows):
     """docs/lab/ascend.md's table, figure by figure."""
     page = asset("docs", "lab", "ascend.md").read_text()
     for row in rows:
@@ -116,7 +116,7 @@ def test_the_page_has_every_row(rows: list[dict[str, Any]]) -> None:
         assert f"| {' | '.join(cells)} |" in page, cells
 
 
-def test_a_row_of_throughput_has_a_time_per_token(hardware: Hardware) -> None:
+def test_a_row_of_throughput_has_a_time_per_token(hardware):
     """FP4's: batch over output tokens a second. Published times lie above captured, and up to two
     thirds above eager."""
     found = compare_published(FP4, "fp4-w4a16", hardware)
@@ -129,7 +129,7 @@ def test_a_row_of_throughput_has_a_time_per_token(hardware: Hardware) -> None:
         )
 
 
-def test_linears_of_few_rows_are_not_decoded(hardware: Hardware) -> None:
+def test_linears_of_few_rows_are_not_decoded(hardware):
     """CANN's limits of the split product: groups of 64 or 128, an eighth of a group in rows, 13952
     inputs, outputs in 64s on a device."""
     split = hardware.split_activations
@@ -163,7 +163,7 @@ def test_linears_of_few_rows_are_not_decoded(hardware: Hardware) -> None:
     assert found.weights == pytest.approx(expected)
 
 
-def test_decoded_weights_go_to_the_l2_and_back(hardware: Hardware) -> None:
+def test_decoded_weights_go_to_the_l2_and_back(hardware):
     """By hand: two bytes a weight at 3818 GB/s and again at 4884 GB/s."""
     at = levels(hardware, "fp4-w4a16", 32)["captured"]
     load = device_loads(R1_TABLE, R1, find_scheme("fp4-w4a16").weight, 8, 32)[0]
@@ -171,7 +171,7 @@ def test_decoded_weights_go_to_the_l2_and_back(hardware: Hardware) -> None:
 
 
 @pytest.mark.parametrize(("batch", "weights_gb"), [(1, 22.07), (8, 87.7), (32, 228.2)])
-def test_weights_read_are_those_counted_by_hand(batch: int, weights_gb: float) -> None:
+def test_weights_read_are_those_counted_by_hand(batch, weights_gb):
     """Every rank's weights, summed over the ranks, against a table made from the published config
     at 4.156 bits and a bf16 router."""
     loads = device_loads(R1_TABLE, R1, find_scheme("awq-w4a16").weight, 1, batch)
@@ -180,7 +180,7 @@ def test_weights_read_are_those_counted_by_hand(batch: int, weights_gb: float) -
     assert total / 1e9 == pytest.approx(weights_gb, rel=3e-3)
 
 
-def test_floor_is_bytes_over_bandwidth(hardware: Hardware) -> None:
+def test_floor_is_bytes_over_bandwidth(hardware):
     """2.13 ms by hand; the Ascend form of the zero points (4.25 bits) and a float32 router add 7
     %."""
     floor = levels(hardware, "awq-w4a16", 1)["floor"]
@@ -190,7 +190,7 @@ def test_floor_is_bytes_over_bandwidth(hardware: Hardware) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["awq-w4a16", "fp4-w4a16", "int8-a8w8c16"])
-def test_levels_and_batches_rise(hardware: Hardware, scheme: str) -> None:
+def test_levels_and_batches_rise(hardware, scheme):
     before = None
     for batch in BATCHES:
         times = [prediction.tpot_ms for prediction in levels(hardware, scheme, batch).values()]
@@ -201,7 +201,7 @@ def test_levels_and_batches_rise(hardware: Hardware, scheme: str) -> None:
         before = times
 
 
-def test_launches_and_collectives_are_named(hardware: Hardware) -> None:
+def test_launches_and_collectives_are_named(hardware):
     at = levels(hardware, "awq-w4a16", 1)
     assert at["captured"].num_launches == 3 * 18 + 58 * 26 + 27
     assert at["captured"].num_collectives == 123
@@ -210,7 +210,7 @@ def test_launches_and_collectives_are_named(hardware: Hardware) -> None:
     assert saved == pytest.approx((3 * 18 + 58 * 26 + 27) * 4e-3 - (3 * 14 + 58 * 22 + 4) * 3e-3)
 
 
-def test_steps_say_what_each_level_adds(hardware: Hardware) -> None:
+def test_steps_say_what_each_level_adds(hardware):
     predictions = list(levels(hardware, "awq-w4a16", 1).values())
     found = steps(predictions)
     assert found[0][:2] == ("floor", "streaming")
@@ -222,9 +222,7 @@ def test_steps_say_what_each_level_adds(hardware: Hardware) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["awq-w4a16", "rtn-w4a16", "fp4-w4a16", "int8-a8w8c16"])
-def test_what_is_printed_says_what_makes_the_difference(
-    hardware: Hardware, scheme: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_printed_says_what_makes_the_difference(hardware, scheme, capsys):
     predicted = predict(
         r1_config(), find_scheme(scheme), hardware, devices=8, batches=(1, 32), context=384
     )
@@ -246,13 +244,13 @@ def test_what_is_printed_says_what_makes_the_difference(
     json.dumps(predicted)
 
 
-def test_few_rows_go_to_the_vector_cores_and_many_to_the_cube(hardware: Hardware) -> None:
+def test_few_rows_go_to_the_vector_cores_and_many_to_the_cube(hardware):
     assert levels(hardware, "fp4-w4a16", 1)["streaming"].parts["l2"] == 0
     assert levels(hardware, "fp4-w4a16", 32)["streaming"].parts["l2"] > 0
     assert levels(hardware, "int8-a8w8c16", 32)["streaming"].parts["l2"] == 0
 
 
-def test_context_costs_cache_and_one_device_no_collectives(hardware: Hardware) -> None:
+def test_context_costs_cache_and_one_device_no_collectives(hardware):
     short, long = (
         levels(hardware, "awq-w4a16", 1, context=640),
         levels(hardware, "awq-w4a16", 1, context=61_440),
@@ -270,14 +268,14 @@ def ways(hardware: Hardware, scheme: str, batch: int) -> list[Prediction]:
     )
 
 
-def test_what_fewer_launches_buy_is_what_the_page_says() -> None:
+def test_what_fewer_launches_buy_is_what_the_page_says():
     page = asset("docs", "lab", "ascend.md").read_text()
     assert [row for row in PREDICTIONS.step_rows() if row not in page] == []
 
 
 @pytest.mark.parametrize("scheme", ["awq-w4a16", "int8-a8w8c16"])
 @pytest.mark.parametrize("batch", [1, 8, 32])
-def test_the_first_way_is_the_level_captured(scheme: str, batch: int, hardware: Hardware) -> None:
+def test_the_first_way_is_the_level_captured(scheme, batch, hardware):
     first = ways(hardware, scheme, batch)[0]
     assert first.level == "torch_npu"
     assert first.tpot_ms == pytest.approx(
@@ -286,9 +284,7 @@ def test_the_first_way_is_the_level_captured(scheme: str, batch: int, hardware: 
 
 
 @pytest.mark.parametrize("scheme", ["awq-w4a16", "fp4-w4a16"])
-def test_why_backend_ascend_takes_its_kernels_where_they_were_built(
-    scheme: str, hardware: Hardware
-) -> None:
+def test_why_backend_ascend_takes_its_kernels_where_they_were_built(scheme, hardware):
     """At any number of sequences: quantkit_kernels.ascend asks for no number."""
     for batch in (1, 2, 5, 8, 16, 64):
         found = {one.level: one.tpot_ms for one in ways(hardware, scheme, batch)}
@@ -296,7 +292,7 @@ def test_why_backend_ascend_takes_its_kernels_where_they_were_built(
             assert found[f"ascend, built{more}"] < found[f"ascend{more}"], (batch, more)
 
 
-def test_experts_on_the_vector_cores_go_not_through_the_l2(hardware: Hardware) -> None:
+def test_experts_on_the_vector_cores_go_not_through_the_l2(hardware):
     """By hand: nine operations a weight and row, of the routed and shared experts and of
     linears."""
     plain, mixed, few, both, *_ = ways(hardware, "awq-w4a16", 1)
@@ -313,7 +309,7 @@ def test_experts_on_the_vector_cores_go_not_through_the_l2(hardware: Hardware) -
     )
 
 
-def test_a_dense_model_has_no_experts(hardware: Hardware) -> None:
+def test_a_dense_model_has_no_experts(hardware):
     config = llama.Config.from_dict(
         json.loads("""{
         "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
@@ -327,7 +323,7 @@ def test_a_dense_model_has_no_experts(hardware: Hardware) -> None:
     assert two.weights == linears / 2
 
 
-def test_faults_are_reported(tmp_path: Path) -> None:
+def test_faults_are_reported(tmp_path):
     with pytest.raises(QuantkitError, match="910b9"):
         load_hardware("910b9")
     values = yaml.safe_load(asset("recipes", "hardware", "910b1.yaml").read_text())

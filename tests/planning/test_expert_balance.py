@@ -21,9 +21,7 @@ def layers(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(layers())
-def test_every_expert_is_somewhere_and_none_twice_on_a_device(
-    layer: tuple[np.ndarray, int, int],
-) -> None:
+def test_every_expert_is_somewhere_and_none_twice_on_a_device(layer):
     counts, devices, slots = layer
     placed = place_layer(counts, devices, slots)
     assert placed.shape == (devices, slots)
@@ -32,19 +30,19 @@ def test_every_expert_is_somewhere_and_none_twice_on_a_device(
     assert np.isclose(device_loads(placed, counts).sum(), counts.sum())
 
 
-def test_copies_make_the_busiest_copy_as_idle_as_can_be() -> None:
+def test_copies_make_the_busiest_copy_as_idle_as_can_be():
     loads = np.array([9.0, 5.0, 2.0, 1.0])
     found = max(loads / copy_experts(loads, 8, 4))
     every = [copies for copies in itertools.product(range(1, 5), repeat=4) if sum(copies) == 8]
     assert found == min(max(loads / np.array(copies)) for copies in every)
 
 
-def test_an_expert_has_no_more_copies_than_there_are_devices() -> None:
+def test_an_expert_has_no_more_copies_than_there_are_devices():
     assert copy_experts(np.array([1000.0, 1.0, 1.0]), 8, 3).tolist() == [3, 3, 2]
 
 
 @pytest.mark.parametrize(("devices", "redundant"), [(8, 8), (32, 32), (144, 176)])
-def test_skewed_experts_are_even_on_other_tokens(devices: int, redundant: int) -> None:
+def test_skewed_experts_are_even_on_other_tokens(devices, redundant):
     """R1's shape: 256 experts asked as Zipf's law has it (0.8), placed by one text's counts and
     judged by another's."""
     generator = np.random.default_rng(0)
@@ -60,5 +58,5 @@ def test_skewed_experts_are_even_on_other_tokens(devices: int, redundant: int) -
         assert balance(np.arange(256).reshape(devices, -1), held_out) < 0.7
 
 
-def test_a_layer_without_load_is_even() -> None:
+def test_a_layer_without_load_is_even():
     assert balance(place_layer(np.zeros(8), 4, 2), np.zeros(8)) == 1.0

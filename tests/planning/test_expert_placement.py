@@ -74,9 +74,7 @@ def placed_by(engine: str, file: Path, devices: int) -> list[list[set[int]]]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_file_says_what_was_placed(
-    tiny_checkpoint: Path, counts: Path, tmp_path: Path, engine: str
-) -> None:
+def test_the_file_says_what_was_placed(tiny_checkpoint, counts, tmp_path, engine):
     out = tmp_path / "placement"
     asked = f"--devices 4 --redundant 4 --engine {engine} --out {out} --json"
     answer = typed(f"place {tiny_checkpoint} --counts {counts} --held-out {counts} {asked}")
@@ -96,16 +94,14 @@ def test_the_file_says_what_was_placed(
     assert not list(tmp_path.glob("*.new"))
 
 
-def test_sglang_has_a_row_for_dense_layers(
-    tiny_checkpoint: Path, counts: Path, tmp_path: Path
-) -> None:
+def test_sglang_has_a_row_for_dense_layers(tiny_checkpoint, counts, tmp_path):
     place(tiny_checkpoint, counts, 4, engine="sglang", redundant=4, out=tmp_path / "p.json")
     rows = json.loads((tmp_path / "p.json").read_text())["physical_to_logical_map"]
     assert len(rows) == 3
     assert rows[0] == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
 
 
-def test_layers_share_copies_where_the_engine_allows_it() -> None:
+def test_layers_share_copies_where_the_engine_allows_it():
     flat, steep = np.full(16, 100.0), np.array([800.0, 800.0, *[1.0] * 14])
     slots = {
         layer: placed.shape[1]
@@ -127,9 +123,7 @@ def test_layers_share_copies_where_the_engine_allows_it() -> None:
         ({"layers": {1: [-1] * 8, 2: [1] * 8}}, "layers.1.0: "),
     ],
 )
-def test_counts_of_another_model_are_refused(
-    tiny_checkpoint: Path, tmp_path: Path, changes: dict[str, Any], told: str
-) -> None:
+def test_counts_of_another_model_are_refused(tiny_checkpoint, tmp_path, changes, told):
     counts_of(tiny_checkpoint, **changes).write(tmp_path / "counts.json")
     assert told in refused(f"{tiny_checkpoint} --devices 4 --engine vllm", tmp_path)
 
@@ -147,7 +141,7 @@ def test_counts_of_another_model_are_refused(
     ],
 )
 @pytest.mark.usefixtures("counts")
-def test_what_cannot_be_placed_is_refused(tiny_checkpoint: Path, tmp_path: Path, case: str) -> None:
+def test_what_cannot_be_placed_is_refused(tiny_checkpoint, tmp_path, case):
     options, told = case.split(" -> ")
     assert told in refused(f"{tiny_checkpoint} --engine vllm {options}", tmp_path)
 
@@ -162,7 +156,7 @@ def test_what_cannot_be_placed_is_refused(tiny_checkpoint: Path, tmp_path: Path,
         '{"quantkit": "expert counts", "layers": {"x": []}}',
     ],
 )
-def test_an_invalid_file_is_reported(tiny_checkpoint: Path, tmp_path: Path, text: str) -> None:
+def test_an_invalid_file_is_reported(tiny_checkpoint, tmp_path, text):
     (tmp_path / "counts.json").write_text(text)
     assert "counts.json" in refused(f"{tiny_checkpoint} --devices 4 --engine vllm", tmp_path)
 
@@ -199,7 +193,7 @@ def chosen_by_hand(checkpoint: Path, ids: list[int]) -> dict[int, list[int]]:
     return found
 
 
-def test_ppl_counts_what_the_routers_choose(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_ppl_counts_what_the_routers_choose(tiny_checkpoint, tmp_path):
     text = "Experts are asked, and counted. " * 4
     (tmp_path / "text.txt").write_text(text)
     answer = typed(
@@ -212,9 +206,7 @@ def test_ppl_counts_what_the_routers_choose(tiny_checkpoint: Path, tmp_path: Pat
     assert dict(counts.layers) == chosen_by_hand(tiny_checkpoint, ids)
 
 
-def test_run_counts_every_token_and_refuses_a_file_it_cannot_write(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_run_counts_every_token_and_refuses_a_file_it_cannot_write(tiny_checkpoint, tmp_path):
     given = f"run {tiny_checkpoint} --prompt one --raw --max-new-tokens 5 --json --count-experts"
     told = typed(f"{given} {tmp_path}/c.json").json
     counts = ExpertCounts.read(tmp_path / "c.json")
@@ -225,7 +217,7 @@ def test_run_counts_every_token_and_refuses_a_file_it_cannot_write(
     assert "no folder" in typed(f"{given} {tmp_path}/none/c.json").error
 
 
-def test_the_experts_of_a_server_are_counted_where_it_runs(tmp_path: Path) -> None:
+def test_the_experts_of_a_server_are_counted_where_it_runs(tmp_path):
     answer = typed(
         f"eval http://127.0.0.1:1 --tasks tiny-math --limit 1 --count-experts {tmp_path}/c.json"
     )
@@ -234,7 +226,7 @@ def test_the_experts_of_a_server_are_counted_where_it_runs(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_hostile_counts_are_refused_in_one_line(tmp_path: Path, value: Any) -> None:
+def test_hostile_counts_are_refused_in_one_line(tmp_path, value):
     """Each value in place of every field, and as the key of a layer."""
     path, read = tmp_path / "counts.json", 0
     good = {"quantkit": "expert counts", "model_type": "m", "hidden_size": 8, "experts": 2}

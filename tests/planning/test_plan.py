@@ -57,7 +57,7 @@ def r1(r1_source: Checkpoint) -> dict[str, Plan]:
     }
 
 
-def test_r1_in_four_bits_fits_one_box(r1: dict[str, Plan]) -> None:
+def test_r1_in_four_bits_fits_one_box(r1):
     """The published footprint of W4A16, 353 GB, counts the main model; the MTP layer is
     additional."""
     found = r1["awq-w4a16"]
@@ -74,7 +74,7 @@ def test_r1_in_four_bits_fits_one_box(r1: dict[str, Plan]) -> None:
     assert found.devices.cache_bytes_per_token == 576 * 2 * 61
 
 
-def test_a_cache_in_8_bits_has_room_for_more(tiny_checkpoint: Path) -> None:
+def test_a_cache_in_8_bits_has_room_for_more(tiny_checkpoint):
     wide, narrow = (made(tiny_checkpoint, cache=cache).devices for cache in (None, "int8"))
     assert narrow.cache_bytes_per_token == 3 * (128 + 2 * 16 + 4)
     assert wide.cache_bytes_per_token == 3 * 2 * (128 + 16)
@@ -88,9 +88,7 @@ def test_a_cache_in_8_bits_has_room_for_more(tiny_checkpoint: Path) -> None:
         made(tiny_checkpoint, cache="int4")
 
 
-def test_a_draft_model_is_whole_on_every_device(
-    tiny_checkpoint: Path, tiny_dense_checkpoint: Path
-) -> None:
+def test_a_draft_model_is_whole_on_every_device(tiny_checkpoint, tiny_dense_checkpoint):
     alone, beside = (
         made(tiny_checkpoint, devices="2x64GiB", draft=draft).devices
         for draft in (None, tiny_dense_checkpoint)
@@ -106,7 +104,7 @@ def test_a_draft_model_is_whole_on_every_device(
         made(tiny_checkpoint, devices="2x64GiB", dp=2, draft=tiny_dense_checkpoint)
 
 
-def test_r1_in_eight_bits_does_not(r1: dict[str, Plan]) -> None:
+def test_r1_in_eight_bits_does_not(r1):
     """Published: 673 GB. Ours keeps kv_b in 16 bits, one byte more for each of its 32768 x 512
     weights in 61 layers."""
     found = r1["int8-a8w8c16"]
@@ -116,7 +114,7 @@ def test_r1_in_eight_bits_does_not(r1: dict[str, Plan]) -> None:
     assert found.devices.cache_tokens == 0
 
 
-def test_memory_does_not_grow_with_the_model(r1: dict[str, Plan], tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_model(r1, tmp_path):
     """Two layers need what sixty-one do."""
     cut = r1_headers.r1_config(
         num_hidden_layers=2, first_k_dense_replace=1, num_nextn_predict_layers=0
@@ -132,7 +130,7 @@ CALIBRATED = ("nvfp4-w4a4", "int8-a8w8c8")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_output_bytes_are_those_written(tmp_path: Path, scheme: str) -> None:
+def test_output_bytes_are_those_written(tmp_path, scheme):
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
     planned = made(source, scheme)
@@ -149,9 +147,7 @@ def test_output_bytes_are_those_written(tmp_path: Path, scheme: str) -> None:
     assert sum(planned.output_bytes_by_part.values()) == report.output_bytes
 
 
-def test_output_bytes_for_an_engine_are_those_written(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_output_bytes_for_an_engine_are_those_written(tiny_checkpoint, tmp_path):
     scheme, recipe = find_scheme("awq-w4a16"), Recipe(scheme="awq-w4a16", methods=(), fit_points=1)
     planned = made(tiny_checkpoint, engine="vllm-ascend", recipe=recipe)
     report = quantize(
@@ -167,7 +163,7 @@ def test_output_bytes_for_an_engine_are_those_written(
     assert planned.output_bytes != made(tiny_checkpoint, recipe=recipe).output_bytes
 
 
-def test_an_unknown_architecture_is_planned_without_a_cache(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_planned_without_a_cache(tmp_path):
     config = make_model.tiny_config(model_type="mamba")
     source = make_model.write_dense(tmp_path / "source", config, make_model.random_tensors(config))
     planned = typed(f"plan {source} --scheme rtn-w4a16 --devices 2x1GiB --json").json
@@ -188,7 +184,7 @@ def test_an_unknown_architecture_is_planned_without_a_cache(tmp_path: Path) -> N
     ), "what is not quantized is on both"
 
 
-def test_known_hardware_is_predicted_too() -> None:
+def test_known_hardware_is_predicted_too():
     planned = made("tiny-r1", devices="8x910B1", context=4096)
     assert planned.devices.count == 8
     assert planned.cost_model is not None
@@ -210,9 +206,7 @@ GROUPED = json.loads("""{
     "max_position_embeddings": 40960, "tie_word_embeddings": false}""")
 
 
-def test_roles_of_a_layout_keep_tokens_in_as_many_bits_as_the_engine_has(
-    cut_source: Checkpoint, tmp_path: Path
-) -> None:
+def test_roles_of_a_layout_keep_tokens_in_as_many_bits_as_the_engine_has(cut_source, tmp_path):
     """vllm-ascend: latents in 8 bits only where they came from another role; keys and values
     wherever they are sent to none."""
     keys = write_random(tmp_path / "qwen3", GROUPED)
@@ -236,9 +230,7 @@ def test_roles_of_a_layout_keep_tokens_in_as_many_bits_as_the_engine_has(
     assert coded["decode"] < 0.6 * plain["decode"]
 
 
-def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(
-    r1_source: Checkpoint, cut_source: Checkpoint
-) -> None:
+def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(r1_source, cut_source):
     """What `deploy` reports for the output, from the source's headers: memory, experts and the
     predicted rate next to the published one."""
     whole = made(r1_source, "int8-a8w8c16", engine="vllm-ascend", layout="four-boxes")
@@ -272,7 +264,7 @@ def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(
             cut(**asked)
 
 
-def test_a_layout_is_planned_on_the_machines_that_are_given(cut_source: Checkpoint) -> None:
+def test_a_layout_is_planned_on_the_machines_that_are_given(cut_source):
     """--devices were ignored with --layout: 64 devices held what 32 do."""
 
     def laid_out(layout: str, devices: str | None) -> PlannedLayout:
@@ -301,7 +293,7 @@ def test_a_layout_is_planned_on_the_machines_that_are_given(cut_source: Checkpoi
         laid_out("four-boxes", "8xH100")
 
 
-def test_a_layout_that_cannot_be_split_so_does_not_fit() -> None:
+def test_a_layout_that_cannot_be_split_so_does_not_fit():
     planned = made("tiny-r1", engine="vllm", layout="two-boxes")
     assert planned.layout is not None
     assert not planned.fits
@@ -311,7 +303,7 @@ def test_a_layout_that_cannot_be_split_so_does_not_fit() -> None:
     assert (on_two.fits, on_two.layout and on_two.layout.problems) == (True, {})
 
 
-def test_the_command_prints_a_layout_and_its_published_rate(r1_source: Checkpoint) -> None:
+def test_the_command_prints_a_layout_and_its_published_rate(r1_source):
     told = typed(
         f"plan {r1_source.path} --scheme int8-a8w8c16 --engine vllm-ascend "
         "--layout disaggregated-384"
@@ -321,14 +313,14 @@ def test_the_command_prints_a_layout_and_its_published_rate(r1_source: Checkpoin
     assert "decode, 144 devices of 64 GiB" in told.out + told.err
 
 
-def test_samples_are_the_recipes_unless_given(tiny_checkpoint: Path) -> None:
+def test_samples_are_the_recipes_unless_given(tiny_checkpoint):
     recipe = Recipe(scheme="awq-w4a16", samples=16, seq_len=64)
     by_recipe = made(tiny_checkpoint, recipe=recipe).host_peak.hidden_states
     assert by_recipe == made(tiny_checkpoint, samples=16, seq_len=64).host_peak.hidden_states
     assert by_recipe < made(tiny_checkpoint, recipe=recipe, samples=32).host_peak.hidden_states
 
 
-def test_devices_are_parsed_and_faults_reported() -> None:
+def test_devices_are_parsed_and_faults_reported():
     assert read_devices("8x64GiB") == Devices(8, 64 * 2**30)
     assert read_devices("4x141GB") == Devices(4, 141 * 10**9)
     assert read_devices("2x8gib") == Devices(2, 8 * 2**30)
@@ -346,7 +338,7 @@ def test_devices_are_parsed_and_faults_reported() -> None:
             read_devices(text)
 
 
-def test_copies_of_experts_that_are_not_there_are_refused(tmp_path: Path) -> None:
+def test_copies_of_experts_that_are_not_there_are_refused(tmp_path):
     dense = make_model.write_dense(tmp_path / "dense", TIED, tied_tensors())
     with pytest.raises(QuantkitError, match="no routed experts to copy; leave out --redundant"):
         made(dense, redundant=2)

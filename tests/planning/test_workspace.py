@@ -21,7 +21,7 @@ def of(scheme: str, **changes: int) -> dict[str, int]:
     )
 
 
-def test_of_r1_on_eight_cards() -> None:
+def test_of_r1_on_eight_cards():
     """257 experts, gate and up of 512 rows a card; nine rows of every token; keys and values of 16
     heads."""
     found = of("awq-w4a16")
@@ -36,7 +36,7 @@ def test_of_r1_on_eight_cards() -> None:
     assert sum(found.values()) < RESERVE_GIB * 2**30
 
 
-def test_what_changes_it() -> None:
+def test_what_changes_it():
     assert not any(
         of(scheme)["decoded experts"] for scheme in ("int8-a8w8c16", "fp4-w4a16", "int4-w4a8")
     )
@@ -71,7 +71,7 @@ def test_what_changes_it() -> None:
     }
 
 
-def test_the_documented_command_leaves_room() -> None:
+def test_the_documented_command_leaves_room():
     """Weights as the page says, the cache that its command asks for, and all of the above, in nine
     tenths of a card."""
     page = asset("docs", "ascend.md").read_text()

@@ -83,7 +83,7 @@ def told(playground: Playground, question: str, **options: Any) -> list[dict[str
     return events
 
 
-def test_probabilities_and_answers_are_the_engines(rounded: Playground) -> None:
+def test_probabilities_and_answers_are_the_engines(rounded):
     events = told(rounded, "What is 2+3?")
     done = [event for event in events if event["kind"] == "scored"]
     assert [event["side"] for event in done] == [0, 1]
@@ -123,7 +123,7 @@ def test_probabilities_and_answers_are_the_engines(rounded: Playground) -> None:
     assert texts[0] != texts[1]
 
 
-def test_a_model_equals_itself(tiny_checkpoint: Path) -> None:
+def test_a_model_equals_itself(tiny_checkpoint):
     events = told(opened(tiny_checkpoint, tiny_checkpoint), "What is 2+3?", max_new_tokens=5)
     scored = [event for event in events if event["kind"] == "scored"]
     assert [token["kl"] for token in scored[0]["tokens"]] == [0.0] * 5
@@ -132,7 +132,7 @@ def test_a_model_equals_itself(tiny_checkpoint: Path) -> None:
     assert {"kind": "parted", "at": None} in events
 
 
-def test_divergence_by_its_formula() -> None:
+def test_divergence_by_its_formula():
     p, q = [0.5, 0.25, 0.25, 0.0], [0.25, 0.25, 0.5, 0.0]
     expected = sum(a * math.log(a / b) for a, b in zip(p, q) if a)
     assert divergence(torch.tensor(p).log(), torch.tensor(q).log()) == pytest.approx(
@@ -141,7 +141,7 @@ def test_divergence_by_its_formula() -> None:
     assert divergence(torch.tensor([1.0, 0.0]).log(), torch.tensor([1.0, 0.0]).log()) == 0
 
 
-def test_where_paths_part() -> None:
+def test_where_paths_part():
     cases = (
         """{"[[1, 2], [1, 2]]": null, "[[1, 2], [1, 3]]": 1, "[[1], [1, 2]]": 1, "[[], [4]]": 0}"""
     )
@@ -149,13 +149,13 @@ def test_where_paths_part() -> None:
         assert first_difference(json.loads(answers)) == place
 
 
-def test_models_of_other_tokens_are_refused(tiny_checkpoint: Path, scripted: Playground) -> None:
+def test_models_of_other_tokens_are_refused(tiny_checkpoint, scripted):
     engine = Engine.load(tiny_checkpoint, device="cpu", max_batch=1, max_model_len=128)
     with pytest.raises(QuantkitError, match="have different tokenizers"):
         Playground([scripted.models[0], PlayModel("other", engine)])
 
 
-def test_only_its_own_page_is_answered(url: str) -> None:
+def test_only_its_own_page_is_answered(url):
     body = json.dumps({"prompt": "a", "max_new_tokens": 2})
     for header, value, status in (
         ("Host", "evil.example", 403),
@@ -171,7 +171,7 @@ def test_only_its_own_page_is_answered(url: str) -> None:
     assert "innerHTML" not in httpx.get(f"{url}/page.js").text
 
 
-def test_bad_questions_are_refused(url: str) -> None:
+def test_bad_questions_are_refused(url):
     for body, said in (
         ({"prompt": ""}, "prompt"),
         ({"prompt": "a", "max_new_tokens": 2049}, "max_new_tokens"),
@@ -184,12 +184,12 @@ def test_bad_questions_are_refused(url: str) -> None:
         assert said in answer.json()["error"]
 
 
-def test_a_prompt_that_is_too_long_is_reported(url: str) -> None:
+def test_a_prompt_that_is_too_long_is_reported(url):
     (line,) = httpx.post(f"{url}/play", json={"prompt": "x" * 600, "raw": True}).text.splitlines()
     assert "the context holds 512" in json.loads(line)["message"]
 
 
-def test_who_goes_stops_the_work(scripted: Playground, url: str) -> None:
+def test_who_goes_stops_the_work(scripted, url):
     asked = {"prompt": "zzz", "raw": True, "max_new_tokens": 400}
     with httpx.stream("POST", f"{url}/play", json=asked) as answer:
         next(answer.iter_lines())
@@ -220,7 +220,7 @@ TOKENS = (
 
 
 @needs_browser
-def test_two_models_in_the_browser(url: str) -> None:
+def test_two_models_in_the_browser(url):
     with page_at(url, width=420, height=900, dark=True) as page:
         page.wait("document.querySelectorAll('.side').length === 2")
         page.value(
@@ -259,7 +259,7 @@ def test_two_models_in_the_browser(url: str) -> None:
 
 
 @needs_browser
-def test_one_model_in_the_browser(scripted: Playground) -> None:
+def test_one_model_in_the_browser(scripted):
     with (
         served(Playground(scripted.models[:1])) as url,
         page_at(f"{url}/#most=3&prompt=count") as page,
