@@ -279,23 +279,24 @@ def experts(grid: str, gated: bool = False) -> None:
 
 
 def linear_attention(by_channel: bool, prompt: bool) -> None:
-    """Qwen3-Next's, and Kimi Linear's."""
+    """Qwen3-Next's, and Kimi Linear's with narrower values."""
     groups, shared = (32, 1) if by_channel else (16, 2)
-    key, value = zeros(128, groups, 128), zeros(128, groups, shared, 128)
+    width = 64 if by_channel else 128
+    key, value = zeros(128, groups, 128), zeros(128, groups, shared, width)
     gates = zeros(128, groups, shared, dtype=torch.float32)
     decay = zeros(*gates.shape, *(128,) * by_channel, dtype=torch.float32)
-    channels, heads = groups * 128 * (2 + shared), groups * shared
+    channels, heads = groups * (256 + shared * width), groups * shared
     weights = DeltaWeights(
         *(
             zeros(*shape, dtype=torch.float32)
             for shape in ((channels, 4), (heads,), (heads, *decay.shape[3:]))
         ),
-        zeros(128),
+        zeros(width),
         1e-6,
     )
     states = DeltaStates(
         zeros(2, 2, 3, channels, dtype=torch.float32),
-        zeros(2, 2, heads, 128, 128, dtype=torch.float32),
+        zeros(2, 2, heads, 128, width, dtype=torch.float32),
         zeros(2, 2, dtype=torch.int64),
     )
     inputs = DeltaInputs(key, key, value, value, decay, gates)

@@ -16,6 +16,8 @@ _LEAST = 16
 _BLOCK = 32
 """Channels of the values that a program passes through the chunks."""
 _HEADS = 8
+_STEP_WARPS = 4
+"""Of a head of 128 x 128: 5.5 us for one row on an H200, 9.8 with 8 and 14 with 16."""
 
 
 def delta_step(
@@ -32,7 +34,7 @@ def delta_step(
     out = inputs.q.new_empty(rows, heads * sizes["V"])
     if rows == 0:
         return out
-    warps = min(max(sizes["D_WIDTH"] * sizes["V_WIDTH"] >> 10, 1), 16)
+    warps = min(max(sizes["D_WIDTH"] * sizes["V_WIDTH"] >> 10, 1), _STEP_WARPS)
     kernel[(rows, heads)](
         *inputs, *(one for side in inputs[:4] for one in side.stride()[:-1]),
         *inputs.decay.stride()[:3], *inputs.rate.stride(),

@@ -158,11 +158,11 @@ def convolve_prompts(
         own = head - 2 * groups
         x = v + first * v_token + own // R * v_group + own % R * v_head
         lane = 2 * groups * D + own * V
-        some = convolved_rows(
+        value = convolved_rows(
             x, v_token, now, convolution, lane, to, rows, V, length, start > 0, channels, K
         )
-        where = ((first + rows) * groups * R + own)[:, None] * V + to[None, :]
-        tl.store(values + where, some, mask=(rows < length)[:, None] & (to < V)[None, :])
+        known = ((first + rows) * groups * R + own)[:, None] * V + to[None, :]
+        tl.store(values + known, value, mask=(rows < length)[:, None] & (to < V)[None, :])
         if ends:
             keep_last(x, v_token, now, after, lane, to, last, V, length, start > 0, channels, K)
 
