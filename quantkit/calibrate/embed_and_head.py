@@ -94,24 +94,14 @@ def mtp_states(
 ) -> HiddenStatePair:
     """Inputs of MTP layer `layer` from the outputs of the last layer: a token's hidden state and
     the next token's embedding, packed with several streams. A sequence's last token has none."""
-    weights, config, rows = model.weights, model.config, model.layer_rows(layer)
+    weights, config = model.weights, model.config
     embed_and_head = TableEmbedAndHead(weights, model.rows, config)
-    tensors = weights.dequantized_all(
-        row
-        for row in rows
-        if row.expert is None and row.role not in ("embedding", "head", "linear")
-    )
+    rows = model.layer_rows(layer)
     table = next((row for row in rows if row.role == "embedding"), embed_and_head.embedding)
     following = [s[1:] for s in (*sequences.calibration, *sequences.held_out)]
     unique, compact = torch.cat(following).unique(return_inverse=True)
-    tensors[table.name] = weights.checkpoint.read(table.name)[unique].float().to(weights.device)
-    assert model.architecture.MtpLayer is not None, (
-        "an MTP layer in the table, but no class that computes it"
-    )
-    block = model.architecture.MtpLayer(
-        config, LayerWeights(tensors, no_experts), layer - config.num_hidden_layers
-    )
-    block.embedding = tensors[table.name]
+    embedding = weights.checkpoint.read(table.name)[unique].float().to(weights.device)
+    block = mtp_layer(model, layer, embedding)
 
     def inputs(of: HiddenStates, compact: Tensor) -> HiddenStates:
         keep = torch.ones(len(of.hidden), dtype=torch.bool)
@@ -131,6 +121,22 @@ def mtp_states(
         inputs(states.quantized, compact),
         inputs(states.original, compact[len(compact) - held_out :]),
     )
+
+
+def mtp_layer(model: SourceModel, layer: int, embedding: Tensor) -> MtpModel:
+    """MTP layer `layer` without its linears, over these rows of its embedding [R, H]."""
+    assert model.architecture.MtpLayer is not None, (
+        "an MTP layer in the table, but no class that computes it"
+    )
+    rows = [row for row in model.layer_rows(layer) if row.expert is None]
+    tensors = model.weights.dequantized_all(
+        row for row in rows if row.role not in ("embedding", "head", "linear")
+    )
+    tensors |= {row.name: embedding for row in rows if row.role == "embedding"}
+    weights = LayerWeights(tensors, no_experts)
+    made = model.architecture.MtpLayer(model.config, weights, layer - len(model.layers))
+    made.embedding = embedding
+    return made
 
 
 def _read(block: MtpModel, embed_and_head: TableEmbedAndHead, hidden: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ One pass over blocks of the vocabulary keeps, for every token, the largest logit
 relative to it, rescaled when a larger one comes (arXiv 1805.02867).
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -88,6 +89,22 @@ def compare_paths(
             )
         )
     return found
+
+
+def likeliest_tokens(hidden: Tensor, head: Iterable[Tensor]) -> Tensor:
+    """hidden [T, H] before the head -> the token of the largest logit, int64 [T]."""
+    found = Softmax(len(hidden), hidden.device)
+    for rows in head:
+        found.update(hidden @ rows.t())
+    return found.argmax
+
+
+def share_interval(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of `count` trials."""
+    z = 1.96
+    half = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    middle, scale = share + z * z / (2 * count), 1 + z * z / count
+    return (middle - half) / scale, (middle + half) / scale
 
 
 class Softmax:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantkit.calibrate.cache_scales import Int8Cache
 from quantkit.calibrate.data import Sequences
-from quantkit.calibrate.embed_and_head import EmbedAndHead, TableEmbedAndHead, mtp_states
+from quantkit.calibrate.embed_and_head import EmbedAndHead, TableEmbedAndHead, mtp_layer, mtp_states
 from quantkit.calibrate.expert_layer import ExpertLayer
 from quantkit.calibrate.hidden_states import (
     Batches,
@@ -36,6 +36,8 @@ from quantkit.calibrate.output_cost import (
     JUDGED_TOKENS,
     ResidualStream,
     compare_paths,
+    likeliest_tokens,
+    share_interval,
 )
 from quantkit.calibrate.progress_log import Findings, ProgressLog
 from quantkit.calibrate.ranks import Ranks
@@ -152,7 +154,11 @@ class Walk:
                 row.mtp and row.module in self.model.quantized
                 for row in self.model.layer_rows(layer)
             ):
-                self._layer(layer, mtp_states(self.model, layer, states, sequences))
+                drafts = mtp_states(self.model, layer, states, sequences)
+                self._layer(layer, drafts)
+                first = layer == self.model.mtp_layers[0]
+                if first and len(drafts.original.hidden) and self.ranks.is_main:
+                    self._compare_drafts(layer, states, drafts)
         return self.log.findings
 
     def _embedded(self, sequences: Sequences) -> HiddenStatePair:
@@ -356,6 +362,37 @@ class Walk:
         advance(sublayer, tensors, states.original, NO_ACTIVATION_QUANTS, self.ranks)
 
     # --- after the last layer
+
+    def _compare_drafts(self, layer: int, states: HiddenStatePair, drafts: HiddenStatePair) -> None:
+        """How often the first MTP layer's likeliest token is the model's own, on held-out text: of
+        the source and of what was quantized, each with its own model."""
+        weights, embed_and_head = self.model.weights, self.embed_and_head
+        rows = self.model.layer_rows(layer)
+        head = next((row for row in rows if row.role == "head"), self.residual.head)
+        block = mtp_layer(self.model, layer, torch.zeros(1, self.model.config.hidden_size))
+        # A draft of token i + 2 is made after token i, and checked after token i + 1.
+        lengths = torch.tensor(states.original.lengths)
+        checked = torch.ones(len(states.original.hidden), dtype=torch.bool)
+        checked[lengths.cumsum(0) - lengths] = False
+        shares = []
+        for main, own in (
+            (states.original.hidden, drafts.original.hidden),
+            (
+                states.quantized.hidden[states.quantized.fitted :],
+                drafts.quantized.hidden[drafts.quantized.fitted :],
+            ),
+        ):
+            normed = embed_and_head.final_norm(main[checked.to(main.device)])
+            token = likeliest_tokens(normed, weights.blocks(self.residual.head, BLOCK_ROWS))
+            draft = likeliest_tokens(block.head_input(own), weights.blocks(head, BLOCK_ROWS))
+            shares.append(float((token == draft).double().mean()))
+        low, high = share_interval(shares[1], len(drafts.original.hidden))
+        self.log.findings.next_token |= {
+            "accepted_drafts": shares[1],
+            "accepted_drafts_low": low,
+            "accepted_drafts_high": high,
+            "accepted_drafts_source": shares[0],
+        }
 
     def _compare_next_tokens(self, states: HiddenStatePair) -> None:
         """Compare the next-token distributions of the paths on held-out tokens. Not saved for a

@@ -248,6 +248,9 @@ class MtpModel(Protocol):
         """next_token_ids [T], rows of the embedding; hidden: what it reads of the main model ->
         input of the block, with the same number of residual streams."""
 
+    def head_input(self, hidden: Tensor) -> Tensor:
+        """hidden after the block, as calibration holds it -> input of the head, [T, H]."""
+
     def __call__(
         self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None
     ) -> Tensor:

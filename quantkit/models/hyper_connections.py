@@ -407,6 +407,10 @@ class MtpLayer:
             embedded[:, None] + self.h_proj(streams.flatten(0, 1)).unflatten(0, (-1, self.count))
         ).flatten(1)
 
+    def head_input(self, hidden: Tensor) -> Tensor:
+        """hidden [T, W] after the block, packed (`pack_streams`) -> input of the head, [T, H]."""
+        return rms_norm(self.end(unpack_streams(hidden, self.count)[0]), self.norm, self.eps)
+
     @by_own_backend
     def __call__(
         self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None

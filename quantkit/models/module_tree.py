@@ -35,7 +35,7 @@ _MOST = {"num_hidden_layers": 1000} | dict.fromkeys(
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 10_000
 )
 """Limits for a model that is built."""
-_MOST_ASSEMBLED = 2**26
+_MOST_ASSEMBLED = 2**24
 """Values of a tensor whose published parts are looked for."""
 _STREAMS = ("hc_mult", "hc_count")
 """Config names of the number of residual streams."""

@@ -116,6 +116,10 @@ class MtpLayer:
         embedded = rms_norm(decoder.embed(next_token_ids, self.embedding), self.enorm, self.eps)
         return self.eh_proj(torch.cat((embedded, rms_norm(hidden, self.hnorm, self.eps)), dim=-1))
 
+    def head_input(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] after the block -> input of the head, [T, H]."""
+        return rms_norm(hidden, self.norm, self.eps)
+
     @by_own_backend
     def __call__(
         self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None

@@ -12,7 +12,7 @@ import json
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -202,6 +202,19 @@ def _held_out(findings: Findings) -> dict[str, float] | None:
     agreement = findings.expert_agreement.values()
     return findings.next_token | (
         {"expert_agree": math.fsum(agreement) / len(agreement)} if agreement else {}
+    )
+
+
+def describe_drafts(held_out: Mapping[str, float]) -> str:
+    """Accepted drafts of the MTP layer; empty without one."""
+    if "accepted_drafts" not in held_out:
+        return ""
+    own, low, high, source = (
+        held_out[f"accepted_drafts{part}"] for part in ("", "_low", "_high", "_source")
+    )
+    return (
+        f"{own:.1%} of the MTP layer's, the source's {source:.1%} (95 % interval {low:.1%} to "
+        f"{high:.1%}): {1 + own:.2f} tokens a step of one draft, {1 + source:.2f}"
     )
 
 

@@ -62,6 +62,7 @@ from quantkit.quantization.pruning import PrunedExperts, describe_pruning, prune
 from quantkit.quantization.report import (
     RunDescription,
     RunFacts,
+    describe_drafts,
     judge,
     read_findings,
     report_files,
@@ -129,6 +130,7 @@ class QuantizationReport(Result):
         return f"{self.out} as {self.scheme}"
 
     def facts(self) -> list[tuple[str, str]]:
+        drafts = describe_drafts(self.findings.next_token)
         return [
             ("verdict", self._verdict),
             ("written to", f"{self.out} ({self.format})"),
@@ -147,6 +149,7 @@ class QuantizationReport(Result):
             ),
             ("calibration", f"{self.calibration_tokens:,} tokens"),
             ("mean output error", f"{self.findings.mean_error:.2e}"),
+            *([("accepted drafts", drafts)] if drafts else []),
             ("report", str(self.out / "report.html")),
         ]
 
@@ -536,6 +539,7 @@ def _card(run: _Run, account: RunDescription, found: Findings) -> bytes:
         facts += [
             ("KL to the source", kl),
             ("same likeliest token", f"{held['top1_agree']:.1%} of them"),
+            *([("accepted drafts", drafts)] if (drafts := describe_drafts(held)) else []),
         ]
     grids = list(dict.fromkeys(run.job.grids.values()))
     command = account.command.rpartition(" --out ")[0]

@@ -25,6 +25,7 @@ from quantkit.executor.weights.load import load_model
 from quantkit.grids.base import dequantize, grid_label
 from quantkit.grids.schemes import SCHEMES, find_scheme
 from quantkit.models import deepseek_v3
+from quantkit.models.context import CausalContext
 from quantkit.models.table import ScaleGroup
 from quantkit.quantization import QuantizationReport, quantize
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -366,3 +367,36 @@ def test_only_a_models_own_files_are_copied(source, text, tmp_path):
         "manifest.json",
     } <= names
     assert "secrets.txt" not in names
+
+
+def test_accepted_drafts_are_those_of_both_models(text, tmp_path):
+    """Some tokens are likelier than all others, so that drafts of a random model are accepted."""
+    config = make_model.tiny_config(num_hidden_layers=1, **make_model.NARROW)
+    tensors = make_model.random_tensors(config)
+    for name in ("lm_head.weight", "model.layers.1.shared_head.head.weight"):
+        tensors[name][:3] = 30 * tensors["lm_head.weight"][:3]
+    source = make_model.write_dense(tmp_path / "source", config, tensors)
+    report = run(source, tmp_path / "out", "awq-w4a16", text)
+    recipe = Recipe(scheme="awq-w4a16", calibration=text, **SMALL)
+    sequences = load_sequences(
+        text,
+        ChatTokenizer(source),
+        samples=recipe.samples,
+        held_out=recipe.held_out,
+        seq_len=recipe.seq_len,
+        seed=recipe.seed,
+    )
+    for path, key in ((source, "accepted_drafts_source"), (tmp_path / "out", "accepted_drafts")):
+        loaded = load_model(path, device="cpu", dtype="float32", mtp=1)
+        agree = []
+        for ids in sequences.held_out:
+            context = CausalContext([len(ids)])
+            hidden = loaded.model(ids, context)
+            (layer,) = loaded.mtp_layers
+            drafts = layer.logits(layer(ids[1:], hidden[:-1], CausalContext([len(ids) - 1])))
+            agree += (drafts.argmax(-1) == loaded.model.logits(hidden)[1:].argmax(-1)).tolist()
+        assert report.findings.next_token[key] == pytest.approx(sum(agree) / len(agree), abs=0.02)
+        assert 0.1 < report.findings.next_token[key] < 0.95
+    held_out = json.loads((tmp_path / "out" / "report.json").read_text())["held_out"]
+    assert held_out["accepted_drafts_low"] < held_out["accepted_drafts"]
+    assert held_out["accepted_drafts"] < held_out["accepted_drafts_high"]
