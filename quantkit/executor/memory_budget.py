@@ -21,6 +21,7 @@ from quantkit.executor.runner.attention_context import Chunk, PrefillContext
 from quantkit.executor.speculation.eagle_head import LoadedEagleHead
 from quantkit.executor.weights.load import LoadedModel
 from quantkit.models.architecture import KeyValueCache, LatentCache
+from quantkit.models.delta_rule import DeltaNet
 
 PREFILL_TOKENS = {"cuda": 4096, "npu": 2048, "cpu": 1024}
 """Prompt tokens of a step: weights are read and decoded once for all of them, and requests that
@@ -61,11 +62,11 @@ def default_chunk_tokens(
 
 def long_step_bytes(loaded: LoadedModel) -> int | None:
     """Memory of a step of LONG_PREFILL_TOKENS; None for models and devices without such steps."""
-    config, cache = loaded.config, loaded.config.cache
+    config, cache, net = loaded.config, loaded.config.cache, loaded.config.recurrent
     if (
         loaded.device.type != "cuda"
         or loaded.weights.expert_ranks.size > 1
-        or config.recurrent is not None
+        or not (net is None or isinstance(net, DeltaNet))
     ):
         return None
     row, at_once = config.hidden_size * loaded.dtype.itemsize, 0
@@ -81,6 +82,7 @@ def long_step_bytes(loaded: LoadedModel) -> int | None:
     return (
         LONG_PREFILL_TOKENS * _ROWS * row
         + max(int(LONG_PREFILL_TOKENS * mlp_rows * row), at_once)
+        + (LONG_PREFILL_TOKENS * net.prompt_bytes(loaded.weights.parallel.size) if net else 0)
         + _GRAPHS_BYTES
     )
 

@@ -4,6 +4,8 @@ state per sequence instead of keys and values."""
 import math
 from dataclasses import dataclass
 
+from quantkit_kernels.delta import CHUNK
+
 StateShapes = dict[int, tuple[tuple[int, ...], ...]]
 """The float32 state of a sequence on one rank: shapes of the tensors that are read and written
 together, by number."""
@@ -42,6 +44,13 @@ class DeltaNet:
         return dict.fromkeys(
             sorted(self.layers), (recent, (self.value_heads // ranks, self.key_dim, self.value_dim))
         )
+
+    def prompt_bytes(self, ranks: int = 1) -> int:
+        """Bytes per token that the kernels of prompts need on one rank, in float32: the convolved
+        inputs, the outputs, and of each value head two rows of a chunk's matrices and its decay by
+        channel at most."""
+        heads = self.value_heads * (self.value_dim + 2 * CHUNK + self.key_dim)
+        return 4 * (sum(self.segments) + heads) // ranks
 
     def state_bytes(self, ranks: int = 1) -> int:
         """Bytes of one sequence over all layers on one rank: each state twice, with the number of

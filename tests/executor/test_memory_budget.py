@@ -23,6 +23,7 @@ from quantkit.executor.options import EngineOptions
 from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.models.architecture import CompressedCache, KeyValueCache
 from quantkit.models.delta_rule import DeltaNet
+from quantkit.models.short_conv import ShortConvolutions
 
 CUDA = torch.device("cuda")
 
@@ -72,7 +73,7 @@ def test_others_have_the_steps_that_their_device_has(loaded):
         (replace(cache, index_dim=32), asked, None),
         (cache, None, None),
     ]
-    others += [(KeyValueCache(2, 16), None, DeltaNet), (CompressedCache, asked, None)]
+    others += [(KeyValueCache(2, 16), None, ShortConvolutions), (CompressedCache, asked, None)]
     for held, routing, recurrent in others:
         config = SimpleNamespace(cache=held, routing=routing, recurrent=recurrent, hidden_size=256)
         assert long_step_bytes(replace(loaded, config=config)) is None
@@ -88,6 +89,11 @@ def test_models_with_keys_and_values_have_long_steps_too(loaded, monkeypatch):
     needed = long_step_bytes(dense)
     assert needed is not None
     assert needed > LONG_PREFILL_TOKENS * 2 * (8 * 4096 + 3 * 12288)
+    net = DeltaNet(16, 32, 128, 128, 4, frozenset({0}))
+    recurrent = replace(dense, config=SimpleNamespace(**{**vars(config), "recurrent": net}))
+    # Queries, keys and values twice, two rows of 32 and decays of each of 32 heads, in float32.
+    more = LONG_PREFILL_TOKENS * 4 * (2 * 2048 + 2 * 4096 + 32 * (2 * 32 + 128))
+    assert long_step_bytes(recurrent) == needed + more
     mixture = replace(
         dense,
         config=SimpleNamespace(
