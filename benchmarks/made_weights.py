@@ -1,7 +1,7 @@
 """Weights of published shapes made up on the device, as one tensor-parallel rank holds them:
 DeepSeek-R1's, and Qwen3's.
 
-AWQ's grid: int4, groups of 128, zero points; router, norms, kv_b, eh_proj, embeddings and heads are
+AWQ's grid: int4, groups of 128 where inputs divide so, zero points; router, norms, kv_b, eh_proj, embeddings and heads are
 not quantized. Codes and scales are random and are laid out by the kernels' own `prepare`. The
 shared expert is one more of the routed ones, as the executor has it where their formats agree. Each
 layer has memory of its own; the routed experts of the later layers are those of the first in
@@ -24,7 +24,7 @@ from quantkit.models import deepseek_v3
 from quantkit.models.table import Parameter
 from quantkit.models.weights import ExpertsOp, LinearOp
 
-GROUP = 128
+GROUPS = (128, 64, 32)
 
 R1: dict[str, Any] = {
     "vocab_size": 129280,
@@ -298,7 +298,8 @@ class SyntheticWeights:
         """Codes over the whole range; with zero points of -2 .. 1 a weight's standard deviation is
         4.75 scales."""
         codes = torch.randint(-8, 8, (n, k), dtype=torch.int8, device=self.device)
-        scale = (torch.rand(n, k // GROUP, device=self.device) + 0.5) / (4.75 * k**0.5)
+        group = next(size for size in GROUPS if k % size == 0)
+        scale = (torch.rand(n, k // group, device=self.device) + 0.5) / (4.75 * k**0.5)
         return kernels.Int4(
             codes, scale, torch.randint(-2, 2, scale.shape, dtype=torch.int8, device=self.device)
         )
