@@ -1,11 +1,9 @@
-"""What is predicted for Ascend on paper: DeepSeek-R1 on the layouts of many boxes next to published
-rates, and what fewer launches buy.
+"""What fewer launches buy on Ascend, predicted: the rows of docs/lab/ascend.md's table, DeepSeek-R1 on
+eight 910B1.
 
-    python benchmarks/predictions.py layouts       # writes benchmarks/results/clusters.json, a table of docs/lab/ascend.md
-    python benchmarks/predictions.py steps         # the rows of docs/lab/ascend.md's table: DeepSeek-R1 on eight 910B1
+    python benchmarks/predictions.py
 
-Nothing is measured: layouts and rates are those of recipes/deploy/vllm-ascend.yaml, machines and
-ways to run a captured step those of recipes/hardware. Launches are counted on the doubles of
+Nothing is measured: machines and ways to run a captured step are those of recipes/hardware. Launches are counted on the doubles of
 torch_npu and of the Triton kernels (tests/ascend/test_launches.py); times are the cost model's.
 """
 
@@ -13,105 +11,20 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from core import parser, write
+from core import parser
 from r1_headers import r1_config
 
-from quantkit.checkpoint.formats import compressed_int8
-from quantkit.engines.layouts import find_topology
-from quantkit.engines.memory import fit_rows
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.schemes import Scheme, find_scheme
 from quantkit.models import find_architecture
 from quantkit.models.architecture import ModelConfig
 from quantkit.models.table import MLA_PROLOG_PROJECTIONS, Parameter
-from quantkit.planning.clusters import ASSUMPTIONS, compare_rate
 from quantkit.planning.cost_model import Prediction, WeightTraffic, WholeStep, device_loads
 from quantkit.planning.hardware import Hardware, Level, Way, load_hardware
-
-LAYOUTS = ("four-boxes", "disaggregated-a2", "disaggregated-384")
-LEVELS = ("floor", "fused", "captured", "eager")
-MEMORY_GIB, FRACTION, RESERVE_GIB = 64, 0.92, 4.0  # of vllm-ascend's recipe
-CONTEXT = 4096
-COLUMNS = [
-    {"name": "layout"},
-    {"name": "experts a card"},
-    {"name": "weights", "unit": "GB a card"},
-    {"name": "level"},
-    {"name": "sequences a card"},
-    {"name": "step", "unit": "ms"},
-    {"name": "dispatch", "unit": "MB"},
-    {"name": "combine", "unit": "MB"},
-    {"name": "both", "unit": "ms"},
-    {"name": "tokens/s a card"},
-    {"name": "published"},
-    {"name": "error", "unit": "%"},
-]
-
-
-def stored(row: Parameter) -> int:
-    """Bytes of a parameter of INT8 R1 in compressed-tensors; kv_b_proj and what is no linear in
-    BF16."""
-    if row.role == "linear":
-        grid = find_scheme("int8-a8w8c16").weight
-        return sum(
-            spec.nbytes
-            for spec in compressed_int8.FORMAT.specs(row.module, (row.shape[0], row.shape[1]), grid)
-        )
-    return 2 * row.shape[0] * (row.shape[1] if len(row.shape) > 1 else 1)
-
-
-def layout_rows() -> list[list[Any]]:
-    config = {key: value for key, value in r1_config().items() if key != "quantization_config"}
-    architecture = find_architecture(config)
-    parsed = architecture.Config.from_dict(config)
-    rows, scheme = architecture.parameters(parsed), find_scheme("int8-a8w8c16")
-    lines: list[list[Any]] = []
-    for name in LAYOUTS:
-        topology = find_topology("vllm-ascend", name=name)
-        assert topology.hardware is not None, name
-        for rate in topology.published:
-            parallel = next(role for role in topology.roles if role.name == rate.role).parallel
-            held = fit_rows(
-                [(row, stored(row)) for row in rows],
-                parsed,
-                parallel,
-                CONTEXT,
-                MEMORY_GIB,
-                FRACTION,
-                RESERVE_GIB,
-            )
-            compared = compare_rate(
-                rate, topology, rows, parsed, scheme, load_hardware(topology.hardware), held
-            )
-            for one in compared["predicted"]:
-                if one["level"] not in LEVELS:
-                    continue
-                both = one["parts"]["dispatch"] + one["parts"]["combine"]
-                lines.append(
-                    [
-                        f"{name}, {rate.role}",
-                        one["experts_per_device"],
-                        round(held.weight_bytes / 1e9, 1),
-                        one["level"],
-                        round(one["batch"] / parallel.world),
-                        round(one["step_ms"], 1),
-                        round(one["dispatch_bytes"] / 1e6),
-                        round(one["combine_bytes"] / 1e6),
-                        round(both, 1),
-                        round(one["tokens_per_second"]),
-                        rate.tokens_per_second,
-                        round(100 * one["error"]),
-                    ]
-                )
-    return lines
-
-
-# --- steps
 
 SCHEMES = ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16")
 BATCHES = (1, 2, 4, 8, 32)
@@ -202,24 +115,8 @@ def step_rows() -> list[str]:
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("what", choices=("layouts", "steps"))
-    if options.parse_args().what == "steps":
-        print("\n".join(step_rows()))
-        return
-    write(
-        "clusters",
-        {
-            "title": "DeepSeek-R1 in INT8 on many boxes, predicted",
-            "machine": "on paper",
-            "commit": None,
-            "date": "2026-11-22",
-            "command": "python benchmarks/predictions.py layouts",
-            "columns": COLUMNS,
-            "rows": layout_rows(),
-            "notes": list(ASSUMPTIONS),
-        },
-    )
+    parser(__doc__).parse_args()
+    print("\n".join(step_rows()))
 
 
 if __name__ == "__main__":

@@ -196,16 +196,20 @@ def loader_matrix() -> str:
                 ]
             )
         for codes, models in profile.caches.items():
-            described = f"cache {codes}, by steps of the checkpoint, of {', '.join(models)}"
+            formats = ", ".join(
+                f"{format} ({' '.join(options)})" if options else format
+                for format, options in profile.fp8_caches.items()
+            )
+            where = ("cuda", formats) if codes == "fp8" else ("npu", "modelslim ascendV1")
+            known = cache_evidence(profile, codes)
             rows.append(
                 [
                     profile.engine,
-                    "npu",
-                    "modelslim ascendV1",
-                    described,
+                    *where,
+                    f"cache {codes}, by scales of the checkpoint, of {', '.join(models)}",
                     "-",
                     "any",
-                    cache_evidence(profile, codes),
+                    f"{known}, {profile.read}" if known == "by source" else known,
                 ]
             )
     return markdown(

@@ -33,8 +33,7 @@ def unpack(path: Path) -> Path:
 
     status = path.stat()
     key = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}".encode()
-    folder = f"{path.stem}-{hashlib.sha256(key).hexdigest()[:12]}"
-    target = cache_directory() / "gguf" / folder
+    target = cache_directory() / "gguf" / hashlib.sha256(key).hexdigest()[:12] / path.stem
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
@@ -54,7 +53,7 @@ def dequantize(path: Path, folder: Path) -> None:
     import torch
 
     try:
-        from transformers import AutoModelForCausalLM, GgufConfig
+        from transformers import AutoModelForCausalLM, GgufConfig, modeling_gguf_pytorch_utils
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
         from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
         from transformers.utils.logging import disable_progress_bar
@@ -63,6 +62,8 @@ def dequantize(path: Path, folder: Path) -> None:
             f"{path} needs transformers 5.23 or newer", "pip install -U transformers"
         ) from error
     disable_progress_bar()
+    # Its own bar of the reader is drawn all the same.
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
     try:
         metadata, _ = read_gguf_metadata(str(path))
         sizes = [math.prod(tensor.shape) for tensor in GgufHeader.from_file(str(path)).tensors]

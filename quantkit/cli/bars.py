@@ -73,6 +73,8 @@ class Bars(Progress):
         done by an earlier run."""
         if row in self._lines:
             self._lines[row].show(share, escape_text(note), found=found)
+            if share >= 1:
+                self._lines.pop(row).__exit__(None, None, None)
             return
         self._tasks[row].fields["left"].at(share, found=found)
         self.update(row, completed=done, note=note, description=text)

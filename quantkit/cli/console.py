@@ -359,28 +359,6 @@ def show_measurement(row: dict[str, Any]) -> None:
     out.print(Text(line) + verdict, soft_wrap=True)  # one operator a line
 
 
-def show_decoding(rate: dict[str, Any]) -> None:
-    limit = f"within {rate['limit_ms']:g} ms" if rate["limit_ms"] else f"{rate['batch']} sequences"
-    asked = (
-        f"{rate['role']}, {rate['scheme']} on {rate['hardware']}, {limit}, {rate['context']} "
-        "tokens of context"
-    )
-    err.print(
-        f"{asked}: published {rate['tokens_per_second']:g} tokens/s a device ({rate['of']})",
-        soft_wrap=True,
-    )
-    for one in rate["predicted"]:
-        sent = f"dispatch {one['dispatch_bytes'] / 1e6:.0f} MB in {one['parts']['dispatch']:.1f} ms"
-        back = f"combine {one['combine_bytes'] / 1e6:.0f} MB in {one['parts']['combine']:.1f} ms"
-        line = f"  {one['level']}: {one['tokens_per_second']:.0f} tokens/s ({one['error']:+.0%}), "
-        line += f"{one['batch']} sequences in {one['step_ms']:.1f} ms"
-        err.print(
-            f"{line}; {one['experts_per_device']} experts a device, {sent}, {back}", soft_wrap=True
-        )
-    for assumption in rate["assumptions"]:
-        err.print(f"  assuming {assumption}", soft_wrap=True)
-
-
 def _fit_text(fit: dict[str, Any]) -> str:
     """What the fullest device of a role holds. fit: a `Fit` as a dictionary."""
     weights, reserve, usable = (
@@ -406,8 +384,6 @@ def show_deployment(plan: dict[str, Any], scripts: list[str]) -> None:
     err.print(
         "; ".join(f"{what}: {text}" for what, text in plan["evidence"].items()), soft_wrap=True
     )
-    for rate in plan["decoding"]:
-        show_decoding(rate)
     for note in plan["notes"]:
         notify(note)
     for problem in plan["problems"]:

@@ -33,8 +33,6 @@ def deploy(
     from quantkit.checkpoint.remote import open_headers
     from quantkit.deploy.formats import find_format
     from quantkit.deploy.launch import deploy as plan
-    from quantkit.engines.layouts import find_topology
-    from quantkit.planning.clusters import compare_checkpoint
     from quantkit.planning.devices import read_devices
 
     format = find_format(options.format, hosts=options.hosts is not None)
@@ -58,12 +56,7 @@ def deploy(
     )
     if planned.refusal is not None:
         raise planned.refusal
-    topology = find_topology(
-        engine, options.boxes, planned.layout, planned.device, planned.devices_per_box
-    )
-    result = planned.as_dict() | {
-        "decoding": compare_checkpoint(checkpoint, topology, planned.memory)
-    }
+    result = planned.as_dict()
     files = format.write(planned)
     if json_:
         print_json(result)

@@ -57,8 +57,6 @@ def plan(
     if about.cost_model is not None:
         console.show_prediction(about.cost_model)
         console.show_published(about.cost_model["published"])
-    for rate in about.layout.decoding if about.layout else ():
-        console.show_decoding(rate)
 
 
 def convert(

@@ -49,7 +49,12 @@ def run(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "--max-tokens", min=1, help="Longest answer, tokens.")
     ] = 512,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0, help="0 is greedy, also where generation_config.json samples; serve follows it."
+        ),
+    ] = 0.0,
     top_p: Annotated[
         float, typer.Option(min=0, max=1, help="Nucleus sampling: share of probability to keep.")
     ] = 1.0,
@@ -153,7 +158,11 @@ def serve(
     engine: EngineOptions,
 ) -> None:
     """Serve an OpenAI-compatible API: chat, completions and responses, tools, JSON schemas,
-    streaming, metrics."""
+    streaming, metrics.
+
+    A request without temperature is sampled as generation_config.json says, else at 1.0 as OpenAI
+    does; `run` is greedy.
+    """
     from quantkit.common.bind import is_loopback, url_address
     from quantkit.common.model_files import read_text
     from quantkit.executor.server.serve import serve as run_server

@@ -5,13 +5,14 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from quantkit.checkpoint.check import CACHE_SCALES
 from quantkit.checkpoint.manifest import MANIFEST
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.devices import dtype_name
 from quantkit.common.model_files import LARGEST, is_there, read_json
 from quantkit.common.result import Result
 from quantkit.common.sizes import format_bytes
-from quantkit.engines.check import LoadProblem
+from quantkit.engines.check import LoadProblem, find_fp8_cache
 from quantkit.models import is_known
 from quantkit.models.stored_parameters import check_listed, is_stored, read_model, stored_shape
 from quantkit.models.table import Parameter
@@ -21,7 +22,8 @@ from quantkit.models.table import Parameter
 class Inspection(Result):
     """The contents of a checkpoint. left_as: number of linears in another format, by format.
     missing, misshapen, unknown: tensor names, compared with the architecture's table; these,
-    parameters and mtp_layers are None for an unknown architecture. problems: what keeps `engine`
+    parameters and mtp_layers are None for an unknown architecture. cache: FP8 of a KV cache, if the
+    checkpoint has its scales or declares it. problems: what keeps `engine`
     from loading it; None if no engine was given."""
 
     path: str
@@ -41,13 +43,14 @@ class Inspection(Result):
     parameters: int | None = None
     bytes_by_part: dict[str, int] | None = None
     mtp_layers: int | None = None
+    cache: str | None = None
     engine: str | None = None
     problems: tuple[LoadProblem, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Without entries that do not apply."""
         found = asdict(self)
-        for key in ("parameters", "bytes_by_part", "mtp_layers", "engine", "problems"):
+        for key in ("parameters", "bytes_by_part", "mtp_layers", "cache", "engine", "problems"):
             if found[key] is None:
                 del found[key]
         return found
@@ -77,6 +80,7 @@ class Inspection(Result):
             ("bytes", format_bytes(self.bytes)),
             ("parameters", _text(self.parameters)),
             ("mtp layers", _text(self.mtp_layers)),
+            *([("KV cache", self.cache)] if self.cache else []),
         ]
         rows += [
             (f"  left as {name}", f"{count:,} linears") for name, count in self.left_as.items()
@@ -129,6 +133,7 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         quantized_linears=len(checkpoint.linears),
         left_as=dict(left),
         bytes_by_dtype=dict(by_dtype.most_common()),
+        cache=cache.text if (cache := find_fp8_cache(checkpoint)) else None,
         **_against_table(checkpoint),
     )
 
@@ -162,8 +167,14 @@ def _against_table(checkpoint: Checkpoint) -> dict[str, Any]:
         "mtp_layers": model.config.num_nextn_predict_layers,
         "missing": missing,
         "misshapen": misshapen,
-        "unknown": sorted(set(checkpoint.tensors) - owned - checkpoint.cache_scale_names),
+        "unknown": sorted(set(checkpoint.tensors) - owned - _cache_scales(checkpoint)),
     }
+
+
+def _cache_scales(checkpoint: Checkpoint) -> set[str]:
+    if find_fp8_cache(checkpoint) is None:
+        return checkpoint.cache_scale_names
+    return {name for name in checkpoint.tensors if CACHE_SCALES.fullmatch(name)}
 
 
 def _text(value: str | int | None) -> str:

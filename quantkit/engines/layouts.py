@@ -53,25 +53,9 @@ class Role(Strict):
         )
 
 
-class PublishedRate(Strict):
-    """A published number of tokens per second of one device of a role: for a batch over all its
-    devices, or within limit_ms per token.
-
-    context: tokens that each sequence attends to, as published or assumed; of: what was run, and
-    the source of the figure.
-    """
-
-    role: str
-    tokens_per_second: float
-    batch: int | None = None
-    limit_ms: float | None = None
-    context: int
-    of: str
-
-
 class Topology(Strict):
     """A layout. router: the command, on the first machine, that sends each request to a server of
-    every role; router_package: what it needs, for pip. hardware: in recipes/hardware, for predicted decode times."""
+    every role; router_package: what it needs, for pip."""
 
     name: str
     summary: str
@@ -80,8 +64,6 @@ class Topology(Strict):
     router: Command = ()
     router_package: str = ""
     notes: str = ""
-    hardware: str | None = None
-    published: tuple[PublishedRate, ...] = ()
 
     @property
     def boxes(self) -> int:
@@ -138,6 +120,13 @@ class LaunchRecipe(Strict):
     sources: tuple[str, ...]
     notes: str = ""
     layouts: tuple[Topology, ...]
+
+    def start(self, command: Command) -> Command:
+        """The words of a layout's command up to $model, without other options."""
+        words = [
+            word for one in command for word in (self.options if one == "$options" else (one,))
+        ]
+        return tuple(words[: words.index("$model") + 1])
 
 
 @cache
@@ -218,12 +207,12 @@ def resize_boxes(layout: Topology, boxes: int) -> Topology:
         )
     summary = f"{boxes} boxes of {layout.devices_per_box} in the layout {layout.name}."
     roles = (role.model_copy(update={"boxes": boxes, per_box: whole}),)
-    return layout.model_copy(update={"roles": roles, "summary": summary, "published": ()})
+    return layout.model_copy(update={"roles": roles, "summary": summary})
 
 
 def resize_devices(layout: Topology, devices: int) -> Topology:
     """A layout on machines with another number of devices. Tensor parallelism within a machine is
-    kept; the number of data-parallel groups changes. Published rates are dropped.
+    kept; the number of data-parallel groups changes.
 
     Raises QuantkitError if the ranks of a role do not divide evenly.
     """
@@ -238,7 +227,7 @@ def resize_devices(layout: Topology, devices: int) -> Topology:
             f"the layout {layout.name}."
         )
     return layout.model_copy(
-        update={"devices_per_box": devices, "roles": roles, "summary": summary, "published": ()}
+        update={"devices_per_box": devices, "roles": roles, "summary": summary}
     )
 
 

@@ -25,75 +25,64 @@ Part = Literal["qkv_a", "attention", "kv_b", "mlp", "shared_experts", "experts"]
 every engine fuses."""
 
 
-class LoadRule(Strict):
-    """One format that an engine loads. `notes`: of the loader matrix. launch_notes,
+class Rule(Strict):
+    """What an engine loads of one format. `notes`: of the loader matrix. launch_notes,
     expert_launch_notes: what to know of a launch, the latter of a model with experts. `run`: the
     command of this repository that demonstrates it, if any, and `run_on` where it was run if not on
     a CPU by `release`."""
 
     format: str
     variant: str
-    grids: tuple[GridName, ...]
     devices: tuple[Device, ...]
-    may: tuple[Part, ...]
-    must: tuple[Part, ...] = ()
-    # The parts of `may` that may be int4 where the rest is int8; empty if a checkpoint is on one
-    # grid.
-    four_bits: tuple[Part, ...] = ()
     # Linears of an MTP layer: quantized like the rest, unquantized ("plain"), or either.
     mtp: Literal["any", "quantized", "plain"] = "any"
     # The engine's name for the MTP layer when it looks up a module in the list of unquantized ones.
     mtp_prefix: str | None = None
     # Fused siblings whose FP4 global scales differ.
     fp4_siblings: Literal["error", "warn"] | None = None
-    # Values of quant_algo that hf_quant_config.json may have by itself; empty if the engine accepts
-    # any there.
-    side_algorithms: tuple[str, ...] = ()
     # What to add to a checkpoint so that the engine keeps a head that is tied to the embedding in
     # 16 bits; None if it always does.
     tied_head: str | None = None
     # Keys at the top of quantization_config that must repeat the grid's own value.
     quantization_keys: tuple[Literal["group_size"], ...] = ()
+    launch: tuple[str, ...] = ()
+    launch_notes: str = ""
+    expert_launch_notes: str = ""
+    notes: str = ""
+    sources: tuple[str, ...]
+    run: str | None = None
+    run_on: str | None = None
+
+
+class LoadRule(Rule):
+    """One grid in a checkpoint: of `grids`, in the parts that `may` be quantized."""
+
+    grids: tuple[GridName, ...]
+    may: tuple[Part, ...]
+    must: tuple[Part, ...] = ()
+    # The parts of `may` that may be int4 where the rest is int8; empty if a checkpoint is on one
+    # grid.
+    four_bits: tuple[Part, ...] = ()
+    # Values of quant_algo that hf_quant_config.json may have by itself; empty if the engine accepts
+    # any there.
+    side_algorithms: tuple[str, ...] = ()
     # Model types whose unquantized fused linears are found in the list of unquantized modules by
     # their own names; those of other models only by the fused module's name, except q_a and kv_a.
     # None: they are always found.
     finds_plain: tuple[str, ...] | None = None
-    launch: tuple[str, ...] = ()
-    launch_notes: str = ""
-    expert_launch_notes: str = ""
-    notes: str = ""
     # Whether int4 experts whose intermediate size per GPU is at most group_size are computed
     # incorrectly.
     narrow_experts_wrong: bool = False
-    sources: tuple[str, ...]
-    run: str | None = None
-    run_on: str | None = None
 
 
-class MixtureRule(Strict):
+class MixtureRule(Rule):
     """A combination of grids in one checkpoint that an engine loads. grids: the parts that may be
     on each; everything else is unquantized.
 
-    Linears that the engine fuses, and all routed experts of a layer, are on one grid. Other fields
-    are as in `LoadRule`.
+    Linears that the engine fuses, and all routed experts of a layer, are on one grid.
     """
 
-    format: str
-    variant: str
-    devices: tuple[Device, ...]
     grids: dict[GridName, tuple[Part, ...]]
-    mtp: Literal["any", "quantized", "plain"] = "any"
-    mtp_prefix: str | None = None
-    fp4_siblings: Literal["error", "warn"] | None = None
-    tied_head: str | None = None
-    quantization_keys: tuple[Literal["group_size"], ...] = ()
-    launch: tuple[str, ...] = ()
-    launch_notes: str = ""
-    expert_launch_notes: str = ""
-    notes: str = ""
-    sources: tuple[str, ...]
-    run: str | None = None
-    run_on: str | None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -144,8 +133,14 @@ class EngineProfile(Strict):
     config: dict[str, dict[str, Any]] = Field({})
     reads: dict[str, tuple[str, ...]] = Field({})
     formats: dict[str, tuple[str, ...]] = Field({})
-    # Model types with a quantized cache of these codes, with scales from the checkpoint.
+    # Model types with a quantized cache of these codes, with scales from the checkpoint (int8:
+    # ModelSlim's).
     caches: dict[CacheCodes, tuple[str, ...]] = Field({})
+    # Formats with whose weights it reads FP8 scales of a KV cache, and the options that turn such a
+    # cache on.
+    fp8_caches: dict[str, tuple[str, ...]] = Field({})
+    # Per head of keys and values, not of a whole layer alone.
+    fp8_cache_heads: bool = False
     # Group sizes of int4 that its kernels support; empty: unknown.
     int4_groups: tuple[int, ...] = ()
     loads: tuple[LoadRule, ...]

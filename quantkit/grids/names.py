@@ -34,5 +34,5 @@ SchemeName = Literal[
 WritableFormat = Literal["awq", "compressed-tensors", "modelopt", "modelslim", "gptq"]
 """Formats that some scheme is written in."""
 
-CacheCodes = Literal["int8"]
+CacheCodes = Literal["int8", "fp8"]
 Method = Literal["awq", "gptq", "smooth", "drift", "descent", "steps"]

@@ -212,41 +212,39 @@ def candidates(
 def choose_candidate(found: list[SchemeCandidate], box: Devices) -> tuple[SchemeCandidate, str]:
     """The first that fits, on a processor INT4 of models that are large enough, and why. Raises
     QuantkitError if none does, with the devices that the smallest needs."""
-    fitting = [one for one in found if one.fits]
-    if fitting:
-        chosen = fitting[0]
-        if len(found) == 1:
-            return chosen, "as asked for"
-        why, others = "least loss where schemes were measured, of those that fit", found
-        if box.device == "cpu":
-            int4 = next((one for one in fitting if one.scheme == CPU_SCHEME), chosen)
-            least = expected_losses().least_parameters(CPU_SCHEME)
-            parameters = int4.plan.parameters if int4.plan is not None else 0
-            if int4 is not chosen and parameters < least:
-                why += f"; INT4 below {least / 1e6:.0f} M parameters may lose more than KL {FAR:g}"
-            elif int4 is not chosen:
-                chosen, others = int4, []
-                why = (
-                    "decoding on a processor is as fast as its weights are few bytes, and the KL "
-                    f"to expect is not above {FAR:g}; --scheme takes another"
-                )
-        unfit = [one.scheme for one in others[: others.index(chosen)] if one.plan] if others else []
-        return chosen, f"{why}; {', '.join(unfit)} would not fit" if unfit else why
-    planned = [one for one in found if one.plan is not None]
+    chosen = next((one for one in found if one.fits), None)
+    if chosen is None:
+        raise _none_fits(found, box)
+    if len(found) == 1:
+        return chosen, "as asked for"
+    why = "least loss where schemes were measured, of those that fit"
+    int4 = next((one for one in found if one.fits and one.scheme == CPU_SCHEME), chosen)
+    if box.device == "cpu" and int4 is not chosen and int4.plan is not None:
+        least = expected_losses().least_parameters(CPU_SCHEME)
+        if int4.plan.parameters >= least:
+            return int4, (
+                "decoding on a processor is as fast as its weights are few bytes, and the KL "
+                f"to expect is not above {FAR:g}; --scheme takes another"
+            )
+        why += f"; INT4 below {least / 1e6:.0f} M parameters may lose more than KL {FAR:g}"
+    unfit = [one.scheme for one in found[: found.index(chosen)] if one.plan]
+    return chosen, f"{why}; {', '.join(unfit)} would not fit" if unfit else why
+
+
+def _none_fits(found: list[SchemeCandidate], box: Devices) -> QuantkitError:
+    planned = [(one, one.plan) for one in found if one.plan is not None]
     if not planned:
-        raise QuantkitError(
+        return QuantkitError(
             "; ".join(dict.fromkeys(one.refused for one in found)),
             "choose another model, scheme, engine or other devices",
         )
-    smallest = min(planned, key=lambda one: one.plan.output_bytes_without_mtp if one.plan else 0)
-    assert smallest.plan is not None
-    placed = smallest.plan.devices
+    smallest, plan = min(planned, key=lambda one: one[1].output_bytes_without_mtp)
+    placed = plan.devices
     needed, there = placed.weight_bytes + placed.reserve_bytes, placed.usable_bytes
-    raise QuantkitError(
+    return QuantkitError(
         f"no scheme fits {box.name}: {smallest.scheme}, the smallest, needs {format_bytes(needed)} "
-        "of "
-        f"each of {smallest.devices} devices "
-        f"and a cache of {placed.context} tokens, where {format_bytes(there)} may be used",
+        f"of each of {smallest.devices} devices and a cache of {placed.context} tokens, where "
+        f"{format_bytes(there)} may be used",
         "give more or larger devices, or a smaller model",
     )
 

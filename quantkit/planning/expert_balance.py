@@ -3,8 +3,7 @@
 Three steps. Copies: while slots are left, the expert with the highest load per copy gets one more;
 no other choice lowers the maximum load per copy. Packing: the copy with the highest load goes to
 the device with the lowest load that has a free slot and no copy of the same expert. Refinement:
-slots of two devices are exchanged, or a copy is replaced by one of another expert, as long as that
-lowers the sum of squared loads.
+slots of two devices are exchanged as long as that lowers the sum of squared loads.
 
 The first two steps are those of DeepSeek's EPLB (github.com/deepseek-ai/EPLB, eplb.py:
 `replicate_experts`, `balanced_packing`), except that EPLB allows several copies of one expert on a
@@ -23,8 +22,6 @@ every expert has a slot."""
 
 _MAX_EXCHANGES = 400
 """Limit of exchanges per device during refinement."""
-_CANDIDATES = 4
-"""Number of least loaded devices that are tried for one more copy of a busy expert."""
 _MIN_GAIN = 1e-9
 """Minimum gain of an exchange relative to the squared mean load; less is rounding error."""
 
@@ -101,87 +98,42 @@ def _make_room(placed: Slots, lacking: np.ndarray) -> int:
 
 
 def _refine(placed: Slots, loads: Loads, copies: np.ndarray) -> Slots:
-    """Apply exchanges and conversions until none helps."""
-    search = _Search(placed, loads, copies)
+    """Exchange slots of two devices until no exchange helps."""
+    placed, each = placed.copy(), loads / copies
+    load = each[placed].sum(axis=1)
+    holds = np.zeros((len(placed), len(loads)), dtype=bool)
+    holds[np.arange(len(placed))[:, None], placed] = True
     for _ in range(_MAX_EXCHANGES * len(placed)):
-        if not (search.exchange() or search.convert()):
+        found = _best_exchange(placed, each, load, holds)
+        if found is None:
             break
-    return search.placed
+        device, slot, other, other_slot = found
+        own, theirs = placed[device, slot], placed[other, other_slot]
+        placed[device, slot], placed[other, other_slot] = theirs, own
+        holds[device, own] = holds[other, theirs] = False
+        holds[device, theirs] = holds[other, own] = True
+        load[device] -= each[own] - each[theirs]
+        load[other] += each[own] - each[theirs]
+    return placed
 
 
-class _Search:
-    """A placement under refinement: placed [D, S], each (load per copy) [E], load [D], holds [D,
+def _best_exchange(
+    placed: Slots, each: np.ndarray, load: np.ndarray, holds: np.ndarray
+) -> tuple[int, int, int, int] | None:
+    """Device, slot, other device and its slot with the largest gain, the first on the most loaded
+    device that has one; None if no exchange helps. each [E]: load per copy; load [D]; holds [D,
     E]."""
-
-    def __init__(self, placed: Slots, loads: Loads, copies: np.ndarray) -> None:
-        self.placed, self.loads, self.copies = placed.copy(), loads, copies.copy()
-        self.each = loads / self.copies
-        self.load = self.each[self.placed].sum(axis=1)
-        self.holds = np.zeros((len(placed), len(loads)), dtype=bool)
-        self.holds[np.arange(len(placed))[:, None], self.placed] = True
-        self.least_gain = _MIN_GAIN * float(self.load.mean()) ** 2
-
-    def exchange(self) -> bool:
-        """Exchange the two slots with the largest gain, one of them on the most loaded device that
-        has one; False if no exchange helps."""
-        mean = self.load.mean()
-        for device in np.argsort(-self.load, kind="stable"):
-            if self.load[device] <= mean:
-                return False
-            own = self.placed[device]
-            # moved [S, D, S]: load that the device loses by exchanging slot s for slot t of device
-            # d.
-            moved = self.each[own][:, None, None] - self.each[self.placed][None]
-            saved = 2 * moved * (self.load[device] - self.load[None, :, None] - moved)
-            invalid = self.holds[:, own].T[:, :, None] | self.holds[device][self.placed][None]
-            saved[invalid] = 0.0
-            best = int(saved.argmax())
-            if saved.flat[best] > self.least_gain:
-                slot, other, other_slot = (int(i) for i in np.unravel_index(best, saved.shape))
-                self._swap(int(device), slot, other, other_slot)
-                return True
-        return False
-
-    def _swap(self, device: int, slot: int, other: int, other_slot: int) -> None:
-        own, other_expert = self.placed[device, slot], self.placed[other, other_slot]
-        self.placed[device, slot], self.placed[other, other_slot] = other_expert, own
-        self.holds[device, own] = self.holds[other, other_expert] = False
-        self.holds[device, other_expert] = self.holds[other, own] = True
-        moved = self.each[own] - self.each[other_expert]
-        self.load[device] -= moved
-        self.load[other] += moved
-
-    def convert(self) -> bool:
-        """Replace a copy of an expert that has several by a copy of one of the most loaded device's
-        experts; False if that does not help."""
-        found = [
-            self._best_conversion(int(wanted)) for wanted in self.placed[int(self.load.argmax())]
-        ]
-        after, device, slot, wanted = min(found)
-        if float(np.square(self.load).sum()) - after <= self.least_gain:
-            return False
-        own = self.placed[device, slot]
-        self.placed[device, slot] = wanted
-        self.holds[device, own], self.holds[device, wanted] = False, True
-        self.copies[own] -= 1
-        self.copies[wanted] += 1
-        self.each = self.loads / self.copies
-        self.load = self.each[self.placed].sum(axis=1)
-        return True
-
-    def _best_conversion(self, wanted: int) -> tuple[float, int, int, int]:
-        """The lowest sum of squares with one more copy of `wanted`, and its device and slot; only
-        the least loaded devices are tried."""
-        hosts = self.holds[:, wanted]
-        with_copy = self.loads[wanted] / (self.copies[wanted] + 1)
-        base = self.load - hosts * (self.each[wanted] - with_copy)
-        best = (float("inf"), 0, 0, wanted)
-        for device in np.argsort(base, kind="stable")[:_CANDIDATES]:
-            for slot, own in enumerate(self.placed[device]):
-                if hosts[device] or self.copies[own] < 2:
-                    continue
-                without_copy = self.loads[own] / (self.copies[own] - 1)
-                load = base + self.holds[:, own] * (without_copy - self.each[own])
-                load[device] += with_copy - without_copy
-                best = min(best, (float(np.square(load).sum()), int(device), slot, wanted))
-        return best
+    mean = load.mean()
+    for device in np.argsort(-load, kind="stable"):
+        if load[device] <= mean:
+            return None
+        own = placed[device]
+        # moved [S, D, S]: load that the device loses by exchanging slot s for slot t of device d.
+        moved = each[own][:, None, None] - each[placed][None]
+        saved = 2 * moved * (load[device] - load[None, :, None] - moved)
+        saved[holds[:, own].T[:, :, None] | holds[device][placed][None]] = 0.0
+        best = int(saved.argmax())
+        if saved.flat[best] > _MIN_GAIN * mean**2:
+            slot, other, other_slot = (int(i) for i in np.unravel_index(best, saved.shape))
+            return int(device), slot, other, other_slot
+    return None

@@ -92,16 +92,8 @@ class Way(Strict):
     int8_attention: bool = False
 
 
-class Fabric(Strict):
-    """Between machines: bandwidth of a device in one direction, and latency of an all-to-all
-    exchange."""
-
-    gb_s: float
-    exchange_us: float
-
-
 class Hardware(Strict):
-    """One device and its machine; fabric is None if the interconnect between machines is unknown.
+    """One device and its machine.
 
     gb_s are 10^9 bytes per second, tflops and gops 10^12 and 10^9 operations per second.
     """
@@ -122,7 +114,6 @@ class Hardware(Strict):
     assumptions: tuple[str, ...]
     decode: dict[str, Decode]
     split_activations: SplitActivations | None = None
-    fabric: Fabric | None = None
     ways: tuple[Way, ...] = ()
 
     @model_validator(mode="after")

@@ -25,9 +25,9 @@ from quantkit.executor.ranks.expert_parallel import check_experts
 from quantkit.grids.schemes import Scheme
 from quantkit.models.architecture import CacheBits
 from quantkit.models.table import Parameter
-from quantkit.planning.clusters import PlannedLayout, plan_layout
 from quantkit.planning.cost_model import predict
 from quantkit.planning.devices import STANDARD_DEVICES, Devices, read_devices
+from quantkit.planning.layouts import PlannedLayout, plan_layout
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.workspace import workspace_bytes
 from quantkit.quantization.bit_allocation import (

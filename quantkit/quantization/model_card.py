@@ -2,21 +2,20 @@
 upload it, as the Hugging Face Hub shows it."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from shlex import join
 
 from quantkit import __version__
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import check_model
-from quantkit.engines.profiles import engine_names, find_engine
+from quantkit.engines.layouts import find_recipe
+from quantkit.engines.profiles import find_engine
 from quantkit.grids.base import Grid
 
 NAME = "README.md"
-_LAUNCHES = {
-    "vllm": "vllm serve {name}",
-    "sglang": "python -m sglang.launch_server --model-path {name}",
-    "vllm-ascend": "vllm serve {name} --quantization ascend",
-}
+_ENGINES = ("vllm", "sglang", "vllm-ascend")
+"""Those that start with the model alone; `quantkit deploy` prints the whole launch."""
 
 
 def base_model(source: Path) -> str:
@@ -41,7 +40,7 @@ def model_card(
     head = ["tags: [quantkit]", *([f"base_model: {base}"] if "/" in base else [])]
     head += ["base_model_relation: quantized"] if "/" in base and grids else []
     command = command.replace(str(source.path), base)
-    serving = [_LAUNCHES[engine].format(name=name) for engine in _engines(source, format, grids)]
+    serving = _launches(source, format, grids, name)
     text = [
         *("---", *head, "---", f"# {name}", ""),
         f"{base}, written by quantkit {__version__}.",
@@ -54,14 +53,16 @@ def model_card(
     return "\n".join(text).encode()
 
 
-def _engines(source: Checkpoint, format: str, grids: Sequence[Grid]) -> list[str]:
-    """Engines that load this format with these grids, and the model."""
-    names = {grid.engine_name for grid in grids}
-    found = []
-    for engine in filter(_LAUNCHES.__contains__, engine_names()):
+def _launches(source: Checkpoint, format: str, grids: Sequence[Grid], name: str) -> Iterator[str]:
+    """Of engines that load this format with these grids, and the model: the words of deploy's
+    recipe up to the model's name, and the options of that format."""
+    names = {grid.engine_name for grid in grids} or {"dense"}
+    for engine in _ENGINES:
         profile = find_engine(engine)
         rules = profile.mixtures if len(names) > 1 else profile.loads
-        held = any(rule.format == format and names <= set(rule.grids) for rule in rules)
-        if (held or not names) and not check_model(profile, source, format):
-            found.append(engine)
-    return found
+        held = "dense" if names == {"dense"} else format
+        rule = next((one for one in rules if one.format == held and names <= {*one.grids}), None)
+        if rule is not None and not check_model(profile, source, format):
+            recipe = find_recipe(engine, rule.devices[0])
+            words = [*recipe.start(recipe.layouts[0].roles[0].first[0]), *rule.launch]
+            yield f"{join(name if word == '$model' else word for word in words)}  # {engine}"

@@ -526,7 +526,8 @@ def _card(run: _Run, account: RunDescription, found: Findings) -> bytes:
         format_bytes(sum(part.values())) for part in (account.output_bytes, account.source_bytes)
     ]
     facts = [
-        ("scheme", f"{account.scheme}: {run.job.request.scheme.summary}"),
+        ("scheme", account.scheme),
+        ("weights", ", ".join(dict.fromkeys(grid.label for grid in run.job.grids.values()))),
         ("format", account.format),
         ("size", f"{sizes[0]}, from {sizes[1]}"),
         ("quantized", str(run.job.coverage)),

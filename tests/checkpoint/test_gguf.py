@@ -94,7 +94,7 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     write(tmp_path / "odd.gguf", "F16", split="never-heard-of")
     with pytest.raises(QuantkitError, match=r"splits text as never-heard-of.*tokenizer\.json"):
         find_model(str(tmp_path / "odd.gguf"))
-    assert not [*(tmp_path / "cache" / "quantkit" / "gguf").glob("*/config.json")]
+    assert not [*(tmp_path / "cache" / "quantkit" / "gguf").glob("**/config.json")]
 
 
 def test_memory_is_counted_by_values_and_another_process_may_be_first(tmp_path, monkeypatch):

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from make_model import random_tensors, tiny_config
 from packed_model import write_packed
+from safetensors.torch import load_file, save_file
 from tied_model import TIED, tied_tensors
 
+from quantkit import inspect
 from quantkit.checkpoint.formats import (
     FORMATS,
     awq,
@@ -248,6 +251,46 @@ def test_what_an_engine_refuses(packed, case):
     path = packed(*WRITTEN[written], PARTS[parts])
     found = errors(engine, path, device=None if device == "any" else device)
     assert any(told in problem for problem in found)
+
+
+CACHES = """
+vllm ct-int8 float8 tensor 3 -
+vllm ct-int8 float8 attn_head 3 -
+vllm ct-int8 float8 tensor 0 takes 1 for the FP8 scales
+vllm ct-int8 int8 tensor 3 reads no kv_cache_scheme but of FP8
+vllm modelopt FP8 tensor 3 -
+vllm awq none tensor 3 reads no FP8 scales of awq
+sglang ct-int8 float8 tensor 3 with --kv-cache-dtype fp8_e4m3 only
+sglang ct-int8 float8 attn_head 3 reads no FP8 scales for each attn_head
+vllm-ascend ct-int8 float8 tensor 3 reads no FP8 scales of compressed-tensors
+"""
+"""Engine, what is written, the cache's scheme and strategy, layers with scales, and what is said."""
+
+
+@pytest.mark.parametrize("case", CACHES.strip().splitlines())
+def test_scales_of_an_fp8_cache(packed, tmp_path, case):
+    engine, written, kind, strategy, layers, told = case.split(" ", 5)
+    path = shutil.copytree(packed(*WRITTEN[written], no_mtp), tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    if kind == "FP8":
+        config["quantization_config"]["kv_cache_quant_algo"] = kind
+    elif kind != "none":
+        scheme = {"type": kind[:-1], "num_bits": 8, "strategy": strategy, "symmetric": True}
+        config["quantization_config"]["kv_cache_scheme"] = scheme
+    (path / "config.json").write_text(json.dumps(config))
+    (file,) = path.glob("*.safetensors")
+    scales = {
+        f"model.layers.{layer}.self_attn.{side}_scale": torch.tensor(0.01)
+        for layer in range(int(layers))
+        for side in "kv"
+    }
+    save_file(load_file(file) | scales, file)
+    about = inspect(path, engine=engine)
+    assert about.problems is not None
+    found = [one.problem for one in about.problems if "cache" in one.problem]
+    assert (about.cache is None) == (kind == "int8"), about.cache
+    assert about.unknown == [] or kind == "int8"
+    assert [one if told not in one else True for one in found] == ([] if told == "-" else [True])
 
 
 def test_unquantized_linears_that_sglang_looks_up_by_another_name(packed, tmp_path):

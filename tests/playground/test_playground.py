@@ -3,7 +3,6 @@ nothing a model writes is markup."""
 
 import json
 import math
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +14,11 @@ import httpx
 import pytest
 import scripted_model
 import torch
-import uvicorn
+from playground_server import served
 
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.playground.app import create_app
 from quantkit.playground.model import PlayModel, divergence, first_difference
 from quantkit.playground.play import Playground
 
@@ -30,24 +28,6 @@ OTHER = [*CHAIN[:3], " four", " three", "<b>two</b>"]
 needs_browser = pytest.mark.skipif(
     browser.PROGRAM is None, reason="there is no Chromium on this machine"
 )
-
-
-@contextmanager
-def served(playground: Playground) -> Iterator[str]:
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(playground), port=0, log_level="error", timeout_graceful_shutdown=2
-        )
-    )
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    until = time.monotonic() + 20
-    while not server.started:
-        assert time.monotonic() < until, "the playground does not start"
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join(30)
 
 
 def opened(*paths: Path) -> Playground:

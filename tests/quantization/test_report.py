@@ -1,14 +1,9 @@
 """The report of a run: self-contained, whole, and drawn where a browser is."""
 
-import itertools
 import json
-import os
 import re
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
-import browser
 import pytest
 
 from quantkit.calibrate.progress_log import Findings
@@ -186,27 +181,3 @@ def test_a_run_without_calibration_has_a_page():
     assert files["report.html"].count(b"<svg") == 2
     assert json.loads(files["report.json"])["held_out"] is None
     assert b"no text was held out" in files["report.html"]
-
-
-PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
-
-
-@pytest.mark.skipif(browser.PROGRAM is None, reason="there is no Chromium on this machine")
-def test_the_page_in_a_browser(files, tmp_path):
-    """Nothing is wider than a telephone. QUANTKIT_PICTURES=1 writes the pictures of docs/pictures
-    anew, after the looks of pages have changed."""
-    path, grounds = tmp_path / "report.html", set()
-    path.write_bytes(files["report.html"])
-    for width, dark in itertools.product((1400, 390), (False, True)):
-        name = f"report-{width}-{'dark' if dark else 'light'}.png"
-        page = browser.Page(width=width, height=1600, dark=dark)
-        page.open(path.as_uri())
-        assert page.value("document.documentElement.scrollWidth") == width
-        assert page.value("document.querySelectorAll('svg').length") >= 5
-        grounds.add(page.value("getComputedStyle(document.body).backgroundColor"))
-        page.screenshot(tmp_path / name)
-        page.close()
-        if os.environ.get("QUANTKIT_PICTURES") == "1":
-            shutil.copyfile(tmp_path / name, PICTURES / name)
-        assert (PICTURES / name).exists()
-    assert len(grounds) == 2

@@ -98,8 +98,10 @@ class Page:
             )
             time.sleep(0.05)
 
-    def screenshot(self, file: Path) -> None:
-        found = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=False)
+    def screenshot(self, file: Path, width: int, height: int) -> None:
+        """Of the page's upper left."""
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        found = self._call("Page.captureScreenshot", format="png", clip=clip)
         file.write_bytes(base64.b64decode(found["data"]))
 
     def close(self) -> None:

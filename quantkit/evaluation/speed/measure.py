@@ -79,7 +79,7 @@ def read_prompts(path: Path) -> list[str]:
             records = [line for line in text.split("\n") if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
         raise QuantkitError(
-            f"prompts {path} cannot be read ({error})",
+            f"prompts {path} cannot be read: {getattr(error, 'strerror', error)}",
             "give a .jsonl, a .json like ShareGPT's, or a .txt",
         ) from error
     found = [

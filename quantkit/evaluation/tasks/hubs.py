@@ -21,6 +21,7 @@ from quantkit.common.errors import QuantkitError
 _DATA = re.compile(r"\.(?:jsonl|jsonl\.gz|json|csv|parquet)$")
 _NOT_DATA = re.compile(r"^/|(?:^|/)(?:\.|dataset_infos?\.json|configuration\.json|README)")
 TIMEOUT_S = 60.0
+_MIRROR = "set HF_ENDPOINT or MODELSCOPE_ENDPOINT to a mirror, or use --data-dir"
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,13 @@ def download(repo: str, name: str | None, split: str, cache: Path, hub: str) -> 
                     path.parent.mkdir(parents=True, exist_ok=True)
                     write_atomic(path, data)
                 paths.append(path)
+    except httpx.TransportError as error:
+        raise QuantkitError(
+            f"{repo} cannot be downloaded: {hub} at {at.address} is not reached", _MIRROR
+        ) from error
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise QuantkitError(
             f"{repo} cannot be loaded from {hub} at {at.address} ({type(error).__name__}: {error})",
-            "set HF_ENDPOINT or MODELSCOPE_ENDPOINT to a mirror, or use --data-dir",
+            _MIRROR,
         ) from error
     return paths

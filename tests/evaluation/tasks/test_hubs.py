@@ -146,7 +146,7 @@ def test_what_is_not_as_listed_is_refused(
         read_rows("gsm8k", lacking, None)
     for name in ("HF_ENDPOINT", "MODELSCOPE_ENDPOINT"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    with pytest.raises(QuantkitError, match=f"cannot be loaded from {hub} at http"):
+    with pytest.raises(QuantkitError, match=f"cannot be downloaded: {hub} at http"):
         read_rows("gsm8k", source, None)
     monkeypatch.setenv("QUANTKIT_HUB", "else")
     with pytest.raises(QuantkitError, match="use huggingface or modelscope"):

@@ -83,7 +83,7 @@ from sglang.srt.model_loader import get_model
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
-from watched import Watch
+from watched import Loads
 
 
 def start(job: dict[str, Any], **options: Any) -> ServerArgs:
@@ -120,23 +120,13 @@ def start(job: dict[str, Any], **options: Any) -> ServerArgs:
 
 
 def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
-    read: set[str] = set()
-    used: set[str] = set()
-    untouched: list[str] = []
     found: Pieces = {}
+    loads = Loads()
 
     def load_and_tell(model: nn.Module, weights: Any, target_device: Any) -> None:
-        watch = Watch(model)
-        with watch:
-            model.load_weights(watch.reading(weights))
-        read.update(watch.read)
-        used.update(watch.used)
-        shared = (
-            ("model.embed_tokens.weight", "lm_head.weight") if found else ()
-        )  # of the MTP layer, which gets the model's own
-        untouched.extend(
-            parameter for parameter in watch.untouched() if not parameter.startswith(shared)
-        )
+        # Of the MTP layer, which gets the model's own.
+        shared = ("model.embed_tokens.weight", "lm_head.weight") if found else ()
+        loads.watch(model, lambda reading: model.load_weights(reading(weights)), shared)
         for name, piece in pieces_of(model).items():
             found.setdefault(name, piece.clone())
 
@@ -152,9 +142,7 @@ def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
                 model_config=draft, load_config=LoadConfig(), device_config=DeviceConfig("cpu")
             )
     mtp = f"model.layers.{layers['num_hidden_layers']}"
-    return {"unread": sorted(read - used), "untouched": untouched}, {
-        NEXTN.sub(f"{mtp}.", name): piece for name, piece in found.items()
-    }
+    return loads.told(), {NEXTN.sub(f"{mtp}.", name): piece for name, piece in found.items()}
 
 
 def pieces_of(model: nn.Module) -> Pieces:

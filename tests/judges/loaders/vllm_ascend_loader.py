@@ -52,7 +52,7 @@ from vllm.model_executor.layers.linear import WEIGHT_LOADER_V2_SUPPORTED, Linear
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
-from watched import Watch
+from watched import Loads
 
 
 def stand_in() -> None:
@@ -119,22 +119,8 @@ def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
         speculative_config={"method": "mtp", "num_speculative_tokens": 1} if has_mtp else None,
     ).create_engine_config()
     config.device_config.device = torch.device("cpu")
-    read: set[str] = set()
-    used: set[str] = set()
-    untouched: list[str] = []
-    plain_load = DefaultModelLoader.load_weights
-
-    def watched_load(loader: DefaultModelLoader, model: nn.Module, model_config: Any) -> None:
-        watch = Watch(model)
-        every = loader.get_all_weights
-        loader.get_all_weights = lambda *asked: watch.reading(every(*asked))
-        with watch:
-            plain_load(loader, model, model_config)
-        read.update(watch.read)
-        used.update(watch.used)
-        untouched.extend(watch.untouched())
-
-    DefaultModelLoader.load_weights = watched_load
+    loads = Loads()
+    loads.watch_vllm(DefaultModelLoader)
     found: Pieces = {}
     with set_current_vllm_config(config):
         start(config, job["rank"], job["of"])
@@ -143,7 +129,7 @@ def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
             found |= {
                 name: tensor for name, tensor in draft_pieces(config).items() if name not in found
             }
-    return {"unread": sorted(read - used), "untouched": untouched}, found
+    return loads.told(), found
 
 
 def draft_pieces(config: Any) -> Pieces:

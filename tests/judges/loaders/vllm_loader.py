@@ -69,7 +69,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader import base_loader, get_model
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from watched import Watch
+from watched import Loads
 
 
 def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
@@ -79,25 +79,14 @@ def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
     )
     torch.accelerator.empty_cache = torch.accelerator.max_memory_allocated = lambda: 0
     draft = {"method": "mtp", "num_speculative_tokens": 1}
-    read: set[str] = set()
-    used: set[str] = set()
-    untouched: list[str] = []
     found: Pieces = {}
-    plain_load = DefaultModelLoader.load_weights
+    loads = Loads()
 
-    def watched_load(loader: DefaultModelLoader, model: nn.Module, model_config: Any) -> None:
-        watch = Watch(model)
-        every = loader.get_all_weights
-        loader.get_all_weights = lambda *asked: watch.reading(every(*asked))
-        with watch:
-            plain_load(loader, model, model_config)
-        read.update(watch.read)
-        used.update(watch.used)
-        untouched.extend(watch.untouched())
+    def tell(model: nn.Module) -> None:
         for name, piece in pieces_of(model).items():
             found.setdefault(name.replace(".mtp_block", ""), piece.clone())
 
-    DefaultModelLoader.load_weights = watched_load
+    loads.watch_vllm(DefaultModelLoader, tell)
     PassConfig.default_fi_allreduce_fusion_max_size_mb = staticmethod(dict)
     base_loader.process_weights_after_loading = lambda *_, **__: None
     NonNvmlCudaPlatform.get_device_communicator_cls = (
@@ -131,7 +120,7 @@ def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
             if config.speculative_config is not None:
                 drafter = config.speculative_config.draft_model_config
                 get_model(vllm_config=config, model_config=drafter)
-    return {"unread": sorted(read - used), "untouched": untouched}, found
+    return loads.told(), found
 
 
 def pieces_of(model: nn.Module) -> Pieces:

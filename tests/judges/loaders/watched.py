@@ -1,13 +1,13 @@
 """What a loader writes into a model's parameters: every operator is seen that changes their memory
 while a checkpoint is read.
 
-watch = Watch(model)
-with watch:
-    load(watch.reading(tensors))    # an iterator over (name, tensor), as the engine's loader takes it
-watch.read - watch.used, watch.untouched()
+loads = Loads()
+loads.watch(model, lambda reading: load(reading(tensors)))  # (name, tensor), as its loader takes them
+loads.told()
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -78,3 +78,43 @@ class Watch(TorchDispatchMode):
                     f"{name} {tuple(parameter.shape)}, {int(seen.sum())} of {seen.numel()} elements"
                 )
         return found
+
+
+@dataclass
+class Loads:
+    """Those of a model and of its MTP layer. untouched: parameters not written in full, but for
+    those that begin with `shared`, which an MTP layer gets from the model."""
+
+    read: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
+    untouched: list[str] = field(default_factory=list)
+
+    def watch(
+        self, model: nn.Module, load: Callable[[Any], object], shared: tuple[str, ...] = ()
+    ) -> None:
+        """load: takes `Watch.reading`, through which it must read."""
+        watch = Watch(model)
+        with watch:
+            load(watch.reading)
+        self.read |= watch.read
+        self.used |= watch.used
+        self.untouched += [name for name in watch.untouched() if not name.startswith(shared)]
+
+    def watch_vllm(self, loader: Any, then: Callable[[nn.Module], object] = id) -> None:
+        """Every load of vLLM's DefaultModelLoader, `loader`; then: called with the loaded model."""
+        plain = loader.load_weights
+
+        def load_weights(own: Any, model: nn.Module, model_config: Any) -> None:
+            every = own.get_all_weights
+
+            def load(reading: Any) -> None:
+                own.get_all_weights = lambda *asked: reading(every(*asked))
+                plain(own, model, model_config)
+
+            self.watch(model, load)
+            then(model)
+
+        loader.load_weights = load_weights
+
+    def told(self) -> dict[str, list[str]]:
+        return {"unread": sorted(self.read - self.used), "untouched": self.untouched}
