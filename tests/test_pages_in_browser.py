@@ -78,7 +78,9 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
     found = {name: (out / file).as_uri() for name, file in PAGES.items()}
     models = [(SOURCE, find_model(SOURCE)), ("tiny-r1-awq", out / "made")]
     with served(Playground.open(models, device="cpu", context=512)) as url:
-        yield found | {"playground": f"{url}/#most=48&prompt=Ann+has+12+lanterns+and+buys+7+more.+How+many+lanterns+does+she+have%3F"}
+        yield found | {
+            "playground": f"{url}/#most=48&prompt=Ann+has+12+lanterns+and+buys+7+more.+How+many+lanterns+does+she+have%3F"
+        }
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -316,8 +316,8 @@ FORMATS = {
     "sh": Format(_scripts),
     "compose": Format(
         _compose,
-        note="Save it as compose.yaml on each box: docker compose --profile box0 up starts what "
-        "the first one runs, box1 the second's; without profiles, docker compose up.",
+        note="Save it as compose.yaml: docker compose up starts it; of several boxes the first starts "
+        "its part with docker compose --profile box0 up, the second with box1.",
     ),
     "k8s": Format(
         _k8s,

@@ -7,7 +7,8 @@ a model that may or must be quantized.
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from itertools import chain
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import Field
 
@@ -83,11 +84,6 @@ class MixtureRule(Rule):
     """
 
     grids: dict[GridName, tuple[Part, ...]]
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """Parts that may be on some grid."""
-        return tuple(dict.fromkeys(part for parts in self.grids.values() for part in parts))
 
     def parts_on(self, grid: Grid) -> tuple[Part, ...]:
         """Parts that may be on this grid."""
@@ -249,28 +245,62 @@ def part_of(row: Parameter) -> Part | None:
             return "mlp"
 
 
-@dataclass(frozen=True)
-class FormatChoice:
-    """What to write so that an engine loads a scheme: the format, the grid, and the parts to
-    quantize.
+RuleKind = TypeVar("RuleKind", LoadRule, MixtureRule)
 
-    `quantization_config` holds keys to add to that block of config.json. `launch` are options of
-    the engine's command line.
-    """
+
+@dataclass(frozen=True)
+class _Choice(Generic[RuleKind]):
+    """What to write so that an engine loads a scheme: by a rule of its profile, on a grid of the
+    scheme that it takes."""
 
     engine: str
-    format: str
-    variant: str
+    rule: RuleKind
     grid: Grid
-    parts: tuple[Part, ...]
-    mtp: bool
-    quantization_config: dict[str, Any]
-    launch: tuple[str, ...]
-    notes: str
+
+    @property
+    def format(self) -> str:
+        return self.rule.format
+
+    @property
+    def mtp(self) -> bool:
+        """Whether an MTP layer may be quantized."""
+        return self.rule.mtp != "plain"
+
+    @property
+    def quantization_config(self) -> dict[str, Any]:
+        """Keys to add to that block of config.json."""
+        return {key: getattr(self.grid, key) for key in self.rule.quantization_keys}
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Those to quantize. Formats never quantize kv_b_proj: it is absorbed at decoding, and
+        Ascend engines and vLLM on CPU need it unquantized."""
+        may = self.rule.may if isinstance(self.rule, LoadRule) else chain(*self.rule.grids.values())
+        return tuple(dict.fromkeys(part for part in may if part != "kv_b"))
 
     def quantizes(self, row: Parameter) -> bool:
         """Whether the tensor is to be quantized for this engine."""
         return part_of(row) in self.parts and (self.mtp or not row.mtp)
+
+
+class FormatChoice(_Choice[LoadRule]):
+    """One grid for all that is quantized."""
+
+
+class MixtureChoice(_Choice[MixtureRule]):
+    """Mixed precision. grid: of everything that no other is chosen for."""
+
+    def allows(self, row: Parameter, grid: Grid) -> bool:
+        """Whether the engine accepts the tensor on this grid."""
+        return (
+            part_of(row) in self.rule.parts_on(grid)
+            and (self.mtp or not row.mtp)
+            and (grid.kind != "int4" or _agrees(grid, self.quantization_config))
+        )
+
+
+def _agrees(grid: Grid, keys: dict[str, Any]) -> bool:
+    return all(getattr(grid, key) == value for key, value in keys.items())
 
 
 def choose(
@@ -293,7 +323,7 @@ def choose(
         )
         supported = [grid for name, grid in grids.items() if name in load.grids]
         if matches and supported and load.format in scheme.formats:
-            return _format_choice(profile.engine, load, supported[0])
+            return FormatChoice(engine, load, supported[0])
     where = (f" in format {format}" if format else "") + (f" on {device}" if device else "")
     reason = (
         profile.reason(format, None, wanted, device)
@@ -313,43 +343,6 @@ def choose(
     )
 
 
-@dataclass(frozen=True)
-class MixtureChoice:
-    """Mixed precision that an engine loads. grids: by grid name, the parts that may be on it; base:
-    the grid of everything else. Other fields are as in `FormatChoice`."""
-
-    engine: str
-    format: str
-    base: Grid
-    grids: dict[GridName, tuple[Part, ...]]
-    mtp: bool
-    quantization_config: dict[str, Any]
-    launch: tuple[str, ...]
-    notes: str
-
-    def allows(self, row: Parameter, grid: Grid) -> bool:
-        """Whether the engine accepts the tensor on this grid."""
-        keys_agree = all(
-            getattr(grid, key) == value
-            for key, value in self.quantization_config.items()
-            if grid.kind == "int4"
-        )
-        return (
-            any(
-                grid.engine_name == name and part_of(row) in parts
-                for name, parts in self.grids.items()
-            )
-            and (self.mtp or not row.mtp)
-            and keys_agree
-        )
-
-    def quantizes(self, row: Parameter) -> bool:
-        """Whether the tensor may be on any grid."""
-        return any(part_of(row) in parts for parts in self.grids.values()) and (
-            self.mtp or not row.mtp
-        )
-
-
 def choose_mixture(
     engine: str, scheme: Scheme, *, device: Device | None = None, format: str | None = None
 ) -> MixtureChoice:
@@ -366,17 +359,7 @@ def choose_mixture(
     for rule in rules:
         for base in scheme.weight.substitutes:
             if base.engine_name in rule.grids:
-                keys: dict[str, Any] = {key: getattr(base, key) for key in rule.quantization_keys}
-                return MixtureChoice(
-                    engine,
-                    rule.format,
-                    base,
-                    dict(rule.grids),
-                    rule.mtp != "plain",
-                    keys,
-                    rule.launch,
-                    rule.notes,
-                )
+                return MixtureChoice(engine, rule, base)
     where = (f" in format {format}" if format else "") + (f" on {device}" if device else "")
     mixtures = sorted({f"{rule.format} ({', '.join(rule.grids)})" for rule in profile.mixtures})
     if not mixtures:
@@ -387,22 +370,4 @@ def choose_mixture(
     raise QuantkitError(
         f"{engine} loads no mixture with the weights of {scheme.name}{where}",
         f"it loads {'; '.join(mixtures)}",
-    )
-
-
-def _format_choice(engine: str, load: LoadRule, grid: Grid) -> FormatChoice:
-    keys: dict[str, Any] = {key: getattr(grid, key) for key in load.quantization_keys}
-    # Formats never quantize kv_b_proj: it is absorbed at decoding, and Ascend engines and vLLM on
-    # CPU need it unquantized.
-    parts = tuple(part for part in load.may if part != "kv_b")
-    return FormatChoice(
-        engine,
-        load.format,
-        load.variant,
-        grid,
-        parts,
-        load.mtp != "plain",
-        keys,
-        load.launch,
-        load.notes,
     )

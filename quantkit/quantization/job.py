@@ -304,7 +304,7 @@ def _mixed_request(
         )
     choice = choose_mixture(engine, scheme, format=format) if engine else None
     if choice is not None:
-        scheme = replace(scheme, weight=choice.base)
+        scheme = replace(scheme, weight=choice.grid)
     name = (
         choice.format
         if choice
@@ -518,7 +518,7 @@ def _as_mixture(job: Job, grids: Mapping[str, Grid]) -> Job:
     """The job in the format of mixed precision, on these grids."""
     request, mixed_choice = job.request, job.request.mixed_choice
     name = mixed_choice.format if mixed_choice else compressed_mixed.FORMAT.name
-    base = mixed_choice.base if mixed_choice else request.scheme.weight
+    base = mixed_choice.grid if mixed_choice else request.scheme.weight
     grids = {
         module: base if grid == request.scheme.weight else grid for module, grid in grids.items()
     }
@@ -558,7 +558,7 @@ def _check_choice(job: Job) -> None:
         return
     message = (
         f"{choice.engine} takes {', '.join(choice.parts).replace('_', ' ')} quantized in "
-        f"{choice.format} {choice.variant}"
+        f"{choice.format} {choice.rule.variant}"
     )
     if not job.linears:
         raise QuantkitError(

@@ -135,14 +135,14 @@ def test_a_choice_is_a_load_or_a_reason(name, scheme):
         assert any(
             f.holds(choice.grid)
             for f in FORMATS
-            if (f.name, f.variant) == (choice.format, choice.variant)
+            if (f.name, f.variant) == (choice.format, choice.rule.variant)
         )
         assert "kv_b" not in choice.parts
 
 
 def test_vllm_ascend_gets_symmetric_experts_and_the_group_size_key():
     choice = choose("vllm-ascend", find_scheme("awq-w4a16"))
-    assert (choice.format, choice.variant, choice.grid) == (
+    assert (choice.format, choice.rule.variant, choice.grid) == (
         "compressed-tensors",
         "pack-quantized",
         INT4_SYMMETRIC,

@@ -72,7 +72,8 @@ def read_documents(
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise QuantkitError(
-            f"text {path} cannot be read: {getattr(error, 'strerror', error)}", "give a UTF-8 .txt or .jsonl file"
+            f"text {path} cannot be read: {getattr(error, 'strerror', error)}",
+            "give a UTF-8 .txt or .jsonl file",
         ) from error
     if path.suffix == ".jsonl":
         lines = [

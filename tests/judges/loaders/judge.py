@@ -167,7 +167,7 @@ def damaged(path: Path, damage: str, name: str) -> Path:
 
 
 def job(case: Case, path: Path, rank: Rank) -> dict[str, Any]:
-    launch = case.chosen.launch
+    launch = case.chosen.rule.launch
     asked = dict(zip(launch[::2], launch[1::2])).get("--quantization")
     out = path.with_name(f"{path.name}.rank{rank.number}")
     return {
@@ -302,7 +302,7 @@ def summed(
                 "date": date.today().isoformat(),
                 "device": key[1],
                 "format": chosen.format,
-                "variant": chosen.variant,
+                "variant": chosen.rule.variant,
                 "grid": chosen.grid.engine_name,
                 "models": list(dict.fromkeys(case.model for case, _ in held)),
                 "ranks": f"{' and '.join(str(rank.number) for rank in RANKS)} of {RANKS[0].of}",
