@@ -11,10 +11,10 @@ from functools import cache
 from pydantic import Field, model_validator
 
 from quantkit.common.assets import asset
-from quantkit.common.errors import QuantkitError
+from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.common.settings import Strict, read_yaml
 from quantkit.engines.memory import ParallelSizes
-from quantkit.engines.profiles import Device, EngineProfile, LoadRule, MixtureRule, find_engine
+from quantkit.engines.profiles import Device, EngineProfile, LoadRule, MixtureRule, engine_names
 from quantkit.grids.names import CacheCodes, GridName
 from quantkit.models.architecture import CacheBits, CompressedCache, KeyValueCache, LatentCache
 
@@ -137,7 +137,9 @@ def recipes() -> tuple[LaunchRecipe, ...]:
 
 
 def find_recipe(engine: str, device: Device | None) -> LaunchRecipe:
-    find_engine(engine)
+    if engine not in engine_names():
+        known = ", ".join(sorted({recipe.engine for recipe in recipes()}))
+        raise UsageError(f"engine {engine!r} is not known", f"choose one of {known}")
     found = [
         recipe
         for recipe in recipes()
