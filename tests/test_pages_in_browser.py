@@ -4,7 +4,6 @@
 """
 
 import os
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,15 +18,15 @@ from quantkit.playground.play import Playground
 PICTURES = os.environ.get("QUANTKIT_PICTURES")
 SOURCE, HEIGHT = "tiny-r1", 1600
 STEPS = """
-quantize {source} --scheme awq-w4a16 --recipe awq-w4a16-quick --samples 8 --seq-len 128 --out {out}/made
-check {out}/made --source {source} --report {out}/check.html
-eval {source} --tasks tiny-math --limit 6 --repeats 2 --max-tokens 128 --out {out}/source
-eval {out}/made --tasks tiny-math --limit 6 --repeats 2 --max-tokens 128 --baseline {out}/source --out {out}/eval
-compare {out}/source {out}/eval --out {out}/compare
-bench {out}/made --input-len 16,32 --concurrency 1,2 --output-len 8 --out {out}/bench
+quantize tiny-r1 --scheme awq-w4a16 --recipe awq-w4a16-quick --samples 8 --seq-len 128 --out tiny-r1-awq
+check tiny-r1-awq --source tiny-r1 --report check.html
+eval tiny-r1 --tasks tiny-math --limit 6 --repeats 2 --max-tokens 128 --out source
+eval tiny-r1-awq --tasks tiny-math --limit 6 --repeats 2 --max-tokens 128 --baseline source --out eval
+compare source eval --out compare
+bench tiny-r1-awq --input-len 16,32 --concurrency 1,2 --output-len 8 --out bench
 """
 PAGES = {
-    "report": "made/report.html",
+    "report": "tiny-r1-awq/report.html",
     "check": "check.html",
     "eval": "eval/report.html",
     "compare": "compare/comparison.html",
@@ -38,6 +37,8 @@ CUT = """[...document.querySelectorAll('body *')].filter(one => {
     return style.overflowX === 'hidden' && one.scrollWidth > one.clientWidth + 1;
 }).map(one => one.outerHTML.slice(0, 120))"""
 """Elements whose text ends at their edge, without a way to see the rest."""
+SCROLLED = """[...document.querySelectorAll('.wide')].filter(
+    one => one.scrollWidth > one.clientWidth).length"""
 SMALL = """[...document.querySelectorAll('svg text, svg g[id^=text]')].filter(one => {
     const box = one.getBoundingClientRect();
     return box.height && Math.max(box.height, box.width) < 7;
@@ -72,11 +73,13 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     out = tmp_path_factory.mktemp("pages")
-    for line in STEPS.strip().splitlines():
-        answer = typed(line.format(source=SOURCE, out=shlex.quote(str(out))))
-        assert answer.code == 0, (line, answer.err)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(out)  # pages show names as they were typed
+        for line in STEPS.strip().splitlines():
+            answer = typed(line)
+            assert answer.code == 0, (line, answer.err)
     found = {name: (out / file).as_uri() for name, file in PAGES.items()}
-    models = [(SOURCE, find_model(SOURCE)), ("tiny-r1-awq", out / "made")]
+    models = [(SOURCE, find_model(SOURCE)), ("tiny-r1-awq", out / "tiny-r1-awq")]
     with served(Playground.open(models, device="cpu", context=512)) as url:
         yield found | {
             "playground": f"{url}/#most=48&prompt=Ann+has+12+lanterns+and+buys+7+more.+How+many+lanterns+does+she+have%3F"
@@ -98,6 +101,7 @@ def test_pages_are_whole_and_alike(addresses: dict[str, str], width: int, dark: 
             page.screenshot(Path(PICTURES) / f"{name}-{width}-{shade}.png", width, height)
         assert page.value("document.documentElement.scrollWidth") <= width, name
         assert page.value(CUT) == [], name
+        assert width < 1400 or page.value(SCROLLED) == 0, name
         assert page.value(SMALL) == 0, name
         assert page.value(FAINT) == [], name
         assert page.value("document.querySelector('h1').textContent"), name

@@ -455,12 +455,7 @@ def _with_base(
     choice: FormatChoice | MixtureChoice | None, base: Grid
 ) -> FormatChoice | MixtureChoice | None:
     """The choice with the scheme's grid in other groups."""
-    if choice is None:
-        return None
-    keys = {key: getattr(base, key) for key in choice.quantization_config}
-    if isinstance(choice, MixtureChoice):
-        return replace(choice, base=base, quantization_config=keys)
-    return replace(choice, grid=base, quantization_config=keys)
+    return None if choice is None else replace(choice, grid=base)
 
 
 def _without_kept(job: Job) -> Job:

@@ -109,6 +109,6 @@ def problems_plot(ours: Sequence[float], theirs: Sequence[float]) -> str:
         alpha=0.6,
     )
     axes.set_xlabel("baseline, share right per problem", fontsize=8)
-    axes.set_ylabel("candidate", fontsize=8)
+    axes.set_ylabel("here, share right per problem", fontsize=8)
     axes.tick_params(labelsize=8)
     return figure.svg()

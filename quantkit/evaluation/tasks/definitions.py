@@ -20,12 +20,12 @@ from quantkit.evaluation.generators.generator import Generation
 
 # Reason code -> meaning. The first group counts as right.
 RIGHT = {
-    "right": "right, stated as asked",
+    "right": "right, in the requested format",
     "right-loose": "right, but found only by the flexible reading",
     "passed": "all tests passed",
 }
 WRONG = {
-    "wrong": "wrong, stated as asked",
+    "wrong": "wrong, in the requested format",
     "wrong-loose": "wrong, found by the flexible reading",
     "not-integer": "the answer is not an integer literal",
     "ungradable": "the comparison did not end in time",
