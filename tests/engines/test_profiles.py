@@ -155,7 +155,7 @@ def test_vllm_ascend_gets_symmetric_experts_and_the_group_size_key():
 def test_choice_by_device_and_format():
     int8, awq_scheme = find_scheme("int8-a8w8c16"), find_scheme("awq-w4a16")
     for device, launch in (("cuda", ("--quantization", "w8a8_int8")), ("npu", ())):
-        assert choose("sglang", int8, device=device).launch == launch
+        assert choose("sglang", int8, device=device).rule.launch == launch
     packed = choose("sglang", awq_scheme, format="compressed-tensors", device="cuda")
     assert "qkv_a" not in packed.parts
     assert not choose("sglang", find_scheme("fp4-w4a16")).mtp
