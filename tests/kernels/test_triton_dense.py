@@ -69,6 +69,23 @@ def test_tokens_that_fill_no_tile(plan, dtype):
 
 
 @RUNS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_small_weights(dtype, monkeypatch):
+    """As SmolLM2 has them: sizes that no tile divides, read whole; more rows by the library."""
+    small = "quantkit_kernels.triton.dense_linear.is_small_dense"
+    monkeypatch.setattr(small, lambda card, *shape: cards.is_small_dense("sm_90", *shape))
+    for n, k in ((960, 576), (49, 1536), (3, 8)):
+        weight = (torch.randn(n, k) / k**0.5).to(dtype)
+        assert cards.why_no_dense("sm_90", ((n, k),)) is None
+        assert cards.why_no_dense("sm_80", ((n, k),)) is not None
+        linear = TritonDenseLinear(Dense(weight), dtype, DEVICE)
+        for tokens in (1, 3, 8, 9):
+            x = torch.randn(tokens, k).to(dtype)
+            exact = exact_linear(x, Dense(weight))
+            assert distance(linear(x.to(DEVICE)).cpu(), exact) < TOLERANCE[dtype], (n, tokens)
+
+
+@RUNS
 def test_a_linear_takes_the_plan_of_its_rows_and_the_library_elsewhere():
     """One row and more than 64: the library. Rows that do not lie side by side are copied."""
     first, second = PLANS[:2]

@@ -58,7 +58,7 @@ from quantkit_kernels.gating import SILU  # noqa: E402
 from quantkit_kernels.samples import random_weight  # noqa: E402
 from quantkit_kernels.triton import cards  # noqa: E402
 from quantkit_kernels.triton.dense_experts import MANY_PAIRS  # noqa: E402
-from quantkit_kernels.triton.dense_linear import multiply_rows  # noqa: E402
+from quantkit_kernels.triton.dense_linear import multiply_rows, multiply_small  # noqa: E402
 from quantkit_kernels.triton.dense_plans import dense_candidates  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -253,6 +253,7 @@ def linear(grid: str, every: bool = EVERY) -> None:
 def few_rows_of_16_bits(every: bool = EVERY) -> None:
     """By the first plan that --tune tries on the card, or by all."""
     device = torch.device("cpu")
+    multiply_small(zeros(8, 1536), zeros(576, 1536))
     n = k = 4096
     plans = dense_candidates(
         cards.multiprocessors(device), n, k, cards.shared_bytes(cards.architecture(device))

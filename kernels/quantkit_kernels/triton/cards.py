@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from quantkit_kernels.compiled import cache_directory
-from quantkit_kernels.triton.dense_plans import MOST_ROWS, DenseRowsPlan
+from quantkit_kernels.triton.dense_plans import MOST_ROWS, DenseRowsPlan, is_small
 from quantkit_kernels.triton.wgmma_plans import WgmmaPlan, has_wgmma, wgmma_rule
 
 _log = logging.getLogger(__name__)
@@ -242,12 +242,18 @@ def dense_plan(name: str, n: int, k: int, rows: int) -> DenseRowsPlan | None:
     return None if rows > MOST_ROWS else _nearest(_table(name).dense.get((n, k)), rows)
 
 
+def is_small_dense(name: str, n: int, k: int) -> bool:
+    """Whether W[n, k] of 16 bits goes by `multiply_small`: small, not measured, and on a card where
+    a weight can be read while the kernel before ends."""
+    return name in OVERLAPPED and (n, k) not in _table(name).dense and is_small(n, k)
+
+
 def why_no_dense(name: str, shapes: tuple[tuple[int, int], ...]) -> str | None:
-    """None where a plan was measured for 16-bit weights of each of these shapes [N, K], or, without
-    shapes, for some."""
+    """None where 16-bit weights of each of these shapes [N, K] are small or a plan was measured for
+    them, or, without shapes, for some."""
     known = {shape for shape, plans in _table(name).dense.items() if any(plan for _, plan in plans)}
-    missing = [shape for shape in shapes if shape not in known]
-    if missing or not known:
+    missing = [shape for shape in shapes if shape not in known and not is_small_dense(name, *shape)]
+    if missing or not (known or shapes):
         of = f"{missing[0][0]} x {missing[0][1]} of 16 bits" if missing else "16-bit weights"
         return (
             f"no plan of {of} was measured here to be faster than the vendor's library: "

@@ -1,15 +1,26 @@
 """Linears of 16-bit weights: few rows by a kernel that begins while the launch before it ends,
-where one was measured to be faster than the vendor's library; the library else."""
+where one was measured to be faster than the vendor's library, or the weight is small; the library
+else."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.linear import Linear
-from quantkit_kernels.triton.cards import architecture, dense_plan, overlapped
-from quantkit_kernels.triton.dense_plans import DenseRowsPlan
+from quantkit_kernels.triton.cards import (
+    architecture,
+    dense_plan,
+    is_small_dense,
+    multiprocessors,
+    overlapped,
+)
+from quantkit_kernels.triton.dense_plans import SMALL_ROWS, DenseRowsPlan
+from quantkit_kernels.triton.rows import power_of_two
 from quantkit_kernels.weights import Weight, dequantize, shape
 from quantkit_kernels.workspace import workspace
+
+_SMALL_TILE = 1 << 14
+"""Numbers of a small weight that a program holds."""
 
 
 class TritonDenseLinear(Linear):
@@ -22,14 +33,29 @@ class TritonDenseLinear(Linear):
         return [self.weight]
 
     def rows(self, x: Tensor) -> Tensor:
-        plan = dense_plan(
-            architecture(self.device), self.out_features, self.in_features, x.shape[0]
-        )
+        shape, card = (self.out_features, self.in_features), architecture(self.device)
+        if 0 < x.shape[0] <= SMALL_ROWS and is_small_dense(card, *shape):
+            return multiply_small(x.contiguous(), self.weight)
+        plan = dense_plan(card, *shape, x.shape[0])
         return (
             F.linear(x, self.weight)
             if plan is None
             else multiply_rows(x.contiguous(), self.weight, plan)
         )
+
+
+def multiply_small(x: Tensor, weight: Tensor) -> Tensor:
+    """As `multiply_rows`, of a small weight [N, K] of any size."""
+    from quantkit_kernels.triton.dense_rows_kernel import multiply_small as kernel
+
+    (tokens, k), n = x.shape, weight.shape[0]
+    y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
+    # Two programs a multiprocessor, of as many rows as registers hold.
+    width = power_of_two(k)
+    rows = power_of_two(max(1, n // (4 * multiprocessors(x.device))))
+    rows = min(rows, max(1, _SMALL_TILE // width))
+    kernel[(-(-n // rows),)](x, weight, y, tokens, n, k, BN=rows, BK=width, **overlapped(x.device))
+    return y
 
 
 def multiply_rows(x: Tensor, weight: Tensor, plan: DenseRowsPlan) -> Tensor:

@@ -1,5 +1,6 @@
 """Plans of dense_rows_kernel.py, products of few rows by 16-bit weights: what `quantkit kernels
---tune` tries. There is no rule: without a measured plan the vendor's library multiplies."""
+--tune` tries. There is a rule for small weights alone: without a measured plan the vendor's library
+multiplies."""
 
 from dataclasses import dataclass
 
@@ -9,6 +10,15 @@ _SHAPES = ((64, 128, 4, 4), (64, 128, 4, 6), (128, 64, 4, 6), (128, 128, 8, 3), 
 _SPLITS = (1, 2, 3, 4, 6, 8)
 _FEWEST_STEPS, _PROGRAMS = 4, (0.9, 3.2)
 """Steps along K of a program at least; programs a multiprocessor."""
+
+SMALL_ROWS = 8
+"""Of tokens: the most that small weights are multiplied by here."""
+_SMALL_BYTES, _SMALL_FEATURES = 8 << 20, 2048
+
+
+def is_small(n: int, k: int) -> bool:
+    """Whether reading W[n, k] takes less time than launching a product."""
+    return 2 * n * k <= _SMALL_BYTES and k <= _SMALL_FEATURES and k % 8 == 0
 
 
 @dataclass(frozen=True)
