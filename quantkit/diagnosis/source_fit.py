@@ -17,6 +17,8 @@ SMALL = 0.1
 _MAX_GROUP_DEVIATION, _MAX_DEVIATING_GROUPS = 0.12, 0.03
 """Limits of a group scale's deviation from the best fit: the median, and the share of groups that
 may deviate by half."""
+_GROUP_NOISE = 0.1
+"""Deviation by a linear's error up to which these limits hold; they grow with it."""
 GRID_VALUES = 16
 """Maximum number of values per row of a matrix that was rounded before, within 4 times as many
 inputs."""
@@ -120,6 +122,9 @@ def group_fault(rows: SampledRows, part: Tensor) -> str:
     off = (both[known] / own[known] - 1).abs()
     if not off.numel():
         return ""
+    left = float((rows.values - part).norm() / part.norm())
+    noise = left / (rows.values.shape[1] / rows.scale.shape[1]) ** 0.5
+    off /= max(noise / _GROUP_NOISE, 1.0)
     usual, far = float(off.median()), float((off > 0.5).float().mean())
     if usual > _MAX_GROUP_DEVIATION or far > _MAX_DEVIATING_GROUPS:
         return (

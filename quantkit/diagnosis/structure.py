@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from quantkit.checkpoint.formats.base import HEAD
@@ -13,9 +14,9 @@ from quantkit.diagnosis.description import Description, compare_lists
 from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.survey import Survey
 from quantkit.models import check_missing, find_architecture, is_known
-from quantkit.models.architecture import ModelConfig
+from quantkit.models.architecture import Architecture, ModelConfig
 from quantkit.models.stored_parameters import check_size, usual_name
-from quantkit.models.table import Parameter, resolve
+from quantkit.models.table import Parameter, ScaleGroup, resolve
 from quantkit.models.tensor_names import has_linear_suffix
 from quantkit.quantization.checks import DROPPED
 
@@ -29,11 +30,23 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 @dataclass
 class Structure:
     """config: as the architecture reads it, None if it cannot. rows: the table in the checkpoint's
-    spelling, empty if the architecture is unknown. missing: rows that are not stored."""
+    spelling, empty if the architecture is unknown. missing: rows that are not stored.
+    architecture: None if it is unknown."""
 
     config: ModelConfig | None = None
     rows: list[Parameter] = field(default_factory=list)
     missing: list[Parameter] = field(default_factory=list)
+    architecture: Architecture[Any] | None = None
+
+    @cached_property
+    def scale_groups(self) -> list[ScaleGroup]:
+        """Norms and linears whose outputs writers may scale, with their consumers."""
+        if self.architecture is None or self.config is None:
+            return []
+        layers = sorted({row.layer for row in self.rows if row.layer is not None})
+        return [
+            group for one in layers for group in self.architecture.scale_groups(self.config, one)
+        ]
 
 
 def read_table(survey: Survey, findings: Findings) -> Structure:
@@ -49,7 +62,7 @@ def read_table(survey: Survey, findings: Findings) -> Structure:
         if survey.config:
             findings.add("config-field", "config.json", fault.problem, fault.remedy)
         return Structure()
-    return Structure(config, architecture.parameters(config))
+    return Structure(config, architecture.parameters(config), architecture=architecture)
 
 
 def rename(survey: Survey, structure: Structure, findings: Findings) -> None:

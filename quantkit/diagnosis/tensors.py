@@ -73,6 +73,13 @@ class TensorCheck:
             for row in structure.rows
             if row.expert is not None and row.projection == "gate"
         }
+        self.chained: dict[str, str] = {}
+        for group in structure.scale_groups:
+            if not group.producer_is_norm and len(group.consumers) == 1:
+                self.chained |= {
+                    group.producer: group.consumers[0],
+                    group.consumers[0]: group.producer,
+                }
         self.fused = {row.module: row.fused for row in structure.rows if row.fused is not None}
         self.global_scales: dict[str, dict[str, float]] = {}
         self.measures: dict[str, Measures] = {}
@@ -278,21 +285,20 @@ class TensorCheck:
 
     def _compare_sizes(self) -> None:
         inactive: dict[tuple[int | None, int | None], list[str]] = {}
+        sizes: dict[str, float] = {}
         for modules in self._kinds().values():
             usual = median(self.measures[module].rms for module in modules)
-            for module in modules:
-                found = self.measures[module]
-                if (
-                    len(modules) > 2
-                    and usual > 0
-                    and found.rms < _SMALL * usual
-                    and module in self.expert
-                ):
-                    inactive.setdefault(self.expert[module], []).append(module)
-                elif evidence := self._size_fault(
-                    module, found, usual if len(modules) > 2 else 0.0
-                ):
-                    self.record("scales-absurd", module, evidence)
+            if len(modules) > 2 and usual > 0:
+                sizes |= {module: self.measures[module].rms / usual for module in modules}
+        for module, found in self.measures.items():
+            size = sizes.get(module, 1.0)
+            # What scales moved from one linear to the next, both have together.
+            if _SMALL < size * sizes.get(self.chained.get(module, ""), 1.0) < 1 / _SMALL:
+                size = 1.0
+            if size < _SMALL and module in self.expert:
+                inactive.setdefault(self.expert[module], []).append(module)
+            elif evidence := self._size_fault(module, found, size):
+                self.record("scales-absurd", module, evidence)
         for expert, modules in inactive.items():
             self._report_inactive(
                 modules, len([one for one in self.measures if self.expert.get(one) == expert])
@@ -308,13 +314,13 @@ class TensorCheck:
                     evidence = f"{zeros:.1%} of its columns are zeros, and {usual:.1%} of others'"
                     self.record("codes-constant", module, evidence)
 
-    def _size_fault(self, module: str, found: Measures, usual: float) -> str:
-        """usual: size of its kind, 0 if unknown."""
+    def _size_fault(self, module: str, found: Measures, size: float) -> str:
+        """size: relative to the usual one of its kind, 1 if that is unknown."""
         if found.rms == 0:
             self.record("codes-constant", module, "all its values are zero")
             return ""
-        if usual > 0 and not _SMALL < found.rms / usual < 1 / _SMALL:
-            return f"its values are {found.rms / usual:.3g} times the size of others of its kind"
+        if not _SMALL < size < 1 / _SMALL:
+            return f"its values are {size:.3g} times the size of others of its kind"
         if (
             found.rms < 1e-9
             or found.rms * max(self.description.linears[module].shape[1], 1) ** 0.5 > LARGEST_GAIN

@@ -20,7 +20,7 @@ def candidate_scales(
     activation: Tensor, weight: Tensor, points: int, weight_points: int = 0
 ) -> Tensor:
     """Candidate scales [(2 + weight_points) * points, ..., K], normalised so that sqrt(max * min) =
-    1; the first is all ones.
+    1; the first is all ones. Inputs that are always zero or not read, as padding is, have 1.
 
     activation [..., K]: size of each input channel. weight [..., K]: mean over the consumers' rows
     of |w| / max |w| of its group.
@@ -31,19 +31,22 @@ def candidate_scales(
     x = activation.clamp(min=1e-8)
     plain = x**ratios
     duo = plain / (weight ** (1 - ratios) + 1e-4)
+    live = (activation > 0) & (weight > 0)
     exponents = torch.linspace(0, 1, weight_points + 2)[1:-1].tolist()
     return torch.cat(
         [
-            _normalised(one)
+            _normalised(one, live)
             for one in (plain, duo, *(plain / (weight**exponent + 1e-4) for exponent in exponents))
         ]
     )
 
 
-def _normalised(scale: Tensor) -> Tensor:
+def _normalised(scale: Tensor, live: Tensor) -> Tensor:
     scale = scale.clamp(min=1e-4)
-    scale = scale / (scale.amax(-1, keepdim=True) * scale.amin(-1, keepdim=True)).sqrt()
-    return torch.where(torch.isfinite(scale), scale, torch.ones_like(scale))
+    largest = scale.where(live, 0.0).amax(-1, keepdim=True)
+    smallest = scale.where(live, torch.inf).amin(-1, keepdim=True)
+    scale = scale / (largest * smallest).sqrt()
+    return scale.where(live & torch.isfinite(scale), 1.0)
 
 
 def relative_weight(weights: list[Tensor], group_size: int | None) -> Tensor:

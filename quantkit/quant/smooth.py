@@ -15,13 +15,17 @@ INT8_MAX = 127.0
 
 
 def smoothing_candidates(activation_max: Tensor, weight_max: Tensor, points: int) -> Tensor:
-    """Scales [points + 1, ..., K], the first all ones, alpha in 0..1, geometric mean 1.
+    """Scales [points + 1, ..., K], the first all ones, alpha in 0..1, geometric mean 1. Inputs that
+    are always zero or not read, as padding is, have 1.
+
     activation_max, weight_max [..., K]."""
     alphas = torch.linspace(0, 1, points, device=activation_max.device).view(
         -1, *[1] * activation_max.dim()
     )
     scale = activation_max.clamp(min=1e-5) ** alphas / weight_max.clamp(min=1e-5) ** (1 - alphas)
-    scale = scale / scale.log().mean(-1, keepdim=True).exp()
+    live = (activation_max > 0) & (weight_max > 0)
+    logs = scale.log().where(live, 0.0).sum(-1, keepdim=True)
+    scale = (scale / (logs / live.sum(-1, keepdim=True).clamp(min=1)).exp()).where(live, 1.0)
     return torch.cat([torch.ones_like(scale[:1]), scale])
 
 

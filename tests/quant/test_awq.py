@@ -4,6 +4,7 @@ nothing."""
 import torch
 
 from quantkit.quant.awq import candidate_scales, effective_scale, power_of_two, relative_weight
+from quantkit.quant.smooth import smoothing_candidates
 
 
 def test_candidates_begin_with_the_identity_and_are_centred():
@@ -72,3 +73,13 @@ def test_relative_weight_counts_every_row_once():
     torch.testing.assert_close(
         relative_weight([a, b], 32), relative_weight([torch.cat([a, b])], 32)
     )
+
+
+def test_scales_of_others_do_not_depend_on_padding() -> None:
+    """Units that are always zero, and columns that nothing reads, have 1."""
+    size, weight = torch.rand(64) + 0.1, torch.rand(64) * 0.9 + 0.1
+    padded, rows = torch.cat([size, torch.zeros(8)]), torch.cat([weight, torch.zeros(8)])
+    for candidates in (candidate_scales, smoothing_candidates):
+        found = candidates(padded, rows, 4)
+        torch.testing.assert_close(found[:, :64], candidates(size, weight, 4))
+        assert torch.equal(found[:, 64:], torch.ones(len(found), 8))
