@@ -59,9 +59,9 @@ class Grid(ABC):
         """A short name for reports, unique for the parameters. Stored in manifests and reports."""
 
     @property
-    @abstractmethod
     def engine_name(self) -> str:
         """The name in engines' profiles (`GridName`); the label where they have none."""
+        return self.label
 
     @property
     @abstractmethod

@@ -21,22 +21,8 @@ class Fp8BlockGrid(Grid):
     symmetric = True
     activation_bits = 16
     needs_rounding = False
-
-    @property
-    def kind(self) -> str:
-        return "fp8"
-
-    @property
-    def label(self) -> str:
-        return "fp8"
-
-    @property
-    def engine_name(self) -> str:
-        return "fp8"
-
-    @property
-    def bytes_per_weight(self) -> float:
-        return 1.0
+    kind = label = "fp8"
+    bytes_per_weight = 1.0
 
     def quantizer(self, amax: Tensor, scale_dtype: torch.dtype, fit_points: int) -> Quantizer:
         raise AssertionError(f"nothing is rounded to {self}")

@@ -1,7 +1,6 @@
 """MXFP4 (OCP MX): E2M1 values and a power of two per 32 input channels; and the same values as
 NVFP4, where the powers of two lie close enough together for e4m3."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,12 +14,11 @@ from quantkit.grids.base import (
     Quantizer,
     Scales,
     Weight,
-    check_group,
     dequantize,
     relative_error,
 )
 from quantkit.grids.e2m1 import decode_e2m1, encode_e2m1, round_e2m1
-from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Grid, Nvfp4Weight
+from quantkit.grids.nvfp4 import FP4_GROUP, Fp4Grid, Nvfp4Grid, Nvfp4Weight
 
 if TYPE_CHECKING:
     from quantkit_kernels import Weight as KernelWeight
@@ -41,37 +39,16 @@ _GLOBAL_RANGE = (-100, 100)
 
 
 @dataclass(frozen=True)
-class Mxfp4Grid(Grid):
+class Mxfp4Grid(Fp4Grid):
     group_size: int = MX_GROUP
 
-    bits = 4
-    symmetric = True
     activation_bits = 16
-    coarse_scales = True
     power_scales = True
-
-    @property
-    def kind(self) -> str:
-        return "fp4"
-
-    @property
-    def label(self) -> str:
-        return "mxfp4"
-
-    @property
-    def engine_name(self) -> str:
-        return "mxfp4"
-
-    @property
-    def bytes_per_weight(self) -> float:
-        return 0.5 + 1 / self.group_size
+    label = "mxfp4"
 
     @property
     def equivalents(self) -> tuple[Grid, ...]:
         return (Nvfp4Grid(),)
-
-    def check_inputs(self, name: str, width: int) -> None:
-        check_group(name, math.gcd(self.group_size, width), self.group_size, self.group_size, width)
 
     def quantizer(
         self, amax: Tensor, scale_dtype: torch.dtype, fit_points: int

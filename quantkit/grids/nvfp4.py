@@ -45,21 +45,30 @@ _NEIGHBOURS = (0, -1, 1, -2, 2, 3, 4)
 / 4."""
 
 
+class Fp4Grid(Grid):
+    """E2M1 values in groups of one size."""
+
+    group_size: int
+    bits = 4
+    symmetric = True
+    coarse_scales = True
+    kind = "fp4"
+
+    @property
+    def bytes_per_weight(self) -> float:
+        return 0.5 + 1 / self.group_size
+
+    def check_inputs(self, name: str, width: int) -> None:
+        check_group(name, math.gcd(self.group_size, width), self.group_size, self.group_size, width)
+
+
 @dataclass(frozen=True)
-class Nvfp4Grid(Grid):
+class Nvfp4Grid(Fp4Grid):
     """activation_bits: 4 where the inputs of the linears are rounded to NVFP4 too, under a scale
     per tensor that is stored with the weight."""
 
     group_size: int = FP4_GROUP
     activation_bits: int = 16
-
-    bits = 4
-    symmetric = True
-    coarse_scales = True
-
-    @property
-    def kind(self) -> str:
-        return "fp4"
 
     @property
     def label(self) -> str:
@@ -68,13 +77,6 @@ class Nvfp4Grid(Grid):
     @property
     def engine_name(self) -> str:
         return "nvfp4" if self.activation_bits == 16 else "nvfp4-w4a4"
-
-    @property
-    def bytes_per_weight(self) -> float:
-        return 0.5 + 1 / self.group_size
-
-    def check_inputs(self, name: str, width: int) -> None:
-        check_group(name, math.gcd(self.group_size, width), self.group_size, self.group_size, width)
 
     def quantizer(
         self, amax: Tensor, scale_dtype: torch.dtype, fit_points: int
