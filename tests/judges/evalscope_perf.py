@@ -11,16 +11,13 @@ token must agree: evalscope's are seen from outside, so they hold the HTTP excha
 import argparse
 import json
 import re
-import signal
-import socket
 import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+from serving import serve
 
 from quantkit.checkpoint.hub import find_model
 
@@ -30,87 +27,24 @@ RUNS = ((1, 4), (4, 12))
 MILLISECONDS, SHARE = 100.0, 0.15
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def start_server(port: int) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "quantkit",
-        "serve",
-        "tiny-r1",
-        "--port",
-        str(port),
-        "--device",
-        "cpu",
-        "--max-batch",
-        "4",
-    ]
-    server = subprocess.Popen([*command, "--max-model-len", "512", "--served-name", "tiny-r1"])
-    until = time.monotonic() + 120
-    while time.monotonic() < until and server.poll() is None:
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                return server
-        except httpx.HTTPError:
-            time.sleep(0.3)
-    server.kill()
-    raise SystemExit("the server did not come up")
-
-
-def server_metrics(port: int) -> dict[str, float]:
-    page = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+def server_metrics(url: str) -> dict[str, float]:
+    page = httpx.get(f"{url.removesuffix('/v1')}/metrics").text
     return {
         name: float(value) for name, value in re.findall(r"^(\w+) ([\d.e+-]+)$", page, re.MULTILINE)
     }
 
 
 def evalscope_perf(
-    evalscope: str, port: int, users: int, requests: int, folder: Path
+    evalscope: str, url: str, users: int, requests: int, folder: Path
 ) -> dict[str, Any]:
     """Its summary of one run."""
-    command = [
-        evalscope,
-        "perf",
-        "--model",
-        "tiny-r1",
-        "--url",
-        f"http://127.0.0.1:{port}/v1/chat/completions",
-        "--api",
-        "openai",
-    ]
-    command += [
-        "--dataset",
-        "random",
-        "--tokenizer-path",
-        str(find_model("tiny-r1")),
-        "--prefix-length",
-        "0",
-    ]
-    command += [
-        "--min-prompt-length",
-        str(INPUT),
-        "--max-prompt-length",
-        str(INPUT),
-        "--min-tokens",
-        str(OUTPUT),
-        "--max-tokens",
-        str(OUTPUT),
-    ]
-    command += [
-        "--parallel",
-        str(users),
-        "--number",
-        str(requests),
-        "--extra-args",
-        '{"ignore_eos": true}',
-        "--stream",
-    ]
-    command += ["--outputs-dir", str(folder), "--seed", "0"]
+    words = (
+        f"perf --model tiny-r1 --url {url}/chat/completions --api openai --dataset random "
+        f"--tokenizer-path {find_model('tiny-r1')} --prefix-length 0 --min-prompt-length {INPUT} "
+        f"--max-prompt-length {INPUT} --min-tokens {OUTPUT} --max-tokens {OUTPUT} "
+        f"--parallel {users} --number {requests} --stream --outputs-dir {folder} --seed 0"
+    )
+    command = [evalscope, *words.split(), "--extra-args", '{"ignore_eos": true}']
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     if done.returncode:
         raise SystemExit(f"evalscope perf failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
@@ -151,23 +85,14 @@ def main() -> None:
     )
     parser.add_argument("--evalscope", required=True)
     options = parser.parse_args()
-    port = free_port()
-    server = start_server(port)
-    try:
+    with serve("tiny-r1", "tiny-r1") as url:
         for users, requests in RUNS:
-            before = server_metrics(port)
+            before = server_metrics(url)
             with tempfile.TemporaryDirectory() as folder:
-                theirs = evalscope_perf(options.evalscope, port, users, requests, Path(folder))
-            after = server_metrics(port)
-            check(
-                theirs,
-                {key: value - before.get(key, 0) for key, value in after.items()},
-                users,
-                requests,
-            )
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(30)
+                theirs = evalscope_perf(options.evalscope, url, users, requests, Path(folder))
+            after = server_metrics(url)
+            ours = {key: value - before.get(key, 0) for key, value in after.items()}
+            check(theirs, ours, users, requests)
 
 
 if __name__ == "__main__":
