@@ -280,8 +280,9 @@ def test_a_wrong_scale_group_stops_the_run(source, text, tmp_path, monkeypatch):
     """The fault two peers have: the router reads the scaled norm and is not compensated."""
     inside = scales._inside
 
-    def forget_router(sublayer: Sublayer, group: ScaleGroup) -> list[str]:
-        return [module for module in inside(sublayer, group) if not module.endswith("mlp.gate")]
+    def forget_router(sublayer: Sublayer, group: ScaleGroup) -> dict[str, str]:
+        found = inside(sublayer, group).items()
+        return {name: module for name, module in found if not module.endswith("mlp.gate")}
 
     monkeypatch.setattr(scales, "_inside", forget_router)
     with pytest.raises(QuantkitError, match=r"scaling changes the (output|routing) of layers.1"):
