@@ -39,6 +39,7 @@ class ProbeWeights:
         self.tensors: dict[str, Tensor] = {}
         self.expert_outputs: dict[str, Tensor] = {}
         self.topk = 0
+        self._originals: dict[str, Tensor] = {}
         self._entries: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
     def restore(self) -> None:
@@ -46,9 +47,12 @@ class ProbeWeights:
         self.columns, self.rows, self.tensors, self.expert_outputs = {}, {}, {}, {}
 
     def original(self, name: str) -> Tensor:
-        shape = self.shapes[name]
-        drawn = torch.randn(shape, generator=_generator(name))
-        return 1 + 0.3 * drawn if len(shape) < 2 else drawn * shape[-1] ** -0.5
+        if name not in self._originals:
+            shape = self.shapes[name]
+            drawn = torch.randn(shape, generator=_generator(name))
+            scaled = 1 + 0.3 * drawn if len(shape) < 2 else drawn * shape[-1] ** -0.5
+            self._originals[name] = scaled
+        return self._originals[name]
 
     def tensor(self, name: str) -> Tensor:
         return self.tensors[name] if name in self.tensors else self.original(name)

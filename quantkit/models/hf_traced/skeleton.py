@@ -138,6 +138,11 @@ class Skeleton:
         first: Tensor = returned[0] if isinstance(returned, tuple | list) else returned
         return first
 
+    @property
+    def reads_ids(self) -> bool:
+        """Whether layers are given the token ids."""
+        return bool(self._id_arguments)
+
     # --- residual streams
 
     @property

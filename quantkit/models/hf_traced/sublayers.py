@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantkit.common.errors import QuantkitError
 from quantkit.models.context import CausalContext
@@ -69,6 +69,12 @@ def _trace_layer(skeleton: Skeleton, layer: int) -> LayerTrace:
         name for name, _ in module.named_modules() if f"{prefix}.{name}.weight" in skeleton.linears
     ]
     experts = [name for name, _ in experts_modules(module)]
+    if skeleton.reads_ids and any(isinstance(one, nn.Embedding) for one in module.modules()):
+        raise QuantkitError(
+            f"{skeleton.label}: layer {layer} looks the text up in a table of its own, which "
+            "calibration does not read",
+            RTN_REMEDY,
+        )
     assembled = skeleton.assembled_names(layer)
     for name, _ in module.named_parameters():
         if (
