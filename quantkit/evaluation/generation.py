@@ -411,18 +411,14 @@ def _ask_greedily(generator: Generator, prompt: Prompt, greedy: Generation) -> M
     return reply
 
 
-def _text(reply: ModelReply) -> str:
-    return f"{reply.reasoning or ''}{reply.text}"
-
-
 def _same_text(one: ModelReply, other: ModelReply) -> bool:
     """Whether two replies agree; where one of them was cut earlier, as far as both go."""
-    a, b = _text(one), _text(other)
+    a, b = (f"{reply.reasoning or ''}{reply.text}" for reply in (one, other))
     if one.finish_reason == other.finish_reason:
         return a == b
     return a.startswith(b) or b.startswith(a)
 
 
 def _quote(reply: ModelReply) -> str:
-    text = _text(reply)
+    text = f"{reply.reasoning or ''}{reply.text}"
     return repr(text if len(text) <= _QUOTE_CHARS else f"{text[:_QUOTE_CHARS]}...")

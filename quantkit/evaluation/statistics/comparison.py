@@ -18,18 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from quantkit.evaluation.statistics import power
 from quantkit.evaluation.statistics.estimates import (
     ONE_SIDED,
     Verdict,
     mcnemar,
     mean_bounds,
     problem_means,
-)
-from quantkit.evaluation.statistics.power import (
-    Spread,
-    UndecidedLook,
-    problems_needed,
-    repeats_needed,
 )
 from quantkit.evaluation.statistics.sampling import SamplingComparison, compare_sampling
 
@@ -142,7 +137,7 @@ def compare(
             min(repeats, baseline_repeats),
             p_lost >= _NO_LOSS_IMPLAUSIBLE,
         )
-        needed = _needed(seen, margin, greedy, look)
+        needed = power.needed(seen, margin, one_sided_error(look + 1), greedy)
     gained, lost = int((differences > 0).sum()), int((differences < 0).sum())
     return Comparison(
         verdict=verdict,
@@ -235,7 +230,7 @@ def _sampling_variance(
 
 def _undecided_look(
     differences: np.ndarray, sampling: float | None, repeats: int, no_loss_plausible: bool
-) -> UndecidedLook:
+) -> power.UndecidedLook:
     """Input for planning. With one repeat, half of the variance is assumed to be sampling; else
     the part between problems gets one standard error more, since repeats do not reduce it.
     The minimum variance is that of one discordant reply."""
@@ -245,16 +240,6 @@ def _undecided_look(
     between = max(0.0, spread - sampling / repeats) + (
         spread * math.sqrt(2 / n) if repeats > 1 else 0.0
     )
-    return UndecidedLook(
-        float(differences.mean()), Spread(between, sampling), n, repeats, no_loss_plausible
+    return power.UndecidedLook(
+        float(differences.mean()), between, sampling, n, repeats, no_loss_plausible
     )
-
-
-def _needed(
-    seen: UndecidedLook, margin: float, greedy: bool, look: int
-) -> tuple[int | None, int | None]:
-    """(repeats, None) or (None, problems) for a verdict at the next look."""
-    error = one_sided_error(look + 1)
-    if not greedy and (count := repeats_needed(seen, margin, error)) is not None:
-        return count, None
-    return None, problems_needed(seen, margin, error)

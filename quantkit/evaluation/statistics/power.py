@@ -24,18 +24,6 @@ MAX_PROBLEMS = 10_000_000
 _NORMAL = NormalDist()
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Variances of a difference for one problem: `between` problems, and `sampling` of one
-    repeat of both models."""
-
-    between: float
-    sampling: float
-
-    def total(self, repeats: int) -> float:
-        return self.between + self.sampling / repeats
-
-
 def bound_distance(
     mean: float, variance: float, problems: int, one_sided: float = ONE_SIDED
 ) -> float:
@@ -54,85 +42,54 @@ def bound_distance(
 @dataclass(frozen=True)
 class UndecidedLook:
     """An inconclusive look: the difference on `problems`, each sampled `repeats` times from both
-    models."""
+    models, with its variances of one problem: `between` problems, and `sampling` of one repeat of
+    both."""
 
     difference: float
-    spread: Spread
+    between: float
+    sampling: float
     problems: int
     repeats: int
     no_loss_plausible: bool
 
+    def decides(self, problems: int, repeats: int, margin: float, one_sided: float) -> bool:
+        """Whether a run of this size, on the same problems where they are as many, gives a verdict
+        with probability POWER."""
+        variance = self.between + self.sampling / repeats
+        drawn = self.sampling if problems == self.problems else variance * repeats
+        fresh, doubt = drawn / (repeats * problems), drawn / (self.repeats * self.problems)
 
-def power(
-    difference: float,
-    uncertainty: float,
-    variance: float,
-    problems: int,
-    margin: float,
-    one_sided: float,
-) -> float:
-    """Probability of held or lost where the observed mean is normal around `difference` with
-    standard deviation `uncertainty`."""
-    floor = (
-        bound_distance(difference, variance, problems, one_sided) - margin
-    )  # held at this mean and above
-    ceiling = -bound_distance(-difference, variance, problems, one_sided)  # lost below this one
-    return 1 - max(
-        0.0,
-        _normal_cdf(floor, difference, uncertainty) - _normal_cdf(ceiling, difference, uncertainty),
-    )
+        def power(difference: float, uncertainty: float) -> float:
+            """Of held or lost where the observed mean is normal around `difference`."""
+            held = bound_distance(difference, variance, problems, one_sided) - margin
+            lost = -bound_distance(-difference, variance, problems, one_sided)
+            above, below = (_normal_cdf(bound, difference, uncertainty) for bound in (held, lost))
+            return 1 - max(0.0, above - below)
+
+        if self.no_loss_plausible and power(0.0, math.sqrt(fresh)) < POWER_OF_NO_LOSS:
+            return False
+        return power(self.difference, math.sqrt(fresh + doubt)) >= POWER
 
 
-def repeats_needed(seen: UndecidedLook, margin: float, one_sided: float = ONE_SIDED) -> int | None:
-    """Repeats of both models on the same problems that give a verdict with probability POWER;
-    None where no number does."""
-
-    def enough(repeats: int) -> bool:
-        fresh = seen.spread.sampling / (repeats * seen.problems)
-        doubt = seen.spread.sampling / (seen.repeats * seen.problems)
-        return _is_decisive(
-            seen, seen.spread.total(repeats), seen.problems, (fresh, doubt), margin, one_sided
+def needed(
+    seen: UndecidedLook, margin: float, one_sided: float, greedy: bool
+) -> tuple[int | None, int | None]:
+    """(repeats, None) of both models on the same problems that give a verdict with probability
+    POWER, or (None, problems) with the present repeats where no number does."""
+    if not greedy:
+        repeats = _smallest(
+            lambda count: seen.decides(seen.problems, count, margin, one_sided),
+            seen.repeats + 1,
+            MAX_REPEATS,
         )
-
-    return _smallest(enough, seen.repeats + 1, MAX_REPEATS)
-
-
-def problems_needed(seen: UndecidedLook, margin: float, one_sided: float = ONE_SIDED) -> int:
-    """Problems, with the present repeats, that give a verdict with probability POWER."""
-    variance = seen.spread.total(seen.repeats)
-
-    def enough(problems: int) -> bool:
-        return _is_decisive(
-            seen,
-            variance,
-            problems,
-            (variance / problems, variance / seen.problems),
-            margin,
-            one_sided,
-        )
-
-    return _smallest(enough, seen.problems + 1, MAX_PROBLEMS) or MAX_PROBLEMS
-
-
-def _is_decisive(
-    seen: UndecidedLook,
-    variance: float,
-    problems: int,
-    noise: tuple[float, float],
-    margin: float,
-    one_sided: float,
-) -> bool:
-    """noise: variance of the future mean, and of the observed one."""
-    fresh, doubt = noise
-    if (
-        seen.no_loss_plausible
-        and power(0.0, math.sqrt(fresh), variance, problems, margin, one_sided) < POWER_OF_NO_LOSS
-    ):
-        return False
-    return (
-        power(seen.difference, math.sqrt(fresh + doubt), variance, problems, margin, one_sided)
-        >= POWER
+        if repeats is not None:
+            return repeats, None
+    problems = _smallest(
+        lambda count: seen.decides(count, seen.repeats, margin, one_sided),
+        seen.problems + 1,
+        MAX_PROBLEMS,
     )
+    return None, problems or MAX_PROBLEMS
 
 
 @dataclass(frozen=True)
@@ -156,13 +113,15 @@ def plan(accuracy: float, margin: float, sampling: float | None = None) -> list[
     noise = 2 * accuracy * (1 - accuracy) if sampling is None else sampling
     rows = []
     for repeats in (1, 2, 4, 8, 16, 32, 64):
-        same, worse = (
-            Spread(0.0, noise).total(repeats),
-            Spread(margin * (1 - margin), noise).total(repeats),
+        same = noise / repeats
+        worse = same + margin * (1 - margin)
+        enough = (
+            lambda count, v=same: _p_held(v, count, margin) >= POWER,
+            lambda count, v=worse: _p_lost(v, count, margin) >= POWER,
         )
         rows.append(
             PlannedRow(
-                repeats, _problems_for(_p_held, same, margin), _problems_for(_p_lost, worse, margin)
+                repeats, *(_smallest(one, 1, MAX_PROBLEMS) or MAX_PROBLEMS for one in enough)
             )
         )
     return rows
@@ -186,15 +145,6 @@ def _p_lost(variance: float, problems: int, margin: float) -> float:
     """Probability of `lost` where `margin` is lost."""
     bound = -bound_distance(margin, variance, problems)
     return _normal_cdf(bound, -margin, math.sqrt(variance / problems))
-
-
-def _problems_for(
-    probability: Callable[[float, int, float], float], variance: float, margin: float
-) -> int:
-    return (
-        _smallest(lambda count: probability(variance, count, margin) >= POWER, 1, MAX_PROBLEMS)
-        or MAX_PROBLEMS
-    )
 
 
 def _normal_cdf(bound: float, mean: float, deviation: float) -> float:

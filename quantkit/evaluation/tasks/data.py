@@ -103,30 +103,23 @@ def problems(setting: Setting, grader: Grader, rows: list[Row]) -> list[Problem]
 def map_fields(task: Task, row: Row, number: int) -> Row:
     """The row under the task's field names. Of several names the first present is used; optional
     fields may be missing."""
-    fields: Row = {name: row.get(key) or "" for name, key in task.optional.items()}
-    if missing := [
-        column
-        for column in (*task.option_columns, *filter(None, [task.right_option]))
-        if row.get(column) is None
-    ]:
-        raise QuantkitError(
-            f"row {number} of {task.name} has no field {missing[0]}",
-            f"it has {', '.join(sorted(map(str, row)))}",
-        )
-    for name, keys in task.fields.items():
-        present = [
-            key for key in ([keys] if isinstance(keys, str) else keys) if row.get(key) is not None
-        ]
+
+    def first(keys: str | list[str]) -> Any:
+        names = [keys] if isinstance(keys, str) else keys
+        present = [row[name] for name in names if row.get(name) is not None]
         if not present:
             raise QuantkitError(
                 f"row {number} of {task.name} has no field {keys}",
-                f"it has {', '.join(sorted(row))}",
+                f"it has {', '.join(sorted(map(str, row)))}",
             )
-        fields[name] = row[present[0]]
+        return present[0]
+
+    fields: Row = {name: row.get(key) or "" for name, key in task.optional.items()}
+    fields |= {name: first(keys) for name, keys in task.fields.items()}
     if task.option_columns:
-        fields["options"] = [str(row[column]).strip() for column in task.option_columns]
+        fields["options"] = [str(first(column)).strip() for column in task.option_columns]
     if task.right_option is not None:
-        right = str(row[task.right_option]).strip()
+        right = str(first(task.right_option)).strip()
         fields["options"] = _shuffle([*fields["options"], right], str(fields["problem"]))
         fields["answer"] = fields["options"].index(right)
     return fields
@@ -204,13 +197,9 @@ def _read_file(path: Path) -> Iterator[Row]:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise QuantkitError(
-            f"{path} needs pyarrow", "pip install pyarrow, or convert it to jsonl"
-        ) from error
+    import pyarrow
+    import pyarrow.parquet
+
     try:
         file = pyarrow.parquet.ParquetFile(path)
         groups = map(file.metadata.row_group, range(file.num_row_groups))
@@ -260,14 +249,12 @@ def _read_text(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                row = parse_json(line)
+                row, fault = parse_json(line), "a JSON object"
             except ValueError as error:
-                raise QuantkitError(
-                    f"{path}:{number} is not JSON ({error})", "one JSON object per line is expected"
-                ) from error
+                row, fault = None, f"JSON ({error})"
             if not isinstance(row, dict):
                 raise QuantkitError(
-                    f"{path}:{number} is not a JSON object", "one JSON object per line is expected"
+                    f"{path}:{number} is not {fault}", "one JSON object per line is expected"
                 )
             yield row
 
@@ -284,7 +271,7 @@ def _read_examples(path: Path) -> Iterator[Row]:
         raise QuantkitError(
             f"{path} is not JSON ({error})", "a list of objects is expected"
         ) from error
-    rows = content.get("examples") if isinstance(content, dict) else content
+    rows = content.get("examples", [content]) if isinstance(content, dict) else content
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise QuantkitError(
             f"{path} is not a list of objects",

@@ -1,7 +1,6 @@
 import gzip
 import io
 import json
-import sys
 from pathlib import Path
 
 import pyarrow
@@ -12,7 +11,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.grading.graders import find_grader
 from quantkit.evaluation.tasks import data
 from quantkit.evaluation.tasks.data import problems, read_rows
-from quantkit.evaluation.tasks.definitions import DataSource, Setting, find_setting, find_task
+from quantkit.evaluation.tasks.definitions import Setting, find_setting, find_task
 
 ROWS = [
     {"question": "1 + 1?", "answer": "2\n#### 2"},
@@ -142,16 +141,6 @@ def test_dates_are_inclusive() -> None:
     assert [p.id for p in made] == ["2024-08-01", "2025-01-31"]
     with pytest.raises(QuantkitError, match="no problem remains"):
         problems(setting("live_code_bench"), find_grader("contest-tests"), rows[:1])
-
-
-def test_parquet_without_its_reader_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mmlu_pro").mkdir()
-    (tmp_path / "mmlu_pro" / "test.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(QuantkitError, match="pip install pyarrow"):
-        read_rows("mmlu_pro", DataSource(files=["mmlu_pro/test.parquet"]), tmp_path)
 
 
 def _packed(name: str, rows: list[dict[str, str]]) -> bytes:

@@ -14,7 +14,6 @@ from quantkit.evaluation.grading.graders import find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.tasks.data import problems, read_rows, stratify
 from quantkit.evaluation.tasks.definitions import Problem, find_setting, find_task
-from quantkit.evaluation.tasks.prompts import render
 
 
 def read(name: str, folder: Path) -> list[Problem]:
@@ -30,34 +29,6 @@ def write_csv(path: Path, rows: list[dict[str, str]]) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-
-
-def test_a_file_a_subject(tmp_path: Path) -> None:
-    row = {
-        "id": "",
-        "question": "1+1, 直接?",
-        "A": "1",
-        "B": "2",
-        "C": "3",
-        "D": "4",
-        "answer": "B",
-    }
-    write_csv(
-        tmp_path / "ceval/val/logic_val.csv", [row | {"id": "0"}, row | {"id": "1", "answer": "C"}]
-    )
-    write_csv(tmp_path / "ceval/val/art_val.csv", [row])
-    found = read("ceval", tmp_path)
-    assert [(problem.group, problem.gold) for problem in found] == [
-        ("art", "B"),
-        ("logic", "B"),
-        ("logic", "C"),
-    ]
-    prompt = render(find_setting(find_task("ceval"), "r1"), found[0], [], 0).messages[-1]["content"]
-    assert "A. 1\nB. 2\nC. 3\nD. 4\n" in prompt
-    with pytest.raises(
-        QuantkitError, match=r"put cmmlu/test/\*\.csv or .* below --data-dir \(a csv a subject"
-    ):
-        read("cmmlu", tmp_path)
 
 
 def test_an_index_is_a_letter_and_a_gold_that_is_no_option_is_refused(tmp_path: Path) -> None:
@@ -170,24 +141,6 @@ def test_function_calls(
     problem, _ = read("bfcl", tmp_path)
     judge = MathJudge()
     assert grade(find_grader("calls"), problem, ModelReply(0, reply), False, judge).correct is right
-
-
-@pytest.mark.parametrize(
-    ("reply", "reason"),
-    [
-        ("```python\ndef add(a, b):\n    return a + b\n```", "passed"),
-        ("```python\ndef add(a, b):\n    return a - b\n```", "failed"),
-        ("I cannot.", "no-code"),
-    ],
-)
-def test_assertions(tmp_path: Path, reply: str, reason: str) -> None:
-    row = {"task_id": 11, "text": "Add.", "code": "import math\ndef add(a, b): return a + b"}
-    row |= {"test_list": ["assert math.isclose(add(1, 2), 3)"], "test_setup_code": "import math"}
-    (tmp_path / "mbpp").mkdir()
-    (tmp_path / "mbpp/test.jsonl").write_text(json.dumps(row))
-    (problem,) = read("mbpp", tmp_path)
-    found = grade(find_grader("asserts"), problem, ModelReply(0, reply), False, MathJudge())
-    assert found.reason == reason, found.detail
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,291 @@
+"""Every task on made-up rows in the layout that its data set is published in (field names and types of
+the cards and repositories that docs/evaluation.md names): read, shown to a model, and graded."""
+
+import base64
+import csv
+import io
+import json
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from quantkit.evaluation.generators.generator import ModelReply
+from quantkit.evaluation.grading.graders import find_grader, grade
+from quantkit.evaluation.grading.math_equal import MathJudge
+from quantkit.evaluation.tasks.data import problems, read_rows
+from quantkit.evaluation.tasks.definitions import Problem, find_setting, find_task, task_names
+from quantkit.evaluation.tasks.prompts import render
+
+Rows = list[dict[str, Any]]
+SUM = "How much is 100 + 104?"
+AIME = {"problem": SUM, "answer": "204", "id": "0"}
+MATH_ARENA = {
+    "problem_idx": 1,
+    "answer": r"\frac{1}{2}",
+    "problem_type": ["Algebra"],
+    "problem": "?",
+}
+HUMANEVAL = {
+    "task_id": "HumanEval/0",
+    "prompt": 'def add(a: int, b: int) -> int:\n    """ The sum. """\n',
+    "canonical_solution": "    return a + b\n",
+    "entry_point": "add",
+    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n",
+}
+MBPP = {
+    "task_id": 11,
+    "text": "Write a function to add two numbers.",
+    "code": "def add(a, b):\n    return a + b",
+    "test_list": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"],
+    "test_setup_code": "",
+    "challenge_test_list": [],
+}
+MBPP_PLUS = {
+    "task_id": 2,
+    "code": MBPP["code"],
+    "prompt": MBPP["text"],
+    "source_file": "Benchmark Questions Verification V2.ipynb",
+    "test_imports": ["import math"],
+    "test_list": ["assert add(1, 2) == 3"],
+    "test": "import math\nfor a in range(9):\n    assert math.isclose(add(a, 1), a + 1)\n",
+}
+OPTIONS = dict(zip("ABCD", ("3", "4", "5", "6")))
+GPQA = {
+    "Pre-Revision Question": "",
+    "Question": "Which one?",
+    "Correct Answer": "blue",
+    "Incorrect Answer 1": "red",
+    "Incorrect Answer 2": "green",
+    "Incorrect Answer 3": "black",
+    "Record ID": "rec0",
+    "High-level domain": "Physics",
+}
+MMLU_PRO = {
+    "question_id": 70,
+    "question": "Which one?",
+    "options": [f"thing {n}" for n in range(10)],
+    "answer": "I",
+    "answer_index": 8,
+    "cot_content": "",
+    "category": "business",
+    "src": "ori_mmlu-business_ethics",
+}
+IFEVAL = {
+    "key": 1000,
+    "prompt": "Say something without a comma, in at least 2 words.",
+    "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
+    "kwargs": [
+        {"num_words": None, "relation": None},
+        {"num_words": 2, "relation": "at least"},
+    ],
+}
+
+
+def contest(day: str) -> dict[str, Any]:
+    """A row of code_generation_lite; its private tests are base64(zlib(pickle(JSON)))."""
+    tests = [
+        json.dumps([{"input": f"{n}\n", "output": f"{n * n}\n", "testtype": "stdin"}])
+        for n in (3, 7)
+    ]
+    return {
+        "question_title": "Square",
+        "question_content": "Read n and print its square.",
+        "platform": "atcoder",
+        "question_id": "abc000_a",
+        "contest_id": "abc000",
+        "contest_date": f"{day}T00:00:00",
+        "starter_code": "",
+        "difficulty": "easy",
+        "public_test_cases": tests[0],
+        "private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(tests[1]))).decode(),
+        "metadata": "{}",
+    }
+
+
+ADD, SUBTRACT = (f"```python\ndef add(a, b):\n    return a {sign} b\n```" for sign in "+-")
+SQUARE, DOUBLE = (f"```python\nn = int(input())\nprint(n {sign} n)\n```" for sign in "*+")
+HALF, THIRD = r"\boxed{\frac{1}{2}}", r"\boxed{\frac{1}{3}}"
+WEATHER = {
+    "id": "simple_python_0",
+    "question": [[{"role": "user", "content": "How is the weather in Ulm?"}]],
+    "function": [
+        {
+            "name": "weather.get",
+            "description": "The weather.",
+            "parameters": {
+                "type": "dict",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+        }
+    ],
+}
+UNFIT = WEATHER | {"id": "irrelevance_0"}
+
+LAYOUTS: dict[str, tuple[dict[str, Rows], str, str]] = {
+    "aime24": (
+        {
+            "aime24/aime24.jsonl": [
+                {"id": 60, "problem": SUM, "solution": r"\boxed{204}", "url": "u"}
+            ]
+        },
+        r"\boxed{204}",
+        r"\boxed{24}",
+    ),
+    "aime25": ({"aime25/aime25.jsonl": [AIME]}, r"\boxed{204}", r"\boxed{24}"),
+    "aime26": (
+        {"aime26/aime26.jsonl": [{"problem_idx": 1, "problem": SUM, "answer": 204}]},
+        r"\boxed{204}",
+        r"\boxed{24}",
+    ),
+    "hmmt25": ({"hmmt25/hmmt25.jsonl": [MATH_ARENA]}, HALF, THIRD),
+    "hmmt26": ({"hmmt26/hmmt26.jsonl": [MATH_ARENA]}, r"\boxed{0.5}", THIRD),
+    "gsm8k": (
+        {"gsm8k/test.jsonl": [{"question": SUM, "answer": "It is <<100+104=204>>204.\n#### 204"}]},
+        r"\boxed{204}",
+        r"\boxed{24}",
+    ),
+    "math_500": (
+        {
+            "math_500/test.jsonl": [
+                {
+                    "problem": "?",
+                    "solution": HALF,
+                    "answer": r"\frac{1}{2}",
+                    "subject": "Algebra",
+                    "level": 2,
+                    "unique_id": "test/algebra/0.json",
+                }
+            ]
+        },
+        HALF,
+        THIRD,
+    ),
+    "humaneval": ({"humaneval/HumanEval.jsonl": [HUMANEVAL]}, ADD, SUBTRACT),
+    "humaneval_plus": ({"humaneval_plus/test.parquet": [HUMANEVAL]}, ADD, SUBTRACT),
+    "mbpp": ({"mbpp/test.parquet": [MBPP]}, ADD, SUBTRACT),
+    "mbpp_plus": ({"mbpp_plus/test.parquet": [MBPP_PLUS]}, ADD, SUBTRACT),
+    "live_code_bench": ({"live_code_bench/test.jsonl": [contest("2024-09-01")]}, SQUARE, DOUBLE),
+    "live_code_bench_v5": ({"live_code_bench/v5.jsonl": [contest("2024-09-01")]}, SQUARE, DOUBLE),
+    "live_code_bench_v6": ({"live_code_bench/v6.jsonl": [contest("2025-04-01")]}, SQUARE, DOUBLE),
+    "mmlu_pro": ({"mmlu_pro/test.parquet": [MMLU_PRO]}, "ANSWER: I", "ANSWER: A"),
+    "mmlu": (
+        {
+            "mmlu/test.parquet": [
+                {"question": "2 + 2?", "subject": "logic", "choices": list("3456"), "answer": 1}
+            ]
+        },
+        "ANSWER: B",
+        "ANSWER: C",
+    ),
+    "gpqa_diamond": ({"gpqa_diamond/gpqa_diamond.csv": [GPQA]}, "ANSWER: {gold}", "red"),
+    "ceval": (
+        {
+            "ceval/val/logic_val.csv": [
+                {"id": 0, "question": "2 + 2 = ?"} | OPTIONS | {"answer": "B", "explanation": ""}
+            ],
+            "ceval/val/art_val.csv": [
+                {"id": 0, "question": "1 + 3 = ?"} | OPTIONS | {"answer": "B"}
+            ],
+        },
+        "答案：B",
+        "答案：C",
+    ),
+    "cmmlu": (
+        {"cmmlu/test/logic.csv": [{"": 0, "Question": "2 + 2 = ?"} | OPTIONS | {"Answer": "B"}]},
+        "答案：B",
+        "答案：C",
+    ),
+    "bbh": (
+        {"bbh/navigate.json": [{"input": "Do you return?", "target": "Yes"}]},
+        "So the answer is Yes.",
+        "So the answer is No.",
+    ),
+    "ifeval": ({"ifeval/input_data.jsonl": [IFEVAL]}, "All is well", "Well, all is well"),
+    "simpleqa": (
+        {
+            "simpleqa/simple_qa_test_set.csv": [
+                {"metadata": "{}", "problem": "When?", "answer": "1969"}
+            ]
+        },
+        "In 1969.",
+        "In 1970.",
+    ),
+    "bfcl": (
+        {
+            "bfcl/BFCL_v4_simple_python.json": [WEATHER],
+            "bfcl/possible_answer/BFCL_v4_simple_python.json": [
+                {"id": WEATHER["id"], "ground_truth": [{"weather.get": {"city": ["Ulm"]}}]}
+            ],
+        },
+        '[weather.get(city="Ulm")]',
+        '[weather.get(city="Bonn")]',
+    ),
+}
+
+
+def write(path: Path, rows: Rows) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".csv":
+        text = io.StringIO(newline="")
+        table = csv.DictWriter(text, list(rows[0]))
+        table.writeheader()
+        table.writerows(rows)
+        path.write_text(text.getvalue(), encoding="utf-8")
+    elif path.parent.name == "bbh":
+        path.write_text(json.dumps({"canary": "x", "examples": rows}))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read(name: str, folder: Path) -> list[Problem]:
+    setting = find_setting(find_task(name), "r1")
+    return problems(
+        setting, find_grader(setting.grader), read_rows(name, setting.task.data, folder).rows
+    )
+
+
+def test_every_public_task_has_its_layout() -> None:
+    made_here = {"needle", *(name for name in task_names() if name.startswith("tiny-math"))}
+    assert set(LAYOUTS) == set(task_names()) - made_here
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_as_published_are_read_shown_and_graded(name: str, tmp_path: Path) -> None:
+    files, right, wrong = LAYOUTS[name]
+    for path, rows in files.items():
+        write(tmp_path / path, rows)
+    found = read(name, tmp_path)
+    assert len(found) == sum(len(rows) for path, rows in files.items() if "possible" not in path)
+    grader = find_grader(find_task(name).grader)
+    judge = MathJudge(ask=lambda text: "A" if "Given answer: In 1969" in text else "B")
+    for problem in found:
+        for protocol in {"r1", "evalscope"} & set(find_task(name).protocols):
+            setting = find_setting(find_task(name), protocol)
+            if not setting.shots:
+                (*_, message) = render(setting, problem, [], 0).messages
+                assert problem.fields["problem"][:9] in message["content"] or name == "bfcl"
+        for reply, is_right in ((right, True), (wrong, False), ("", False)):
+            text = reply.format(gold=problem.gold) if name == "gpqa_diamond" else reply
+            verdict = grade(grader, problem, ModelReply(0, text), False, judge)
+            assert verdict.correct is is_right, verdict
+    judge.close()
+
+
+def test_a_question_that_no_function_fits_wants_no_call(tmp_path: Path) -> None:
+    write(tmp_path / "bfcl/BFCL_v4_irrelevance.json", [UNFIT, UNFIT | {"id": "irrelevance_1"}])
+    for problem in read("bfcl", tmp_path):
+        for reply, right in (
+            ("[]", True),
+            ("None fits.", True),
+            ('[weather.get(city="Ulm")]', False),
+        ):
+            verdict = grade(find_grader("calls"), problem, ModelReply(0, reply), False, MathJudge())
+            assert verdict.correct is right
