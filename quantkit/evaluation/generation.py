@@ -96,9 +96,21 @@ class TaskRun:
             prompts.sample_seed(self.facts["seed"], problem.id, repeat),
         )
 
-    def first_prompt(self, problem: Problem) -> prompts.Prompt:
-        """The prompt of the first repeat; other repeats differ in the seed only."""
-        return self.prompt(problem, 0)
+    def result(
+        self, samples: list[Sample], facts: dict[str, Any], reused: int, seconds: float
+    ) -> TaskResult:
+        """Prompts are shown as those of the first repeat; others differ in the seed only."""
+        return TaskResult(
+            self.setting,
+            samples,
+            len(samples),
+            reused,
+            seconds,
+            facts,
+            self.origin,
+            votes=self.grader.votes,
+            render=lambda problem: self.prompt(problem, 0),
+        )
 
 
 def prepare(
@@ -251,20 +263,8 @@ def run_task(
             f"changed since the last run in this folder: {', '.join(journal.changed)}; its replies "
             "are not reused"
         )
-    seconds = time.monotonic() - start
-    return TaskResult(
-        setting,
-        samples,
-        len(keys),
-        reused,
-        seconds,
-        facts,
-        work.origin,
-        notes,
-        work.grader.votes,
-        render=work.first_prompt,
-        speed=speed,
-    )
+    result = work.result(samples, facts, reused, time.monotonic() - start)
+    return replace(result, notes=notes, speed=speed)
 
 
 def _speed(

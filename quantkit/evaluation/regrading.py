@@ -129,20 +129,8 @@ def _grade(path: Path, work: TaskRun, facts: dict[str, Any], options: RegradeOpt
     repeats = 1 + max((repeat for _, repeat in kept), default=0)
     samples = grade_samples(work, keys, kept, lambda done: None, options)
     check_not_all_failed(facts["task"], samples)
-    setting = work.setting.model_copy(update={"repeats": repeats})
-    seconds = time.monotonic() - start
-    return TaskResult(
-        setting,
-        samples,
-        len(keys),
-        len(keys),
-        seconds,
-        facts,
-        work.origin,
-        [],
-        work.grader.votes,
-        render=work.first_prompt,
-    )
+    work = replace(work, setting=work.setting.model_copy(update={"repeats": repeats}))
+    return work.result(samples, facts, len(keys), time.monotonic() - start)
 
 
 def _model_and_hardware(

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from replay_server import ReplayServer, Reply
 
 from quantkit.common.assets import builtin_model
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.generation import PROBE_TOKENS, expected_length
+from quantkit.evaluation.generation import PROBE_TOKENS, expected_length, silent
 from quantkit.evaluation.options import EvaluateOptions
+from quantkit.evaluation.results.task_results import EvalResults
 from quantkit.evaluation.run import EvaluationProgress, run_evaluation
 
 TASK = """
@@ -46,6 +48,17 @@ def solve(question: str, body: dict) -> str:
     return f"{left}... \\boxed{{1}}\n</think>\n\nIt is \\boxed{{{2 * left + bool(wrong)}}}."
 
 
+def run(
+    server: ReplayServer,
+    task: str,
+    progress: Callable[[EvaluationProgress], None] | None = None,
+    notice: Callable[[str], None] = silent,
+    **options: Any,
+) -> EvalResults:
+    options = EvaluateOptions(data_dir=Path(task).parent, **options)
+    return run_evaluation(server.url, [task], options, progress=progress, notice=notice)
+
+
 def asked(server: ReplayServer) -> list[dict]:
     """Requests for samples, without those that ask who is there."""
     return [
@@ -58,12 +71,7 @@ def asked(server: ReplayServer) -> list[dict]:
 def test_the_straight_line(task: str, tmp_path: Path) -> None:
     events: list[EvaluationProgress] = []
     with ReplayServer(solve) as server:
-        results = run_evaluation(
-            server.url,
-            [task],
-            EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=4),
-            progress=events.append,
-        )
+        results = run(server, task, out=tmp_path / "out", limit=4, progress=events.append)
     told = json.loads((tmp_path / "out" / "results.json").read_text())
     assert told == json.loads(json.dumps(results.to_json()))
     sums = told["results"]["sums"]
@@ -97,21 +105,13 @@ def test_the_straight_line(task: str, tmp_path: Path) -> None:
 def test_growing_a_run_asks_only_what_is_new(task: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with ReplayServer(solve) as server:
-        run_evaluation(
-            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=out, limit=4, repeats=2)
-        )
+        run(server, task, out=out, limit=4, repeats=2)
         assert len(asked(server)) == 8
         first = (out / "samples.jsonl").read_text()
-        run_evaluation(
-            server.url,
-            [task],
-            EvaluateOptions(data_dir=tmp_path, out=out, limit=4, repeats=2, concurrency=2),
-        )
+        run(server, task, out=out, limit=4, repeats=2, concurrency=2)
         assert len(asked(server)) == 8
         assert (out / "samples.jsonl").read_text() == first
-        grown = run_evaluation(
-            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=out, limit=6, repeats=3)
-        )
+        grown = run(server, task, out=out, limit=6, repeats=3)
         assert len(asked(server)) == 18
         assert grown.tasks["sums"].reused == 8
         seeds = [body["seed"] for body in asked(server)]
@@ -127,20 +127,11 @@ def test_a_killed_run_resumes_and_ends_the_same(task: str, tmp_path: Path) -> No
             raise Killed
 
     with ReplayServer(solve) as server:
-        whole = run_evaluation(
-            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "whole")
-        ).to_json()["results"]["sums"]
+        whole = run(server, task, out=tmp_path / "whole").to_json()["results"]["sums"]
         with pytest.raises(Killed):
-            run_evaluation(
-                server.url,
-                [task],
-                EvaluateOptions(data_dir=tmp_path, out=tmp_path / "cut", concurrency=1),
-                progress=kill,
-            )
+            run(server, task, out=tmp_path / "cut", concurrency=1, progress=kill)
         assert not (tmp_path / "cut" / "results.json").exists()
-        resumed = run_evaluation(
-            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "cut")
-        ).to_json()["results"]["sums"]
+        resumed = run(server, task, out=tmp_path / "cut").to_json()["results"]["sums"]
     assert resumed["reused"] == 5
     for name in ("accuracy", "stderr", "reasons", "tokens", "interval"):
         assert resumed[name] == whole[name]
@@ -158,35 +149,12 @@ def test_a_changed_setting_is_noticed_and_nothing_old_is_reused(
     task: str, tmp_path: Path, changed: dict, named: str
 ) -> None:
     with ReplayServer(solve) as server:
-        run_evaluation(
-            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=3)
-        )
-        again = run_evaluation(
-            server.url,
-            [task],
-            EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=3, **changed),
-        )
+        run(server, task, out=tmp_path / "out", limit=3)
+        again = run(server, task, out=tmp_path / "out", limit=3, **changed)
         assert len(asked(server)) == 6
         assert named in again.tasks["sums"].notes[0]
-        back = run_evaluation(
-            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=3)
-        )
+        back = run(server, task, out=tmp_path / "out", limit=3)
         assert (back.tasks["sums"].reused, len(asked(server))) == (3, 6)
-
-
-def test_changed_data_are_noticed(task: str, tmp_path: Path) -> None:
-    with ReplayServer(solve) as server:
-        run_evaluation(
-            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=2)
-        )
-        with (tmp_path / "sums.jsonl").open("a") as file:
-            file.write(json.dumps({"id": "new", "question": "1 + 1", "answer": "2"}) + "\n")
-        again = run_evaluation(
-            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=2)
-        )
-    assert again.tasks["sums"].notes == [
-        "changed since the last run in this folder: data; its replies are not reused"
-    ]
 
 
 def test_lost_replies_are_told_loudly(task: str, tmp_path: Path) -> None:
@@ -197,9 +165,7 @@ def test_lost_replies_are_told_loudly(task: str, tmp_path: Path) -> None:
         return Reply("</think>I cannot say." if left < 15 else f"</think>that is {2 * left}")
 
     with ReplayServer(answer) as server:
-        told = run_evaluation(
-            server.url, [task], EvaluateOptions(data_dir=tmp_path, max_tokens=23)
-        ).to_json()["results"]["sums"]
+        told = run(server, task, max_tokens=23).to_json()["results"]["sums"]
     assert (told["accuracy"], told["strict"], told["unfinished"], told["no_answer"]) == (
         0.5,
         0.0,
@@ -226,7 +192,7 @@ def test_what_no_limit_cut_is_not_cured_by_max_tokens(
     task: str, tmp_path: Path, reply: Reply, cause: str
 ) -> None:
     with ReplayServer(lambda question, body: reply) as server:
-        results = run_evaluation(server.url, [task], EvaluateOptions(data_dir=tmp_path, limit=2))
+        results = run(server, task, limit=2)
     told = results.to_json()["results"]["sums"]
     assert (told["unfinished"], told["no_answer"]) == (1, 0)
     assert told["no_answer_interval"][0] == 0 < told["no_answer_interval"][1]
@@ -240,9 +206,7 @@ def test_replies_that_the_context_cut_are_not_cured_by_max_tokens(
     task: str, tmp_path: Path
 ) -> None:
     with ReplayServer(lambda question, body: Reply("let me think and think", "length")) as server:
-        results = run_evaluation(
-            server.url, [task], EvaluateOptions(data_dir=tmp_path, max_tokens=10**6)
-        )
+        results = run(server, task, max_tokens=10**6)
     (told, *_) = results.tasks["sums"].warnings()
     assert re.search(
         r"\(max_tokens 1000000, but the context ended them at \d+ or before\): .*; a longer "
@@ -262,9 +226,7 @@ def test_failed_requests_are_left_out_and_asked_again(task: str, tmp_path: Path)
         )
 
     with ReplayServer(answer) as server:
-        first = run_evaluation(
-            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=4)
-        ).to_json()["results"]["sums"]
+        first = run(server, task, out=tmp_path / "out", limit=4).to_json()["results"]["sums"]
         assert (first["n"], first["errors"], first["planned"], first["accuracy"]) == (
             3,
             1,
@@ -273,19 +235,8 @@ def test_failed_requests_are_left_out_and_asked_again(task: str, tmp_path: Path)
         )
         assert "1 of 4 samples failed" in first["warnings"][0]
         broken = False
-        second = run_evaluation(
-            server.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=4)
-        ).to_json()["results"]["sums"]
+        second = run(server, task, out=tmp_path / "out", limit=4).to_json()["results"]["sums"]
         assert (second["n"], second["errors"], second["reused"]) == (4, 0, 3)
-
-
-def test_a_run_in_which_everything_fails_says_why(task: str, tmp_path: Path) -> None:
-    server = ReplayServer(lambda question, body: Reply("bad prompt", status=400))
-    with (
-        server,
-        pytest.raises(QuantkitError, match="every sample of sums failed: HTTP 400: bad prompt"),
-    ):
-        run_evaluation(server.url, [task], EvaluateOptions(data_dir=tmp_path))
 
 
 def test_a_baseline_that_is_a_model_or_a_folder_gives_the_same_comparison(
@@ -293,28 +244,10 @@ def test_a_baseline_that_is_a_model_or_a_folder_gives_the_same_comparison(
 ) -> None:
     good = ReplayServer(lambda question, body: f"</think>\\boxed{{{2 * int(question.split()[0])}}}")
     with good, ReplayServer(solve) as worse:
-        live = run_evaluation(
-            worse.url,
-            [task],
-            EvaluateOptions(data_dir=tmp_path, out=tmp_path / "a", baseline=good.url, repeats=3),
-        )
-        run_evaluation(
-            good.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "b", repeats=3)
-        )
-        kept = run_evaluation(
-            worse.url,
-            [task],
-            EvaluateOptions(
-                data_dir=tmp_path, out=tmp_path / "a", baseline=str(tmp_path / "b"), repeats=3
-            ),
-        )
-        other = run_evaluation(
-            worse.url,
-            [task],
-            EvaluateOptions(
-                data_dir=tmp_path, baseline=str(tmp_path / "b"), repeats=3, temperature=0.9
-            ),
-        )
+        live = run(worse, task, out=tmp_path / "a", baseline=good.url, repeats=3)
+        run(good, task, out=tmp_path / "b", repeats=3)
+        kept = run(worse, task, out=tmp_path / "a", baseline=str(tmp_path / "b"), repeats=3)
+        other = run(worse, task, baseline=str(tmp_path / "b"), repeats=3, temperature=0.9)
     comparison = live.tasks["sums"].comparison
     assert comparison is not None
     assert comparison == kept.tasks["sums"].comparison
@@ -370,9 +303,7 @@ def test_a_missing_model_is_found_before_its_baseline_is_run(task: str, tmp_path
                     EvaluateOptions(data_dir=tmp_path, protocol="r1", baseline=server.url),
                 )
             with pytest.raises(QuantkitError, match=told):
-                run_evaluation(
-                    server.url, [task], EvaluateOptions(data_dir=tmp_path, baseline=model)
-                )
+                run(server, task, baseline=model)
         assert server.requests == []
 
 
@@ -430,52 +361,23 @@ def test_another_model_under_the_same_name_is_told_before_anything_is_asked(
     told: list[str] = []
     out = tmp_path / "out"
     with ReplayServer(solve) as before:
-        run_evaluation(
-            before.url, [task], EvaluateOptions(data_dir=tmp_path, out=out, limit=3, repeats=2)
-        )
+        run(before, task, out=out, limit=3, repeats=2)
     with ReplayServer(other) as now:
         with pytest.raises(
             QuantkitError,
             match=r"replayed is not the model whose 6 replies are stored in .*--trust-kept uses",
         ) as refused:
-            run_evaluation(
-                now.url, [task], EvaluateOptions(data_dir=tmp_path, out=out, limit=4, repeats=2)
-            )
+            run(now, task, out=out, limit=4, repeats=2)
         assert "No idea" in str(refused.value)
         assert asked(now) == []
-        own = run_evaluation(
-            now.url,
-            [task],
-            EvaluateOptions(
-                data_dir=tmp_path, out=out, limit=4, repeats=2, model_revision="second"
-            ),
-        )
+        own = run(now, task, out=out, limit=4, repeats=2, model_revision="second")
         assert (own.tasks["sums"].reused, own.identity) == (
             0,
             {"model": "replayed", "revision": "second"},
         )
-        kept = run_evaluation(
-            now.url,
-            [task],
-            EvaluateOptions(data_dir=tmp_path, out=out, limit=4, repeats=2, trust_kept=True),
-            notice=told.append,
-        )
+        kept = run(now, task, out=out, limit=4, repeats=2, trust_kept=True, notice=told.append)
         assert kept.tasks["sums"].reused == 6
     assert f"sums: 6 replies reused from {out}, 2 to generate" in told
-
-
-def test_the_same_model_at_another_address_keeps_its_replies(task: str, tmp_path: Path) -> None:
-    told: list[str] = []
-    for _ in range(2):
-        with ReplayServer(solve) as server:
-            results = run_evaluation(
-                server.url,
-                [task],
-                EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=3),
-                notice=told.append,
-            )
-    assert (results.tasks["sums"].reused, asked(server)) == (3, [])
-    assert told[-1] == f"sums: 3 replies reused from {tmp_path / 'out'}, 0 to generate"
 
 
 def test_a_server_that_samples_when_asked_greedily_is_told(task: str, tmp_path: Path) -> None:
@@ -483,12 +385,7 @@ def test_a_server_that_samples_when_asked_greedily_is_told(task: str, tmp_path: 
     told: list[str] = []
     with ReplayServer(lambda question, body: f"{next(count)} {solve(question, body)}") as server:
         for _ in range(2):
-            run_evaluation(
-                server.url,
-                [task],
-                EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=3),
-                notice=told.append,
-            )
+            run(server, task, out=tmp_path / "out", limit=3, notice=told.append)
     assert any("gives different replies at temperature 0" in said for said in told)
 
 
@@ -501,25 +398,16 @@ def test_too_many_errors_leave_no_verdict(task: str, tmp_path: Path) -> None:
         )
 
     with ReplayServer(solve) as whole, ReplayServer(answer) as server:
-        good = run_evaluation(
-            whole.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "good", repeats=2)
+        good = run(whole, task, out=tmp_path / "good", repeats=2)
+        results = run(
+            server,
+            task,
+            out=tmp_path / "out",
+            baseline=str(tmp_path / "good"),
+            repeats=2,
+            concurrency=1,
         )
-        results = run_evaluation(
-            server.url,
-            [task],
-            EvaluateOptions(
-                data_dir=tmp_path,
-                out=tmp_path / "out",
-                baseline=str(tmp_path / "good"),
-                repeats=2,
-                concurrency=1,
-            ),
-        )
-        beside = run_evaluation(
-            whole.url,
-            [task],
-            EvaluateOptions(data_dir=tmp_path, baseline=str(tmp_path / "out"), repeats=2),
-        )
+        beside = run(whole, task, baseline=str(tmp_path / "out"), repeats=2)
     assert results.tasks["sums"].comparison is None
     assert good.faults == []
     assert results.faults == [
@@ -543,11 +431,7 @@ def test_a_refused_context_counts_as_a_miss(task: str, tmp_path: Path) -> None:
         )
 
     with ReplayServer(answer) as server:
-        results = run_evaluation(
-            server.url,
-            [task],
-            EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", limit=4, concurrency=1),
-        )
+        results = run(server, task, out=tmp_path / "out", limit=4, concurrency=1)
     told = results.to_json()["results"]["sums"]
     assert (told["n"], told["errors"], told["accuracy"], told["reasons"]["context"]) == (
         4,
@@ -566,7 +450,7 @@ def test_a_refused_context_counts_as_a_miss(task: str, tmp_path: Path) -> None:
             match="refused as too long: HTTP 400: maximum context length is 16; lower --max-tokens",
         ),
     ):
-        run_evaluation(refusing.url, [task], EvaluateOptions(data_dir=tmp_path, limit=4))
+        run(refusing, task, limit=4)
 
 
 def test_a_grown_run_is_looked_at_with_more_care(task: str, tmp_path: Path) -> None:
@@ -576,20 +460,11 @@ def test_a_grown_run_is_looked_at_with_more_care(task: str, tmp_path: Path) -> N
         ) as good,
         ReplayServer(solve) as worse,
     ):
-        run_evaluation(
-            good.url, [task], EvaluateOptions(data_dir=tmp_path, out=tmp_path / "good", repeats=3)
-        )
+        run(good, task, out=tmp_path / "good", repeats=3)
         looks = []
         for repeats in (2, 2, 3):
-            results = run_evaluation(
-                worse.url,
-                [task],
-                EvaluateOptions(
-                    data_dir=tmp_path,
-                    out=tmp_path / "out",
-                    repeats=repeats,
-                    baseline=str(tmp_path / "good"),
-                ),
+            results = run(
+                worse, task, out=tmp_path / "out", repeats=repeats, baseline=str(tmp_path / "good")
             )
             looks.append(results.tasks["sums"].comparison)
     assert [(look.look, look.level) for look in looks if look] == [(1, 0.95), (1, 0.95), (2, 0.975)]

@@ -3,7 +3,6 @@ other."""
 
 import itertools
 import json
-import math
 import shutil
 import threading
 import time
@@ -54,14 +53,6 @@ def test_definitions_by_hand() -> None:
     assert row.to_json()["tpot_ms_p50"] == pytest.approx(15)
 
 
-@pytest.mark.parametrize("tokens", [1, 64])
-def test_replies_in_one_piece_have_no_tpot(tokens: int) -> None:
-    row = summarize([RequestTimes(0, 1, 1, 3, tokens)], 3, 1)
-    assert row.tpot_ms is None
-    assert row.tps is None
-    assert row.system_tps == tokens
-
-
 def test_percentiles_are_those_of_the_requests_and_left_out_where_they_are_too_few() -> None:
     row = summarize([RequestTimes(0, first, 10, 3, 5) for first in (3, 1, 4, 1, 5, 9, 2)], 3, 7)
     assert row.percentiles["ttft_s_p50"] == 3
@@ -87,18 +78,6 @@ def test_gaps_rates_and_goodput_by_hand() -> None:
     assert row.goodput == pytest.approx(1 / 4)
     assert row.offered_rate == 1.0
     assert summarize(times, 5, 1).goodput is None
-
-
-def test_arrivals_are_poissons() -> None:
-    gaps = [
-        after - before
-        for before, after in itertools.pairwise(
-            Workload(1, 1, 4000, 1, seed=3, rate=5.0).arrivals()
-        )
-    ]
-    assert sum(gaps) / len(gaps) == pytest.approx(0.2, rel=0.05)
-    assert sum(gap > 0.2 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.03)
-    assert set(Workload(1, 1, 9, 1).arrivals()) == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -136,11 +115,6 @@ def test_a_file_without_prompts_is_refused(name: str, text: str, tmp_path: Path)
     (tmp_path / name).write_text(text)
     with pytest.raises(QuantkitError, match=f"prompts .*{name}"):
         read_prompts(tmp_path / name)
-
-
-def test_all_failed_is_an_error() -> None:
-    with pytest.raises(QuantkitError, match="all 1 requests of 8 tokens failed: HTTP 500"):
-        summarize([RequestTimes(0, 0, 0, 0, 0, error="HTTP 500")], 8, 1)
 
 
 def test_engine_grid(tiny_checkpoint: Path) -> None:

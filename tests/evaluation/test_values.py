@@ -107,20 +107,6 @@ def test_numpy_and_subclasses_arrive_as_plain_values(value: Any, arrives: Any) -
     assert (back, kinds(back)) == (arrives, kinds(arrives))
 
 
-def test_iterators_and_views_arrive_as_such() -> None:
-    for value in (
-        (n for n in range(3)),
-        iter([0, 1, 2]),
-        map(int, "012"),
-        {0: 1, 1: 1, 2: 1}.keys(),
-    ):
-        back = values.loads(values.dumps(value))
-        assert back != [0, 1, 2]
-        assert list(back) == [0, 1, 2]
-    assert values.loads(values.dumps({1: 2}.items())) == {1: 2}.items()
-    assert math.isnan(values.loads(values.dumps(math.nan)))
-
-
 FOREIGN = [
     print,
     object(),
@@ -188,3 +174,17 @@ MALFORMED = r"""
 def test_what_dumps_does_not_write_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         values.loads(text.encode())
+
+
+def test_iterators_and_views_arrive_as_such() -> None:
+    for value in (
+        (n for n in range(3)),
+        iter([0, 1, 2]),
+        map(int, "012"),
+        {0: 1, 1: 1, 2: 1}.keys(),
+    ):
+        back = values.loads(values.dumps(value))
+        assert back != [0, 1, 2]
+        assert list(back) == [0, 1, 2]
+    assert values.loads(values.dumps({1: 2}.items())) == {1: 2}.items()
+    assert math.isnan(values.loads(values.dumps(math.nan)))

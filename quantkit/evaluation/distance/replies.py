@@ -24,7 +24,13 @@ from torch import Tensor
 from quantkit.checkpoint.hub import find_model
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.documents import Window
-from quantkit.evaluation.distance.quality import GreedyPaths, Quality, TextProgress
+from quantkit.evaluation.distance.quality import (
+    GreedyPaths,
+    Quality,
+    TextProgress,
+    TokenSums,
+    summarize,
+)
 from quantkit.evaluation.distance.tracing import open_traced
 from quantkit.evaluation.generation import TaskRun, prepare
 from quantkit.evaluation.generators.endpoint import Endpoint
@@ -152,17 +158,17 @@ def measure_endpoint(
     replies = _replies(path, url, options)
     traced = open_traced(path, options.device, options.backend, options.cache)
     total, done = sum(len(reply.window.ids) for reply in replies), 0
-    found: list[_ReplyDivergence] = []
+    sums, named = TokenSums(), 0.0
     for reply in replies:
         window = reply.window
         rows = traced([window.ids]).final[window.first - 1 : -1]
         logs = torch.cat(
             [traced.head(part).float().log_softmax(dim=-1) for part in rows.split(128)]
         ).cpu()
-        found.append(_compare(reply, logs, is_baseline))
+        named += add_reply(sums, reply, logs, is_baseline)
         done += len(window.ids)
         report(TextProgress("model", done, total))
-    return _quality(found, is_baseline)
+    return replace(summarize(sums, len(replies), True), named_share=named / sums.tokens)
 
 
 def _replies(path: Path, url: str, options: PerplexityOptions) -> list[ScoredReply]:
@@ -232,58 +238,28 @@ def _scored_reply(reply: ModelReply, prompt: list[int], texts: dict[str, int]) -
     return ScoredReply(Window(torch.tensor(prompt + ids, dtype=torch.int64), len(prompt)), top, own)
 
 
-@dataclass
-class _ReplyDivergence:
-    """Of one reply: KL of every token, sums of -log p of both sides, equal top-1 tokens, and the
-    probability of the returned tokens."""
-
-    divergences: list[float]
-    served_nll: float
-    local_nll: float
-    same_top1: int
-    named: float
-
-
-def _compare(reply: ScoredReply, logs: Tensor, is_baseline: bool) -> _ReplyDivergence:
-    """logs: float32 [reply tokens, vocabulary], of the local model."""
-    row = _ReplyDivergence([], -math.fsum(reply.own), 0.0, 0, 0.0)
+def add_reply(sums: TokenSums, reply: ScoredReply, logs: Tensor, is_baseline: bool) -> float:
+    """Add a reply's metrics; returns the probability of the returned tokens, summed over places.
+    logs: float32 [reply tokens, vocabulary], of the local model."""
+    divergences, local_nll, named_mass = list[float](), 0.0, 0.0
     targets = reply.window.ids[reply.window.first :].tolist()
     for place, (named, target) in enumerate(zip(reply.top, targets)):
-        ids = torch.tensor(list(named))
-        theirs = _with_remainder(torch.tensor(list(named.values()), dtype=torch.float64))
-        ours = _with_remainder(logs[place, ids].double())
+        ids, served = torch.tensor(list(named)), torch.tensor(list(named.values())).double()
+        theirs, ours = _with_remainder(served), _with_remainder(logs[place, ids].double())
         base, model = (theirs, ours) if is_baseline else (ours, theirs)
-        row.divergences.append(max(0.0, float((base.exp() * (base - model)).sum())))
-        row.local_nll -= float(logs[place, target])
-        row.same_top1 += int(logs[place].argmax()) == max(named, key=lambda token: named[token])
-        row.named += min(
-            1.0, float(torch.tensor(list(named.values()), dtype=torch.float64).exp().sum())
-        )
-    return row
+        divergences.append(max(0.0, float((base.exp() * (base - model)).sum())))
+        local_nll -= float(logs[place, target])
+        sums.same_top1 += int(logs[place].argmax()) == max(named, key=lambda token: named[token])
+        named_mass += min(1.0, float(served.exp().sum()))
+    sides = (-math.fsum(reply.own), local_nll)
+    sums.baseline_nll += sides[not is_baseline]
+    sums.nll += sides[is_baseline]
+    sums.tokens += len(divergences)
+    sums.document_kl.append(divergences)
+    return named_mass
 
 
 def _with_remainder(logs: Tensor) -> Tensor:
     """Log-probabilities of the returned tokens, and of all others as one."""
     rest = (1 - logs.exp().sum()).clamp(min=_MIN_REMAINDER)
     return torch.cat([logs, rest.log()[None]])
-
-
-def _quality(rows: list[_ReplyDivergence], is_baseline: bool) -> Quality:
-    tokens = sum(len(row.divergences) for row in rows)
-    served, local = (
-        math.exp(sum(getattr(row, side) for row in rows) / tokens)
-        for side in ("served_nll", "local_nll")
-    )
-    means = torch.tensor(
-        [sum(row.divergences) / len(row.divergences) for row in rows], dtype=torch.float64
-    )
-    return Quality(
-        ppl=local if is_baseline else served,
-        tokens=tokens,
-        documents=len(rows),
-        baseline_ppl=served if is_baseline else local,
-        kl=sum(sum(row.divergences) for row in rows) / tokens,
-        kl_stderr=float(means.std() / math.sqrt(len(rows))) if len(rows) > 1 else None,
-        top1_agree=sum(row.same_top1 for row in rows) / tokens,
-        named_share=sum(row.named for row in rows) / tokens,
-    )

@@ -73,7 +73,7 @@ _SCALE = re.compile(
 
 
 def boxes(text: str) -> tuple[list[BoxedText], bool]:
-    """All boxes in order, an inner one instead of what is around it, and whether the last is never
+    """All boxes in order, and whether the last is never
     closed. Escaped braces do not count."""
     found: list[BoxedText] = []
     is_open = False
@@ -81,10 +81,7 @@ def boxes(text: str) -> tuple[list[BoxedText], bool]:
         end = _closing_brace(text, match.end())
         is_open = end is None
         if end is not None:
-            content, start = text[match.end() : end].strip(), match.start()
-            if found and start < found[-1].end:
-                start = found.pop().start
-            found.append(BoxedText(content, start, end + 1))
+            found.append(BoxedText(text[match.end() : end].strip(), match.start(), end + 1))
     return found, is_open
 
 
@@ -253,8 +250,7 @@ def read_sentence(text: str, letters: bool = True) -> Value | None:
     over = _GOES_ON.search(shown, first.end)
     if over is not None and _OFFERED.match(shown, over.start()):
         return None
-    said = (shown[: over.start()] if over else shown).strip()
-    return read_value(said.rstrip("}\"' ") if said.count("}") > said.count("{") else said, letters)
+    return read_value(shown[: over.start()] if over else shown, letters)
 
 
 _END = re.compile(r"(?<=[.!?。])(?<!\b[A-Z].)(?<!i\.e\.)(?<!e\.g\.)(?<!vs\.)\s+|[\n。]")

@@ -31,7 +31,7 @@ _ASKED = re.compile(
     r"|<answer>\s*|(?:答案|选项)\s*[选是为]?\s*:"
 )
 _PHRASE = re.compile(
-    rf"(?i)\b(?:{_NOUN})(?:\s+(?:to|of|for|that)\s[^.\n]{{1,60}}?"
+    rf"(?i)(?P<if>\bif\b[^.\n]*)?\b(?:{_NOUN})(?:\s+(?:to|of|for|that)\s[^.\n]{{1,60}}?"
     rf"|\s+correct\w?)?\s+(?:(?P<denied>(?:isn't|is not(?! [A-Z]\)? but)|is never|cannot be"
     rf"|can't be)\b)"
     r"|(?:is|must be|should be|would be|will be|es|est|ist|é|è)(?!\w)\s*:?)\s*"
@@ -39,9 +39,8 @@ _PHRASE = re.compile(
     r"|go with)\s+(?=(?:option\s+|answer\s+)?[(\[]?(?-i:[A-Z])(?![A-Za-z']))"
     r"|答案\s*应?该?[选是为](?!\s*:)|(?<![不能])选择?\s*(?=[A-Z])"
 )
-_IF = re.compile(r"(?i)\bif\b[^.\n]*$")
 _JUDGED = re.compile(
-    r"(?<![A-Za-z0-9'])[(\[]?(?P<letter>[A-Z])[)\]]?\s+(?:is|must be)\s+(?:therefore |thus "
+    r"(?<![A-Za-z0-9'])(?<!not )(?<!nor )(?<!either )(?<!or )(?<!over )(?<!if )[(\[]?(?P<letter>[A-Z])[)\]]?\s+(?:is|must be)\s+(?:therefore |thus "
     r"|clearly )?(?:the )?"
     r"(?:only |best |right |correct )*(?:correct|right|answer|choice|option)\b(?!,? (?:but|yet))"
 )
@@ -74,10 +73,6 @@ _REASON = re.compile(
     r"\s*(?:$|[^\sA-Za-z]|(?:because|since|as|is|for|due|which|so|rather|not|and|but|or)\b)"
 )
 _FORMULA = re.compile(r"\s*[_^=]|\([a-z]\)")  # F = ma, F(x)
-_DOUBT = re.compile(
-    r"(?i)\b(?:not|neither|nor|cannot|either|or|maybe|perhaps|might|wrong|incorrect|if|over)\b"
-    r"|n't\b|\?|不"
-)
 
 
 _CONCLUDED = re.compile(
@@ -125,9 +120,7 @@ def find_choice(text: str, options: list[str]) -> Extraction:
         for match in list(pattern.finditer(text))[-_CUES:]:
             said = match["letter"] if pattern is _JUDGED else _line(text, match.end())
             denied = pattern is _PHRASE and match["denied"]
-            before = text[: match.start()][-_SENTENCE:]
-            doubted = _IF.search(before) or (pattern is _JUDGED and _DOUBT.search(before[-12:]))
-            if "\\boxed" not in said and not (doubted and pattern is not _ASKED):
+            if "\\boxed" not in said and not (pattern is _PHRASE and match["if"]):
                 found.append((match.start(), kind, f"not {said}" if denied else said))
     for _, where, said in sorted(found, reverse=True):
         if (chosen := read_choice(said, options)) is not None:

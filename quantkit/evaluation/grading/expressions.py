@@ -18,7 +18,7 @@ from quantkit.evaluation.grading.answers import (
 )
 from quantkit.evaluation.grading.choices import read_choice
 from quantkit.evaluation.grading.numbers import NAMES, read_value
-from quantkit.evaluation.grading.typesetting import HIGH, VULGAR, over_to_frac, words
+from quantkit.evaluation.grading.typesetting import HIGH, VULGAR, words
 
 _SHORT = 40  # characters of a reply that is nothing but its answer
 LONGEST = 500  # characters of an answer that math-verify is asked about
@@ -60,7 +60,9 @@ def same_text(gold: str, answer: str) -> bool:
 
 
 def _normal(text: str) -> str:
-    shown = re.sub(r"[\s{}]+", "", words(text.strip().strip("$")).rstrip(".")).lower()
+    shown = re.sub(
+        r"[\s{}]+", "", words(text.strip().strip("$")).rstrip(".").removeprefix("an ")
+    ).lower()
     return re.sub(r"(?<=\d_)[a-z]+", lambda match: str(NAMES.get(match[0], match[0])), shown)
 
 
@@ -127,7 +129,7 @@ _NAMES = re.compile(
 def latex(text: str) -> str:
     """`text` in LaTeX: characters, roots and powers of plain text as commands."""
     text = re.sub(r"\\[bB]igg?[lrm]?(?![A-Za-z])", "", text)
-    text = over_to_frac(_NAMES.sub(r"\\\1 ", text))
+    text = _NAMES.sub(r"\\\1 ", text)
     text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
     return _POWER.sub(lambda match: f"^{{{match[0].translate(HIGH)}}}", text).translate(_CHARACTERS)
 

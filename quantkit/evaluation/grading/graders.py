@@ -114,6 +114,10 @@ def _verdict(correct: bool, found: Extraction, answer: str | None) -> Grade:
     return Grade(reason, correct, correct and strict, answer)
 
 
+def _plain_verdict(correct: bool, answer: str | None) -> Grade:
+    return Grade("right" if correct else "wrong", correct, correct, answer)
+
+
 def _read_integer(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
     found = answers.find_number(text, letters=False)
     if (
@@ -155,7 +159,10 @@ def _read_value(
     if (missing := _missing(found, text, cut)) is not None:
         return missing
     if isinstance(found.value, Fraction):
-        return _verdict(found.value == read_value(problem.gold), found, canonical(found.value))
+        gold = read_value(problem.gold)
+        is_share = isinstance(gold, Fraction) and gold.denominator != 1 and _is_percent(found.text)
+        correct = found.value == gold or (is_share and found.value == 100 * Fraction(gold or 0))
+        return _verdict(correct, found, problem.gold if is_share else canonical(found.value))
     if found.value is None:
         return Grade("wrong" if found.found == "asked" else "wrong-loose", answer=found.text)
     equal = judge.equal(problem.gold, found.value)
@@ -221,12 +228,7 @@ def _read_retrieval(problem: Problem, text: str, cut: bool, judge: MathJudge) ->
     named = set(re.findall(rf"(?<!\d)\d{{{len(problem.gold)}}}(?!\d)", text))
     if not named:
         return Grade("truncated" if cut else "no-answer")
-    return Grade(
-        "right" if named == {problem.gold} else "wrong",
-        named == {problem.gold},
-        named == {problem.gold},
-        ", ".join(sorted(named)),
-    )
+    return _plain_verdict(named == {problem.gold}, ", ".join(sorted(named)))
 
 
 def _read_instructions(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
@@ -278,8 +280,8 @@ def _read_last_number(problem: Problem, text: str, cut: bool, judge: MathJudge) 
     if not found:
         return Grade("truncated" if cut else "no-answer")
     answer = found[-1].replace(",", "").strip().strip(".")
-    correct = answer == str(problem.fields["answer"]).rpartition("####")[2].strip()
-    return Grade("right" if correct else "wrong", correct, correct, answer)
+    gold = str(problem.fields["answer"]).rpartition("####")[2].strip()
+    return _plain_verdict(answer == gold, answer)
 
 
 def _as_lm_eval_compares(text: str) -> str:
@@ -293,9 +295,8 @@ def _read_calls(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Gra
     possible = problem.fields["ground_truth"] or []
     if calls is None and (possible or not text.strip()):
         return Grade("truncated" if cut else "no-answer")
-    correct = same_calls(calls or [], possible)
     shown = json.dumps(calls, default=str) if calls is not None else None
-    return Grade("right" if correct else "wrong", correct, correct, shown)
+    return _plain_verdict(same_calls(calls or [], possible), shown)
 
 
 _JUDGED = """\

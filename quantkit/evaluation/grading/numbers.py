@@ -77,8 +77,6 @@ def _number(match: re.Match[str]) -> Number:
     scale = (match["scale"] or "").lower()
     value *= _SCALES.get(scale.removesuffix("s"), 1)
     negative = (match["sign"] or "+").strip() != "+"
-    if match["inner"] and match["sign"]:
-        return Number(None, match.start(), end)
     negative = negative or match["inner"] is not None
     return Number(-value if negative else value, match.start(), end, bool(match["percent"]))
 

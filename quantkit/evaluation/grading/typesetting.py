@@ -53,7 +53,6 @@ _DELIMITERS = re.compile(
     r"\\[()\[\]]|\\(?:begin|end)\{(?:equation|align|math|displaymath|center|aligned|gathered?)\*?\}"
     r"|(?<!\\)\$\$"
 )
-_OVER = re.compile(r"\{?([^{}\\=]{1,60})\\over(?![A-Za-z])([^{}\\=]{1,60})\}?")
 _FRACTION = re.compile(
     r"(\d?)\s*\\[dtc]?frac\s*(?:\{\s*(-?\d[\d.,]*)\s*\}|(\d))\s*(?:\{\s*(\d[\d.,]*)\s*\}|(\d))"
 )
@@ -92,9 +91,9 @@ def plain(text: str) -> str:
     before = None
     while before != text:
         before = text
-        text = _WORDS.sub(_word, _LOOKS.sub(r"\1", text))
+        text = _WORDS.sub(rf"{TEXT}\1{END_TEXT}", _LOOKS.sub(r"\1", text))
     text = _EMPHASIS.sub("", _GONE.sub("", text))
-    text = _FRACTION.sub(_fraction, over_to_frac(text))
+    text = _FRACTION.sub(_fraction, text)
     text = _POWER_OF_TEN.sub(lambda match: f"e{match[1] or match[2]}", text)
     text = "".join(f" {VULGAR[c]}" if c in VULGAR else c for c in text)
     text = _ESCAPED.sub(r"\1", _RELATION.sub(lambda match: _RELATIONS[match[1]], text))
@@ -104,15 +103,6 @@ def plain(text: str) -> str:
 def words(text: str) -> str:
     """`text` without typesetting and without the marks of its words."""
     return plain(text).replace(TEXT, "").replace(END_TEXT, "")
-
-
-def over_to_frac(text: str) -> str:
-    r"""3 \over 4 as \frac{3}{4}."""
-    return _OVER.sub(lambda match: rf"\frac{{{match[1].strip()}}}{{{match[2].strip()}}}", text)
-
-
-def _word(match: re.Match[str]) -> str:
-    return f"{TEXT}{match[1]}{END_TEXT}" if any(c.isalpha() for c in match[1]) else match[1]
 
 
 def _fraction(match: re.Match[str]) -> str:

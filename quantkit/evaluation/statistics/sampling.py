@@ -69,16 +69,14 @@ class SamplingComparison:
         return asdict(self) | {"sentence": self.sentence()}
 
 
-def mean_variance(table: Scores, loss: float = 0.0) -> float:
-    """Variance of the accuracy on these problems from the draw of replies alone, as it were if the
-    accuracy was lower by `loss`. A problem with one reply is taken to vary as all of them together
-    do, which is never too little."""
+def mean_variance(table: Scores, unseen: float = 0.0) -> float:
+    """Variance of the accuracy on these problems from the draw of replies alone, where misses that
+    lower it by `unseen` did not show. A problem with one reply is taken to vary as all of them
+    together do, which is never too little."""
     p, k = problem_means(table), np.array([len(row) for row in table])
-    mean = (p @ k + 1) / (k.sum() + 2)
-    pooled, moved = mean * (1 - mean), min(max(mean - loss, 1 / (k.sum() + 2)), 1 - 1 / k.sum())
-    own = np.where(k > 1, p * (1 - p) / np.maximum(k - 1, 1), pooled)
-    unseen = 2 * np.mean(1 / k) ** 2
-    return float((own.sum() + unseen) * moved * (1 - moved) / pooled) / len(table) ** 2
+    own = np.where(k > 1, p * (1 - p) / np.maximum(k - 1, 1), p.mean() * (1 - p.mean()))
+    n, each = len(table), float(np.mean(1 / k))
+    return float(own.sum() + 2 * each**2) / n**2 + max(unseen, 0.0) * each / n
 
 
 def compare_sampling(
@@ -98,7 +96,7 @@ def compare_sampling(
     bound = bounds[stage or 0]
 
     def deviation(tested: float) -> float:
-        """Of d where d is `tested`: both accuracies move there, each by its share of the variance."""
+        """Of d where d is `tested` and the way to it, shared by variance, was not seen."""
         own = mean_variance(ours), mean_variance(theirs)
         moves = [(d - tested) * variance / sum(own) for variance in own]
         return math.sqrt(mean_variance(ours, moves[0]) + mean_variance(theirs, -moves[1]))

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.documents import read_documents
 from quantkit.evaluation.distance.perplexity import measure
-from quantkit.evaluation.distance.quality import TextProgress
 from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
@@ -144,19 +143,6 @@ def test_short_passes_give_the_same_figures_as_long_ones(
     )
     assert other.tokens == one.tokens
     assert other.kl == pytest.approx(one.kl, rel=2e-2)
-
-
-def test_progress_counts_both_passes(tiny_dense_checkpoint: Path, text: Path) -> None:
-    events: list[TextProgress] = []
-    measure(
-        str(tiny_dense_checkpoint),
-        text,
-        PerplexityOptions(baseline=str(tiny_dense_checkpoint)),
-        progress=events.append,
-    )
-    assert [event.stage for event in events] == sorted(event.stage for event in events)
-    assert {event.stage for event in events} == {"baseline", "model"}
-    assert events[-1].done == events[-1].total
 
 
 def test_documents(tiny_dense_checkpoint: Path, tmp_path: Path, text: Path) -> None:

@@ -47,12 +47,6 @@ def test_the_same_seed_draws_the_same_reply_whatever_else_is_asked(model: Local)
     assert among[2] != alone.text
 
 
-def test_a_raw_prompt_is_continued_without_a_template(model: Local) -> None:
-    (reply,) = model.generate([Prompt(text="Question: 1 + 1?\nAnswer:")], Generation(max_tokens=4))
-    assert reply.think_open is False
-    assert reply.completion_tokens <= 4
-
-
 def test_a_prompt_that_does_not_fit_is_a_miss_with_its_name_and_spares_the_others(
     model: Local,
 ) -> None:

@@ -4,51 +4,8 @@ import pytest
 
 from quantkit.evaluation.grading.answers import find_number, last_box
 from quantkit.evaluation.grading.choices import NOTHING, find_choice
-from quantkit.evaluation.grading.numbers import canonical, read_value
+from quantkit.evaluation.grading.numbers import read_value
 from quantkit.evaluation.grading.typesetting import normalize
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("42", "42"),
-        (" 42 ", "42"),
-        ("$18.00", "18"),
-        (r"\$18", "18"),
-        ("US$5", "5"),
-        ("18 dollars", "18"),
-        ("1,234", "1234"),
-        ("1{,}234", "1234"),
-        (r"70,\!000", "70000"),
-        (r"1\,234", "1234"),
-        ("12,345,678.5", "12345678.5"),
-        ("42 apples", "42"),
-        (r"42 \text{ cm}", "42"),
-        ("42 cm^2", "42"),
-        ("12 miles per hour", "12"),
-        (r"25\%", "25"),
-        ("25%", "25"),
-        (r"60^\circ", "60"),
-        (r"60^{\circ}", "60"),
-        (r"\text{42}", "42"),
-        (r"\mathbf{42}", "42"),
-        ("x = 42", "42"),
-        ("m+n=42", "42"),
-        ("033", "33"),
-        ("42.", "42"),
-        ("-5", "-5"),
-        ("−7", "-7"),
-        ("- 5", "-5"),
-        (".5", "0.5"),
-        ("1.2e3", "1200"),
-        ("４２", "42"),
-        ("42元", "42"),
-        ("$-3$", "-3"),
-        (r"\(42\)", "42"),
-    ],
-)
-def test_numbers_with_decorations_are_read(text: str, value: str) -> None:
-    assert read_value(text) == Fraction(value)
 
 
 @pytest.mark.parametrize(
@@ -72,23 +29,6 @@ def test_numbers_with_decorations_are_read(text: str, value: str) -> None:
 )
 def test_what_is_not_one_value_is_refused(text: str) -> None:
     assert read_value(text) is None
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "200+4",
-        "-(5)",
-        r"4 \times 2",
-        r"\sqrt{16}",
-        "10²",
-        "9^{9^{9^{9}}}",
-        "3-4",
-        r"\frac{36}{2} + 1",
-    ],
-)
-def test_what_needs_computing_is_left_to_math_verify(text: str) -> None:
-    assert isinstance(read_value(text), str)
 
 
 def test_normalize_leaves_superscripts_alone() -> None:
@@ -189,30 +129,3 @@ def test_find_number(text: str, value: str | None, where: str | None) -> None:
 def test_find_choice(text: str, letter: str | None, where: str | None) -> None:
     found = find_choice(text, [f"thing {letter}" for letter in "abcdefghij"])
     assert (found.text, found.found) == (letter, where)
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        ("18.00", "18"),
-        ("1.50", "1.5"),
-        ("-0.0", "0"),
-        ("7E2", "700"),
-        ("-5/4", "-1.25"),
-        ("2/6", "1/3"),
-    ],
-)
-def test_canonical_spelling_is_one_per_value(number: str, text: str) -> None:
-    assert canonical(Fraction(number)) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("Answer: A (thing b) or B", NOTHING),
-        ("The best choice is E; D would need F = 4 N.", "E"),
-        ("The best choice is E; D", NOTHING),
-    ],
-)
-def test_another_letter_behind_the_choice(text: str, letter: str) -> None:
-    assert find_choice(text, [f"thing {letter}" for letter in "abcdefghij"]).text == letter

@@ -103,21 +103,6 @@ def test_another_unit_than_is_asked_for_is_wrong(judge: MathJudge, text: str) ->
     assert graded(judge, "number", "90", minutes, problem=question).correct
 
 
-def test_equal_answers_vote_together(judge: MathJudge) -> None:
-    votes = {
-        graded(judge, "number", "#### 18", text).answer
-        for text in (r"\boxed{18}", r"\boxed{18.00}", r"\boxed{\frac{36}{2}}", "so 18")
-    }
-    assert votes == {"18"}
-
-
-def test_choice_knows_how_many_options_there_are(judge: MathJudge) -> None:
-    four = ["w", "x", "y", "z"]
-    assert graded(judge, "choice", "C", "ANSWER: C", options=four).reason == "right"
-    assert graded(judge, "choice", "C", "it is C", options=four).reason == "right-loose"
-    assert graded(judge, "choice", "C", "ANSWER: H", options=four).reason == "no-answer"
-
-
 @pytest.mark.parametrize(
     ("text", "strict", "flexible"),
     [
@@ -164,3 +149,11 @@ def test_words_of_the_options_are_not_words_of_the_reply(
     options = ["I only", "E", "It is not the case that no one can.", "I & II only", "I^2R"]
     for gold in "ABCDE":
         assert graded(judge, "choice", gold, text, options=options).correct is (gold == letter)
+
+
+def test_equal_answers_vote_together(judge: MathJudge) -> None:
+    votes = {
+        graded(judge, "number", "#### 18", text).answer
+        for text in (r"\boxed{18}", r"\boxed{18.00}", r"\boxed{\frac{36}{2}}", "so 18")
+    }
+    assert votes == {"18"}

@@ -13,7 +13,6 @@ from quantkit.evaluation.grading.programs import (
     grade_contest,
     grade_with_tests,
     same_output,
-    whole_program,
     with_prelude,
 )
 from quantkit.evaluation.tasks.definitions import Problem
@@ -25,30 +24,6 @@ TEST = "def check(candidate):\n    assert candidate([1, 2]) == 3\n"
 
 def problem() -> Problem:
     return Problem("own/0", {"problem": PROMPT, "entry_point": "total", "test": TEST})
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"```python\n{FUNCTION}```",
-        f"```\n{FUNCTION}```\nUsage:\n```python\ntotal([1])\n```",
-        f"Like this:\n```python\nprint(1)\n```\nSo:\n```python\n{FUNCTION}```",
-        f"```python\ndef total(xs):\n    return 0\n```\nBetter:\n```python\n{FUNCTION}```",
-        "```python\n    return sum(xs)\n```",
-        "```python\nreturn sum(xs)\n```",
-        "    return sum(xs)\n",
-        FUNCTION,
-        PROMPT + "    return sum(xs)\n",
-        f"Here is the function:\n\n{FUNCTION}",
-        "1. The code:\n   ```python\n   def total(xs):\n       return sum(xs)\n   ```\n",
-        f"```python\n{FUNCTION}",
-        "```python\ntotal = lambda xs: sum(xs)\n```",
-        "```python\ndef helper(xs: List[int]):\n    return sum(xs)\ndef total(xs):\n    return "
-        "helper(xs)\n```",
-    ],
-)
-def test_the_right_function_is_found_in_every_dress(text: str) -> None:
-    assert grade_with_tests(problem(), text).reason == "passed"
 
 
 @pytest.mark.parametrize(
@@ -109,26 +84,6 @@ def test_blocks_are_dedented_and_an_open_one_counts() -> None:
         ("", "y = 2\n"),
         ("python", "z = 3\n"),
     ]
-
-
-def test_whole_program_prefers_the_last_block_that_does_what_is_asked() -> None:
-    assert whole_program("```python\nx = 1\n```\nprints:\n```\n1 2 3 :)\n```") == "x = 1\n"
-    assert (
-        whole_program("```python\nprint(input())\n```\nin short:\n```\nx = input()\n```")
-        == "print(input())\n"
-    )
-    assert whole_program("```java\nclass A {}\n```") is None
-    assert (
-        whole_program("```python\nprint(input())\n```\nprints:\n```text\n[1]\n```")
-        == "print(input())\n"
-    )
-    assert (
-        whole_program(
-            "```python\nclass Solution: pass\n```\nUse it:\n```python\nSolution().f(1)\n```", "f"
-        )
-        == "class Solution: pass\n"
-    )
-    assert whole_program("prose only") is None
 
 
 def test_the_prelude_stands_behind_future_imports() -> None:

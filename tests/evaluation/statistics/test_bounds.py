@@ -35,16 +35,3 @@ def test_p_values_agree_with_the_interval() -> None:
     assert bounds.p_at_least(high) == pytest.approx(0.01, abs=0.001)
     assert bounds.p_at_most(-1.0) < 1e-4 < bounds.p_at_most(0.0)
     assert low < values.mean() < high
-
-
-def test_many_values_give_the_normal_interval() -> None:
-    values = np.random.default_rng(1).integers(-8, 9, 20_000) / 16
-    low, high = mean_bounds(values, -1, 1).interval()
-    assert (high - low) / 2 == pytest.approx(1.96 * values.std() / math.sqrt(20_000), rel=0.05)
-
-
-def test_the_bounds_repeat_themselves() -> None:
-    values = np.array([0.0, 1.0, 0.5])
-    assert (
-        mean_bounds(values, 0, 1, seed=4).interval() == mean_bounds(values, 0, 1, seed=4).interval()
-    )

@@ -22,13 +22,6 @@ def test_a_sequential_plan_errs_as_fixed_repeats_do_and_takes_fewer_tokens(loss:
     assert np.mean([one[2] for one in runs]) < 0.75
 
 
-def test_a_stored_baseline_of_many_repeats_leaves_little_to_ask() -> None:
-    runs = [
-        verdicts.sequential_run(seed, 30, 0.8, 2.5, 0.0, 0.065, stored=64) for seed in range(20)
-    ]
-    assert np.mean([one[2] for one in runs]) < 0.5
-
-
 def test_boundaries_spend_the_error() -> None:
     bounds = sampling.boundaries(sampling.STAGES, 0.025)
     assert bounds == sorted(bounds, reverse=True)

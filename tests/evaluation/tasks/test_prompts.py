@@ -25,36 +25,6 @@ def test_r1_asks_the_published_sentence_and_no_system_prompt() -> None:
     assert prompt.seed == 5
 
 
-def test_evalscope_shots_look_as_evalscope_writes_them() -> None:
-    prompt = render(
-        find_setting(find_task("gsm8k"), "evalscope"),
-        Problem("1", {"problem": "9 + 1?", "answer": "#### 10"}),
-        SHOTS,
-        0,
-    )
-    assert prompt.messages[0]["content"] == (
-        "Here are some examples of how to solve similar problems:\n\n"
-        + "\n\n".join(
-            f"{n} + 1?\n\nReasoning:\n{n} + 1 = {n + 1}\n\nANSWER: \\boxed{{{n + 1}}}"
-            for n in range(4)
-        )
-        + "\n\n9 + 1?\nPlease reason step by step, and put your final answer within \\boxed{}."
-    )
-
-
-def test_lm_eval_is_a_raw_completion() -> None:
-    prompt = render(
-        find_setting(find_task("gsm8k"), "lm-eval"),
-        Problem("1", {"problem": "9 + 1?", "answer": "#### 10"}),
-        SHOTS,
-        0,
-    )
-    assert prompt.messages == ()
-    assert prompt.text is not None
-    assert prompt.text.startswith("Question: 0 + 1?\nAnswer: 0 + 1 = 1\n#### 1\n\nQuestion: 1 + 1?")
-    assert prompt.text.endswith("Question: 9 + 1?\nAnswer:")
-
-
 def test_shots_of_the_same_group_only() -> None:
     setting = find_setting(find_task("mmlu_pro"), "lm-eval")
     shot = {
@@ -71,24 +41,6 @@ def test_shots_of_the_same_group_only() -> None:
     )
     with pytest.raises(QuantkitError, match="needs 5 shots and has 4"):
         render(setting, Problem("1", problem.fields, group="math"), shots, 0)
-
-
-def test_contest_prompt_shows_starter_code_or_stdin() -> None:
-    setting = find_setting(find_task("live_code_bench"), "r1")
-    fields = {
-        "problem": "p",
-        "starter_code": "",
-        "public_tests": "[]",
-        "private_tests": "[]",
-        "metadata": "",
-    }
-    assert "standard input" in render(setting, Problem("1", fields), [], 0).messages[0]["content"]
-    assert (
-        "class S:"
-        in render(setting, Problem("1", fields | {"starter_code": "class S:"}), [], 0).messages[0][
-            "content"
-        ]
-    )
 
 
 def test_seeds_differ_by_problem_and_repeat_and_come_back() -> None:
