@@ -40,7 +40,8 @@ _PHRASE = re.compile(
     r"|答案\s*应?该?[选是为](?!\s*:)|(?<![不能])选择?\s*(?=[A-Z])"
 )
 _JUDGED = re.compile(
-    r"(?<![A-Za-z0-9'])(?<!not )(?<!nor )(?<!either )(?<!or )(?<!over )(?<!if )[(\[]?(?P<letter>[A-Z])[)\]]?\s+(?:is|must be)\s+(?:therefore |thus "
+    r"(?<![A-Za-z0-9'])(?<!not )(?<!nor )(?<!either )(?<!or )(?<!over )(?<!if )"
+    r"[(\[]?(?P<letter>[A-Z])[)\]]?\s+(?:is|must be)\s+(?:therefore |thus "
     r"|clearly )?(?:the )?"
     r"(?:only |best |right |correct )*(?:correct|right|answer|choice|option)\b(?!,? (?:but|yet))"
 )
