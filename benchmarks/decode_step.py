@@ -350,12 +350,13 @@ def first_token_ms(bench: StepBench, length: int, chunk: int) -> Spread:
     """From a prompt's token ids on the host to its first answer token there: five prompts after two
     that warm up, in passes as an engine computes them, short ones captured."""
     blocks, times = list(range(1, -(-length // BLOCK_SIZE) + 1)), []
-    for _ in range(7):
+    for turn in range(7):
+        run = bench.prompts.run if turn else bench.prompts.capture
         token_ids = torch.randint(0, bench.config.vocab_size, (length,)).tolist()
         began = time.perf_counter()
         for start in range(0, length, chunk):
             passed = PrefillChunk(token_ids[start : start + chunk], start, blocks, 1)
-            hidden = bench.prompts.run(None, [passed])
+            hidden = run(None, [passed])
         bench.model.logits(hidden[-1:]).argmax(dim=-1).tolist()
         times.append((time.perf_counter() - began) * 1e3)
     return Spread.of(times[2:])

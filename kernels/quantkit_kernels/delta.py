@@ -10,9 +10,7 @@ value heads of each key head, D key_dim, V value_dim, C = G (2 D + R V) channels
 K its width, P places of states.
 """
 
-import itertools
 from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -70,27 +68,34 @@ class DeltaSpan(NamedTuple):
     length: int
 
 
-class DeltaSpans:
-    """Spans of the sequences of a pass, whose tokens follow one another."""
+class DeltaSpans(NamedTuple):
+    """Spans of the sequences of a pass, whose tokens follow one another, on the host; and for
+    kernels what `span_tables` says of them, int32 [sequences, 5] and [chunks, 2], on the device. A
+    span may be empty, and a chunk beyond the end of its sequence."""
 
-    def __init__(self, spans: Sequence[DeltaSpan], device: torch.device) -> None:
-        self.spans, self._device = spans, device
+    spans: Sequence[DeltaSpan]
+    sequences: Tensor
+    chunks: Tensor
 
-    @cached_property
-    def tables(self) -> tuple[Tensor, Tensor]:
-        """int32 [sequences, 5]: place, start, first row, length, first chunk; and [chunks, 2]:
-        sequence, and the chunk's number in it, of chunks of CHUNK tokens."""
-        rows: list[tuple[int, ...]] = []
-        chunks: list[tuple[int, int]] = []
-        first = 0
-        for number, (place, start, length) in enumerate(self.spans):
-            rows.append((place, start, first, length, len(chunks)))
-            chunks += [(number, chunk) for chunk in range(-(-length // CHUNK))]
-            first += length
-        both = torch.tensor(
-            [*itertools.chain(*rows), *itertools.chain(*chunks)], dtype=torch.int32
-        ).to(self._device)
-        return both[: 5 * len(rows)].view(-1, 5), both[5 * len(rows) :].view(-1, 2)
+    @classmethod
+    def of(cls, spans: Sequence[DeltaSpan], device: torch.device) -> "DeltaSpans":
+        sequences, chunks = span_tables(spans)
+        both = torch.tensor([*sequences, *chunks], dtype=torch.int32).to(device)
+        return cls(spans, both[: len(sequences)].view(-1, 5), both[len(sequences) :].view(-1, 2))
+
+
+def span_tables(spans: Sequence[DeltaSpan]) -> tuple[list[int], list[int]]:
+    """Of each sequence its place, start, first row, length and first chunk; of each chunk of CHUNK
+    tokens its sequence, and its number there."""
+    sequences: list[int] = []
+    chunks: list[int] = []
+    first = 0
+    for number, (place, start, length) in enumerate(spans):
+        sequences += (place, start, first, length, len(chunks) // 2)
+        for chunk in range(-(-length // CHUNK)):
+            chunks += (number, chunk)
+        first += length
+    return sequences, chunks
 
 
 CHUNK = 32
@@ -129,10 +134,7 @@ def delta_prefill(
     """As `delta_step`, of many tokens of each sequence."""
     _check(inputs, weights, states)
     tokens = sum(span.length for span in spans.spans)
-    require(
-        tokens == len(inputs.q) and all(span.length > 0 for span in spans.spans),
-        f"spans: {tokens} tokens, expected {len(inputs.q)}, one at least of each sequence",
-    )
+    require(tokens == len(inputs.q), f"spans: {tokens} tokens, expected {len(inputs.q)}")
     found = backends.find("delta_prefill", backend, inputs.q.device)
     result: Tensor = found.delta_prefill(inputs, weights, states, spans)
     return result

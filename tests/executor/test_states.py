@@ -18,6 +18,7 @@ from quantkit.executor import memory_budget
 from quantkit.executor.cache.sequence_state import recurrent_state_bytes
 from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
+from quantkit.executor.runner import prefill_graphs
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.speculation.draft_model import load_draft
@@ -103,6 +104,14 @@ def test_answers_are_those_of_the_whole_text(model):
 )
 def test_answers_do_not_depend_on_how_they_are_computed(model, budget, options):
     same(list(answers(model, budget, **options)), list(answers(model)))
+
+
+def test_prompts_are_captured_with_their_states(model, monkeypatch):
+    monkeypatch.setattr(prefill_graphs, "RUNS_BEFORE_CAPTURE", 0)
+    engine = capture(load(model, max_model_len=128))
+    engine.scheduler.budget = StepBudget(24, 8, mixed=True)
+    same(list(generated(engine)), list(answers(model)))
+    assert engine.runner.prefill_runner.num_captured > 2
 
 
 def test_a_pass_may_be_computed_again(model, monkeypatch):

@@ -114,8 +114,8 @@ def exact(inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(("backend", "dtype"), backends_of("delta_step"))
 def test_prompts_and_steps(backend, dtype, name, poisoned_memory):
-    """Three sequences: in passes of different lengths, some of them computed twice, then token by
-    token."""
+    """Three sequences: in passes of different lengths, some of them computed twice, padded as for
+    graphs, then token by token."""
     sizes, device, cuts = SIZES[name], device_of(backend), ((70, 1, 5), (3, 66, 2), (1, 1, 64))
     weights, states = weights_of(sizes, dtype, device), states_of(sizes, device)
     lengths = [sum(cut) + 3 for cut in zip(*cuts)]
@@ -123,7 +123,11 @@ def test_prompts_and_steps(backend, dtype, name, poisoned_memory):
     places, starts = [4, 1, 5], [0, 0, 0]
     found: list[list[Tensor]] = [[], [], []]
     for again, cut in enumerate(cuts):
-        spans = DeltaSpans([DeltaSpan(*one) for one in zip(places, starts, cut)], device)
+        spans = DeltaSpans.of(
+            [*(DeltaSpan(*one) for one in zip(places, starts, cut)), DeltaSpan(0, 0, 0)], device
+        )
+        beyond = torch.tensor([[0, 9]], dtype=torch.int32, device=device)
+        spans = spans._replace(chunks=torch.cat((spans.chunks, beyond)))
         parts = [
             [side[start : start + length] for side in one]
             for one, start, length in zip(whole, starts, cut)

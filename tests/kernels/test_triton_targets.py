@@ -302,7 +302,7 @@ def linear_attention(by_channel: bool, prompt: bool) -> None:
     )
     inputs = DeltaInputs(key, key, value, value, decay, gates)
     if prompt:
-        spans = DeltaSpans([DeltaSpan(1, 0, 128)], torch.device("cpu"))
+        spans = DeltaSpans.of([DeltaSpan(1, 0, 128)], torch.device("cpu"))
         delta_prefill(inputs, weights, states, spans, backend="triton")
     else:
         places = zeros(128, dtype=torch.int64)

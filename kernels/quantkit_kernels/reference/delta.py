@@ -53,6 +53,8 @@ def delta_prefill(
     device, out = inputs.q.device, []
     lengths = [span.length for span in spans.spans]
     for span, one in zip(spans.spans, zip(*(side.split(lengths) for side in inputs))):
+        if not span.length:
+            continue
         place, before = (torch.tensor([n], device=device) for n in (span.place, span.start))
         state, which = _read(states, place, before)
         attended, after = attend_sequence(

@@ -59,7 +59,7 @@ def delta_prefill(
     if out.dtype == torch.float32:  # more exact than the matrix instructions
         return reference.delta_prefill(inputs, weights, states, spans)
     fast = by_assembly(device)
-    sequences, chunks = spans.tables
+    _, sequences, chunks = spans
     sizes, overlap = _sizes(inputs), overlapped(device)
     by_head = {
         "R": sizes["R"],

@@ -150,9 +150,9 @@ class PagedCache:
 
     @property
     def prefills_per_sequence(self) -> bool:
-        """Whether layers prefill sequence by sequence, not by block tables alone: recurrent states,
-        index keys, compressed KV."""
-        caches = (self._recurrent_states, self._compressed_kv, self._rotating_cache)
+        """Whether layers prefill sequence by sequence, not by tables alone: index keys, compressed
+        KV, short convolutions."""
+        caches = (self._compressed_kv, self._rotating_cache)
         return any(one is not None for one in caches) or bool(self._index)
 
     @property
@@ -192,6 +192,11 @@ class PagedCache:
         steps = self.code_scales.get(layer)
         assert not isinstance(steps, Tensor), "a cache of keys and values"
         return steps
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether layers have states of linear attention."""
+        return self._recurrent_states is not None
 
     @property
     def recurrent_states(self) -> RecurrentStates:

@@ -129,8 +129,8 @@ class CachedContext(Positions):
 
 class PromptContext(CachedContext):
     """New tokens of several sequences, concatenated; each sees its sequence's cached tokens and,
-    causally, the new ones. chunks: the sequences, for layers that prefill sequence by sequence.
-    """
+    causally, the new ones. chunks: the sequences, for layers that prefill sequence by sequence;
+    delta_spans: for linear attention, if not those of the chunks."""
 
     def __init__(
         self,
@@ -139,12 +139,10 @@ class PromptContext(CachedContext):
         slots: Tensor,
         prompts: Prompts,
         chunks: Sequence[Chunk] = (),
+        delta_spans: DeltaSpans | None = None,
     ) -> None:
         super().__init__(cache, positions, slots)
-        self.prompts, self.chunks = prompts, chunks
-        self._delta_spans = DeltaSpans(
-            [DeltaSpan(one.state, one.start, one.length) for one in chunks], cache.device
-        )
+        self.prompts, self.chunks, self._delta_spans = prompts, chunks, delta_spans
 
     def select(self, layer: int, inputs: IndexerInputs, topk: int) -> None:
         """As `models.context.Context.select`."""
@@ -183,6 +181,9 @@ class PromptContext(CachedContext):
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         """As `models.context.Context.attend_delta`."""
+        if self._delta_spans is None:
+            spans = [DeltaSpan(one.state, one.start, one.length) for one in self.chunks]
+            self._delta_spans = DeltaSpans.of(spans, self.cache.device)
         states = self.cache.recurrent_states.layers[layer]
         return delta_prefill(inputs, weights, states, self._delta_spans)
 

@@ -5,7 +5,7 @@ A graph is captured for one size: decode rows, prompt tokens, sequences, and wha
 depend on. Unfilled places are padding, a sequence of its own in block 0. Sizes grow in steps of an
 eighth to a quarter, so that little of a pass is padding, and a size is captured only when it has
 come several times. Long passes are bound by the device and are launched eagerly, as are those of
-models whose layers prefill sequence by sequence (recurrent states, index keys).
+models whose layers prefill sequence by sequence (index keys, compressed KV).
 """
 
 import warnings
@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from quantkit_kernels import PaddedPrompts, PromptPart, SpansNow
+from quantkit_kernels import DeltaSpan, DeltaSpans, PaddedPrompts, PromptPart, SpansNow
+from quantkit_kernels.delta import CHUNK, span_tables
 from torch import Tensor
 
 from quantkit.executor.cache.cache import PagedCache
@@ -121,13 +122,16 @@ class PrefillBuffers:
     """Static inputs of prompts of one size, in one tensor that a single copy fills. width: blocks
     of a table."""
 
-    def __init__(
-        self, size: PrefillGraphSize, width: int, block_size: int, device: torch.device
-    ) -> None:
-        self._size, self._width, self._block_size = size, width, block_size
+    def __init__(self, size: PrefillGraphSize, width: int, cache: PagedCache) -> None:
+        self._size, self._width, self._block_size = size, width, cache.block_size
+        device, delta = cache.device, (0, 0)
+        if cache.is_recurrent:
+            delta = (5 * size.sequences, 2 * (size.tokens // CHUNK + size.sequences))
         count, wide = size.sequences, (size.tokens,) * 3 + (size.cached,)
         # Each begins at a multiple of 16 bytes, or Triton compiles its kernel for every alignment.
-        narrow = tuple(-(-one // 4) * 4 for one in (count + 1, count, count, count, count * width))
+        narrow = tuple(
+            -(-one // 4) * 4 for one in (count + 1, count, count, count, count * width, *delta)
+        )
         host = np.zeros(sum(wide) + sum(narrow) // 2, dtype=np.int64)
         self._host = torch.from_numpy(host)
         self._device = torch.zeros(len(host), dtype=torch.int64, device=device)
@@ -144,6 +148,11 @@ class PrefillBuffers:
         self.prompts = PaddedPrompts(
             self._spans, tables, starts, lengths, size=size.tokens, part=part
         )
+        self._delta_spans: list[DeltaSpan] = []
+        self._delta = None
+        if cache.is_recurrent:
+            sequences_and_chunks = (ints[5][: delta[0]].view(-1, 5), ints[6].view(-1, 2))
+            self._delta = DeltaSpans(self._delta_spans, *sequences_and_chunks)
 
     def fill(self, prompts: list[PrefillChunk]) -> None:
         """Absent sequences are empty, the last one is padding."""
@@ -153,7 +162,9 @@ class PrefillBuffers:
         )
         empty = [PrefillChunk([], 0, [])] * (size.sequences - len(prompts) - 1)
         every = [*prompts, *empty, padding]
-        token_ids, positions, slots, cached, starts, lengths, rows, _, tables = self._columns
+        token_ids, positions, slots, cached, starts, lengths, rows, _, tables, *delta = (
+            self._columns
+        )
         tables.fill(0)
         cached.fill(0)
         num_new = num_cached = 0
@@ -174,10 +185,20 @@ class PrefillBuffers:
             num_new, num_cached = num_new + length, num_cached + start + length
         starts[size.sequences] = num_new
         self._spans[:] = [one.span for one in every]
+        if self._delta is not None:
+            spans = [DeltaSpan(one.state, *one.span) for one in every]
+            sequences, chunks = span_tables(spans)
+            delta[0][: len(sequences)] = sequences
+            # Further chunks are beyond the end of the first sequence.
+            delta[1].reshape(-1, 2)[:] = (0, self._size.tokens // CHUNK + 1)
+            delta[1][: len(chunks)] = chunks
+            self._delta_spans[:] = spans
         self._device.copy_(self._host, non_blocking=self._device.is_cuda)
 
     def context(self, cache: PagedCache) -> PromptContext:
-        return PromptContext(cache, self.positions, self.slots, self.prompts)
+        return PromptContext(
+            cache, self.positions, self.slots, self.prompts, delta_spans=self._delta
+        )
 
 
 def _cut(array: np.ndarray, sizes: tuple[int, ...]) -> list[np.ndarray]:
@@ -192,7 +213,7 @@ class _StaticPass:
         self._model, self._cache = model, cache
         self._decode = DecodeBuffers(*size.decode, cache.device) if size.decode[0] else None
         width = max(min(cache.num_blocks, _MAX_BLOCKS), MIN_TABLE_WIDTH)
-        self._prompts = PrefillBuffers(size, width, cache.block_size, cache.device)
+        self._prompts = PrefillBuffers(size, width, cache)
         self.lengths = self._decode.lengths if self._decode else []
         self.rows = size.decode[0] + (size.tokens if size.all_hidden else size.sequences)
         """Of hidden states."""
