@@ -15,6 +15,15 @@ from torch import Tensor
 
 from quantkit_kernels import functional, grouped, prompts
 from quantkit_kernels.backends import ASKED_ONLY, BACKENDS, module, why_unusable
+from quantkit_kernels.delta import (
+    DeltaInputs,
+    DeltaSpan,
+    DeltaSpans,
+    DeltaStates,
+    DeltaWeights,
+    delta_prefill,
+    delta_step,
+)
 from quantkit_kernels.experts import ExpertsBuilder
 from quantkit_kernels.gating import Gating
 from quantkit_kernels.linear import prepare
@@ -349,6 +358,34 @@ def _small_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
     rule = Routing(EXPERTS, TOP_K, n_group=8, topk_group=4, routed_scaling_factor=2.5)
     joined = replace(rule, num_joined_experts=1)
     yield case("likeliest", functional.likeliest, logits)
+    yield case("float32_linear", functional.float32_linear, x, router)
+    heads, group, single = (16, 2, 128), (16, 128), torch.float32
+    weights = DeltaWeights(
+        random(8192, 4, dtype=single), random(32, dtype=single).exp(), random(32, dtype=single),
+        random(128), 1e-6,
+    )  # fmt: skip
+    states = DeltaStates(
+        random(2, tokens + 1, 3, 8192, dtype=single),
+        random(2, tokens + 1, 32, 128, 128, dtype=single),
+        torch.full((2, tokens + 1), tokens, device=device),
+    )
+    places = torch.arange(1, tokens + 1, device=device)
+    spans = DeltaSpans.of([DeltaSpan(1, tokens, tokens)], device)
+
+    def step(*inputs: Tensor, backend: str) -> Tensor:
+        where = (places, torch.full_like(places, tokens))
+        return delta_step(DeltaInputs(*inputs), weights, states, *where, backend=backend)
+
+    def prompt(*inputs: Tensor, backend: str) -> Tensor:
+        return delta_prefill(DeltaInputs(*inputs), weights, states, spans, backend=backend)
+
+    inputs = DeltaInputs(
+        random(tokens, *group), random(tokens, *group), random(tokens, *heads),
+        random(tokens, *heads), random(tokens, 16, 2, dtype=single),
+        random(tokens, 16, 2, dtype=single),
+    )  # fmt: skip
+    yield case("delta_step", step, *inputs, nbytes=tokens * states.memory[0, 0].nbytes * 2)
+    yield case("delta_prefill", prompt, *inputs)
     yield case("route", partial(route, routing=rule), logits, bias, first=1)
     yield case(
         "moe_gate",
