@@ -10,7 +10,6 @@ import make_model
 import pytest
 import small_recipe
 import torch
-from letters import write_letters
 from output_files import files
 from packed_model import GROUPED, write_random
 from paged_pass import PROMPTS, causal_pass, paged_pass
@@ -37,11 +36,6 @@ from quantkit.quantization import quantize
 from quantkit.quantization.convert import convert
 
 SMALL = small_recipe.SMALL | {"samples": 10, "held_out": 4, "seq_len": 48, "min_expert_tokens": 32}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_letters(tmp_path_factory.mktemp("text") / "calibration.txt")
 
 
 @pytest.fixture(scope="module")

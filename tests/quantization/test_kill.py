@@ -15,7 +15,6 @@ import make_model
 import pytest
 import quantize_job
 import torch
-from letters import write_letters
 from output_files import files
 
 from quantkit.calibrate.recipe import Recipe
@@ -28,11 +27,6 @@ from quantkit.quantization import run as run_module
 
 JOB = Path(quantize_job.__file__)
 KILLS = 2
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_letters(tmp_path_factory.mktemp("text") / "calibration.txt")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import make_model
 import pytest
 import torch
 from commands import command
-from letters import write_letters
 from output_files import files
 from small_recipe import SMALL
 from torch import Tensor
@@ -40,11 +39,6 @@ CONFIG = {
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_letters(tmp_path_factory.mktemp("text") / "calibration.txt")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 import quantize_job
 import torch
 from forked_ranks import run_ranks
-from letters import write_letters
 from output_files import files
 
 from quantkit.calibrate import input_statistics
@@ -24,11 +23,6 @@ from quantkit.executor.ranks.parallel import Parallel
 from quantkit.models.table import GatedMlp, Parameter
 from quantkit.quantization import QuantizationReport
 from quantkit.quantization.output import Output
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_letters(tmp_path_factory.mktemp("text") / "calibration.txt")
 
 
 @pytest.fixture(scope="module")
