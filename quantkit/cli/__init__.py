@@ -11,6 +11,9 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -89,7 +92,7 @@ def main() -> None:
         sys.argv.remove("--follow-links")
         os.environ[FOLLOW_LINKS] = "1"
     _open_streams()
-    warnings.showwarning = lambda message, *_, **__: notify(f"warning: {message}")
+    warnings.showwarning = partial(_show_warning, debug)
     try:
         code = _run(debug, "--json" in sys.argv)
         sys.stdout.flush()
@@ -99,6 +102,15 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     raise SystemExit(code)
+
+
+def _show_warning(debug: bool, message: object, _: object, filename: str, *__: object) -> None:
+    """Show a warning of quantkit's own code. What libraries warn of, such as an overflow in a
+    damaged file's values, names nothing that a user gave; --debug shows it."""
+    packages = [find_spec(name) for name in ("quantkit", "quantkit_kernels")]
+    folders = [Path(one.origin).parent for one in packages if one is not None and one.origin]
+    if debug or any(Path(filename).is_relative_to(one) for one in folders):
+        notify(f"warning: {message}")
 
 
 def _open_streams() -> None:

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import make_model
+import numpy as np
 import pytest
 from commands import Answer, command
 from replay_server import ReplayServer, Reply
 
-from quantkit import __version__
+from quantkit import __version__, cli
 from quantkit.checkpoint.lock import Lock
 from quantkit.checkpoint.output_dir import partial_path
 from quantkit.checkpoint.reader import Checkpoint
@@ -186,6 +187,19 @@ def test_every_value_that_json_has_not_is_null(
 
 def test_version() -> None:
     assert command("--version").out == f"quantkit {__version__}\n"
+
+
+@pytest.mark.parametrize("debug", [(), ("--debug",)])
+def test_what_libraries_warn_of_is_for_debug(
+    debug: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NumPy's line on an overflow would precede the one that names the damaged file."""
+
+    def overflow(*_: bool) -> int:
+        return int(np.isfinite(np.full(1, 1e38, np.float32) * 100).all())
+
+    monkeypatch.setattr(cli, "_run", overflow)
+    assert ("overflow" in command(*debug).err) == bool(debug)
 
 
 def test_tables_are_whole_where_nobody_looks(tmp_path: Path) -> None:
