@@ -106,6 +106,10 @@ def find_choice(text: str, options: list[str]) -> Extraction:
     ending = text[-_ENDING:]
     # Words of the options are not words of the reply.
     text = "\n".join("" if _is_printed(line, options) else line for line in text.split("\n"))
+    for match in [*_ASKED.finditer(text), *_PHRASE.finditer(text)]:
+        line = _line(match.string, match.end())
+        if _is_printed(line, options):
+            text = text.replace(line, _label(line, options)[0])
     box = last_box(text)
     if box.open_box:
         return box
