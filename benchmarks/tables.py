@@ -147,17 +147,20 @@ def loader_matrix() -> str:
     for profile in profiles():
         for load in profile.loads:
             known = evidence(profile, load)
-            if known.startswith("loaded"):
-                results = loader_results_of(profile, load)
+            results = loader_results_of(profile, load)
+            loaded = ""
+            if results and all(one.holds for one in results):
                 models = sorted({model for one in results for model in one.models})
-                known += f", {results[0].date}: `make test-loaders` ({', '.join(models)})"
-            else:
-                known += "" if load.run else f", {profile.read}"
-                known += (
-                    f": `{load.run}`"
-                    if load.run
-                    else ": " + "<br>".join(f"`{source}`" for source in load.sources)
+                loaded = (
+                    f"loaded by {profile.engine} {results[0].release} on a CPU, ranks "
+                    f"{results[0].ranks}, {results[0].date}: `make test-loaders` "
+                    f"({', '.join(models)})"
                 )
+            if load.run:
+                known = "; ".join(filter(None, [f"{known}: `{load.run}`", loaded]))
+            else:
+                sources = "<br>".join(f"`{source}`" for source in load.sources)
+                known = loaded or f"{known}, {profile.read}: {sources}"
             parts = (
                 "-"
                 if load.format == "dense"
