@@ -270,7 +270,11 @@ class Mlp:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
         both = add_bias(self.gate_up(x), self.gate_up_bias)
-        return add_bias(self.down(gate_and_mul(both, self.gating)), self.down_bias)
+        fused = getattr(self.down, "of_gate_and_up", None) if self.gating == SILU else None
+        out = None if fused is None else fused(both)
+        if out is None:
+            out = self.down(gate_and_mul(both, self.gating))
+        return add_bias(out, self.down_bias)
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from quantkit_kernels import prepare_dense
+from quantkit_kernels import prepare_dense, silu_and_mul
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear
 from quantkit_kernels.sizes import QWEN3_8B_LINEARS
@@ -83,6 +83,11 @@ def test_small_weights(dtype, monkeypatch):
             x = torch.randn(tokens, k).to(dtype)
             exact = exact_linear(x, Dense(weight))
             assert distance(linear(x.to(DEVICE)).cpu(), exact) < TOLERANCE[dtype], (n, tokens)
+            both = torch.randn(tokens, 2 * k).to(dtype).to(DEVICE)
+            fused = linear.of_gate_and_up(both)
+            assert (fused is None) == (tokens > 8)
+            apart = linear(silu_and_mul(both))
+            assert fused is None or distance(fused, apart.double()) < TOLERANCE[dtype], (n, tokens)
 
 
 @RUNS

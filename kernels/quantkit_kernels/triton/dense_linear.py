@@ -33,28 +33,43 @@ class TritonDenseLinear(Linear):
         return [self.weight]
 
     def rows(self, x: Tensor) -> Tensor:
-        shape, card = (self.out_features, self.in_features), architecture(self.device)
-        if 0 < x.shape[0] <= SMALL_ROWS and is_small_dense(card, *shape):
+        if self._is_small(x):
             return multiply_small(x.contiguous(), self.weight)
-        plan = dense_plan(card, *shape, x.shape[0])
+        plan = dense_plan(
+            architecture(self.device), self.out_features, self.in_features, x.shape[0]
+        )
         return (
             F.linear(x, self.weight)
             if plan is None
             else multiply_rows(x.contiguous(), self.weight, plan)
         )
 
+    def of_gate_and_up(self, x: Tensor) -> Tensor | None:
+        """Called with silu_and_mul(x), x [M, 2K], in one launch; None where that takes two."""
+        return (
+            multiply_small(x.contiguous(), self.weight, gated=True)
+            if x.dim() == 2 and x.dtype == self.dtype and self._is_small(x)
+            else None
+        )
 
-def multiply_small(x: Tensor, weight: Tensor) -> Tensor:
-    """As `multiply_rows`, of a small weight [N, K] of any size."""
+    def _is_small(self, x: Tensor) -> bool:
+        small = is_small_dense(architecture(self.device), self.out_features, self.in_features)
+        return small and 0 < x.shape[0] <= SMALL_ROWS
+
+
+def multiply_small(x: Tensor, weight: Tensor, gated: bool = False) -> Tensor:
+    """As `multiply_rows`, of a small weight [N, K] of any size; gated: of silu_and_mul(x)."""
     from quantkit_kernels.triton.dense_rows_kernel import multiply_small as kernel
 
-    (tokens, k), n = x.shape, weight.shape[0]
+    tokens, (n, k) = x.shape[0], weight.shape
     y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     # Two programs a multiprocessor, of as many rows as registers hold.
     width = power_of_two(k)
     rows = power_of_two(max(1, n // (4 * multiprocessors(x.device))))
     rows = min(rows, max(1, _SMALL_TILE // width))
-    kernel[(-(-n // rows),)](x, weight, y, tokens, n, k, BN=rows, BK=width, **overlapped(x.device))
+    kernel[(-(-n // rows),)](
+        x, weight, y, tokens, n, k, BN=rows, BK=width, GATED=gated, **overlapped(x.device)
+    )
     return y
 
 
