@@ -4,10 +4,11 @@ processors that this one can stand for."""
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from quantkit_kernels import prepare
+from quantkit_kernels import prepare, rms_norm
 from quantkit_kernels.cpu import build, dense, int4
 from quantkit_kernels.cpu.linear import _EXPANDED_ROWS, Int4Linear
 from quantkit_kernels.cpu.units import has_unit
@@ -15,7 +16,7 @@ from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_w
 
 REASONS = [
     reason
-    for name in ("int4", "int4_rows", "dense")
+    for name in ("int4", "int4_rows", "dense", "fp4", "w8a16", "norm")
     if (reason := build.why_no_library(name)) is not None
 ]
 compiled = pytest.mark.skipif(
@@ -61,6 +62,29 @@ def test_an_int4_row_does_not_depend_on_the_others(grid, n, k):
         assert torch.equal(linear(x[:m]).nan_to_num(1e9), alone[:m].nan_to_num(1e9)), m
     assert alone[7].isnan().all()
     assert not alone[torch.arange(most) != 7].isnan().any()
+
+
+def _linears() -> Iterator[tuple[str, Callable[[torch.Tensor], torch.Tensor], int]]:
+    """Name, operator and rows below which its results are promised. int8: in bfloat16 all rows."""
+    for grid in ("int8", "w8a16-128", "fp4"):
+        weight = random_weight(grid, 208, 384, torch.Generator().manual_seed(3))
+        yield grid, prepare(weight, backend="cpu", dtype=torch.bfloat16), 64
+    gain = torch.rand(384, generator=torch.Generator().manual_seed(4))
+    yield "norm", lambda x: rms_norm(x, gain, 1e-6, backend="cpu"), 200
+
+
+@compiled
+def test_rows_do_not_depend_on_threads_nor_on_the_others():
+    before, x = torch.get_num_threads(), torch.randn(199, 384).bfloat16()
+    for name, operator, rows in _linears():
+        alone = torch.cat([operator(row) for row in x[: rows - 1].split(1)])
+        try:
+            for threads in (1, 2, 16):
+                torch.set_num_threads(threads)
+                for m in (1, 2, 8, 31, rows - 1):
+                    assert torch.equal(operator(x[:m]), alone[:m]), (name, threads, m)
+        finally:
+            torch.set_num_threads(before)
 
 
 @compiled
