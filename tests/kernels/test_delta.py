@@ -32,7 +32,7 @@ class Sizes(NamedTuple):
 
 SIZES = {
     "by_head": Sizes(2, 2, 32, 16, 4, False, True),
-    "by_channel": Sizes(3, 1, 16, 32, 4, True, False),
+    "by_channel": Sizes(2, 1, 16, 32, 4, True, False),
     "odd": Sizes(1, 3, 24, 40, 3, False, False),
 }
 PLACES = 6
@@ -116,7 +116,9 @@ def exact(inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
 def test_prompts_and_steps(backend, dtype, name, poisoned_memory):
     """Three sequences: in passes of different lengths, some of them computed twice, padded as for
     graphs, then token by token."""
-    sizes, device, cuts = SIZES[name], device_of(backend), ((70, 1, 5), (3, 66, 2), (1, 1, 64))
+    if dtype == torch.float16 and name != "odd":
+        pytest.skip("only the rounding of outputs differs from bfloat16")
+    sizes, device, cuts = SIZES[name], device_of(backend), ((34, 1, 5), (2, 33, 3))
     weights, states = weights_of(sizes, dtype, device), states_of(sizes, device)
     lengths = [sum(cut) + 3 for cut in zip(*cuts)]
     whole = [sampled(sizes, length, dtype, device) for length in lengths]

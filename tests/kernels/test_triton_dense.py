@@ -13,7 +13,7 @@ from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear
 from quantkit_kernels.sizes import QWEN3_8B_LINEARS
 from quantkit_kernels.triton import cards
-from quantkit_kernels.triton.dense_linear import TritonDenseLinear, multiply_rows
+from quantkit_kernels.triton.dense_linear import TritonDenseLinear, multiply_rows, multiply_small
 from quantkit_kernels.triton.dense_plans import MOST_ROWS, DenseRowsPlan, dense_candidates
 from quantkit_kernels.weights import Dense
 
@@ -71,21 +71,30 @@ def test_tokens_that_fill_no_tile(plan, dtype):
 @RUNS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_small_weights(dtype, monkeypatch):
-    """As SmolLM2 has them: sizes that no tile divides, read whole; more rows by the library."""
+    """As SmolLM2 has them: sizes that no tile divides, read whole; more rows by tiles or the
+    library."""
     small = "quantkit_kernels.triton.dense_linear.is_small_dense"
     monkeypatch.setattr(small, lambda card, *shape: cards.is_small_dense("sm_90", *shape))
+    plan = "quantkit_kernels.triton.dense_linear.dense_plan"
+    monkeypatch.setattr(plan, lambda card, *shape: cards.dense_plan("sm_90", *shape))
     for n, k in ((960, 576), (49, 1536), (3, 8)):
         weight = (torch.randn(n, k) / k**0.5).to(dtype)
         assert cards.why_no_dense("sm_90", ((n, k),)) is None
         assert cards.why_no_dense("sm_80", ((n, k),)) is not None
         linear = TritonDenseLinear(Dense(weight), dtype, DEVICE)
-        for tokens in (1, 3, 8, 9):
+        for tokens in (1, 3, 9):
             x = torch.randn(tokens, k).to(dtype)
             exact = exact_linear(x, Dense(weight))
             assert distance(linear(x.to(DEVICE)).cpu(), exact) < TOLERANCE[dtype], (n, tokens)
+            gate = torch.randn(n, k)
+            error = (
+                multiply_small(x.to(DEVICE), gate.to(DEVICE)).cpu() - x.double() @ gate.T.double()
+            )
+            most = x.double().abs() @ gate.T.double().abs()
+            assert (error.abs() <= 1e-6 * most).all(), "a gate of float32"
             both = torch.randn(tokens, 2 * k).to(dtype).to(DEVICE)
             fused = linear.of_gate_and_up(both)
-            assert (fused is None) == (tokens > 8)
+            assert (fused is None) == (tokens > 1)
             apart = linear(silu_and_mul(both))
             assert fused is None or distance(fused, apart.double()) < TOLERANCE[dtype], (n, tokens)
 

@@ -253,7 +253,8 @@ def linear(grid: str, every: bool = EVERY) -> None:
 def few_rows_of_16_bits(every: bool = EVERY) -> None:
     """By the first plan that --tune tries on the card, or by all."""
     device = torch.device("cpu")
-    multiply_small(zeros(8, 3072), zeros(576, 1536), gated=True)
+    multiply_small(zeros(1, 3072), zeros(576, 1536), gated=True)
+    multiply_small(zeros(1, 2048), zeros(513, 2048, dtype=torch.float32))
     n = k = 4096
     plans = dense_candidates(
         cards.multiprocessors(device), n, k, cards.shared_bytes(cards.architecture(device))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from quantkit_kernels.compiled import cache_directory
-from quantkit_kernels.triton.dense_plans import MOST_ROWS, DenseRowsPlan, is_small
+from quantkit_kernels.triton.dense_plans import MOST_ROWS, DenseRowsPlan, is_small, small_plan
 from quantkit_kernels.triton.wgmma_plans import WgmmaPlan, has_wgmma, wgmma_rule
 
 _log = logging.getLogger(__name__)
@@ -239,7 +239,11 @@ def fitting(plan: LinearPlan, kind: str, name: str, doubled: bool = False) -> Li
 def dense_plan(name: str, n: int, k: int, rows: int) -> DenseRowsPlan | None:
     """The plan for W[n, k] of 16 bits and so many rows; None: the vendor's library, as where
     nothing was measured."""
-    return None if rows > MOST_ROWS else _nearest(_table(name).dense.get((n, k)), rows)
+    if rows > MOST_ROWS:
+        return None
+    if is_small_dense(name, n, k):
+        return small_plan(n, k)
+    return _nearest(_table(name).dense.get((n, k)), rows)
 
 
 def is_small_dense(name: str, n: int, k: int) -> bool:

@@ -14,7 +14,7 @@ from quantkit_kernels.triton.cards import (
     multiprocessors,
     overlapped,
 )
-from quantkit_kernels.triton.dense_plans import SMALL_ROWS, DenseRowsPlan
+from quantkit_kernels.triton.dense_plans import DenseRowsPlan
 from quantkit_kernels.triton.rows import power_of_two
 from quantkit_kernels.weights import Weight, dequantize, shape
 from quantkit_kernels.workspace import workspace
@@ -54,15 +54,16 @@ class TritonDenseLinear(Linear):
 
     def _is_small(self, x: Tensor) -> bool:
         small = is_small_dense(architecture(self.device), self.out_features, self.in_features)
-        return small and 0 < x.shape[0] <= SMALL_ROWS
+        return small and x.shape[0] == 1
 
 
 def multiply_small(x: Tensor, weight: Tensor, gated: bool = False) -> Tensor:
-    """As `multiply_rows`, of a small weight [N, K] of any size; gated: of silu_and_mul(x)."""
+    """As `multiply_rows`, of a small weight [N, K] of any size and in its dtype; gated: of
+    silu_and_mul(x)."""
     from quantkit_kernels.triton.dense_rows_kernel import multiply_small as kernel
 
     tokens, (n, k) = x.shape[0], weight.shape
-    y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
+    y = torch.empty(tokens, n, dtype=weight.dtype, device=x.device)
     # Two programs a multiprocessor, of as many rows as registers hold.
     width = power_of_two(k)
     rows = power_of_two(max(1, n // (4 * multiprocessors(x.device))))

@@ -10,7 +10,9 @@ from quantkit_kernels.codes import CodedKeys, CodedLatents, KeyValues
 from quantkit_kernels.gating import SILU, Gating
 from quantkit_kernels.paged import Latents, Norms, Rotation
 from quantkit_kernels.routing import Routing
-from quantkit_kernels.triton.cards import multiprocessors, overlapped
+from quantkit_kernels.triton.cards import OVERLAPPED, architecture, multiprocessors, overlapped
+from quantkit_kernels.triton.dense_linear import multiply_small
+from quantkit_kernels.triton.dense_plans import is_small
 from quantkit_kernels.triton.launch import by_assembly, constants
 from quantkit_kernels.triton.rows import power_of_two, warps_for
 from quantkit_kernels.workspace import workspace
@@ -116,11 +118,23 @@ def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
     return few_logits(x, weight) if few else reference.float32_linear(x, weight)
 
 
+def single_logits(x: Tensor, weight: Tensor) -> Tensor | None:
+    """`float32_linear` of one token by a small weight, which is read before the token is there;
+    None where it is not."""
+    outputs, inputs = weight.shape
+    if len(x) != 1 or architecture(x.device) not in OVERLAPPED or not is_small(outputs, inputs, 4):
+        return None
+    return multiply_small(x.contiguous(), weight.contiguous())
+
+
 def few_logits(x: Tensor, router: Tensor) -> Tensor:
     """x bfloat16 [T, H] @ router float32 [E, H].T in float32, of up to GATE_TOKENS tokens, one at
     least."""
     from quantkit_kernels.triton.gate_kernel import router_logits
 
+    alone = single_logits(x, router)
+    if alone is not None:
+        return alone
     (tokens, k), experts = x.shape, router.shape[0]
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     tiles, width = -(-experts // _GATE_ROWS), max(16, power_of_two(tokens))
