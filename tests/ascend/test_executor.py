@@ -22,7 +22,7 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Completion
-from quantkit.executor.weights.load import LoadedModel, load_model
+from quantkit.executor.weights.load import load_model
 
 QUESTIONS = ("What is 12 + 7?", "Tom has 5 apples and buys 8 more. How many apples does Tom have?")
 ALONG = (*QUESTIONS, "A box holds 6 pens. How many pens are in 4 boxes?")
@@ -137,39 +137,34 @@ def in_float32(model: Path) -> tuple[list[Text], Tensor]:
 
 
 def forced(path: Path, dtype: str, backend: str, texts: list[Text]) -> Tensor:
-    """Log-probabilities float64 [steps, vocab] after every text's prompt and after each later
-    token, decoded one by one."""
+    """Log-probabilities float64 [steps, vocab] after every text's prompt, then after each later
+    token, decoded a token of each text at a time."""
     loaded = load_model(path, device="cpu", dtype=dtype, backend=backend)
-    return (
-        torch.cat([rows for text in texts for rows in _forced(loaded, *text)])
-        .double()
-        .log_softmax(dim=-1)
-    )
-
-
-def _forced(loaded: LoadedModel, text: list[int], prompt: int) -> Iterator[Tensor]:
     layout = loaded.cache_layout
     parts, size = layout.widths if len(layout.widths) > 1 else (), layout.block_size
+    tables = torch.arange(1, 1 + 7 * len(texts)).view(-1, 7)
     cache = PagedCache(
         loaded.num_cached_layers,
-        8,
+        1 + tables.numel(),
         loaded.cache_width,
         block_size=size,
         dtype=loaded.dtype,
         device="cpu",
         parts=parts,
     )
-    table = torch.arange(1, 8)
-    hidden = loaded.model(
-        torch.tensor(text[:prompt]), PrefillContext(cache, [Chunk(0, prompt, table)])
-    )
-    yield loaded.model.logits(hidden[-1:])
-    for place in range(prompt, len(text)):
-        position = torch.tensor([place])
-        context = DecodeContext(
-            cache, position, table[None], table[position // size] * size + position % size
-        )
-        yield loaded.model.logits(loaded.model(torch.tensor([text[place]]), context))
+    rows = []
+    for (text, prompt), table in zip(texts, tables):
+        context = PrefillContext(cache, [Chunk(0, prompt, table)])
+        hidden = loaded.model(torch.tensor(text[:prompt]), context)
+        rows.append(loaded.model.logits(hidden[-1:]))
+    for step in range(max(len(text) - prompt for text, prompt in texts)):
+        left = [one for one, (text, prompt) in enumerate(texts) if prompt + step < len(text)]
+        positions, blocks = torch.tensor([texts[one][1] + step for one in left]), tables[left]
+        slots = blocks[torch.arange(len(left)), positions // size] * size + positions % size
+        ids = torch.tensor([texts[one][0][texts[one][1] + step] for one in left])
+        hidden = loaded.model(ids, DecodeContext(cache, positions, blocks, slots))
+        rows.append(loaded.model.logits(hidden))
+    return torch.cat(rows).double().log_softmax(dim=-1)
 
 
 def divergence(ideal: Tensor, other: Tensor) -> float:
