@@ -297,7 +297,7 @@ _TOKENS = (
     "forced_bos_token_id",
     "forced_eos_token_id",
 )
-_TOKEN_LISTS = ("suppress_tokens", "begin_suppress_tokens")
+_TOKEN_LISTS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids")
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (1e-9, 1.0),
@@ -386,9 +386,12 @@ def effective_end_tokens(ends: Mapping[str, list[Any]]) -> set[str]:
 
 def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     for key in (*_TOKENS, *_TOKEN_LISTS):
-        found = values.get(key)
-        for number in found if isinstance(found, list) else [found]:
-            if type(number) is int:
+        found = [values.get(key)]
+        while found:
+            number = found.pop()
+            if isinstance(number, list):  # bad_words_ids holds lists of tokens
+                found += number
+            elif type(number) is int:
                 yield key, number
 
 

@@ -80,15 +80,19 @@ def check_added_tokens(survey: Survey, rows: int, findings: Findings) -> None:
                 f"{other!r} and {token!r} have the same id, {number}",
             )
             break
+    listed = survey.settings.get("tokenizer_config.json", {}).get("added_tokens_decoder")
+    listed = listed if isinstance(listed, dict) else {}
     outside = [token for token, number in added.items() if rows and number >= rows]
+    outside += [
+        number for number in listed if rows and number.isdecimal() and int(number[:12]) >= rows
+    ]
     if outside:
         evidence = (
             f"{len(outside)} added tokens such as {outside[0]!r} have ids of {rows} and more, "
             f"and the embedding has {rows} rows"
         )
         findings.add("tokenizer-too-large", "tokenizer.json", evidence)
-    listed = survey.settings.get("tokenizer_config.json", {}).get("added_tokens_decoder")
-    for number, entry in listed.items() if isinstance(listed, dict) else ():
+    for number, entry in listed.items():
         content = entry.get("content") if isinstance(entry, dict) else None
         if content in added and str(added[content]) != number:
             evidence = (

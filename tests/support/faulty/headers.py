@@ -696,6 +696,11 @@ for finds, name, apply in (
         lambda c: file(GENERATION, pad_token_id=c.config["vocab_size"] + 3)(c),
     ),
     (
+        "token-outside",
+        "a_word_that_is_not_wanted_is_no_token",
+        lambda c: file(GENERATION, bad_words_ids=[[5], [c.config["vocab_size"]]])(c),
+    ),
+    (
         "sampling-wrong",
         "temperature_is_negative",
         file(GENERATION, do_sample=True, temperature=-1.0),
