@@ -9,12 +9,14 @@ from faulty_server import (
     BROKEN,
     DONE,
     END,
+    STOP,
     TEXT,
     WHOLE,
     Behaviour,
     FaultyServer,
     Wire,
     chunk,
+    event,
 )
 
 from quantkit.common.errors import QuantkitError
@@ -51,6 +53,25 @@ def test_what_is_broken_fails_its_own_sample(name: str) -> None:
     assert broken.text == ""
 
 
+def test_a_burst_of_faults_passes() -> None:
+    """Every kind of broken answer in turn, then whole ones: no sample is lost."""
+    faults = iter(
+        [
+            broken
+            for name, broken in BROKEN.items()
+            if name not in ("403", "400", "moved", "a silent stream")
+        ]
+    )
+    replies = ask(
+        lambda wire, body: next(faults, WHOLE["plain"])(wire, body),
+        4,
+        retries=len(BROKEN),
+        backoff_s=0.0,
+        concurrency=1,
+    )
+    assert [(reply.text, reply.error) for reply in replies] == [(TEXT, None)] * 4
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -67,6 +88,15 @@ def test_a_refused_context_is_a_miss_with_its_name(message: str) -> None:
     assert (reply.finish_reason, reply.error) == ("context", None)
     assert reply.refusal
     assert message in reply.refusal
+
+
+def test_a_context_refused_inside_the_stream_is_a_miss_too() -> None:
+    (reply,) = ask(
+        lambda wire, body: wire.stream(
+            event({"error": {"message": "maximum context length is 4096 tokens"}})
+        )
+    )
+    assert (reply.finish_reason, reply.error) == ("context", None)
 
 
 def test_a_time_to_wait_that_is_no_number_costs_no_sample() -> None:
@@ -120,6 +150,17 @@ def test_a_line_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "a line of more than" in (reply.error or "")
 
 
+def test_retries_are_as_many_as_asked_for() -> None:
+    for retries in (0, 2):
+        with FaultyServer(BROKEN["500"]) as server:
+            list(
+                Endpoint(server.url, backoff_s=0.0, retries=retries).generate(
+                    [Prompt(text="x")], Generation()
+                )
+            )
+            assert len(server.requests) == 1 + retries
+
+
 def test_a_server_that_refuses_everything_ends_the_run() -> None:
     with FaultyServer(BROKEN["403"]) as server:
         endpoint = Endpoint(server.url, concurrency=4)
@@ -143,3 +184,14 @@ def test_a_server_that_fails_at_everything_ends_the_run() -> None:
 def test_prompts_that_are_refused_one_by_one_do_not() -> None:
     replies = ask(BROKEN["400"], 20, concurrency=4)
     assert all(reply.error for reply in replies)
+
+
+def test_large_replies_are_whole() -> None:
+    text = "x" * 3_000_000
+    (reply,) = ask(
+        lambda wire, body: wire.stream(
+            chunk(text), STOP, event({"usage": {"completion_tokens": 9}}), DONE
+        ),
+        timeout_s=20.0,
+    )
+    assert (len(reply.text), reply.completion_tokens) == (3_000_000, 9)

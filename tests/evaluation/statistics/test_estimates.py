@@ -6,6 +6,10 @@ import pytest
 from quantkit.evaluation.statistics import estimates as st
 
 
+def test_accuracy_weighs_problems_not_samples() -> None:
+    assert st.accuracy([[1, 1, 1, 1], [0]]) == 0.5
+
+
 def test_stderr_is_the_sample_deviation_over_root_n() -> None:
     table = [[1.0], [0.0], [1.0], [1.0]]
     assert st.clustered_stderr(table) == pytest.approx(math.sqrt(0.25 / 4))
@@ -25,6 +29,23 @@ def test_sampling_stderr_covers_what_repeats_do() -> None:
         ]
     )
     assert told == pytest.approx(np.std(runs), rel=0.1)
+
+
+def test_sampling_stderr_is_not_defined_for_one_repeat() -> None:
+    assert math.isnan(st.sampling_stderr([[1.0], [0.0, 1.0]]))
+
+
+def test_interval_covers_the_truth_and_does_not_collapse() -> None:
+    low, high = st.interval([[1.0]] * 20)
+    assert high == 1.0
+    assert 0.8 < low < 0.9
+    rng = np.random.default_rng(1)
+    hits = 0
+    for _ in range(200):
+        table = (rng.random((50, 3)) < rng.beta(4, 1, 50)[:, None]).astype(float).tolist()
+        low, high = st.interval(table)
+        hits += low <= 0.8 <= high
+    assert hits / 200 >= 0.94
 
 
 def test_pass_at_k_counts_every_subset() -> None:
