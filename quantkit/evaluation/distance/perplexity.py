@@ -10,6 +10,7 @@ baseline's dtype until the end.
 
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,12 +38,19 @@ from quantkit.evaluation.distance.replies import (
     sample_replies,
     task_prompts,
 )
-from quantkit.evaluation.distance.tracing import Trace, make_expert_counter, open_traced
+from quantkit.evaluation.distance.tracing import (
+    Trace,
+    TracedModel,
+    TracedTransformersModel,
+    make_expert_counter,
+    open_traced,
+)
 from quantkit.evaluation.generators.generator import reject_cache_option
 from quantkit.evaluation.openai_server import is_url
 from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.cache.cache import check_cache_dtype
 from quantkit.executor.options import EngineOptions
+from quantkit.models.architecture import longest_text
 from quantkit.tokenizer.chat import ChatTokenizer
 
 Report = Callable[[TextProgress], None]
@@ -120,6 +128,7 @@ def _score(
             else None
         )
         traced = open_traced(path, device, backend, options.cache)
+        _warn_of_length(traced, max(len(window.ids) for window in windows))
         counter = make_expert_counter(traced) if options.count_experts is not None else None
         sums, done, total = TokenSums(), 0, sum(len(window.ids) for window in windows)
         for number, batch in enumerate(batches):
@@ -134,6 +143,17 @@ def _score(
         summarize(sums, len(windows), base is not None),
         expert_counts=None if counter is None else counter.counts,
     )
+
+
+def _warn_of_length(traced: TracedModel | TracedTransformersModel, tokens: int) -> None:
+    """transformers refuses texts that are too long by itself."""
+    longest = longest_text(traced.loaded.config) if isinstance(traced, TracedModel) else 0
+    if 0 < longest < tokens:
+        warnings.warn(
+            f"the longest text has {tokens:,} tokens, and max_position_embeddings is {longest:,}: "
+            f"perplexity beyond it says nothing of the model; give --seq-len {longest}",
+            stacklevel=2,
+        )
 
 
 def _check_endpoint(model: str, baseline: str | None, options: PerplexityOptions) -> str:

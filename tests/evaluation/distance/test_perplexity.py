@@ -1,6 +1,7 @@
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,22 @@ def test_perplexity_is_that_of_one_plain_forward_a_document(
     assert told.tokens == tokens
     assert told.ppl == pytest.approx(math.exp(nll / tokens), rel=1e-3)
     assert set(told.to_json()) == {"ppl", "tokens", "documents"}
+
+
+def test_a_perplexity_of_texts_that_are_too_long_says_so(
+    tiny_dense_checkpoint: Path, text: Path, tmp_path: Path
+) -> None:
+    short = tmp_path / "model"
+    shutil.copytree(tiny_dense_checkpoint, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(
+        json.dumps(config | {"max_position_embeddings": 16, "rope_scaling": None})
+    )
+    with pytest.warns(UserWarning, match="give --seq-len 16"):
+        measure(str(short), text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measure(str(short), text, PerplexityOptions(seq_len=16))
 
 
 def test_a_model_is_no_distance_from_itself(tiny_dense_checkpoint: Path, text: Path) -> None:
