@@ -51,18 +51,12 @@ class NextTokenKl:
     top1_agree: float
 
 
-def compare_next_tokens(
-    original: Tensor, quantized: Tensor, head: Iterable[Tensor], logits: Logits = products
-) -> NextTokenKl:
-    """original, quantized float32 [T, H]: hidden states of the same tokens after the final norm.
-    head: its rows, in blocks float32 [R, H]. logits: from products with them to logits."""
-    return compare_paths(original, [quantized], head, logits)[0]
-
-
 def compare_paths(
     original: Tensor, others: Sequence[Tensor], head: Iterable[Tensor], logits: Logits = products
 ) -> list[NextTokenKl]:
-    """The same for several paths, each compared with the original, in one pass over the head."""
+    """Each of `others` compared with the original, in one pass over the head. original, others
+    float32 [T, H]: hidden states of the same tokens after the final norm. head: its rows, in blocks
+    float32 [R, H]. logits: from products with them to logits."""
     p, paths = (
         Softmax(len(original), original.device),
         [Softmax(len(original), original.device) for _ in others],

@@ -99,11 +99,9 @@ def fit(
     memory_gib: float,
     fraction: float,
     reserve_gib: float,
-    cache_bits: CacheBits = 16,
-    mtp: bool = False,
 ) -> Fit:
-    """Whether weights, reserve and one request of `context` tokens fit in the `fraction` of
-    `memory_gib` that an engine may use. mtp: whether the MTP layers are loaded."""
+    """Whether weights without MTP layers, reserve and one request of `context` tokens fit in the
+    `fraction` of `memory_gib` that an engine may use; the cache has 16 bits."""
     model = read_model(checkpoint)
     return fit_rows(
         stored_rows(checkpoint, model.rows),
@@ -113,8 +111,6 @@ def fit(
         memory_gib,
         fraction,
         reserve_gib,
-        cache_bits,
-        mtp=mtp,
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from quantkit.calibrate.output_cost import compare_next_tokens
+from quantkit.calibrate.output_cost import compare_paths
 
 
 @pytest.mark.parametrize("rows", [7, 64, 1000])
@@ -16,7 +16,7 @@ def test_blocks_give_what_whole_logits_give(rows: int) -> None:
     p, q = (
         (hidden.double() @ head.double().t()).log_softmax(-1) for hidden in (original, quantized)
     )
-    found = compare_next_tokens(original, quantized, head.split(rows))
+    (found,) = compare_paths(original, [quantized], head.split(rows))
     assert found.tokens == 50
     assert found.kl == pytest.approx(
         float(F.kl_div(q, p, log_target=True, reduction="none").sum(-1).mean()), rel=1e-5
@@ -27,6 +27,6 @@ def test_blocks_give_what_whole_logits_give(rows: int) -> None:
 
 def test_equal_paths_do_not_differ() -> None:
     hidden, head = torch.randn(9, 8), torch.randn(100, 8)
-    found = compare_next_tokens(hidden, hidden.clone(), head.split(30))
+    (found,) = compare_paths(hidden, [hidden.clone()], head.split(30))
     assert found.kl == pytest.approx(0, abs=1e-12)
     assert found.top1_agree == 1
