@@ -374,24 +374,23 @@ class Walk:
         lengths = torch.tensor(states.original.lengths)
         checked = torch.ones(len(states.original.hidden), dtype=torch.bool)
         checked[lengths.cumsum(0) - lengths] = False
-        shares = []
-        for main, own in (
-            (states.original.hidden, drafts.original.hidden),
-            (
-                states.quantized.hidden[states.quantized.fitted :],
-                drafts.quantized.hidden[drafts.quantized.fitted :],
-            ),
-        ):
-            normed = embed_and_head.final_norm(main[checked.to(main.device)])
-            token = likeliest_tokens(normed, weights.blocks(self.residual.head, BLOCK_ROWS))
-            draft = likeliest_tokens(block.head_input(own), weights.blocks(head, BLOCK_ROWS))
-            shares.append(float((token == draft).double().mean()))
-        low, high = share_interval(shares[1], len(drafts.original.hidden))
+
+        def held_out(pair: HiddenStatePair) -> tuple[Tensor, Tensor]:
+            return pair.original.hidden, pair.quantized.hidden[pair.quantized.fitted :]
+
+        normed = [
+            embed_and_head.final_norm(one[checked.to(one.device)]) for one in held_out(states)
+        ]
+        made = map(block.head_input, held_out(drafts))
+        token = likeliest_tokens(torch.cat(normed), weights.blocks(self.residual.head, BLOCK_ROWS))
+        draft = likeliest_tokens(torch.cat([*made]), weights.blocks(head, BLOCK_ROWS))
+        source, share = (token == draft).double().view(2, -1).mean(1).tolist()
+        low, high = share_interval(share, len(drafts.original.hidden))
         self.log.findings.next_token |= {
-            "accepted_drafts": shares[1],
+            "accepted_drafts": share,
             "accepted_drafts_low": low,
             "accepted_drafts_high": high,
-            "accepted_drafts_source": shares[0],
+            "accepted_drafts_source": source,
         }
 
     def _compare_next_tokens(self, states: HiddenStatePair) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -119,6 +120,7 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         for linear in checkpoint.linears.values()
         if linear.format is not checkpoint.format
     )
+    cache = find_fp8_cache(checkpoint)
     return Inspection(
         path=str(checkpoint.path),
         architecture=model_type
@@ -133,8 +135,13 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         quantized_linears=len(checkpoint.linears),
         left_as=dict(left),
         bytes_by_dtype=dict(by_dtype.most_common()),
-        cache=cache.text if (cache := find_fp8_cache(checkpoint)) else None,
-        **_against_table(checkpoint),
+        cache=cache.text if cache else None,
+        **_against_table(
+            checkpoint,
+            checkpoint.cache_scale_names
+            if cache is None
+            else set(filter(CACHE_SCALES.fullmatch, checkpoint.tensors)),
+        ),
     )
 
 
@@ -147,7 +154,7 @@ def _own_scheme(checkpoint: Checkpoint) -> str | None:
     return scheme if isinstance(scheme, str) else None
 
 
-def _against_table(checkpoint: Checkpoint) -> dict[str, Any]:
+def _against_table(checkpoint: Checkpoint, cache_scales: Set[str]) -> dict[str, Any]:
     if not is_known(checkpoint.config):
         check_listed(checkpoint, [])
         return {"missing": None, "misshapen": None, "unknown": None}
@@ -167,14 +174,8 @@ def _against_table(checkpoint: Checkpoint) -> dict[str, Any]:
         "mtp_layers": model.config.num_nextn_predict_layers,
         "missing": missing,
         "misshapen": misshapen,
-        "unknown": sorted(set(checkpoint.tensors) - owned - _cache_scales(checkpoint)),
+        "unknown": sorted(set(checkpoint.tensors) - owned - cache_scales),
     }
-
-
-def _cache_scales(checkpoint: Checkpoint) -> set[str]:
-    if find_fp8_cache(checkpoint) is None:
-        return checkpoint.cache_scale_names
-    return {name for name in checkpoint.tensors if CACHE_SCALES.fullmatch(name)}
 
 
 def _text(value: str | int | None) -> str:

@@ -157,6 +157,11 @@ def expand_streams(embedded: Tensor, count: int) -> Tensor:
     return embedded[:, None].expand(-1, count, -1).contiguous()
 
 
+def packed_width(hidden_size: int, count: int) -> int:
+    """Values of a token's hidden state between sublayers: of several streams with the token id."""
+    return hidden_size * count + (count > 1)
+
+
 def pack_streams(streams: Tensor, token_ids: Tensor) -> Tensor:
     """Streams and token ids as hidden states between sublayers, float32 [T, n H + 1]."""
     return torch.cat((streams.flatten(1).float(), token_ids[:, None].float() * _ID_SCALE), dim=-1)

@@ -21,8 +21,8 @@ from quantkit.calibrate.output_cost import BLOCK_ROWS
 from quantkit.calibrate.sensitivity import MOST_TOKENS, PATH_TOKENS
 from quantkit.checkpoint.writer import MAX_QUEUED
 from quantkit.common.errors import QuantkitError
-from quantkit.models.architecture import ModelConfig
 from quantkit.models.hf_traced.skeleton import CALL_CACHE_BYTES
+from quantkit.models.hyper_connections import packed_width
 from quantkit.models.table import Parameter
 from quantkit.quantization.job import Job
 
@@ -96,15 +96,13 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
     quantized = {row.module for row in job.linears}
     if not job.request.methods and not job.request.recipe.prune:
         return rtn_peak(job.units, quantized), Batches()
-    recipe, routing = (
-        job.request.recipe,
-        job.inventory.config.routing,
-    )  # pruning runs the calibration text, too
+    # Pruning runs the calibration text, too.
+    recipe, config, routing = job.request.recipe, job.inventory.config, job.inventory.config.routing
     work = RunSizes(
         units=job.units,
         quantized=quantized,
-        hidden_size=job.inventory.config.hidden_size,
-        state_width=state_width(job.inventory.config),
+        hidden_size=config.hidden_size,
+        state_width=packed_width(config.hidden_size, config.stream_count),
         experts_per_token=routing.num_experts_per_tok if routing else 0,
         tokens=(recipe.samples + recipe.held_out) * recipe.seq_len,
         judged=recipe.held_out * recipe.seq_len,
@@ -123,11 +121,6 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
     return (
         replace(peak, process=peak.process + MODULES_BYTES) if job.inventory.by_name else peak
     ), batches
-
-
-def state_width(config: ModelConfig) -> int:
-    """Values of a token's hidden state between sublayers."""
-    return config.hidden_size * config.stream_count + (config.stream_count > 1)
 
 
 def calibrated_peak(work: RunSizes) -> Peak:

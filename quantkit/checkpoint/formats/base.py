@@ -85,9 +85,8 @@ class Format(ABC):
 
     name: ClassVar[str]  # what the command line calls it
     variant: ClassVar[str]  # which of the formats of that name
-    scale_dtype: ClassVar[torch.dtype] = (
-        torch.float32  # what scales are rounded to before codes are computed
-    )
+    # What scales are rounded to before codes are computed.
+    scale_dtype: ClassVar[torch.dtype] = torch.float32
     marker: ClassVar[str] = ".weight"  # suffix of the tensor that only a quantized linear has,
     marker_dtype: ClassVar[torch.dtype] = torch.uint8  # with this dtype
     per_element: ClassVar[int] = 1  # inputs to an element of that tensor

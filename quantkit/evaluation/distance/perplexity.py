@@ -23,6 +23,7 @@ from quantkit.checkpoint.hub import find_model
 from quantkit.common.atomic_write import check_writable
 from quantkit.common.devices import find_device
 from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import read_json
 from quantkit.evaluation.distance.documents import Window, read_documents, sliding_windows
 from quantkit.evaluation.distance.quality import (
     Quality,
@@ -38,18 +39,13 @@ from quantkit.evaluation.distance.replies import (
     sample_replies,
     task_prompts,
 )
-from quantkit.evaluation.distance.tracing import (
-    Trace,
-    TracedModel,
-    TracedTransformersModel,
-    make_expert_counter,
-    open_traced,
-)
+from quantkit.evaluation.distance.tracing import Trace, make_expert_counter, open_traced
 from quantkit.evaluation.generators.generator import reject_cache_option
 from quantkit.evaluation.openai_server import is_url
 from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.cache.cache import check_cache_dtype
 from quantkit.executor.options import EngineOptions
+from quantkit.models import find_architecture, is_known
 from quantkit.models.architecture import longest_text
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -105,6 +101,7 @@ def measure(
     else:
         assert text is not None
         windows = _windows(text, path, options)
+    _warn_of_length(path, max(len(window.ids) for window in windows))
     quality = _score(path, base, windows, options, progress or (lambda _: None))
     if options.count_experts is not None and quality.expert_counts is not None:
         quality.expert_counts.write(options.count_experts)
@@ -128,7 +125,6 @@ def _score(
             else None
         )
         traced = open_traced(path, device, backend, options.cache)
-        _warn_of_length(traced, max(len(window.ids) for window in windows))
         counter = make_expert_counter(traced) if options.count_experts is not None else None
         sums, done, total = TokenSums(), 0, sum(len(window.ids) for window in windows)
         for number, batch in enumerate(batches):
@@ -145,9 +141,12 @@ def _score(
     )
 
 
-def _warn_of_length(traced: TracedModel | TracedTransformersModel, tokens: int) -> None:
-    """transformers refuses texts that are too long by itself."""
-    longest = longest_text(traced.loaded.config) if isinstance(traced, TracedModel) else 0
+def _warn_of_length(path: Path, tokens: int) -> None:
+    """Before hours of work. A model computed by transformers refuses longer texts by itself."""
+    config = read_json(path / "config.json")
+    if not is_known(config):
+        return
+    longest = longest_text(find_architecture(config).Config.from_dict(config))
     if 0 < longest < tokens:
         warnings.warn(
             f"the longest text has {tokens:,} tokens, and max_position_embeddings is {longest:,}: "

@@ -190,6 +190,7 @@ def compare_runs(folders: list[Path], *, margin: float, seed: int = 0) -> dict[s
     read = [_read(folder) for folder in folders]
     names = _names(folders, [run.name for run in read])
     found: dict[str, Comparison] = {}
+    compared: dict[str, dict[str, Any]] = {}
     runs = []
     for name, folder, run in zip(names, folders, read):
         results, notes = {}, list[str]()
@@ -200,11 +201,12 @@ def compare_runs(folders: list[Path], *, margin: float, seed: int = 0) -> dict[s
             if run is not read[0]:
                 comparison, messages = _compare_run(run, read[0], task, margin, seed)
                 notes += messages
-                found |= {f"{name}\n{task}": comparison} if comparison is not None else {}
+                if comparison is not None:
+                    key = f"{name}\n{task}"
+                    found[key], compared[key] = comparison, results[task]
         runs.append({"run": name, "folder": str(folder), "results": results, "notes": notes})
     for key, comparison in holm_corrected(found).items():
-        name, _, task = key.partition("\n")
-        runs[names.index(name)]["results"][task]["comparison"] = comparison.to_json()  # type: ignore[index]
+        compared[key]["comparison"] = comparison.to_json()
     return {"baseline": names[0], "margin": margin, "runs": runs}
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from quantkit.models.context import CausalContext
 from quantkit.models.hf_traced.experts import ExpertsCall
 from quantkit.models.hf_traced.skeleton import Skeleton
+from quantkit.models.hyper_connections import packed_width
 from quantkit.models.weights import LinearOp, Weights
 
 
@@ -226,8 +227,7 @@ class DecoderLayer:
     @property
     def _width(self) -> int:
         """Channels of the hidden states between layers."""
-        count = self.skeleton.stream_count
-        return self.skeleton.hidden_size * count + (count > 1)
+        return packed_width(self.skeleton.hidden_size, self.skeleton.stream_count)
 
     def _outputs(self, module: str) -> int:
         """Outputs of a linear."""
