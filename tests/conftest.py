@@ -1,8 +1,5 @@
 """Fixtures that several packages' tests share."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import make_model
 import pytest
 import torch
@@ -20,12 +17,12 @@ LONG_FIRST = (
 of two processes ends with one, alone."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONG_FIRST)
 
 
 @pytest.fixture
-def poisoned_memory() -> Iterator[None]:
+def poisoned_memory():
     """torch.empty gives NaN, so an element that is never written shows. Operators without a
     deterministic form, which CUDA has, warn."""
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -35,7 +32,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_checkpoint(tmp_path_factory):
     """A small random DeepSeek-V3 in R1's FP8 layout: three shards, tokenizer, chat template.
     Read-only: copy it to change it."""
     config = make_model.tiny_config()
@@ -45,7 +42,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_dense_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_dense_checkpoint(tmp_path_factory):
     """The model of `tiny_checkpoint`, never quantized (BF16). Read-only."""
     config = make_model.tiny_config()
     return make_model.write_dense(

@@ -8,9 +8,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,21 +26,21 @@ DOCS = ROOT / "docs"
 FUNCTIONS = ("convert", "evaluate", "inspect", "perplexity", "plan", "quantize")
 
 
-def of_page(text: str) -> Iterator[tuple[str, str]]:
+def of_page(text):
     """Each block of code on the page and what it is said to print."""
     blocks = re.findall(r"```(python|text)\n(.*?)```", text, flags=re.DOTALL)
     assert [kind for kind, _ in blocks] == ["python", "text"] * (len(blocks) // 2)
     yield from zip((text for _, text in blocks[::2]), (text for _, text in blocks[1::2]))
 
 
-def of_notebook(text: str) -> Iterator[tuple[str, str]]:
+def of_notebook(text):
     """Each cell of code and what it printed."""
     for cell in json.loads(text)["cells"]:
         if cell["cell_type"] == "code":
             yield "".join(cell["source"]), "".join("".join(one["text"]) for one in cell["outputs"])
 
 
-def assert_same(printed: str, shown: str) -> None:
+def assert_same(printed, shown):
     """Word for word; a decimal fraction, which rounding on another processor moves, to a
     quarter."""
     fraction = re.compile(r"\d+\.\d+")
@@ -55,14 +53,9 @@ def assert_same(printed: str, shown: str) -> None:
 @pytest.mark.parametrize(
     ("name", "pieces"), [("python.md", of_page), ("quickstart.ipynb", of_notebook)]
 )
-def test_a_page_prints_what_it_shows(
-    name: str,
-    pieces: Callable[[str], Iterator[tuple[str, str]]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_page_prints_what_it_shows(name, pieces, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
+    names = {}
     for code, shown in pieces((DOCS / name).read_text()):
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
@@ -70,7 +63,7 @@ def test_a_page_prints_what_it_shows(
         assert_same(out.getvalue(), shown)
 
 
-def test_importing_quantkit_imports_nothing_of_it() -> None:
+def test_importing_quantkit_imports_nothing_of_it():
     probe = (
         "import sys, quantkit; print(sorted(name for name in sys.modules if "
         "name.split('.')[0] in ('quantkit', 'torch', 'numpy')))"
@@ -79,7 +72,7 @@ def test_importing_quantkit_imports_nothing_of_it() -> None:
     assert done.stdout == "['quantkit']\n"
 
 
-def test_quantize_loads_nothing_of_evaluation_or_serving() -> None:
+def test_quantize_loads_nothing_of_evaluation_or_serving():
     probe = (
         "import sys, quantkit; quantkit.quantize; print([name for name in sys.modules if "
         "name.startswith(('quantkit.evaluation', 'quantkit.executor.server', 'quantkit.engines')) "
@@ -90,7 +83,7 @@ def test_quantize_loads_nothing_of_evaluation_or_serving() -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_are_typed_and_documented(name: str) -> None:
+def test_functions_are_typed_and_documented(name):
     """And no folder of the name of a function hides it, whatever was imported before."""
     function = getattr(quantkit, name)
     assert inspect.isfunction(function)
@@ -99,7 +92,7 @@ def test_functions_are_typed_and_documented(name: str) -> None:
     assert function.__annotations__.keys() == {*parameters, "return"}
 
 
-def test_every_name_is_there() -> None:
+def test_every_name_is_there():
     assert dir(quantkit) == sorted(quantkit.__all__)
     assert {*FUNCTIONS, "Engine"} < set(quantkit.__all__)
     for name in quantkit.__all__:
@@ -108,22 +101,20 @@ def test_every_name_is_there() -> None:
         quantkit.quantise  # noqa: B018
 
 
-def test_a_scheme_and_a_model_are_values_too() -> None:
+def test_a_scheme_and_a_model_are_values_too():
     by_value = quantkit.plan(ROOT / "quantkit" / "builtin" / "tiny-r1", SCHEMES["rtn-w4a16"])
     by_name = quantkit.plan("tiny-r1", "rtn-w4a16")
     assert by_value.output_bytes == by_name.output_bytes
 
 
-def test_a_scheme_of_ones_own_needs_no_recipe() -> None:
+def test_a_scheme_of_ones_own_needs_no_recipe():
     own = Scheme("my-w4", IntGrid(4, 64, True), 16, (), ("compressed-tensors",), "")
     plan = quantkit.plan("tiny-r1", own)
     assert plan.scheme == "my-w4"
     assert plan.output_bytes < quantkit.plan("tiny-r1", "int8-a8w8c16").output_bytes
 
 
-def test_the_scheme_may_be_the_recipes_or_a_mixtures(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_scheme_may_be_the_recipes_or_a_mixtures(tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert quantkit.quantize(tiny_checkpoint, recipe="rtn-w4a16").out == Path(
         f"{tiny_checkpoint.name}-rtn-w4a16"
@@ -138,7 +129,7 @@ def test_the_scheme_may_be_the_recipes_or_a_mixtures(
     assert quantkit.plan(tiny_checkpoint).scheme == "awq-w4a16"
 
 
-def test_options_are_keywords_or_a_value_or_both(tiny_checkpoint: Path) -> None:
+def test_options_are_keywords_or_a_value_or_both(tiny_checkpoint):
     by_keyword = quantkit.plan(tiny_checkpoint, "rtn-w4a16", devices="1x8GiB", context=128)
     value = PlanOptions(devices="1x8GiB", context=64)
     by_both = quantkit.plan(tiny_checkpoint, "rtn-w4a16", options=value, context=128)
@@ -159,9 +150,7 @@ def test_options_are_keywords_or_a_value_or_both(tiny_checkpoint: Path) -> None:
         (quantkit.Engine.load, "max_bach", "max_batch"),
     ],
 )
-def test_an_unknown_keyword_names_the_closest(
-    work: Callable[..., Any], name: str, closest: str
-) -> None:
+def test_an_unknown_keyword_names_the_closest(work, name, closest):
     second = () if work == quantkit.Engine.load else ("x",)
     said = f"unexpected keyword argument '{name}'; did you mean '{closest}'"
     with pytest.raises(TypeError, match=said):
@@ -178,7 +167,7 @@ def test_an_unknown_keyword_names_the_closest(
         ("num_looked_up", "prompt_lookup"),
     ],
 )
-def test_an_old_name_works_and_warns(old: str, new: str) -> None:
+def test_an_old_name_works_and_warns(old, new):
     with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
         options = read_options(EngineOptions, None, {old: 3})
     assert getattr(options, new) == 3
@@ -199,9 +188,7 @@ def test_an_old_name_works_and_warns(old: str, new: str) -> None:
         {"ignore": "lm_head"},
     ],
 )
-def test_values_that_no_recipe_can_have_are_named(
-    tiny_checkpoint: Path, tmp_path: Path, given: dict[str, Any]
-) -> None:
+def test_values_that_no_recipe_can_have_are_named(tiny_checkpoint, tmp_path, given):
     for work in (
         lambda: quantkit.plan(tiny_checkpoint, "awq-w4a16", **given),
         lambda: quantkit.quantize(tiny_checkpoint, tmp_path / "out", "awq-w4a16", **given),
@@ -214,6 +201,6 @@ def test_values_that_no_recipe_can_have_are_named(
     assert not list(tmp_path.iterdir())
 
 
-def test_results_are_not_written_among_a_models_files(tiny_checkpoint: Path) -> None:
+def test_results_are_not_written_among_a_models_files(tiny_checkpoint):
     with pytest.raises(quantkit.QuantkitError, match="model"):
         quantkit.evaluate(tiny_checkpoint, "tiny-math", out=tiny_checkpoint)

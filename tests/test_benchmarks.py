@@ -14,12 +14,9 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 @pytest.mark.parametrize(
     ("script", "last"),
-    [
-        ("r1_data_parallel.py", "dp prompts 4 "),
-        ("r1_grid.py", "failed: nothing"),
-    ],
+    [("r1_data_parallel.py", "dp prompts 4 "), ("r1_grid.py", "failed: nothing")],
 )
-def test_two_ranks_on_a_processor(script: str, last: str) -> None:
+def test_two_ranks_on_a_processor(script, last):
     torchrun = [
         sys.executable,
         "-m",
@@ -39,7 +36,7 @@ def test_two_ranks_on_a_processor(script: str, last: str) -> None:
     assert last in ran.stdout
 
 
-def test_one_device() -> None:
+def test_one_device():
     command = [sys.executable, str(BENCHMARKS / "decode_step.py"), "--tiny"]
     ran = subprocess.run(
         command,
@@ -53,7 +50,7 @@ def test_one_device() -> None:
 
 
 @pytest.mark.parametrize("script", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.name)
-def test_every_script_has_help(script: Path) -> None:
+def test_every_script_has_help(script):
     """Where nothing is installed that a card or another program needs."""
     if "def main()" not in script.read_text():
         pytest.skip("a module of the others")
@@ -63,9 +60,7 @@ def test_every_script_has_help(script: Path) -> None:
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 
-def test_the_published_grid_begins_with_what_is_wanted_most(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_published_grid_begins_with_what_is_wanted_most(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import r1_grid
 
@@ -85,7 +80,7 @@ def test_the_published_grid_begins_with_what_is_wanted_most(
     assert {cell.output_len for cell in sizes.cells if cell.users > 1} == {512}
 
 
-def test_cells_that_the_grid_does_not_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_that_the_grid_does_not_have_are_refused(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import r1_grid
 

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -22,7 +21,7 @@ SOURCES = {
     for path in sorted((folder / package).rglob("*.py"))
 }
 """By path below the folder that holds its package."""
-LEVELS: list[set[str]] = [
+LEVELS = [
     {"quantkit_kernels"},
     {"common"},
     {"tokenizer"},
@@ -37,7 +36,7 @@ LEVELS: list[set[str]] = [
     {"guide"},
     {"cli"},
 ]
-EXECUTOR_LEVELS: list[set[str]] = [
+EXECUTOR_LEVELS = [
     {"options"},
     {"sampling"},
     {"checks", "cache", "ranks"},
@@ -51,7 +50,7 @@ EXECUTOR_LEVELS: list[set[str]] = [
 HEAVY = {"torch", "transformers", "matplotlib", "fastapi", "math_verify", "numpy", "sympy"}
 
 
-def imports(tree: ast.AST, when_run: bool = False) -> Iterator[str]:
+def imports(tree, when_run=False):
     """`a.b` of `from a import b`, at the top or inside functions. when_run: without what only a
     type checker reads."""
     for node in ast.iter_child_nodes(tree):
@@ -66,11 +65,11 @@ def imports(tree: ast.AST, when_run: bool = False) -> Iterator[str]:
             yield from imports(node, when_run)
 
 
-def level(levels: list[set[str]], name: str) -> int:
+def level(levels, name):
     return next((n for n, names in enumerate(levels) if name in names), levels.index(set()))
 
 
-def upward(path: str, source: str) -> list[str]:
+def upward(path, source):
     """Imports of what is not below: rooms of the house, and folders of executor/."""
     own, found = path.removesuffix(".py").split("/"), []
     for name in imports(ast.parse(source)):
@@ -88,7 +87,7 @@ def upward(path: str, source: str) -> list[str]:
     return found
 
 
-def circle(sources: dict[str, str]) -> list[str]:
+def circle(sources):
     """Modules that import each other in a circle when run, the first one again at the end; empty
     where there is none. A name of a package is the package's own file."""
     modules = {
@@ -103,9 +102,9 @@ def circle(sources: dict[str, str]) -> list[str]:
         & modules.keys() - {module}
         for module, source in modules.items()
     }
-    done: set[str] = set()
+    done = set()
 
-    def search(path: list[str]) -> list[str]:
+    def search(path):
         for target in sorted(targets[path[-1]] - done):
             if target in path:
                 return [*path[path.index(target) :], target]
@@ -119,7 +118,7 @@ def circle(sources: dict[str, str]) -> list[str]:
     )
 
 
-def test_imports_run_one_way_and_in_no_circle() -> None:
+def test_imports_run_one_way_and_in_no_circle():
     rooms = {path.split("/")[1].removesuffix(".py") for path in SOURCES if path[8] == "/"}
     assert rooms - {"__init__", "__main__"} <= set().union(*LEVELS), "give it a place in LEVELS"
     wrong = {path: found for path, source in SOURCES.items() if (found := upward(path, source))}
@@ -148,7 +147,7 @@ def test_imports_run_one_way_and_in_no_circle() -> None:
         ),
     ],
 )
-def test_circles_and_upward_imports_are_found(sources: dict[str, str], expected: list[str]) -> None:
+def test_circles_and_upward_imports_are_found(sources, expected):
     assert circle(sources) == expected
     assert upward("quantkit/grids/a.py", "from quantkit.cli import app") == ["quantkit.cli.app"]
     assert upward("quantkit/executor/cache/a.py", "import quantkit.executor.engine")
@@ -159,10 +158,10 @@ OWN_NAMES = {"Config", "Model", "DecoderLayer", "Attention", "MtpLayer"}
 """Classes that each architecture has."""
 
 
-def classes_twice(files: dict[str, str]) -> dict[str, list[str]]:
+def classes_twice(files):
     """Names of two classes in a room, less an architecture's own and what a backend calls by its
     operator."""
-    found: dict[str, list[str]] = {}
+    found = {}
     for path, source in files.items():
         architecture = "/models/" in path or path.endswith("/model.py")
         backend = "quantkit_kernels/" in path and path.count("/") > 1
@@ -176,7 +175,7 @@ def classes_twice(files: dict[str, str]) -> dict[str, list[str]]:
     return {name: places for name, places in found.items() if len(places) > 1}
 
 
-def test_a_class_name_means_one_thing_in_a_room() -> None:
+def test_a_class_name_means_one_thing_in_a_room():
     more = {
         path.relative_to(ROOT).as_posix(): path.read_text()
         for folder in ("benchmarks", "tools")
@@ -197,7 +196,7 @@ UNIT = "the name of a unit of work, which quantkit makes itself"
 OTHERS = (
     "spellings of other writers, or of an architecture without a table, which a diagnosis is about"
 )
-SPELLED: dict[str, dict[str, str]] = {
+SPELLED = {
     "calibrate/source_model.py": {"layers.": UNIT, ".experts.": UNIT},
     "calibrate/sensitivity.py": {"layers.": UNIT, ".experts": UNIT},
     "quantization/memory.py": {"layers.": UNIT, ".experts": UNIT},
@@ -213,7 +212,7 @@ SPELLED: dict[str, dict[str, str]] = {
     },
     "checkpoint/formats/compressed_mixed.py": {
         r"(.*?\blayers\.)(\d+)\.(.+)": "a group's targets cover what is alike in every layer by "
-        "one pattern: a spelling of the format",
+        "one pattern: a spelling of the format"
     },
     "checkpoint/tensor_aliases.py": {
         r"^model\.embed_tokens\.": "what transformers writes for a name of DeepSeek-V4's release"
@@ -253,7 +252,7 @@ SPELLED: dict[str, dict[str, str]] = {
 One that is gone leaves the list."""
 
 
-def pieces_of_names(tree: ast.Module) -> set[str]:
+def pieces_of_names(tree):
     """Literal texts, those inside f-strings too, that are no docstrings."""
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     return {
@@ -267,7 +266,7 @@ def pieces_of_names(tree: ast.Module) -> set[str]:
     }
 
 
-def questions_to_configs(tree: ast.Module) -> list[str]:
+def questions_to_configs(tree):
     """Calls such as getattr(config, "num_key_value_heads", None)."""
     return [
         ast.unparse(node)
@@ -278,7 +277,7 @@ def questions_to_configs(tree: ast.Module) -> list[str]:
     ]
 
 
-def test_names_and_configs_are_not_looked_into_outside_models() -> None:
+def test_names_and_configs_are_not_looked_into_outside_models():
     spelled, asked = {}, {}
     for path, source in SOURCES.items():
         name = path.removeprefix("quantkit/")
@@ -298,7 +297,7 @@ def test_names_and_configs_are_not_looked_into_outside_models() -> None:
     assert questions_to_configs(tree) == ["getattr(config, 'kv_heads', 0)"]
 
 
-def test_a_remedy_installs_what_quantkit_depends_on() -> None:
+def test_a_remedy_installs_what_quantkit_depends_on():
     """By the library's own name: quantkit on the index is another project."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     known = {re.split(r"[<>=\[]", one)[0] for one in settings["dependencies"]} | {"triton"}
@@ -307,7 +306,7 @@ def test_a_remedy_installs_what_quantkit_depends_on() -> None:
             assert known & set(words.split()), f"{path}: pip install {words}"
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy():
     probe = (
         "import sys, runpy\n"
         "sys.argv = ['quantkit', '--help']\n"

@@ -13,7 +13,6 @@ import tomllib
 import venv
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,19 +28,19 @@ MACHINE = {"torch_npu", "triton", "IPython"}
 asked only where one runs."""
 
 
-def normal(distribution: str) -> str:
+def normal(distribution):
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def declared(requirements: list[str]) -> set[str]:
+def declared(requirements):
     return {normal(re.split(r"[^\w.-]", requirement)[0]) for requirement in requirements}
 
 
-def imported() -> dict[str, set[str]]:
+def imported():
     """Distributions that the packages import from, and the files that do. A file's neighbours in a
     sandbox are none."""
     homes = importlib.metadata.packages_distributions()
-    found: dict[str, set[str]] = {}
+    found = {}
     for folder in PACKAGES.values():
         for path in folder.rglob("*.py"):
             neighbours = {other.stem for other in path.parent.glob("*.py")}
@@ -69,7 +68,7 @@ FOR_LIBRARIES = {
 """Dependencies that other dependencies import."""
 
 
-def test_what_is_imported_is_declared_and_nothing_else() -> None:
+def test_what_is_imported_is_declared_and_nothing_else():
     needed = declared(PROJECT["dependencies"])
     extra = {
         name
@@ -82,7 +81,7 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
     assert needed - found.keys() == FOR_LIBRARIES
 
 
-def remedies() -> set[str]:
+def remedies():
     """What the packages say to install: the words after `pip install` in their texts."""
     texts = [
         node.value
@@ -99,7 +98,7 @@ def remedies() -> set[str]:
     return {word for line in commands for word in line.split() if not word.startswith("-")}
 
 
-def test_remedies_can_be_run_as_printed() -> None:
+def test_remedies_can_be_run_as_printed():
     """Each names a dependency, or a part of torch, and the index has it for a fresh environment."""
     found = remedies()
     assert len(found) > 5
@@ -111,9 +110,9 @@ def test_remedies_can_be_run_as_printed() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_dockerfile_is_of_files_that_are_there() -> None:
+def test_the_dockerfile_is_of_files_that_are_there():
     lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
-    stages: list[str] = []
+    stages = []
     for words in (line.split() for line in lines if line[:1].isupper()):
         if words[0] == "FROM":
             assert words[1] in stages or ":" in words[1], words
@@ -128,7 +127,7 @@ def test_the_dockerfile_is_of_files_that_are_there() -> None:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def built(tmp_path_factory):
     """The sdist, and the wheel, by the end of their names."""
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
@@ -141,7 +140,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.suffix: path for path in folder.iterdir()}
 
 
-def test_the_wheel_holds_every_file_of_the_packages(built: dict[str, Path]) -> None:
+def test_the_wheel_holds_every_file_of_the_packages(built):
     with zipfile.ZipFile(built[".whl"]) as wheel:
         held = {name for name in wheel.namelist() if ".dist-info/" not in name}
         licensed = [
@@ -160,7 +159,7 @@ def test_the_wheel_holds_every_file_of_the_packages(built: dict[str, Path]) -> N
 class Fresh:
     """An environment of its own that has this one's packages beside it, but not the checkout."""
 
-    def __init__(self, folder: Path, package: Path) -> None:
+    def __init__(self, folder, package):
         self.folder = folder
         self.environment = {
             name: value for name, value in os.environ.items() if name != "PYTHONPATH"
@@ -179,7 +178,7 @@ class Fresh:
         )
         self.run("python", *install.split(), str(package))
 
-    def run(self, program: str, *arguments: str) -> str:
+    def run(self, program, *arguments):
         """What a program of the environment prints."""
         command = [str(self.folder / "bin" / program), *arguments]
         done = subprocess.run(
@@ -193,14 +192,14 @@ class Fresh:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def quantkit(self, *arguments: str) -> dict[str, Any]:
+    def quantkit(self, *arguments):
         """The one JSON object that a command prints."""
-        about: dict[str, Any] = json.loads(self.run("quantkit", *arguments, "--json"))
+        about = json.loads(self.run("quantkit", *arguments, "--json"))
         return about
 
 
 @pytest.mark.parametrize("kind", [".whl", ".gz"])
-def test_it_installs_and_runs_anywhere(kind: str, built: dict[str, Path], tmp_path: Path) -> None:
+def test_it_installs_and_runs_anywhere(kind, built, tmp_path):
     fresh = Fresh(tmp_path / "fresh", built[kind])
     for name in PACKAGES:
         assert fresh.run("python", "-c", f"import {name}; print({name}.__file__)").startswith(

@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,11 +29,11 @@ COMMANDS = typer.main.get_command(app)
 assert isinstance(COMMANDS, TyperGroup)
 
 
-def named(page: Path) -> str:
+def named(page):
     return str(page.relative_to(ROOT))
 
 
-def tables(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def tables(root, *arguments):
     return subprocess.run(
         [sys.executable, "benchmarks/tables.py", *arguments],
         cwd=root,
@@ -43,13 +42,13 @@ def tables(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_tables_and_pictures_agree_with_the_results() -> None:
+def test_tables_and_pictures_agree_with_the_results():
     done = tables(ROOT, "--check")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
+def copy(tmp_path):
     """The files that the tables are made from and written to; without the loader matrix, which
     needs the package."""
     for path in (
@@ -68,7 +67,7 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_changed_figure_is_found_and_written(copy: Path) -> None:
+def test_a_changed_figure_is_found_and_written(copy):
     result = copy / "benchmarks/results/r1-box.json"
     result.write_text(result.read_text().replace("4.198", "6.25"))
     told = tables(copy, "--check").stderr
@@ -88,7 +87,7 @@ def test_a_changed_figure_is_found_and_written(copy: Path) -> None:
         ("[1, 512, 4.198, 238,", "[1, 512, 4.198,", "does not fit the columns"),
     ],
 )
-def test_a_result_that_is_not_whole_is_refused(copy: Path, old: str, new: str, told: str) -> None:
+def test_a_result_that_is_not_whole_is_refused(copy, old, new, told):
     result = copy / "benchmarks/results/r1-box.json"
     text = result.read_text()
     assert old in text
@@ -102,7 +101,7 @@ def test_a_result_that_is_not_whole_is_refused(copy: Path, old: str, new: str, t
 @pytest.mark.parametrize(
     "marker", ["table unheard-of", "table r1-box; columns: TPOD", "table r1-box; down: TPOT"]
 )
-def test_a_marker_that_means_nothing_is_told(copy: Path, marker: str) -> None:
+def test_a_marker_that_means_nothing_is_told(copy, marker):
     with (copy / "docs/benchmarks.md").open("a") as page:
         page.write(f"\n<!-- {marker} -->\n")
     done = tables(copy, "--check")
@@ -111,14 +110,14 @@ def test_a_marker_that_means_nothing_is_told(copy: Path, marker: str) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_result_that_no_page_shows_is_told(copy: Path) -> None:
+def test_a_result_that_no_page_shows_is_told(copy):
     (copy / "benchmarks/results/forgotten.json").write_text(
         (copy / "benchmarks/results/r1-box.json").read_text()
     )
     assert "benchmarks/results/forgotten.json is shown nowhere" in tables(copy, "--check").stderr
 
 
-def test_the_main_pages_stay_short() -> None:
+def test_the_main_pages_stay_short():
     """One person reads them: pages of topics, and of no day."""
     for folder, lines in (("docs", 2800), ("docs/lab", 1300)):
         pages = sorted(ROOT.glob(f"{folder}/*.md"))
@@ -127,14 +126,14 @@ def test_the_main_pages_stay_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
-def headings(page: Path) -> set[str]:
+def headings(page):
     """The anchors of a page's headings, as its viewers make them."""
     found = re.findall(r"(?m)^#+ (.*)$", page.read_text())
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
 @pytest.mark.parametrize("page", [*PAGES, *LAB], ids=named)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     text = re.sub(r"(?s)```.*?```", "", page.read_text())
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(
         r'(?:src|srcset|href)="([^"]+)"', text
@@ -150,7 +149,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_files_that_a_page_names_are_there(page: Path) -> None:
+def test_files_that_a_page_names_are_there(page):
     for file in re.findall(
         r"(?<![\w/.])(?:tests|quantkit|kernels|benchmarks)/[\w./-]+\.\w+(?![\w{*])",
         page.read_text(),
@@ -158,7 +157,7 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
         assert (ROOT / file).exists(), file
 
 
-def quoted(text: str) -> Iterator[tuple[str, bool]]:
+def quoted(text):
     """Commands that begin with `quantkit`, without it, and whether each is whole: a line of a block
     is, words inside a sentence may be a part. In a block three spaces after an argument begin a
     remark."""
@@ -174,7 +173,7 @@ def quoted(text: str) -> Iterator[tuple[str, bool]]:
             yield match[1], False
 
 
-def test_the_readme_lists_every_command() -> None:
+def test_the_readme_lists_every_command():
     assert isinstance(COMMANDS, TyperGroup)
     listed = re.findall(
         r"(?m)^quantkit (\w+)", (ROOT / "README.md").read_text().partition("## Commands")[2]
@@ -185,7 +184,7 @@ def test_the_readme_lists_every_command() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_quoted_commands_are_those_of_the_command_line(page: Path) -> None:
+def test_quoted_commands_are_those_of_the_command_line(page):
     """The lab is left out: its commands are of the commits it names."""
     assert isinstance(COMMANDS, TyperGroup)
     for line, whole in quoted(page.read_text()):
@@ -196,10 +195,7 @@ def test_quoted_commands_are_those_of_the_command_line(page: Path) -> None:
             option
             for parameter in command.params
             for option in (*parameter.opts, *parameter.secondary_opts)
-        } | {
-            "--help",
-            "--debug",
-        }
+        } | {"--help", "--debug"}
         asked = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
         assert asked <= options, line
         if whole:
@@ -208,5 +204,5 @@ def test_quoted_commands_are_those_of_the_command_line(page: Path) -> None:
             )
 
 
-def test_the_readme_quotes_commands() -> None:
+def test_the_readme_quotes_commands():
     assert len(list(quoted((ROOT / "README.md").read_text()))) > 10

@@ -4,7 +4,6 @@
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import browser
@@ -71,7 +70,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def addresses(tmp_path_factory):
     out = tmp_path_factory.mktemp("pages")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(out)  # pages show names as they were typed
@@ -88,7 +87,7 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1400, 390])
-def test_pages_are_whole_and_alike(addresses: dict[str, str], width: int, dark: bool) -> None:
+def test_pages_are_whole_and_alike(addresses, width, dark):
     looks = {}
     for name, address in addresses.items():
         page = browser.Page(width=width, height=HEIGHT, dark=dark)

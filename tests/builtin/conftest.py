@@ -12,5 +12,5 @@ sys.path.insert(0, str(ROOT / "tools" / "tiny_r1"))
 
 
 @pytest.fixture(scope="session")
-def tiny_r1() -> Path:
+def tiny_r1():
     return builtin_model("tiny-r1")

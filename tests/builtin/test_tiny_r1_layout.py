@@ -4,8 +4,6 @@ tells it from R1's description and not from the exporter."""
 import json
 import math
 import struct
-from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
@@ -26,11 +24,11 @@ Shapes = dict[str, tuple[str, tuple[int, ...]]]
 
 
 @pytest.fixture(scope="module")
-def config(tiny_r1: Path) -> dict[str, Any]:
+def config(tiny_r1):
     return json.loads((tiny_r1 / "config.json").read_text())
 
 
-def read_headers(directory: Path) -> dict[str, Shapes]:
+def read_headers(directory):
     """Shard name -> tensor name -> dtype and shape."""
     found = {}
     for shard in sorted(directory.glob("*.safetensors")):
@@ -44,9 +42,9 @@ def read_headers(directory: Path) -> dict[str, Shapes]:
     return found
 
 
-def expected_tensors(config: dict[str, Any]) -> Shapes:
+def expected_tensors(config):
     """Every tensor of a DeepSeek-R1 checkpoint of these sizes."""
-    found: Shapes = {}
+    found = {}
     for name, shape in make_model.tensor_shapes(config).items():
         kind = "F32" if name.endswith("correction_bias") else "BF16"
         if make_model.is_fp8(name):
@@ -71,7 +69,7 @@ def test_tensors_are_those_of_r1(tiny_r1, config):
     assert len(headers) >= 3
     held = [name for shard in headers.values() for name in shard]
     assert len(held) == len(set(held))
-    found: Shapes = {}
+    found = {}
     for shard in headers.values():
         found |= shard
     assert found == expected_tensors(config)
@@ -109,7 +107,7 @@ def test_size_and_permissions(tiny_r1):
 def test_values_are_sound(tiny_r1, config):
     """Every block uses e4m3's whole range, the MTP layer's embedding and head are copies, biases
     are nowhere negative."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = {}
     for shard in tiny_r1.glob("*.safetensors"):
         tensors |= load_file(shard)
     mtp = f"model.layers.{config['num_hidden_layers']}"

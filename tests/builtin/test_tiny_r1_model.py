@@ -3,33 +3,31 @@ so does the MTP layer."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from quantkit.executor.weights.load import LoadedModel, load_model
+from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
 
 ROOT = Path(__file__).parents[2]
 
 
-def decode(codes: Tensor, scale: Tensor) -> Tensor:
+def decode(codes, scale):
     """FP8 codes [N, K] times the scale of their 128 x 128 block."""
     rows, columns = torch.arange(codes.shape[0]) // 128, torch.arange(codes.shape[1]) // 128
     return codes.float() * scale[rows][:, columns]
 
 
 @pytest.fixture(scope="module")
-def peer(tiny_r1: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def peer(tiny_r1, tmp_path_factory):
     """transformers' DeepseekV3ForCausalLM with the decoded float32 weights."""
     from transformers import AutoModelForCausalLM
 
     dense = tmp_path_factory.mktemp("models") / "tiny-r1-float32"
     dense.mkdir()
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for shard in tiny_r1.glob("*.safetensors"):
         tensors |= load_file(shard)
     decoded = {
@@ -47,19 +45,19 @@ def peer(tiny_r1: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_r1: Path) -> Any:
+def tokenizer(tiny_r1):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(tiny_r1)
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_r1: Path) -> LoadedModel:
+def loaded(tiny_r1):
     return load_model(tiny_r1, device="cpu", dtype="float32", mtp=True)
 
 
 @pytest.fixture(scope="module")
-def held_out(tokenizer: Any) -> list[list[int]]:
+def held_out(tokenizer):
     lines = (ROOT / "eval/data/tiny-heldout.jsonl").read_text(encoding="utf-8").splitlines()[:10]
     return [
         tokenizer(json.loads(line)["text"], add_special_tokens=False).input_ids for line in lines

@@ -16,13 +16,13 @@ TASK = ROOT / "eval/data/tiny-math.jsonl"
 HELD_OUT = ROOT / "eval/data/tiny-heldout.jsonl"
 
 
-def rows(path: Path) -> list[dict[str, str]]:
+def rows(path):
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     return [json.loads(line) for line in data.decode().splitlines()]
 
 
 @pytest.fixture(scope="module")
-def task() -> list[problems.StoryProblem]:
+def task():
     return list(texts.distinct(random.Random(31_001), "eval", texts.MATH, set()))
 
 
@@ -73,7 +73,7 @@ def test_the_larger_tasks_are_the_generators_and_cannot_occur_in_training():
         )
 
 
-def numbers(text: str) -> set[int]:
+def numbers(text):
     return {int(n) for n in re.findall(r"\d+", text)}
 
 

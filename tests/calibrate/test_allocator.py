@@ -31,7 +31,7 @@ print(anew, kept, full - psutil.Process().memory_info().rss)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
-def test_blocks_are_kept_until_they_are_given_back() -> None:
+def test_blocks_are_kept_until_they_are_given_back():
     done = subprocess.run(
         [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True
     )

@@ -1,30 +1,24 @@
 """What an error inside attention is said to cost is, up to one factor for each linear, what it does
 cost in the residual stream."""
 
-from pathlib import Path
-
 import make_model
 import pytest
 import quantize_job
 import torch
 from letters import write_letters
 from packed_model import GROUPED, write_random
-from torch import Tensor
 
 from quantkit.calibrate import walk
-from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
 from quantkit.calibrate.layer_weights import LayerWeights, no_experts
-from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.scales import FoldedTensors, SublayerScales
-from quantkit.calibrate.source_model import ParameterReader
-from quantkit.calibrate.sublayer_solver import SublayerSolution, attention_costs, solve_sublayer
+from quantkit.calibrate.scales import FoldedTensors
+from quantkit.calibrate.sublayer_solver import attention_costs, solve_sublayer
 from quantkit.quant.gptq import Curvature
 
 DIRECTIONS = 12
 LLAMA = GROUPED | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
 
-def squares(curvature: Curvature) -> Tensor:
+def squares(curvature):
     """U U^T with rows as they lie in memory, [P, n, n]."""
     root = torch.empty_like(curvature.factor).scatter_(
         -2, curvature.order.unsqueeze(-1).expand_as(curvature.factor), curvature.factor
@@ -32,13 +26,7 @@ def squares(curvature: Curvature) -> Tensor:
     return root @ root.mT
 
 
-def measured(
-    scaled: SublayerScales,
-    folded: FoldedTensors,
-    states: HiddenStatePair,
-    module: str,
-    error: Tensor,
-) -> float:
+def measured(scaled, folded, states, module, error):
     """What it costs in the stream that the outputs of a linear have `error` [N], times a random
     number for each token."""
     sublayer = scaled.sublayer
@@ -72,9 +60,7 @@ def measured(
     return cost
 
 
-def compared(
-    scaled: SublayerScales, source: ParameterReader, states: HiddenStatePair
-) -> dict[str, Tensor]:
+def compared(scaled, source, states):
     """projection -> told and measured costs [2, DIRECTIONS] of errors in one head, from the
     cheapest direction to the dearest."""
     folded, found = FoldedTensors(scaled.sublayer, source, scaled.folding), {}
@@ -92,13 +78,13 @@ def compared(
     return found
 
 
-def latent(path: Path) -> Path:
+def latent(path):
     """A small DeepSeek-V3."""
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     return make_model.write_fp8(path, config, make_model.random_tensors(config))
 
 
-def grouped(path: Path) -> Path:
+def grouped(path):
     """A small Llama whose heads share values in pairs."""
     return write_random(path, LLAMA)
 
@@ -106,18 +92,10 @@ def grouped(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("kind", "projections"), [("latent", {"q_a", "q_b", "kv_a"}), ("grouped", {"v"})]
 )
-def test_told_costs_are_those_that_are_measured(
-    kind: str, projections: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_told_costs_are_those_that_are_measured(kind, projections, tmp_path, monkeypatch):
     found = []
 
-    def solve(
-        scaled: SublayerScales,
-        source: ParameterReader,
-        states: HiddenStatePair,
-        ranks: Ranks,
-        original: HiddenStates | None = None,
-    ) -> SublayerSolution:
+    def solve(scaled, source, states, ranks, original=None):
         if (
             scaled.sublayer.name.endswith("attend") and scaled.sublayer.outputs is not None
         ):  # of an MTP layer nothing is known

@@ -5,14 +5,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from quantkit.calibrate.data import Sequences, load_sequences, split_text
+from quantkit.calibrate.data import load_sequences, split_text
 from quantkit.common.assets import calibration_text
 from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -23,40 +22,36 @@ BUILDER = Path(__file__).parent.parent.parent / "tools" / "calibration" / "build
 class Letters:
     """One token per character; a conversation starts with \x01."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.templates, self.eos = {"default": None}, None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         return [ord(letter) for letter in text]
 
     encode_rendered = encode
 
-    def render(
-        self, messages: list[dict], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
+    def render(self, messages, *, add_generation_prompt=True, **variables):
         assert variables == {"tools": None}
         assert not add_generation_prompt
         return "\x01" + "".join(message["content"] for message in messages)
 
 
-def jsonl(path: Path, records: list[object]) -> str:
+def jsonl(path, records):
     path.write_text("\n".join(json.dumps(record) for record in records))
     return str(path)
 
 
-def load(
-    source: Path | str, samples: int = 4, held_out: int = 1, seq_len: int = 8, seed: int = 0
-) -> Sequences:
+def load(source, samples=4, held_out=1, seq_len=8, seed=0):
     return load_sequences(
         str(source), Letters(), samples=samples, held_out=held_out, seq_len=seq_len, seed=seed
     )
 
 
-def texts(found: Sequences) -> list[str]:
+def texts(found):
     return sorted("".join(map(chr, one.tolist())) for one in (*found.calibration, *found.held_out))
 
 
-def test_jsonl_records_are_sequences_of_their_own(tmp_path: Path) -> None:
+def test_jsonl_records_are_sequences_of_their_own(tmp_path):
     source = jsonl(
         tmp_path / "c.jsonl",
         [{"text": "a" * 30}, {"messages": [{"role": "user", "content": "bbb"}]}, {"text": "cc"}],
@@ -69,11 +64,11 @@ def test_jsonl_records_are_sequences_of_their_own(tmp_path: Path) -> None:
 class Marked(Letters):
     """BOS and EOS around a text."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         return [1, *super().encode(text), 2]
 
 
-def test_every_piece_of_a_text_begins_with_bos() -> None:
+def test_every_piece_of_a_text_begins_with_bos():
     pieces = split_text(Marked(), "abcdefgh", 4)
     assert ["".join(map(chr, one.tolist())) for one in pieces] == ["\1abc", "\1def", "\1gh\2"]
     assert [one.tolist() for one in split_text(Letters(), "abcd", 4)] == [[97, 98, 99, 100]]
@@ -82,13 +77,13 @@ def test_every_piece_of_a_text_begins_with_bos() -> None:
         split_text(Marked(), "ab", 2)
 
 
-def test_the_seed_alone_decides(tmp_path: Path) -> None:
+def test_the_seed_alone_decides(tmp_path):
     source = jsonl(tmp_path / "c.jsonl", [{"text": f"{i} text"} for i in range(50)])
     draw = [[s.tolist() for s in load(source, 5, 2, 64, seed).calibration] for seed in (1, 1, 2)]
     assert draw[0] == draw[1] != draw[2]
 
 
-def test_a_small_source_is_split_in_proportion(tmp_path: Path) -> None:
+def test_a_small_source_is_split_in_proportion(tmp_path):
     found = load(
         jsonl(tmp_path / "c.jsonl", [{"text": f"{i} text"} for i in range(18)]), 128, 16, 64
     )
@@ -99,7 +94,7 @@ def test_a_small_source_is_split_in_proportion(tmp_path: Path) -> None:
     )
 
 
-def test_empty_documents_are_replaced_by_others(tmp_path: Path) -> None:
+def test_empty_documents_are_replaced_by_others(tmp_path):
     """As many are fitted as were asked for, where the source has them."""
     records = [
         {"text": ""} if number % 2 else {"text": f"document {number}"} for number in range(40)
@@ -133,7 +128,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_known_forms(tmp_path: Path, form: str) -> None:
+def test_known_forms(tmp_path, form):
     found = load(jsonl(tmp_path / "c.jsonl", [FORMS[form]] * 4))
     assert set(texts(found)) == {"\x01abcd"}
 
@@ -142,7 +137,7 @@ def test_known_forms(tmp_path: Path, form: str) -> None:
     "ending",
     [".json", ".jsonl", ".json: lines", ".json: data", ".csv", ".csv: ;", ".tsv", ".parquet"],
 )
-def test_files(tmp_path: Path, ending: str) -> None:
+def test_files(tmp_path, ending):
     rows = [
         {"instruction": "ab", "input": 'x, "y"\nz', "output": str(number)} for number in range(6)
     ]
@@ -167,7 +162,7 @@ def test_files(tmp_path: Path, ending: str) -> None:
     assert texts(found) == sorted(f'\x01ab\n\nx, "y"\nz{number}' for number in range(6))
 
 
-def test_what_was_taken_is_told(tmp_path: Path) -> None:
+def test_what_was_taken_is_told(tmp_path):
     records = [
         {"conversations": [{"from": "human", "value": f"line\n{number}\x1b[31m"}]}
         for number in range(20)
@@ -194,13 +189,13 @@ ODD = {
 
 
 @pytest.mark.parametrize("said", ODD)
-def test_odd_data_is_warned_of(tmp_path: Path, said: str) -> None:
+def test_odd_data_is_warned_of(tmp_path, said):
     taken = load(jsonl(tmp_path / "c.jsonl", ODD[said]), 16, 4, 20).summary
     assert taken
     assert any(said in warning for warning in taken.warnings), taken.warnings
 
 
-def test_few_tokens_are_cured_by_what_there_is(tmp_path: Path) -> None:
+def test_few_tokens_are_cured_by_what_there_is(tmp_path):
     """More documents where some are left; and the text that a model ships is as much as its maker
     chose."""
     records = [{"text": f"{number:03}"} for number in range(30)]
@@ -265,7 +260,7 @@ def test_few_tokens_are_cured_by_what_there_is(tmp_path: Path) -> None:
         ("../c d/", None, "does not exist"),
     ],
 )
-def test_bad_sources_are_named(tmp_path: Path, name: str, content: str | None, says: str) -> None:
+def test_bad_sources_are_named(tmp_path, name, content, says):
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(QuantkitError, match=says) as told:
@@ -276,9 +271,7 @@ def test_bad_sources_are_named(tmp_path: Path, name: str, content: str | None, s
 @pytest.mark.parametrize(
     ("library", "source"), [("datasets", "org/name-v1.5:main:train"), ("pyarrow", "c.parquet")]
 )
-def test_without_its_library_a_source_is_refused(
-    library: str, source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_its_library_a_source_is_refused(library, source, monkeypatch, tmp_path):
     (tmp_path / "c.parquet").write_bytes(b"PAR1")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, library, None)
@@ -286,7 +279,7 @@ def test_without_its_library_a_source_is_refused(
         load(source)
 
 
-def test_a_byte_order_mark_and_odd_line_ends_are_read(tmp_path: Path) -> None:
+def test_a_byte_order_mark_and_odd_line_ends_are_read(tmp_path):
     """U+2028 ends no line of a .jsonl, and a mark that an editor put before the first one is no
     part of it."""
     path = tmp_path / "data.jsonl"
@@ -298,7 +291,7 @@ def test_a_byte_order_mark_and_odd_line_ends_are_read(tmp_path: Path) -> None:
     assert len(load(path, 4, 0, 64).calibration) == 4
 
 
-def test_own_text_is_what_its_sources_make(tmp_path: Path) -> None:
+def test_own_text_is_what_its_sources_make(tmp_path):
     subprocess.run(
         [sys.executable, str(BUILDER), str(tmp_path / "built.jsonl")],
         check=True,
@@ -307,7 +300,7 @@ def test_own_text_is_what_its_sources_make(tmp_path: Path) -> None:
     assert (tmp_path / "built.jsonl").read_bytes() == calibration_text().read_bytes()
 
 
-def test_own_text_fills_the_usual_lengths(tiny_checkpoint: Path) -> None:
+def test_own_text_fills_the_usual_lengths(tiny_checkpoint):
     found = load_sequences(
         None, ChatTokenizer(tiny_checkpoint), samples=128, held_out=16, seq_len=512, seed=0
     )
@@ -317,7 +310,7 @@ def test_own_text_fills_the_usual_lengths(tiny_checkpoint: Path) -> None:
     assert (found.summary.source, found.summary.warnings) == ("quantkit's own text", ())
 
 
-def test_a_script_that_the_tokenizer_does_not_know_comes_last(tmp_path: Path) -> None:
+def test_a_script_that_the_tokenizer_does_not_know_comes_last(tmp_path):
     """Without Chinese in its vocabulary a model is calibrated on the rest, where there is enough of
     it."""
     records = [

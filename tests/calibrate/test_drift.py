@@ -3,8 +3,6 @@ goes on and spreads like any other."""
 
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import make_model
 import pytest
@@ -12,14 +10,13 @@ import quantize_job
 import torch
 from letters import write_letters
 from output_files import files
-from torch import Tensor
 
 from quantkit.calibrate.input_statistics import DriftAccumulator, best_fraction, expert_drift
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.calibrate.scales import LinearInput
 from quantkit.common.errors import QuantkitError
-from quantkit.common.progress import Event, Progress
+from quantkit.common.progress import Progress
 from quantkit.grids.schemes import find_scheme
 from quantkit.models import find_architecture
 from quantkit.planning.options import PlanOptions
@@ -32,7 +29,7 @@ K, N, T = 24, 10, 4096
 METHODS = ("awq", "gptq", "drift")
 
 
-def paths(seed: int, rows: int = T) -> tuple[Tensor, Tensor]:
+def paths(seed, rows=T):
     """x and o [rows, K]: channels of o that x lost a part of, which the others tell."""
     generator = torch.Generator().manual_seed(seed)
     o = torch.randn(rows, 6, generator=generator) @ torch.randn(
@@ -42,13 +39,7 @@ def paths(seed: int, rows: int = T) -> tuple[Tensor, Tensor]:
     return o - 0.2 * o.roll(1, 1), o
 
 
-def heard(
-    x: Tensor,
-    o: Tensor,
-    scale: Tensor,
-    held_out: tuple[Tensor, Tensor],
-    lost: Callable[[Tensor], Tensor | None] = lambda x: None,
-) -> LinearInput:
+def heard(x, o, scale, held_out, lost=lambda x: None):
     """In two batches, the input divided by scale. lost: by the residual stream, for inputs x."""
     total = DriftAccumulator(128, Ranks())
     for part in (slice(0, T // 4), slice(T // 4, T)):
@@ -60,7 +51,7 @@ def heard(
     return LinearInput(curvature, held_out[0] / scale, scale, x.abs().amax(), drift)
 
 
-def test_a_product_with_the_inverse() -> None:
+def test_a_product_with_the_inverse():
     x, _ = paths(1)
     hessian = torch.stack([x.t() @ x / T, x[:100].t() @ x[:100] / 100])
     a = torch.randn(2, N, K, generator=torch.Generator().manual_seed(0))
@@ -70,7 +61,7 @@ def test_a_product_with_the_inverse() -> None:
     )
 
 
-def test_the_answer_is_that_of_the_original_path() -> None:
+def test_the_answer_is_that_of_the_original_path():
     """Of inputs that were lost by a linear map, all comes back; the scale only folds."""
     (x, o), (other_x, other_o) = paths(1), paths(2, 128)
     w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
@@ -81,7 +72,7 @@ def test_the_answer_is_that_of_the_original_path() -> None:
     assert left.square().sum() < 1e-3 * lost.square().sum()
 
 
-def test_what_the_stream_lacks_is_made_up_for() -> None:
+def test_what_the_stream_lacks_is_made_up_for():
     """Where an input tells it, and not where held-out rows say otherwise."""
     (x, o), (other_x, other_o) = paths(1), paths(2, 128)
     w, a = torch.randn(2, N, K, generator=torch.Generator().manual_seed(0))
@@ -95,7 +86,7 @@ def test_what_the_stream_lacks_is_made_up_for() -> None:
     torch.testing.assert_close(read.drift_corrected(w * scale), w * scale, rtol=0, atol=1e-5)
 
 
-def test_held_out_rows_decide_how_much_is_taken() -> None:
+def test_held_out_rows_decide_how_much_is_taken():
     """Nothing, where they lack the contrary, or there are none; half, where they lack half."""
     x, o = paths(1)
     w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
@@ -111,7 +102,7 @@ def test_held_out_rows_decide_how_much_is_taken() -> None:
     assert best_fraction(torch.ones(4, 2), 0.5 * torch.ones(4, 2)) == 1, "never more than all"
 
 
-def test_rows_of_the_layer_count_as_in_the_hessian() -> None:
+def test_rows_of_the_layer_count_as_in_the_hessian():
     x, o = paths(1, 64)
     w = torch.linspace(0.1, 1, 40)
     found = expert_drift(o[:40], x[:40], w, (o[40:], x[40:]), 16)
@@ -127,12 +118,12 @@ def test_rows_of_the_layer_count_as_in_the_hessian() -> None:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     return write_letters(tmp_path_factory.mktemp("text") / "calibration.txt")
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     return make_model.write_fp8(
         tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config)
@@ -143,17 +134,15 @@ class Stopped(Exception):
     pass
 
 
-def stop_at(unit: str, phase: str) -> Callable[[Event], None]:
-    def on_event(event: Event) -> None:
+def stop_at(unit, phase):
+    def on_event(event):
         if isinstance(event, Progress) and (event.unit, event.phase) == (unit, phase):
             raise Stopped
 
     return on_event
 
 
-def test_a_stopped_run_and_two_ranks_write_the_same_bytes(
-    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_and_two_ranks_write_the_same_bytes(source, text, tmp_path, monkeypatch):
     monkeypatch.setattr(quantize_job, "METHODS", METHODS)
     torch.set_num_threads(1)
     whole = quantize_job.run(source, text, tmp_path / "whole")
@@ -183,7 +172,7 @@ def test_a_stopped_run_and_two_ranks_write_the_same_bytes(
     assert files(tmp_path / "two") == files(tmp_path / "whole")
 
 
-def test_it_is_planned_and_needs_gptq(source: Path) -> None:
+def test_it_is_planned_and_needs_gptq(source):
     scheme, recipe = find_scheme("awq-w4a16"), load_recipe("awq-w4a16-quick")
     without = plan(source, scheme, PlanOptions(recipe=recipe))
     planned = plan(

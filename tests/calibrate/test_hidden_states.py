@@ -5,7 +5,7 @@ import torch
 from quantkit.calibrate.hidden_states import BATCH_TOKENS, HiddenStates
 
 
-def test_passes() -> None:
+def test_passes():
     lengths = [1000, 1000, 1000, 25, 2250, 12]
     stream = HiddenStates(torch.empty(sum(lengths), 1), 3000, lengths)
     passes = list(stream.batches())
@@ -17,5 +17,5 @@ def test_passes() -> None:
     assert BATCH_TOKENS == 2048
 
 
-def test_no_sequences_no_passes() -> None:
+def test_no_sequences_no_passes():
     assert list(HiddenStates(torch.empty(0, 1), 0, []).batches()) == []

@@ -8,7 +8,7 @@ from quantkit.calibrate.output_cost import compare_paths
 
 
 @pytest.mark.parametrize("rows", [7, 64, 1000])
-def test_blocks_give_what_whole_logits_give(rows: int) -> None:
+def test_blocks_give_what_whole_logits_give(rows):
     generator = torch.Generator().manual_seed(0)
     original = 4 * torch.randn(50, 16, generator=generator)
     quantized = original + 0.3 * torch.randn(50, 16, generator=generator)
@@ -25,7 +25,7 @@ def test_blocks_give_what_whole_logits_give(rows: int) -> None:
     assert 0 < found.top1_agree < 1
 
 
-def test_equal_paths_do_not_differ() -> None:
+def test_equal_paths_do_not_differ():
     hidden, head = torch.randn(9, 8), torch.randn(100, 8)
     (found,) = compare_paths(hidden, [hidden.clone()], head.split(30))
     assert found.kl == pytest.approx(0, abs=1e-12)

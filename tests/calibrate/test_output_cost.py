@@ -23,7 +23,7 @@ H, EPS = 8, 1e-6
 
 
 @pytest.mark.parametrize("rows", [5, 100])
-def test_draws_give_the_fisher_information(rows: int) -> None:
+def test_draws_give_the_fisher_information(rows):
     """Against every token of the vocabulary, weighed by its probability, and autograd."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, H, generator=generator, dtype=torch.float64).repeat(3000, 1)
@@ -43,7 +43,7 @@ def test_draws_give_the_fisher_information(rows: int) -> None:
     assert float((found.double() - exact).norm() / exact.norm()) < 0.03
 
 
-def test_readers_count_alike_whatever_their_size() -> None:
+def test_readers_count_alike_whatever_their_size():
     gain, a, b = torch.rand(H) + 0.5, torch.randn(20, H), torch.randn(3, H)
     found = cost_to_readers([(gain, a), (gain, 100 * b)])
     assert found is not None
@@ -52,7 +52,7 @@ def test_readers_count_alike_whatever_their_size() -> None:
     assert cost_to_readers([]) is None
 
 
-def test_the_next_two_norms_of_the_model_read() -> None:
+def test_the_next_two_norms_of_the_model_read():
     checkpoint = Checkpoint.open(find_model("tiny-r1"))
     config = deepseek_v3.Config.from_dict(checkpoint.config)
     rows = deepseek_v3.parameters(config)

@@ -1,8 +1,6 @@
 """Where a sublayer's parameters are held as they are stored, each is read once, and a caller may do
 with what it is given as it likes."""
 
-from pathlib import Path
-
 import make_model
 import pytest
 import torch
@@ -18,7 +16,7 @@ ROWS = (LINEAR, NORM, BIAS)
 
 
 @pytest.fixture
-def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ParameterReader:
+def reader(tmp_path, monkeypatch):
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     found = ParameterReader(
         Checkpoint.open(
@@ -29,7 +27,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ParameterReader:
     found.asked = []  # type: ignore[attr-defined]
     read = found.checkpoint.read
 
-    def counted(name: str, device: torch.device) -> torch.Tensor:
+    def counted(name, device):
         found.asked.append(name)  # type: ignore[attr-defined]
         return read(name, device)
 
@@ -37,7 +35,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ParameterReader:
     return found
 
 
-def asked(reader: ParameterReader, row: Parameter) -> list[int]:
+def asked(reader, row):
     """How often its bytes were asked for in two readings, of which the first is written over."""
     times, before = [], None
     for _ in range(2):
@@ -50,7 +48,7 @@ def asked(reader: ParameterReader, row: Parameter) -> list[int]:
     return times
 
 
-def test_what_is_kept_is_read_once_and_nobody_changes_it(reader: ParameterReader) -> None:
+def test_what_is_kept_is_read_once_and_nobody_changes_it(reader):
     reader.holds = True
     reader.keep(ROWS)
     assert [asked(reader, row) for row in ROWS] == [[2, 0], [1, 0], [1, 1]], (
@@ -62,7 +60,7 @@ def test_what_is_kept_is_read_once_and_nobody_changes_it(reader: ParameterReader
     )
 
 
-def test_a_processor_holds_nothing(reader: ParameterReader) -> None:
+def test_a_processor_holds_nothing(reader):
     assert not reader.holds
     reader.keep(ROWS)
     assert [asked(reader, row) for row in ROWS] == [[2, 2], [1, 1], [1, 1]]

@@ -3,7 +3,6 @@ does not look cost nothing."""
 
 import pytest
 import torch
-from torch import Tensor
 
 from quantkit.calibrate.hidden_states import mean_row_distance
 from quantkit.calibrate.input_statistics import (
@@ -21,20 +20,19 @@ from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.scales import Consumer, choose_scale
 from quantkit.grids.int_groups import IntGrid
-from quantkit.grids.names import Method
 from quantkit.quant.gptq import Curvature
 
 K, N = 128, 48
 
 
-def inputs(seed: int, rows: int) -> Tensor:
+def inputs(seed, rows):
     """Correlated channels of very different size; another seed correlates others."""
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(K, K, generator=generator) * torch.logspace(0, -2, K)[:, None]
     return torch.randn(rows, K, generator=generator) @ mix * torch.linspace(0.2, 3, K)
 
 
-def solver(*methods: Method) -> LinearSolver:
+def solver(*methods):
     return LinearSolver(
         IntGrid(4, K, symmetric=False),
         torch.float16,
@@ -48,9 +46,7 @@ def solver(*methods: Method) -> LinearSolver:
     ("judged_on", "rows", "method"),
     [(1, 64, "gptq"), (2, 64, "nearest"), (2, 1, "gptq"), (2, 0, "gptq")],
 )
-def test_plain_rounding_is_kept_where_the_method_clearly_loses(
-    judged_on: int, rows: int, method: str
-) -> None:
+def test_plain_rounding_is_kept_where_the_method_clearly_loses(judged_on, rows, method):
     """Compensation for inputs of one kind costs dearly on another; one row, or none, is not enough
     to say so."""
     own = solver("gptq")
@@ -64,7 +60,7 @@ def test_plain_rounding_is_kept_where_the_method_clearly_loses(
     assert (solved.error == solved.error) == bool(rows), "no rows, no error"
 
 
-def test_rows_without_importance_do_not_choose_the_scale() -> None:
+def test_rows_without_importance_do_not_choose_the_scale():
     own = solver("awq")
     x = inputs(1, 1024)
     hessian, curvature = x.t() @ x / len(x), own.curvature(x.t() @ x / len(x))
@@ -72,13 +68,13 @@ def test_rows_without_importance_do_not_choose_the_scale() -> None:
     ignored = 50 * rows[:4] * torch.linspace(3, 0.01, K)
     importance = torch.cat([torch.ones(N), torch.zeros(4)])
 
-    def loss(scale: Tensor) -> float:
+    def loss(scale):
         """Of the rows that count."""
         return float(
             own.losses(rows, scale[None], (rows * scale).abs().amax().expand(1, N), curvature).sum()
         )
 
-    def chosen(consumer: Consumer) -> Tensor:
+    def chosen(consumer):
         return choose_scale(
             own,
             [consumer],
@@ -93,7 +89,7 @@ def test_rows_without_importance_do_not_choose_the_scale() -> None:
     )
 
 
-def test_both_families_of_scales_are_tried_where_both_are_asked_for() -> None:
+def test_both_families_of_scales_are_tried_where_both_are_asked_for():
     """The best of awq's and smooth's candidates together, with activations of 8 bits."""
     x = inputs(1, 1024)
     x[:, 5] *= (
@@ -103,7 +99,7 @@ def test_both_families_of_scales_are_tried_where_both_are_asked_for() -> None:
     statistics = InputStatistics(hessian, x.abs().amax(0), x[:256], x)
     rows = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
 
-    def own(*methods: Method) -> LinearSolver:
+    def own(*methods):
         return LinearSolver(
             IntGrid(8, None, symmetric=True),
             torch.float32,
@@ -112,7 +108,7 @@ def test_both_families_of_scales_are_tried_where_both_are_asked_for() -> None:
             activation_bits=8,
         )
 
-    def chosen(*methods: Method) -> Tensor:
+    def chosen(*methods):
         asked = own(*methods, "gptq")
         return choose_scale(
             asked, [Consumer(rows, 1.0, asked)], asked.curvature(hessian), statistics, exact=False
@@ -123,7 +119,7 @@ def test_both_families_of_scales_are_tried_where_both_are_asked_for() -> None:
     assert torch.equal(both, smooth) or torch.equal(both, awq)
 
 
-def test_scales_of_rounded_activations_are_judged_by_the_rows_as_they_count() -> None:
+def test_scales_of_rounded_activations_are_judged_by_the_rows_as_they_count():
     """Rows of one channel's outliers make the scale where they count, and another one where they
     count next to nothing."""
     own = LinearSolver(
@@ -138,7 +134,7 @@ def test_scales_of_rounded_activations_are_judged_by_the_rows_as_they_count() ->
     outliers[:, 5] = 400.0
     hessian = x.t() @ x / len(x)
 
-    def chosen(counts: float) -> Tensor:
+    def chosen(counts):
         statistics = InputStatistics(
             hessian, x.abs().amax(0), x[:128], torch.cat([x, outliers * counts])
         )
@@ -151,14 +147,14 @@ def test_scales_of_rounded_activations_are_judged_by_the_rows_as_they_count() ->
     assert ignored[5] / ignored.median() < 1.5
 
 
-def test_a_token_counts_by_what_the_stream_holds_of_it() -> None:
+def test_a_token_counts_by_what_the_stream_holds_of_it():
     counts = token_weights(torch.randn(64, 32) * torch.tensor([1.0] * 63 + [300.0])[:, None])
     assert counts.square().mean() == pytest.approx(1.0)
     assert counts[-1] / counts[:-1].mean() < 0.005
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_massive_activation_does_not_own_the_fit(leaves: bool) -> None:
+def test_a_massive_activation_does_not_own_the_fit(leaves):
     """One token of 512 has an input 500 times as large, and, unless it leaves there, a stream to
     match: the error of the others stays as without it. Counted like them it would be larger."""
     w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
@@ -168,7 +164,7 @@ def test_a_massive_activation_does_not_own_the_fit(leaves: bool) -> None:
     after[::512] *= 1 if leaves else 160
     own, others = solver("gptq"), torch.arange(1536) % 512 > 0
 
-    def error(hessian: Tensor) -> float:
+    def error(hessian):
         values = own.solve_stack({"a": w}, {}, own.curvature(hessian), x[:0])["a"].values
         return float(((w - values) @ x[others].t()).square().sum())
 
@@ -184,13 +180,13 @@ def test_a_massive_activation_does_not_own_the_fit(leaves: bool) -> None:
     assert mean_row_distance(1.1 * x, x) == pytest.approx(0.01, rel=1e-3)
 
 
-def test_a_run_ends_after_the_last_input_that_is_wanted() -> None:
+def test_a_run_ends_after_the_last_input_that_is_wanted():
     """Of all tokens of a batch, which may come sequence by sequence."""
     seen, run = list[str](), PartialRun()
     hook = run.hook(lambda module, x: seen.append(module))
     run.wanted = frozenset("ab")
 
-    def sublayer() -> None:
+    def sublayer():
         for _ in range(2):
             for module in "abc":
                 hook(module, torch.ones(4, K))
@@ -202,7 +198,7 @@ def test_a_run_ends_after_the_last_input_that_is_wanted() -> None:
 
 
 @pytest.mark.parametrize("outputs", [False, True])
-def test_descent_lowers_the_error_of_held_out_inputs(outputs: bool) -> None:
+def test_descent_lowers_the_error_of_held_out_inputs(outputs):
     w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
     x, held_out = inputs(1, 2048).split(1024)
     cost = torch.randn(N, N, generator=torch.Generator().manual_seed(2)) + 3 * torch.eye(N)

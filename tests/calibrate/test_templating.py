@@ -2,7 +2,6 @@
 models get plain text."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -39,13 +38,13 @@ CALLED = read_document(
 )
 
 
-def templating(checkpoint: Path, template: str | None) -> Templating:
+def templating(checkpoint, template):
     tokenizer = ChatTokenizer(checkpoint)
     tokenizer.templates = {"default": ChatTemplate(template, "here")} if template else {}
     return Templating(tokenizer)
 
 
-def test_a_thought_that_the_template_drops_is_put_behind_the_prompt(tiny_checkpoint: Path) -> None:
+def test_a_thought_that_the_template_drops_is_put_behind_the_prompt(tiny_checkpoint):
     """make_model's template is R1's: it cuts replies at </think>, and opens <think> itself."""
     text = Templating(ChatTokenizer(tiny_checkpoint)).text(THOUGHT)
     assert text.endswith(
@@ -60,12 +59,12 @@ def test_a_thought_that_the_template_drops_is_put_behind_the_prompt(tiny_checkpo
     )
 
 
-def test_a_thought_that_the_template_writes_is_left_to_it(tiny_checkpoint: Path) -> None:
+def test_a_thought_that_the_template_writes_is_left_to_it(tiny_checkpoint):
     writes = "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
     assert templating(tiny_checkpoint, writes).text(THOUGHT) == "[|2+2?][easy|4]"
 
 
-def test_arguments_are_given_as_the_template_wants_them(tiny_checkpoint: Path) -> None:
+def test_arguments_are_given_as_the_template_wants_them(tiny_checkpoint):
     body = (
         "{% for m in messages %}{% for c in m.tool_calls %}{{ ARGUMENTS }}{% endfor %}{{ "
         "m.content }};{% endfor %}"
@@ -81,7 +80,7 @@ def test_arguments_are_given_as_the_template_wants_them(tiny_checkpoint: Path) -
     assert (as_object.simplified, as_text.simplified) == (0, 0)
 
 
-def test_a_strict_template_gets_user_and_assistant_in_turn(tiny_checkpoint: Path) -> None:
+def test_a_strict_template_gets_user_and_assistant_in_turn(tiny_checkpoint):
     strict = (
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ "
         "raise_exception('roles must alternate') }}"
@@ -92,17 +91,17 @@ def test_a_strict_template_gets_user_and_assistant_in_turn(tiny_checkpoint: Path
     assert (found.simplified, "roles must alternate" in found.refusal) == (1, True)
 
 
-def test_a_template_that_refuses_everything_is_told(tiny_checkpoint: Path) -> None:
+def test_a_template_that_refuses_everything_is_told(tiny_checkpoint):
     with pytest.raises(QuantkitError, match="not today"):
         templating(tiny_checkpoint, "{{ raise_exception('not today') }}").text(CALLED)
 
 
-def test_a_base_model_gets_plain_text(tiny_checkpoint: Path) -> None:
+def test_a_base_model_gets_plain_text(tiny_checkpoint):
     assert templating(tiny_checkpoint, None).text(THOUGHT) == "2+2?\n\neasy\n\n4"
     assert "It is 4." in plain(CALLED)
 
 
-def test_every_document_of_our_own_passes_a_strict_template(tiny_checkpoint: Path) -> None:
+def test_every_document_of_our_own_passes_a_strict_template(tiny_checkpoint):
     """Each is rendered whole: nothing of what is said is lost."""
     strict = (
         "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ "

@@ -33,7 +33,7 @@ def test_what_does_not_fit_waits_for_those_before():
 def test_a_failure_reaches_the_maker_and_ends_it():
     writer, go, ran = BackgroundWriter(100), Event(), []
 
-    def fail() -> None:
+    def fail():
         go.wait()
         raise OSError("no more room")
 
@@ -51,7 +51,7 @@ def test_a_failure_reaches_the_maker_and_ends_it():
 def test_a_failure_that_nobody_saw_is_raised_at_the_end():
     writer = BackgroundWriter(100)
 
-    def fail() -> None:
+    def fail():
         raise OSError("no more room")
 
     writer.submit(fail, 1)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from commands import command
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.assets import builtin_model
@@ -56,7 +55,7 @@ STACKED = [
 
 
 @pytest.fixture(scope="module")
-def tensors() -> dict[str, Tensor]:
+def tensors():
     return good_checkpoints.random_weights(CONFIG)
 
 
@@ -85,7 +84,7 @@ def test_a_folder_is_named_by_its_files(file, tmp_path):
         assert answers == {f"error: {refused.value}\n"}
 
 
-def written(folder: Path, tensors: dict[str, Tensor], **described: object) -> Path:
+def written(folder, tensors, **described):
     make_model.write_dense(folder, CONFIG | described, tensors)
     return folder
 
@@ -132,7 +131,7 @@ FIRST, SECOND, THIRD = sorted(file.name for file in builtin_model("tiny-r1").glo
 Break = Callable[[Path], object]
 
 
-def again(folder: Path) -> None:
+def again(folder):
     """Save the model once more in two shards, next to the three."""
     tensors = {
         name: one for file in folder.glob("model-*") for name, one in load_file(file).items()
@@ -142,7 +141,7 @@ def again(folder: Path) -> None:
         save_file(part, folder / f"model-{number:05}-of-00002.safetensors")
 
 
-def renamed(folder: Path) -> None:
+def renamed(folder):
     index = json.loads((folder / INDEX).read_text())
     shards = {
         name: shard.replace("model", "pytorch") for name, shard in index["weight_map"].items()
@@ -150,12 +149,12 @@ def renamed(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": shards}))
 
 
-def begins(content: bytes) -> Break:
+def begins(content):
     return lambda folder: (folder / SECOND).write_bytes(content)
 
 
-def gone(*names: str, left: str = "") -> Break:
-    def remove(folder: Path) -> None:
+def gone(*names, left=""):
+    def remove(folder):
         for name in names:
             (folder / name).unlink()
         if left:
@@ -165,11 +164,11 @@ def gone(*names: str, left: str = "") -> Break:
     return remove
 
 
-def halved(folder: Path) -> None:
+def halved(folder):
     os.truncate(folder / SECOND, (folder / SECOND).stat().st_size // 2)
 
 
-def linked(folder: Path) -> None:
+def linked(folder):
     target = folder.with_name("disk")
     target.mkdir()
     (folder / SECOND).rename(target / SECOND)
@@ -177,7 +176,7 @@ def linked(folder: Path) -> None:
 
 
 DOWNLOAD = ".cache/huggingface/download/abc.incomplete"
-BROKEN: dict[str, tuple[Break, str, str]] = {
+BROKEN = {
     "a shard is gone": (gone(SECOND), "shard-missing", f"{SECOND} is missing"),
     "and the index": (gone(SECOND, INDEX), "shard-missing", f"2 of 3 shards: {SECOND} is missing"),
     "it is under way": (gone(SECOND, left=DOWNLOAD), "shard-missing", "is not finished: there is"),

@@ -14,9 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import damage
@@ -24,7 +22,6 @@ import make_model
 import pytest
 import random_damage
 import typer
-from damage import Damage
 from sample_sizes import sized
 
 from quantkit import cli
@@ -42,7 +39,7 @@ SIZES = make_model.NARROW | {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     """Two layers and an MTP layer with four experts each, in FP8."""
     config = make_model.tiny_config(**SIZES)
     return make_model.write_fp8(
@@ -54,23 +51,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def text(model: Path) -> Path:
+def text(model):
     path = model.parent / "calibration.txt"
     path.write_text("the quick brown fox jumps over the lazy dog. " * 40)
     return path
 
 
 @pytest.fixture(autouse=True)
-def _made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _made_once(monkeypatch):
     """typer makes the commands anew at each call, which takes longer than most of them."""
     monkeypatch.setattr(cli, "app", COMMANDS)
 
 
 @pytest.fixture(autouse=True)
-def _stopped() -> Iterator[None]:
+def _stopped():
     """What never ends becomes a failure."""
 
-    def stop(number: int, frame: Any) -> None:
+    def stop(number, frame):
         raise TimeoutError("the command takes too long")
 
     kept = {kind: signal.signal(kind, stop) for kind in (signal.SIGPROF, signal.SIGALRM)}
@@ -84,7 +81,7 @@ class Outcome:
     code: Any
     errors: str
 
-    def fault(self, file: str) -> str | None:
+    def fault(self, file):
         """What is wrong with how a command ended, if anything."""
         # The progress of a run, which stands above what ended it.
         lines = [
@@ -103,7 +100,7 @@ class Outcome:
         return None if file in lines[0] else f"{file} is not named"
 
 
-def run(*arguments: str | Path) -> Outcome:
+def run(*arguments):
     errors, code = io.StringIO(), 0
     given, sys.argv = sys.argv, ["quantkit", *map(str, arguments)]
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
@@ -120,7 +117,7 @@ def run(*arguments: str | Path) -> Outcome:
     return Outcome(code, errors.getvalue())
 
 
-def commands(folder: Path, out: Path, text: Path) -> dict[str, list[str | Path]]:
+def commands(folder, out, text):
     calibrated = ["--calibration", text, "--samples", "2", "--seq-len", "16"]
     return {
         "inspect": ["inspect", folder],
@@ -131,13 +128,13 @@ def commands(folder: Path, out: Path, text: Path) -> dict[str, list[str | Path]]
     }
 
 
-def contents(folder: Path) -> list[tuple[str, int, int]]:
+def contents(folder):
     return sorted(
         (path.name, path.lstat().st_mtime_ns, path.lstat().st_size) for path in folder.iterdir()
     )
 
 
-def faults(damages: list[Damage], model: Path, text: Path, tmp_path: Path) -> list[str]:
+def faults(damages, model, text, tmp_path):
     """All damages through all commands; one that works is not quantized each time, as that is no
     test of files."""
     found = []
@@ -168,7 +165,7 @@ def faults(damages: list[Damage], model: Path, text: Path, tmp_path: Path) -> li
 
 
 @pytest.fixture(scope="module")
-def rules(model: Path) -> list[Damage]:
+def rules(model):
     """Damages by rule, in an order that has all kinds in proportion."""
     every = damage.by_rule(model)
     random.Random(5).shuffle(every)

@@ -1,6 +1,5 @@
 """GGUF files as models: their values in BF16, and what cannot be read is refused."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
@@ -31,7 +30,7 @@ SHAPES = {
 }
 
 
-def write(path: Path, kind: str, split: str = "llama-bpe") -> dict[str, torch.Tensor]:
+def write(path, kind, split="llama-bpe"):
     """A small random Llama; returns its values as stored. path: of the file."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
@@ -65,7 +64,7 @@ def write(path: Path, kind: str, split: str = "llama-bpe") -> dict[str, torch.Te
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -106,7 +105,7 @@ def test_memory_is_counted_by_values_and_another_process_may_be_first(tmp_path, 
     memory.available = 5 * (tmp_path / "model.gguf").stat().st_size
     dequantize = reader.dequantize
 
-    def twice(path: Path, folder: Path) -> None:
+    def twice(path, folder):
         monkeypatch.setattr(reader, "dequantize", dequantize)
         find_model(str(path))
         dequantize(path, folder)

@@ -1,7 +1,6 @@
 """The header parser against the safetensors package, and every way a file can be damaged."""
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -46,12 +45,12 @@ def test_safetensors_reads_what_we_encode(tmp_path):
     ] == [(i.name, i.dtype, i.shape, i.offset) for i in infos]
 
 
-def _file(entries: Any, data: bytes) -> bytes:
+def _file(entries, data):
     text = json.dumps(entries).encode()
     return len(text).to_bytes(8, "little") + text + data
 
 
-def _entry(**changes: Any) -> dict[str, Any]:
+def _entry(**changes):
     return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
 
 

@@ -3,9 +3,7 @@ found again."""
 
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import hub_server
 import make_model
@@ -29,19 +27,19 @@ NAME = "org/model"
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
 
 @pytest.fixture
-def hub(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
+def hub(tiny_checkpoint, monkeypatch):
     with hub_server.serve(tiny_checkpoint, NAME) as server:
         use(server, monkeypatch)
         yield server
 
 
-def use(server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def use(server, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", server.address)
     monkeypatch.setattr(
         constants,

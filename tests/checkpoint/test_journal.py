@@ -1,7 +1,6 @@
 """The journal: what a kill may leave of it is either a whole line or none."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ _FIRST = JournalEntry("layer 0", ("a", "b"), "00ff", {"error": 0.25})
 _SECOND = JournalEntry("layer 1", ("ü",), "11", {})
 
 
-def _journal(tmp_path: Path, rank: int = 0) -> Journal:
+def _journal(tmp_path, rank=0):
     return Journal(tmp_path, rank, {"source": "s", "recipe": "r"})
 
 

@@ -2,14 +2,12 @@
 MXFP4, against transformers."""
 
 import json
-from pathlib import Path
 
 import make_model
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 from transformers_peers import CASES, QWEN_3_5, checkpoint_tensors, random_peer, whole
 
@@ -51,7 +49,7 @@ def test_experts_of_16_bits_are_those_of_transformers(tmp_path):
     )
 
 
-def mxfp4_model(path: Path) -> tuple[Path, dict[str, Tensor]]:
+def mxfp4_model(path):
     """A random gpt-oss as it is published, and its tensors."""
     path.mkdir()
     rng = torch.Generator().manual_seed(3)
@@ -135,7 +133,7 @@ def test_mxfp4_blocks_stand_for_what_transformers_makes_of_them(tmp_path):
                 )
 
 
-def greedy(path: Path, tp: int = 1, *, mixed: bool = False) -> list[list[int]]:
+def greedy(path, tp=1, *, mixed=False):
     engine = Engine.load(path, device="cpu", dtype="float32", max_model_len=64, tp=tp)
     if mixed:
         engine.scheduler.budget = StepBudget(16, 8, mixed=True)
@@ -148,7 +146,7 @@ def greedy(path: Path, tp: int = 1, *, mixed: bool = False) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def published(tmp_path_factory):
     return mxfp4_model(tmp_path_factory.mktemp("models") / "model")[0]
 
 
@@ -251,12 +249,7 @@ def test_the_published_model_is_quantized(published, tmp_path):
         )
     )
     recipe = Recipe(
-        scheme="awq-w4a16",
-        calibration=str(text),
-        samples=4,
-        held_out=2,
-        seq_len=32,
-        group_size=32,
+        scheme="awq-w4a16", calibration=str(text), samples=4, held_out=2, seq_len=32, group_size=32
     )
     quantize(published, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
     made, source = Checkpoint.open(tmp_path / "out"), Checkpoint.open(published)

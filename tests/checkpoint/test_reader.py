@@ -6,9 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import make_model
 import make_quantized
@@ -40,19 +38,19 @@ _INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
-def fp8_copy(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+def fp8_copy(tiny_checkpoint, tmp_path):
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
 
 
-def _edit_json(path: Path, edit: Callable[[Any], object]) -> None:
+def _edit_json(path, edit):
     value = json.loads(path.read_text())
     edit(value)
     path.write_text(json.dumps(value))
 
 
-def _edit_tensors(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+def _edit_tensors(path, edit):
     """Load every tensor, change them, and write shards and index again."""
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for shard in path.glob("*.safetensors"):
         tensors |= load_file(shard)
         shard.unlink()
@@ -60,7 +58,7 @@ def _edit_tensors(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> No
     make_quantized.write_tensors(path, tensors)
 
 
-def _shards(path: Path) -> list[Path]:
+def _shards(path):
     return sorted(path.glob("*.safetensors"))
 
 
@@ -140,7 +138,7 @@ def test_an_index_may_have_another_name_but_not_several(fp8_copy):
 def test_tensors_the_index_leaves_out_are_read(fp8_copy):
     """ModelOpt's script for DeepSeek lists no scales."""
 
-    def unlist_scales(index: dict[str, Any]) -> None:
+    def unlist_scales(index):
         index["weight_map"] = {
             name: shard
             for name, shard in index["weight_map"].items()
@@ -151,38 +149,38 @@ def test_tensors_the_index_leaves_out_are_read(fp8_copy):
     assert any(name.endswith("scale_inv") for name in Checkpoint.open(fp8_copy).tensors)
 
 
-def _remove_shard(path: Path) -> None:
+def _remove_shard(path):
     _shards(path)[1].unlink()
 
 
-def _truncate_shard(path: Path) -> None:
+def _truncate_shard(path):
     with _shards(path)[2].open("r+b") as file:
         file.truncate(_shards(path)[2].stat().st_size - 100)
 
 
-def _index_names_a_ghost(path: Path) -> None:
+def _index_names_a_ghost(path):
     _edit_json(
         path / _INDEX,
         lambda index: index["weight_map"].update({"model.ghost.weight": _shards(path)[0].name}),
     )
 
 
-def _index_points_outside(path: Path) -> None:
+def _index_points_outside(path):
     _edit_json(
         path / _INDEX, lambda index: index["weight_map"].update({"a": "../secret.safetensors"})
     )
 
 
-def _two_shards_hold_one_name(path: Path) -> None:
+def _two_shards_hold_one_name(path):
     for shard in _shards(path)[:2]:
         save_file({**load_file(shard), "extra.weight": torch.ones(2)}, shard)
 
 
-def _drop(name: str) -> Callable[[Path], None]:
+def _drop(name):
     return lambda path: _edit_tensors(path, lambda tensors: tensors.pop(name))
 
 
-def _change(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
+def _change(name, change):
     return lambda path: _edit_tensors(
         path, lambda tensors: tensors.update({name: change(tensors[name])})
     )
@@ -406,7 +404,7 @@ def test_faults_of_quantized_checkpoints(format, grid, damage, fault, tmp_path):
         Checkpoint.open(path)
 
 
-def _edit_ignore(edit: Callable[[list[str]], object]) -> Callable[[Path], None]:
+def _edit_ignore(edit):
     return lambda path: _edit_json(
         path / "config.json", lambda config: edit(config["quantization_config"]["ignore"])
     )

@@ -1,7 +1,6 @@
 """Replacing a directory: whatever moment a kill picks, one of the two is whole under its name."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from quantkit.common.errors import QuantkitError
 _STATE = ".quantkit"
 
 
-def _directory(path: Path, content: str, state: bool) -> Path:
+def _directory(path, content, state):
     path.mkdir()
     (path / "config.json").write_text(content)
     (path / "manifest.json").write_text(
@@ -23,7 +22,7 @@ def _directory(path: Path, content: str, state: bool) -> Path:
     return path
 
 
-def _names(path: Path) -> list[str]:
+def _names(path):
     return sorted(entry.name for entry in path.iterdir())
 
 

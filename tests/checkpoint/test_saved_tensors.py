@@ -30,7 +30,7 @@ def test_bytes_are_written_from_where_they_lie(tmp_path, monkeypatch):
     """By the system alone: nothing holds Python's lock meanwhile, and nothing is copied before."""
     tensor, places = torch.randn(1000), list[int]()
 
-    def write(descriptor: int, data: memoryview, offset: int) -> None:
+    def write(descriptor, data, offset):
         places.append(np.frombuffer(data, dtype=np.uint8).ctypes.data)
         write_at(descriptor, data, offset)
 

@@ -2,14 +2,13 @@
 
 import os
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from quantkit.checkpoint import shards
-from quantkit.checkpoint.header import TensorInfo, read_header
+from quantkit.checkpoint.header import read_header
 from quantkit.checkpoint.shards import CPU, Shards
 from quantkit.common.errors import QuantkitError
 
@@ -25,7 +24,7 @@ DEVICE = torch.device("cpu", 0)
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> Path:
+def stored(tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors")
     return tmp_path
 
@@ -80,7 +79,7 @@ def test_what_a_device_will_be_given_is_read_once_and_before(stored, monkeypatch
     filled = []
     fill = Shards._fill
 
-    def told(self: Shards, info: TensorInfo, content: torch.Tensor, skip: int) -> None:
+    def told(self, info, content, skip):
         filled.append((info.name, threading.current_thread() is threading.main_thread()))
         fill(self, info, content, skip)
 

@@ -24,20 +24,18 @@ from quantkit.common.errors import QuantkitError
 _JOB = Path(write_job.__file__)
 
 
-def _bytes(directory: Path) -> dict[str, bytes]:
+def _bytes(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(tmp_path_factory):
     out = tmp_path_factory.mktemp("undisturbed") / "out"
     write_job.write(out).finish(write_job.CONFIG, write_job.EXTRA)
     return out
 
 
-def _writer(
-    out: Path, *, overwrite: bool = False, recipe: str = "def", rank: int = 0
-) -> CheckpointWriter:
+def _writer(out, *, overwrite=False, recipe="def", rank=0):
     fingerprint = write_job.FINGERPRINT | {"recipe": recipe}
     return CheckpointWriter(
         out,
@@ -112,11 +110,7 @@ def test_a_run_stopped_and_started_again_ends_with_the_same_bytes(undisturbed, t
     with _writer(tmp_path / "out") as writer:
         assert [
             number for number in range(write_job.UNITS) if writer.is_done(f"unit {number}")
-        ] == [
-            3,
-            7,
-            11,
-        ]
+        ] == [3, 7, 11]
         assert writer.facts("unit 11") == {"error": 11 / 8}
     write_job.write(tmp_path / "out").finish(write_job.CONFIG, write_job.EXTRA)
     assert _bytes(tmp_path / "out") == _bytes(undisturbed)
@@ -163,7 +157,7 @@ def test_bytes_changed_behind_the_journal_are_written_again(undisturbed, tmp_pat
     assert _bytes(tmp_path / "out") == _bytes(undisturbed)
 
 
-def _run_job(out: Path, *arguments: str) -> str:
+def _run_job(out, *arguments):
     return subprocess.run(
         [sys.executable, str(_JOB), str(out), *arguments],
         capture_output=True,

@@ -2,7 +2,6 @@
 not be written."""
 
 import resource
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -16,7 +15,7 @@ TOO_LONG = "x" * 256
 
 
 @contextmanager
-def _room_for(size: int) -> Iterator[None]:
+def _room_for(size):
     """No file may grow beyond `size` bytes: as on a disk that fills."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))

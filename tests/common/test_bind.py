@@ -3,7 +3,6 @@
 import json
 import shutil
 import socket
-from collections.abc import Iterator
 
 import pytest
 from commands import typed
@@ -28,7 +27,7 @@ def test_an_ipv6_host_has_brackets():
 
 
 @pytest.fixture
-def taken() -> Iterator[int]:
+def taken():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening.getsockname()[1]
 
@@ -54,17 +53,14 @@ def test_an_address_of_another_machine(host, said):
 
 
 @pytest.fixture
-def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_loaded(monkeypatch):
     for name in ("executor.engine.Engine", "playground.play.Playground"):
         monkeypatch.setattr(
             f"quantkit.{name}.open", lambda *_, **__: pytest.fail("a model is loaded")
         )
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["serve tiny-r1", "playground tiny-r1"],
-)
+@pytest.mark.parametrize("line", ["serve tiny-r1", "playground tiny-r1"])
 @pytest.mark.usefixtures("nothing_is_loaded")
 def test_a_port_in_use_is_reported_before_a_model_is_loaded(line, taken):
     answer = typed(f"{line} --port {taken}")

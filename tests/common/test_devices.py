@@ -35,9 +35,9 @@ def test_another_name_is_refused(name):
 
 
 @pytest.fixture
-def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+def four_gpus(monkeypatch):
     """As PyTorch tells of them; the devices that were made current."""
-    current: list[torch.device] = []
+    current = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)

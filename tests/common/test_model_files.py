@@ -12,13 +12,13 @@ from quantkit.common.model_files import LARGEST_SETTINGS, is_there, open_file, r
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "secret.json").write_text('{"a": 1}')
     return tmp_path / "model"
 
 
-def hub_cache(root: Path) -> Path:
+def hub_cache(root):
     """A snapshot as huggingface_hub lays it out: links to blobs."""
     repository = root / "models--org--name"
     snapshot = repository / "snapshots" / "0123abcd"

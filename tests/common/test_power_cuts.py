@@ -3,8 +3,6 @@ result is then the one of a run that was not stopped."""
 
 import json
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from power_cuts import Recorder, restore
@@ -22,7 +20,7 @@ from quantkit.evaluation.run import run_evaluation
 UNITS = {f"unit {n}": {f"model.layers.{n}.weight": torch.full((64, 64), n)} for n in range(6)}
 
 
-def _write_checkpoint(out: Path) -> dict[str, bytes]:
+def _write_checkpoint(out):
     specs = [
         TensorSpec(name, tensor.dtype, tuple(tensor.shape))
         for tensors in UNITS.values()
@@ -53,9 +51,7 @@ def test_a_checkpoint_goes_on(tmp_path, monkeypatch):
         assert os.listdir(folder) == ["out"]
 
 
-def _accuracy_or_line(
-    run: Callable[[Path], float], out: Path, journals: list[Path]
-) -> float | None:
+def _accuracy_or_line(run, out, journals):
     """None if it was refused in a line that names a journal."""
     try:
         return run(out)
@@ -70,13 +66,13 @@ def test_an_evaluation_goes_on(tmp_path, monkeypatch):
     ]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "sums.yaml").write_text(TASK)
-    asked: list[str] = []
+    asked = []
 
-    def answer(question: str, body: dict) -> str:
+    def answer(question, body):
         asked.append(question)
         return f"</think>\\boxed{{{2 * int(question.split()[0])}}}"
 
-    def run(out: Path, temperature: float = 0.6) -> float:
+    def run(out, temperature=0.6):
         with ReplayServer(answer) as server:
             options = EvaluateOptions(
                 data_dir=tmp_path, out=out, repeats=1, temperature=temperature, concurrency=1

@@ -4,7 +4,6 @@ terminal, a log and a notebook."""
 import io
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -12,15 +11,15 @@ from quantkit.common.progress import ProgressLine, TimeLeft
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
@@ -60,7 +59,7 @@ def test_what_is_expected_counts_at_first():
     assert left.seconds == pytest.approx(2000, rel=0.2), "the pace that was seen counts"
 
 
-def shown(stream: io.StringIO, seconds: float, steps: int) -> list[str]:
+def shown(stream, seconds, steps):
     clock = Clock()
     with ProgressLine("working", stream=stream, clock=clock) as meter:
         for step in range(1, steps + 1):
@@ -86,9 +85,9 @@ def test_a_terminal_gets_one_line():
 
 def test_a_notebook_gets_one_output(monkeypatch):
     """IPython's display as it is called, without IPython."""
-    outputs: list[list[str]] = []
+    outputs = []
 
-    def display(data: dict[str, str], *, raw: bool, display_id: bool) -> Any:
+    def display(data, *, raw, display_id):
         assert raw
         assert display_id
         outputs.append([data["text/plain"]])

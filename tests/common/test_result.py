@@ -15,10 +15,10 @@ class Named(Result):
     name: str
 
     @property
-    def heading(self) -> str:
+    def heading(self):
         return f"about {self.name}"
 
-    def facts(self) -> list[tuple[str, str]]:
+    def facts(self):
         return [("name", self.name), ("letters, at most", "7")]
 
 

@@ -1,8 +1,6 @@
 """What every test of the executor leaves as it found it, and a model that is easy to guess for."""
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import make_model
 import pytest
@@ -10,7 +8,7 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _threads_and_environment() -> Iterator[None]:
+def _threads_and_environment():
     """An engine of several ranks sets both for its whole process."""
     threads, environment = torch.get_num_threads(), dict(os.environ)
     yield
@@ -20,7 +18,7 @@ def _threads_and_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def easy_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def easy_checkpoint(tmp_path_factory):
     """A model whose next token depends on little but the last one, and whose MTP layer knows that
     rule: guesses are often right.
 

@@ -2,7 +2,6 @@
 fast as the best number."""
 
 import random
-from collections.abc import Callable
 
 import pytest
 
@@ -15,16 +14,7 @@ class Simulated:
     guesses and rows, and of `reading` what a layer has not read, where that is more tokens of an
     answer than rows of a step, in steps without. The first `slow` steps take half as long again."""
 
-    def __init__(
-        self,
-        rate: float,
-        answers: int,
-        most: int,
-        cost: Callable[[int, int], float],
-        seed: int = 7,
-        reading: float = 0.0,
-        slow: int = 0,
-    ) -> None:
+    def __init__(self, rate, answers, most, cost, seed=7, reading=0.0, slow=0):
         self.rate, self.answers, self.cost, self._reading, self._unread = (
             rate,
             answers,
@@ -37,7 +27,7 @@ class Simulated:
         self._checked, self._lengths = self.controller.drafts, [0] * answers
         self.seconds, self.tokens = 0.0, 0
 
-    def step(self) -> None:
+    def step(self):
         controller, rows = self.controller, self.answers * (1 + self._checked)
         seconds, kept = self.cost(controller.drafts, rows) * self._draw.uniform(0.97, 1.03), 0
         if controller.drafts and max(self._unread) > 1 + controller.max_drafts:  # read as a prompt
@@ -60,31 +50,31 @@ class Simulated:
         self.tokens += self.answers + kept
         controller.drafts, controller.lookup = controller.choose()
 
-    def until(self, tokens: int) -> float:
+    def until(self, tokens):
         """Time of an answer's token, of so many, in steps without guesses."""
         while self.tokens < self.answers * tokens:
             self.step()
         return self.seconds / self.tokens * self.answers
 
-    def begin_answers(self) -> None:
+    def begin_answers(self):
         """Others, whose prompts have been read."""
         self._unread, self._lengths = [0] * self.answers, [0] * self.answers
 
-    def fixed(self, drafts: int) -> float:
+    def fixed(self, drafts):
         """Of a token, where every step has as many guesses."""
         return self.cost(drafts, self.answers * (1 + drafts)) / sum(
             self.rate**place for place in range(drafts + 1)
         )
 
 
-def box_of_four(drafts: int, rows: int) -> float:
+def box_of_four(drafts, rows):
     """A step of R1 on four H200 beside one without guesses, one user: its rows by what was
     measured, and guesses of its layer. Where none were checked the layer reads what it has not read
     of few steps, by rows of a captured one: a step longer is taken."""
     return {1: 2.0 if drafts else 1.0, 2: 1.19, 3: 1.36, 4: 1.5}[rows] + 0.07 * drafts
 
 
-def head_of_eagle(drafts: int, rows: int) -> float:
+def head_of_eagle(drafts, rows):
     """A dense model of 8B, one user: rows cost nothing, a guess a tenth of a step."""
     return 1.0 + 0.1 * drafts + 0.002 * rows + (0.5 if drafts and rows == 1 else 0.0)
 
@@ -118,7 +108,7 @@ def test_drafting_restarts_when_acceptance_rises():
     assert run.until(3000) <= 1.02
 
 
-def rank_of_four(answers: int) -> Callable[[int, int], float]:
+def rank_of_four(answers):
     """22 of R1's layers as one rank of four on an H200, by rows and guesses that are computed, in
     steps without."""
     by_rows = {1: {1: 1.0, 2: 1.15, 3: 1.32, 4: 1.45}, 8: {8: 1.0, 16: 1.41, 24: 1.85, 32: 2.05}}[
@@ -155,9 +145,7 @@ CARD = {
 by operator."""
 
 
-def runs_of(
-    costs: tuple[list[float], float], users: int, rate: float, slow: int
-) -> list[Simulated]:
+def runs_of(costs, users, rate, slow):
     """Steps between two numbers of guesses: a guess of what is made costs a tenth of a step
     without, the rest are rows."""
     (plain, *others), reading = costs
@@ -165,7 +153,7 @@ def runs_of(
         users * (1 + place): ms / plain - 0.1 * place for place, ms in enumerate([plain, *others])
     }
 
-    def cost(drafts: int, rows: int) -> float:
+    def cost(drafts, rows):
         return by_rows[rows] + 0.1 * drafts
 
     return [

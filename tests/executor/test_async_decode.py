@@ -2,9 +2,7 @@
 comes, ends or is cancelled."""
 
 import random
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import engines
@@ -14,8 +12,6 @@ from engines import capture, finish, note, submit_all
 from forked_ranks import run_ranks
 
 from quantkit.common.devices import HostCopy
-from quantkit.executor.engine import Engine
-from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import Scheduler, StepBudget
@@ -26,7 +22,7 @@ MOST = 4
 """Requests that run together."""
 
 
-def load(path: Path, *, ahead: bool, draft_length: int = 0, **options: Any) -> Engine:
+def load(path, *, ahead, draft_length=0, **options):
     engine = engines.load(path, max_batch=MOST, draft_length=draft_length, **options)
     capture(engine, draft_length=draft_length).runner._may_launch_async = ahead
     assert isinstance(engine.scheduler, Scheduler)
@@ -34,9 +30,7 @@ def load(path: Path, *, ahead: bool, draft_length: int = 0, **options: Any) -> E
     return engine
 
 
-def requests(
-    engine: Engine, count: int, seed: int
-) -> list[tuple[int, list[int], SamplingParams, int | None]]:
+def requests(engine, count, seed):
     """When each comes, its prompt, what it asks for, and how many tokens it has when it is
     cancelled. Greedy and drawn; ended by length, a token or a string; with penalties and
     log-probabilities."""
@@ -57,7 +51,7 @@ def requests(
     return made
 
 
-def answers(engine: Engine, count: int = 8, seed: int = 0) -> list[tuple[list[int], str | None]]:
+def answers(engine, count=8, seed=0):
     """Every request's tokens, and why it ended. From time to time one is taken its blocks, and
     computed again."""
     assert isinstance(engine.scheduler, Scheduler)
@@ -85,7 +79,7 @@ def answers(engine: Engine, count: int = 8, seed: int = 0) -> list[tuple[list[in
 
 
 @pytest.fixture
-def launched_with_guesses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def launched_with_guesses(monkeypatch):
     """Answers and rows of passes that were launched ahead together with guesses."""
     return ahead_of(
         monkeypatch, "launch_async_verification", lambda *given: (len(given[0]), len(given[2]))
@@ -93,15 +87,15 @@ def launched_with_guesses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, in
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def launched(monkeypatch):
     """Rows of passes that were launched ahead."""
     return ahead_of(monkeypatch, "launch_async_decode", len)
 
 
-def ahead_of(monkeypatch: pytest.MonkeyPatch, name: str, size: Callable[..., Any]) -> list[Any]:
+def ahead_of(monkeypatch, name, size):
     made, launch = list[Any](), getattr(Runner, name)
 
-    def noted(self: Runner, *given: Any) -> None:
+    def noted(self, *given):
         launch(self, *given)
         if self.has_async:
             made.append(size(*given))
@@ -168,13 +162,13 @@ def test_drafting_starts_and_stops(tiny_checkpoint, launched, launched_with_gues
     guesses serves where none are made."""
     steps, guesses = [0], list[list[tuple[int, int, tuple[int, ...]]]]()
 
-    def choose(self: Speculation) -> tuple[int, int]:
+    def choose(self):
         steps[0] += 1
         wanted = (2 if steps[0] % 12 > 7 else 0, 0)
         self.set_lengths(*wanted)
         return wanted
 
-    def noted(one: Sequence, *_: object) -> None:
+    def noted(one, *_):
         if one.drafts:
             guesses[-1].append((one.index, len(one.token_ids), tuple(one.drafts)))
 
@@ -214,9 +208,7 @@ def test_a_failing_row_does_not_affect_others(tiny_checkpoint, launched, monkeyp
         engine, passes = load(tiny_checkpoint, ahead=True), [0]
         append = engine._append
 
-        def broken(
-            *given: Any, append: Any = append, passes: list[int] = passes, fails: bool = fails
-        ) -> None:
+        def broken(*given, append=append, passes=passes, fails=fails):
             passes[0] += 1
             if fails and passes[0] == 8:
                 raise RuntimeError("once")
@@ -229,7 +221,7 @@ def test_a_failing_row_does_not_affect_others(tiny_checkpoint, launched, monkeyp
 
 
 def test_rank_0_samples_for_all(tmp_path):
-    def compute(parallel: Parallel) -> list[list[int]]:
+    def compute(parallel):
         return [
             parallel.first(torch.arange(count) * (1 << 18) + parallel.rank).tolist()
             for count in (1, 2, 5)

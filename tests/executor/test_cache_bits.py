@@ -1,8 +1,5 @@
 """The cache in 8 bits, from an engine's option to its tokens: latents, keys and values."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import make_model
 import pytest
 import torch
@@ -33,17 +30,17 @@ WINDOWED = GROUPED | {
 
 
 @pytest.fixture(scope="module")
-def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def grouped(tmp_path_factory):
     """Grouped queries, some of whose keys leave the window."""
     return write_random(tmp_path_factory.mktemp("models") / "grouped", WINDOWED)
 
 
 @pytest.fixture(params=["latents", "keys"])
-def path(request: pytest.FixtureRequest, tiny_dense_checkpoint: Path, grouped: Path) -> Path:
+def path(request, tiny_dense_checkpoint, grouped):
     return tiny_dense_checkpoint if request.param == "latents" else grouped
 
 
-def answers(path: Path, cache: str | None, **options: int) -> list[list[int]]:
+def answers(path, cache, **options):
     engine = load(path, max_model_len=128, cache=cache, **options)
     try:
         return tokens(engine, PROMPTS, SamplingParams(max_new_tokens=12, ignore_eos=True))
@@ -103,7 +100,7 @@ def test_perplexity_tells_what_the_cache_costs(path, cache):
     assert coded.baseline_ppl == same.ppl
 
 
-def uneven(latents: bool, folder: Path) -> Path:
+def uneven(latents, folder):
     """A model whose latents, or normed keys, have channels of very different sizes, made up for
     behind the cache."""
     rng = torch.Generator().manual_seed(9)
@@ -158,7 +155,7 @@ def test_channels_are_of_one_size_in_the_cache(latents, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def local(grouped: Path) -> Iterator[Local]:
+def local(grouped):
     model = Local(EngineOptions(grouped, max_batch=1, device="cpu", cache="fp8"), name="grouped")
     yield model
     model.close()

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from typing import Any
 
 import pytest
 
@@ -13,23 +12,21 @@ from quantkit.executor.ranks.channel import Channel
 class Meeting:
     """The exchange of two ranks in threads: rank 0's value on both."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._given, self._told = threading.Event(), None
 
-    def leader(self, value: Any) -> list[Any]:
+    def leader(self, value):
         self._told = value
         self._given.set()
         return [value, None]
 
-    def follower(self, value: Any) -> list[Any]:
+    def follower(self, value):
         assert self._given.wait(10)
         return [self._told, value]
 
 
 @pytest.fixture(params=[False, True], ids=["sleeps", "spins"])
-def ends(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Channel, Channel]:
+def ends(request, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     meeting, found = Meeting(), []
     thread = threading.Thread(

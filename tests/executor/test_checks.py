@@ -1,7 +1,5 @@
 """What an engine is asked for is looked at before ranks are started and weights are read."""
 
-from typing import Any
-
 import pytest
 
 from quantkit.common.errors import QuantkitError
@@ -10,8 +8,8 @@ from quantkit.executor.engine import Engine
 
 
 @pytest.fixture(autouse=True)
-def nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    def begun(*given: Any, **named: Any) -> None:
+def nothing_begins(monkeypatch):
+    def begun(*given, **named):
         raise AssertionError("ranks are started")
 
     monkeypatch.setattr(engine, "join", begun)

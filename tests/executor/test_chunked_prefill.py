@@ -3,7 +3,6 @@ prefix cache, with guesses, waiting for room
 in a small cache: the tokens are those of one prompt at a time, computed whole."""
 
 import random
-from typing import Any
 
 import make_model
 import pytest
@@ -19,7 +18,7 @@ NEAR = 0.05
 """What log-probabilities may differ by: a product of another size differs in its last bit, the
 cache keeps 16, and experts that score alike change places. In 228 such runs over 24 families it was
 0.0043 at most, here 0.013, and no token was another."""
-CASES: dict[str, tuple[dict[str, Any], StepBudget]] = {
+CASES = {
     "llama": (
         {"chunk_tokens": 13, "prefix_cache": True},
         StepBudget(130, 16, mixed=True, doubles_at=50),
@@ -43,15 +42,12 @@ CASES: dict[str, tuple[dict[str, Any], StepBudget]] = {
         {"chunk_tokens": 33, "prefix_cache": True},
         StepBudget(33, 33, mixed=True, doubles_at=200),
     ),
-    "pangu_ultra_moe": (
-        {"chunk_tokens": 97, "prefix_cache": True},
-        StepBudget(97, 33, mixed=True),
-    ),
+    "pangu_ultra_moe": ({"chunk_tokens": 97, "prefix_cache": True}, StepBudget(97, 33, mixed=True)),
     "openpangu_v2": ({"chunk_tokens": 65}, StepBudget(65, 16, mixed=True)),
 }
 
 
-def asked(name: str) -> tuple[list[list[int]], list[SamplingParams]]:
+def asked(name):
     """Prompts, half of which begin alike, and answers of different lengths."""
     generator = random.Random(name)
     common = [generator.randrange(5, 300) for _ in range(200)]

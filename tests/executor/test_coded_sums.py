@@ -11,11 +11,9 @@ import torch.distributed as dist
 from commands import typed
 from forked_ranks import run_ranks
 from quantkit_kernels import CODES
-from torch import Tensor
 
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.ranks.quantized_all_reduce import GROUP, LEAST_ROWS, CodedSums, codes_of_sums
 from quantkit.executor.runner.attention_context import Chunk, PrefillContext
 from quantkit.executor.weights.load import load_model
@@ -24,7 +22,7 @@ CPU = torch.device("cpu")
 SIZE, ROWS, WIDTH = 3, 53, 4 * GROUP
 
 
-def part(rank: int, dtype: torch.dtype) -> Tensor:
+def part(rank, dtype):
     """Rows of very different sizes, a group with one large value, a row of zeros and one of numbers
     that are none."""
     rng = torch.Generator().manual_seed(rank)
@@ -35,7 +33,7 @@ def part(rank: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def steps(x: Tensor, codes: torch.dtype) -> Tensor:
+def steps(x, codes):
     """How far a coded value may be from it."""
     groups = x.unflatten(1, (-1, GROUP))
     largest = groups.abs().amax(dim=-1, keepdim=True).clamp_min(1e-8)
@@ -48,7 +46,7 @@ def steps(x: Tensor, codes: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_the_sum_is_within_its_bound(name, dtype, tmp_path):
-    def compute(parallel: Parallel) -> list[Tensor]:
+    def compute(parallel):
         parallel.coded_sums = CodedSums(CODES[name], SIZE, 0)
         mine = part(parallel.rank, dtype)
         return [parallel.all_reduce(mine.clone()), parallel.all_reduce(mine[4:44].clone())]
@@ -80,18 +78,18 @@ def test_the_sum_is_within_its_bound(name, dtype, tmp_path):
 
 def test_what_is_sent(tmp_path, monkeypatch):
     """130 bytes for 128 values, each way; short sums, and those of another width, as they were."""
-    sent: list[int] = []
+    sent = []
     scatter, gather, plain = dist.all_to_all_single, dist.all_gather, dist.all_reduce
 
-    def scattering(received: Tensor, x: Tensor) -> object:
+    def scattering(received, x):
         sent.append(x.nbytes)
         return scatter(received, x)
 
-    def gathering(parts: list[Tensor], x: Tensor) -> object:
+    def gathering(parts, x):
         sent.append(x.nbytes)
         return gather(parts, x)
 
-    def summing(x: Tensor) -> object:
+    def summing(x):
         sent.append(-x.nbytes)
         return plain(x)
 
@@ -99,7 +97,7 @@ def test_what_is_sent(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "all_gather", gathering)
     monkeypatch.setattr(dist, "all_reduce", summing)
 
-    def compute(parallel: Parallel) -> list[int]:
+    def compute(parallel):
         parallel.coded_sums = CodedSums(torch.int8, SIZE, 40)
         assert torch.allclose(
             parallel.all_reduce(torch.ones(48, WIDTH)),
@@ -137,7 +135,7 @@ def test_a_prompt_on_two_ranks(name, tiny_checkpoint, tmp_path):
     """Its distribution moves by little, and not by nothing."""
     token_ids = torch.arange(10, 74)
 
-    def log_probabilities(parallel: Parallel, codes: torch.dtype | None) -> Tensor:
+    def log_probabilities(parallel, codes):
         parallel.coded_sums = None if codes is None else CodedSums(codes, 2, 0)
         loaded = load_model(tiny_checkpoint, device="cpu", dtype="float32", parallel=parallel)
         context = PrefillContext(loaded.new_cache(2), [Chunk(0, 64, torch.tensor([1]))])

@@ -4,7 +4,6 @@ answers."""
 import math
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import good_checkpoints
 import make_model
@@ -25,7 +24,7 @@ from quantkit.executor.sampling.grammar import regex
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.data_parallel import DataParallelScheduler, DpPadding
 from quantkit.executor.scheduler.scheduler import Scheduler, StepBudget
-from quantkit.executor.scheduler.sequence import Completion, Sequence
+from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import find_scheme
 from quantkit.models.stored_parameters import read_model
@@ -47,7 +46,7 @@ PARAMS = [
 ]
 
 
-def load(path: Path, dp: int, **options: object) -> Engine:
+def load(path, dp, **options):
     """Two requests together on a rank, whose cache holds no more."""
     cache = {
         "max_model_len": 192,
@@ -67,7 +66,7 @@ def load(path: Path, dp: int, **options: object) -> Engine:
     )
 
 
-def run(engine: Engine) -> list[Completion]:
+def run(engine):
     return sorted(engine.generate(PROMPTS, PARAMS), key=lambda one: one.index)
 
 
@@ -110,7 +109,7 @@ def test_grouped_query_attention_with_experts_alone(tmp_path):
     path = make_model.write_dense(tmp_path / "qwen", config, tensors)
     greedy = [replace(one, temperature=0.0) for one in PLAIN]
 
-    def answers(parallel: Parallel) -> list[list[int]]:
+    def answers(parallel):
         loaded = load_model(path, device="cpu", dtype="float32", expert_parallel=parallel)
         options = EngineOptions(path, max_batch=4, chunk_tokens=64)
         engine = Engine(loaded, ChatTokenizer(path), CachePlan(9, 64, 192), options)
@@ -125,7 +124,7 @@ def test_grouped_query_attention_with_experts_alone(tmp_path):
         engine.leader.dismiss()
         return [found[index] for index in range(len(PROMPTS))]
 
-    def rank(parallel: Parallel) -> list[list[int]]:
+    def rank(parallel):
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         parallel._open_channel(torch.device("cpu"))
         return answers(parallel)
@@ -198,7 +197,7 @@ def test_a_request_goes_where_it_is_expected_soonest():
         3, lambda: Scheduler(plan, max_batch=2, chunk_tokens=8, prefix_cache=True)
     )
 
-    def request(first: int) -> Sequence:
+    def request(first):
         params, tokenizer = SamplingParams(max_new_tokens=4), ChatTokenizer(find_model("tiny-r1"))
         return Sequence(0, list(range(first, first + 9)), params, tokenizer, 32, streams=False)
 

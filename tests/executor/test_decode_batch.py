@@ -62,6 +62,5 @@ def test_as_by_operators():
         )
         tables = blocks.int()
         assert torch.equal(
-            cache_slots(places, tables, 8, reach),
-            cache_slots_in_torch(places, tables, 8, reach),
+            cache_slots(places, tables, 8, reach), cache_slots_in_torch(places, tables, 8, reach)
         )

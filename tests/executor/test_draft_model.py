@@ -1,8 +1,6 @@
 """A draft model that somebody brought changes how many tokens a step brings, and no token."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
@@ -25,7 +23,7 @@ from tied_model import tied_tensors
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.rank0 import follow
-from quantkit.executor.ranks.parallel import SINGLE, Parallel
+from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.runner.prefill_tuner import StepBudget
 from quantkit.executor.sampling.params import SamplingParams
@@ -34,11 +32,11 @@ from quantkit.executor.speculation.draft_model import VocabAdapter, load_draft, 
 from quantkit.executor.speculation.speculation import Speculation
 from quantkit.executor.weights.load import load_model
 
-SMALL: dict[str, Any] = QWEN3 | {"num_hidden_layers": 1, "max_position_embeddings": 48}
+SMALL = QWEN3 | {"num_hidden_layers": 1, "max_position_embeddings": 48}
 GREEDY = SamplingParams(max_new_tokens=40, ignore_eos=True)
 
 
-def write(path: Path, config: dict[str, Any], seed: int = 0, tokens: int = 320) -> Path:
+def write(path, config, seed=0, tokens=320):
     """A random model whose layers change little, so that its first ones guess well, and sampled
     tokens are often the likeliest."""
     tensors = tied_tensors(QWEN3 if config is SMALL else config, seed)
@@ -57,7 +55,7 @@ def write(path: Path, config: dict[str, Any], seed: int = 0, tokens: int = 320) 
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory):
     """near: the first layer of qwen3 alone, of few positions. short: a table of fewer ids."""
     folder = tmp_path_factory.mktemp("models")
     found = {
@@ -70,7 +68,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def plain(models: dict[str, Path]) -> dict[str, list[list[int]]]:
+def plain(models):
     """Answers without guesses."""
     return {name: tokens(load(models[name]), MIXED) for name in ("qwen3", "llama")}
 
@@ -143,10 +141,10 @@ def test_sequences_beyond_the_backlog_are_not_drafted_for(models, monkeypatch):
     the same."""
     monkeypatch.setattr("quantkit.executor.speculation.draft_model._MAX_CATCH_UP", 8)
     engine = load(models["qwen3"], models["qwen3"], draft_length=2)
-    drafter: Any = engine.speculation.drafter
+    drafter = engine.speculation.drafter
     read = list[int]()
 
-    def seen(answers: Any, parts: Any) -> None:
+    def seen(answers, parts):
         read.append(sum(len(one.token_ids) for one in parts))
 
     note(monkeypatch, drafter._own.prefill_runner, "run", seen)
@@ -160,9 +158,9 @@ def test_sequences_beyond_the_backlog_are_not_drafted_for(models, monkeypatch):
 
 
 def test_nothing_is_guessed_behind_the_draft_models_positions(models, plain, monkeypatch):
-    guessed: list[int] = []
+    guessed = []
 
-    def seen(one: Sequence, *_: object) -> None:
+    def seen(one, *_):
         guessed.extend(len(one.token_ids) + i for i in range(len(one.drafts)))
 
     note(monkeypatch, Sequence, "extend", seen)
@@ -190,7 +188,7 @@ def test_captured_steps_change_no_token(models, plain):
 def test_two_ranks_guess_as_one(models, plain, tmp_path):
     """Each rank has the draft model whole; what rank 0 guesses counts."""
 
-    def rank(parallel: Parallel) -> list[Any]:
+    def rank(parallel):
         options = EngineOptions(
             models["qwen3"],
             device="cpu",
@@ -238,10 +236,10 @@ def test_its_cache_is_planned(models):
 
 @pytest.mark.parametrize(("vocab", "known"), [(300, 320), (352, 320)])
 def test_ids_that_one_model_lacks(models, vocab, known):
-    seen: list[torch.Tensor] = []
+    seen = []
     loaded = load_model(models["llama"], device="cpu", dtype="float32")
 
-    def forward(token_ids: torch.Tensor, context: Any, rows: Any) -> torch.Tensor:
+    def forward(token_ids, context, rows):
         seen.append(token_ids)
         return token_ids
 

@@ -48,7 +48,7 @@ def test_guesses_are_the_same_however_they_are_computed(easy_checkpoint, tempera
     found, waited = [], Counter[str]()
     agree = Parallel.agree
 
-    def counted(self: Parallel, x: torch.Tensor) -> list[int]:
+    def counted(self, x):
         waited[kind] += 1
         return agree(self, x)
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
@@ -12,7 +10,6 @@ from engines import in_place
 from guessed_models import MIXED, PROMPTS, QWEN3, load, measured, tokens
 from safetensors.torch import save_file
 from tied_model import tied_tensors
-from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.checkpoint.reader import Checkpoint
@@ -28,9 +25,9 @@ from quantkit.executor.speculation.speculation import Speculation
 from quantkit.models.context import CausalContext
 from quantkit.models.eagle3 import HeadConfig
 
-TARGET: dict[str, Any] = QWEN3 | {"num_hidden_layers": 8}
+TARGET = QWEN3 | {"num_hidden_layers": 8}
 HIDDEN, HEADS, DRAFT = 64, 4, 304
-HEAD: dict[str, Any] = json.loads("""{
+HEAD = json.loads("""{
     "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": 320,
     "draft_vocab_size": 304, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
     "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_act": "silu",
@@ -38,7 +35,7 @@ HEAD: dict[str, Any] = json.loads("""{
     "torch_dtype": "bfloat16"}""")
 
 
-def target_tensors() -> dict[str, Tensor]:
+def target_tensors():
     """Layers change little: the next token depends on the last one."""
     small = ("o_proj.weight", "down_proj.weight")
     scales = {"lm_head.weight": 6.0, "model.embed_tokens.weight": 4.0}
@@ -48,7 +45,7 @@ def target_tensors() -> dict[str, Tensor]:
     }
 
 
-def random_head(seed: int = 5) -> dict[str, Tensor]:
+def random_head(seed=5):
     """Every tensor as it is published, at random."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {f"midlayer.self_attn.{side}_proj": (HIDDEN, 2 * HIDDEN) for side in "qkv"}
@@ -81,7 +78,7 @@ def random_head(seed: int = 5) -> dict[str, Tensor]:
     }
 
 
-def knowing_head() -> dict[str, Tensor]:
+def knowing_head():
     """Knows that the next token follows from the last one: attends to the token itself, and has the
     target's norm and head."""
     target, head = target_tensors(), random_head()
@@ -101,7 +98,7 @@ def knowing_head() -> dict[str, Tensor]:
     }
 
 
-def write_head(path: Path, tensors: dict[str, Tensor], **changes: Any) -> Path:
+def write_head(path, tensors, **changes):
     path.mkdir()
     save_file(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(HEAD | changes))
@@ -109,7 +106,7 @@ def write_head(path: Path, tensors: dict[str, Tensor], **changes: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eagle")
     target = make_model.write_dense(folder / "target", TARGET, target_tensors())
     found = {"target": target, "random": write_head(folder / "random", random_head())}
@@ -120,15 +117,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def plain(models: dict[str, Path]) -> list[list[int]]:
+def plain(models):
     return tokens(load(models["target"]), MIXED)
 
 
-def rms(x: Tensor, gain: Tensor) -> Tensor:
+def rms(x, gain):
     return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * gain
 
 
-def rotated(x: Tensor) -> Tensor:
+def rotated(x):
     """x [T, heads, D]."""
     half = x.shape[-1] // 2
     angles = torch.arange(len(x))[:, None] * 10000.0 ** -(torch.arange(half) / half)
@@ -137,14 +134,7 @@ def rotated(x: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def published_forward(
-    head: dict[str, Tensor],
-    embedding: Tensor,
-    next_ids: Tensor,
-    depths: Tensor,
-    *,
-    normed_residual: bool,
-) -> Tensor:
+def published_forward(head, embedding, next_ids, depths, *, normed_residual):
     """Logits over the target's tokens, by the definition: llama_eagle3 of SGLang and vLLM. depths
     [T, 3 H]."""
     w = {

@@ -2,14 +2,12 @@
 room, the tokens are the same."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from engines import completions, load, tokens
 
 from quantkit.common.errors import QuantkitError
-from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.models.context import CausalContext
 
@@ -17,11 +15,11 @@ GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_checkpoint: Path) -> Engine:
+def engine(tiny_checkpoint):
     return load(tiny_checkpoint, max_batch=8, max_model_len=512)
 
 
-def questions(engine: Engine, count: int) -> list[list[int]]:
+def questions(engine, count):
     return [
         engine.tokenizer.encode_chat(
             [{"role": "user", "content": f"{'What is ' * (i % 4)}{i}+{i * 7}?"}]

@@ -3,8 +3,6 @@ without it, and no cache is lost."""
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from engines import completions
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.sequence import Completion
 from quantkit.tokenizer.chat import TextStream
 
 PROMPTS = [list(range(10 + i, 30 + 2 * i)) for i in range(4)]
@@ -27,22 +24,22 @@ BAD = 2
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["plain", "drafts"])
-def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
-    options: dict[str, Any] = {"draft_length": request.param, "prefix_cache": True}
+def engine(request, tiny_checkpoint):
+    options = {"draft_length": request.param, "prefix_cache": True}
     return Engine.load(
         tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256, **options
     )
 
 
 @pytest.fixture(scope="module")
-def alone(engine: Engine) -> list[list[int]]:
+def alone(engine):
     return [
         next(iter(engine.generate([prompt], params))).token_ids
         for prompt, params in zip(PROMPTS, PARAMS)
     ]
 
 
-def check(done: list[Completion], alone: list[list[int]], fault: type[BaseException]) -> None:
+def check(done, alone, fault):
     for index, one in enumerate(done):
         if index == BAD:
             assert one.finish_reason == "error"
@@ -56,7 +53,7 @@ def check(done: list[Completion], alone: list[list[int]], fault: type[BaseExcept
 def test_text_that_cannot_be_decoded(engine, alone, monkeypatch, fault):
     push = TextStream.push
 
-    def broken(self: TextStream, token_id: int) -> str:
+    def broken(self, token_id):
         if self._stop == ("broken",) and token_id == alone[BAD][4]:
             raise fault("no such text")
         return push(self, token_id)
@@ -79,7 +76,7 @@ def test_a_row_that_cannot_be_sampled(engine, alone):
 def test_a_pass_that_fails_for_one(engine, alone, monkeypatch, kind):
     compute = getattr(engine.runner, kind)
 
-    def broken(parts: list[Any]) -> Any:
+    def broken(parts):
         for part in parts:
             sequence = part[0] if kind == "prefill" else part
             if sequence.token_ids[:2] == PROMPTS[BAD][:2] and (

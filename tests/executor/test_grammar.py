@@ -4,7 +4,6 @@ too much of one, is refused."""
 import json
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,11 +29,11 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_checkpoint: Path) -> Engine:
+def engine(tiny_checkpoint):
     return load(tiny_checkpoint)
 
 
-def answers(engine: Engine, **options: object) -> list[str]:
+def answers(engine, **options):
     params = [SamplingParams(max_new_tokens=120, seed=i, **options) for i in range(4)]  # type: ignore[arg-type]
     done = completions(engine, PROMPTS, params)
     assert {one.finish_reason for one in done} == {"stop"}
@@ -210,7 +209,7 @@ def test_thinking_is_closed_before_an_answer_that_is_held_ends(tiny_checkpoint, 
     assert end in done.token_ids
 
 
-def allowed(guide: grammar.Guide, drafts: list[int]) -> list[list[int] | None]:
+def allowed(guide, drafts):
     """Tokens that may come behind each; None where any may."""
     bits = np.full((1 + len(drafts), guide.words), -1, dtype=np.int32)
     guide.write(guide.new_executor(1), bits, 0, drafts)

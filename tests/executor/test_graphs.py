@@ -1,16 +1,13 @@
 """Decode steps over static buffers give the tokens of eager ones, and where they cannot be captured
 they are computed all the same."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from engines import capture, in_place, load, tokens
 
-from quantkit.executor.engine import Engine
 from quantkit.executor.runner.decode_batch import DecodeRows
-from quantkit.executor.runner.graphs import Capture, DecodeBuffers, DecodeSteps, DeviceCapture, Step
+from quantkit.executor.runner.graphs import DecodeBuffers, DecodeSteps, DeviceCapture
 from quantkit.executor.sampling.params import SamplingParams
 
 PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(11)]
@@ -26,14 +23,14 @@ PARAMS = [
 ]
 
 
-def refuse(step: Step, lengths: list[int]) -> Step:
+def refuse(step, lengths):
     try:
         raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
     finally:
         raise RuntimeError("operation failed due to a previous error during capture")
 
 
-def engine_of(path: Path, captured: Capture | None = None, draft_length: int = 0) -> Engine:
+def engine_of(path, captured=None, draft_length=0):
     engine = load(path, max_batch=8, draft_length=draft_length)
     return engine if captured is None else capture(engine, captured, draft_length)
 
@@ -44,7 +41,7 @@ def test_graphs_share_their_memory():
     device, room = torch.device("cuda", 0), 1 << 24
     capture = DeviceCapture(device)
 
-    def step() -> torch.Tensor:
+    def step():
         return (torch.ones(room, device=device) * 2).sum()
 
     replays, before = [capture(step, [])], torch.cuda.memory_reserved(device)
@@ -54,7 +51,7 @@ def test_graphs_share_their_memory():
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_checkpoint: Path) -> list[list[int]]:
+def expected(tiny_checkpoint):
     engine = engine_of(tiny_checkpoint)
     assert "cpu" in engine.runner.why_eager
     return tokens(engine, PROMPTS, PARAMS)

@@ -1,9 +1,6 @@
 """What a decode step may not do where it is captured as a graph: take a number from the host, or
 have the host wait for one."""
 
-from collections.abc import Callable
-from typing import Any
-
 import make_model
 import pytest
 import torch
@@ -22,11 +19,11 @@ WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "_uniq
 class HostTraffic(TorchDispatchMode):
     """Notes what a capture on CUDA would refuse."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.found: set[str] = set()
+        self.found = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.removeprefix("aten::")
         indices = args[1] if name in ("index", "index_put", "index_put_") else ()
         number = (
@@ -45,8 +42,8 @@ class HostTraffic(TorchDispatchMode):
 def test_a_step_has_no_traffic_with_the_host(name, tmp_path):
     config, traffic, steps = CONFIGS[name], HostTraffic(), [0]
 
-    def watched(step: Callable[[], Any], lengths: list[int]) -> Callable[[], Any]:
-        def run() -> Any:
+    def watched(step, lengths):
+        def run():
             steps[0] += 1
             with traffic:
                 return step()

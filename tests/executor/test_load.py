@@ -1,9 +1,5 @@
 """A rank reads its share of the file and what the ranks have in common, in every packed format."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import make_model
 import pytest
 import torch
@@ -22,20 +18,18 @@ from quantkit.checkpoint.formats import (
     modelopt,
     modelslim,
 )
-from quantkit.checkpoint.formats.base import Format
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.hf_engine import open_engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.weights.load import LoadedModel, load_model
-from quantkit.grids.base import Grid
+from quantkit.executor.weights.load import load_model
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.models.context import CausalContext
 
-CASES: dict[str, tuple[Format, Grid]] = {
+CASES = {
     "awq": (awq.FORMAT, IntGrid(4, 32, False)),
     "compressed-tensors int4": (compressed_int4.FORMAT, IntGrid(4, 32, True)),
     "compressed-tensors int8": (compressed_int8.FORMAT, IntGrid(8, None, True)),
@@ -49,7 +43,7 @@ SIZE = 4
 
 
 @pytest.fixture(scope="module", params=CASES)
-def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed(request, tmp_path_factory):
     config = make_model.tiny_config()
     return write_packed(
         tmp_path_factory.mktemp("packed") / "model",
@@ -59,12 +53,12 @@ def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
 
 
-def load(path: Path, rank: int) -> LoadedModel:
+def load(path, rank):
     """As one of SIZE ranks, which needs no others to load."""
     return load_model(path, device="cpu", dtype="float32", parallel=Parallel(rank, SIZE))
 
 
-def stored_bytes(loaded: LoadedModel, *splits: str) -> int:
+def stored_bytes(loaded, *splits):
     """Of the tensors that the file holds of the model's parameters with these splits, but the MTP
     layer's."""
     checkpoint, found = loaded.checkpoint, 0
@@ -114,7 +108,7 @@ def test_shares_are_those_of_the_whole_weight(packed):
 def test_each_model_of_a_process_computes_by_its_own_backend(tmp_path, monkeypatch):
     """The one that is loaded last does not decide for the one before it, nor for what computes
     without a model."""
-    by_cpu: list[str] = []
+    by_cpu = []
     heads = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -132,7 +126,7 @@ def test_each_model_of_a_process_computes_by_its_own_backend(tmp_path, monkeypat
         tmp_path / "model", {"model_type": "qwen3", "rope_theta": 1e4, **heads, **sizes}
     )
 
-    def counted(operator: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(operator, run):
         return lambda *given: by_cpu.append(operator) or run(*given)  # type: ignore[func-returns-value]
 
     for operator in ("gqa_prefill", "silu_and_mul"):

@@ -3,15 +3,12 @@ drafts, chunks and shared prefixes."""
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from engines import completions, load
 
 from quantkit.common.errors import QuantkitError
-from quantkit.executor.engine import Engine
 from quantkit.executor.runner.logits_processor import LogitsProcessor
 from quantkit.executor.sampling.params import Batch, SamplingParams, distribution
 from quantkit.executor.scheduler.sequence import Sequence
@@ -32,13 +29,11 @@ EVERYTHING = SamplingParams(
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_checkpoint: Path) -> Engine:
+def engine(tiny_checkpoint):
     return load(tiny_checkpoint)
 
 
-def penalized(
-    logits: list[float], seen: set[int], generated: list[int], params: SamplingParams
-) -> list[float]:
+def penalized(logits, seen, generated, params):
     """A row by the formulas, one token after the other."""
     found = []
     for token, value in enumerate(logits):
@@ -57,7 +52,7 @@ def penalized(
 
 
 def test_a_row_is_adjusted_for_the_tokens_before_it(engine):
-    def sequence_of(index: int, prompt: list[int], params: SamplingParams) -> Sequence:
+    def sequence_of(index, prompt, params):
         return Sequence(index, prompt, params, engine.tokenizer, 256, streams=False)
 
     sequence = sequence_of(0, [3, 5, 5, 8], replace(EVERYTHING, min_new_tokens=0))
@@ -117,10 +112,8 @@ def test_min_p_keeps_a_share_of_the_likeliest():
     assert kept[1] == 2
 
 
-def run(
-    engine: Engine, prompts: list[list[int]], params: SamplingParams
-) -> list[tuple[list[int], list[float], list[float]]]:
-    def scores(scored: Any) -> list[float]:
+def run(engine, prompts, params):
+    def scores(scored):
         return [token.logprob for token in scored or []]
 
     done = completions(engine, prompts, params)

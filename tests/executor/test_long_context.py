@@ -12,7 +12,7 @@ INPUT, OUTPUT, CHUNK = 60_000, 512, 2048
 R1_BYTES_PER_TOKEN = 61 * 576 * 2
 
 
-def r1_plan(free_gb: float, max_batch: int = 64) -> dict[str, int]:
+def r1_plan(free_gb, max_batch=64):
     plan = plan_cache(
         bytes_per_token=R1_BYTES_PER_TOKEN,
         free_bytes=int(free_gb * 1e9),

@@ -4,7 +4,6 @@ values and of a mixture over latents, where memory is left for them."""
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -29,13 +28,13 @@ CUDA = torch.device("cuda")
 
 
 @pytest.fixture
-def loaded(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+def loaded(tiny_checkpoint, monkeypatch):
     """On a card, as far as headroom asks."""
     monkeypatch.setattr(LoadedModel, "cache_layout", SimpleNamespace(block_size=64))
     return replace(load_model(tiny_checkpoint, device="cpu", dtype="bfloat16"), device=CUDA)
 
 
-def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def free(monkeypatch, count):
     monkeypatch.setattr(memory_budget, "free_bytes", lambda device: count)
 
 
@@ -69,10 +68,7 @@ def test_others_have_the_steps_that_their_device_has(loaded):
     for kind in ("cpu", "npu"):
         assert long_step_bytes(replace(loaded, device=SimpleNamespace(type=kind))) is None
     asked = loaded.config.routing
-    others: list[tuple[Any, Any, Any]] = [
-        (replace(cache, index_dim=32), asked, None),
-        (cache, None, None),
-    ]
+    others = [(replace(cache, index_dim=32), asked, None), (cache, None, None)]
     others += [(KeyValueCache(2, 16), None, ShortConvolutions), (CompressedCache, asked, None)]
     for held, routing, recurrent in others:
         config = SimpleNamespace(cache=held, routing=routing, recurrent=recurrent, hidden_size=256)

@@ -1,10 +1,8 @@
 """Answers and prompts in one pass, with chunks as measured: tokens are those of computing apart,
 and nobody waits for a long prompt."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +11,8 @@ from engines import completions, load, note, tokens
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner import prefill_tuner
-from quantkit.executor.runner.prefill_graphs import PrefillChunk
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.scheduler import ScheduledStep, StepBudget
+from quantkit.executor.scheduler.scheduler import StepBudget
 
 PROMPTS = [
     [7 + i] * 4 + list(range(20, 20 + length)) for i, length in enumerate((3, 9, 120, 30, 200, 64))
@@ -67,7 +64,7 @@ def test_a_pass_that_fails_for_one_fails_for_nobody_else(tiny_checkpoint, monkey
     alone = tokens(engine, PROMPTS, PARAMS)
     engine.scheduler.budget = StepBudget(512, 16, mixed=True)
 
-    def broken(self: Engine, step: ScheduledStep) -> None:
+    def broken(self, step):
         if any(sequence.index == index for sequence, _ in step.per_sequence()):
             raise ValueError("no such row")
 
@@ -89,16 +86,16 @@ class Clocked:
     seen: float = 0.0
     measured: list[int] = field(default_factory=list)
 
-    def __call__(self, tokens: int, start: int = 0) -> float:
+    def __call__(self, tokens, start=0):
         self.measured.append(tokens)
         pairs = tokens * (start + tokens / 2) if start else prefill_tuner._pairs(tokens)
         return self.took(tokens, start, pairs)
 
-    def took(self, tokens: int, start: int, pairs: float) -> float:
+    def took(self, tokens, start, pairs):
         computed = self.fixed + self.each * tokens + self.pair * pairs + self.seen * start
         return max(self.launches, computed)
 
-    def first(self, tokens: int) -> float:
+    def first(self, tokens):
         """The first tokens of one prompt."""
         return self.took(tokens, 0, tokens * tokens / 2)
 
@@ -154,19 +151,19 @@ class Launched:
     """A trial whose passes are replayed in 24 us a token, and launched in no less than
     `launches`."""
 
-    def __init__(self, launches: float) -> None:
+    def __init__(self, launches):
         self.launches = launches
 
-    def seconds(self, took: Callable[[int], float], tokens: int) -> float:
+    def seconds(self, took, tokens):
         return took(tokens)
 
-    def bounded(self, tokens: int) -> float:
+    def bounded(self, tokens):
         return self.launched(tokens)
 
-    def prompt(self, tokens: int) -> float:
+    def prompt(self, tokens):
         return 24e-6 * tokens
 
-    def launched(self, tokens: int) -> float:
+    def launched(self, tokens):
         return max(self.launches, self.prompt(tokens))
 
 
@@ -175,7 +172,7 @@ class Launched:
     [(60e-3, 4096, 2048), (45e-3, 4096, 1024), (0.0, 4096, 1024), (45e-3, 100, 100)],
 )
 def test_passes_are_captured_where_they_wait_for_launches(launches, most, captured):
-    trial: Any = Launched(launches)
+    trial = Launched(launches)
     assert prefill_tuner._largest_captured(trial, most) == captured
 
 
@@ -196,15 +193,15 @@ def test_what_is_measured_is_a_budget(tiny_checkpoint):
 def test_the_longest_step_is_computed_before_the_first_request(device, computed):
     """Of two prompts, as long as a step is, or as the cache holds. A CPU has nothing to compile,
     and computes for seconds."""
-    launched: list[list[int]] = []
+    launched = []
 
-    def launch(answers: None, prompts: list[PrefillChunk]) -> torch.Tensor:
+    def launch(answers, prompts):
         launched.append([len(one.token_ids) for one in prompts])
         return torch.zeros(sum(launched[-1]), 4)
 
     model = SimpleNamespace(embedding=torch.zeros(100, 4), logits=lambda hidden: hidden)
     cache = SimpleNamespace(num_blocks=8, block_size=64)
-    runner: Any = SimpleNamespace(
+    runner = SimpleNamespace(
         device=torch.device(device),
         cache=cache,
         model=model,
@@ -223,11 +220,11 @@ def test_slow_passes_are_not_measured_for_long(tiny_checkpoint, each, least, mon
     engine, now = load(tiny_checkpoint, max_model_len=512, max_batch=4), [0.0]
     launch, run = engine.runner.prefill_runner.launch, engine.runner.steps.run
 
-    def launched(answers: Any, prompts: list[PrefillChunk]) -> torch.Tensor:
+    def launched(answers, prompts):
         now[0] += each * sum(len(one.token_ids) for one in prompts)
         return launch(answers, prompts)
 
-    def stepped(rows: Any) -> Any:
+    def stepped(rows):
         now[0] += each
         return run(rows)
 
@@ -245,8 +242,8 @@ def test_slow_passes_are_not_measured_for_long(tiny_checkpoint, each, least, mon
 
 def test_the_slowest_rank_decides(tiny_checkpoint):
     engine = load(tiny_checkpoint, max_model_len=1024)
-    told: list[int] = []
-    parallel: Any = SimpleNamespace(minimum=lambda value: told.append(value) or -2_000_000_000)
+    told = []
+    parallel = SimpleNamespace(minimum=lambda value: told.append(value) or -2_000_000_000)
     trial = prefill_tuner._Trial(engine.runner, parallel)
     with torch.inference_mode():
         assert trial.seconds(trial.prompt, 32) == 2.0

@@ -23,7 +23,6 @@ from quantkit.executor.rank0 import Leader
 from quantkit.executor.ranks.parallel import Parallel, join
 from quantkit.executor.sampling.grammar import regex
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.sequence import Completion
 
 PROMPTS = [list(range(10 + i, 40 + 2 * i)) for i in range(5)]
 PLAIN = [
@@ -55,15 +54,15 @@ class BrokenStream:
     stopped = False
     tokens = 0
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_id):
         self.tokens += 1
         return "x" * (2 // (3 - self.tokens))
 
-    def finish(self) -> str:
+    def finish(self):
         return ""
 
 
-def _check_sockets(tp: int) -> None:
+def _check_sockets(tp):
     """Nobody outside this machine can reach the ranks."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     assert len(processes) >= tp
@@ -77,7 +76,7 @@ def _check_sockets(tp: int) -> None:
     assert {ip.removeprefix("::ffff:") for ip in listening} <= {"127.0.0.1", "::1"}
 
 
-def run(engine: Engine) -> list[Completion]:
+def run(engine):
     return completions(engine, PROMPTS, PARAMS)
 
 
@@ -165,7 +164,7 @@ def test_more_ranks_than_devices_are_refused(tiny_checkpoint, monkeypatch):
 QUANTKIT = [sys.executable, "-m", "quantkit"]
 
 
-def ended(line: str) -> tuple[int, str]:
+def ended(line):
     """Exit code and stderr of a command in a process of its own."""
     done = subprocess.run([*QUANTKIT, *line.split()], capture_output=True, text=True, timeout=120)
     return done.returncode, done.stderr.strip()
@@ -215,11 +214,7 @@ def test_ranks_that_a_launcher_started_lead_and_follow(tiny_checkpoint):
         "OMP_NUM_THREADS": "1",
     }
     ranks = [
-        subprocess.Popen(
-            command,
-            env={**meeting, "RANK": rank},
-            stdout=subprocess.PIPE,
-        )
+        subprocess.Popen(command, env={**meeting, "RANK": rank}, stdout=subprocess.PIPE)
         for rank in ("0", "1")
     ]
     printed = [rank.communicate(timeout=120)[0] for rank in ranks]

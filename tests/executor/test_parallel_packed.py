@@ -1,25 +1,19 @@
 """Packed weights cut for 2 ranks, and one kind for 4: tiny-r1 in every grid answers as one process
 does."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
 from engines import completions, load
 from packed_model import write_packed
 
 from quantkit.checkpoint.formats import awq, compressed_int4, modelopt
-from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.hub import find_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.sequence import Completion
-from quantkit.grids.base import Grid, dequantize
+from quantkit.grids.base import dequantize
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import Nvfp4Grid
 
-CASES: dict[str, tuple[Format, Grid]] = {
+CASES = {
     "awq": (awq.FORMAT, IntGrid(4, 128, False)),
     "compressed-tensors int4": (compressed_int4.FORMAT, IntGrid(4, 128, True)),
     "modelopt FP4": (modelopt.FORMAT, Nvfp4Grid()),
@@ -28,7 +22,7 @@ GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True, logprobs=0)
 
 
 @pytest.fixture(scope="module")
-def plain() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def plain():
     """tiny-r1's config without its quantization, and its tensors decoded, but for the MTP layer."""
     checkpoint = Checkpoint.open(find_model("tiny-r1"))
     config = {
@@ -46,7 +40,7 @@ def plain() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     }
 
 
-def answers(path: Path, tp: int) -> tuple[list[Completion], int]:
+def answers(path, tp):
     """With their log-probabilities; and bytes of this rank's weights."""
     engine = load(path, max_model_len=128, tp=tp)
     prompts = [
@@ -58,9 +52,7 @@ def answers(path: Path, tp: int) -> tuple[list[Completion], int]:
     return done, engine.loaded.nbytes
 
 
-def write(
-    path: Path, plain: tuple[dict[str, Any], dict[str, torch.Tensor]], format: Format, grid: Grid
-) -> Path:
+def write(path, plain, format, grid):
     write_packed(path, *plain, format, grid)
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (path / file).write_bytes((find_model("tiny-r1") / file).read_bytes())

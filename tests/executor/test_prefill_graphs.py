@@ -1,16 +1,11 @@
 """Passes with prompts over static buffers compute what eager ones do, padded and replayed; those
 that are large or come once stay eager."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from engines import capture, completions, in_place, load, note, tokens
 from packed_model import GROUPED, write_random
 
-from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner import graph_warmup, prefill_graphs
 from quantkit.executor.runner.graph_warmup import warm_up_graphs
@@ -30,19 +25,17 @@ PARAMS = [
 
 
 @pytest.fixture(autouse=True)
-def captured_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def captured_soon(monkeypatch):
     """A size that comes a second time is captured."""
     monkeypatch.setattr(prefill_graphs, "RUNS_BEFORE_CAPTURE", 1)
 
 
 @pytest.fixture(scope="module")
-def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def grouped(tmp_path_factory):
     return write_random(tmp_path_factory.mktemp("models") / "grouped", NARROW)
 
 
-def engine_of(
-    path: Path, captured: Any = None, draft_length: int = 0, budget: StepBudget | None = None
-) -> Engine:
+def engine_of(path, captured=None, draft_length=0, budget=None):
     engine = load(path, max_model_len=320, draft_length=draft_length, prefix_cache=True)
     if captured is not None:
         capture(engine, captured, draft_length)
@@ -97,7 +90,7 @@ def test_hidden_states_are_those_of_an_eager_pass(tiny_checkpoint):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def widths(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def widths(engine, monkeypatch):
     """How many tokens the last layer's MLP computes, pass by pass, from now on."""
     found = list[int]()
     note(monkeypatch, engine.loaded.model.layers[-1], "mlp", lambda x: found.append(len(x)))
@@ -193,7 +186,7 @@ def test_a_limit_lets_go_of_larger_graphs(tiny_checkpoint):
 
 @torch.inference_mode()
 def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint):
-    def refuse(step: Callable[[], object], lengths: list[int]) -> Callable[[], object]:
+    def refuse(step, lengths):
         raise RuntimeError("operation not permitted\nsecond line")
 
     passes, prompt = (
@@ -213,10 +206,10 @@ def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint):
 USERS = [list(range(5, 5 + length)) for length in (40, 7, 90)]
 
 
-def three_users(grouped: Path, count: list[int] | None = None) -> Engine:
+def three_users(grouped, count=None):
     """count: of captures, where steps are captured."""
 
-    def counted(step: Callable[[], object], lengths: list[int]) -> Callable[[], object]:
+    def counted(step, lengths):
         assert count is not None
         count[0] += 1
         return in_place(step, lengths)
@@ -225,7 +218,7 @@ def three_users(grouped: Path, count: list[int] | None = None) -> Engine:
     return engine if count is None else capture(engine, counted)
 
 
-def answers(engine: Engine) -> list[list[int]]:
+def answers(engine):
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)
     alone = [tokens(engine, [prompt], params)[0] for prompt in USERS]
     return alone + tokens(engine, USERS, params)

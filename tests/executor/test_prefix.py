@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from engines import completions
@@ -10,27 +9,26 @@ from engines import completions
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.prefix_cache import PrefixCachingAllocator
-from quantkit.executor.scheduler.sequence import Completion, Sequence
 
 SYSTEM = [7 + i * 13 % 300 for i in range(200)]
 """Three full blocks and a part of one."""
 
 
 @pytest.fixture(scope="module")
-def without(tiny_checkpoint: Path) -> Engine:
+def without(tiny_checkpoint):
     return load(tiny_checkpoint, False)
 
 
-def load(path: Path, prefix_cache: bool, **options: int) -> Engine:
+def load(path, prefix_cache, **options):
     asked = {"max_batch": 4, "max_model_len": 512, **options}
     return Engine.load(path, device="cpu", dtype="float32", prefix_cache=prefix_cache, **asked)
 
 
-def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Completion]:
+def run(engine, prompts, params):
     return completions(engine, prompts, params)
 
 
-def requests(count: int, new_tokens: int = 20) -> tuple[list[list[int]], list[SamplingParams]]:
+def requests(count, new_tokens=20):
     """Half of them begin alike, one is asked twice; half are sampled."""
     prompts = [
         (SYSTEM if i % 2 else SYSTEM[50:]) + [20 + i // 4] * (5 + 30 * (i % 3))
@@ -44,11 +42,11 @@ def requests(count: int, new_tokens: int = 20) -> tuple[list[list[int]], list[Sa
     ]
 
 
-def tokens(completions: list[Completion]) -> list[list[int]]:
+def tokens(completions):
     return [completion.token_ids for completion in completions]
 
 
-def part_at_a_tie(one: Completion, other: Completion) -> bool:
+def part_at_a_tie(one, other):
     """Whether greedy answers, if they part, part by rounding: alike to 0.001 until there, and the
     chosen token still about as likely.
 
@@ -105,7 +103,7 @@ def test_the_longest_unused_goes_first_and_nothing_in_use_goes(without):
     """Random takes, finds and ends against a plain account of who uses what."""
     generator = random.Random(0)
     blocks = PrefixCachingAllocator(num_blocks=13, block_size=4)
-    live: list[Sequence] = []
+    live = []
     for _ in range(2000):
         if live and (generator.random() < 0.5 or blocks.num_free < 6):
             sequence = live.pop(generator.randrange(len(live)))

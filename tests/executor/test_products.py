@@ -1,8 +1,5 @@
 """Sizes that plans are measured for are those of the operators that a model is run with."""
 
-from pathlib import Path
-from typing import Any
-
 import make_model
 import pytest
 import quantkit_kernels as kernels
@@ -20,7 +17,7 @@ from quantkit.grids.schemes import SCHEMES
 from quantkit.quantization import quantize
 
 
-def quantized(architecture: str, scheme: str, folder: Path) -> Path:
+def quantized(architecture, scheme, folder):
     source = make_model.write_dense(
         folder / "source", CONFIGS[architecture], random_tensors(CONFIGS[architecture])
     )
@@ -42,7 +39,7 @@ def test_products_are_those_of_the_operators(architecture, scheme, tmp_path, mon
     path = quantized(architecture, scheme, tmp_path)
     linears, experts = set[LinearSize](), set[tuple[str, int, int, int]]()
 
-    def added(builder: kernels.ExpertsBuilder, index: int, gate: kernels.Weight, *_: Any) -> None:
+    def added(builder, index, gate, *_):
         intermediate, hidden = shape(gate)
         experts.add((kind(gate), hidden, intermediate, builder.num_experts))
 

@@ -25,7 +25,7 @@ def test_rows_that_are_kept_are_those_made_anew(tiny_checkpoint, monkeypatch):
     made, params = Counter[str](), SamplingParams(max_new_tokens=4000, ignore_eos=True)
     note(monkeypatch, Runner, "rows", lambda *_: made.update(["anew"]))
 
-    def sequence(index: int) -> Sequence:
+    def sequence(index):
         one = Sequence(
             index,
             [draw.randrange(9)] * draw.randrange(1, 3 * size),
@@ -110,10 +110,7 @@ def test_a_token_without_drafts_is_taken_as_one_with_them(tiny_checkpoint):
 @pytest.mark.parametrize(("kind", "made"), [("npu", ["steps"]), ("cuda", ["steps", "draws"])])
 def test_what_an_npu_does_not_capture(tiny_checkpoint, monkeypatch, kind, made):
     """Its attention wants lengths on the host, which prompts and draws are not told anew."""
-    loaded, captures = (
-        load(tiny_checkpoint, max_batch=2, max_model_len=64).loaded,
-        list[object](),
-    )
+    loaded, captures = (load(tiny_checkpoint, max_batch=2, max_model_len=64).loaded, list[object]())
     monkeypatch.setattr(
         runner, "DeviceCapture", lambda device: captures.append(object()) or captures[-1]
     )
@@ -135,7 +132,7 @@ def test_texts_are_read_while_the_device_computes(tiny_checkpoint, monkeypatch, 
     engine = load(tiny_checkpoint, max_batch=2, max_model_len=64)
     told, texts = list[str](), list[str]()
 
-    def hand_out(brought: list[Sequence]) -> None:
+    def hand_out(brought):
         told.append("texts")
         texts.append(sequence.take_text())
 

@@ -1,8 +1,6 @@
 """Prompts share a step's tokens: long ones leave room to short ones, and everybody's tokens are
 those of computing alone."""
 
-from pathlib import Path
-
 import pytest
 
 from quantkit.executor.cache.cache import CachePlan
@@ -15,16 +13,11 @@ BUDGET = 100
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_checkpoint: Path) -> ChatTokenizer:
+def tokenizer(tiny_checkpoint):
     return ChatTokenizer(tiny_checkpoint)
 
 
-def schedule(
-    tokenizer: ChatTokenizer,
-    lengths: list[int],
-    max_batch: int = 8,
-    beside: StepBudget | None = None,
-) -> list[dict[int, int]]:
+def schedule(tokenizer, lengths, max_batch=8, beside=None):
     """Steps until every prompt is computed: tokens of each prompt, by its number. beside: a budget,
     for prompts beside an answer."""
     scheduler = Scheduler(CachePlan(200, 64, 8192), max_batch=max_batch, chunk_tokens=BUDGET)
@@ -46,7 +39,7 @@ def schedule(
         scheduler.add(
             Sequence(index, [1] * length, SamplingParams(), tokenizer, 8192, streams=False)
         )
-    steps: list[dict[int, int]] = []
+    steps = []
     while scheduler.waiting or any(sequence.num_new > 1 for sequence in scheduler.running):
         step = scheduler.schedule()
         for sequence in step.decode if beside is not None else ():

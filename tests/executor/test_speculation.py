@@ -4,9 +4,7 @@ from changes no token."""
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import engines
 import guessed_models
@@ -23,16 +21,14 @@ from quantkit.executor.rank0 import Leader, follow
 from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import PROMPT_LOOKUP, Sequence
-from quantkit.executor.speculation.adaptive_draft_length import (
-    DraftLengthController,
-)
+from quantkit.executor.speculation.adaptive_draft_length import DraftLengthController
 from quantkit.executor.speculation.prompt_lookup import NgramIndex
 from quantkit.executor.weights.load import LoadedModel
 
 PROMPTS = [[40 + i, 5, 6, 7, 8, 9] * 6 for i in range(5)]
 
 
-def params(temperature: float) -> list[SamplingParams]:
+def params(temperature):
     return [
         SamplingParams(
             max_new_tokens=24 + i,
@@ -46,7 +42,7 @@ def params(temperature: float) -> list[SamplingParams]:
     ]
 
 
-def tokens(engine: Engine, asked: list[SamplingParams]) -> list[list[int]]:
+def tokens(engine, asked):
     return engines.tokens(engine, PROMPTS, asked)
 
 
@@ -102,15 +98,15 @@ def test_the_mtp_layer_catches_up_after_a_pause(tiny_checkpoint, monkeypatch, ca
     always = load(tiny_checkpoint, max_model_len=128, draft_length=1)
     expected = tokens(always, params(0.0))
     paused = load(tiny_checkpoint, max_model_len=128, draft_length=1)
-    drafter: Any = paused.speculation.drafter
+    drafter = paused.speculation.drafter
     if captured:
         drafter.steps = DecodeSteps(drafter.mtp, paused.cache, lambda step, lengths: step)
         read = counted(monkeypatch, drafter)
-    seen: dict[str, dict[tuple[int, int], int]] = {"always": {}, "paused": {}}
+    seen = {"always": {}, "paused": {}}
     extend = Sequence.extend
 
-    def kept(where: str) -> Callable[[Sequence, list[int], float], int]:
-        def wrapped(self: Sequence, chosen: list[int], now: float) -> int:
+    def kept(where):
+        def wrapped(self, chosen, now):
             if self.drafts:
                 seen[where][self.index, len(self.token_ids)] = self.drafts[0]
             return extend(self, chosen, now)
@@ -122,7 +118,7 @@ def test_the_mtp_layer_catches_up_after_a_pause(tiny_checkpoint, monkeypatch, ca
     monkeypatch.setattr(Sequence, "extend", kept("paused"))
     steps = Counter[str]()
 
-    def choose(self: DraftLengthController) -> tuple[int, int]:
+    def choose(self):
         steps["all"] += 1
         return (
             0 if steps["all"] % (6 if captured else 14) > 3 else 1
@@ -139,11 +135,11 @@ def test_the_mtp_layer_catches_up_after_a_pause(tiny_checkpoint, monkeypatch, ca
     )
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, drafter: Any) -> Counter[str]:
+def counted(monkeypatch, drafter):
     """How often what is behind was read by rows of a captured step, and as a prompt."""
     found, catch_up, step, mtp = Counter[str](), drafter._catch_up, drafter.steps.run, drafter.mtp
 
-    def reading() -> None:
+    def reading():
         with monkeypatch.context() as inside:
             inside.setattr(
                 drafter.steps,
@@ -161,8 +157,8 @@ def test_the_mtp_layer_reads_its_backlog_in_one_pass(tiny_checkpoint, monkeypatc
     """Nothing of it is computed in a step without guesses: neither the layer, nor what it makes of
     hidden states."""
     engine = load(tiny_checkpoint, max_model_len=128, draft_length=1)
-    drafter: Any = engine.speculation.drafter
-    read: list[int] = []
+    drafter = engine.speculation.drafter
+    read = []
     note(monkeypatch, drafter, "_states", lambda hidden: read.append(len(hidden)))
     engine.speculation.set_lengths(0, 0)
     sequence = engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=64, ignore_eos=True))
@@ -179,8 +175,8 @@ def test_sequences_beyond_the_backlog_are_not_drafted_for(tiny_checkpoint, monke
     was computed again."""
     monkeypatch.setattr("quantkit.executor.speculation.mtp_drafter._BACKLOG_TOKENS", 8)
     engine = load(tiny_checkpoint, draft_length=1)
-    drafter: Any = engine.speculation.drafter
-    read: list[int] = []
+    drafter = engine.speculation.drafter
+    read = []
     note(monkeypatch, drafter, "_states", lambda hidden: read.append(len(hidden)))
     old, recent = beyond_the_backlog(engine, 1, 1)
     prompts = guessed_models.PROMPTS[:2]
@@ -209,12 +205,12 @@ def test_an_adaptive_draft_length_changes_no_token(tiny_checkpoint):
 
 
 def test_other_ranks_get_the_draft_length():
-    told: list[Any] = []
+    told = []
     leader = Leader(SimpleNamespace(size=2, rank=0, broadcast=told.append))  # type: ignore[arg-type]
     leader.guess(2, 5)
     leader.step()
     heard = iter([json.loads(json.dumps(told[0])), None])
-    called: list[Any] = []
+    called = []
     follower = SimpleNamespace(
         parallel=SimpleNamespace(listen=lambda: next(heard)),
         speculation=SimpleNamespace(set_lengths=lambda *given: called.append(given)),

@@ -6,7 +6,7 @@ from nearest import quantize_fp4, quantize_fp8_block, quantize_int
 
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.weights.split import share_range
-from quantkit.grids.base import Weight, cut_columns, cut_rows, dequantize
+from quantkit.grids.base import cut_columns, cut_rows, dequantize
 from quantkit.grids.int_groups import IntGrid, IntWeight
 
 W = torch.randn(192, 256, generator=torch.Generator().manual_seed(0))
@@ -20,11 +20,11 @@ WEIGHTS = {
 }
 
 
-def row_share(weight: Weight, name: str, rank: int, size: int) -> Weight:
+def row_share(weight, name, rank, size):
     return cut_rows(weight, *share_range(weight.shape[0], "output features", name, rank, size))
 
 
-def column_share(weight: Weight, name: str, rank: int, size: int) -> Weight:
+def column_share(weight, name, rank, size):
     return cut_columns(
         weight, name, *share_range(weight.shape[1], "input features", name, rank, size)
     )
@@ -33,7 +33,7 @@ def column_share(weight: Weight, name: str, rank: int, size: int) -> Weight:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_shares_make_the_whole(name, size):
-    weight: Weight = WEIGHTS[name]
+    weight = WEIGHTS[name]
     rows = [dequantize(row_share(weight, name, rank, size)) for rank in range(size)]
     assert torch.equal(torch.cat(rows), dequantize(weight))
     columns = [dequantize(column_share(weight, name, rank, size)) for rank in range(size)]

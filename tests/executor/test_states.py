@@ -1,15 +1,10 @@
 """Layers that keep a state of each sequence: whatever is computed together, in parts, or again, the
 state is of the tokens before."""
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import make_model
 import pytest
 import torch
 from engines import capture, completions, load
-from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
@@ -35,9 +30,9 @@ PARAMS = SamplingParams(max_new_tokens=10, ignore_eos=True, logprobs=0)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     architecture, rng = find_architecture(CONFIG), torch.Generator().manual_seed(3)
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for row in architecture.parameters(architecture.Config.from_dict(CONFIG)):
         noise = torch.randn(row.shape, generator=rng)
         tensors[row.name] = (
@@ -46,9 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model.write_dense(tmp_path_factory.mktemp("models") / "next", CONFIG, tensors)
 
 
-def answers(
-    model: Path, budget: StepBudget | None = None, **options: Any
-) -> Iterator[tuple[list[int], list[float]]]:
+def answers(model, budget=None, **options):
     engine = load(model, **{"max_model_len": 128} | options)
     if budget is not None:
         engine.scheduler.budget = budget
@@ -56,15 +49,13 @@ def answers(
     engine.close()
 
 
-def generated(engine: Engine) -> Iterator[tuple[list[int], list[float]]]:
+def generated(engine):
     for one in completions(engine, PROMPTS, PARAMS):
         yield one.token_ids, [token.logprob for token in one.logprobs or []]
     assert sorted(engine.scheduler._free_states) == [1, 2, 3, 4], "every place was given back"
 
 
-def same(
-    found: list[tuple[list[int], list[float]]], expected: list[tuple[list[int], list[float]]]
-) -> None:
+def same(found, expected):
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     torch.testing.assert_close(
         torch.tensor([one for _, one in found]),
@@ -122,7 +113,7 @@ def test_a_pass_may_be_computed_again(model, monkeypatch):
     layer, calls = engine.loaded.model.layers[2], [0]
     attend = layer.attention
 
-    def failing(*given: Any) -> Tensor:
+    def failing(*given):
         calls[0] += 1
         if calls[0] in (2, 9):
             raise RuntimeError("out of memory")
@@ -132,7 +123,7 @@ def test_a_pass_may_be_computed_again(model, monkeypatch):
     same(list(generated(engine)), expected)
     monkeypatch.undo()
 
-    def compiled(step: Any, lengths: list[int]) -> Any:
+    def compiled(step, lengths):
         step()
         return step
 

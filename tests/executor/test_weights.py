@@ -1,7 +1,6 @@
 """Each kind of weight meets its operator, and the operator computes the weight's value."""
 
 import warnings
-from pathlib import Path
 
 import pytest
 import quantkit_kernels as kernels
@@ -11,7 +10,7 @@ from nearest import quantize_fp4, quantize_fp8_block, quantize_int
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.weights.load import load_model
 from quantkit.executor.weights.weights import ExecutorWeights, operand
-from quantkit.grids.base import Weight, dequantize
+from quantkit.grids.base import dequantize
 from quantkit.grids.int_groups import IntGrid
 from quantkit.models.mlp import Mlp
 
@@ -19,18 +18,11 @@ W = torch.randn(96, 256, generator=torch.Generator().manual_seed(0))
 NO_FP4 = kernels.backends.why_unusable("linear_fp4", "cpu", torch.device("cpu"))
 
 
-def rounded(
-    bits: int,
-    group: int | None,
-    symmetric: bool,
-    dtype: torch.dtype = torch.float32,
-    rows: int = 96,
-    columns: int = 256,
-) -> Weight:
+def rounded(bits, group, symmetric, dtype=torch.float32, rows=96, columns=256):
     return quantize_int(W[:rows, :columns], IntGrid(bits, group, symmetric), scale_dtype=dtype)
 
 
-def odd() -> kernels.Weight:
+def odd():
     """24 rows in groups of 32, which no packed operator of a CPU takes."""
     return operand(rounded(4, 32, False, torch.float16, 24, 64), torch.bfloat16)
 
@@ -59,7 +51,7 @@ def test_operand_stands_for_the_weight(weight, kind):
 
 
 @pytest.fixture(scope="module")
-def weights(tiny_checkpoint: Path) -> ExecutorWeights:
+def weights(tiny_checkpoint):
     return load_model(tiny_checkpoint, device="cpu", dtype="float32").weights
 
 

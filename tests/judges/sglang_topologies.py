@@ -33,11 +33,7 @@ class SglangServer(Server):
     def answer(self, model: str, prompt: list[int]) -> Answer:
         asked = {
             "input_ids": prompt,
-            "sampling_params": {
-                "temperature": 0,
-                "max_new_tokens": MAX_TOKENS,
-                "ignore_eos": True,
-            },
+            "sampling_params": {"temperature": 0, "max_new_tokens": MAX_TOKENS, "ignore_eos": True},
             "return_logprob": True,
             "logprob_start_len": -1,
             "top_logprobs_num": 5,

@@ -1,11 +1,9 @@
 """Attention over pages, one token a row and whole prompts, of every backend and every kind of
 cache, against float64."""
 
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,13 +26,11 @@ from quantkit_kernels.cpu.build import why_no_library
 from quantkit_kernels.reference import prompts as prompts_in_torch
 from quantkit_kernels.samples import (
     TOLERANCE,
-    GroupedAttention,
     code_latents,
     distance,
     grouped_attention,
     latent_attention,
 )
-from torch import Tensor
 
 CACHES = pytest.mark.parametrize("codes", [None, *CODES.values()], ids=["plain", *CODES])
 INTERLEAVED = pytest.mark.parametrize("interleaved", [True, False])
@@ -44,14 +40,14 @@ compiled_prompts = pytest.mark.skipif(
 
 
 R1 = (128, 64, 128, 512)
-TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("attention_cases.yaml").read_text())
+TABLE = yaml.safe_load(Path(__file__).with_name("attention_cases.yaml").read_text())
 
 
-def cases_of(backend: str, kind: str) -> Any:
+def cases_of(backend, kind):
     return TABLE[backend if backend in TABLE else "small"][kind]
 
 
-def lengths_of(case: dict[str, Any]) -> list[int]:
+def lengths_of(case):
     given = case["lengths"]
     if isinstance(given, list):
         return given
@@ -59,9 +55,7 @@ def lengths_of(case: dict[str, Any]) -> list[int]:
     return [int(first)] * int(last) if how == "times" else [*range(int(first), int(last) + 1)]
 
 
-def grouped(
-    one: dict[str, Any], backend: str, dtype: torch.dtype, codes: torch.dtype | None
-) -> tuple[GroupedAttention, dict[str, Any]]:
+def grouped(one, backend, dtype, codes):
     """The case, and the keywords of its call; sinks lie some far below every score, some far
     above."""
     device, window, lengths = device_of(backend), one.get("window", 0), lengths_of(one)
@@ -73,9 +67,7 @@ def grouped(
     return case, {"scale": case.scale, "window": window, "sinks": given, "backend": backend}
 
 
-def check(
-    run: Callable[[], Tensor], exact: Tensor, lengths: list[int], dtype: torch.dtype, case: object
-) -> None:
+def check(run, exact, lengths, dtype, case):
     """Right, zeros for rows without tokens, and the same to the bit when it is asked again."""
     out = run()
     assert out.dtype == dtype
@@ -112,7 +104,7 @@ def test_mla_decode(backend, dtype, interleaved, codes, poisoned_memory):
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "in parts"])
-def in_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_parts(request, monkeypatch):
     """Keys are read, expanded or decoded all at once, and some at a time, in parts that begin within
     sequences."""
     if request.param:
@@ -164,7 +156,7 @@ def test_a_captured_decode_follows_the_lengths(operator):
     latent = latent_attention([640] * 8, 32, 64, R1, torch.bfloat16, "cuda")
     lengths = (grouped.pages if operator == "gqa" else latent.arguments[-1]).seq_lens
 
-    def run(backend: str) -> Tensor:
+    def run(backend):
         if operator == "mla":
             return mla_decode(*latent.arguments, scale=latent.scale, backend=backend)
         return gqa_decode(grouped.q, grouped.pages, scale=grouped.scale, backend=backend)

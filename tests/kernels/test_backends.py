@@ -2,8 +2,6 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -100,14 +98,12 @@ TRITONS = {
 
 
 @pytest.fixture
-def a_triton(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[str | None], None]]:
+def a_triton(tmp_path, monkeypatch):
     """Makes a module `triton` with this text the one that is imported, or none."""
     from quantkit_kernels import triton
     from quantkit_kernels.triton import first_use
 
-    def install(text: str | None) -> None:
+    def install(text):
         for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
             monkeypatch.delitem(sys.modules, name)
         if text is None:
@@ -174,7 +170,7 @@ def test_reasons_say_what_to_install(which, a_triton):
     assert why_unusable("linear_int4", "triton", torch.device("cuda")) == reason
 
 
-def on_hopper(monkeypatch: pytest.MonkeyPatch, *usable: str) -> torch.device:
+def on_hopper(monkeypatch, *usable):
     """A GPU that is not here, on which these backends run everything."""
     monkeypatch.setattr(
         backends,

@@ -6,9 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from itertools import product, zip_longest
-from typing import Any
 
 import pytest
 import torch
@@ -25,12 +23,12 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 class Meeting:
     """`exchange` among threads."""
 
-    def __init__(self, size: int) -> None:
-        self.values: list[Any] = [None] * size
+    def __init__(self, size):
+        self.values = [None] * size
         self.barrier = threading.Barrier(size)
 
-    def exchange(self, rank: int) -> Callable[[Any], list[Any]]:
-        def meet(value: Any) -> list[Any]:
+    def exchange(self, rank):
+        def meet(value):
             self.barrier.wait(30)
             self.values[rank] = value
             self.barrier.wait(30)
@@ -39,10 +37,10 @@ class Meeting:
         return meet
 
 
-def refusals(size: int, device: torch.device) -> list[str]:
+def refusals(size, device):
     meeting, said = Meeting(size), [""] * size
 
-    def rank_of(rank: int) -> None:
+    def rank_of(rank):
         try:
             Peers(rank, size, device, meeting.exchange(rank))
         except RuntimeError as fault:
@@ -65,7 +63,7 @@ def test_one_rank_that_cannot_stops_all(monkeypatch):
     calls = iter(range(3))
     lock = threading.Lock()
 
-    def unusable(size: int, device: torch.device) -> str | None:
+    def unusable(size, device):
         with lock:
             return "no compiler" if next(calls) == 1 else None
 
@@ -75,7 +73,7 @@ def test_one_rank_that_cannot_stops_all(monkeypatch):
     assert said[0].endswith("no compiler")
 
 
-def _rank(rank: int, size: int, port: int) -> None:
+def _rank(rank, size, port):
     """Sums of all sizes and types, eager and captured, many times: exact where the values are, and
     the same bits on every rank."""
     device = torch.device("cuda", rank)
@@ -92,15 +90,13 @@ def _rank(rank: int, size: int, port: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def whole_numbers(
-    rank: int, turn: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def whole_numbers(rank, turn, shape, dtype, device):
     """Small whole numbers: every sum is exact."""
     generator = torch.Generator(device).manual_seed(1000 * turn + rank)
     return torch.randint(-8, 9, shape, generator=generator, device=device).to(dtype)
 
 
-def check_sums(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
+def check_sums(parallel, rank, size, device):
     for turn, (tokens, dtype) in enumerate(
         (t, d) for t in (1, 2, 3, 8, 32, 64) for d in (torch.bfloat16, torch.float16, torch.float32)
     ):
@@ -134,7 +130,7 @@ def check_sums(parallel: Parallel, rank: int, size: int, device: torch.device) -
     assert (parallel.all_reduce(large) == size).all()
 
 
-def check_norms(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
+def check_norms(parallel, rank, size, device):
     """The sum over ranks, that with the residual and its norm in one launch: the bits of the three
     one after the other."""
     shapes = [
@@ -172,7 +168,7 @@ def check_norms(parallel: Parallel, rank: int, size: int, device: torch.device) 
     torch.testing.assert_close(wide[0], one_by_one[0], rtol=1e-2, atol=1e-2)
 
 
-def check_pairs(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
+def check_pairs(parallel, rank, size, device):
     """The sum over each token's experts in that launch too: the bits of a launch more, and counters
     that are zero again."""
     turn = 0
@@ -203,7 +199,7 @@ def check_pairs(parallel: Parallel, rank: int, size: int, device: torch.device) 
             assert all(map(torch.equal, found, expected)), (tokens, top_k, width, dtype)
 
 
-def check_gather(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
+def check_gather(parallel, rank, size, device):
     for turn, (tokens, dtype) in enumerate(
         (t, d) for t in (1, 3, 16, 32, 33, 64, 127, 128) for d in (torch.bfloat16, torch.float32)
     ):
@@ -222,7 +218,7 @@ def check_gather(parallel: Parallel, rank: int, size: int, device: torch.device)
     )
 
 
-def check_scatter(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
+def check_scatter(parallel, rank, size, device):
     """Through the ranks' memory, and what is too large through the library."""
     for turn, (tokens, dtype) in enumerate(
         (t, d) for t in (1, 3, 128, 200) for d in (torch.bfloat16, torch.float16, torch.float32)
@@ -248,14 +244,7 @@ def check_scatter(parallel: Parallel, rank: int, size: int, device: torch.device
     )
 
 
-def check_graph(
-    parallel: Parallel,
-    rank: int,
-    size: int,
-    device: torch.device,
-    sums: int = 25,
-    replays: int = 400,
-) -> None:
+def check_graph(parallel, rank, size, device, sums=25, replays=400):
     """A graph of sums of changing sizes, each gathered, with work in between, replayed with other
     values: what a decode step is."""
     counts = [1 + i * 7 % 16 for i in range(sums)]
@@ -266,12 +255,12 @@ def check_graph(
         torch.ones(7168, dtype=torch.bfloat16, device=device),
     )
 
-    def fill() -> None:
+    def fill():
         for index, x in enumerate(inputs):
             place = torch.arange(x.numel(), device=device)
             x.copy_(((place * (rank + 1) + turn * 31 + index) % 13 - 6).view_as(x))
 
-    def run() -> list[torch.Tensor]:
+    def run():
         fill()
         summed = [parallel.all_reduce(x * 2) for x in inputs[::2]]
         normed = [

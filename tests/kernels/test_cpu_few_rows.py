@@ -4,7 +4,6 @@ processors that this one can stand for."""
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -64,7 +63,7 @@ def test_an_int4_row_does_not_depend_on_the_others(grid, n, k):
     assert not alone[torch.arange(most) != 7].isnan().any()
 
 
-def _linears() -> Iterator[tuple[str, Callable[[torch.Tensor], torch.Tensor], int]]:
+def _linears():
     """Name, operator and rows below which its results are promised. int8: in bfloat16 all rows."""
     for grid in ("int8", "w8a16-128", "fp4"):
         weight = random_weight(grid, 208, 384, torch.Generator().manual_seed(3))
@@ -182,9 +181,6 @@ def test_bfloat16_instructions_compile(tmp_path):
     if taken.returncode:
         pytest.skip("this compiler does not know them, or is for another processor")
     built, source = str(tmp_path / "it.o"), str(build._source("int4_rows"))
-    command = [
-        compiler,
-        *("-O0", "-std=c++17", *flags, "-fopenmp", "-c", "-o", built, source),
-    ]
+    command = [compiler, *("-O0", "-std=c++17", *flags, "-fopenmp", "-c", "-o", built, source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:2000]

@@ -7,7 +7,6 @@ from quantkit_kernels import Int8, prepare, quantize_rows
 from quantkit_kernels.cpu import build, int8
 from quantkit_kernels.cpu.int8 import Int8Linear, OneDnnInt8Linear, VnniInt8Linear, qlinear_is_exact
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
-from torch import Tensor
 
 DTYPES = list(TOLERANCE)
 LEVELS = list(build._FLAGS)
@@ -16,19 +15,19 @@ compiled = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 vnni = pytest.mark.skipif(build.level() != "VNNI" or not qlinear_is_exact(), reason="needs VNNI")
 
 
-def runs_here(level: str) -> bool:
+def runs_here(level):
     return level == "PORTABLE" or (
         build.level() in LEVELS[:3] and LEVELS.index(level) <= LEVELS.index(build.level())
     )
 
 
-def fresh() -> torch.Generator:
+def fresh():
     rng = torch.Generator()
     rng.seed()
     return rng
 
 
-def activations(m: int, k: int, rng: torch.Generator, dtype: torch.dtype) -> Tensor:
+def activations(m, k, rng, dtype):
     """Of sizes far apart, every seventh row zeros."""
     x = torch.randn(m, k, generator=rng) * 10 ** torch.linspace(-3, 2, m).unsqueeze(1)
     x[6::7] = 0

@@ -7,7 +7,6 @@ from quantkit_kernels import NO_EXPERT
 from quantkit_kernels.cpu import build, int8
 from quantkit_kernels.cpu.int8_experts import Int8Experts
 from quantkit_kernels.reference.experts import LoopExperts
-from torch import Tensor
 
 taken = (
     build.why_no_library("int8") is None
@@ -20,7 +19,7 @@ one_call = pytest.mark.skipif(
 COUNT, TOP_K = 7, 4
 
 
-def routing(tokens: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+def routing(tokens, rng):
     """The first half asks for other experts each, the rest for some twice and for none; one expert
     is never asked for."""
     ids = torch.rand(tokens, COUNT - 1, generator=rng).topk(TOP_K).indices

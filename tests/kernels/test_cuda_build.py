@@ -1,7 +1,6 @@
 """Where nvcc is found, and what is said where it is not."""
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,7 @@ from quantkit_kernels.cuda import build
 
 
 @pytest.fixture
-def no_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def no_toolkit(tmp_path, monkeypatch):
     """Neither nvcc nor a cache; the folder that NVIDIA's wheels would be in."""
     monkeypatch.setattr(
         build.shutil, "which", lambda name: "/usr/bin/g++" if name == "g++" else None

@@ -10,7 +10,6 @@ from quantkit_kernels.cuda.experts.fused import fused_experts
 from quantkit_kernels.cuda.plans import TokensInSharedPlan
 from quantkit_kernels.samples import TOLERANCE, distance, random_weight
 from quantkit_kernels.self_check import exact_experts
-from quantkit_kernels.weights import Weight
 
 DEVICE = torch.device("cuda")
 REASON = why_unusable("linear_int4", "cuda", DEVICE, torch.bfloat16)
@@ -22,9 +21,7 @@ pytestmark = [
 GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "fp4")
 
 
-def built(
-    grid: str, count: int, hidden: int, intermediate: int, dtype: torch.dtype, rng: torch.Generator
-) -> tuple[CudaExperts, list[list[Weight]]]:
+def built(grid, count, hidden, intermediate, dtype, rng):
     """A layer whose expert e has the weights number e % 4, and those."""
     shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
     few = [[random_weight(grid, n, k, rng) for n, k in shapes] for _ in range(4)]

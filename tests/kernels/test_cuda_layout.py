@@ -4,19 +4,18 @@ packed.cuh."""
 import pytest
 import torch
 from quantkit_kernels import Fp4, Int4, Int8, dequantize
-from quantkit_kernels.cuda.layout import PackedStrips, interleaved, pack
+from quantkit_kernels.cuda.layout import interleaved, pack
 from quantkit_kernels.samples import random_weight
-from torch import Tensor
 
 N, K = 80, 256
 PADDED = 128
 
 
-def unsigned(words: Tensor) -> list[int]:
+def unsigned(words):
     return [word & 0xFFFFFFFF for word in words.tolist()]
 
 
-def bf16(bits: int) -> float:
+def bf16(bits):
     return (
         torch.tensor(bits - 65536 if bits > 32767 else bits, dtype=torch.int16)
         .view(torch.bfloat16)
@@ -24,7 +23,7 @@ def bf16(bits: int) -> float:
     )
 
 
-def fp16(bits: int) -> float:
+def fp16(bits):
     return (
         torch.tensor(bits - 65536 if bits > 32767 else bits, dtype=torch.int16)
         .view(torch.float16)
@@ -32,7 +31,7 @@ def fp16(bits: int) -> float:
     )
 
 
-def read_int8(packed: PackedStrips, words: list[int], step: int, row: int, column: int) -> float:
+def read_int8(packed, words, step, row, column):
     chunk = column // 16 ^ (row // 2 % 4)
     byte = (
         words[(step * 64 + row) * 16 + chunk * 4 + column % 16 // 4] >> (8 * (column % 4))
@@ -40,9 +39,7 @@ def read_int8(packed: PackedStrips, words: list[int], step: int, row: int, colum
     return byte - 256 if byte > 127 else byte
 
 
-def read_int4(
-    packed: PackedStrips, words: list[int], step: int, row: int, column: int, group: int
-) -> float:
+def read_int4(packed, words, step, row, column, group):
     tile, h, g, half, q, b, e = (
         row // 16,
         row % 16 // 8,
@@ -66,7 +63,7 @@ def read_int4(
     return (code - zero) * scale
 
 
-def read_fp4(packed: PackedStrips, words: list[int], step: int, row: int, column: int) -> float:
+def read_fp4(packed, words, step, row, column):
     tile, h, g, half, q, b, e = (
         row // 16,
         row % 16 // 8,

@@ -21,9 +21,7 @@ GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "fp4")
 class Case:
     """Random tokens and gains of given ranks, angles, and a cache of NaN."""
 
-    def __init__(
-        self, tokens: int, ranks: tuple[int, int, int], dtype: torch.dtype, interleaved: bool = True
-    ) -> None:
+    def __init__(self, tokens, ranks, dtype, interleaved=True):
         q_lora, kv_lora, rope = ranks
         self.qkv_a = (torch.randn(tokens, sum(ranks), device=DEVICE) * 3).to(dtype)
         self.norms = Norms(
@@ -125,7 +123,7 @@ def test_attention_behind_it_reads_the_newest_token(users):
     slots = pages.block_table[torch.arange(users, device=DEVICE), at // 64].long() * 64 + at % 64
     case = Case(users, R1, dtype)
 
-    def step(queries) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def step(queries):  # type: ignore[no-untyped-def]
         found = []
         for turn in range(6):
             q = queries(
@@ -138,7 +136,7 @@ def test_attention_behind_it_reads_the_newest_token(users):
             )
         return torch.stack(found)
 
-    def together(*where) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def together(*where):  # type: ignore[no-untyped-def]
         found = cuda.mla_queries(*where, q_b)
         assert found is not None
         return found

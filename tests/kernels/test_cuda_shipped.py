@@ -18,9 +18,7 @@ DIGEST = "0123456789abcdef"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ makes the libraries")
 
 
-def make_library(
-    path: Path, digest: str = DIGEST, functions: tuple[str, ...] = tuple(FUNCTIONS)
-) -> Path:
+def make_library(path, digest=DIGEST, functions=tuple(FUNCTIONS)):
     """What compile_library would make, but for the kernels. Its toolkit is CUDA 13."""
     source = shipped.origin_unit(digest) + "".join(
         f'extern "C" void {name}() {{}}\n' for name in functions
@@ -42,12 +40,12 @@ def make_library(
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     return make_library(tmp_path_factory.mktemp("libraries") / shipped.library_name("90", DIGEST))
 
 
 @pytest.fixture(autouse=True)
-def _driver(monkeypatch: pytest.MonkeyPatch) -> object:
+def _driver(monkeypatch):
     monkeypatch.setattr(shipped, "driver_version", lambda: 13020)
     shipped.shipped_library.cache_clear()
     yield

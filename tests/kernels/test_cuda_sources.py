@@ -28,16 +28,16 @@ SCALARS = {
 SCALARS |= {one.__name__: one for one in STRUCTURES}
 
 
-def kind_of(declared: str) -> type:
+def kind_of(declared):
     """What ctypes calls a C type, whatever a pointer points to."""
     return ctypes.c_void_p if "*" in declared else SCALARS[declared.replace("const", "").split()[0]]
 
 
-def is_pointer(kind: type) -> bool:
+def is_pointer(kind):
     return kind is ctypes.c_void_p or issubclass(kind, ctypes._Pointer)
 
 
-def fields(structure: str) -> list[tuple[str, type]]:
+def fields(structure):
     """Names and types of the fields that the source declares, in order."""
     (body,) = (
         match

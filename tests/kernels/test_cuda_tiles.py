@@ -1,9 +1,6 @@
 """Linears by a plan of every kind, and sorted experts, on a CUDA device, against float64: every
 format, grid and ragged shape."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any
-
 import pytest
 import torch
 from kernel_weights import exact_experts, layer, placed, random_experts
@@ -13,7 +10,6 @@ from quantkit_kernels.cuda.experts.experts import CudaExperts
 from quantkit_kernels.cuda.experts.sorted import sorted_experts
 from quantkit_kernels.cuda.linears.linear import CudaLinear
 from quantkit_kernels.cuda.plans import (
-    AnyPlan,
     ExpertTilesPlan,
     TileAndSharePlan,
     TilePerBlockPlan,
@@ -38,21 +34,19 @@ SHAPES = ((32, 2), (32, 4), (64, 2), (64, 4), (128, 2), (128, 3), (256, 2))
 FOUR_BIT_SHAPES = ((24, 2), (48, 2))
 
 
-def generator() -> torch.Generator:
+def generator():
     rng = torch.Generator(DEVICE)
     rng.seed()
     return rng
 
 
-def tolerance(grid: str, dtype: torch.dtype, k: int) -> float:
+def tolerance(grid, dtype, k):
     """Of a product over K input features: what rounding explains, and with int8 one activation of a
     token at the next code."""
     return TOLERANCE[dtype] + (ONE_CODE / k**0.5 if grid == "int8" else 0.0)
 
 
-def problems(
-    grid: str, dtype: torch.dtype, shapes: Iterable[tuple[int, int]], token_counts: Iterable[int]
-) -> Iterator[tuple[CudaLinear, torch.Tensor, torch.Tensor, tuple[int, ...]]]:
+def problems(grid, dtype, shapes, token_counts):
     """For every [N, K] and number of tokens: the prepared weight, x [M, K], the exact result, and
     (N, K, M, seed) to tell where it was."""
     if grid == "fp4" and dtype == torch.float16:
@@ -67,7 +61,7 @@ def problems(
             yield linear, x, exact_linear(x, weight), (n, k, m, rng.initial_seed())
 
 
-def every_tile(grid: str, tokens: int, n: int, k: int) -> list[AnyPlan]:
+def every_tile(grid, tokens, n, k):
     """Of rows that are no whole strip, or no whole block; K of one stage and of more than the ring
     holds."""
     shapes = SHAPES if grid == "int8" else SHAPES + FOUR_BIT_SHAPES
@@ -75,7 +69,7 @@ def every_tile(grid: str, tokens: int, n: int, k: int) -> list[AnyPlan]:
     return [TilePerBlockPlan(*shape, split) for shape in shapes for split in splits]
 
 
-def shares(grid: str, tokens: int, n: int, k: int) -> list[AnyPlan]:
+def shares(grid, tokens, n, k):
     """All tiles whole, one left over, nearly as many as blocks; parts of one stage and of several;
     a last tile that is no whole one."""
     return [
@@ -86,7 +80,7 @@ def shares(grid: str, tokens: int, n: int, k: int) -> list[AnyPlan]:
     ]
 
 
-def in_shared_memory(grid: str, tokens: int, n: int, k: int) -> list[AnyPlan]:
+def in_shared_memory(grid, tokens, n, k):
     """K of fewer chunks than warps or blocks, of more than the ring holds, and of a number that
     does not come out even; rows that are no whole block, and warps that none are left for."""
     return [
@@ -96,13 +90,13 @@ def in_shared_memory(grid: str, tokens: int, n: int, k: int) -> list[AnyPlan]:
     ]
 
 
-def persistent(grid: str, tokens: int, n: int, k: int) -> list[AnyPlan]:
+def persistent(grid, tokens, n, k):
     """One tile and many for each block, K shorter and longer than the ring, rows that are no whole
     cluster's, every part of a tile."""
     return [*persistent_tiles_plans(max(tokens, 129))]  # all of them
 
 
-PLANS: dict[str, tuple[Any, tuple[str, ...], tuple[tuple[int, int], ...], tuple[int, ...]]] = {
+PLANS = {
     "tiles": (every_tile, GRIDS, ((80, 128), (2112, 1408), (250, 2048)), (1, 17, 70, 300)),
     "shares": (shares, FOUR_BITS, ((250, 1024), (2112, 1408), (2112, 7168)), (1, 17, 32, 33, 64)),
     "shared": (
@@ -180,10 +174,7 @@ def test_sorted_experts_match_float64(grid):
             spread.int(),
         ):  # with experts left empty, and one named several times
             exact = exact_experts(x.cpu(), ids.cpu(), topk_weights.cpu(), weights).to(DEVICE)
-            plans: list[TilePerBlockPlan | ExpertTilesPlan] = [
-                ExpertTilesPlan(96),
-                ExpertTilesPlan(160),
-            ]
+            plans = [ExpertTilesPlan(96), ExpertTilesPlan(160)]
             plans += [
                 TilePerBlockPlan(width, 2, 1)
                 for width in ((32,) if grid == "int8" else (24, 32, 48))

@@ -16,7 +16,6 @@ from quantkit_kernels import (
     delta_step,
 )
 from quantkit_kernels.samples import TOLERANCE, distance
-from torch import Tensor
 from torch.nn import functional as F
 
 
@@ -38,7 +37,7 @@ SIZES = {
 PLACES = 6
 
 
-def sampled(sizes: Sizes, tokens: int, dtype: torch.dtype, device: torch.device) -> DeltaInputs:
+def sampled(sizes, tokens, dtype, device):
     """Views of one tensor, as linears output them; joined: those of a key head lie together. Keys
     resemble one another, and some decays are steep."""
     groups, shared, key, value, *_ = sizes
@@ -58,7 +57,7 @@ def sampled(sizes: Sizes, tokens: int, dtype: torch.dtype, device: torch.device)
     return DeltaInputs(q, k, v, gate, decay, gates[:, :, 1])
 
 
-def weights_of(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> DeltaWeights:
+def weights_of(sizes, dtype, device):
     groups, shared, key, value, kernel, by_channel, _ = sizes
     heads, channels = groups * shared, groups * (2 * key + shared * value)
     return DeltaWeights(
@@ -71,7 +70,7 @@ def weights_of(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> DeltaW
     )
 
 
-def states_of(sizes: Sizes, device: torch.device) -> DeltaStates:
+def states_of(sizes, device):
     """Of sequences that were there before."""
     groups, shared, key, value, kernel, *_ = sizes
     channels = groups * (2 * key + shared * value)
@@ -82,7 +81,7 @@ def states_of(sizes: Sizes, device: torch.device) -> DeltaStates:
     )
 
 
-def exact(inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+def exact(inputs, weights):
     """A whole sequence from its start, [T, G R V]."""
     (tokens, groups, key), (_, _, shared, value) = inputs.q.shape, inputs.v.shape
     heads, kernel = groups * shared, weights.convolution.double()
@@ -123,7 +122,7 @@ def test_prompts_and_steps(backend, dtype, name, poisoned_memory):
     lengths = [sum(cut) + 3 for cut in zip(*cuts)]
     whole = [sampled(sizes, length, dtype, device) for length in lengths]
     places, starts = [4, 1, 5], [0, 0, 0]
-    found: list[list[Tensor]] = [[], [], []]
+    found = [[], [], []]
     for again, cut in enumerate(cuts):
         spans = DeltaSpans.of(
             [*(DeltaSpan(*one) for one in zip(places, starts, cut)), DeltaSpan(0, 0, 0)], device

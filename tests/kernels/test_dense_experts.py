@@ -9,13 +9,12 @@ from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.samples import TOLERANCE, distance
 from quantkit_kernels.triton.dense_experts import PLANS, DenseExperts, sort_many_pairs
 from quantkit_kernels.triton.experts import sort_pairs
-from quantkit_kernels.weights import Weight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COUNT = 5
 
 
-def made(weights: list[list[Weight]], dtype: torch.dtype) -> DenseExperts:
+def made(weights, dtype):
     builder = ExpertsBuilder(COUNT, backend="triton", dtype=dtype, device=DEVICE)
     for expert, (gate, up, down) in enumerate(zip(*weights, strict=True)):
         builder.add(expert, gate, up, down)
@@ -25,7 +24,7 @@ def made(weights: list[list[Weight]], dtype: torch.dtype) -> DenseExperts:
 
 
 @pytest.fixture(autouse=True)
-def _usable() -> None:
+def _usable():
     reason = why_unusable("experts_dense", "triton", DEVICE, torch.bfloat16)
     if reason is not None:
         pytest.skip(reason)

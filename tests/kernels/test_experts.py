@@ -16,17 +16,17 @@ from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.expanded.experts import ExpandedLayout
 from quantkit_kernels.reference.experts import LoopExperts
 from quantkit_kernels.samples import GRIDS, TOLERANCE, distance
-from quantkit_kernels.weights import Dense, Weight
+from quantkit_kernels.weights import Dense
 
 HIDDEN, INTERMEDIATE, COUNT = 256, 128, 6
 
 
-def routing(tokens: int, top_k: int, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def routing(tokens, top_k, rng):
     ids = torch.rand(tokens, COUNT, generator=rng).topk(top_k, dim=-1).indices
     return ids, torch.rand(tokens, top_k, generator=rng)
 
 
-def skip_unusable(grid: str, backend: str, dtype: torch.dtype) -> None:
+def skip_unusable(grid, backend, dtype):
     shapes = ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
     reason = why_unusable(
         f"experts_{grid.split('-')[0]}", backend, torch.device("cpu"), dtype, shapes
@@ -187,7 +187,7 @@ def test_builder_takes_any_order_and_refuses_what_does_not_fit():
     weights = random_experts("int4-sym-128", 3, HIDDEN, INTERMEDIATE, rng)
     gate, up, down = weights
 
-    def expert(index: int) -> tuple[Weight, Weight, Weight]:
+    def expert(index):
         return gate[index], up[index], down[index]
 
     builder = ExpertsBuilder(3, backend="reference", dtype=torch.float32)

@@ -22,7 +22,6 @@ from quantkit_kernels.backends import choose
 from quantkit_kernels.cpu.build import why_no_library
 from quantkit_kernels.samples import TOLERANCE, distance
 from quantkit_kernels.triton.operators import cut_in_three
-from torch import Tensor
 
 GATES = (
     Gating(1.702, 7.0, 1.0),
@@ -45,7 +44,7 @@ def test_norms(backend, dtype, poisoned_memory):
             .to(dtype if backend == "cuda" else torch.bfloat16)
         )
 
-        def exact(value: Tensor, weight: Tensor = weight) -> Tensor:
+        def exact(value, weight=weight):
             size = (value.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
             return value.double() / size * weight.double()
 
@@ -106,17 +105,16 @@ def test_the_compiled_activation(dtype):
         assert silu_and_mul(x, backend="cpu").isfinite().tolist() == [[False, True, False]]
 
 
-def scores_of(logits: Tensor, scoring: str) -> Tensor:
+def scores_of(logits, scoring):
     return logits.double().sigmoid() if scoring == "sigmoid" else logits.double().softmax(-1)
 
 
-def exact_route(choice: Tensor, rule: Routing) -> list[list[int]]:
+def exact_route(choice, rule):
     """The choice, spelled out for one token at a time, by scores and bias [T, E]."""
     chosen, size = [], choice.shape[1] // rule.n_group
     for row in choice.tolist():
         groups = sorted(
-            range(rule.n_group),
-            key=lambda g: -sum(sorted(row[g * size : (g + 1) * size])[-2:]),
+            range(rule.n_group), key=lambda g: -sum(sorted(row[g * size : (g + 1) * size])[-2:])
         )
         kept = [e for e in range(len(row)) if e // size in groups[: rule.topk_group]]
         chosen.append(sorted(kept, key=lambda e: -row[e])[: rule.num_experts_per_tok])

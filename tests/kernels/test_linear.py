@@ -19,7 +19,7 @@ from quantkit_kernels.weights import stack
 DTYPES = tuple(TOLERANCE)
 
 
-def skip_unusable(grid: str, backend: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def skip_unusable(grid, backend, dtype, shape):
     reason = why_unusable(
         f"linear_{grid.split('-')[0]}", backend, torch.device("cpu"), dtype, (shape,)
     )
@@ -30,7 +30,7 @@ def skip_unusable(grid: str, backend: str, dtype: torch.dtype, shape: tuple[int,
 
 
 @pytest.fixture(autouse=True)
-def _fresh_memory_is_poisoned() -> object:
+def _fresh_memory_is_poisoned():
     """torch.empty gives NaN in this module, so an element that is never written shows."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)

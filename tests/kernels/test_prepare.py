@@ -25,7 +25,6 @@ from quantkit_kernels.codes import (
 )
 from quantkit_kernels.paged import parts_of
 from quantkit_kernels.samples import TOLERANCE, code_latents, distance
-from torch import Tensor
 
 KINDS = pytest.mark.parametrize("codes", CODES.values(), ids=CODES)
 CACHES = pytest.mark.parametrize("codes", [None, *CODES.values()], ids=["plain", *CODES])
@@ -36,12 +35,12 @@ NEAR = {torch.int8: 1.2e-2, torch.float8_e4m3fn: 4e-2}
 """How far a value may lie from its code's."""
 
 
-def normed_in_double(x: Tensor, gain: Tensor) -> Tensor:
+def normed_in_double(x, gain):
     x = x.double()
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * gain.double()
 
 
-def rotated(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+def rotated(x, angles, interleaved):
     """x [T, heads, D] in float64, its first R channels by angles [T, R/2]."""
     x, rest = x.double().split([2 * angles.shape[1], x.shape[-1] - 2 * angles.shape[1]], dim=-1)
     first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
@@ -51,14 +50,12 @@ def rotated(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([sides, rest], dim=-1)
 
 
-def turns(
-    tokens: int, rotary: int, device: torch.device, interleaved: bool = True
-) -> tuple[Tensor, Rotation]:
+def turns(tokens, rotary, device, interleaved=True):
     angles = torch.rand(tokens, rotary // 2, device=device) * 6
     return angles, Rotation(angles.cos(), angles.sin(), interleaved)
 
 
-def room_for(dtype: torch.dtype) -> torch.dtype:
+def room_for(dtype):
     """What holds a latent's rotary keys."""
     return torch.bfloat16 if dtype == torch.float32 else dtype
 

@@ -1,7 +1,5 @@
 """Arguments that no operator takes are refused by a line that names the argument."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from kernel_weights import layer, random_experts
@@ -43,16 +41,15 @@ from quantkit_kernels.codes import empty_keys, empty_latents
 from quantkit_kernels.linear import laid_out
 from quantkit_kernels.samples import random_weight
 from quantkit_kernels.weights import stack
-from torch import Tensor
 
 CPU, INT8 = torch.device("cpu"), torch.int8
 
 
-def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def zeros(*shape, dtype=torch.float32):
     return torch.zeros(shape, dtype=dtype)
 
 
-def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def ones(*shape, dtype=torch.float32):
     return torch.ones(shape, dtype=dtype)
 
 
@@ -72,38 +69,31 @@ STEP, STEPS = torch.tensor(0.02), KeySteps(*(0.01 * ones(2, 2, 8)))
 CODED = empty_keys((1, 4, 2, 8), INT8, CPU)
 
 
-def decode_latents(cache: object, kv_b: Tensor = KV_B) -> Tensor:
+def decode_latents(cache, kv_b=KV_B):
     return mla_decode(Q, kv_b, ANGLES, PagedLatents(cache, TABLE, LENGTH), scale=1.0)  # type: ignore[arg-type]
 
 
-def decode_keys(keys: Tensor = KEYS, values: Tensor = KEYS, window: int = 0) -> Tensor:
+def decode_keys(keys=KEYS, values=KEYS, window=0):
     pages = PagedKeys(keys, values, TABLE, LENGTH)
     return gqa_decode(zeros(1, 4, 8), pages, scale=1.0, window=window)
 
 
-def cache_latents(
-    qkv_a: Tensor,
-    cache: object,
-    step: Tensor | None = None,
-    how: Callable[..., Tensor] = mla_prepare,
-) -> Tensor:
+def cache_latents(qkv_a, cache, step=None, how=mla_prepare):
     more = (prepare_dense(zeros(4, 2)),) if how is mla_queries else ()
     return how(qkv_a, NORMS, ANGLES, cache, SLOT, *more, code_step=step)
 
 
-def cache_keys(
-    qkv: Tensor, cache: object, norms: Norms | None = None, steps: KeySteps | None = None
-) -> Tensor:
+def cache_keys(qkv, cache, norms=None, steps=None):
     return gqa_prepare(qkv, norms, ANGLES, cache, SLOT, code_steps=steps)  # type: ignore[arg-type]
 
 
-def ask_experts(ids: Tensor, weights: Tensor) -> Tensor:
+def ask_experts(ids, weights):
     made = random_experts("dense", 3, 32, 16, torch.Generator().manual_seed(6))
     return layer(made, "auto", torch.float32)(zeros(2, 32), ids, weights)
 
 
 IDS = zeros(2, 1, dtype=torch.int64)
-REFUSED: list[tuple[str, Callable[[], object]]] = [
+REFUSED = [
     ("weight: shape", lambda: rms_norm(X, ones(4), 1e-6)),
     ("residual", lambda: add_rms_norm(X, zeros(2, 4), ones(8), 1e-6)),
     ("odd", lambda: silu_and_mul(zeros(2, 7))),
@@ -130,10 +120,7 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
         r"cache\.codes: dtype",
         lambda: decode_latents(CodedLatents(LATENTS.codes.to(torch.uint8), *LATENTS[1:])),
     ),
-    (
-        r"cache\.keys: shape",
-        lambda: decode_latents(LATENTS._replace(keys=LATENTS.keys[..., :3])),
-    ),
+    (r"cache\.keys: shape", lambda: decode_latents(LATENTS._replace(keys=LATENTS.keys[..., :3]))),
     (
         r"cache\.scales: dtype",
         lambda: decode_latents(LATENTS._replace(scales=LATENTS.scales.bfloat16())),
@@ -187,19 +174,13 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     ("dtype", lambda: prepare_dense(zeros(16, 16), dtype=torch.float64)),
     ("not known", lambda: prepare_dense(zeros(16, 16), backend="fast")),
     ("2 groups for 96 input features", lambda: prepare(W8A16(CODES[:, :96], ones(16, 2)))),
-    (
-        "cannot stack",
-        lambda: stack(Int4(CODES, ones(16, 1), ZERO), Int8(CODES, ones(16, 1))),
-    ),
+    ("cannot stack", lambda: stack(Int4(CODES, ones(16, 1), ZERO), Int8(CODES, ones(16, 1)))),
     (
         "differ in group size",
         lambda: stack(W8A16(CODES[:, :96], ones(16, 1)), W8A16(CODES[:, :96], ones(16, 3))),
     ),
     ("inputs are rounded differently", lambda: stack(NVFP4, NVFP4._replace(input_divisor=None))),
-    (
-        "input_divisor",
-        lambda: prepare(NVFP4._replace(input_divisor=ones(2)), backend="reference"),
-    ),
+    ("input_divisor", lambda: prepare(NVFP4._replace(input_divisor=ones(2)), backend="reference")),
     (
         "torch_npu cannot round inputs to NVFP4",
         lambda: laid_out("torch_npu", NVFP4, torch.bfloat16, CPU),

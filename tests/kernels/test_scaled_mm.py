@@ -15,7 +15,7 @@ from quantkit_kernels.weights import Fp4, decode_e2m1, dequantize
 CUDA = torch.device("cuda")
 
 
-def place(row: int, group: int, groups: int) -> int:
+def place(row, group, groups):
     """Of a scale in the blocks: NVIDIA's description of the layout, word for word."""
     tiles_of_a_row = -(-groups // 4)
     tile = (row // 128) * tiles_of_a_row + group // 4
@@ -53,12 +53,10 @@ def test_activations_are_rounded_to_the_nearest_code_and_to_the_even_one_of_two(
     assert distance(again, x.double()) < 0.12
 
 
-def product_of_bytes(
-    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
-) -> torch.Tensor:
+def product_of_bytes(x, x_scales, weight, scales):
     """What the card would compute, in float64 from the bytes it would be given."""
 
-    def values(codes: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    def values(codes, blocks):
         assert codes.dtype == torch.float4_e2m1fn_x2
         both = codes.view(torch.uint8)
         numbers = decode_e2m1(torch.stack([both & 15, both >> 4], dim=-1).flatten(1)).double()

@@ -2,7 +2,6 @@
 host's."""
 
 import contextlib
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -16,48 +15,48 @@ class Driver:
     """A device with a clock of its own, in milliseconds. Launching takes the host no time; `work`
     advances the device."""
 
-    def __init__(self, capturable: bool = True) -> None:
+    def __init__(self, capturable=True):
         self.clock, self.capturable = 0.0, capturable
-        self.captured: list[float] | None = None
+        self.captured = None
         self.replays = self.synchronized = 0
         driver = self
 
         class Event:
-            def __init__(self, enable_timing: bool) -> None:
+            def __init__(self, enable_timing):
                 assert enable_timing
 
-            def record(self) -> None:
+            def record(self):
                 self.at = driver.clock
 
-            def synchronize(self) -> None:
+            def synchronize(self):
                 driver.synchronized += 1
 
-            def elapsed_time(self, later: "Event") -> float:
+            def elapsed_time(self, later):
                 return later.at - self.at
 
         class NPUGraph:
-            def __init__(self) -> None:
-                self.work: list[float] = []
+            def __init__(self):
+                self.work = []
 
-            def replay(self) -> None:
+            def replay(self):
                 driver.replays += 1
                 driver.clock += sum(self.work)
 
         self.Event, self.NPUGraph = Event, NPUGraph
 
-    def Stream(self) -> SimpleNamespace:
+    def Stream(self):
         return SimpleNamespace(wait_stream=lambda other: None)
 
-    def current_stream(self) -> None: ...
+    def current_stream(self): ...
 
-    def stream(self, stream: object) -> contextlib.AbstractContextManager[None]:
+    def stream(self, stream):
         return contextlib.nullcontext()
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.synchronized += 1
 
     @contextlib.contextmanager
-    def graph(self, graph: SimpleNamespace, stream: object) -> Iterator[None]:
+    def graph(self, graph, stream):
         self.captured = []
         try:
             yield
@@ -65,8 +64,8 @@ class Driver:
         finally:
             self.captured = None
 
-    def work(self, milliseconds: float) -> Callable[[], None]:
-        def launch() -> None:
+    def work(self, milliseconds):
+        def launch():
             if self.captured is None:
                 self.clock += milliseconds
             elif self.capturable:
@@ -78,7 +77,7 @@ class Driver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(monkeypatch):
     made = Driver()
     monkeypatch.setattr(accelerator, "module", lambda device: made)
     return made
@@ -100,7 +99,7 @@ def test_long_calls_are_repeated_less(milliseconds, calls, captured, driver, mon
     lengths = set()
 
     class Counted(driver.NPUGraph):  # type: ignore[misc, name-defined]
-        def replay(self) -> None:
+        def replay(self):
             lengths.add(len(self.work))
             super().replay()
 
@@ -121,10 +120,10 @@ def test_what_cannot_be_captured_is_timed_all_the_same_and_said(driver):
 
 
 def test_sides_take_turns(driver, monkeypatch):
-    log: list[float] = []
+    log = []
 
     class Logged(driver.NPUGraph):  # type: ignore[misc, name-defined]
-        def replay(self) -> None:
+        def replay(self):
             log.append(self.work[0])
             super().replay()
 

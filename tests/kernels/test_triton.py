@@ -13,7 +13,6 @@ from quantkit_kernels.triton.cards import ExpertsPlan, LinearPlan
 from quantkit_kernels.triton.experts import TritonExperts
 from quantkit_kernels.triton.launch import scaled_sums
 from quantkit_kernels.triton.linear import TritonLinear
-from torch import Tensor
 
 DEVICE = device_of("triton")
 pytestmark = pytest.mark.skipif(
@@ -23,13 +22,13 @@ pytestmark = pytest.mark.skipif(
 PACKED = [grid for grid in GRIDS if grid != "dense"]
 
 
-def generator() -> torch.Generator:
+def generator():
     rng = torch.Generator(DEVICE)
     rng.seed()
     return rng
 
 
-def usable(grid: str) -> list[torch.dtype]:
+def usable(grid):
     return [
         dtype
         for dtype in HALVES
@@ -37,7 +36,7 @@ def usable(grid: str) -> list[torch.dtype]:
     ]
 
 
-def step_of(grid: str) -> int:
+def step_of(grid):
     """What K is a multiple of."""
     last = grid.split("-")[-1]
     return int(last) if last.isdigit() else 16
@@ -134,11 +133,11 @@ def test_activations_are_rounded_as_the_operator_states(width):
     assert torch.equal(codes.cpu(), expected[0])
 
 
-def near(grid: str) -> float:
+def near(grid):
     return 2e-2 if grid == "int8" else 2 * TOLERANCE[torch.bfloat16]
 
 
-def ask(experts: TritonExperts, *given: Tensor, plan: ExpertsPlan | None = None) -> Tensor:
+def ask(experts, *given, plan=None):
     """x, ids and weights on the CPU, as is what comes back."""
     x, ids, weights = (one.to(DEVICE) for one in given)
     return (

@@ -2,8 +2,6 @@
 is taken, and how plans are measured."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,14 +29,14 @@ PLANS = [
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cards._table.cache_clear()
     yield
     cards._table.cache_clear()
 
 
-def write_plans(name: str, rows: list[list[object]]) -> None:
+def write_plans(name, rows):
     """A table of this machine's own, which has nothing but plans of 16-bit weights."""
     path = cards.own_table(name)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +44,7 @@ def write_plans(name: str, rows: list[list[object]]) -> None:
     cards._table.cache_clear()
 
 
-def made(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+def made(tokens, dtype=torch.bfloat16):
     rng = torch.Generator().manual_seed(tokens)
     return torch.randn(tokens, K, generator=rng).to(dtype).to(DEVICE), (
         torch.randn(N, K, generator=rng) / K**0.5

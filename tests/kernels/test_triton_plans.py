@@ -2,9 +2,7 @@
 layouts decode to the weight."""
 
 import json
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from quantkit_kernels.weights import Int4
 MULTIPROCESSORS = 108
 
 
-def write_own(name: str, text: str | None = None, **plans: list[object]) -> Path:
+def write_own(name, text=None, **plans):
     """A table of this machine, with these plans or this text."""
     path = cards.own_table(name)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +29,7 @@ def write_own(name: str, text: str | None = None, **plans: list[object]) -> Path
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cards._table.cache_clear()
     yield
@@ -201,9 +199,7 @@ def test_a_tune_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):
     one it was stopped at, none."""
     plain, by_wgmma = cards.LinearPlan(64, 16, 4, 2, 3), WgmmaPlan(128, 64, 1, 4, 4, True, 2)
 
-    def measured(
-        kind: str, n: int, k: int, device: torch.device, compile_all: object
-    ) -> Iterator[tuple[int, list[object]]]:
+    def measured(kind, n, k, device, compile_all):
         yield 16, [(1e-6, plain), (2e-6, by_wgmma)]
         if n == 192:
             raise KeyboardInterrupt

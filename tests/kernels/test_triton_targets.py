@@ -9,10 +9,8 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -93,7 +91,7 @@ TYPES |= {torch.int32: "i32", torch.int64: "i64"}
 HALF = torch.bfloat16
 
 
-def target_of(name: str) -> GPUTarget:
+def target_of(name):
     return (
         GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
         if name.startswith("sm_")
@@ -104,12 +102,12 @@ def target_of(name: str) -> GPUTarget:
 class Recorder:
     """Stands in for a launch: compiles it for a card."""
 
-    def __init__(self, card: str) -> None:
+    def __init__(self, card):
         self.card, self.operator, self.lines = card, "", []
-        self.assembly: list[tuple[str, str]] = []
-        self._seen: set[str] = set()
+        self.assembly = []
+        self._seen = set()
 
-    def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+    def launch(self, kernel, *args, grid, warmup, **named):
         names = [parameter.name for parameter in kernel.params]
         given = dict(zip(names, args)) | {
             name: value for name, value in named.items() if name in names
@@ -155,7 +153,7 @@ class Recorder:
             kernel.fn.__name__, triton.compile(source, target=target_of(self.card), options=options)
         )
 
-    def _judge(self, name: str, compiled: Any) -> None:
+    def _judge(self, name, compiled):
         registers, spilled = used(compiled)
         self.assembly.append((name, compiled.asm.get("ptx", "")))
         shared, room = compiled.metadata.shared, cards.shared_bytes(self.card)
@@ -170,7 +168,7 @@ class Recorder:
         ), self.lines[-1]
 
 
-def used(compiled: Any) -> tuple[int, int]:
+def used(compiled):
     """Registers of a thread, and bytes that did not fit them."""
     if "cubin" not in compiled.asm:
         text = compiled.asm["amdgcn"]
@@ -191,7 +189,7 @@ def used(compiled: Any) -> tuple[int, int]:
 @pytest.fixture(
     params=[pytest.param(name, id=name) for name in (MULTIPROCESSORS if EVERY else FEW)]
 )
-def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+def card(request, monkeypatch):
     """The CPU takes itself for this card."""
     from quantkit_kernels import triton as backend
 
@@ -229,18 +227,18 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rec
     print("\n".join(recorder.lines))
 
 
-def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
+def zeros(*shape, dtype=HALF):
     return torch.zeros(shape, dtype=dtype)
 
 
-def angles(tokens: int, rotary: int) -> Rotation:
+def angles(tokens, rotary):
     return Rotation(
         zeros(tokens, rotary // 2, dtype=torch.float32),
         zeros(tokens, rotary // 2, dtype=torch.float32),
     )
 
 
-def linear(grid: str, every: bool = EVERY) -> None:
+def linear(grid, every=EVERY):
     """Of few tokens two programs share K. What is left out by default are tiles between the
     smallest and the largest."""
     prepared = prepare(
@@ -250,7 +248,7 @@ def linear(grid: str, every: bool = EVERY) -> None:
         prepared(zeros(tokens, 2048))
 
 
-def few_rows_of_16_bits(every: bool = EVERY) -> None:
+def few_rows_of_16_bits(every=EVERY):
     """By the first plan that --tune tries on the card, or by all."""
     device = torch.device("cpu")
     multiply_small(zeros(1, 3072), zeros(576, 1536), gated=True)
@@ -264,7 +262,7 @@ def few_rows_of_16_bits(every: bool = EVERY) -> None:
             multiply_rows(zeros(tokens, k), zeros(n, k), plan)
 
 
-def experts(grid: str, gated: bool = False) -> None:
+def experts(grid, gated=False):
     """gated: with everything that a gate can have, as gpt-oss has it."""
     rng = torch.Generator().manual_seed(0)
     gate, down = random_weight(grid, 256, 2048, rng), random_weight(grid, 2048, 256, rng)
@@ -280,7 +278,7 @@ def experts(grid: str, gated: bool = False) -> None:
         prepared(zeros(tokens, 2048), ids, zeros(tokens, 8, dtype=torch.float32))
 
 
-def linear_attention(by_channel: bool, prompt: bool) -> None:
+def linear_attention(by_channel, prompt):
     """Qwen3-Next's, and Kimi Linear's with narrower values."""
     groups, shared = (32, 1) if by_channel else (16, 2)
     width = 64 if by_channel else 128
@@ -310,7 +308,7 @@ def linear_attention(by_channel: bool, prompt: bool) -> None:
         delta_step(inputs, weights, states, places, places, backend="triton")
 
 
-def operators() -> Iterator[tuple[str, Callable[[], object]]]:
+def operators():
     """Every operator, at R1's sizes and at those of models with grouped queries."""
     yield "experts_dense", lambda: experts("dense")
     yield "linear_dense", few_rows_of_16_bits

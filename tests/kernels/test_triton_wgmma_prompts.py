@@ -3,7 +3,6 @@ shape, block, page and part of the keys."""
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,11 +20,11 @@ KERNEL = interpreted(
 class Launched:
     """Stands in for the kernel of a launch: runs it interpreted."""
 
-    def __init__(self, calls: list[dict[str, Any]]) -> None:
+    def __init__(self, calls):
         self.calls = calls
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, num_warps: int, **named: Any) -> None:
+    def __getitem__(self, grid):
+        def launch(*args, num_warps, **named):
             self.calls.append(named)
             KERNEL(
                 grid,
@@ -37,9 +36,9 @@ class Launched:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def calls(monkeypatch):
     """The CPU takes itself for a Hopper card; of every launch what is known when it is compiled."""
-    found: list[dict[str, Any]] = []
+    found = []
     monkeypatch.setattr(wgmma, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(wgmma, "_kernel", lambda: Launched(found))
     monkeypatch.setattr(
@@ -49,7 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
-def chosen(choose: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+def chosen(choose, monkeypatch):
     cut = wgmma.WgmmaCut(choose.choice((64, 128)), choose.choice((2, 3)), choose.random() < 0.5)
     monkeypatch.setattr(wgmma, "_CUTS", (cut,))
     monkeypatch.setattr(wgmma, "_NARROW", cut)

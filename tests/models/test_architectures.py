@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
@@ -57,11 +55,11 @@ EVERY_CELL = bool(os.environ.get("QUANTKIT_EVERY_CELL"))
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(request, tmp_path_factory):
     return write(tmp_path_factory.mktemp("models") / request.param, request.param)
 
 
-def logprobs(path: Path, tp: int = 1) -> tuple[list[list[int]], list[list[float]]]:
+def logprobs(path, tp=1):
     """Greedy continuations and the log-probabilities of their tokens."""
     engine = Engine.load(path, device="cpu", dtype="float32", max_batch=4, max_model_len=128, tp=tp)
     params = SamplingParams(max_new_tokens=8, ignore_eos=True, logprobs=0)
@@ -73,23 +71,23 @@ def logprobs(path: Path, tp: int = 1) -> tuple[list[list[int]], list[list[float]
 
 
 @functools.cache
-def logprobs_of_source(path: Path) -> tuple[list[list[int]], list[list[float]]]:
+def logprobs_of_source(path):
     """`logprobs` of a model that every test of it is held against, computed once."""
     return logprobs(path)
 
 
-def schemes_of(name: str) -> tuple[str, ...]:
+def schemes_of(name):
     """What `make test` quantizes an architecture with."""
     named = CELLS[name]["schemes"]
     return {"all": tuple(SCHEMES), "usual": USUAL}[named] if isinstance(named, str) else named
 
 
-def _skip_unasked(source: Path, asked: bool) -> None:
+def _skip_unasked(source, asked):
     if not asked and not EVERY_CELL:
         pytest.skip(f"{source.name} here is for make test-families")
 
 
-def _skip_without_experts(source: Path, scheme: str) -> None:
+def _skip_without_experts(source, scheme):
     if SCHEMES[scheme].outside is not None and not any(
         ".experts." in name for name in Checkpoint.open(source).tensors
     ):
@@ -97,7 +95,7 @@ def _skip_without_experts(source: Path, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_quantized_model_stays_near_its_source(source: Path, tmp_path: Path, scheme: str) -> None:
+def test_quantized_model_stays_near_its_source(source, tmp_path, scheme):
     """The first token's log-probability of the source's own choice moves little; the manifest
     accounts for every tensor."""
     _skip_without_experts(source, scheme)
@@ -137,16 +135,16 @@ def test_quantized_model_stays_near_its_source(source: Path, tmp_path: Path, sch
 
 
 @pytest.fixture(params=[*CONFIGS, "deepseek_v3"])
-def any_source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def any_source(request, tmp_path):
     config = CONFIGS.get(request.param) or make_model.tiny_config()
     return make_model.write_dense(tmp_path / request.param, config, random_tensors(config))
 
 
-def test_eval_scores_it(any_source: Path, tmp_path: Path) -> None:
+def test_eval_scores_it(any_source, tmp_path):
     """A random model answers nothing right; what counts is that every reply is made, graded and
     given its reason."""
     _skip_unasked(any_source, CELLS.get(any_source.name, {"eval": True}).get("eval", False))
-    asked: Any = {"limit": 3, "repeats": 2, "protocol": "r1", "max_tokens": 12}
+    asked = {"limit": 3, "repeats": 2, "protocol": "r1", "max_tokens": 12}
     results = run_evaluation(
         str(any_source), ["tiny-math"], EvaluateOptions(out=tmp_path / "out", **asked)
     )
@@ -168,9 +166,7 @@ def test_eval_scores_it(any_source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
-def test_captured_decode_steps_give_the_eager_tokens(
-    any_source: Path, tmp_path: Path, scheme: str | None
-) -> None:
+def test_captured_decode_steps_give_the_eager_tokens(any_source, tmp_path, scheme):
     """On a CUDA device every step is a graph, with drafts too where the model has them, and the
     same steps launched one by one agree."""
     model = any_source
@@ -228,9 +224,7 @@ def test_captured_decode_steps_give_the_eager_tokens(
         }
 
 
-def test_a_quantized_model_computes_its_dequantized_weights(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quantized_model_computes_its_dequantized_weights(source, tmp_path, monkeypatch):
     """Whatever operators take int4 as it is: prompts and decode steps give the log-probabilities of
     the weights that it stands for. A cache of 16 bits would make 1e-3 of a last place."""
     _skip_unasked(source, "eval" not in CELLS[source.name])
@@ -258,7 +252,7 @@ def test_a_quantized_model_computes_its_dequantized_weights(
     assert_near(torch.tensor(found), torch.tensor(expected), moved, factor=32, most=1e-2)
 
 
-def test_a_cache_in_8_bits_changes_little(source: Path) -> None:
+def test_a_cache_in_8_bits_changes_little(source):
     if source.name == "deepseek_v4":
         with pytest.raises(QuantkitError, match="its entries have 16 bits"):
             load_model(source, device="cpu", cache="int8")
@@ -276,7 +270,7 @@ def test_a_cache_in_8_bits_changes_little(source: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "glm_moe_dsa", "hy_v3", "deepseek_v4"])
-def test_drafts_of_the_mtp_layer_change_no_token(name: str, tmp_path: Path) -> None:
+def test_drafts_of_the_mtp_layer_change_no_token(name, tmp_path):
     """DeepSeek's layer around other blocks, one that shares embedding and head, one behind streams;
     they guess at random."""
     model = write(tmp_path / "model", name)
@@ -291,7 +285,7 @@ def test_drafts_of_the_mtp_layer_change_no_token(name: str, tmp_path: Path) -> N
     assert [one.token_ids for one in done] == logprobs(model)[0]
 
 
-def test_two_ranks_are_one(source: Path) -> None:
+def test_two_ranks_are_one(source):
     _skip_unasked(source, "ranks" in CELLS[source.name])
     assert logprobs(source, tp=2)[0] == logprobs_of_source(source)[0]
 
@@ -308,7 +302,7 @@ heads that two ranks each hold."""
 
 
 @pytest.mark.parametrize("name", SHARED_HEADS)
-def test_ranks_that_hold_the_same_key_head_are_one(name: str, tmp_path: Path) -> None:
+def test_ranks_that_hold_the_same_key_head_are_one(name, tmp_path):
     key_heads, tp = SHARED_HEADS[name]
     model = write(tmp_path / "model", name, num_key_value_heads=key_heads)
     together, alone = logprobs(model, tp=tp), logprobs(model)
@@ -319,9 +313,7 @@ def test_ranks_that_hold_the_same_key_head_are_one(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme not in CALIBRATED])
-def test_an_unknown_architecture_is_rounded_by_name(
-    source: Path, tmp_path: Path, scheme: str
-) -> None:
+def test_an_unknown_architecture_is_rounded_by_name(source, tmp_path, scheme):
     """Told by name, the same linears are quantized to the same bytes as with the table, less what
     only a table knows."""
     _skip_without_experts(source, scheme)

@@ -6,7 +6,6 @@ change here.
 """
 
 from dataclasses import fields
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ import transformers
 from plain_weights import PlainWeights
 from tiny_models import CASES as TABLES
 from tiny_models import CONFIGS
-from torch import Tensor
 from transformers_peers import (
     CASES,
     COMPRESSED,
@@ -40,7 +38,7 @@ SIZES = {
     "qwen_3_5": QWEN_3_5,
     "qwen_3_5_dense": QWEN_3_5_DENSE,
 }
-BASES: dict[str, tuple[str, dict[str, Any]]] = {
+BASES = {
     name: (CASES[name][0], {**CASES[name][1], "mlp_only_layers": [], **extra})
     if isinstance(extra, dict)
     else (extra[0], {**SIZES[extra[1]], **extra[2]})
@@ -49,9 +47,9 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
 NOT_OF_THE_MODEL = set(TABLES["fields_not_of_the_model"])
 
 
-def others(name: str, value: Any) -> list[Any]:
+def others(name, value):
     """Values that the field does not have."""
-    by_name: dict[str, list[Any]] = {
+    by_name = {
         "layer_types": [["sliding_attention", "full_attention"], ["full_attention"] * 2],
         "mlp_only_layers": [[1]],
         "mlp_layer_types": [["sparse", "dense"]],
@@ -80,7 +78,7 @@ def others(name: str, value: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_every_field_is_computed_or_refused(base: str) -> None:
+def test_every_field_is_computed_or_refused(base):
     """Asks for nothing of a value that transformers itself refuses."""
     kind, extra = BASES[base]
     declared = [field.name for field in fields(getattr(transformers, f"{kind}Config"))]
@@ -101,7 +99,7 @@ def test_every_field_is_computed_or_refused(base: str) -> None:
     assert len(computed) > len(refused), (computed, refused)
 
 
-def peer_of(kind: str, extra: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+def peer_of(kind, extra):
     """The model of transformers, and its config.json and tensors as they are published."""
     if kind.startswith("Qwen3_5"):
         return whole(extra, kind.removesuffix("Text"))
@@ -109,7 +107,7 @@ def peer_of(kind: str, extra: dict[str, Any]) -> tuple[Any, dict[str, Any], dict
     return peer, peer.config.to_dict(), checkpoint_tensors(peer)
 
 
-def asked(kind: str, extra: dict[str, Any], name: str) -> bool | None:
+def asked(kind, extra, name):
     """Whether it is computed; None where transformers has no such model."""
     token_ids = torch.arange(1, 13)
     try:
@@ -136,10 +134,10 @@ def asked(kind: str, extra: dict[str, Any], name: str) -> bool | None:
     return True
 
 
-def config_of(of: dict[str, Any]) -> dict[str, Any]:
+def config_of(of):
     if "peer" in of:
         kind, extra = of["peer"]
-        made: dict[str, Any] = getattr(transformers, f"{kind}Config")(**SHARED, **extra).to_dict()
+        made = getattr(transformers, f"{kind}Config")(**SHARED, **extra).to_dict()
         return made
     if "table" in of:
         return dict(TABLES[of["table"]])
@@ -147,7 +145,7 @@ def config_of(of: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("row", TABLES["refused"], ids=lambda row: str(row["of"]))
-def test_what_is_not_computed_is_refused(row: dict[str, Any]) -> None:
+def test_what_is_not_computed_is_refused(row):
     config = config_of(row["of"])
     make = find_architecture(config).Config.from_dict
     make({**config, **row.get("computed", {})})

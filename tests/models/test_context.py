@@ -7,7 +7,7 @@ from quantkit.models.context import CausalContext
 
 
 @pytest.mark.parametrize("lengths", [[1], [128, 129], [300, 40]])
-def test_values_narrower_than_keys(lengths: list[int]) -> None:
+def test_values_narrower_than_keys(lengths):
     """As in multi-head latent attention; zeros beside the values make them as wide as keys, which
     torch attends to."""
     generator = torch.Generator().manual_seed(0)

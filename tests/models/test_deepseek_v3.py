@@ -1,22 +1,20 @@
 """The forward against transformers, and the parameter table against a checkpoint written by
 hand."""
 
-from pathlib import Path
-
 import make_model
 import pytest
 import torch
 from quantkit_kernels import rms_norm
 from ulp_bound import assert_near, movement
 
-from quantkit.executor.weights.load import LoadedModel, load_model
+from quantkit.executor.weights.load import load_model
 from quantkit.models import deepseek_v3
 from quantkit.models.context import CausalContext
 
 PROMPTS = [list(range(7, 60)), [5, 5, 5], list(range(300, 100, -3))]
 
 
-def our_logits(loaded: LoadedModel, prompts: list[list[int]]) -> torch.Tensor:
+def our_logits(loaded, prompts):
     with torch.inference_mode():
         hidden = loaded.model(
             torch.tensor([token for prompt in prompts for token in prompt]),
@@ -26,18 +24,18 @@ def our_logits(loaded: LoadedModel, prompts: list[list[int]]) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_dense_checkpoint: Path) -> LoadedModel:
+def loaded(tiny_dense_checkpoint):
     return load_model(tiny_dense_checkpoint, device="cpu", dtype="float32")
 
 
-def test_logits_equal_transformers(tiny_dense_checkpoint: Path, loaded: LoadedModel) -> None:
+def test_logits_equal_transformers(tiny_dense_checkpoint, loaded):
     """Interleaved yarn rope, group-limited routing with biases, shared expert: all sequences of a
     flat batch at once."""
     from transformers import AutoModelForCausalLM
 
     peer = AutoModelForCausalLM.from_pretrained(tiny_dense_checkpoint, dtype=torch.float32)
 
-    def stated() -> torch.Tensor:
+    def stated():
         return torch.cat([peer(torch.tensor([prompt])).logits[0] for prompt in PROMPTS])
 
     with torch.no_grad():
@@ -46,7 +44,7 @@ def test_logits_equal_transformers(tiny_dense_checkpoint: Path, loaded: LoadedMo
     assert_near(our_logits(loaded, PROMPTS), expected, moved)
 
 
-def test_routing_uses_bias_and_groups(loaded: LoadedModel) -> None:
+def test_routing_uses_bias_and_groups(loaded):
     """The test above would also pass if the biases did nothing: here they change the result."""
     before = our_logits(loaded, PROMPTS)
     mlp = loaded.model.layers[1].mlp
@@ -57,7 +55,7 @@ def test_routing_uses_bias_and_groups(loaded: LoadedModel) -> None:
     assert (after - before).abs().max() > 1e-2
 
 
-def test_fp8_checkpoint_computes_its_decoded_values(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_fp8_checkpoint_computes_its_decoded_values(tiny_checkpoint, tmp_path):
     config = make_model.tiny_config()
     values = make_model.fp8_values(make_model.random_tensors(config))
     decoded = make_model.write_dense(
@@ -68,7 +66,7 @@ def test_fp8_checkpoint_computes_its_decoded_values(tiny_checkpoint: Path, tmp_p
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
 
 
-def test_parameters_are_the_tensors_of_the_checkpoint() -> None:
+def test_parameters_are_the_tensors_of_the_checkpoint():
     config = make_model.tiny_config()
     rows = deepseek_v3.parameters(deepseek_v3.Config.from_dict(config))
     assert {row.name: row.shape for row in rows} == make_model.tensor_shapes(config)
@@ -78,7 +76,7 @@ def test_parameters_are_the_tensors_of_the_checkpoint() -> None:
     }
 
 
-def test_a_layer_is_its_two_halves(loaded: LoadedModel) -> None:
+def test_a_layer_is_its_two_halves(loaded):
     """What the stack computes in fused steps is what calibration walks, to the bit."""
     hidden = torch.randn(7, loaded.config.hidden_size, generator=torch.Generator().manual_seed(0))
     gain = torch.rand(loaded.config.hidden_size, generator=torch.Generator().manual_seed(1))
@@ -93,7 +91,7 @@ def test_a_layer_is_its_two_halves(loaded: LoadedModel) -> None:
             assert torch.equal(normed, rms_norm(halves, gain, layer.eps))
 
 
-def test_mtp_layer_predicts_from_hidden_and_next_token(loaded: LoadedModel) -> None:
+def test_mtp_layer_predicts_from_hidden_and_next_token(loaded):
     """Written out: the decoder layer over eh_proj([enorm(embed(next)), hnorm(hidden)]), its own
     norm and head."""
     from torch.nn.functional import embedding, linear, rms_norm

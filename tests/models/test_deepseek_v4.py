@@ -2,8 +2,6 @@
 is cut; and as it is published."""
 
 import random
-from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
@@ -13,7 +11,6 @@ from plain_weights import PlainWeights
 from scaled_groups import folded, power_of_two
 from tiny_models import CASES as TABLES
 from tiny_models import CONFIGS, random_tensors, write
-from torch import Tensor
 from torch.nn import functional as F
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers_peers import COMPRESSED, checkpoint_tensors, random_peer
@@ -34,40 +31,38 @@ from quantkit.models.context import CausalContext
 from quantkit.models.hyper_connections import expand_streams, pack_streams
 from quantkit.quantization.run import quantize
 
-CASES: dict[str, dict[str, Any]] = TABLES["deepseek_v4_cases"]
+CASES = TABLES["deepseek_v4_cases"]
 
 
 class Case:
-    def __init__(self, changes: dict[str, Any]) -> None:
+    def __init__(self, changes):
         self.peer = random_peer(
             "DeepseekV4",
             {key: value for key, value in {**COMPRESSED, **changes}.items() if value is not None},
         )
         self.config_dict, self.tensors = self.peer.config.to_dict(), checkpoint_tensors(self.peer)
         self.architecture = find_architecture(self.config_dict)
-        self.config: Any = self.architecture.Config.from_dict(self.config_dict)
+        self.config = self.architecture.Config.from_dict(self.config_dict)
 
-    def logits(
-        self, lengths: list[int], token_ids: Tensor, tensors: dict[str, Tensor] | None = None
-    ) -> Tensor:
+    def logits(self, lengths, token_ids, tensors=None):
         model = self.architecture.Model(self.config, self.weights(tensors))
         with torch.no_grad():
             return model.logits(model(token_ids, CausalContext(lengths)))
 
-    def weights(self, tensors: dict[str, Tensor] | None = None) -> PlainWeights:
+    def weights(self, tensors=None):
         return PlainWeights(
             self.tensors if tensors is None else tensors, self.config.mixture.linears
         )
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(case: str) -> None:
+def test_logits_equal_transformers(case):
     """Texts shorter and longer than the window, than a group of tokens, and with more entries than
     are selected; layer by layer as well."""
     one, lengths = Case(CASES[case]), [40, 7, 1, 31]
     token_ids = torch.randint(0, 211, (sum(lengths),), generator=torch.Generator().manual_seed(3))
 
-    def stated() -> Tensor:
+    def stated():
         return torch.cat([one.peer(own[None]).logits[0] for own in token_ids.split(lengths)])
 
     with torch.no_grad():
@@ -98,7 +93,7 @@ def test_logits_equal_transformers(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["release", "odd"])
-def test_the_mtp_layer_is_the_published_one(case: str) -> None:
+def test_the_mtp_layer_is_the_published_one(case):
     """As the release's inference/model.py has it (MTPBlock): linears over the normed embedding of
     the next token and over each stream, normed, added; a layer with a window, here transformers';
     streams that end by weights of its own; the main model's head."""
@@ -129,7 +124,7 @@ def test_the_mtp_layer_is_the_published_one(case: str) -> None:
     token_ids = torch.randint(0, 211, (40,), generator=generator)
     next_ids = token_ids.roll(-1)
 
-    def mixed(module: torch.nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def mixed(module, given):
         embedded = (
             F.rms_norm(one.tensors["embed.weight"][next_ids], (hidden,), own["enorm.weight"], eps)
             @ own["e_proj.weight"].T
@@ -138,7 +133,7 @@ def test_the_mtp_layer_is_the_published_one(case: str) -> None:
         return embedded[None, :, None] + streams, *given[1:]
 
     one.peer.model.layers[layers - 1].register_forward_pre_hook(mixed)
-    config: Any = one.architecture.Config.from_dict(
+    config = one.architecture.Config.from_dict(
         {**one.config_dict, "num_hidden_layers": layers - 1, "num_nextn_predict_layers": 1}
     )
     weights = PlainWeights(tensors, config.mixture.linears)
@@ -157,7 +152,7 @@ def test_the_mtp_layer_is_the_published_one(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["release", "odd"])
-def test_folding_a_group_keeps_the_logits(case: str) -> None:
+def test_folding_a_group_keeps_the_logits(case):
     """Each group lists every reader of its producer: compressors and indexers too."""
     one, token_ids = Case(CASES[case]), torch.arange(3, 33)
     expected = one.logits([30], token_ids)
@@ -166,16 +161,16 @@ def test_folding_a_group_keeps_the_logits(case: str) -> None:
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def tiny(**changes: Any) -> dict[str, Any]:
+def tiny(**changes):
     return {**CONFIGS["deepseek_v4"], **changes}
 
 
-def written(path: Path, **changes: Any) -> Path:
+def written(path, **changes):
     return write(path, "deepseek_v4", **changes)
 
 
 @pytest.mark.parametrize(("csa", "hca"), [(4, 128), (5, 70)])
-def test_a_text_is_the_same_however_it_is_cut(csa: int, hca: int, tmp_path: Path) -> None:
+def test_a_text_is_the_same_however_it_is_cut(csa, hca, tmp_path):
     """Chunks of any lengths, steps and both in one pass, over groups that end inside blocks, at
     their ends, and every second one."""
     loaded = load_model(
@@ -186,7 +181,7 @@ def test_a_text_is_the_same_however_it_is_cut(csa: int, hca: int, tmp_path: Path
     assert furthest_from_whole(loaded, random.Random(csa)) < 1e-4
 
 
-def test_where_scores_are_equal_too(tmp_path: Path) -> None:
+def test_where_scores_are_equal_too(tmp_path):
     """Of an indexer with two heads a quarter of the scores are 0."""
     loaded = load_model(written(tmp_path / "model", index_n_heads=2), device="cpu", dtype="float32")
     once, again = (cut_at_random(loaded, random.Random(seed)) for seed in (4, 5))
@@ -196,9 +191,7 @@ def test_where_scores_are_equal_too(tmp_path: Path) -> None:
 PROMPTS = [list(range(6 + i, 30 + 13 * i)) for i in range(5)]
 
 
-def drafted(
-    path: Path, draft_length: int, budget: StepBudget | None = None, **options: Any
-) -> tuple[list[list[int]], float]:
+def drafted(path, draft_length, budget=None, **options):
     """Tokens, greedy and drawn, and the share of guesses that were kept."""
     options = {"max_batch": 3, "max_model_len": 128, "draft_length": draft_length, **options}
     engine = Engine.load(path, device="cpu", dtype="float32", **options)
@@ -214,7 +207,7 @@ def drafted(
 
 
 @pytest.fixture(scope="module")
-def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def easy(tmp_path_factory):
     """Hidden states are nearly the embeddings, and so the next token follows from the last one; the
     MTP layer passes the embedding of the
     next token through: guesses are often right."""
@@ -238,9 +231,7 @@ def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["plain", "chunks", "preempted", "looked-up"],
 )
-def test_guesses_change_no_token(
-    easy: Path, budget: StepBudget | None, options: dict[str, Any]
-) -> None:
+def test_guesses_change_no_token(easy, budget, options):
     """Guesses of the MTP layer, right and wrong ones: entries, windows and what is pooled are taken
     back."""
     found, rate = drafted(easy, 3, budget, **options)
@@ -249,12 +240,12 @@ def test_guesses_change_no_token(
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-def test_what_is_measured_at_load_is_in_no_answer(easy: Path) -> None:
+def test_what_is_measured_at_load_is_in_no_answer(easy):
     """Passes over made-up tokens, behind a context too, leave entries and windows of nobody."""
     assert drafted(easy, 0, measure_steps=True)[0] == drafted(easy, 0)[0]
 
 
-def test_steps_that_are_captured_give_the_same_tokens(tmp_path: Path) -> None:
+def test_steps_that_are_captured_give_the_same_tokens(tmp_path):
     """Over static buffers, padded in rows and tables, as graphs have them; a sequence that ends
     gives its place to another."""
     source, params = written(tmp_path / "model"), SamplingParams(max_new_tokens=9, ignore_eos=True)
@@ -272,7 +263,7 @@ def test_steps_that_are_captured_give_the_same_tokens(tmp_path: Path) -> None:
     assert found.tolist() == eager[3]
 
 
-def _fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _fp4(weight):
     """E2M1 codes two to a byte, the first in the low bits, and a power of two for 32."""
     groups = weight.float().unflatten(1, (-1, 32))
     power = (groups.abs().amax(-1).clamp(min=1e-30) / 6).log2().ceil()
@@ -289,7 +280,7 @@ def _fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def _fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _fp8(weight):
     rows, columns = weight.shape
     blocks = (
         F.pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
@@ -306,11 +297,11 @@ def _fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes.contiguous(), scale.to(torch.float8_e8m0fnu)
 
 
-def as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def as_published(tensors):
     """FP4 experts, FP8 linears, a tensor of a draft model of another kind, and a table of 32-bit
     ids."""
     tensors = tensors | {"mtp.1.main_norm.weight": tensors["norm.weight"].clone()}
-    made: dict[str, Tensor] = {}
+    made = {}
     for name, tensor in tensors.items():
         last = name.split(".")[-2] if name.endswith(".weight") else ""
         linear = (
@@ -335,7 +326,7 @@ QUANTIZATION = {
 }
 
 
-def test_the_published_layout_is_read_and_its_experts_are_kept(tmp_path: Path) -> None:
+def test_the_published_layout_is_read_and_its_experts_are_kept(tmp_path):
     """To the bit what transformers decodes; MXFP4 experts stay as they are where they are asked
     for, the MTP layer's too, which guesses from either; what is of another draft model is
     copied."""
@@ -384,7 +375,7 @@ def test_the_published_layout_is_read_and_its_experts_are_kept(tmp_path: Path) -
         )
 
 
-def test_what_an_engine_does_not_serve_is_refused(tmp_path: Path) -> None:
+def test_what_an_engine_does_not_serve_is_refused(tmp_path):
     with pytest.raises(QuantkitError, match="--prefix-cache"):
         Engine.load(
             written(tmp_path / "model"),

@@ -6,7 +6,6 @@ import transformers
 from plain_weights import PlainWeights
 from quantkit_kernels.backends import asked
 from scaled_groups import any_scale, folded
-from torch import Tensor
 from transformers_peers import CASES, checkpoint_tensors, random_peer
 from ulp_bound import assert_near, movement
 
@@ -16,7 +15,7 @@ from quantkit.models.context import CausalContext
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(case: str) -> None:
+def test_logits_equal_transformers(case):
     peer = random_peer(*CASES[case])
     config_dict = peer.config.to_dict()
     architecture = find_architecture(config_dict)
@@ -41,7 +40,7 @@ def test_logits_equal_transformers(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_folding_a_group_keeps_the_logits(case: str) -> None:
+def test_folding_a_group_keeps_the_logits(case):
     """Each group lists every reader of its producer: scaling producer and consumers by hand changes
     nothing."""
     peer = random_peer(*CASES[case])
@@ -51,7 +50,7 @@ def test_folding_a_group_keeps_the_logits(case: str) -> None:
     tensors = checkpoint_tensors(peer)
     token_ids = torch.randint(0, 211, (30,))
 
-    def logits(weights: dict[str, Tensor]) -> Tensor:
+    def logits(weights):
         model = architecture.Model(config, PlainWeights(weights, config.mixture.linears))
         return model.logits(model(token_ids, CausalContext([30])))
 
@@ -63,7 +62,7 @@ def test_folding_a_group_keeps_the_logits(case: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe"])
-def test_fields_that_config_json_leaves_out_are_those_of_transformers(kind: str) -> None:
+def test_fields_that_config_json_leaves_out_are_those_of_transformers(kind):
     """rope_theta, the width of Qwen3's heads, and a window that use_sliding_window: false turns
     off."""
     peer = getattr(transformers, f"{kind}Config")(num_experts=8, num_key_value_heads=8)
@@ -78,13 +77,13 @@ def test_fields_that_config_json_leaves_out_are_those_of_transformers(kind: str)
     assert (ours.rope.theta, ours.head_dim, ours.tie_word_embeddings) == (10000.0, heads, False)
 
 
-def test_more_dense_layers_than_layers_are_all_of_them() -> None:
+def test_more_dense_layers_than_layers_are_all_of_them():
     config = random_peer(*CASES["glm4_moe"]).config.to_dict() | {"first_k_dense_replace": 2**31 - 1}
     made = find_architecture(config).Config.from_dict(config)
     assert not any(made.is_moe(layer) for layer in range(made.num_hidden_layers))
 
 
-def test_openpangu_embedded_is_llama_with_biases_of_attention() -> None:
+def test_openpangu_embedded_is_llama_with_biases_of_attention():
     """By the vendor's modeling file: transformers has no class of its own for it."""
     peer = random_peer("Llama", {"attention_bias": True})
     config = {key: value for key, value in peer.config.to_dict().items() if key != "attention_bias"}
@@ -106,7 +105,7 @@ def test_openpangu_embedded_is_llama_with_biases_of_attention() -> None:
         )
 
 
-def test_what_config_json_lacks_is_named() -> None:
+def test_what_config_json_lacks_is_named():
     llama = random_peer("Llama", {}).config.to_dict()
     architecture = find_architecture(llama)
     del llama["rms_norm_eps"]

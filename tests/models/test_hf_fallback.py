@@ -1,9 +1,6 @@
 """Models whose gate, rotary embedding, biases or tied head the architecture's file does not
 compute: transformers does, whole."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import transformers
@@ -24,11 +21,11 @@ from quantkit.models import find_architecture, is_known
 from quantkit.models.hf_traced.full_model import TransformersModel
 from quantkit.quantization.run import quantize
 
-SIZES: dict[str, Any] = TABLES["fallback"]
-CASES: dict[str, tuple[str, dict[str, Any]]] = TABLES["fallback_cases"]
+SIZES = TABLES["fallback"]
+CASES = TABLES["fallback_cases"]
 
 
-def peer_of(case: str) -> Any:
+def peer_of(case):
     model_type, extra = CASES[case]
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(
@@ -45,7 +42,7 @@ def peer_of(case: str) -> Any:
     return model
 
 
-def written(model: Any, path: Path) -> Path:
+def written(model, path):
     return write_dense(
         path,
         model.config.to_dict(),
@@ -54,7 +51,7 @@ def written(model: Any, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_and_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+def test_tokens_and_logits_are_those_of_transformers(case, tmp_path):
     """Of a text beyond the length that frequencies change at, and of a short one after it: a text
     does not depend on those before."""
     model, texts = peer_of(case), [list(range(5, 45)), [9, 8, 7], list(range(50, 70))]
@@ -75,7 +72,7 @@ def test_tokens_and_logits_are_those_of_transformers(case: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("case", ["dynamic", "tanh", "latent-tied", "latent-biases"])
-def test_they_are_calibrated(case: str, tmp_path: Path) -> None:
+def test_they_are_calibrated(case, tmp_path):
     source = written(peer_of(case), tmp_path / case)
     text = write_letters(tmp_path / "calibration.txt", 600)
     recipe = Recipe(
@@ -97,7 +94,7 @@ def test_they_are_calibrated(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_server_says_what_it_does_not_compute(case: str, tmp_path: Path) -> None:
+def test_the_server_says_what_it_does_not_compute(case, tmp_path):
     config = peer_of(case).config.to_dict()
     assert not is_known(config)
     with pytest.raises(
@@ -108,7 +105,7 @@ def test_the_server_says_what_it_does_not_compute(case: str, tmp_path: Path) -> 
     assert "run, eval and ppl compute it by transformers" in fault.value.remedy
 
 
-def test_a_gate_that_nobody_has_is_refused_by_the_file() -> None:
+def test_a_gate_that_nobody_has_is_refused_by_the_file():
     config = {**SIZES, "model_type": "llama", "hidden_act": "glue", "rms_norm_eps": 1e-6}
     assert is_known(config)
     with pytest.raises(QuantkitError, match="hidden_act = 'glue'"):

@@ -3,14 +3,12 @@ scale groups are found by watching it."""
 
 import re
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import transformers
 import yaml
 from tiny_models import MODELS
-from torch import Tensor
 from torch.nn import functional as F
 from transformers.core_model_loading import revert_weight_conversion
 from transformers_peers import CASES, LATENT, SHARED, SPARSE
@@ -20,20 +18,18 @@ from quantkit.common.errors import QuantkitError
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.hf_traced.architecture import TracedArchitecture
-from quantkit.models.hf_traced.layer import DecoderLayer
-from quantkit.models.table import ScaleGroup
 
-TABLE: dict[str, Any] = yaml.safe_load((MODELS / "traced.yaml").read_text())
+TABLE = yaml.safe_load((MODELS / "traced.yaml").read_text())
 TINY, FOUND = TABLE["tiny"], TABLE["models"]
 
 
-def traced(model_type: str, **changes: Any) -> dict[str, Any]:
+def traced(model_type, **changes):
     own = FOUND.get(model_type, {}).get("config", {})
     return {**TINY, "model_type": model_type, **own, **changes}
 
 
-def found_in(architecture: TracedArchitecture, layer: int = 0) -> dict[str, str]:
-    def short(name: str) -> str:
+def found_in(architecture, layer=0):
+    def short(name):
         return name.rpartition(".")[2]
 
     groups = architecture.scale_groups(architecture.config, layer)
@@ -51,7 +47,7 @@ TABLES |= {"deepseek_v32": ("DeepseekV32", SPARSE), "glm_moe_dsa": ("GlmMoeDsa",
 
 
 @pytest.mark.parametrize("case", TABLES)
-def test_the_groups_of_a_table_are_found(case: str) -> None:
+def test_the_groups_of_a_table_are_found(case):
     kind, extra = TABLES[case]
     config = getattr(transformers, f"{kind}Config")(**{**SHARED, **extra}).to_dict()
     table, watched = find_architecture(config), TracedArchitecture(config)
@@ -64,11 +60,11 @@ def test_the_groups_of_a_table_are_found(case: str) -> None:
         }
 
 
-def moved(group: ScaleGroup) -> tuple[str, bool, frozenset[str]]:
+def moved(group):
     return group.producer, group.producer_is_norm, frozenset(group.consumers)
 
 
-def peer_of(model_type: str) -> Any:
+def peer_of(model_type):
     """A random model of transformers; norms and biases are random, too."""
     config = transformers.AutoConfig.for_model(**traced(model_type))
     kinds = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
@@ -86,7 +82,7 @@ def peer_of(model_type: str) -> Any:
     return model
 
 
-def published(architecture: TracedArchitecture, model: Any) -> dict[str, Tensor]:
+def published(architecture, model):
     """The state dict in the names of published checkpoints, with stacks of experts cut up."""
     tensors = {
         name: tensor.clone()
@@ -99,14 +95,7 @@ def published(architecture: TracedArchitecture, model: Any) -> dict[str, Tensor]
     return tensors
 
 
-def experts_of(
-    architecture: TracedArchitecture,
-    layer: int,
-    tensors: dict[str, Tensor],
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-) -> Tensor:
+def experts_of(architecture, layer, tensors, x, ids, weights):
     """What the routed experts of a layer make, each of its own matrices."""
     made = torch.zeros_like(x)
     for expert, names in enumerate(architecture.experts[layer].names):
@@ -118,13 +107,13 @@ def experts_of(
     return made
 
 
-def after_experts(block: DecoderLayer, hidden: Tensor, context: CausalContext) -> Tensor:
+def after_experts(block, hidden, context):
     """As `calibrate.after_experts`, with all experts at once: what they make together is seen
     where the linears beside them are run."""
     op, width = block.weights.experts("", 0), hidden.shape[1]
-    made: list[Tensor] = []
+    made = []
 
-    def keep(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def keep(x, ids, weights):
         made.append(op(x, ids, weights))
         return torch.zeros_like(x)
 
@@ -136,9 +125,7 @@ def after_experts(block: DecoderLayer, hidden: Tensor, context: CausalContext) -
     )
 
 
-def walked_logits(
-    architecture: TracedArchitecture, tensors: dict[str, Tensor], sequences: list[Tensor]
-) -> Tensor:
+def walked_logits(architecture, tensors, sequences):
     """As a calibrated run goes: embedding, the halves of every layer over all sequences, last norm,
     head."""
     embed_and_head, context = (
@@ -184,19 +171,19 @@ def test_norms_readers_and_logits_are_those_of_transformers(model_type):
 
 
 @pytest.mark.parametrize("row", TABLE["refused"], ids=lambda row: row["reason"])
-def test_what_cannot_be_walked_is_refused_in_a_line(row: dict[str, Any]) -> None:
+def test_what_cannot_be_walked_is_refused_in_a_line(row):
     with pytest.raises(QuantkitError, match=re.escape(row["reason"])) as fault:
         TracedArchitecture(row["config"] if "whole" in row else {**TINY, **row["config"]})
     assert "rtn-w4a16" in fault.value.remedy
 
 
 @pytest.mark.parametrize("row", TABLE["nothing"], ids=lambda row: row["reason"])
-def test_what_has_nothing_to_calibrate_is_refused_in_a_line(row: dict[str, Any]) -> None:
+def test_what_has_nothing_to_calibrate_is_refused_in_a_line(row):
     with pytest.raises(QuantkitError, match=re.escape(row["reason"])):
         TracedArchitecture({**TINY, **row["config"]})
 
 
-def test_texts_longer_than_learned_positions_are_refused() -> None:
+def test_texts_longer_than_learned_positions_are_refused():
     skeleton = TracedArchitecture(traced("gpt_bigcode")).skeleton
     skeleton.check_length(32)
     with pytest.raises(QuantkitError, match="32 positions computes no texts of 33 tokens") as fault:
@@ -204,7 +191,7 @@ def test_texts_longer_than_learned_positions_are_refused() -> None:
     assert "--seq-len 32" in fault.value.remedy
 
 
-def test_a_stored_tensor_of_another_shape_is_named() -> None:
+def test_a_stored_tensor_of_another_shape_is_named():
     architecture = TracedArchitecture(traced("gemma2"))
     shapes = {
         name: tuple(tensor.shape)

@@ -1,13 +1,9 @@
 """Hy3's MTP layer, and what a release's config.json says that transformers' does not."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from make_model import write_dense
 from plain_weights import PlainWeights
-from torch import Tensor
 from torch.nn.functional import linear
 from transformers.models.hy_v3.modeling_hy_v3 import HYV3DecoderLayer
 from transformers_peers import HY_V3, checkpoint_tensors, random_peer
@@ -31,7 +27,7 @@ RELEASED = {
 }
 
 
-def released() -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+def released():
     """A model of transformers, the config.json and the tensors of a release: the layer after the
     last one is the MTP layer's block."""
     peer = random_peer("HYV3", {**HY_V3, "num_hidden_layers": 3})
@@ -46,11 +42,11 @@ def released() -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
     return peer, config, tensors
 
 
-def normed(x: Tensor, gain: Tensor) -> Tensor:
+def normed(x, gain):
     return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * gain
 
 
-def test_the_mtp_layer_is_vllms_statement_around_transformers_block() -> None:
+def test_the_mtp_layer_is_vllms_statement_around_transformers_block():
     """vLLM: eh_proj over both norms, a decoder layer, final_layernorm, the main model's head;
     hidden states behind the final norm."""
     peer, config, tensors = released()
@@ -84,7 +80,7 @@ def test_the_mtp_layer_is_vllms_statement_around_transformers_block() -> None:
     assert (ours - expected).abs().max() < 1e-4
 
 
-def test_a_hy3_of_another_kind_is_refused() -> None:
+def test_a_hy3_of_another_kind_is_refused():
     _, config, _ = released()
     assert find_architecture(config) is hy_v3
     others = {
@@ -105,7 +101,7 @@ def test_a_hy3_of_another_kind_is_refused() -> None:
     assert hy_v3.Config.from_dict({**config, "first_k_dense_replace": 5}).dense_layers == {0, 1}
 
 
-def test_vllm_is_told_of_as_it_reads_config_json(tmp_path: Path) -> None:
+def test_vllm_is_told_of_as_it_reads_config_json(tmp_path):
     """Its model reads expert_hidden_dim, which a release has and transformers does not write."""
     _, config, tensors = released()
     whole = Checkpoint.open(write_dense(tmp_path / "released", config, tensors))

@@ -2,15 +2,12 @@
 beside it is copied."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
 import torch
 from packed_model import write_packed
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.formats import compressed_int4
@@ -38,14 +35,14 @@ VISION = {
 }
 
 
-def logits(path: Path) -> Tensor:
+def logits(path):
     loaded = load_model(path, device="cpu", dtype="float32")
     with torch.inference_mode():
         return loaded.model.logits(loaded.model(torch.arange(5, 35), CausalContext([30])))
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def sources(tmp_path_factory):
     """The same weights as a DeepSeek-V3, whose logits are held against transformers, and as the
     text model of K2.5."""
     path, tensors = tmp_path_factory.mktemp("kimi"), make_model.random_tensors(TEXT)
@@ -55,14 +52,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return text, make_model.write_dense(path / "whole", WHOLE, named | vision)
 
 
-def test_the_text_model_computes_what_deepseek_v3_does(sources: tuple[Path, Path]) -> None:
+def test_the_text_model_computes_what_deepseek_v3_does(sources):
     expected, found = map(logits, sources)
     assert torch.equal(found, expected)
 
 
-def test_what_is_beside_the_text_model_is_copied(
-    sources: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_what_is_beside_the_text_model_is_copied(sources, tmp_path):
     report = quantize(
         sources[1],
         tmp_path / "out",
@@ -79,9 +74,7 @@ def test_what_is_beside_the_text_model_is_copied(
     assert (logits(report.out) - expected).norm() < 0.5 * expected.norm()
 
 
-def test_int4_in_groups_of_32_is_read_as_kimi_publishes_it(
-    sources: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_int4_in_groups_of_32_is_read_as_kimi_publishes_it(sources, tmp_path):
     """Experts alone, the quantization told inside text_config."""
     tensors, grid = make_model.random_tensors(TEXT), IntGrid(4, 32, symmetric=True)
     text = {**TEXT, "model_type": "deepseek_v3"}
@@ -93,7 +86,7 @@ def test_int4_in_groups_of_32_is_read_as_kimi_publishes_it(
         grid,
         lambda row: row.expert is not None,
     )
-    config: dict[str, Any] = json.loads((packed / "config.json").read_text())
+    config = json.loads((packed / "config.json").read_text())
     stored = {
         f"language_model.{name}": value
         for file in packed.glob("*.safetensors")
@@ -116,7 +109,7 @@ def test_int4_in_groups_of_32_is_read_as_kimi_publishes_it(
     assert torch.equal(logits(whole), logits(packed))
 
 
-def test_what_is_not_computed_is_refused() -> None:
+def test_what_is_not_computed_is_refused():
     architecture = find_architecture(WHOLE)
     with pytest.raises(QuantkitError, match="text_config"):
         architecture.Config.from_dict({"model_type": "kimi_k25"})

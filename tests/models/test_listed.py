@@ -2,9 +2,7 @@
 checkpoint."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import make_model
 import other_names
@@ -22,7 +20,7 @@ from quantkit.models.stored_parameters import read_model
 from quantkit.quantization.convert import convert
 
 GRID = IntGrid(4, 128, True)
-COMMANDS: dict[str, Callable[[Path], object]] = {
+COMMANDS = {
     "inspect": lambda path: describe(Checkpoint.open(path)),
     "convert": lambda path: convert(path, path.with_name("out"), dtype="bf16"),
     "run": lambda path: load_model(path, device="cpu"),
@@ -30,19 +28,19 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
 }
 
 
-def edited(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+def edited(path, change):
     config = json.loads((path / "config.json").read_text())
     change(config)
     (path / "config.json").write_text(json.dumps(config))
     return path
 
 
-def without(entry: str) -> Callable[[dict[str, Any]], object]:
+def without(entry):
     return lambda config: config["quantization_config"]["ignore"].remove(entry)
 
 
 @pytest.fixture
-def packed(tmp_path: Path) -> Path:
+def packed(tmp_path):
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     return write_packed(
         tmp_path / "model", config, make_model.random_tensors(config), compressed_int4.FORMAT, GRID
@@ -68,7 +66,7 @@ def test_an_architecture_without_a_table_goes_by_names(command: str, packed: Pat
         COMMANDS[command](packed)
 
 
-def test_a_tensor_beside_the_table_goes_by_its_name(packed: Path) -> None:
+def test_a_tensor_beside_the_table_goes_by_its_name(packed):
     edited(packed, lambda config: config.update(num_nextn_predict_layers=0))
     read_model(Checkpoint.open(packed))
     edited(packed, without(r"re:.*self_attn\.kv_b_proj$"))
@@ -82,9 +80,7 @@ def test_a_tensor_beside_the_table_goes_by_its_name(packed: Path) -> None:
         read_model(Checkpoint.open(packed))
 
 
-def test_the_table_tells_linears_with_other_names(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_table_tells_linears_with_other_names(monkeypatch, tmp_path):
     other_names.register(monkeypatch)
     config = other_names.tiny_config()
     tensors = other_names.random_tensors(config)

@@ -3,8 +3,6 @@ architectures, and right where names mislead."""
 
 import importlib.util
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 from make_model import write_dense
@@ -26,7 +24,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "h
 @pytest.mark.parametrize(
     "case", ["llama", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2"]
 )
-def test_it_finds_the_linears_of_the_table(case: str) -> None:
+def test_it_finds_the_linears_of_the_table(case):
     kind, extra = CASES[case]
     config = random_peer(kind, extra).config.to_dict()
     architecture = find_architecture(config)
@@ -39,9 +37,7 @@ def test_it_finds_the_linears_of_the_table(case: str) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "extra", "found", "left"), TABLES["left"])
-def test_what_only_looks_like_one_is_left(
-    model_type: str, extra: dict[str, Any], found: str, left: str
-) -> None:
+def test_what_only_looks_like_one_is_left(model_type, extra, found, left):
     tree = read_tree({"model_type": model_type, **SHARED, **extra})
     assert tree.linears is not None, tree.why
     names = {re.sub(r"\.\d+\.", ".N.", name) for name in tree.linears}
@@ -61,9 +57,7 @@ def test_what_only_looks_like_one_is_left(
         ),  # what it calls its decoder is its head
     ],
 )
-def test_names_are_those_of_the_class_that_wrote_the_checkpoint(
-    model_type: str, architectures: list[str], begins: str
-) -> None:
+def test_names_are_those_of_the_class_that_wrote_the_checkpoint(model_type, architectures, begins):
     """Of some kinds transformers has one class with a vision tower and one of the text model
     alone."""
     text = (
@@ -74,7 +68,7 @@ def test_names_are_those_of_the_class_that_wrote_the_checkpoint(
     assert all(name.startswith(begins) for name in tree.linears), tree.linears
 
 
-def test_where_there_is_no_tree_it_says_why() -> None:
+def test_where_there_is_no_tree_it_says_why():
     assert "does not know 'never'" in read_tree({"model_type": "never"}).why
     assert (
         "does not build it"
@@ -89,7 +83,7 @@ def test_where_there_is_no_tree_it_says_why() -> None:
     )
 
 
-def test_no_guess_takes_the_place_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_guess_takes_the_place_of_transformers(monkeypatch):
     """Other tensors would be rounded than with it."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
@@ -98,7 +92,7 @@ def test_no_guess_takes_the_place_of_transformers(monkeypatch: pytest.MonkeyPatc
         read_tree({"model_type": "gemma2", **SHARED})
 
 
-def written(path: Path, kind: str, extra: dict[str, Any]) -> Path:
+def written(path, kind, extra):
     peer = random_peer(kind, {**WIDE, **extra})
     return write_dense(
         path,
@@ -107,11 +101,9 @@ def written(path: Path, kind: str, extra: dict[str, Any]) -> Path:
     )
 
 
-def test_an_unknown_architecture_is_quantized_by_its_tree_and_the_share_is_told(
-    tmp_path: Path,
-) -> None:
+def test_an_unknown_architecture_is_quantized_by_its_tree_and_the_share_is_told(tmp_path):
     source = written(tmp_path / "granite", "Granite", {"tie_word_embeddings": False})
-    told: list[str] = []
+    told = []
     recipe = Recipe(scheme="rtn-w4a16")
     report = quantize(
         source,
@@ -127,7 +119,7 @@ def test_an_unknown_architecture_is_quantized_by_its_tree_and_the_share_is_told(
     assert dict(report.facts())["quantized"].endswith(f"left at 16 bits: {left}")
 
 
-def test_a_model_that_would_hardly_be_quantized_is_refused_unless_asked_for(tmp_path: Path) -> None:
+def test_a_model_that_would_hardly_be_quantized_is_refused_unless_asked_for(tmp_path):
     """DBRX: experts stacked in one matrix, which are most of it, and no linear of transformers."""
     attention = {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0}
     experts = {"ffn_hidden_size": 256, "moe_num_experts": 4, "moe_top_k": 2}
@@ -139,7 +131,7 @@ def test_a_model_that_would_hardly_be_quantized_is_refused_unless_asked_for(tmp_
         "ffn_config": experts,
     }
     source = written(tmp_path / "dbrx", "Dbrx", sizes)
-    run: tuple[Any, ...] = (SCHEMES["rtn-w4a16"], "auto")
+    run = (SCHEMES["rtn-w4a16"], "auto")
     with pytest.raises(
         QuantkitError,
         match=r"M weights, \d+%; left at 16 bits: "
@@ -154,7 +146,7 @@ def test_a_model_that_would_hardly_be_quantized_is_refused_unless_asked_for(tmp_
     )
 
 
-def test_experts_that_are_published_in_one_tensor_are_cut_up(tmp_path: Path) -> None:
+def test_experts_that_are_published_in_one_tensor_are_cut_up(tmp_path):
     source = written(
         tmp_path / "model",
         "GraniteMoe",

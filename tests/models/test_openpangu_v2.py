@@ -2,8 +2,6 @@
 cache, however a text is cut."""
 
 import random
-from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
@@ -27,17 +25,17 @@ from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.hyper_connections import expand_streams, pack_streams
 
-TINY: dict[str, Any] = TABLES["openpangu_v2"]
-CASES: dict[str, dict[str, Any]] = TABLES["openpangu_v2_cases"]
+TINY = TABLES["openpangu_v2"]
+CASES = TABLES["openpangu_v2_cases"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_the_description(case: str) -> None:
+def test_logits_equal_the_description(case):
     """Texts shorter and longer than windows, kernels and what is selected; layer by layer as
     well."""
     config_dict, lengths = {**TINY, **CASES[case]}, [33, 7, 1, 2, 18]
     architecture, tensors = find_architecture(config_dict), random_tensors(config_dict)
-    config: Any = architecture.Config.from_dict(config_dict)
+    config = architecture.Config.from_dict(config_dict)
     token_ids = torch.randint(0, 211, (sum(lengths),), generator=torch.Generator().manual_seed(3))
     expected = torch.cat(
         [Statement(config_dict, tensors).logits(own) for own in token_ids.split(lengths)]
@@ -66,8 +64,8 @@ def test_logits_equal_the_description(case: str) -> None:
     ("draft_length", "captured", "paused"), [(1, False, False), (3, True, False), (3, True, True)]
 )
 def test_guesses_are_those_of_the_description(
-    draft_length: int, captured: bool, paused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    draft_length, captured, paused, tmp_path, monkeypatch
+):
     """Each layer computed anew over the whole text, one behind the other, gives the guesses that
     the engine makes over its caches, in static buffers too, as graphs have them, and where none
     were wanted for some steps; some of them are right, for the next token follows from the last
@@ -150,24 +148,22 @@ def test_guesses_are_those_of_the_description(
 
 
 @pytest.mark.parametrize("case", ["release", "odd"])
-def test_folding_a_group_keeps_the_logits(case: str) -> None:
+def test_folding_a_group_keeps_the_logits(case):
     """Each group lists every reader of its producer, indexers too."""
     config_dict, token_ids = {**TINY, **CASES[case]}, torch.arange(3, 33)
     architecture, tensors = find_architecture(config_dict), random_tensors(config_dict)
-    config: Any = architecture.Config.from_dict(config_dict)
+    config = architecture.Config.from_dict(config_dict)
     expected = Statement(config_dict, tensors).logits(token_ids)
     moved = folded(architecture, config, tensors, power_of_two)
     assert (Statement(config_dict, moved).logits(token_ids) - expected).abs().max() < 1e-4
 
 
-def written(path: Path, **changes: Any) -> Path:
+def written(path, **changes):
     config = {**TINY, **changes}
     return make_model.write_dense(path, config, random_tensors(config))
 
 
-def test_a_text_is_the_same_however_it_is_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_is_the_same_however_it_is_cut(tmp_path, monkeypatch):
     """Windows, learned tokens, what is selected and the convolutions' last inputs, over blocks of a
     cache and its states."""
     monkeypatch.setattr(
@@ -177,7 +173,7 @@ def test_a_text_is_the_same_however_it_is_cut(
     assert furthest_from_whole(loaded, random.Random(7)) < 1e-4
 
 
-def test_steps_that_are_captured_give_the_same_tokens(tmp_path: Path) -> None:
+def test_steps_that_are_captured_give_the_same_tokens(tmp_path):
     """Over static buffers, padded in rows and tables, as graphs have them."""
     source, params = (
         written(tmp_path / "model", vocab_size=320),

@@ -2,7 +2,6 @@
 model code."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -10,19 +9,18 @@ from pangu_statement import BIASES, Statement, random_tensors
 from plain_weights import PlainWeights
 from scaled_groups import any_scale, folded
 from tiny_models import CASES
-from torch import Tensor
 
 from quantkit.models import find_architecture, pangu_ultra_moe
 from quantkit.models.context import CausalContext
 from quantkit.models.pangu_ultra_moe import FIRST_RELEASE_NAMES
 from quantkit.models.table import resolve
 
-CONFIG: dict[str, Any] = CASES["pangu_ultra_moe"]
+CONFIG = CASES["pangu_ultra_moe"]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("bias", [None, *BIASES])
-def test_logits_equal_the_statement(interleaved: bool, bias: str | None) -> None:
+def test_logits_equal_the_statement(interleaved, bias):
     config = {**CONFIG, "rope_interleave": True} if interleaved else CONFIG
     architecture, stated, tensors = find_architecture(config), BIASES[0], {}
     for name, tensor in random_tensors(config).items():
@@ -41,20 +39,20 @@ def test_logits_equal_the_statement(interleaved: bool, bias: str | None) -> None
     assert {row.name for row in rows} == set(tensors)
 
 
-def test_both_releases_name_the_same_model() -> None:
+def test_both_releases_name_the_same_model():
     first = {old: CONFIG[new] for old, new in FIRST_RELEASE_NAMES.items()}
     rest = {key: value for key, value in CONFIG.items() if key not in FIRST_RELEASE_NAMES.values()}
     architecture = find_architecture(CONFIG)
     assert architecture.Config.from_dict({**rest, **first}) == architecture.Config.from_dict(CONFIG)
 
 
-def test_folding_keeps_the_logits_and_spares_the_post_norms() -> None:
+def test_folding_keeps_the_logits_and_spares_the_post_norms():
     architecture = find_architecture(CONFIG)
     config = architecture.Config.from_dict(CONFIG)
     tensors = random_tensors(CONFIG)
     token_ids = torch.arange(20)
 
-    def logits(weights: dict[str, Tensor]) -> Tensor:
+    def logits(weights):
         model = architecture.Model(config, PlainWeights(weights))
         return model.logits(model(token_ids, CausalContext([20])))
 
@@ -66,7 +64,7 @@ def test_folding_keeps_the_logits_and_spares_the_post_norms() -> None:
     assert (logits(moved) - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
-def test_mtp_layer_has_the_sandwich_norms() -> None:
+def test_mtp_layer_has_the_sandwich_norms():
     architecture = find_architecture(CONFIG)
     config = architecture.Config.from_dict(CONFIG)
     tensors = random_tensors(CONFIG)
@@ -86,7 +84,7 @@ def test_mtp_layer_has_the_sandwich_norms() -> None:
     assert config == replace(config)
 
 
-def test_the_pass_over_a_layer_is_every_layers() -> None:
+def test_the_pass_over_a_layer_is_every_layers():
     """Which rows go on behind the attention is decided in one place; of a sandwich only what is
     added differs."""
     assert "__call__" not in vars(pangu_ultra_moe.DecoderLayer)

@@ -2,8 +2,6 @@
 stacked as published."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ VISION = "model.visual.patch_embed.proj.weight"
 
 
 @pytest.mark.parametrize(("kind", "extra"), [("Qwen3_5Moe", QWEN_3_5), ("Qwen3_5", QWEN_3_5_DENSE)])
-def test_logits_equal_transformers(kind: str, extra: dict[str, Any]) -> None:
+def test_logits_equal_transformers(kind, extra):
     peer, config, tensors = whole(extra, kind)
     architecture = find_architecture(config)
     made, token_ids = architecture.Config.from_dict(config), torch.randint(0, 211, (50,))
@@ -40,7 +38,7 @@ def test_logits_equal_transformers(kind: str, extra: dict[str, Any]) -> None:
     }
 
 
-def test_stacked_experts_are_those_of_one_by_one(tmp_path: Path) -> None:
+def test_stacked_experts_are_those_of_one_by_one(tmp_path):
     """gate's rows, then up's, as transformers holds them; a vision tower and an MTP layer are no
     faults."""
     _, config, tensors = whole(QWEN_3_5)

@@ -2,8 +2,6 @@
 computed is refused by name."""
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -21,16 +19,14 @@ from quantkit.models.rope import Rope, _cached_frequencies
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
 
 
-def combinations(
-    base: dict[str, Any], choices: dict[str, tuple[Any, ...]]
-) -> Iterator[dict[str, Any]]:
+def combinations(base, choices):
     """`base` with every combination of the choices; a choice of "-" leaves the key as it is in
     `base`."""
     for values in itertools.product(*choices.values()):
         yield {**base, **{key: value for key, value in zip(choices, values) if value != "-"}}
 
 
-DESCRIPTIONS: list[dict[str, Any]] = [
+DESCRIPTIONS = [
     {"rope_type": "default"},
     *combinations({"rope_type": "linear"}, {"factor": (1.0, 2, 4.5)}),
     *combinations(
@@ -65,9 +61,7 @@ DESCRIPTIONS: list[dict[str, Any]] = [
 HEADS = (16, 64, 80, 96, 112, 128)
 
 
-def config_of(
-    description: dict[str, Any], dim: int, theta: float | None, spelling: str
-) -> dict[str, Any]:
+def config_of(description, dim, theta, spelling):
     """config.json in one of the spellings that are about: the newer one, the older, its older name
     of the kind, and outside the object."""
     described, config = dict(description), {"max_position_embeddings": 4096, "head_dim": dim}
@@ -90,7 +84,7 @@ def config_of(
 
 
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling", "type", "outside"])
-def test_frequencies_and_scale_equal_transformers(spelling: str) -> None:
+def test_frequencies_and_scale_equal_transformers(spelling):
     thetas = (None, 10000.0, 500000, 1e6)
     for number, description in enumerate(DESCRIPTIONS):
         dim, theta = HEADS[number % len(HEADS)], thetas[number % len(thetas)]
@@ -111,7 +105,7 @@ def test_frequencies_and_scale_equal_transformers(spelling: str) -> None:
         torch.testing.assert_close(ours[1], sin[0, :, : dim // 2], rtol=1e-4, atol=1e-5)
 
 
-def test_deepseek_scales_its_softmax_as_transformers_does() -> None:
+def test_deepseek_scales_its_softmax_as_transformers_does():
     for description in DESCRIPTIONS:
         if description.get("factor", 1.0) is None:  # transformers fails there
             continue
@@ -129,7 +123,7 @@ def test_deepseek_scales_its_softmax_as_transformers_does() -> None:
 
 
 @pytest.mark.parametrize(("description", "told"), CASES["rope_refused"])
-def test_what_is_not_computed_is_refused_by_name(description: Any, told: str) -> None:
+def test_what_is_not_computed_is_refused_by_name(description, told):
     for spelling in ("rope_parameters", "rope_scaling"):
         with pytest.raises(QuantkitError, match=told.replace("rope_parameters", spelling)):
             Rope.from_dict(
@@ -137,7 +131,7 @@ def test_what_is_not_computed_is_refused_by_name(description: Any, told: str) ->
             )
 
 
-def test_partial_rotation_and_odd_heads_are_refused() -> None:
+def test_partial_rotation_and_odd_heads_are_refused():
     with pytest.raises(QuantkitError, match=r"partial_rotary_factor = 0\.25"):
         Rope.from_dict({"partial_rotary_factor": 0.25}, 64, interleaved=False)
     assert Rope.from_dict({"partial_rotary_factor": 1.0}, 64, interleaved=False).theta == 10000.0
@@ -145,7 +139,7 @@ def test_partial_rotation_and_odd_heads_are_refused() -> None:
         Rope.from_dict({}, 65, interleaved=False)
 
 
-def test_frequencies_that_are_kept_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frequencies_that_are_kept_are_computed_once(monkeypatch):
     rope, computed = Rope(64, 54321.0, interleaved=True), []
     compute = Rope.inverse_frequencies
     monkeypatch.setattr(
@@ -162,7 +156,7 @@ def test_frequencies_that_are_kept_are_computed_once(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_frequencies_of_a_captured_step_are_those_that_are_kept() -> None:
+def test_frequencies_of_a_captured_step_are_those_that_are_kept():
     rope, positions = Rope(64, 12345.0, interleaved=True), torch.arange(5, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,9 +1,6 @@
 """Sparse attention of DeepSeek-V3.2 and GLM-5 against transformers, in float32 on tiny random
 models."""
 
-from pathlib import Path
-from typing import Any
-
 import make_model
 import pytest
 import torch
@@ -11,7 +8,6 @@ from plain_weights import PlainWeights
 from scaled_groups import folded, power_of_two
 from tiny_models import CASES as TABLES
 from tiny_models import random_tensors
-from torch import Tensor
 from transformers_peers import checkpoint_tensors, random_peer
 from ulp_bound import assert_near, movement
 
@@ -30,24 +26,18 @@ from quantkit.models.context import CausalContext
 from quantkit.models.sparse import IndexerInputs, select_topk
 from quantkit.quantization.run import quantize
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = TABLES["sparse_cases"]
+CASES = TABLES["sparse_cases"]
 """7 tokens of up to 40 are seen."""
 
 
 class Case:
-    def __init__(self, kind: str, extra: dict[str, Any]) -> None:
+    def __init__(self, kind, extra):
         self.peer = random_peer(kind, extra)
         self.config = self.peer.config.to_dict()
         self.tensors = checkpoint_tensors(self.peer)
         self.architecture = find_architecture(self.config)
 
-    def logits(
-        self,
-        lengths: list[int],
-        token_ids: Tensor,
-        tensors: dict[str, Tensor] | None = None,
-        **changes: Any,
-    ) -> Tensor:
+    def logits(self, lengths, token_ids, tensors=None, **changes):
         config = self.architecture.Config.from_dict({**self.config, **changes})
         model = self.architecture.Model(
             config, PlainWeights(self.tensors if tensors is None else tensors)
@@ -55,13 +45,13 @@ class Case:
         with torch.no_grad():
             return model.logits(model(token_ids, CausalContext(lengths)))
 
-    def expected(self, lengths: list[int], token_ids: Tensor) -> Tensor:
+    def expected(self, lengths, token_ids):
         with torch.no_grad():
             return torch.cat([self.peer(one[None]).logits[0] for one in token_ids.split(lengths)])
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(case: str) -> None:
+def test_logits_equal_transformers(case):
     """Sequences longer than index_topk, as long, and shorter."""
     one = Case(*CASES[case])
     lengths = [40, 7, 5, 31]
@@ -82,7 +72,7 @@ def test_logits_equal_transformers(case: str) -> None:
     assert table == {name: tuple(tensor.shape) for name, tensor in one.tensors.items()}
 
 
-def test_up_to_topk_tokens_it_is_dense_attention() -> None:
+def test_up_to_topk_tokens_it_is_dense_attention():
     """DeepSeek-V3 over the same weights, to the bit."""
     one, token_ids = Case(*CASES["deepseek_v32"]), torch.arange(1, 41)
     config = deepseek_v3.Config.from_dict(
@@ -95,7 +85,7 @@ def test_up_to_topk_tokens_it_is_dense_attention() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_folding_a_group_keeps_the_logits(case: str) -> None:
+def test_folding_a_group_keeps_the_logits(case):
     """Each group lists every reader of its producer, the indexer's too."""
     one, token_ids = Case(*CASES[case]), torch.arange(3, 33)
     config = one.architecture.Config.from_dict(one.config)
@@ -105,7 +95,7 @@ def test_folding_a_group_keeps_the_logits(case: str) -> None:
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def test_among_equal_scores_a_token_chooses_the_same_however_long_the_text_is() -> None:
+def test_among_equal_scores_a_token_chooses_the_same_however_long_the_text_is():
     """Of an indexer with one head half of the scores are 0: a token that is scored beside later
     ones, and over blocks with room behind it, chooses as it does alone."""
     generator = torch.Generator().manual_seed(2)
@@ -136,7 +126,7 @@ def test_among_equal_scores_a_token_chooses_the_same_however_long_the_text_is() 
         ), position
 
 
-def tiny(**changes: Any) -> dict[str, Any]:
+def tiny(**changes):
     """Sizes at which every linear is quantized."""
     return make_model.tiny_config(
         **{
@@ -152,14 +142,12 @@ def tiny(**changes: Any) -> dict[str, Any]:
 SHARED = {"model_type": "glm_moe_dsa", "index_topk_pattern": "FSF"}
 
 
-def written(path: Path, **changes: Any) -> Path:
+def written(path, **changes):
     return make_model.write_dense(path / "model", tiny(**changes), random_tensors(tiny(**changes)))
 
 
 @pytest.mark.parametrize(("changes", "cache"), [({}, None), ({}, "int8"), (SHARED, None)])
-def test_prompts_in_chunks_and_steps_are_the_whole_text(
-    changes: dict[str, Any], cache: str | None, tmp_path: Path
-) -> None:
+def test_prompts_in_chunks_and_steps_are_the_whole_text(changes, cache, tmp_path):
     """Two sequences in one paged cache, over the blocks of both, by prompts, by steps and by both
     in one pass."""
     source = written(tmp_path, **changes)
@@ -199,7 +187,7 @@ def test_prompts_in_chunks_and_steps_are_the_whole_text(
         assert (apart < 0.3).float().mean() > 0.9, apart
 
 
-def test_the_first_layer_shares_nothing() -> None:
+def test_the_first_layer_shares_nothing():
     glm = tiny(model_type="glm_moe_dsa", num_hidden_layers=3)
     make = find_architecture(glm).Config.from_dict
     assert make({**glm, "index_topk_pattern": "FFS"}).indexer_types[2] == "shared"
@@ -207,7 +195,7 @@ def test_the_first_layer_shares_nothing() -> None:
         make({**glm, "index_topk_pattern": "SFF"})
 
 
-def test_a_layer_that_shares_is_not_computed_alone_on_long_texts() -> None:
+def test_a_layer_that_shares_is_not_computed_alone_on_long_texts():
     one = Case(*CASES["glm_moe_dsa-shared"])
     layer = one.architecture.DecoderLayer(
         one.architecture.Config.from_dict(one.config), 1, PlainWeights(one.tensors)
@@ -217,7 +205,7 @@ def test_a_layer_that_shares_is_not_computed_alone_on_long_texts() -> None:
         layer.attend(torch.randn(8, 64), CausalContext([8]))
 
 
-def test_a_calibration_on_longer_texts_is_refused_before_it_begins(tmp_path: Path) -> None:
+def test_a_calibration_on_longer_texts_is_refused_before_it_begins(tmp_path):
     source = written(tmp_path, **SHARED)
     recipe = Recipe(scheme="awq-w4a16", seq_len=13)
     with pytest.raises(QuantkitError, match="12 at most"):

@@ -2,9 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
@@ -32,12 +29,7 @@ CONFIG = {
 CONFIG |= {"num_experts_per_tok": 2, "vocab_size": 272}
 
 
-def written(
-    folder: Path,
-    change: Callable[[dict[str, Any]], object] = lambda config: None,
-    *,
-    mtp: bool = True,
-) -> Path:
+def written(folder, change=lambda config: None, *, mtp=True):
     """A small checkpoint whose config.json is changed afterwards."""
     config = make_model.tiny_config(**CONFIG)
     tensors = make_model.random_tensors(config)
@@ -55,11 +47,11 @@ def written(
 
 @pytest.mark.parametrize(("change", "fault"), CASES["larger_refused"])
 def test_a_model_far_larger_than_its_headers_is_refused_before_its_table(
-    change: dict[str, int], fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    change, fault, tmp_path, monkeypatch
+):
     checkpoint = Checkpoint.open(written(tmp_path / "model", lambda config: config.update(change)))
 
-    def built(*_: Any) -> None:
+    def built(*_):
         raise AssertionError("a table was built")
 
     monkeypatch.setattr(table.Parameter, "__init__", built)
@@ -67,7 +59,7 @@ def test_a_model_far_larger_than_its_headers_is_refused_before_its_table(
         read_model(checkpoint)
 
 
-def test_mtp_layers_that_are_not_stored_are_left_out_from_the_last(tmp_path: Path) -> None:
+def test_mtp_layers_that_are_not_stored_are_left_out_from_the_last(tmp_path):
     """One that lacks before another that is stored is a shard that lacks."""
     folder = written(tmp_path / "model", lambda config: config.update(num_nextn_predict_layers=3))
     checkpoint = Checkpoint.open(folder)
@@ -101,9 +93,7 @@ def test_mtp_layers_that_are_not_stored_are_left_out_from_the_last(tmp_path: Pat
         (2, 1, ""),
     ],
 )
-def test_layers_that_config_does_not_count_are_told_of(
-    layers: int, mtp: int, told: str, tmp_path: Path
-) -> None:
+def test_layers_that_config_does_not_count_are_told_of(layers, mtp, told, tmp_path):
     """`run` computed the first layers alone, and said nothing."""
     path = written(
         tmp_path / "model",
@@ -114,9 +104,7 @@ def test_layers_that_config_does_not_count_are_told_of(
     assert bool(found) == bool(told)
 
 
-def test_a_null_that_leaves_a_model_to_transformers_is_held_against_the_tensors(
-    tmp_path: Path,
-) -> None:
+def test_a_null_that_leaves_a_model_to_transformers_is_held_against_the_tensors(tmp_path):
     path = written(tmp_path / "model", lambda config: config.update(q_lora_rank=None))
     with pytest.raises(
         QuantkitError,
@@ -131,7 +119,7 @@ def test_a_null_that_leaves_a_model_to_transformers_is_held_against_the_tensors(
         read_model(Checkpoint.open(path))
 
 
-def test_one_missing_tensor_of_the_mtp_layer_is_a_missing_tensor(tmp_path: Path) -> None:
+def test_one_missing_tensor_of_the_mtp_layer_is_a_missing_tensor(tmp_path):
     folder = written(tmp_path / "model")
     tensors = make_model.random_tensors(make_model.tiny_config(**CONFIG))
     del tensors["model.layers.2.enorm.weight"]
@@ -144,7 +132,7 @@ def test_one_missing_tensor_of_the_mtp_layer_is_a_missing_tensor(tmp_path: Path)
 
 
 @pytest.mark.parametrize("prefix", ["model.model.", "module.model.", "language_model.model."])
-def test_a_prefix_of_another_writer_is_named_and_repaired(prefix: str, tmp_path: Path) -> None:
+def test_a_prefix_of_another_writer_is_named_and_repaired(prefix, tmp_path):
     """The remedy is the one that check prints, and works as printed."""
     config = make_model.tiny_config(**CONFIG)
     tensors = make_model.random_tensors(config)
@@ -157,7 +145,7 @@ def test_a_prefix_of_another_writer_is_named_and_repaired(prefix: str, tmp_path:
     assert take_inventory(Checkpoint.open(tmp_path / "out"))
 
 
-def test_shapes_are_compared_by_every_command(tmp_path: Path) -> None:
+def test_shapes_are_compared_by_every_command(tmp_path):
     folder = written(tmp_path / "model", lambda config: config.update(vocab_size=280))
     fault = (
         r"model\.embed_tokens\.weight in .*\.safetensors has shape \[272, 128\], and its "
@@ -197,13 +185,13 @@ def test_shapes_are_compared_by_every_command(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_every_field_is_told_by_name(field: str, value: Any, fault: str, tmp_path: Path) -> None:
+def test_every_field_is_told_by_name(field, value, fault, tmp_path):
     folder = written(tmp_path / "model", lambda config: config.update({field: value}))
     with pytest.raises(QuantkitError, match=rf"model/config\.json has .*{fault}"):
         read_model(Checkpoint.open(folder))
 
 
-def test_what_the_architecture_decides_is_not_read(tmp_path: Path) -> None:
+def test_what_the_architecture_decides_is_not_read(tmp_path):
     """`routing` and `qk_norm` are fields of our own dataclass, and no keys of config.json."""
     shapes = {
         "vocab_size": 64,
@@ -226,7 +214,7 @@ def test_what_the_architecture_decides_is_not_read(tmp_path: Path) -> None:
     assert not any("q_norm" in row.name for row in read_model(Checkpoint.open(tmp_path)).rows)
 
 
-def test_a_slow_expression_in_a_list_of_modules_is_refused(tmp_path: Path) -> None:
+def test_a_slow_expression_in_a_list_of_modules_is_refused(tmp_path):
     weights = {
         "num_bits": 4,
         "type": "int",

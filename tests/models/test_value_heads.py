@@ -5,7 +5,7 @@ import torch
 from quantkit.models.table import ValueHeads
 
 
-def test_a_scale_is_one_for_all_that_read_a_value_and_falls_on_its_rows_alone() -> None:
+def test_a_scale_is_one_for_all_that_read_a_value_and_falls_on_its_rows_alone():
     """3 heads of 4 values, each read by 2 query heads; 5 rows before each head's values. o(v) is
     what it was."""
     heads = ValueHeads(3, 2, 4, before=5)
@@ -18,7 +18,7 @@ def test_a_scale_is_one_for_all_that_read_a_value_and_falls_on_its_rows_alone() 
     torch.testing.assert_close(heads.tie(scales), scales)
     made, o = torch.randn(3 * 9, 16), torch.randn(8, heads.columns)
 
-    def added(rows: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+    def added(rows, o):
         values = rows.unflatten(0, (3, 9))[:, None, 5:].expand(3, 2, 4, 16)
         return o @ values.flatten(0, 2)
 
@@ -29,7 +29,7 @@ def test_a_scale_is_one_for_all_that_read_a_value_and_falls_on_its_rows_alone() 
     assert torch.equal(by.unflatten(0, (3, 9))[:, :5], torch.ones(3, 5))
 
 
-def test_no_scale_stays_none() -> None:
+def test_no_scale_stays_none():
     heads = ValueHeads(2, 3, 4)
     assert torch.equal(heads.tie(torch.ones(24)), torch.ones(24))
     assert torch.equal(heads.producer_scales(torch.ones(24)), torch.ones(8))

@@ -3,9 +3,7 @@
 
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -18,16 +16,8 @@ from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.results.published import published_speeds
 from quantkit.grids.schemes import find_scheme
 from quantkit.models import llama
-from quantkit.models.table import Parameter
-from quantkit.planning.cost_model import (
-    PARTS,
-    Prediction,
-    device_loads,
-    predict,
-    predict_levels,
-    steps,
-)
-from quantkit.planning.hardware import Hardware, load_hardware
+from quantkit.planning.cost_model import PARTS, device_loads, predict, predict_levels, steps
+from quantkit.planning.hardware import load_hardware
 
 W4A16, FP4 = (
     next(table for table in published_speeds() if table["name"] == name)
@@ -37,31 +27,27 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 
 
 @pytest.fixture(scope="module")
-def hardware() -> Hardware:
+def hardware():
     return load_hardware("910B1")
 
 
-def levels(
-    hardware: Hardware, scheme: str, batch: int, context: int = 384, devices: int = 8
-) -> dict[str, Prediction]:
+def levels(hardware, scheme, batch, context=384, devices=8):
     predictions = predict_levels(
         R1_TABLE, R1, find_scheme(scheme), hardware, devices=devices, batch=batch, context=context
     )
     return {prediction.level: prediction for prediction in predictions}
 
 
-def weights_of(rows: Iterable[Parameter]) -> int:
+def weights_of(rows):
     return sum(row.shape[0] * row.shape[1] for row in rows)
 
 
-def shared(rows: Iterable[Parameter]) -> float:
+def shared(rows):
     """On one device of eight."""
     return sum(weights_of([row]) / (1 if row.split == "replicate" else 8) for row in rows)
 
 
-def compare_published(
-    published: dict[str, Any], scheme: str, hardware: Hardware
-) -> list[dict[str, Any]]:
+def compare_published(published, scheme, hardware):
     """Every row of a published grid with each level's prediction and its error, predicted /
     published - 1. A step attends to the input and, on average, half the output."""
     found = []
@@ -85,7 +71,7 @@ def compare_published(
 
 
 @pytest.fixture(scope="module")
-def rows(hardware: Hardware) -> list[dict[str, Any]]:
+def rows(hardware):
     return compare_published(W4A16, "awq-w4a16", hardware)
 
 
@@ -262,7 +248,7 @@ def test_context_costs_cache_and_one_device_no_collectives(hardware):
 PREDICTIONS = module_at(Path(__file__).parents[2] / "benchmarks" / "predictions.py")
 
 
-def ways(hardware: Hardware, scheme: str, batch: int) -> list[Prediction]:
+def ways(hardware, scheme, batch):
     return PREDICTIONS.ways(
         R1_TABLE, R1, find_scheme(scheme), hardware, devices=8, batch=batch, context=384
     )

@@ -11,7 +11,7 @@ from quantkit.planning.expert_balance import balance, copy_experts, device_loads
 
 
 @st.composite
-def layers(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
+def layers(draw):
     """Counts of a layer, devices, and slots of each that can hold its experts."""
     experts, devices = draw(st.integers(1, 12)), draw(st.integers(1, 8))
     slots = draw(st.integers(-(-experts // devices), experts))

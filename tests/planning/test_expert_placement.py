@@ -2,8 +2,6 @@
 reads them."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ from quantkit.tokenizer.chat import ChatTokenizer
 ENGINES = ("vllm", "sglang", "vllm-ascend", "omni-infer")
 
 
-def counts_of(checkpoint: Path, seed: int = 0, **changes: Any) -> ExpertCounts:
+def counts_of(checkpoint, seed=0, **changes):
     """Counts as a text could leave them in the model of tiny_checkpoint: skewed, layer by layer
     otherwise."""
     config = Checkpoint.open(checkpoint).config
@@ -42,13 +40,13 @@ def counts_of(checkpoint: Path, seed: int = 0, **changes: Any) -> ExpertCounts:
 
 
 @pytest.fixture
-def counts(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+def counts(tiny_checkpoint, tmp_path):
     path = tmp_path / "counts.json"
     counts_of(tiny_checkpoint).write(path)
     return path
 
 
-def placed_by(engine: str, file: Path, devices: int) -> list[list[set[int]]]:
+def placed_by(engine, file, devices):
     """Experts of each device of each layer with experts, read as the engine's own source reads them
     (see layouts.py)."""
     if engine == "omni-infer":
@@ -161,7 +159,7 @@ def test_an_invalid_file_is_reported(tiny_checkpoint, tmp_path, text):
     assert "counts.json" in refused(f"{tiny_checkpoint} --devices 4 --engine vllm", tmp_path)
 
 
-def refused(asked: str, folder: Path) -> str:
+def refused(asked, folder):
     """The one line of `place` with FOLDER/counts.json, which writes nothing."""
     answer = typed(f"place --counts {folder}/counts.json --out {folder}/p {asked}")
     assert (answer.code, answer.errors) == (1, 1)
@@ -169,20 +167,15 @@ def refused(asked: str, folder: Path) -> str:
     return answer.error
 
 
-def chosen_by_hand(checkpoint: Path, ids: list[int]) -> dict[int, list[int]]:
+def chosen_by_hand(checkpoint, ids):
     """Counts from the model's own forward, with its routers called separately."""
     loaded = load_model(checkpoint, device="cpu")
-    found: dict[int, list[int]] = {}
+    found = {}
     for number, layer in enumerate(loaded.model.layers):
         if hasattr(layer.mlp, "choose"):
             mlp, original = layer.mlp, layer.mlp.choose
 
-            def choose(
-                x: torch.Tensor,
-                original: Any = original,
-                number: int = number,
-                k: int = mlp.routing.num_experts_per_tok,
-            ) -> Any:
+            def choose(x, original=original, number=number, k=mlp.routing.num_experts_per_tok):
                 topk_ids, weights = original(x)
                 found[number] = torch.bincount(topk_ids[:, :k].flatten(), minlength=8).tolist()
                 return topk_ids, weights

@@ -2,8 +2,6 @@
 writes."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import make_model
 import psutil
@@ -18,20 +16,19 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.schemes import SCHEMES, find_scheme
 from quantkit.planning.devices import Devices, read_devices
-from quantkit.planning.layouts import PlannedLayout
 from quantkit.planning.options import PlanOptions
-from quantkit.planning.plan import Plan, plan
+from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
 
 CUT = 4
 
 
-def made(source: Path | Checkpoint | str, scheme: str = "awq-w4a16", **options: Any) -> Plan:
+def made(source, scheme="awq-w4a16", **options):
     return plan(source, find_scheme(scheme), PlanOptions(**options))
 
 
 @pytest.fixture(scope="module")
-def r1_source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+def r1_source(tmp_path_factory):
     """R1's headers, opened once."""
     return Checkpoint.open(
         r1_headers.write_headers(tmp_path_factory.mktemp("r1") / "r1", r1_headers.r1_config())
@@ -39,7 +36,7 @@ def r1_source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def cut_source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+def cut_source(tmp_path_factory):
     """Four layers of R1, where the size of the whole says nothing."""
     cut = r1_headers.r1_config(
         num_hidden_layers=CUT, first_k_dense_replace=1, num_nextn_predict_layers=0
@@ -50,7 +47,7 @@ def cut_source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def r1(r1_source: Checkpoint) -> dict[str, Plan]:
+def r1(r1_source):
     return {
         scheme: made(r1_source, scheme, devices="8x64GiB")
         for scheme in ("awq-w4a16", "int8-a8w8c16")
@@ -211,7 +208,7 @@ def test_roles_of_a_layout_keep_tokens_in_as_many_bits_as_the_engine_has(cut_sou
     wherever they are sent to none."""
     keys = write_random(tmp_path / "qwen3", GROUPED)
 
-    def token_bytes(source: Path | Checkpoint, scheme: str, layout: str) -> dict[str, int]:
+    def token_bytes(source, scheme, layout):
         found = made(source, scheme, engine="vllm-ascend", layout=layout).layout
         assert found is not None
         return {role: held.cache_bytes_per_token for role, held in found.memory.items()}
@@ -239,7 +236,7 @@ def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(r1_sourc
     assert (found.devices, found.experts) == ({"server": 32}, {"server": 8})
     assert round(found.memory["server"].weight_bytes / 1e9, 1) == 27.7
 
-    def cut(**options: Any) -> PlannedLayout:
+    def cut(**options):
         asked = {"engine": "vllm-ascend", "layout": "four-boxes"} | options
         found = made(cut_source, "int8-a8w8c16", **asked).layout
         assert found is not None
@@ -260,7 +257,7 @@ def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(r1_sourc
 def test_a_layout_is_planned_on_the_machines_that_are_given(cut_source):
     """--devices were ignored with --layout: 64 devices held what 32 do."""
 
-    def laid_out(layout: str, devices: str | None) -> PlannedLayout:
+    def laid_out(layout, devices):
         found = made(
             cut_source, "int8-a8w8c16", engine="vllm-ascend", layout=layout, devices=devices
         ).layout

@@ -15,7 +15,7 @@ from quantkit.planning.workspace import COLLECTIVE_BYTES, workspace_bytes
 CARD = 64 * 2**30
 
 
-def of(scheme: str, **changes: int) -> dict[str, int]:
+def of(scheme, **changes):
     return workspace_bytes(
         R1_TABLE, R1, find_scheme(scheme).weight, **{"devices": 8, "context": 32768} | changes
     )

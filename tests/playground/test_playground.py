@@ -4,10 +4,7 @@ nothing a model writes is markup."""
 import json
 import math
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import browser
 import httpx
@@ -30,18 +27,18 @@ needs_browser = pytest.mark.skipif(
 )
 
 
-def opened(*paths: Path) -> Playground:
+def opened(*paths):
     return Playground.open([(path.name, path) for path in paths], device="cpu", context=512)
 
 
 @pytest.fixture(scope="module")
-def rounded(tiny_checkpoint: Path, tiny_dense_checkpoint: Path) -> Playground:
+def rounded(tiny_checkpoint, tiny_dense_checkpoint):
     """A random model in BF16, and the same in FP8."""
     return opened(tiny_dense_checkpoint, tiny_checkpoint)
 
 
 @pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+def scripted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     return opened(
         *(
@@ -52,13 +49,13 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Playground:
 
 
 @pytest.fixture(scope="module")
-def url(scripted: Playground) -> Iterator[str]:
+def url(scripted):
     with served(scripted) as address:
         yield address
 
 
-def told(playground: Playground, question: str, **options: Any) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = []
+def told(playground, question, **options):
+    events = []
     playground.play(question, **{"raw": True, "max_new_tokens": 12, **options}, send=events.append)
     return events
 
@@ -184,7 +181,7 @@ def test_who_goes_stops_the_work(scripted, url):
 
 
 @contextmanager
-def page_at(address: str, **options: Any) -> Iterator[browser.Page]:
+def page_at(address, **options):
     page = browser.Page(**options)
     try:
         page.open(address)

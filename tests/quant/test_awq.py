@@ -75,7 +75,7 @@ def test_relative_weight_counts_every_row_once():
     )
 
 
-def test_scales_of_others_do_not_depend_on_padding() -> None:
+def test_scales_of_others_do_not_depend_on_padding():
     """Units that are always zero, and columns that nothing reads, have 1."""
     size, weight = torch.rand(64) + 0.1, torch.rand(64) * 0.9 + 0.1
     padded, rows = torch.cat([size, torch.zeros(8)]), torch.cat([weight, torch.zeros(8)])

@@ -12,11 +12,10 @@ from block_rounding import (
     random_scales,
 )
 
-from quantkit.grids.base import Quantizer
 from quantkit.grids.int_groups import IntGrid, IntQuantizer
 from quantkit.quant import block_rounding, gptq
 
-MORE: dict[str, Quantizer] = {"int4": IntQuantizer(IntGrid(4, 128, True), torch.bfloat16)}
+MORE = {"int4": IntQuantizer(IntGrid(4, 128, True), torch.bfloat16)}
 EVERY = GRIDS | MORE
 
 pytestmark = pytest.mark.skipif(not block_rounding.has_cpp(), reason="no C++ compiler here")
@@ -51,10 +50,7 @@ def test_bits_are_those_of_any_number_of_threads():
             torch.set_num_threads(threads)
             values = torch.empty(shape)
             found.append(
-                (
-                    values,
-                    block_rounding.round_block_cpp(target, update, quantizer, scales, values),
-                )
+                (values, block_rounding.round_block_cpp(target, update, quantizer, scales, values))
             )
     finally:
         torch.set_num_threads(before)
@@ -71,7 +67,7 @@ def test_a_value_that_is_no_number_stays_one_and_no_other_row_has_it():
 
 
 def test_gptq_takes_it_and_goes_without(monkeypatch):
-    def chosen() -> object:
+    def chosen():
         (own,) = gptq.block_rounder(torch.device("cpu")).args  # type: ignore[attr-defined]
         return own
 

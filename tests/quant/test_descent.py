@@ -4,15 +4,14 @@ tells the loss that is left."""
 import pytest
 import torch
 from rounding_problem import QUANTIZERS, K, cost_of_outputs, loss, problem, spread, two_sided_loss
-from torch import Tensor
 
 from quantkit.grids.base import dequantize
-from quantkit.quant.compensation import CompensatedRows, compensate, compensate_both
+from quantkit.quant.compensation import compensate, compensate_both
 from quantkit.quant.descent import Descent
 from quantkit.quant.gptq import Curvature, damp_
 
 
-def settled(name: str) -> tuple[Tensor, Tensor, CompensatedRows, CompensatedRows]:
+def settled(name):
     """W and its damped Hessian; compensated, and after many sweeps."""
     w, hessian = problem()
     hessian = damp_(hessian.clone(), 0.01)

@@ -4,7 +4,6 @@ rounding on its own loss."""
 import pytest
 import torch
 from rounding_problem import QUANTIZERS, K, N, loss, problem
-from torch import Tensor
 
 from quantkit.grids.base import Scales, dequantize, fit_scales, round_to_nearest
 from quantkit.grids.int_groups import IntGrid, IntQuantizer
@@ -13,11 +12,11 @@ from quantkit.quant.compensation import compensate
 from quantkit.quant.gptq import Curvature, damp_, gptq, reverse_, scaled_losses
 
 
-def damped(hessian: Tensor, damping: float) -> Tensor:
+def damped(hessian, damping):
     return damp_(hessian.clone(), damping)
 
 
-def factor(hessian: Tensor) -> Tensor:
+def factor(hessian):
     """Upper triangular V [K, K] with V V^T = H."""
     return reverse_(torch.linalg.cholesky(hessian.flip(-1, -2)))
 
@@ -29,10 +28,7 @@ def test_loss_is_the_trace_and_below_plain_rounding(name):
     result = compensate(w, Curvature.of(hessian, 0.01), quantizer)
     nearest, _ = round_to_nearest(w, quantizer)
     torch.testing.assert_close(
-        result.loss.double(),
-        loss(w, result.values, damped(hessian, 0.01)),
-        rtol=1e-3,
-        atol=1e-6,
+        result.loss.double(), loss(w, result.values, damped(hessian, 0.01)), rtol=1e-3, atol=1e-6
     )
     assert result.loss.sum() < 0.8 * loss(w, nearest, damped(hessian, 0.01)).sum()
     assert torch.equal(dequantize(quantizer.encode(result.values, result.scales)), result.values), (

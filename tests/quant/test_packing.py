@@ -5,12 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from quantkit.quant import packing
 
 
-def _nibbles(seed: int, *shape: int) -> Tensor:
+def _nibbles(seed, *shape):
     return torch.randint(
         0, 16, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
     )

@@ -13,7 +13,7 @@ INT4 = IntGrid(4, 128, symmetric=False)
 GRIDS = [INT4, IntGrid(4, 32, symmetric=True), IntGrid(8, None, symmetric=True)]
 
 
-def weight(rows: int = 24, columns: int = 256) -> torch.Tensor:
+def weight(rows=24, columns=256):
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)) * torch.linspace(
         0.1, 4, columns
     )

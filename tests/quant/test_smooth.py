@@ -6,14 +6,14 @@ import torch
 from quantkit.quant.smooth import activation_loss, smoothing_candidates
 
 
-def spiky() -> tuple[torch.Tensor, torch.Tensor]:
+def spiky():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2000, 256, generator=generator)
     x[:, :4] *= 30
     return x, torch.randn(64, 256, generator=generator)
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
+def rounded(x):
     step = x.abs().amax(-1, keepdim=True) / 127
     return (x / step).round() * step
 

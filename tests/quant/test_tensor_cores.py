@@ -21,7 +21,7 @@ from quantkit.quant.tensor_cores import (
 
 
 @tensor_core_products()
-def failing() -> None:
+def failing():
     with tensor_core_products():
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from rounding_problem import QUANTIZERS, K, N, cost_of_outputs, problem, spread, two_sided_loss
-from torch import Tensor
 
 from quantkit.grids.base import Scales
 from quantkit.quant import compensation
@@ -52,7 +51,7 @@ def test_rows_one_by_one_follow_the_formula(monkeypatch):
         assert torch.equal(round_row(best[0].float(), inputs, own), values[row])
 
 
-def round_row(target: Tensor, inputs: Curvature, scales: Scales) -> Tensor:
+def round_row(target, inputs, scales):
     """GPTQ of one row [K], column by column, in float64."""
     upper, values = inputs.factor.double(), torch.empty(K)
     errors = torch.zeros(K, dtype=torch.float64)

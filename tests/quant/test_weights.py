@@ -90,9 +90,7 @@ def test_fp4_rows_are_divided_within_the_range_of_their_scales():
     assert (least.tolist(), largest.tolist()) == ([1.0, 2.0**-8, 2.0**-5], [2.0**7, 1.0, 2.0**8])
 
 
-def _check_division(
-    weight: IntWeight | Nvfp4Weight, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _check_division(weight, dtype):
     least, largest = weight.divisor_range(dtype)
     for divisor in (least, largest):
         divided = weight.divide_rows(divisor, dtype)

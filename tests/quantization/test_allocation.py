@@ -12,7 +12,7 @@ from quantkit.quantization.allocation import Allocator, Option
 GRIDS = (IntGrid(4, 128, symmetric=False), Nvfp4Grid(), IntGrid(8, None, symmetric=True), None)
 
 
-def instance(seed: int, count: int = 5) -> dict[str, list[Option]]:
+def instance(seed, count=5):
     """Choices of several sizes, some of which are read in part, with KL that mostly falls with
     size."""
     draw = random.Random(seed)
@@ -31,7 +31,7 @@ def instance(seed: int, count: int = 5) -> dict[str, list[Option]]:
     return found
 
 
-def best(options: dict[str, list[Option]], budget: int) -> float:
+def best(options, budget):
     """Of all allocations that fit."""
     return min(
         sum(one.kl for one in chosen)

@@ -1,13 +1,10 @@
 """A norm behind the routed experts, as openPangu-Ultra-MoE has it: calibration, pruning and what
 the report says heed it."""
 
-from pathlib import Path
-
 import make_model
 import pytest
 import torch
 from plain_weights import PlainWeights
-from torch import Tensor
 
 from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.recipe import Recipe
@@ -30,7 +27,7 @@ for absent in ("rope_scaling", "n_group", "topk_group", "topk_method"):
     CONFIG.pop(absent)
 
 
-def written(folder: Path, n_routed_experts: int) -> Path:
+def written(folder, n_routed_experts):
     """Norms far from 1, as those behind the experts are: what experts add without it is of another
     size altogether."""
     config = {**CONFIG, "n_routed_experts": n_routed_experts}
@@ -50,12 +47,12 @@ def written(folder: Path, n_routed_experts: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     """Every token asks every expert: none is chosen otherwise for a last bit."""
     return written(tmp_path_factory.mktemp("models"), 4)
 
 
-def recipe_of(source: Path, prune: float = 0.0) -> Recipe:
+def recipe_of(source, prune=0.0):
     text = str(source.parent / "text.txt")
     return Recipe(
         scheme="awq-w4a16",
@@ -70,7 +67,7 @@ def recipe_of(source: Path, prune: float = 0.0) -> Recipe:
     )
 
 
-def said(path: Path, sequences: list[Tensor]) -> Tensor:
+def said(path, sequences):
     """Log-probabilities of the next tokens by the whole model over what is stored."""
     checkpoint = Checkpoint.open(path)
     architecture = find_architecture(checkpoint.config)
@@ -94,7 +91,7 @@ def said(path: Path, sequences: list[Tensor]) -> Tensor:
         ).log_softmax(-1)
 
 
-def agrees(source: Path, out: Path, recipe: Recipe) -> None:
+def agrees(source, out, recipe):
     """KL that the report tells, and that of the whole models on the same text."""
     report = quantize(source, out, SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
     sizes = {

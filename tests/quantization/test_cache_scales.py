@@ -3,8 +3,6 @@ them, told, and used."""
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import make_model
 import pytest
@@ -21,13 +19,13 @@ from quantkit.calibrate.cache_scales import best_scale, best_scales
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.common.progress import Event, Progress, ignore_event
+from quantkit.common.progress import Progress, ignore_event
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.inspect import describe
 from quantkit.engines.check import check_checkpoint
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.weights.load import LoadedModel, load_model
+from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import find_scheme
 from quantkit.models.cache_scales import power_of_two_ratios
 from quantkit.planning.options import PlanOptions
@@ -39,7 +37,7 @@ SMALL = small_recipe.SMALL | {"samples": 10, "held_out": 4, "seq_len": 48, "min_
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def sources(tmp_path_factory):
     """Latents and keys whose channels differ by more than a code has room for."""
     folder, config = tmp_path_factory.mktemp("models"), make_model.tiny_config(num_hidden_layers=2)
     tensors, generator = make_model.random_tensors(config), torch.Generator().manual_seed(1)
@@ -54,13 +52,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def run(
-    source: Path,
-    out: Path,
-    text: Path,
-    scheme: str = "int8-a8w8c8",
-    on_event: Callable[[Event], None] = ignore_event,
-) -> Path:
+def run(source, out, text, scheme="int8-a8w8c8", on_event=ignore_event):
     recipe = Recipe(scheme=scheme, calibration=str(text), output_curvature=False, **SMALL)
     return quantize(
         source, out, find_scheme(scheme), "modelslim", recipe, device="cpu", on_event=on_event
@@ -68,19 +60,17 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def outputs(
-    sources: dict[str, Path], text: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def outputs(sources, text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("outputs")
     return {kind: run(source, folder / kind, text) for kind, source in sources.items()}
 
 
 @pytest.fixture(params=["latents", "keys"])
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request):
     return str(request.param)
 
 
-def loaded(path: Path, cache: str | None = "int8") -> LoadedModel:
+def loaded(path, cache="int8"):
     return load_model(path, device="cpu", dtype="float32", cache=cache)
 
 
@@ -170,7 +160,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(sources, outputs, text, tmp_pat
     for last in (5, 11):
         left = iter(range(last - 1))
 
-        def stop(event: Event, left: Iterator[int] = left) -> None:
+        def stop(event, left=left):
             if isinstance(event, Progress) and next(left, None) is None:
                 raise Stopped
 

@@ -5,7 +5,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import make_model
 import pytest
@@ -16,7 +15,7 @@ from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint import reader
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.common.progress import Event, OnEvent, Progress, ignore_event
+from quantkit.common.progress import Progress, ignore_event
 from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import conversion_plan as convert_module
 from quantkit.quantization import quantize
@@ -26,7 +25,7 @@ Run = Callable[..., bool]  # (source, out, on_event) -> done already
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory):
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     return make_model.write_dense(
         tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config)
@@ -34,11 +33,11 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def source(original: Path, tmp_path: Path) -> Path:
+def source(original, tmp_path):
     return shutil.copytree(original, tmp_path / "source")
 
 
-def awq(source: Path, out: Path, on_event: OnEvent = ignore_event) -> bool:
+def awq(source, out, on_event=ignore_event):
     text = out.with_name("text.txt")
     text.write_text("what is read may change, and who reads it must know. " * 20)
     recipe = Recipe(scheme="awq-w4a16", calibration=str(text), **quantize_job.SMALL)
@@ -47,7 +46,7 @@ def awq(source: Path, out: Path, on_event: OnEvent = ignore_event) -> bool:
     ).done_already
 
 
-def rtn(source: Path, out: Path, on_event: OnEvent = ignore_event) -> bool:
+def rtn(source, out, on_event=ignore_event):
     return quantize(
         source,
         out,
@@ -59,17 +58,17 @@ def rtn(source: Path, out: Path, on_event: OnEvent = ignore_event) -> bool:
     ).done_already
 
 
-def to_fp16(source: Path, out: Path, on_event: OnEvent = ignore_event) -> bool:
+def to_fp16(source, out, on_event=ignore_event):
     return convert(source, out, dtype="fp16", on_event=on_event).done_already
 
 
 @pytest.fixture(params=[rtn, to_fp16])
-def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(request, monkeypatch):
     monkeypatch.setattr(convert_module, "UNIT_BYTES", 100_000)
     return request.param
 
 
-def edit(source: Path, tensor: str) -> Path:
+def edit(source, tensor):
     """Flip a bit of a tensor where the fingerprint's samples do not look; returns the shard."""
     checkpoint = Checkpoint.open(source)
     info, before = checkpoint.tensors[tensor], checkpoint.fingerprint
@@ -89,8 +88,8 @@ def edit(source: Path, tensor: str) -> Path:
     return shard
 
 
-def stop_at(part: str) -> Callable[[Event], None]:
-    def stop(event: Event) -> None:
+def stop_at(part):
+    def stop(event):
         if isinstance(event, Progress) and part in event.unit:
             raise KeyboardInterrupt
 
@@ -100,7 +99,7 @@ def stop_at(part: str) -> Callable[[Event], None]:
 EARLY = "model.layers.0.mlp.gate_proj.weight"
 
 
-def stopped(run: Run, source: Path, out: Path) -> None:
+def stopped(run, source, out):
     """A run that was stopped after the first layer."""
     with pytest.raises(KeyboardInterrupt):
         run(source, out, stop_at("layers.1"))
@@ -138,9 +137,9 @@ def test_the_same_bytes_with_other_times_go_on(run, source, original, tmp_path):
 def test_changed_while_it_is_read(run, source, tmp_path):
     """Bytes are hashed beside the run: what was not yet entered when they changed is not kept, and
     then made of the new ones alone."""
-    changed: list[Path] = []
+    changed = []
 
-    def change(event: Event) -> None:
+    def change(event):
         if isinstance(event, Progress) and "layers.1" in event.unit and not changed:
             changed.append(edit(source, EARLY))
 

@@ -5,7 +5,6 @@ import itertools
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import make_model
 import pytest
@@ -26,7 +25,7 @@ from quantkit.grids.schemes import find_scheme
 from quantkit.models.stored_parameters import read_model
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
-from quantkit.quantization import QuantizationReport, quantize
+from quantkit.quantization import quantize
 from quantkit.quantization.bit_allocation import GridOptions
 from quantkit.quantization.job import open_job, read_request
 from quantkit.quantization.mixed_precision import Mixture
@@ -39,12 +38,12 @@ W4 = IntGrid(4, 128, symmetric=False)
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+def text(tmp_path_factory):
     return str(write_letters(tmp_path_factory.mktemp("text") / "calibration.txt", 3000))
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     """Layers and halves of them differ in what they add to the residual stream."""
     tensors = make_model.random_tensors(CONFIG)
     for name, tensor in tensors.items():
@@ -54,17 +53,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model.write_fp8(tmp_path_factory.mktemp("models") / "fp8", CONFIG, tensors)
 
 
-def run(
-    source: Path, out: Path, text: str, mixture: Mixture, **options: object
-) -> QuantizationReport:
+def run(source, out, text, mixture, **options):
     recipe = Recipe(scheme=SCHEME.name, calibration=text, **SMALL)
     return quantize(source, out, SCHEME, "auto", recipe, mixture=mixture, device="cpu", **options)
 
 
 @pytest.fixture(scope="module")
-def chosen(
-    source: Path, text: str, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[QuantizationReport, list[Event]]:
+def chosen(source, text, tmp_path_factory):
     """At 5 bits, stopped while it measures and again while it quantizes."""
 
     class Stopped(Exception):
@@ -73,7 +68,7 @@ def chosen(
     out, told = tmp_path_factory.mktemp("out") / "mixed", list[Event]()
     for phase, unit in (("measuring", "layers.1.feed_forward"), ("done", "layers.0.feed_forward")):
 
-        def stop(event: Event, phase: str = phase, unit: str = unit) -> None:
+        def stop(event, phase=phase, unit=unit):
             told.append(event)
             if isinstance(event, Progress) and (event.phase, event.unit) == (phase, unit):
                 raise Stopped

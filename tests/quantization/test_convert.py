@@ -3,9 +3,6 @@ are valid sources."""
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ from make_model import fp8_values, random_tensors, tiny_config
 from module_names import module_names
 from packed_model import write_packed
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from quantkit.checkpoint.formats import (
     awq,
@@ -27,7 +23,7 @@ from quantkit.checkpoint.formats import (
 )
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.common.progress import Event, Progress
+from quantkit.common.progress import Progress
 from quantkit.grids.base import dequantize
 from quantkit.grids.int_groups import IntGrid, IntWeight
 from quantkit.grids.mxfp4 import Mxfp4Grid
@@ -42,13 +38,13 @@ INT8 = IntGrid(8, None, symmetric=True)
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def packed(tmp_path_factory):
     """Writes (once) the tiny model in a format and returns its directory."""
     config = tiny_config()
     tensors = random_tensors(config)
-    made: dict[Any, Path] = {}
+    made = {}
 
-    def write(format: Any, grid: Any) -> Path:
+    def write(format, grid):
         if (format, grid) not in made:
             made[format, grid] = write_packed(
                 tmp_path_factory.mktemp("packed"), config, tensors, format, grid
@@ -58,7 +54,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return write
 
 
-def dense_weights(path: Path) -> dict[str, Tensor]:
+def dense_weights(path):
     checkpoint = Checkpoint.open(path)
     return {name: dequantize(checkpoint.weight(name)) for name in module_names(checkpoint)}
 
@@ -195,7 +191,7 @@ def test_public_modelopt_layout(tmp_path):
     leaves scales out of the index."""
     config = tiny_config()
 
-    def quantizes(row: Any) -> bool:
+    def quantizes(row):
         return row.role == "linear" and not row.mtp and ".self_attn." not in row.name
 
     path = write_packed(
@@ -233,9 +229,9 @@ def test_a_stopped_conversion_goes_on_to_the_same_bytes(packed, tmp_path, monkey
     path = packed(compressed_int8.FORMAT, INT8)
     monkeypatch.setattr(module, "UNIT_BYTES", 100_000)
     convert(path, tmp_path / "whole", format="modelslim")
-    seen: list[str] = []
+    seen = []
 
-    def stop(event: Event) -> None:
+    def stop(event):
         assert isinstance(event, Progress)
         seen.append(event.unit)
         if len(seen) == 5:
@@ -244,7 +240,7 @@ def test_a_stopped_conversion_goes_on_to_the_same_bytes(packed, tmp_path, monkey
     with pytest.raises(KeyboardInterrupt):
         convert(path, tmp_path / "stopped", format="modelslim", on_event=stop)
     assert not (tmp_path / "stopped").exists()
-    read: list[str] = []
+    read = []
     original = Checkpoint.weight
     monkeypatch.setattr(
         Checkpoint, "weight", lambda self, name: (read.append(name), original(self, name))[1]

@@ -29,8 +29,8 @@ def test_a_layer_is_saved_before_its_copies_are_written_over(tmp_path):
     output = Output(SimpleNamespace(device=torch.device("meta")), None, {}, {}, {}, {})  # type: ignore[arg-type]
     background, begin, saved = BackgroundWriter(1), threading.Event(), list[float]()
 
-    def run_after(job: object) -> None:
-        def run() -> None:
+    def run_after(job):
+        def run():
             begin.wait()
             job()  # type: ignore[operator]
             saved.append(float(load_file(tmp_path / "hidden.safetensors")["quantized"][0]))

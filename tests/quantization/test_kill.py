@@ -7,9 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
@@ -20,7 +18,7 @@ from output_files import files
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.common.errors import QuantkitError
-from quantkit.common.progress import Event, Progress
+from quantkit.common.progress import Progress
 from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import quantize
 from quantkit.quantization import run as run_module
@@ -30,7 +28,7 @@ KILLS = 2
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     return make_model.write_fp8(
         tmp_path_factory.mktemp("models") / "source",
@@ -41,7 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     """With several, products are not the same to the last bit."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -50,9 +48,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, bytes], float]:
+def undisturbed(source, text, tmp_path_factory):
     """The files, and the seconds it took."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
     start = time.perf_counter()
@@ -87,7 +83,7 @@ def test_stopped_after_a_unit(last, source, text, undisturbed, tmp_path, monkeyp
     sake."""
     write = CheckpointWriter.write
 
-    def write_and_stop(writer: CheckpointWriter, unit: str, *rest: Any) -> None:
+    def write_and_stop(writer, unit, *rest):
         write(writer, unit, *rest)
         if unit == last:
             raise KeyboardInterrupt
@@ -107,7 +103,7 @@ def test_a_lost_shard_is_named_and_bringing_it_back_is_enough(source, text, undi
     shutil.copytree(source, copy)
     shard = sorted(copy.glob("*.safetensors"))[-1]
 
-    def lose(event: Event) -> None:
+    def lose(event):
         if isinstance(event, Progress) and event.unit == "layers.0.feed_forward":
             os.truncate(shard, 10_000)
 
@@ -133,7 +129,7 @@ def test_what_was_begun_otherwise_is_refused(source, text, tmp_path, monkeypatch
     recipe = Recipe(scheme="rtn-w4a16")
     scheme = find_scheme("rtn-w4a16")
 
-    def stop(event: Event) -> None:
+    def stop(event):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

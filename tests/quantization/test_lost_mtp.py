@@ -3,7 +3,6 @@ are dropped."""
 
 import json
 import shutil
-from pathlib import Path
 
 import make_model
 import pytest
@@ -23,7 +22,7 @@ TOLD = "promises MTP layer 2, of which no tensor is stored: left out"
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "deepseek_v3"
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model("deepseek_v3", **make_model.CONFIGS["saved"])
@@ -35,7 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def greedy(path: Path) -> list[int]:
+def greedy(path):
     """The next 12 tokens by quantkit."""
     engine = Engine.load(path, device="cpu", dtype="float32", max_batch=1, max_model_len=64)
     return next(iter(engine.generate([PROMPT], SamplingParams(max_new_tokens=12)))).token_ids

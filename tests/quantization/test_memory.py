@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
@@ -19,12 +17,12 @@ from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
 
 
-def planned(source: Path, scheme: str, **changes: Any) -> int:
+def planned(source, scheme, **changes):
     return plan(source, find_scheme(scheme), PlanOptions(**changes)).host_peak_bytes
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     config = make_model.tiny_config()
     return make_model.write_fp8(
         tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config)

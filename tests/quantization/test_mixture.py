@@ -3,7 +3,6 @@ what the executor computes."""
 
 import json
 import shutil
-from pathlib import Path
 
 import make_model
 import pytest
@@ -26,7 +25,7 @@ from quantkit.models.context import CausalContext
 from quantkit.models.stored_parameters import read_model
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
-from quantkit.quantization import QuantizationReport, quantize
+from quantkit.quantization import quantize
 from quantkit.quantization.job import open_job, read_request
 from quantkit.quantization.mixed_precision import Mixture, kept_grids
 
@@ -36,19 +35,19 @@ INT8 = IntGrid(8, None, symmetric=True)
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+def text(tmp_path_factory):
     return str(write_letters(tmp_path_factory.mktemp("text") / "calibration.txt", 2000))
 
 
 @pytest.fixture(scope="module")
-def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fp8(tmp_path_factory):
     return make_model.write_fp8(
         tmp_path_factory.mktemp("models") / "fp8", CONFIG, make_model.random_tensors(CONFIG)
     )
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dense(tmp_path_factory):
     """Channels of the norms differ, and rows have several groups, so that scales have something to
     do."""
     config = make_model.tiny_config(
@@ -63,14 +62,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model.write_dense(tmp_path_factory.mktemp("models") / "dense", config, tensors)
 
 
-def run(
-    source: Path,
-    out: Path,
-    text: str,
-    mixture: Mixture,
-    scheme: str = "awq-w4a16",
-    **options: object,
-) -> QuantizationReport:
+def run(source, out, text, mixture, scheme="awq-w4a16", **options):
     recipe = Recipe(scheme=scheme, calibration=text, **SMALL)
     return quantize(
         source, out, find_scheme(scheme), "auto", recipe, mixture=mixture, device="cpu", **options
@@ -78,15 +70,13 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def experts_only(
-    fp8: Path, text: str, tmp_path_factory: pytest.TempPathFactory
-) -> QuantizationReport:
+def experts_only(fp8, text, tmp_path_factory):
     return run(
         fp8, tmp_path_factory.mktemp("out") / "experts-only", text, Mixture(preset="experts-only")
     )
 
 
-def raw(path: Path) -> dict[str, torch.Tensor]:
+def raw(path):
     found = {}
     for shard in path.glob("*.safetensors"):
         with safe_open(shard, framework="pt") as file:

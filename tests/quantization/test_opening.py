@@ -2,15 +2,11 @@
 refuse it in the same words."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
 import torch
 from tied_model import TIED, tied_tensors
-from torch import Tensor
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.common.errors import QuantkitError
@@ -28,21 +24,21 @@ class Begun(Exception):
 
 
 @pytest.fixture(autouse=True)
-def stopped_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(*_: object) -> None:
+def stopped_before_work(monkeypatch):
+    def begin(*_):
         raise Begun
 
     monkeypatch.setattr(run, "_round", begin)
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "calibration.txt"
     path.write_text("one two three four five six seven " * 200)
     return str(path)
 
 
-def outcome(act: Callable[[], object]) -> str:
+def outcome(act):
     """ "accepted", or the line of the refusal."""
     try:
         act()
@@ -56,10 +52,8 @@ def outcome(act: Callable[[], object]) -> str:
 # Models: each writes one into a folder.
 
 
-def dense(
-    change: Callable[[dict[str, Tensor], dict[str, Any]], object] = lambda t, c: None, **sizes: Any
-) -> Callable[[Path], object]:
-    def write(path: Path) -> object:
+def dense(change=lambda t, c: None, **sizes):
+    def write(path):
         config = make_model.tiny_config(**sizes)
         tensors = make_model.random_tensors(config)
         change(tensors, config)
@@ -68,28 +62,26 @@ def dense(
     return write
 
 
-def fp8(path: Path) -> None:
+def fp8(path):
     config = make_model.tiny_config()
     make_model.write_fp8(path, config, make_model.random_tensors(config))
 
 
-def tied(path: Path, *, same: bool) -> None:
+def tied(path, *, same):
     tensors = tied_tensors()
     head = tensors["model.embed_tokens.weight"].clone()
     make_model.write_dense(path, TIED, tensors | {HEAD: head if same else head + 1})
 
 
-def then(
-    write: Callable[[Path], object], damage: Callable[[Path], object]
-) -> Callable[[Path], object]:
-    def both(path: Path) -> None:
+def then(write, damage):
+    def both(path):
         write(path)
         damage(path)
 
     return both
 
 
-def describe_as_awq(path: Path) -> None:
+def describe_as_awq(path):
     config = json.loads((path / "config.json").read_text())
     block = {
         "quant_method": "awq",
@@ -101,15 +93,15 @@ def describe_as_awq(path: Path) -> None:
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": block}))
 
 
-def cut(path: Path) -> None:
+def cut(path):
     shard = sorted(path.glob("*.safetensors"))[-1]
     shard.write_bytes(shard.read_bytes()[:-7])
 
 
 UNKNOWN = dense(lambda t, c: c.update(model_type="mamba"))
-ROUNDED: dict[str, Any] = {"methods": ()}
+ROUNDED = {"methods": ()}
 
-ACCEPTED: dict[str, tuple[Any, ...]] = {
+ACCEPTED = {
     # model, scheme, and arguments and recipe where there are any
     "fp8": (fp8, "awq-w4a16"),
     "dense": (dense(), "fp4-w4a16"),
@@ -128,7 +120,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     ),
     "tied head, stored": (lambda path: tied(path, same=True), "awq-w4a16"),
 }
-REFUSED: dict[str, tuple[Any, ...]] = {
+REFUSED = {
     "group size 16 of an engine": (fp8, "awq-w4a16", {"engine": "vllm"}, {"group_size": 16}),
     "unknown architecture for vllm": (UNKNOWN, "rtn-w4a16", {"engine": "vllm"}),
     "tied head, another": (lambda path: tied(path, same=False), "awq-w4a16"),

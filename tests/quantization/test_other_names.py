@@ -2,7 +2,6 @@
 inspected and placed."""
 
 import json
-from pathlib import Path
 
 import make_model
 import other_names
@@ -26,11 +25,11 @@ from quantkit.models.mlp import MoeMlp
 from quantkit.models.stored_parameters import read_model
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
-from quantkit.quantization import QuantizationReport, fitting, quantize
+from quantkit.quantization import fitting, quantize
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def model(monkeypatch, tmp_path):
     other_names.register(monkeypatch)
     config = other_names.tiny_config()
     return make_model.write_dense(tmp_path / "model", config, other_names.random_tensors(config))
@@ -66,7 +65,7 @@ def test_it_is_calibrated(model, tmp_path):
     assert by_layer["expert w1"].keys() == {"1", "2"}
 
 
-def as_planned(model: Path, out: Path, format: str, settings: Recipe) -> QuantizationReport:
+def as_planned(model, out, format, settings):
     """The model quantized: as large as plan() says, every linear of the table packed, nothing
     missing or left over."""
     scheme = find_scheme(settings.scheme)

@@ -2,9 +2,6 @@
 that no interruption shows."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
@@ -12,11 +9,10 @@ import torch
 from commands import command
 from output_files import files
 from small_recipe import SMALL
-from torch import Tensor
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.common.progress import Event, Progress, ignore_event
+from quantkit.common.progress import Progress, ignore_event
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import find_scheme
 from quantkit.models.context import CausalContext
@@ -37,49 +33,42 @@ CONFIG = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
+def one_thread():
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     config = make_model.tiny_config(**CONFIG)
     return make_model.write_dense(
         tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config)
     )
 
 
-def run(
-    source: Path,
-    text: Path,
-    out: Path,
-    scheme: str = "awq-w4a16",
-    prune: float = 0.5,
-    listen: Callable[[Event], None] = ignore_event,
-) -> Path:
+def run(source, text, out, scheme="awq-w4a16", prune=0.5, listen=ignore_event):
     recipe = Recipe(scheme=scheme, calibration=str(text), prune=prune, **SMALL)
     quantize(source, out, find_scheme(scheme), "auto", recipe, device="cpu", on_event=listen)
     return out
 
 
 @pytest.fixture(scope="module")
-def pruned(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pruned(source, text, tmp_path_factory):
     """Half of the experts, in awq-w4a16."""
     return run(source, text, tmp_path_factory.mktemp("pruned") / "out")
 
 
-def kept_in(out: Path) -> dict[int, list[int]]:
+def kept_in(out):
     return {
         int(layer): about["kept"]
         for layer, about in json.loads((out / "pruning.json").read_text())["layers"].items()
     }
 
 
-def by_hand(source: Path, kept: dict[int, list[int]], folder: Path) -> Path:
+def by_hand(source, kept, folder):
     """The source with these experts alone, numbered anew, its routers cut, and config.json as that
     has to be."""
     checkpoint = Checkpoint.open(source)
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for name in checkpoint.tensors:
         parts = name.split(".")
         layer = int(parts[2]) if parts[1] == "layers" else -1
@@ -95,7 +84,7 @@ def by_hand(source: Path, kept: dict[int, list[int]], folder: Path) -> Path:
     return make_model.write_dense(folder, config, tensors)
 
 
-def weights_of(out: Path) -> dict[str, bytes]:
+def weights_of(out):
     return {
         name: content
         for name, content in files(out).items()
@@ -127,9 +116,9 @@ def test_groups_stay_whole(source, pruned):
 def test_saliency_is_the_mean_of_weight_times_norm(source, text, pruned):
     """Of layer 1, computed here from the whole model's own forward."""
     loaded = load_model(source, device="cpu", dtype="float32")
-    mlp: Any = loaded.model.layers[1].mlp
+    mlp = loaded.model.layers[1].mlp
     assert isinstance(mlp, MoeMlp)
-    seen: list[Tensor] = []
+    seen = []
     original = mlp.experts
     mlp.experts = lambda x, ids, w: (
         seen.extend((x.clone(), ids.clone(), w.clone())),
@@ -164,9 +153,9 @@ def test_saliency_is_the_mean_of_weight_times_norm(source, text, pruned):
 
 
 def test_a_run_stopped_while_it_chooses_goes_on(source, text, pruned, tmp_path):
-    told: list[str] = []
+    told = []
 
-    def stop(event: Event) -> None:
+    def stop(event):
         if isinstance(event, Progress) and event.phase == "choosing experts":
             told.append(event.unit)
             if event.unit == "layers.1" and len(told) < 3:
@@ -174,7 +163,7 @@ def test_a_run_stopped_while_it_chooses_goes_on(source, text, pruned, tmp_path):
 
     with pytest.raises(RuntimeError, match="stopped"):
         run(source, text, tmp_path / "out", listen=stop)
-    again: list[str] = []
+    again = []
     run(
         source,
         text,
@@ -190,7 +179,7 @@ def test_a_run_stopped_while_it_chooses_goes_on(source, text, pruned, tmp_path):
     assert quantize_again(source, text, tmp_path / "out")
 
 
-def quantize_again(source: Path, text: Path, out: Path) -> bool:
+def quantize_again(source, text, out):
     """Whether a finished run given again has nothing to do."""
     recipe = Recipe(scheme="awq-w4a16", calibration=str(text), prune=0.5, **SMALL)
     return quantize(

@@ -6,8 +6,6 @@ at each test.
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from make_model import fp8_blocks, is_fp8, random_tensors, tiny_config
@@ -32,7 +30,7 @@ MTP = "model.layers.3"
 PROMPTS = [list(range(10 + i, 30 + 2 * i)) for i in range(3)]
 
 
-def generate(path: Path, **options: int) -> tuple[list[list[int]], Any]:
+def generate(path, **options):
     """Greedy continuations, and the MTP layer's acceptance."""
     engine = Engine.load(
         path, device="cpu", dtype="float32", max_batch=4, max_model_len=128, **options
@@ -44,14 +42,14 @@ def generate(path: Path, **options: int) -> tuple[list[list[int]], Any]:
     return [one.token_ids for one in done], engine.speculation.acceptance
 
 
-def problems(engine: str, path: Path) -> list[tuple[str, str]]:
+def problems(engine, path):
     return [
         (found.severity, found.problem) for found in check_checkpoint(engine, Checkpoint.open(path))
     ]
 
 
 @pytest.fixture(scope="module")
-def fp4_with_fp8_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fp4_with_fp8_mtp(tmp_path_factory):
     """ModelOpt's script for DeepSeek (examples/deepseek): MLP and experts in NVFP4, attention
     plain, the MTP layer as in the FP8 source."""
     config = tiny_config()

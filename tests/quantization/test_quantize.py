@@ -4,9 +4,7 @@ what a restart does."""
 import copy
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import make_model
 import pytest
@@ -16,18 +14,16 @@ from output_files import files
 from quantkit.calibrate import scales
 from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.recipe import Recipe
-from quantkit.calibrate.sublayer import Sublayer
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.common.progress import Event, Note, Progress
+from quantkit.common.progress import Note, Progress
 from quantkit.evaluation.distance.tracing import TracedModel
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.base import dequantize, grid_label
 from quantkit.grids.schemes import SCHEMES, find_scheme
 from quantkit.models import deepseek_v3
 from quantkit.models.context import CausalContext
-from quantkit.models.table import ScaleGroup
-from quantkit.quantization import QuantizationReport, quantize
+from quantkit.quantization import quantize
 from quantkit.tokenizer.chat import ChatTokenizer
 
 CONFIG = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
@@ -46,7 +42,7 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "calibration.txt"
     generator = torch.Generator().manual_seed(0)
     letters = torch.randint(97, 123, (2000,), generator=generator).tolist()
@@ -55,7 +51,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     """Channels of the norms differ as in a real model, so that scales have something to do."""
     tensors = make_model.random_tensors(CONFIG)
     generator = torch.Generator().manual_seed(1)
@@ -67,14 +63,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model.write_fp8(tmp_path_factory.mktemp("models") / "salient", CONFIG, tensors)
 
 
-def run(
-    source: Path,
-    out: Path,
-    scheme: str,
-    text: str,
-    on_event: Callable[[Event], None] = lambda event: None,
-    **changes: object,
-) -> QuantizationReport:
+def run(source, out, scheme, text, on_event=lambda event: None, **changes):
     format_name = str(changes.pop("format", "auto"))
     recipe = Recipe(scheme=scheme, calibration=text, **{**SMALL, **changes})
     return quantize(
@@ -87,9 +76,7 @@ MADE = ("awq-w4a16", "rtn-w4a16", "fp4-w4a16", "mxfp4-w4a16", "int8-a8w8c16")
 
 
 @pytest.fixture(scope="module")
-def outputs(
-    source: Path, text: str, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, QuantizationReport]:
+def outputs(source, text, tmp_path_factory):
     directory = tmp_path_factory.mktemp("outputs")
     return {scheme: run(source, directory / scheme, scheme, text) for scheme in MADE}
 
@@ -147,7 +134,7 @@ def test_compensated_weights_lose_less_than_rounded_ones(outputs):
     assert outputs["awq-w4a16"].findings.mean_error < 0.7 * _nearest_error(outputs["awq-w4a16"])
 
 
-def _nearest_error(report: QuantizationReport) -> float:
+def _nearest_error(report):
     """What int4 in groups of 128 loses on white inputs: a sixth of a step, variance over twelve, of
     about 4.5 sigma in 15 steps."""
     return (4.5 / 15) ** 2 / 12
@@ -228,12 +215,12 @@ class Stopped(Exception):
     pass
 
 
-def stop_after(count: int, notes: list[Note] | None = None) -> Callable[[Event], None]:
+def stop_after(count, notes=None):
     """Stops a run at the count-th finished unit or phase, wherever that is; what it notes until
     then goes to `notes`."""
     seen = 0
 
-    def on_event(event: Event) -> None:
+    def on_event(event):
         nonlocal seen
         seen += isinstance(event, Progress)
         if notes is not None and isinstance(event, Note):
@@ -260,7 +247,7 @@ def test_another_scheme_by_the_same_recipe_is_not_done_already(source, text, tmp
     """One format holds both, and the recipe of one's own names a third."""
     recipe = Recipe(scheme="awq-w4a16", calibration=text, methods=("awq",), **SMALL)
 
-    def made(scheme: str) -> QuantizationReport:
+    def made(scheme):
         return quantize(
             source,
             tmp_path / "out",
@@ -280,7 +267,7 @@ def test_a_wrong_scale_group_stops_the_run(source, text, tmp_path, monkeypatch):
     """The fault two peers have: the router reads the scaled norm and is not compensated."""
     inside = scales._inside
 
-    def forget_router(sublayer: Sublayer, group: ScaleGroup) -> dict[str, str]:
+    def forget_router(sublayer, group):
         found = inside(sublayer, group).items()
         return {name: module for name, module in found if not module.endswith("mlp.gate")}
 
@@ -289,23 +276,21 @@ def test_a_wrong_scale_group_stops_the_run(source, text, tmp_path, monkeypatch):
         run(source, tmp_path / "out", "awq-w4a16", text)
 
 
-def broken(
-    source: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor], dict], None]
-) -> Path:
+def broken(source, tmp_path, change):
     config = copy.deepcopy(CONFIG)
     tensors = make_model.random_tensors(config)
     change(tensors, config)
     return make_model.write_fp8(tmp_path / "broken", config, tensors)
 
 
-def _set(name: str, index: int, value: float) -> Callable[[dict, dict], None]:
-    def change(tensors: dict[str, torch.Tensor], config: dict) -> None:
+def _set(name, index, value):
+    def change(tensors, config):
         tensors[name].view(-1)[index] = value
 
     return change
 
 
-FAULTS: dict[str, tuple[Callable[[dict, dict], None], str]] = {
+FAULTS = {
     "tensor unknown": (
         lambda t, c: t.update({"model.layers.1.extra.weight": torch.ones(4)}),
         "no place for, such as model.layers.1.extra",

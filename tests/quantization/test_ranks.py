@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import make_model
 import pytest
@@ -15,18 +13,15 @@ from output_files import files
 from quantkit.calibrate import input_statistics
 from quantkit.calibrate import ranks as ranks_module
 from quantkit.calibrate.expert_layer import ExpertLayer, expert_batches
-from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.input_statistics import DriftAccumulator, StatisticsAccumulator
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.source_model import ParameterReader
-from quantkit.executor.ranks.parallel import Parallel
 from quantkit.models.table import GatedMlp, Parameter
-from quantkit.quantization import QuantizationReport
 from quantkit.quantization.output import Output
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     return make_model.write_fp8(
         tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config)
@@ -34,7 +29,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> QuantizationReport:
+def alone(source, text, tmp_path_factory):
     """What one process writes."""
     return quantize_job.run(source, text, tmp_path_factory.mktemp("alone") / "one")
 
@@ -59,19 +54,19 @@ def test_ranks_write_the_bytes_of_one(source, text, alone, tmp_path):
 def test_a_rank_reads_its_own_experts_alone(source, text, alone, tmp_path, monkeypatch):
     """In a layer's experts; and finds out what the other's errors were without reading their
     weights. Both write the bytes of one."""
-    read: list[int] = []
-    ahead: list[int] = []
+    read = []
+    ahead = []
     activation_quant, load = ExpertLayer._read, Output.load
 
-    def seen(self: ExpertLayer) -> Iterator[dict[int, ExpertWeights]]:
+    def seen(self):
         for originals in activation_quant(self):
             read.extend(originals)
             yield originals
 
-    def announced(self: ParameterReader, rows: Iterable[Parameter]) -> None:
+    def announced(self, rows):
         ahead.extend(row.expert for row in rows if row.expert is not None)
 
-    def loaded(self: Output, unit: str) -> object:
+    def loaded(self, unit):
         assert "experts" not in unit, unit
         return load(self, unit)
 
@@ -80,7 +75,7 @@ def test_a_rank_reads_its_own_experts_alone(source, text, alone, tmp_path, monke
     monkeypatch.setattr(Output, "load", loaded)
     monkeypatch.setenv("WORLD_SIZE", "2")
 
-    def compute(parallel: Parallel) -> object:
+    def compute(parallel):
         errors = quantize_job.run(source, text, tmp_path / "two").findings.errors
         assert ahead == [expert for expert in read for _ in range(3)], (
             "each linear of what is read is announced before"
@@ -116,10 +111,10 @@ NCCL_DTYPES = (
 )
 
 
-def as_nccl(broadcast: Callable[..., None]) -> Callable[..., None]:
+def as_nccl(broadcast):
     """gloo sends what lies transposed, too, and truncates what is longer than its place."""
 
-    def sent(values: torch.Tensor, source: int, group: object = None) -> None:
+    def sent(values, source, group=None):
         assert values.is_contiguous(), "NCCL: tensors must be contiguous"
         assert values.dtype in NCCL_DTYPES, values.dtype
         assert values.numel(), values.shape
@@ -137,7 +132,7 @@ def test_what_lies_transposed_is_sent_in_place(tmp_path, monkeypatch):
     """To ranks where it lies so, and to those where it does not."""
     monkeypatch.setattr(ranks_module.dist, "broadcast", as_nccl(ranks_module.dist.broadcast))
 
-    def compute(parallel: Parallel) -> torch.Tensor:
+    def compute(parallel):
         ranks, held = Ranks(parallel.rank, parallel.size), torch.full((3, 2), float(parallel.rank))
         own = (
             torch.arange(6.0).view(3, 2).t()
@@ -171,7 +166,7 @@ def test_any_dtype_and_shape_is_sent(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks_module.dist, "broadcast", as_nccl(ranks_module.dist.broadcast))
     told = torch.tensor([[0, 1, 1], [1, 0, 1]])
 
-    def compute(parallel: Parallel) -> list[bool]:
+    def compute(parallel):
         ranks, mine = Ranks(parallel.rank, parallel.size), parallel.rank == 1
         sent = [ranks.broadcast((told if mine else 0 * told).to(dtype), 1) for dtype in DTYPES]
         single = ranks.broadcast(torch.tensor(7.0 if mine else 0.0), 1)
@@ -209,7 +204,7 @@ def test_ranks_sum_panels_of_one_square(tmp_path, monkeypatch):
     # whole numbers, which BF16 holds
     x, o = (8 * torch.randn(2, 3, 20, 50, generator=torch.Generator().manual_seed(0))).round()
 
-    def summed(ranks: Ranks) -> torch.Tensor:
+    def summed(ranks):
         total, drift = (
             StatisticsAccumulator(50, x.device, 4, ranks, every=7),
             DriftAccumulator(4, ranks),

@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.calibrate.progress_log import Findings
 from quantkit.calibrate.recipe import Recipe
-from quantkit.models.table import Block, Parameter
+from quantkit.models.table import Parameter
 from quantkit.quantization.report import (
     RunDescription,
     RunFacts,
@@ -38,9 +38,7 @@ ACCOUNT = RunDescription(
 )
 
 
-def linear(
-    module: str, layer: int | None, block: Block | None, expert: int | None = None
-) -> Parameter:
+def linear(module, layer, block, expert=None):
     return Parameter(f"{module}.weight", (8, 8), "linear", layer=layer, block=block, expert=expert)
 
 
@@ -54,7 +52,7 @@ ROWS = [
 ]
 
 
-def findings() -> Findings:
+def findings():
     errors = {f"model.layers.{layer}.self_attn.o_proj": 0.001 * (layer + 1) for layer in range(4)}
     errors |= {
         f"model.layers.{layer}.mlp.experts.{e}.down_proj": 0.01 * (e + 1)
@@ -77,7 +75,7 @@ def findings() -> Findings:
 
 
 @pytest.fixture(scope="module")
-def files() -> dict[str, bytes]:
+def files():
     return report_files(ACCOUNT, findings(), ROWS, RUN)
 
 

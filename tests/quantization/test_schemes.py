@@ -29,7 +29,7 @@ from quantkit.grids.base import cut_columns, dequantize
 from quantkit.grids.fp8_block import Fp8BlockGrid
 from quantkit.grids.int_groups import IntGrid, IntWeight
 from quantkit.grids.nvfp4 import Nvfp4Grid
-from quantkit.grids.schemes import Scheme, find_scheme
+from quantkit.grids.schemes import find_scheme
 from quantkit.planning.cost_model import predict
 from quantkit.planning.hardware import load_hardware
 from quantkit.planning.options import PlanOptions
@@ -49,14 +49,14 @@ O_PROJ = "model.layers.0.self_attn.o_proj"
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     """A layer of experts, and an MTP layer."""
     config = tiny_config(num_hidden_layers=1, first_k_dense_replace=0)
     return write_fp8(tmp_path_factory.mktemp("source"), config, random_tensors(config))
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Scheme], Recipe]:
+def recipe(tmp_path_factory):
     text = write_letters(tmp_path_factory.mktemp("text") / "text.txt", 1000)
     return lambda scheme: Recipe(scheme=scheme.name, calibration=str(text), **SETTINGS)
 
@@ -65,13 +65,11 @@ Written = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def written(
-    source: Path, recipe: Callable[[Scheme], Recipe], tmp_path_factory: pytest.TempPathFactory
-) -> Written:
+def written(source, recipe, tmp_path_factory):
     """The source in a scheme and format, made once."""
-    made: dict[tuple[str, IntGrid | Nvfp4Grid, str], Path] = {}
+    made = {}
 
-    def write(scheme: Scheme, form: str = "auto") -> Path:
+    def write(scheme, form="auto"):
         key = (scheme.name, scheme.weight, form)
         if key not in made:
             made[key] = tmp_path_factory.mktemp("made") / "out"
@@ -231,11 +229,11 @@ def test_fp4_next_to_fp8_that_is_kept(source, recipe, tmp_path):
     class Stop(Exception):
         pass
 
-    def stop(event: object) -> None:
+    def stop(event):
         if "layers.0.experts.4" in str(event):
             raise Stop
 
-    def run(out: str, **listen: Callable[[object], None]) -> Path:
+    def run(out, **listen):
         mixture = Mixture(keep=("attention",))
         recipe_ = recipe(W4A4)
         quantize(
@@ -303,10 +301,10 @@ def test_what_is_not_computed_is_refused(source, written, tmp_path):
     dense = write_fp8(tmp_path / "dense", config, random_tensors(config))
     out, hardware = tmp_path / "out", load_hardware("910B1")
 
-    def planned(scheme: Scheme, model: Path = source, **options: object) -> object:
+    def planned(scheme, model=source, **options):
         return plan(model, scheme, PlanOptions(**options))
 
-    def made(scheme: Scheme, model: Path) -> object:
+    def made(scheme, model):
         nearest = Recipe(scheme=scheme.name, methods=())
         return quantize(model, out, scheme, "auto", nearest, device="cpu")
 

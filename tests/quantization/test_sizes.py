@@ -1,9 +1,6 @@
 """Models whose sizes 128 does not divide: what every linear gets, and that it is read back. All
 published shapes with every scheme and engine: `make gallery`."""
 
-from pathlib import Path
-from typing import Any
-
 import published_shapes
 import pytest
 import torch
@@ -25,25 +22,23 @@ from quantkit.grids.schemes import SCHEMES
 from quantkit.planning.plan import plan
 from quantkit.quantization.convert import convert
 from quantkit.quantization.job import open_job, read_request
-from quantkit.quantization.run import QuantizationReport, quantize
+from quantkit.quantization.run import quantize
 
 ODD = {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}
 
 
-def source_of(folder: Path, family: str = "llama", **sizes: Any) -> Path:
+def source_of(folder, family="llama", **sizes):
     config = {**CONFIGS[family], **ODD, **sizes}
     return published_shapes.write(folder / "source", config)
 
 
-def rounded(
-    source: Path, out: Path, scheme: str = "rtn-w4a16", **options: Any
-) -> QuantizationReport:
+def rounded(source, out, scheme="rtn-w4a16", **options):
     given = options.pop("format", "auto")
     recipe = Recipe(scheme=scheme, methods=(), **SMALL)
     return quantize(source, out, SCHEMES[scheme], given, recipe, **options)
 
 
-def group_sizes(path: Path) -> dict[str, int | None]:
+def group_sizes(path):
     """Of the first layer, by the linear's own name."""
     return {
         module.rpartition(".")[2]: None if linear.grid is None else linear.grid.group_size

@@ -8,11 +8,10 @@ mode.
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Answer, command
+from commands import command
 from make_model import random_tensors, tiny_config, write_dense
 
 from quantkit.quantization.convert import convert
@@ -20,13 +19,13 @@ from quantkit.quantization.convert import convert
 ARGUMENTS = {"quantize": ["--scheme", "rtn-w4a16"], "convert": ["--dtype", "fp32"]}
 
 
-def state(folder: Path) -> dict[str, object]:
+def state(folder):
     """Everything about every file below, the folder itself included."""
-    found: dict[str, object] = {}
+    found = {}
     for place, folders, files in os.walk(folder):
         for path in [Path(place), *(Path(place) / name for name in (*folders, *files))]:
             about = path.lstat()
-            content: object = (
+            content = (
                 os.readlink(path)
                 if path.is_symlink()
                 else path.read_bytes()
@@ -45,7 +44,7 @@ def state(folder: Path) -> dict[str, object]:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path, monkeypatch):
     """A directory to work in, with the source in it."""
     config = tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
     write_dense(tmp_path / "models" / "source", config, random_tensors(config))
@@ -53,17 +52,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(name: str, source: Path | str, out: Path | str, *options: str) -> Answer:
+def write(name, source, out, *options):
     where = ["--out", str(out)] if name == "quantize" else [str(out)]
     return command(name, str(source), *where, *ARGUMENTS[name], *options)
 
 
-def linked(place: Path, name: str, target: Path) -> Path:
+def linked(place, name, target):
     (place / name).symlink_to(target)
     return place / name
 
 
-def hub_cache(place: Path) -> Path:
+def hub_cache(place):
     """The source as a hub keeps it: a snapshot of links to blobs."""
     repository = place / "models--org--name"
     snapshot, blobs = repository / "snapshots" / "abc", repository / "blobs"
@@ -75,7 +74,7 @@ def hub_cache(place: Path) -> Path:
     return snapshot
 
 
-def with_shards_in(place: Path, out: Path, link: Callable[[Path, Path], None]) -> Path:
+def with_shards_in(place, out, link):
     """A source whose shards are those of `out`, linked."""
     mixed = place / "mixed"
     shutil.copytree(place / "models" / "source", mixed)
@@ -86,16 +85,16 @@ def with_shards_in(place: Path, out: Path, link: Callable[[Path, Path], None]) -
     return mixed
 
 
-def _symlink(old: Path, new: Path) -> None:
+def _symlink(old, new):
     new.symlink_to(old)
 
 
-def moved(place: Path, name: str) -> Path:
+def moved(place, name):
     (place / "models" / "source").rename(place / name)
     return place / name
 
 
-CASES: dict[str, Callable[[Path], tuple[Path | str, Path | str]]] = {
+CASES = {
     "the source": lambda p: (p / "models/source", p / "models/source"),
     "the source with a slash": lambda p: ("models/source/", "models/source//"),
     "in the source": lambda p: ("models/source", "models/source/out"),
@@ -143,7 +142,7 @@ CASES: dict[str, Callable[[Path], tuple[Path | str, Path | str]]] = {
 }
 
 
-def _made(place: Path, name: str) -> Path:
+def _made(place, name):
     (place / name).mkdir()
     return place / name
 
@@ -160,7 +159,7 @@ def test_the_source_is_never_written_to(place, case, name):
         assert state(place) == before
 
 
-FOREIGN: dict[str, Callable[[Path], Path]] = {
+FOREIGN = {
     "a folder with a note": lambda p: _with(_made(p, "out"), "note.txt", "mine").parent,
     "somebody's model": lambda p: shutil.copytree(p / "models/source", p / "out"),
     "an output without a list": lambda p: (
@@ -186,12 +185,12 @@ FOREIGN: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def _with(folder: Path, name: str, text: str) -> Path:
+def _with(folder, name, text):
     (folder / name).write_text(text)
     return folder / name
 
 
-def _output(place: Path) -> Path:
+def _output(place):
     convert(place / "models/source", place / "out", dtype="bf16")
     return place / "out"
 

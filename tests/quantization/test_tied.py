@@ -2,7 +2,6 @@
 transformers and computes what was stored."""
 
 import json
-from pathlib import Path
 
 import make_model
 import pytest
@@ -23,12 +22,12 @@ TOKENS = torch.randint(8, 320, (24,), generator=torch.Generator().manual_seed(1)
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     return make_model.write_dense(tmp_path_factory.mktemp("tied") / "source", TIED, tied_tensors())
 
 
 @torch.inference_mode()
-def difference(path: Path, dtype: torch.dtype) -> float:
+def difference(path, dtype):
     """Relative difference of transformers' logits, in `dtype`, from those of the dequantized
     weights in float32."""
     from transformers import AutoModelForCausalLM
@@ -68,7 +67,7 @@ def test_what_quantize_writes_computes_in_transformers(source, tmp_path, scheme,
     assert difference(out, dtype) < tolerance
 
 
-def with_head(path: Path, head: torch.Tensor) -> Path:
+def with_head(path, head):
     return make_model.write_dense(path, TIED, {**tied_tensors(), "lm_head.weight": head})
 
 

@@ -3,15 +3,12 @@ it, and going on after a stop."""
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from letters import write_letters
 from make_model import CONFIGS, write_dense
-from torch import Tensor
 from torch.nn import functional as F
 from transformers.core_model_loading import revert_weight_conversion
 from transformers_peers import checkpoint_tensors
@@ -30,14 +27,14 @@ from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models.hf_traced.architecture import TracedArchitecture
 from quantkit.quantization.convert import convert
-from quantkit.quantization.run import QuantizationReport, quantize
+from quantkit.quantization.run import quantize
 from quantkit.tokenizer.chat import ChatTokenizer
 
-TRACED: dict[str, Any] = CONFIGS["traced"]
+TRACED = CONFIGS["traced"]
 SIZES, EXPERTS = TRACED["all"], TRACED["experts"]
 
 
-def peer(model_type: str, **extra: Any) -> Any:
+def peer(model_type, **extra):
     torch.manual_seed(7)
     config = transformers.AutoConfig.for_model(**{**SIZES, "model_type": model_type, **extra})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -48,7 +45,7 @@ def peer(model_type: str, **extra: Any) -> Any:
     return model
 
 
-def written(model: Any, path: Path) -> Path:
+def written(model, path):
     as_it_is = model.config.model_type in (*STACKED, "longcat_flash", "hy_v4")
     tensors = (
         revert_weight_conversion(model, model.state_dict())
@@ -62,8 +59,8 @@ def written(model: Any, path: Path) -> Path:
     )
 
 
-def run(source: Path, out: Path, scheme: str, told: list[str] | None = None) -> QuantizationReport:
-    lines: list[str] = [] if told is None else told
+def run(source, out, scheme, told=None):
+    lines = [] if told is None else told
     return quantize(
         source,
         out,
@@ -74,7 +71,7 @@ def run(source: Path, out: Path, scheme: str, told: list[str] | None = None) -> 
     )
 
 
-def is_rounded_alone(source: Path, told: str) -> None:
+def is_rounded_alone(source, told):
     """Rounded to nearest and measured; calibration refuses it and says `told`."""
     run(source, source.parent / "out", "rtn-w4a16")
     found = measure(
@@ -88,7 +85,7 @@ def is_rounded_alone(source: Path, told: str) -> None:
         run(source, source.parent / "calibrated", "awq-w4a16")
 
 
-def recipe_of(source: Path, scheme: str) -> Recipe:
+def recipe_of(source, scheme):
     """With a text of its own, beside the source."""
     text = write_letters(source.parent / "calibration.txt", 600)
     return Recipe(
@@ -104,7 +101,7 @@ def recipe_of(source: Path, scheme: str) -> Recipe:
     )
 
 
-def stored(path: Path) -> dict[str, Tensor]:
+def stored(path):
     """What a checkpoint's tensors stand for."""
     checkpoint = Checkpoint.open(path)
     packed = {name for module in checkpoint.linears for name in checkpoint.parts(module)}
@@ -120,7 +117,7 @@ STACKED = ("llama4_text", "gemma4_text")
 """Published so, and not as gpt-oss is."""
 
 
-def stacked(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+def stacked(tensors, model):
     """By transformers' names, with the experts as it has them."""
     architecture = TracedArchitecture(model.config.to_dict())
     for found in architecture.experts.values():
@@ -179,7 +176,7 @@ def test_the_report_says_of_the_output_what_transformers_says(model_type, scheme
     assert found["kl"] < found["plain_kl"]
     if model_type in STACKED:  # plain again, and as transformers saved it: nothing is missing
         again = convert(tmp_path / "out", tmp_path / "plain", dtype="fp32").out
-        kind: Any = transformers.AutoModelForCausalLM
+        kind = transformers.AutoModelForCausalLM
         loaded, facts = kind.from_pretrained(again, output_loading_info=True)
         assert not any(
             facts[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
@@ -274,7 +271,7 @@ def test_experts_that_are_stacked_either_way(turned, tmp_path):
         "moe_intermediate_size": 256,
         "rope_parameters": rope,
     }
-    vision: dict[str, Any] = {
+    vision = {
         "hidden_size": 32,
         "intermediate_size": 32,
         "depth": 1,

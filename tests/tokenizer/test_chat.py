@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ MESSAGES = [
 
 
 @pytest.fixture(scope="module")
-def chat(tiny_checkpoint: Path) -> ChatTokenizer:
+def chat(tiny_checkpoint):
     return ChatTokenizer(tiny_checkpoint)
 
 
@@ -122,9 +121,7 @@ def test_no_tokenizer_is_told(tmp_path):
         ChatTokenizer(tmp_path)
 
 
-def stream_text(
-    chat: ChatTokenizer, text: str, stop: tuple[str, ...] = ()
-) -> tuple[list[str], bool]:
+def stream_text(chat, text, stop=()):
     stream = TextStream(chat.tokenizer, stop)
     pieces = []
     for token in chat.tokenizer.encode(text, add_special_tokens=False).ids:
@@ -213,7 +210,7 @@ def test_a_tokenizer_that_makes_texts_far_longer_is_refused(
 def test_a_tokenizer_may_put_one_mark_in_the_place_of_another(tiny_checkpoint, tmp_path):
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     described = json.loads((model / "tokenizer.json").read_text())
-    replaced: list[dict[str, object]] = [{"Regex": " {2,}"}, {"String": "y"}]
+    replaced = [{"Regex": " {2,}"}, {"String": "y"}]
     marks = [{"type": "Replace", "pattern": pattern, "content": "x"} for pattern in replaced]
     described["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}, *marks]}
     (model / "tokenizer.json").write_text(json.dumps(described))

@@ -3,8 +3,6 @@ transformers."""
 
 import base64
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import sentencepiece
@@ -38,7 +36,7 @@ SAMPLES = [
     "zero\u200bwidth\u00a0space",
     "aaaaaaaaaaaaaaaaaaaaaaa ababababab",
 ]
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "llama": {
         "model_type": "bpe",
         "byte_fallback": True,
@@ -62,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """A folder for each of MODELS with a tokenizer.model in it."""
     root = tmp_path_factory.mktemp("sentencepiece")
     (root / "text").write_text("\n".join(TEXTS), encoding="utf-8")
@@ -79,7 +77,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def configured(path: Path, **settings: Any) -> ChatTokenizer:
+def configured(path, **settings):
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return ChatTokenizer(path)
 
@@ -139,7 +137,7 @@ def test_added_tokens_have_the_ids_that_are_written(trained):
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ranks(tmp_path_factory):
     """A tiktoken.model of bytes and 2,000 merges, with special tokens as Kimi has them."""
     trainer = trainers.BpeTrainer(
         vocab_size=2256, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
@@ -172,7 +170,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def library(path: Path, pattern: str) -> peer.Encoding:
+def library(path, pattern):
     lines = (path / "tiktoken.model").read_bytes().splitlines()
     special = {"[BOS]": 2256, "[EOS]": 2257, "<|im_end|>": 2258, "<|im_user|>": 2261}
     merged = {

@@ -39,7 +39,7 @@ LLAMA = decoders.Sequence(
 )
 
 
-def made(decoder: decoders.Decoder | None) -> Tokenizer:
+def made(decoder):
     """Of the pieces and all bytes, with a special token."""
     vocab = {piece: number for number, piece in enumerate(["<unk>", *PIECES, *BYTES])}
     tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
@@ -49,7 +49,7 @@ def made(decoder: decoders.Decoder | None) -> Tokenizer:
     return tokenizer
 
 
-def tokenizers() -> dict[str, Tokenizer]:
+def tokenizers():
     return {
         "bytes": ChatTokenizer(find_model("tiny-r1")).tokenizer,
         "llama": made(LLAMA),

@@ -1,7 +1,6 @@
 """compressed-tensors: its own golden bytes, and its own code unpacking ours bit for bit."""
 
 from pathlib import Path
-from typing import Any
 
 import golden
 import make_quantized
@@ -16,7 +15,6 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from compressed_tensors.quantization.utils import generate_gparam
-from torch import Tensor
 
 from quantkit.checkpoint.formats import (
     compressed_fp4,
@@ -24,14 +22,13 @@ from quantkit.checkpoint.formats import (
     compressed_int8,
     detect_format,
 )
-from quantkit.checkpoint.formats.base import Format
-from quantkit.grids.base import Grid, dequantize
+from quantkit.grids.base import dequantize
 from quantkit.grids.e2m1 import E2M1_VALUES
 from quantkit.grids.int_groups import IntGrid, IntWeight
 from quantkit.grids.nvfp4 import INPUT_HEADROOM, Nvfp4Grid, Nvfp4Weight, input_divisor
 from quantkit.models.activation_quant import fake_quantize_nvfp4
 
-_CASES: list[tuple[Format, Grid, str]] = [
+_CASES = [
     (compressed_int4.FORMAT, IntGrid(4, 32, True), "W4A16"),
     (compressed_int4.FORMAT, IntGrid(4, 32, False), "W4A16_ASYM"),
     (compressed_int4.FORMAT, IntGrid(4, None, True), "W4A16"),
@@ -46,7 +43,7 @@ every_case = pytest.mark.parametrize(
 )
 
 
-def _scheme(format: Format, grid: Grid) -> QuantizationScheme:
+def _scheme(format, grid):
     config, _ = make_quantized.description(format, grid)
     parsed = QuantizationConfig.model_validate(config["quantization_config"])
     scheme = parsed.config_groups["group_0"]
@@ -99,7 +96,7 @@ def test_int8_words_are_those_of_w8a16(grid):
     assert detect_format(Path("x"), config, {}) is format
 
 
-def _their_fp4_arithmetic(local: dict[str, Tensor]) -> Tensor:
+def _their_fp4_arithmetic(local):
     weight = compressed_fp4.FORMAT.unpack(
         "m", {f"m.{name}": tensor for name, tensor in local.items()}
     )
@@ -132,7 +129,7 @@ def test_the_config_block_says_what_theirs_says(format, grid, example):
     )
 
 
-def _preset(example: str, ours: dict[str, Any]) -> dict[str, Any]:
+def _preset(example, ours):
     """A scheme by compressed-tensors' own name for it, in a description like ours. Observers only
     calibrate, and scale_dtype is of versions that know it."""
     scheme = preset_name_to_scheme(example, ["Linear"]).model_dump(mode="json")
@@ -167,5 +164,5 @@ def test_their_rounding_of_activations_is_ours():
         )
 
 
-def _stripped(args: dict[str, Any] | None) -> dict[str, Any]:
+def _stripped(args):
     return {key: value for key, value in (args or {}).items() if value is not None}

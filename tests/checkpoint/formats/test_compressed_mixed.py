@@ -2,8 +2,6 @@
 stores it, and described so."""
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,14 +9,14 @@ from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils.match import is_match
 from nearest import quantize_int
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from quantkit.checkpoint.formats import compressed
 from quantkit.checkpoint.formats.compressed_mixed import FORMAT
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.base import Grid, Weight, dequantize, round_to_nearest
+from quantkit.grids.base import dequantize, round_to_nearest
 from quantkit.grids.fp8_block import Fp8BlockGrid, Fp8BlockWeight
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import Nvfp4Grid, Nvfp4Quantizer, global_scale
@@ -33,7 +31,7 @@ W4, W4_FINE, W8, W8_GROUPS, W4A8 = (
 )
 
 
-def weight(grid: Grid) -> Weight:
+def weight(grid):
     w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
     if isinstance(grid, IntGrid):
         return quantize_int(w, grid, scale_dtype=FORMAT.scale_dtype_of(grid))
@@ -43,15 +41,7 @@ def weight(grid: Grid) -> Weight:
     return Fp8BlockWeight(w.to(torch.float8_e4m3fn), torch.tensor([[0.5, 1.25]]))
 
 
-GRIDS: tuple[Grid, ...] = (
-    W4,
-    W4_FINE,
-    W8,
-    W8_GROUPS,
-    W4A8,
-    Nvfp4Grid(),
-    Fp8BlockGrid(),
-)
+GRIDS = (W4, W4_FINE, W8, W8_GROUPS, W4A8, Nvfp4Grid(), Fp8BlockGrid())
 LAYOUT = {
     "model.layers.0.self_attn.q_proj": W8,
     "model.layers.1.self_attn.q_proj": W4,
@@ -97,7 +87,7 @@ def test_a_group_is_for_the_modules_that_the_library_matches(targets, ignore):
         assert ignored(name) is not is_match(name, module, targets, ignore), name
 
 
-def described(layout: Mapping[str, Grid]) -> dict[str, object]:
+def described(layout):
     return FORMAT.config_block(
         None,
         dict(layout),
@@ -130,12 +120,10 @@ def test_the_library_finds_every_module_in_the_group_of_its_grid():
     assert not any("Linear" in g.targets for g in config.config_groups.values())
 
 
-def write(path: Path, layout: Mapping[str, Grid], told: Mapping[str, Grid]) -> Path:
+def write(path, layout, told):
     """A checkpoint whose tensors are of one layout and whose config.json is of another."""
     path.mkdir()
-    tensors: dict[str, Tensor] = {
-        "model.layers.0.mlp.down_proj.weight": torch.zeros(N, K, dtype=torch.bfloat16)
-    }
+    tensors = {"model.layers.0.mlp.down_proj.weight": torch.zeros(N, K, dtype=torch.bfloat16)}
     for module, grid in layout.items():
         tensors |= FORMAT.pack(module, weight(grid))
     save_file(

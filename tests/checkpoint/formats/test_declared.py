@@ -6,21 +6,17 @@ says which real writers' files were read.
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from nearest import quantize_fp4, quantize_int
 from safetensors.torch import save_file
-from torch import Tensor
 
 from quantkit.checkpoint.formats import awq, compressed_int4, compressed_int8, gptq, modelopt
-from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.base import Grid, Weight, dequantize
-from quantkit.grids.int_groups import IntGrid, IntWeight
+from quantkit.grids.base import dequantize
+from quantkit.grids.int_groups import IntGrid
 
 N, K = 64, 128
 A, B, C, PLAIN = (
@@ -30,7 +26,7 @@ A, B, C, PLAIN = (
 FOUR, FINE, EIGHT = IntGrid(4, 64, True), IntGrid(4, 32, True), IntGrid(8, 64, True)
 
 
-def weight(format: Format, grid: IntGrid) -> IntWeight:
+def weight(format, grid):
     return quantize_int(
         torch.randn(N, K, generator=torch.Generator().manual_seed(0)),
         grid,
@@ -38,12 +34,7 @@ def weight(format: Format, grid: IntGrid) -> IntWeight:
     )
 
 
-def opened(
-    path: Path,
-    tensors: dict[str, Tensor],
-    block: dict[str, Any] | None = None,
-    side: dict[str, dict[str, Any]] | None = None,
-) -> Checkpoint:
+def opened(path, tensors, block=None, side=None):
     """A checkpoint with one plain linear beside `tensors`."""
     path.mkdir(exist_ok=True)
     stored = {f"{PLAIN}.weight": torch.zeros(N, K, dtype=torch.bfloat16), **tensors}
@@ -58,7 +49,7 @@ def opened(
     return Checkpoint.open(path)
 
 
-def check(checkpoint: Checkpoint, expected: dict[str, tuple[Weight, Grid | None]]) -> None:
+def check(checkpoint, expected):
     """Grids, values, and a share of the rows of each linear."""
     assert {module: linear.grid for module, linear in checkpoint.linears.items()} == {
         module: grid for module, (_, grid) in expected.items()
@@ -247,7 +238,7 @@ def test_modelopts_mixture_names_what_each_layer_is(where, tmp_path):
     assert set(checkpoint.linears) == {A, B}
 
 
-def slim(path: Path, kind: str, tensors: dict[str, Tensor], **said: Any) -> Checkpoint:
+def slim(path, kind, tensors, **said):
     described = {"model_quant_type": kind, f"{PLAIN}.weight": "FLOAT", **said}
     return opened(
         path,
@@ -257,7 +248,7 @@ def slim(path: Path, kind: str, tensors: dict[str, Tensor], **said: Any) -> Chec
     )
 
 
-def pairs(codes: Tensor, axis: int) -> Tensor:
+def pairs(codes, axis):
     """Two codes of an axis to a byte, the even one in the low bits."""
     even, odd = codes.unflatten(axis, (-1, 2)).unbind(axis + 1)
     return ((even & 15) | (odd << 4)).to(torch.int8)

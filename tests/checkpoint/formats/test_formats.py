@@ -9,19 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from module_names import module_names
-from torch import Tensor
 
 from quantkit.checkpoint.formats import FORMATS, detect_format, find_format
-from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.base import Grid, Weight, dequantize
+from quantkit.grids.base import dequantize
 from quantkit.grids.fp8_block import Fp8BlockWeight
 from quantkit.grids.int_groups import IntGrid, IntWeight
 from quantkit.grids.nvfp4 import Nvfp4Grid, Nvfp4Weight
 from quantkit.grids.schemes import SCHEMES
 
-_GRIDS: tuple[Grid, ...] = (
+_GRIDS = (
     IntGrid(4, 32, False),
     IntGrid(4, 64, True),
     IntGrid(4, None, True),
@@ -29,15 +27,13 @@ _GRIDS: tuple[Grid, ...] = (
     IntGrid(8, None, True),
     Nvfp4Grid(),
 )
-CASES: list[tuple[Format, Grid | None]] = [
-    (format, grid) for format in FORMATS for grid in _GRIDS if format.holds(grid)
-]
+CASES = [(format, grid) for format in FORMATS for grid in _GRIDS if format.holds(grid)]
 CASES += [(format, None) for format in FORMATS if format.name in ("fp8-block", "dense")]
 _IDS = [f"{format.name}-{format.variant}-{index}" for index, (format, _) in enumerate(CASES)]
 every_case = pytest.mark.parametrize(("format", "grid"), CASES, ids=_IDS)
 
 
-def _fields(weight: Weight) -> list[Tensor]:
+def _fields(weight):
     match weight:
         case IntWeight():
             zero_point = (

@@ -6,7 +6,6 @@ import golden
 import make_quantized
 import pytest
 import torch
-from torch import Tensor
 
 from quantkit.checkpoint.formats.modelslim import FORMAT
 from quantkit.common.errors import QuantkitError
@@ -16,7 +15,7 @@ _INT8, _INT4 = IntGrid(8, None, True), IntGrid(4, None, True)
 _VECTORS = golden.load("modelslim_w4a8_pack")
 
 
-def _int4(codes: list[list[int]]) -> IntWeight:
+def _int4(codes):
     return IntWeight(
         torch.tensor(codes, dtype=torch.int8),
         torch.tensor(_VECTORS["weight_scale"]).unsqueeze(1),
@@ -77,7 +76,7 @@ def test_a_checkpoint_of_int4_experts_and_int8_attention_says_both():
 
 
 def test_an_asymmetric_weight_is_refused():
-    tensors: dict[str, Tensor] = FORMAT.pack(
+    tensors = FORMAT.pack(
         "m", IntWeight(torch.ones(4, 8, dtype=torch.int8), torch.ones(4, 1), None, bits=8)
     )
     tensors["m.weight_offset"][2] = 3.0

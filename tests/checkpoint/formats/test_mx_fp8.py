@@ -2,19 +2,16 @@
 definition elsewhere."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
 from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
 from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
-from compressed_tensors.quantization.quant_scheme import QuantizationScheme, preset_name_to_scheme
+from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from make_model import random_tensors, tiny_config
 from packed_model import write_packed
 from safetensors.torch import save_file
-from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed_mxfp4
 from quantkit.checkpoint.reader import Checkpoint
@@ -36,14 +33,14 @@ CASES = {
 }
 
 
-def random_weight() -> Tensor:
+def random_weight():
     return (
         torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(5))
         * torch.logspace(-3, 3, ROWS)[:, None]
     )
 
 
-def scale_of(w: Tensor, scheme: QuantizationScheme) -> Tensor:
+def scale_of(w, scheme):
     args = scheme.weights
     if args.strategy == "group":
         amax = w.unflatten(1, (-1, args.group_size)).abs().amax(-1)
@@ -57,12 +54,7 @@ def scale_of(w: Tensor, scheme: QuantizationScheme) -> Tensor:
     )
 
 
-def stored(
-    path: Path,
-    tensors: dict[str, Tensor],
-    block: dict[str, Any],
-    side: dict[str, Any] | None = None,
-) -> Checkpoint:
+def stored(path, tensors, block, side=None):
     path.mkdir()
     save_file(
         {f"{MODULE}.{name}": tensor.contiguous() for name, tensor in tensors.items()},
@@ -198,7 +190,7 @@ def test_a_model_in_mxfp4_runs_and_becomes_nvfp4_with_the_same_values(tmp_path):
     assert all((logits - expected).abs().max() < 1e-4 * expected.abs().max() for logits in others)
 
 
-def _logits(path: Path) -> Tensor:
+def _logits(path):
     loaded = load_model(path, device="cpu", dtype="float32", backend="reference")
     with torch.inference_mode():
         return loaded.model.logits(loaded.model(torch.arange(3, 27), CausalContext([24])))

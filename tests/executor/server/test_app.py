@@ -9,27 +9,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from running_server import KEY, MESSAGES, Running, idle, load, wait_for
 
-from quantkit.executor.engine import Engine
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.server.app import Limits
 
-ASKED: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 5}
-ON: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
+ASKED = {"model": "tiny", "temperature": 0, "max_tokens": 5}
+ON = {"extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")
-def running(tiny_checkpoint: Path) -> Iterator[Running]:
+def running(tiny_checkpoint):
     server = Running(
         load(tiny_checkpoint),
         api_key=KEY,
@@ -40,12 +36,12 @@ def running(tiny_checkpoint: Path) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def peer(tiny_checkpoint: Path) -> Engine:
+def peer(tiny_checkpoint):
     """An engine of our own, to know what the server must say."""
     return load(tiny_checkpoint)
 
 
-def expected(peer: Engine, prompt: list[int], params: SamplingParams) -> str:
+def expected(peer, prompt, params):
     return next(iter(peer.generate([prompt], params))).text.rstrip("\ufffd")
 
 
@@ -140,20 +136,20 @@ def test_an_answer_goes_on_beside_a_prompt(tiny_checkpoint, monkeypatch):
     engine = load(tiny_checkpoint, max_batch=2, chunk_tokens=32)
     slow, waits, decodes_again = (threading.Event() for _ in range(3))
     prefill, agree = Runner.prefill, engine.parallel.agree
-    tokens: list[str] = []
+    tokens = []
 
-    def computed(self: Runner, parts: Any) -> Any:
+    def computed(self, parts):
         if len(parts[0][0].token_ids) == 80 and parts[0][1] == parts[0][0].num_new:
             slow.set()
         return prefill(self, parts)
 
-    def waiting(self: Any, chosen: Any) -> list[int]:
+    def waiting(self, chosen):
         if slow.is_set() and not decodes_again.is_set():
             waits.set()
             decodes_again.wait(20)
         return agree(chosen)
 
-    def answer() -> None:
+    def answer():
         asked = ASKED | ON | {"prompt": [5, 6, 7], "max_tokens": 300, "logprobs": 0}
         for chunk in server.client().completions.create(**asked, stream=True):
             shown = chunk.choices[0].logprobs
@@ -192,7 +188,7 @@ def test_a_stream_cut_by_the_end_of_the_grace_says_so(tiny_checkpoint, monkeypat
     running = Running(engine)
     running.server.config.timeout_graceful_shutdown = 1
     body = {"prompt": "one", "max_tokens": 900, "ignore_eos": True}
-    whole: list[httpx.Response] = []
+    whole = []
     waits = threading.Thread(
         target=lambda: whole.append(
             httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
@@ -243,11 +239,11 @@ def test_200_at_once_with_a_queue_limit(tiny_checkpoint, peer):
     room. None is lost."""
     running = Running(load(tiny_checkpoint, max_model_len=64, cache_tokens=128), max_queue=60)
 
-    async def ask(client: httpx.AsyncClient, index: int) -> httpx.Response:
+    async def ask(client, index):
         body = {"prompt": f"number {index}", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
         return await client.post(f"{running.url}/v1/completions", json=body)
 
-    async def ask_all() -> list[httpx.Response]:
+    async def ask_all():
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=120, limits=limits) as client:
             return await asyncio.gather(*(ask(client, index) for index in range(200)))
@@ -272,7 +268,7 @@ def test_200_at_once_with_a_queue_limit(tiny_checkpoint, peer):
 
 
 def test_metrics_count_what_happened(running):
-    def read() -> dict[str, float]:
+    def read():
         lines = httpx.get(f"{running.url}/metrics").text.splitlines()
         pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
         return {name.removeprefix("quantkit_"): float(value) for name, _, value in pairs}
@@ -294,7 +290,7 @@ def test_a_broken_engine_is_told_to_everybody(tiny_checkpoint, monkeypatch):
     running = Running(engine)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
 
-    def broken() -> list:
+    def broken():
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(engine, "step", broken)
@@ -322,7 +318,7 @@ with bind("127.0.0.1", int(sys.argv[2])) as sockets:
 
 
 @contextmanager
-def served(path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def served(path):
     """A server in a process of its own, and its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -342,7 +338,7 @@ def served(path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
         process.communicate()
 
 
-LONG: dict[str, Any] = {"prompt": "one", "max_tokens": 120, "stream": True, "ignore_eos": True}
+LONG = {"prompt": "one", "max_tokens": 120, "stream": True, "ignore_eos": True}
 LONG["stream_options"] = {"include_usage": True}
 
 
@@ -377,7 +373,7 @@ def test_told_twice_it_stops_at_once_and_in_order(tiny_checkpoint):
         assert "terminate called" not in told, told
 
 
-def _answers(url: str) -> bool:
+def _answers(url):
     try:
         return httpx.get(f"{url}/health").status_code == 200
     except httpx.ConnectError:

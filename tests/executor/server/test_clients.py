@@ -2,9 +2,7 @@
 what is written here."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import httpx
 import openai
@@ -14,7 +12,6 @@ from pydantic import BaseModel
 from running_server import KEY, Running, load
 
 from quantkit import __version__
-from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
 
 CALL = [
@@ -31,9 +28,9 @@ THOUGHT = ["<|think|>", "<think>", "Well.\n", "</think>"]
 TEMPLATE = scripted_model.TEMPLATE.replace(
     "'<|answer|>' if", "'<|think|><think>' if think else '<|answer|>' if"
 )
-LOGGED: list[str] = []
+LOGGED = []
 
-WEATHER: dict[str, Any] = json.loads("""{
+WEATHER = json.loads("""{
     "type": "function", "function": {
         "name": "get_weather", "description": "The weather of a city.", "parameters": {
             "type": "object", "properties": {
@@ -42,7 +39,7 @@ WEATHER: dict[str, Any] = json.loads("""{
             }, "required": ["city", "days"], "additionalProperties": false
         }}}""")
 NOW = {"type": "function", "function": {"name": "now"}}
-QUESTION: list[Any] = [{"role": "user", "content": "How is the weather in Oslo?"}]
+QUESTION = [{"role": "user", "content": "How is the weather in Oslo?"}]
 
 
 class Weather(BaseModel):
@@ -51,30 +48,30 @@ class Weather(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory):
     return scripted_model.write(
         tmp_path_factory.mktemp("models") / "scripted", [CALL, ANSWER, THOUGHT], TEMPLATE
     )
 
 
 @pytest.fixture(scope="module")
-def running(path: Path) -> Iterator[Running]:
+def running(path):
     server = Running(load(path), api_key=KEY, log=LOGGED.append)
     yield server
     server.stop()
 
 
 @pytest.fixture(scope="module")
-def client(running: Running) -> openai.OpenAI:
+def client(running):
     return running.client()
 
 
 @pytest.fixture(scope="module")
-def peer(path: Path) -> Engine:
+def peer(path):
     return load(path)
 
 
-def streamed(chunks: Any) -> tuple[str, list[list[str]], str | None]:
+def streamed(chunks):
     """Text, [id, name, arguments] of each call, and why it ended."""
     text, calls, reason = "", list[list[str]](), None
     for chunk in chunks:
@@ -91,7 +88,7 @@ def streamed(chunks: Any) -> tuple[str, list[list[str]], str | None]:
 
 def test_a_tool_is_called_and_its_result_answered(client):
     """The openai client's own example: call, run, answer."""
-    asked: dict[str, Any] = {"model": "tiny", "tools": [WEATHER, NOW], "temperature": 0}
+    asked = {"model": "tiny", "tools": [WEATHER, NOW], "temperature": 0}
     first = client.chat.completions.create(messages=QUESTION, **asked).choices[0]
     assert first.finish_reason == "tool_calls"
     assert first.message.content == "Let me look."
@@ -126,7 +123,7 @@ def test_a_tool_is_called_and_its_result_answered(client):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_that_must_be_called_is(client, stream):
-    asked: dict[str, Any] = {
+    asked = {
         "model": "tiny",
         "messages": QUESTION,
         "tools": [WEATHER, NOW],
@@ -134,7 +131,7 @@ def test_a_tool_that_must_be_called_is(client, stream):
         "seed": 5,
     }
 
-    def calls(**more: Any) -> list[list[str]]:
+    def calls(**more):
         made = client.chat.completions.create(**asked, **more, stream=stream)
         if stream:
             _, found, reason = streamed(made)
@@ -163,12 +160,7 @@ def test_a_tool_that_must_be_called_is(client, stream):
 def test_strict_arguments_fit_although_the_model_calls_of_itself(client):
     """What it would say lacks `days`."""
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
-    asked: dict[str, Any] = {
-        "model": "tiny",
-        "messages": QUESTION,
-        "temperature": 0,
-        "max_tokens": 200,
-    }
+    asked = {"model": "tiny", "messages": QUESTION, "temperature": 0, "max_tokens": 200}
     (call,) = (
         client.chat.completions.create(tools=[strict], parallel_tool_calls=False, **asked)
         .choices[0]
@@ -179,7 +171,7 @@ def test_strict_arguments_fit_although_the_model_calls_of_itself(client):
 
 
 def test_an_answer_fits_a_schema(client):
-    asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "temperature": 1.0, "seed": 3}
+    asked = {"model": "tiny", "messages": QUESTION, "temperature": 1.0, "seed": 3}
     parsed = (
         client.chat.completions.parse(response_format=Weather, **asked).choices[0].message.parsed
     )
@@ -208,7 +200,7 @@ def test_an_answer_fits_a_schema(client):
 
 
 def test_a_schema_holds_behind_the_thoughts(client):
-    asked: dict[str, Any] = {
+    asked = {
         "model": "tiny",
         "messages": QUESTION,
         "temperature": 0,
@@ -220,7 +212,7 @@ def test_a_schema_holds_behind_the_thoughts(client):
 
 
 def test_responses(client):
-    asked: dict[str, Any] = {"model": "tiny", "temperature": 0}
+    asked = {"model": "tiny", "temperature": 0}
     whole = client.responses.create(input="How is the weather?", instructions="Be short.", **asked)
     assert (whole.status, whole.output_text) == ("completed", "It is sunny in Oslo.")
     assert whole.usage is not None
@@ -246,8 +238,8 @@ def test_responses(client):
 
 def test_responses_call_tools_think_and_fit_schemas(client):
     tool = {"type": "function", **WEATHER["function"], "strict": False}  # type: ignore[dict-item]
-    asked: dict[str, Any] = {"model": "tiny", "temperature": 0, "tools": [tool]}
-    items: list[Any] = [
+    asked = {"model": "tiny", "temperature": 0, "tools": [tool]}
+    items = [
         {"role": "user", "content": [{"type": "input_text", "text": "How is the weather in Oslo?"}]}
     ]
     first = client.responses.create(input=items, **asked)
@@ -276,7 +268,7 @@ def test_responses_call_tools_think_and_fit_schemas(client):
     assert isinstance(parsed.output_parsed, Weather)
 
 
-def post(running: Running, path: str, **body: Any) -> httpx.Response:
+def post(running, path, **body):
     headers = {"Authorization": f"Bearer {KEY}"}
     return httpx.post(f"{running.url}/{path}", json=body, headers=headers)
 
@@ -310,13 +302,7 @@ def test_echo_and_the_log_probabilities_of_prompts(client, peer):
     assert expected.prompt_logprobs is not None
     assert expected.logprobs is not None
     scores = [None, *(one.logprob for one in [*expected.prompt_logprobs, *expected.logprobs])]
-    asked: dict[str, Any] = {
-        "model": "tiny",
-        "max_tokens": 1,
-        "temperature": 0,
-        "logprobs": 1,
-        "echo": True,
-    }
+    asked = {"model": "tiny", "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
     choice = client.completions.create(prompt=ids, **asked).choices[0]
     assert choice.text == prompt + expected.text
     assert choice.logprobs is not None
@@ -360,7 +346,7 @@ def test_options_of_sampling_reach_the_engine(client, peer):
         top_p=0.95,  # the model's own default
     )
     (expected,) = peer.generate([prompt], params)
-    asked: dict[str, Any] = {**same, "max_tokens": 24, "logit_bias": {"40": 3}}
+    asked = {**same, "max_tokens": 24, "logit_bias": {"40": 3}}
     answer = client.completions.create(
         model="tiny", prompt=prompt, extra_body=more | {"min_tokens": 8}, **asked
     )

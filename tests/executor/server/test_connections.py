@@ -6,9 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import httpx
 import pytest
@@ -21,9 +19,7 @@ SECONDS = 0.5
 """That the answer takes."""
 
 
-async def answer(
-    scope: dict[str, object], receive: Callable[[], Any], send: Callable[[dict[str, object]], Any]
-) -> None:
+async def answer(scope, receive, send):
     while (await receive()).get("more_body"):
         pass
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -33,7 +29,7 @@ async def answer(
 
 
 @contextmanager
-def served(**options: float) -> Iterator[tuple[HttpServer, int]]:
+def served(**options):
     server = HttpServer(
         uvicorn.Config(answer, port=0, log_level="error", lifespan="off"), **options
     )  # type: ignore[arg-type]
@@ -68,7 +64,7 @@ def test_a_connection_is_kept_for_its_next_request():
 def test_who_asks_finds_a_place_among_many_who_do_not(said):
     with served(places=10) as (server, port), ExitStack() as opened:
 
-        def connected() -> socket.socket:
+        def connected():
             made = opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
             made.sendall(said)
             return made

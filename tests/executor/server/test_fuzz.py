@@ -10,12 +10,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
-from hostile_requests import KEY, Sent, request
+from hostile_requests import KEY, request
 from sample_sizes import sized
 
 REQUESTS, CLIENTS = sized(2000, 3000), 24
@@ -24,7 +22,7 @@ SERVE = "from quantkit.cli import main; main()"
 
 
 @pytest.fixture(scope="module")
-def url(tiny_checkpoint: Path) -> Iterator[str]:
+def url(tiny_checkpoint):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -52,7 +50,7 @@ def url(tiny_checkpoint: Path) -> Iterator[str]:
         process.kill()
 
 
-def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
+def _wait(url, process):
     until = time.monotonic() + 90
     while True:
         try:
@@ -64,7 +62,7 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
             time.sleep(0.1)
 
 
-def ask(url: str) -> str:
+def ask(url):
     answer = httpx.post(
         f"{url}/v1/completions", json=ASKED, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
     )
@@ -72,7 +70,7 @@ def ask(url: str) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-async def send(client: httpx.AsyncClient, one: Sent) -> tuple[int, str]:
+async def send(client, one):
     """Status and fault of one request's answer; the fault is empty where the answer is as it should
     be."""
     headers = {name: value.encode("latin-1") for name, value in one.headers.items()}
@@ -84,7 +82,7 @@ async def send(client: httpx.AsyncClient, one: Sent) -> tuple[int, str]:
     return answer.status_code, "" if one.method == "HEAD" else fault(answer, body)
 
 
-def fault(answer: httpx.Response, body: bytes) -> str:
+def fault(answer, body):
     if answer.status_code >= 500:
         return body.decode(errors="replace")[:300]
     kind = answer.headers.get("content-type", "")
@@ -113,10 +111,10 @@ def fault(answer: httpx.Response, body: bytes) -> str:
     )
 
 
-async def send_all(url: str, requests: list[Sent]) -> list[tuple[int, str]]:
+async def send_all(url, requests):
     places = asyncio.Semaphore(CLIENTS)
 
-    async def send_one(client: httpx.AsyncClient, one: Sent) -> tuple[int, str]:
+    async def send_one(client, one):
         async with places:
             try:
                 return await send(client, one)
@@ -147,7 +145,7 @@ def test_generated_requests(url):
     _settles(url)
 
 
-def _settles(url: str) -> None:
+def _settles(url):
     """Nothing is left of clients that went."""
     wanted = [
         "quantkit_requests_running 0",

@@ -4,9 +4,6 @@ foresaw are one line of the log and an error to the client."""
 import itertools
 import json
 import logging
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -37,7 +34,7 @@ PORTS = ("", ":80", ":8000")
 
 @pytest.mark.parametrize("port", PORTS)
 def test_names_of_this_machine_and_others(port):
-    def told(host: str, *origins: str) -> bool:
+    def told(host, *origins):
         raw = [(b"host", (host + port).encode()), *((b"origin", one.encode()) for one in origins)]
         return is_local(Headers(raw=raw))
 
@@ -59,7 +56,7 @@ def test_a_key_that_no_client_can_send_is_refused(key):
 
 
 @pytest.fixture(scope="module")
-def running(tiny_checkpoint: Path) -> Iterator[Running]:
+def running(tiny_checkpoint):
     server = Running(
         load(tiny_checkpoint), local=True, limits=Limits(max_body=100_000, max_bodies=150_000)
     )
@@ -80,11 +77,11 @@ def test_a_page_of_another_site_is_refused(running, path):
 
 @pytest.mark.parametrize("kind", [ChatAnswer, ResponseAnswer])
 def test_a_fault_is_an_event_and_one_line(running, kind, monkeypatch, caplog):
-    async def events(self: Any, stream: Any) -> Any:
+    async def events(self, stream):
         yield {"type": "x", "choices": []}
         yield {"type": "x", "value": float("inf")}
 
-    async def whole(self: Any, stream: Any) -> Any:
+    async def whole(self, stream):
         raise ValueError("of\nseveral lines")
 
     monkeypatch.setattr(kind, "events", events)
@@ -108,12 +105,12 @@ def test_a_fault_is_an_event_and_one_line(running, kind, monkeypatch, caplog):
 
 
 def test_bodies_that_are_being_read_have_a_sum(running):
-    def slow(size: int) -> Iterator[bytes]:
+    def slow(size):
         yield b'{"prompt": "' + b"x" * size
         inner.append(httpx.post(f"{running.url}/v1/completions", json=second).status_code)
         yield b'", "max_tokens": 1, "nonsense": 1}'
 
-    inner: list[int] = []
+    inner = []
     second = {"prompt": "y" * 90_000, "nonsense": 1}
     headers = {"Content-Type": "application/json"}
     for size, status in ((90_000, 429), (10, 400), (90_000, 429)):

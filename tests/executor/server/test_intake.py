@@ -18,7 +18,7 @@ LONG = 1 << 20
 
 
 def test_short_requests_do_not_wait_behind_long_ones():
-    async def main() -> None:
+    async def main():
         lanes, held = Lanes(10), threading.Event()
         long = [asyncio.ensure_future(lanes.run(LONG, held.wait)) for _ in range(6)]
         await asyncio.sleep(0)
@@ -32,9 +32,9 @@ def test_short_requests_do_not_wait_behind_long_ones():
 
 
 def test_who_left_is_not_read_and_places_are_limited():
-    async def main() -> None:
+    async def main():
         lanes, held = Lanes(2), threading.Event()
-        read: list[int] = []
+        read = []
         first = asyncio.ensure_future(lanes.run(LONG, held.wait))
         second = asyncio.ensure_future(lanes.run(LONG, lambda: read.append(2)))
         await asyncio.sleep(0.05)
@@ -52,8 +52,8 @@ def test_who_left_is_not_read_and_places_are_limited():
 
 
 @pytest.fixture
-def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    lengths: list[int] = []
+def tokenised(monkeypatch):
+    lengths = []
     note(monkeypatch, ChatTokenizer, "_ids", lambda self, text, **_: lengths.append(len(text)))
     return lengths
 

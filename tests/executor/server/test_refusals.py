@@ -4,9 +4,6 @@ import json
 import re
 import socket
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -18,7 +15,7 @@ from quantkit.executor.server.protocol import HARMLESS, NEUTRAL
 
 
 @pytest.fixture(scope="module")
-def running(tiny_checkpoint: Path) -> Iterator[Running]:
+def running(tiny_checkpoint):
     server = Running(
         load(tiny_checkpoint),
         api_key=KEY,
@@ -28,14 +25,12 @@ def running(tiny_checkpoint: Path) -> Iterator[Running]:
     server.stop()
 
 
-def post(
-    running: Running, path: str, kind: str = "application/json", **body: Any
-) -> httpx.Response:
+def post(running, path, kind="application/json", **body):
     headers = {"Authorization": f"Bearer {KEY}"} | ({"Content-Type": kind} if kind else {})
     return httpx.post(f"{running.url}/v1/{path}", headers=headers, **body)
 
 
-def read_case(line: str) -> tuple[dict[str, object], str]:
+def read_case(line):
     change, answered = line.split(" -> ")
     return json.loads(change), answered
 
@@ -92,7 +87,7 @@ REFUSED = """
 {"invented_tomorrow": 1} -> 400 invented_tomorrow is not supported
 """
 """What is changed in a request, the status and what is said."""
-LARGE: list[tuple[dict[str, object], str]] = [
+LARGE = [
     ({"messages": [{"role": "user", "content": "x" * 700}]}, "400 at most 600"),
     ({"top_k": 2**63}, "400 top_k:"),
     ({"top_k": 2**31}, "400 top_k:"),

@@ -3,8 +3,6 @@ the models' templates write."""
 
 import json
 import random
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,16 +10,16 @@ import pytest
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.sampling.grammar import Grammars
 from quantkit.executor.server.reasoning import joined
-from quantkit.executor.server.tools.definitions import ToolUse, declared_tools
+from quantkit.executor.server.tools.definitions import declared_tools
 from quantkit.executor.server.tools.formats import FORMATS, named_format, template_format
 from quantkit.executor.server.tools.parsers import takes_text
-from quantkit.executor.server.tools.stream_parser import CallDelta, ToolCallSplitter
+from quantkit.executor.server.tools.stream_parser import ToolCallSplitter
 from quantkit.executor.server.tools.template import ToolTemplate
 from quantkit.executor.server.tools.tool_choice import calls_grammar
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.template import ChatTemplate
 
-TOOLS: list[Any] = json.loads("""[
+TOOLS = json.loads("""[
     {"type": "function", "function": {"name": "get_weather", "parameters": {
         "type": "object", "required": ["city"], "properties": {
             "city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}
@@ -47,11 +45,11 @@ WRITTEN = {
 }
 
 
-def use(choice: Any = "auto", parallel: bool = True, tools: list[Any] = TOOLS) -> ToolUse:
+def use(choice="auto", parallel=True, tools=TOOLS):
     return declared_tools(tools, choice, parallel)
 
 
-def read(name: str, pieces: list[str], asked: ToolUse) -> tuple[str, list[CallDelta]]:
+def read(name, pieces, asked):
     splitter = ToolCallSplitter(named_format(name), asked)
     found = [splitter.push(piece) for piece in pieces] + [splitter.finish()]
     deltas = [call for _, calls in found for call in calls]
@@ -61,7 +59,7 @@ def read(name: str, pieces: list[str], asked: ToolUse) -> tuple[str, list[CallDe
     return "".join(said for said, _ in found), joined(deltas)
 
 
-def cut(text: str, draw: random.Random) -> list[str]:
+def cut(text, draw):
     places = sorted(draw.sample(range(1, len(text)), draw.randint(1, min(len(text) - 1, 40))))
     return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)])]
 
@@ -127,7 +125,7 @@ def test_which_parameters_are_text():
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_checkpoint: Path) -> ChatTokenizer:
+def tokenizer(tiny_checkpoint):
     return ChatTokenizer(tiny_checkpoint)
 
 
@@ -135,7 +133,7 @@ def tokenizer(tiny_checkpoint: Path) -> ChatTokenizer:
 def test_the_forced_grammar_is_what_the_template_writes(name, tokenizer):
     grammars = Grammars(tokenizer.tokenizer, 320, tokenizer.eos_ids)
 
-    def taken(text: str, asked: ToolUse, answer: dict[str, Any] | None = None) -> int:
+    def taken(text, asked, answer=None):
         """Characters of `text` that the grammar lets an answer begin with."""
         grammar = calls_grammar(named_format(name), asked, tokenizer.tokenizer, answer)
         assert grammar is not None
@@ -209,7 +207,7 @@ def test_a_template_without_tools_and_names_that_are_none(tokenizer):
     assert {one.name for one in FORMATS} == set(WRITTEN)
 
 
-def function(**about: Any) -> dict[str, Any]:
+def function(**about):
     return {"type": "function", "function": about}
 
 

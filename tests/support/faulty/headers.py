@@ -147,11 +147,7 @@ for finds, name, what in (
         lambda at: (at / SHARD.format(1)).write_bytes((at / SHARD.format(1)).read_bytes()[:-1000]),
     ),
     ("shard-damaged", "header_is_garbled", garbled),
-    (
-        "shard-damaged",
-        "shard_is_a_pointer",
-        lambda at: (at / SHARD.format(2)).write_text(POINTER),
-    ),
+    ("shard-damaged", "shard_is_a_pointer", lambda at: (at / SHARD.format(2)).write_text(POINTER)),
     ("index-missing", "index_is_missing", lambda at: (at / INDEX).unlink()),
     (
         "config-unreadable",
@@ -831,8 +827,7 @@ fault(
     "template-broken",
     "the_template_does_not_parse",
     edited(
-        CONFIG,
-        lambda t: t.update(chat_template=t["chat_template"].replace("{% endif %}", "", 1)),
+        CONFIG, lambda t: t.update(chat_template=t["chat_template"].replace("{% endif %}", "", 1))
     ),
     has_template,
 )
