@@ -83,6 +83,13 @@ from quantkit_kernels.prompts import (
 )
 from quantkit_kernels.routing import Routing, moe_gate, route
 from quantkit_kernels.self_check import Measurement, check
+from quantkit_kernels.streams import (
+    MixingWeights,
+    StreamProduct,
+    merge_streams,
+    mix_streams,
+    weigh_streams,
+)
 from quantkit_kernels.weights import (
     W8A16,
     Dense,
@@ -126,6 +133,7 @@ __all__ = [
     "Latents",
     "Linear",
     "Measurement",
+    "MixingWeights",
     "MlaProlog",
     "MlaSizes",
     "MlaWeights",
@@ -140,6 +148,7 @@ __all__ = [
     "Rotation",
     "Routing",
     "SpansNow",
+    "StreamProduct",
     "UnsummedPairs",
     "Weight",
     "add_rms_norm",
@@ -158,6 +167,8 @@ __all__ = [
     "gqa_prefill",
     "gqa_prepare",
     "likeliest",
+    "merge_streams",
+    "mix_streams",
     "mla_decode",
     "mla_prefill",
     "mla_prepare",
@@ -180,6 +191,7 @@ __all__ = [
     "silu_and_mul",
     "stack",
     "table",
+    "weigh_streams",
     "why_no_codes",
     "why_no_prolog",
     "why_no_rounded_inputs",

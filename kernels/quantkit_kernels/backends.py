@@ -38,6 +38,9 @@ OPERATORS = (
     "gqa_prefill",
     "delta_step",
     "delta_prefill",
+    "weigh_streams",
+    "merge_streams",
+    "mix_streams",
     "float32_linear",
 )
 BACKENDS = ("reference", "expanded", "scaled_mm", "cpu", "triton", "cuda", "ascend", "torch_npu")

@@ -52,6 +52,13 @@ from quantkit_kernels.samples import (
     random_weight,
 )
 from quantkit_kernels.sizes import R1_LINEARS
+from quantkit_kernels.streams import (
+    MixingWeights,
+    StreamProduct,
+    merge_streams,
+    mix_streams,
+    weigh_streams,
+)
 from quantkit_kernels.timing import copies_beyond_cache, read_bandwidth, seconds_per_call
 from quantkit_kernels.weights import Weight, rows, shape
 
@@ -386,6 +393,27 @@ def _small_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
     )  # fmt: skip
     yield case("delta_step", step, *inputs, nbytes=tokens * states.memory[0, 0].nbytes * 2)
     yield case("delta_prefill", prompt, *inputs)
+    streams, (count, wide) = random(tokens, 4, 1024), (24, 4096)
+    product = StreamProduct(
+        random(count, wide, dtype=single) / wide**0.5, random(count, dtype=single),
+        random(3, dtype=single), 1e-6, 1e-6, 20,
+    )  # fmt: skip
+    end, gain = product._replace(fn=product.fn[:4], base=bias[:4], scale=bias[:1]), random(1024)
+
+    def weighed(streams: Tensor, gain: Tensor, backend: str) -> tuple[Tensor, ...]:
+        normed, weights = weigh_streams(streams, product, gain, 1e-6, backend=backend)
+        return normed, *weights
+
+    def merged(streams: Tensor, gain: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+        return merge_streams(streams, end, gain, 1e-6, backend=backend)
+
+    def mixed(streams: Tensor, output: Tensor, *weights: Tensor, backend: str) -> Tensor:
+        return mix_streams(streams, output, MixingWeights(*weights), backend=backend)
+
+    _, weights_now = weigh_streams(streams, product, gain, 1e-6, backend="reference")
+    yield case("weigh_streams", weighed, streams, gain, nbytes=product.fn.nbytes)
+    yield case("merge_streams", merged, streams, gain)
+    yield case("mix_streams", mixed, streams, streams[:, 0], *weights_now)
     yield case("route", partial(route, routing=rule), logits, bias, first=1)
     yield case(
         "moe_gate",

@@ -74,7 +74,8 @@ class TableEmbedAndHead:
         if self.streams is None:
             return hidden
         end = StreamMerge(self.streams, LayerWeights(self.source.dequantized_all(self._end)))
-        return end(unpack_streams(hidden, self.streams.count)[0])
+        streams, _ = unpack_streams(hidden, self.streams.count)
+        return end(streams, self.source.gain(self.norm), self.eps)[1]
 
     def logits(self, products: Tensor, first: int) -> Tensor:
         return products

@@ -1,11 +1,9 @@
 """Hyper-connections (arXiv 2512.24880): n residual streams, mixed before and after each sublayer;
 decoder layers, stack and MTP layer with them.
 
-From the n streams of a token, normed together, a small linear computes three weights: of each
-stream in the sublayer's input, of the sublayer's output in each stream, and a matrix that mixes the
-streams, normalized towards doubly stochastic by Sinkhorn iterations. All in float32. Between
-sublayers, calibration passes hidden states as packed by `pack_streams`; the stack passes token ids
-and streams [T, n, H]. Symbols: T tokens, H hidden_size, n streams.
+The operators are quantkit_kernels/streams.py. Between sublayers, calibration passes hidden states as
+packed by `pack_streams`; the stack passes token ids and streams [T, n, H]. Symbols: T tokens, H
+hidden_size, n streams.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
-from quantkit_kernels import by_own_backend, rms_norm
+from quantkit_kernels import (
+    MixingWeights,
+    StreamProduct,
+    by_own_backend,
+    merge_streams,
+    mix_streams,
+    rms_norm,
+    weigh_streams,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -57,14 +63,6 @@ class HyperConnectionSizes:
     names: HyperConnectionNames = HyperConnectionNames()
 
 
-class HyperConnectionWeights(NamedTuple):
-    """post [T, n]: weight of the sublayer's output in each stream. mixing [T, n, n]: the new stream
-    j is the sum over i of mixing[i, j] times stream i."""
-
-    post: Tensor
-    mixing: Tensor
-
-
 def hyper_connection_parameters(
     sizes: HyperConnectionSizes, prefix: str, layer: int, block: Block
 ) -> list[Parameter]:
@@ -105,51 +103,23 @@ class HyperConnection:
     """Of one sublayer."""
 
     def __init__(self, sizes: HyperConnectionSizes, prefix: str, weights: Weights) -> None:
-        self.sizes, names = sizes, sizes.names
-        self.fn = _product(sizes, prefix, weights)
-        self.base, self.scale = (
-            weights.tensor(f"{prefix}{name}").float() for name in (names.base, names.scale)
-        )
+        self.product = _product(sizes, prefix, weights)
 
-    def __call__(self, streams: Tensor) -> tuple[Tensor, HyperConnectionWeights]:
-        """streams [T, n, H] -> the sublayer's input [T, H], and the weights for `mix_streams`."""
-        n, eps = self.sizes.count, self.sizes.eps
-        projected = F.linear(_norm(streams, self.sizes.norm_eps), self.fn)
-        pre, post, mixing = projected.split([n, n, n * n], dim=-1)
-        pre_base, post_base, mixing_base = self.base.split([n, n, n * n])
-        pre = torch.sigmoid(pre * self.scale[0] + pre_base) + eps
-        post = 2 * torch.sigmoid(post * self.scale[1] + post_base)
-        mixing = (mixing * self.scale[2] + mixing_base).unflatten(-1, (n, n)).softmax(dim=-1) + eps
-        mixing = mixing / (mixing.sum(dim=-2, keepdim=True) + eps)
-        for _ in range(self.sizes.steps - 1):
-            mixing = mixing / (mixing.sum(dim=-1, keepdim=True) + eps)
-            mixing = mixing / (mixing.sum(dim=-2, keepdim=True) + eps)
-        return _weighted_sum(streams, pre), HyperConnectionWeights(post, mixing)
+    def __call__(self, streams: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, MixingWeights]:
+        """streams [T, n, H] -> the sublayer's input [T, H], normed, and the weights for
+        `mix_streams`."""
+        return weigh_streams(streams, self.product, gain, eps)
 
 
 class StreamMerge:
     """Weighted sum of the streams after the last layer."""
 
     def __init__(self, sizes: HyperConnectionSizes, weights: Weights) -> None:
-        self.sizes, names = sizes, sizes.names
-        self.fn = _product(sizes, names.end, weights)
-        self.base, self.scale = (
-            weights.tensor(f"{names.end}{name}{names.at_end}").float()
-            for name in (names.base, names.scale)
-        )
+        self.product = _product(sizes, sizes.names.end, weights, sizes.names.at_end)
 
-    def __call__(self, streams: Tensor) -> Tensor:
-        """streams [T, n, H] -> [T, H]."""
-        projected = F.linear(_norm(streams, self.sizes.norm_eps), self.fn)
-        return _weighted_sum(
-            streams, torch.sigmoid(projected * self.scale + self.base) + self.sizes.eps
-        )
-
-
-def mix_streams(streams: Tensor, output: Tensor, weights: HyperConnectionWeights) -> Tensor:
-    """streams [T, n, H] before a sublayer and its output [T, H] -> the streams after it."""
-    mixed = weights.mixing.to(streams.dtype).transpose(-1, -2) @ streams
-    return weights.post.to(streams.dtype)[..., None] * output[:, None] + mixed
+    def __call__(self, streams: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """streams [T, n, H] -> [T, H] normed, and before the norm."""
+        return merge_streams(streams, self.product, gain, eps)
 
 
 def expand_streams(embedded: Tensor, count: int) -> Tensor:
@@ -177,21 +147,18 @@ def repack_streams(hidden: Tensor, streams: Tensor) -> Tensor:
     return torch.cat((streams.flatten(1), hidden[:, -1:]), dim=-1)
 
 
-def _product(sizes: HyperConnectionSizes, prefix: str, weights: Weights) -> Tensor:
-    """Weights of the linear over the normed streams, float32 [rows, n H], with the norm's gain
-    folded in."""
-    fn = weights.tensor(f"{prefix}{sizes.names.fn}").float()
-    return fn * weights.tensor(f"{prefix}{sizes.names.gain}").float() if sizes.names.gain else fn
-
-
-def _norm(streams: Tensor, eps: float) -> Tensor:
-    """All streams of a token as one vector of mean square 1, float32 [T, n H]."""
-    flat = streams.flatten(1).float()
-    return flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
-
-
-def _weighted_sum(streams: Tensor, weights: Tensor) -> Tensor:
-    return (weights[..., None] * streams).sum(dim=1).to(streams.dtype)
+def _product(
+    sizes: HyperConnectionSizes, prefix: str, weights: Weights, at_end: str = ""
+) -> StreamProduct:
+    """The linear over the normed streams, with the norm's gain folded in."""
+    names = sizes.names
+    fn, base, scale = (
+        weights.tensor(f"{prefix}{name}").float()
+        for name in (names.fn, f"{names.base}{at_end}", f"{names.scale}{at_end}")
+    )
+    if names.gain:
+        fn = fn * weights.tensor(f"{prefix}{names.gain}").float()
+    return StreamProduct(fn, base, scale, sizes.norm_eps, sizes.eps, sizes.steps)
 
 
 class HyperConnectionStackConfig(decoder.StackConfig, Protocol):
@@ -247,18 +214,21 @@ class HyperConnectionLayer(decoder.DecoderLayer):
         streams = self._attend(residual, context)
         if rows is not None:
             normed, streams = normed[rows], streams[rows]
-        return normed, self._add_mlp_output(streams, self._mlp_output(streams, normed))
+        own, weights = self.before_mlp(streams, self.mlp_norm, self.eps)
+        return normed, self._add_mlp_output(streams, self.mlp_with_ids(own, normed), weights)
 
     def attend(self, hidden: Tensor, context: Context) -> Tensor:
         streams, _ = unpack_streams(hidden, self.count)
         return repack_streams(hidden, self._attend(streams, context))
 
     def mlp_output(self, hidden: Tensor, context: Context) -> Tensor:
-        return self._mlp_output(*unpack_streams(hidden, self.count))
+        streams, token_ids = unpack_streams(hidden, self.count)
+        return self.mlp_with_ids(self.before_mlp(streams, self.mlp_norm, self.eps)[0], token_ids)
 
     def add_mlp_output(self, hidden: Tensor, mlp_output: Tensor, context: Context) -> Tensor:
         streams, _ = unpack_streams(hidden, self.count)
-        return repack_streams(hidden, self._add_mlp_output(streams, mlp_output))
+        weights = self.before_mlp(streams, self.mlp_norm, self.eps)[1]
+        return repack_streams(hidden, self._add_mlp_output(streams, mlp_output, weights))
 
     def mlp_with_ids(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         """Output of the MLP or of all experts together for normed [T, H], with token ids int64
@@ -270,22 +240,13 @@ class HyperConnectionLayer(decoder.DecoderLayer):
         return streams
 
     def _attend(self, streams: Tensor, context: Context) -> Tensor:
-        collapsed, weights = self.before_attention(streams)
-        return mix_streams(
-            streams,
-            self.attention_output(rms_norm(collapsed, self.input_norm, self.eps), context),
-            weights,
-        )
+        normed, weights = self.before_attention(streams, self.input_norm, self.eps)
+        return mix_streams(streams, self.attention_output(normed, context), weights)
 
-    def _mlp_output(self, streams: Tensor, token_ids: Tensor) -> Tensor:
-        return self.mlp_with_ids(
-            rms_norm(self.before_mlp(streams)[0], self.mlp_norm, self.eps), token_ids
-        )
-
-    def _add_mlp_output(self, streams: Tensor, mlp_output: Tensor) -> Tensor:
-        return self.finish(
-            mix_streams(streams, self.post_mlp(mlp_output), self.before_mlp(streams)[1])
-        )
+    def _add_mlp_output(
+        self, streams: Tensor, mlp_output: Tensor, weights: MixingWeights
+    ) -> Tensor:
+        return self.finish(mix_streams(streams, self.post_mlp(mlp_output), weights))
 
 
 class HyperConnectionModel(decoder.Model):
@@ -322,8 +283,7 @@ class HyperConnectionModel(decoder.Model):
             _, streams = layer(
                 token_ids, streams, context, self.norm, rows if layer is self.layers[-1] else None
             )
-        merged = self.end(streams)
-        normed = rms_norm(merged, self.norm, self.config.rms_norm_eps)
+        normed, merged = self.end(streams, self.norm, self.config.rms_norm_eps)
         return (
             torch.cat((normed, self.mtp_input(streams, merged)), dim=-1)
             if self.outputs_mtp_input
@@ -414,7 +374,7 @@ class MtpLayer:
 
     def head_input(self, hidden: Tensor) -> Tensor:
         """hidden [T, W] after the block, packed (`pack_streams`) -> input of the head, [T, H]."""
-        return rms_norm(self.end(unpack_streams(hidden, self.count)[0]), self.norm, self.eps)
+        return self.end(unpack_streams(hidden, self.count)[0], self.norm, self.eps)[0]
 
     @by_own_backend
     def __call__(
@@ -426,9 +386,8 @@ class MtpLayer:
         _, streams = self.block(
             next_token_ids, inputs.unflatten(-1, (self.count, -1)), context, self.norm, rows
         )
-        return torch.cat(
-            (rms_norm(self.end(streams), self.norm, self.eps), streams.flatten(1)), dim=-1
-        )
+        normed, _ = self.end(streams, self.norm, self.eps)
+        return torch.cat((normed, streams.flatten(1)), dim=-1)
 
     @by_own_backend
     def logits(self, hidden: Tensor) -> Tensor:

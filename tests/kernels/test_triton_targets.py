@@ -32,6 +32,7 @@ from quantkit_kernels import (  # noqa: E402
     Prompts,
     Rotation,
     Routing,
+    StreamProduct,
     add_rms_norm,
     delta_prefill,
     delta_step,
@@ -41,6 +42,8 @@ from quantkit_kernels import (  # noqa: E402
     gqa_prefill,
     gqa_prepare,
     likeliest,
+    merge_streams,
+    mix_streams,
     mla_decode,
     mla_prefill,
     mla_prepare,
@@ -50,6 +53,7 @@ from quantkit_kernels import (  # noqa: E402
     rope,
     route,
     silu_and_mul,
+    weigh_streams,
 )
 from quantkit_kernels.codes import empty_keys, empty_latents  # noqa: E402
 from quantkit_kernels.gating import SILU  # noqa: E402
@@ -308,6 +312,22 @@ def linear_attention(by_channel, prompt):
         delta_step(inputs, weights, states, places, places, backend="triton")
 
 
+def residual_streams(tokens):
+    """DeepSeek-V4-Flash's."""
+    streams, gain = zeros(tokens, 4, 4096), zeros(4096)
+
+    def product(rows, scales):
+        shapes = ((rows, 4 * 4096), (rows,), (scales,))
+        return StreamProduct(*(zeros(*one, dtype=torch.float32) for one in shapes), 1e-6, 1e-6, 20)
+
+    before = (streams, product(24, 3), gain, 1e-6)
+    _, weights = weigh_streams(*before, backend="reference")
+    yield "weigh_streams", lambda: weigh_streams(*before, backend="triton")
+    yield "mix_streams", lambda: mix_streams(streams, streams[:, 0], weights, backend="triton")
+    end = product(4, 1)
+    yield "merge_streams", lambda: merge_streams(streams, end, gain, 1e-6, backend="triton")
+
+
 def operators():
     """Every operator, at R1's sizes and at those of models with grouped queries."""
     yield "experts_dense", lambda: experts("dense")
@@ -409,6 +429,8 @@ def operators():
     for by_channel in (False, True):
         yield "delta_step", partial(linear_attention, by_channel, False)
         yield "delta_prefill", partial(linear_attention, by_channel, True)
+    for tokens in (1, 128):
+        yield from residual_streams(tokens)
     whole = Prompts.of([(0, 64)], zeros(1, 1, dtype=ints))
     yield (
         "mla_prefill",

@@ -50,8 +50,8 @@ def unusable(
         return "mla_prepare, mla_decode and linears compute it"
     if operator == "gate_and_mul":
         return "silu_and_mul only"
-    if operator.startswith("delta_"):
-        return "the Triton backend's is one launch a step already"
+    if operator.startswith("delta_") or operator.endswith("_streams"):
+        return "the Triton backend's are few launches already"
     if operator == "likeliest":
         return "the Triton backend's is two short launches already"
     major, minor = torch.cuda.get_device_capability(device)

@@ -28,6 +28,7 @@ from quantkit_kernels.reference.grouped import gqa_decode, gqa_prepare
 from quantkit_kernels.reference.linear import linear
 from quantkit_kernels.reference.prolog import mla_prolog, prolog_refused
 from quantkit_kernels.reference.prompts import gqa_prefill, mla_prefill
+from quantkit_kernels.reference.streams import merge_streams, mix_streams, weigh_streams
 from quantkit_kernels.weights import Weight
 
 

@@ -37,6 +37,7 @@ from quantkit_kernels.triton.operators import (
     route,
     silu_and_mul,
 )
+from quantkit_kernels.triton.streams import merge_streams, mix_streams, weigh_streams
 from quantkit_kernels.weights import Weight, kind
 
 SINKS = ("gqa_decode", "gqa_prefill")

@@ -1,0 +1,48 @@
+"""Hyper-connections (quantkit_kernels/streams.py) in plain torch, in float32."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit_kernels.reference.functional import rms_norm
+from quantkit_kernels.streams import MixingWeights, StreamProduct
+
+
+def weigh_streams(
+    streams: Tensor, product: StreamProduct, gain: Tensor, eps: float
+) -> tuple[Tensor, MixingWeights]:
+    n, small, scale = streams.shape[1], product.eps, product.scale
+    pre, post, mixing = _projected(streams, product).split([n, n, n * n], dim=-1)
+    pre_base, post_base, mixing_base = product.base.split([n, n, n * n])
+    pre = torch.sigmoid(pre * scale[0] + pre_base) + small
+    post = 2 * torch.sigmoid(post * scale[1] + post_base)
+    mixing = (mixing * scale[2] + mixing_base).unflatten(-1, (n, n)).softmax(dim=-1) + small
+    mixing = mixing / (mixing.sum(dim=-2, keepdim=True) + small)
+    for _ in range(product.steps - 1):
+        mixing = mixing / (mixing.sum(dim=-1, keepdim=True) + small)
+        mixing = mixing / (mixing.sum(dim=-2, keepdim=True) + small)
+    return rms_norm(_weighted_sum(streams, pre), gain, eps), MixingWeights(post, mixing)
+
+
+def merge_streams(
+    streams: Tensor, product: StreamProduct, gain: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    projected = _projected(streams, product) * product.scale + product.base
+    merged = _weighted_sum(streams, torch.sigmoid(projected) + product.eps)
+    return rms_norm(merged, gain, eps), merged
+
+
+def mix_streams(streams: Tensor, output: Tensor, weights: MixingWeights) -> Tensor:
+    mixed = weights.mixing.mT @ streams.float()
+    return torch.addcmul(mixed, weights.post[..., None], output[:, None].float()).to(streams.dtype)
+
+
+def _projected(streams: Tensor, product: StreamProduct) -> Tensor:
+    """fn times all streams of a token as one vector of mean square 1."""
+    flat = streams.flatten(1).float()
+    factor = torch.rsqrt(flat.square().mean(-1, keepdim=True) + product.norm_eps)
+    return F.linear(flat * factor, product.fn)
+
+
+def _weighted_sum(streams: Tensor, weights: Tensor) -> Tensor:
+    return (weights[..., None] * streams).sum(dim=1).to(streams.dtype)

@@ -1,0 +1,65 @@
+"""Hyper-connections of every backend against the arithmetic of the paper in float64."""
+
+import pytest
+import torch
+from kernel_backends import backends_of, device_of
+from quantkit_kernels import (
+    StreamProduct,
+    merge_streams,
+    mix_streams,
+    weigh_streams,
+)
+from quantkit_kernels.samples import TOLERANCE, distance
+from torch import Tensor
+
+
+def normed(x: Tensor, gain: Tensor | float, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * gain
+
+
+def exact(streams: Tensor, product: StreamProduct, gain: Tensor) -> tuple[Tensor, ...]:
+    """Input, its weights in the streams, and the matrix, each entry by its own sum."""
+    tokens, n, _ = streams.shape
+    projected = normed(streams.double().flatten(1), 1.0, product.norm_eps) @ product.fn.double().T
+    parts = zip(projected.split([n, n, n * n], 1), product.base.split([n, n, n * n]), product.scale)
+    pre, post, matrix = (part * scale.double() + base for part, base, scale in parts)
+    matrix = matrix.view(tokens, n, n).exp()
+    matrix = matrix / matrix.sum(2, keepdim=True) + product.eps
+    for step in range(2 * product.steps - 1):
+        matrix = matrix / (matrix.sum(1 + step % 2, keepdim=True) + product.eps)
+    collapsed = torch.einsum("tn,tnh->th", pre.sigmoid() + product.eps, streams.double())
+    return normed(collapsed, gain.double(), 1e-5), 2 * post.sigmoid(), matrix
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n", "hidden"), [(1, 4, 256), (5, 3, 200), (70, 4, 96), (2, 2, 1100)]
+)
+@pytest.mark.parametrize(("backend", "dtype"), backends_of("weigh_streams"))
+def test_streams(backend, dtype, tokens, n, hidden, poisoned_memory):
+    """Of one token, whose product many programs share, and of more than one program's."""
+    device, rows = device_of(backend), n * (2 + n)
+    streams = (torch.randn(tokens, n, hidden, device=device) * 3).to(dtype)
+    fn = torch.randn(rows, n * hidden, device=device) * (n * hidden) ** -0.5
+    base, scale = torch.randn(rows, device=device), torch.tensor([1.0, 0.7, 1.5], device=device)
+    gain = torch.randn(hidden, device=device).to(dtype)
+    product = StreamProduct(fn, base, scale, 1e-6, 1e-4, 7)
+    found, weights = weigh_streams(streams, product, gain, 1e-5, backend=backend)
+    expected, post, matrix = exact(streams, product, gain)
+    assert distance(found, expected) < TOLERANCE[dtype]
+    # Not rounded: they are float32 whatever the streams are.
+    assert distance(weights.post, post) < TOLERANCE[torch.float32]
+    assert distance(weights.mixing, matrix) < TOLERANCE[torch.float32]
+    output = torch.randn(tokens, hidden, device=device).to(dtype)
+    mixed = mix_streams(streams, output, weights, backend=backend)
+    added = torch.einsum("tij,tih->tjh", matrix, streams.double())
+    assert distance(mixed, added + post[..., None] * output[:, None]) < TOLERANCE[dtype]
+    end = product._replace(fn=fn[:n], base=base[:n], scale=scale[:1])
+    found, merged = merge_streams(streams, end, gain, 1e-5, backend=backend)
+    assert distance(found, expected) < TOLERANCE[dtype]
+    assert distance(normed(merged.double(), gain.double(), 1e-5), found) < TOLERANCE[dtype]
+
+
+def test_weights_that_do_not_fit_are_refused():
+    product = StreamProduct(torch.zeros(24, 32), *(torch.zeros(k) for k in (24, 3)), 1e-6, 1e-6, 20)
+    with pytest.raises(ValueError, match="fn"):
+        weigh_streams(torch.zeros(2, 4, 16), product, torch.zeros(16), 1e-6)
