@@ -1,9 +1,9 @@
 """A captured decode step on one device, by concurrency and context, against the bytes it must read:
 one tensor-parallel rank of DeepSeek-R1, or another model whole.
 
-    python benchmarks/decode_step.py [--model r1|qwen3-8b|qwen3-30b-a3b|qwen3-next|smollm2] [--tp 4]
+    python benchmarks/decode_step.py [--model r1|deepseek-v4-flash|qwen3-8b|...] [--tp 4]
         [--concurrency 1,8,32] [--context 640,30000] [--prefill 128,4096] [--chunk 8192]
-        [--grid int4-asym-128] [--bits 16] [--cache int8] [--backends cuda,triton] [--layers N] [--parts]
+        [--grid int4-asym-128] [--bits 16] [--cache int8] [--backends cuda,triton] [--layers N] [--experts N] [--parts]
         [--out FILE.json]
     python benchmarks/decode_step.py --tiny            the same on a CPU in seconds, with small sizes: a test of the script
 
@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from core import Spread, measured, numbers, parser, words
 from made_weights import (
+    DEEPSEEK_V4_FLASH,
     QWEN3_8B,
     QWEN3_30B_A3B,
     QWEN3_NEXT_80B,
@@ -48,15 +49,18 @@ from quantkit_kernels.timing import read_bandwidth, seconds_per_call
 from torch import Tensor
 
 from quantkit.executor.cache.cache import BLOCK_SIZE, CacheCodes, PagedCache, cache_dtype
+from quantkit.executor.cache.compressed_kv import CompressedKVCache
 from quantkit.executor.cache.sequence_state import RecurrentStates
 from quantkit.executor.runner.decode_batch import DecodeRows
 from quantkit.executor.runner.graphs import DecodeSteps, DeviceCapture, compute
 from quantkit.executor.runner.prefill_graphs import PrefillChunk, PrefillRunner
-from quantkit.models import deepseek_v3, llama, qwen3, qwen3_moe, qwen3_next
+from quantkit.models import deepseek_v3, find_architecture, llama, qwen3, qwen3_moe, qwen3_next
+from quantkit.models.architecture import CompressedCache
 from quantkit.models.mlp import MoeMlp
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "r1": (deepseek_v3, R1),
+    "deepseek-v4-flash": (find_architecture({"model_type": "deepseek_v4"}), DEEPSEEK_V4_FLASH),
     "qwen3-8b": (qwen3, QWEN3_8B),
     "qwen3-30b-a3b": (qwen3_moe, QWEN3_30B_A3B),
     "qwen3-next": (qwen3_next, QWEN3_NEXT_80B),
@@ -91,9 +95,10 @@ class StepBench:
         prefer(backend, device)
         torch.manual_seed(0)  # the same weights of every backend
         architecture, fields = MODELS[options.model]
-        fields = (TINY if options.tiny else fields) | (
-            {"num_hidden_layers": options.layers} if options.layers else {}
-        )
+        asked = {"num_hidden_layers": options.layers, "n_routed_experts": options.experts}
+        fields = (TINY if options.tiny else fields) | {
+            name: count for name, count in asked.items() if count
+        }
         self.config: Any = architecture.Config.from_dict(fields)
         latent = architecture is deepseek_v3
         rows = architecture.parameters(self.config)
@@ -102,24 +107,29 @@ class StepBench:
         )
         self.weights.grid = options.grid
         self.model: Any = architecture.Model(self.config, self.weights)
-        width, layers = self.config.cache_width, self.config.num_cached_layers
+        held, layers = self.config.cache, self.config.num_cached_layers
+        width, blocks = held.width, -(-tokens // BLOCK_SIZE) + 1
         net = None if latent else self.config.recurrent
         self.token_bytes = layers * self.config.cache.token_bytes(16 if codes is None else 8)
         rank = getattr(self.config, "kv_lora_rank", 0)
         halves = (rank, width - rank) if latent else (width // 2, width // 2)
+        compressed = isinstance(held, CompressedCache) and CompressedKVCache(
+            held, blocks, BLOCK_SIZE, max(options.concurrency), torch.bfloat16, device
+        )
         self.cache = PagedCache(
-            layers + 1,
-            -(-tokens // BLOCK_SIZE) + 1,
+            0 if compressed else layers + 1,
+            blocks,
             width,
             block_size=BLOCK_SIZE,
             dtype=torch.bfloat16,
             device=device,
-            parts=() if latent and codes is None else halves,
+            parts=() if compressed or (latent and codes is None) else halves,
             codes=None
             if codes is None
             else CacheCodes(codes, 0 if latent else self.config.cache.kv_heads),
             layer_index=net and net.attention_layer_places(self.config.num_hidden_layers),
             recurrent_states=net and RecurrentStates(net, max(options.concurrency), device),
+            compressed_kv=compressed or None,
         )
         fill_cache(self.cache)
         self._capture = (
@@ -460,6 +470,7 @@ def main() -> None:
     options.add_argument("--cache", choices=CODES)
     options.add_argument("--backends", type=words, default=["auto"], help="of kernels, in turns")
     options.add_argument("--layers", type=int, default=0, help="of the model's; all by default")
+    options.add_argument("--experts", type=int, default=0, help="routed ones; all by default")
     options.add_argument("--parts", action="store_true")
     options.add_argument("--device", default="cuda")
     options.add_argument("--tiny", action=_Tiny, nargs=0, default=False)

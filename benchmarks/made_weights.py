@@ -1,5 +1,5 @@
 """Weights of published shapes made up on the device, as one tensor-parallel rank holds them:
-DeepSeek-R1's, and Qwen3's.
+DeepSeek-R1's, V4-Flash's, and Qwen3's.
 
 AWQ's grid: int4, groups of 128 where inputs divide so, zero points; router, norms, kv_b, eh_proj, embeddings and heads are
 not quantized. Codes and scales are random and are laid out by the kernels' own `prepare`. The
@@ -21,6 +21,7 @@ from quantkit.executor.cache.cache import PagedCache
 from quantkit.executor.ranks.expert_parallel import NO_RANKS
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.models import deepseek_v3
+from quantkit.models.mlp import DEFAULT_MIXTURE
 from quantkit.models.table import Parameter
 from quantkit.models.weights import ExpertsOp, LinearOp
 
@@ -117,6 +118,28 @@ QWEN3_NEXT_80B: dict[str, Any] = {
     "num_experts_per_tok": 10,
     "norm_topk_prob": True,
 }
+DEEPSEEK_V4_FLASH: dict[str, Any] = {
+    "vocab_size": 129280,
+    "hidden_size": 4096,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 43,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "qk_rope_head_dim": 64,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 6,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4],
+    "num_hash_layers": 3,
+    "sliding_window": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 1048576,
+}
 SMOLLM2 = {
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
@@ -182,7 +205,7 @@ class SyntheticWeights:
         """rows: the architecture's table, DeepSeek-V3's where none is given. bits: of linears and
         experts, 4 or 16."""
         self.device, self.dtype, self.bits = device, torch.bfloat16, bits
-        self._shapes, self._tp = {}, tp
+        self._shapes, self._tp, self._config = {}, tp, config
         for row in deepseek_v3.parameters(config) if rows is None else rows:
             shape = list(row.shape)
             if row.split != "replicate":
@@ -206,6 +229,11 @@ class SyntheticWeights:
         if router:
             self.other["router"] += value.nbytes
             value *= shape[1] ** -0.5
+        if role == "streams":
+            self.other["streams"] += 4 * value.numel()
+            value *= shape[-1] ** -0.5
+        if role == "router_table":
+            value = torch.randint_like(value, self._config.n_routed_experts)
         return value
 
     def has(self, name: str) -> bool:
@@ -213,7 +241,7 @@ class SyntheticWeights:
 
     def dequantized(self, module: str) -> Tensor:
         value = self._normal(module)
-        self.other["kv_b"] += value.nbytes
+        self.other["kv_b" if module.endswith("kv_b_proj") else "16-bit linears"] += value.nbytes
         return value
 
     def linear(self, module: str) -> LinearOp:
@@ -236,19 +264,21 @@ class SyntheticWeights:
     def experts(
         self, prefix: str, num_experts: int, gating: kernels.Gating = kernels.SILU
     ) -> ExpertsOp:
-        assert gating == kernels.SILU, gating
-        return self._experts([f"{prefix}.{expert}" for expert in range(num_experts)])
+        return self._experts([f"{prefix}.{expert}" for expert in range(num_experts)], gating)
 
     def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
         return self._experts([*(f"{prefix}.{expert}" for expert in range(num_experts)), shared])
 
-    def _experts(self, modules: list[str]) -> ExpertsOp:
+    def _experts(self, modules: list[str], gating: kernels.Gating = kernels.SILU) -> ExpertsOp:
         if self._first_experts is None:
-            builder = kernels.ExpertsBuilder(len(modules), dtype=self.dtype, device=self.device)
+            names = getattr(self._config, "mixture", DEFAULT_MIXTURE).linears
+            builder = kernels.ExpertsBuilder(
+                len(modules), dtype=self.dtype, device=self.device, gating=gating
+            )
             for expert, module in enumerate(modules):
                 sides = [
-                    self._weight(*self._shapes[f"{module}.{side}_proj.weight"][1])
-                    for side in ("gate", "up", "down")
+                    self._weight(*self._shapes[f"{side}.weight"][1])
+                    for side in names.modules(module)
                 ]
                 builder.add(expert, *sides)
             self._first_experts = experts = builder.finish()
