@@ -15,7 +15,7 @@ from quantkit.checkpoint.hub import model_basename
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.bind import host_in_url
 from quantkit.common.errors import QuantkitError
-from quantkit.engines.check import LoadProblem, check_checkpoint, find_load
+from quantkit.engines.check import check_checkpoint, find_load
 from quantkit.engines.layouts import (
     Command,
     LaunchRecipe,
@@ -29,7 +29,7 @@ from quantkit.engines.layouts import (
     resize_devices,
 )
 from quantkit.engines.memory import Fit, check_split, fit_rows, stored_rows
-from quantkit.engines.profiles import Device, find_engine
+from quantkit.engines.profiles import Device, LoadProblem, find_engine
 from quantkit.models.architecture import longest_text
 from quantkit.models.stored_parameters import Model, read_model
 from quantkit.models.table import Parameter

@@ -13,7 +13,8 @@ from quantkit.common.devices import dtype_name
 from quantkit.common.model_files import LARGEST, is_there, read_json
 from quantkit.common.result import Result
 from quantkit.common.sizes import format_bytes
-from quantkit.engines.check import LoadProblem, find_fp8_cache
+from quantkit.engines.cache_scales import find_fp8_cache
+from quantkit.engines.profiles import LoadProblem
 from quantkit.models import is_known
 from quantkit.models.stored_parameters import check_listed, is_stored, read_model, stored_shape
 from quantkit.models.table import Parameter

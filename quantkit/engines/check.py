@@ -2,16 +2,17 @@
 compared with the engine's profile."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from quantkit.checkpoint.formats import FORMATS
 from quantkit.checkpoint.formats.base import HEAD
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.engines.cache_scales import check_cache, check_fp8_cache
 from quantkit.engines.profiles import (
     Device,
     EngineProfile,
+    LoadProblem,
     LoadRule,
     MixtureRule,
     Part,
@@ -19,28 +20,9 @@ from quantkit.engines.profiles import (
     part_of,
 )
 from quantkit.grids.base import Grid
-from quantkit.grids.names import CacheCodes
 from quantkit.models import is_known
 from quantkit.models.stored_parameters import read_model
 from quantkit.models.table import Parameter
-
-
-@dataclass(frozen=True)
-class LoadProblem:
-    """Why an engine will not load a checkpoint ("error"), or will lose accuracy or a feature
-    ("warning"), and what to do."""
-
-    severity: Literal["error", "warning"]
-    problem: str
-    remedy: str
-
-
-def _error(problem: str, remedy: str) -> LoadProblem:
-    return LoadProblem("error", problem, remedy)
-
-
-def _warning(problem: str, remedy: str) -> LoadProblem:
-    return LoadProblem("warning", problem, remedy)
 
 
 def check_checkpoint(
@@ -58,7 +40,7 @@ def check_checkpoint(
         what = f"{engine} does not load {format.name} {format.variant}"
         if is_mixture(checkpoint):
             return [
-                _error(
+                LoadProblem.error(
                     f"{what}{where}: it loads one grid per checkpoint in that format",
                     f"quantize with --engine {engine}",
                 )
@@ -68,7 +50,7 @@ def check_checkpoint(
         remedy = f"quantize the source again with --engine {engine}"
         if target is not None:
             remedy = f"quantkit convert {checkpoint.path} OUT --format {target}"
-        return [_error(f"{what} of {grid}{where}: {reason}", remedy)]
+        return [LoadProblem.error(f"{what} of {grid}{where}: {reason}", remedy)]
     general = check_model(profile, checkpoint, format.name)
     general += check_cache(profile, checkpoint, format.cache_codes(checkpoint.side))
     general += check_fp8_cache(profile, checkpoint)
@@ -151,17 +133,21 @@ def check_model(profile: EngineProfile, checkpoint: Checkpoint, format: str) -> 
     model_type = config.get("model_type")
     if model_type not in profile.architectures or not is_known(config):
         known = ", ".join(profile.architectures)
-        return [_error(f"{engine} is not known to run {model_type}", f"its profile has {known}")]
+        return [
+            LoadProblem.error(
+                f"{engine} is not known to run {model_type}", f"its profile has {known}"
+            )
+        ]
     formats = profile.formats.get(model_type)
     if formats is not None and format not in formats:
         return [
-            _error(
+            LoadProblem.error(
                 f"{engine} loads {model_type} in {' and '.join(formats)} only, not {format}",
                 "use another engine",
             )
         ]
     faults = [
-        _error(
+        LoadProblem.error(
             f"config.json has {key} = {config.get(key)!r}",
             f"set it to {value!r}: {engine} reads it",
         )
@@ -171,7 +157,7 @@ def check_model(profile: EngineProfile, checkpoint: Checkpoint, format: str) -> 
     missing = [key for key in profile.reads.get(model_type, ()) if key not in config]
     if missing:
         faults.append(
-            _error(
+            LoadProblem.error(
                 f"{engine} reads {', '.join(missing)} in config.json, which it lacks",
                 "add them: two releases of this architecture name the same numbers differently, "
                 "and config.json may have both names",
@@ -179,97 +165,10 @@ def check_model(profile: EngineProfile, checkpoint: Checkpoint, format: str) -> 
         )
     grids = dict.fromkeys(linear.grid for linear in checkpoint.linears.values() if linear.grid)
     return faults + [
-        _error(problem, "quantize with another --group-size")
+        LoadProblem.error(problem, "quantize with another --group-size")
         for problem in dict.fromkeys(map(profile.unsupported_group_size, grids))
         if problem
     ]
-
-
-def check_cache(
-    profile: EngineProfile, checkpoint: Checkpoint, codes: CacheCodes | None
-) -> list[LoadProblem]:
-    """What keeps the engine from an 8-bit cache of this model with scales from the checkpoint."""
-    model_type = checkpoint.config.get("model_type")
-    supported = () if codes is None else profile.caches.get(codes, ())
-    if codes is None or model_type in supported:
-        return []
-    return [
-        _error(
-            f"{profile.engine} reads no scales of an {codes} cache of {model_type}",
-            f"quantize to int8-a8w8c16; it reads them for {', '.join(supported)}"
-            if supported
-            else "use another engine",
-        )
-    ]
-
-
-@dataclass(frozen=True)
-class Fp8Cache:
-    """FP8 of a KV cache as a checkpoint has it: number of stored scales; the strategy of
-    kv_cache_scheme, "tensor" where it says none."""
-
-    scales: int
-    strategy: str = "tensor"
-
-    @property
-    def text(self) -> str:
-        return f"FP8, {self.scales:,} stored scales, one for each {self.strategy}"
-
-
-def find_fp8_cache(checkpoint: Checkpoint) -> Fp8Cache | None:
-    """None where config.json declares no such cache, and no scale of one is stored."""
-    block = checkpoint.config.get("quantization_config") or {}
-    side = checkpoint.side.get("hf_quant_config.json", {}).get("quantization") or {}
-    scheme = block.get("kv_cache_scheme") or {}
-    algorithm = block.get("kv_cache_quant_algo") or side.get("kv_cache_quant_algo")
-    scales = sum(
-        name.endswith((".k_scale", ".v_scale", ".kv_scale")) for name in checkpoint.tensors
-    )
-    declared = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
-    if not (declared or algorithm == "FP8" or (scales and not scheme)):
-        return None
-    return Fp8Cache(scales, str(scheme.get("strategy") or "tensor"))
-
-
-def check_fp8_cache(profile: EngineProfile, checkpoint: Checkpoint) -> list[LoadProblem]:
-    """What the engine does not read of the checkpoint's cache scales, or reads where asked only."""
-    cache, engine, format = find_fp8_cache(checkpoint), profile.engine, checkpoint.format.name
-    if cache is None:
-        scheme = (checkpoint.config.get("quantization_config") or {}).get("kv_cache_scheme")
-        remedy = "remove it from config.json: the cache then has 16 bits"
-        return [_error(f"{engine} reads no kv_cache_scheme but of FP8", remedy)] if scheme else []
-    options = profile.fp8_caches.get(format)
-    model_type = checkpoint.config.get("model_type")
-    lacks = {
-        f"of {format}": options is None,
-        f"of {model_type}": model_type not in profile.caches.get("fp8", ()),
-        f"for each {cache.strategy}": cache.strategy
-        not in ("tensor", *(["attn_head"] if profile.fp8_cache_heads else [])),
-    }
-    what = next((what for what, lacking in lacks.items() if lacking), None)
-    if what is not None:
-        return [
-            _warning(
-                f"{engine} reads no FP8 scales {what} for its KV cache, and the checkpoint has "
-                f"{cache.scales:,}",
-                "serve it with a 16-bit cache, which needs none of them",
-            )
-        ]
-    if not cache.scales:
-        return [
-            _warning(
-                f"{engine} takes 1 for the FP8 scales of its KV cache, for none is stored",
-                "serve it with a 16-bit cache, or quantize the cache with calibrated scales",
-            )
-        ]
-    if options:
-        text = " ".join(options)
-        return [
-            _warning(
-                f"{engine} uses the FP8 scales of the KV cache with {text} only", f"add {text}"
-            )
-        ]
-    return []
 
 
 def _check_shapes(
@@ -295,9 +194,13 @@ def _check_shapes(
                     f"takes multiples of {rule.inputs} inputs"
                 )
                 yield (
-                    _warning(f"{problem} outside of float16", "start it with --dtype float16")
+                    LoadProblem.warning(
+                        f"{problem} outside of float16", "start it with --dtype float16"
+                    )
                     if rule.float16
-                    else _error(problem, "quantkit convert --format awq, or quantize --engine")
+                    else LoadProblem.error(
+                        problem, "quantkit convert --format awq, or quantize --engine"
+                    )
                 )
 
 
@@ -366,9 +269,11 @@ class _RuleCheck:
                 )
                 remedy = "quantkit convert to another format, which decodes it to BF16"
                 yield (
-                    _warning(problem, f"run it without speculative decoding, or {remedy}")
+                    LoadProblem.warning(
+                        problem, f"run it without speculative decoding, or {remedy}"
+                    )
                     if mtp
-                    else _error(problem, remedy)
+                    else LoadProblem.error(problem, remedy)
                 )
 
     def _check_grids(self, rule: MixtureRule) -> Iterator[LoadProblem]:
@@ -384,20 +289,20 @@ class _RuleCheck:
                 continue
             checked.add((part, grid))
             if part not in rule.parts_on(grid):
-                yield _error(
+                yield LoadProblem.error(
                     f"{self.engine} does not take {part} in {grid.engine_name}, as {row.module} is",
                     self.requantize,
                 )
             for key in rule.quantization_keys if grid.kind == "int4" else ():
                 if self.block.get(key) != getattr(grid, key):
-                    yield _error(
+                    yield LoadProblem.error(
                         f"{self.engine} reads {key} at the top of quantization_config, where it is "
                         f"{self.block.get(key)}, and {row.module} has {getattr(grid, key)}",
                         self.requantize,
                     )
         for layer, grids in experts.items():
             if len(grids) > 1:
-                yield _error(
+                yield LoadProblem.error(
                     f"the routed experts of layer {layer} are on {len(grids)} grids, and "
                     f"{self.engine} fuses them",
                     self.requantize,
@@ -411,7 +316,7 @@ class _RuleCheck:
             parts.setdefault(part_of(row), row.module)
         for part, module in quantized.items():
             if part not in rule.may:
-                yield _error(
+                yield LoadProblem.error(
                     f"{self.engine} does not take {part} quantized in {rule.format} "
                     f"{rule.variant}, as {module} is",
                     f"{self.requantize}, which keeps it in BF16",
@@ -420,7 +325,7 @@ class _RuleCheck:
             if part_of(row) in rule.four_bits or not self._is_quantized(row):
                 continue
             if (grid := self._grid(row)) is not None and grid.kind == "int4":
-                yield _error(
+                yield LoadProblem.error(
                     f"{self.engine} takes int4 in {' and '.join(rule.four_bits)} only, and "
                     f"{row.module} is",
                     self.requantize,
@@ -428,7 +333,7 @@ class _RuleCheck:
                 break
         for part, module in unquantized.items():
             if part in rule.must:
-                yield _error(
+                yield LoadProblem.error(
                     f"{self.engine} expects every {part} linear quantized, and {module} is not",
                     self.requantize,
                 )
@@ -448,15 +353,19 @@ class _RuleCheck:
         for rows in self._fused:
             problem = f"{' and '.join(row.module for row in rows)} are fused by {self.engine}, and "
             if len({self._is_quantized(row) for row in rows}) > 1:
-                yield _error(f"{problem}only some are quantized", "quantize all of them or none")
+                yield LoadProblem.error(
+                    f"{problem}only some are quantized", "quantize all of them or none"
+                )
                 return
             if len({linears[row.module].grid for row in rows if row.module in linears}) > 1:
-                yield _error(f"{problem}on several grids", "quantize them on the same grid")
+                yield LoadProblem.error(
+                    f"{problem}on several grids", "quantize them on the same grid"
+                )
                 return
         if self.rule.fp4_siblings is None:
             return
         if not self.checkpoint.has_weights:
-            yield _warning(
+            yield LoadProblem.warning(
                 "global scales were not compared: only headers were read",
                 "download the checkpoint and check it there",
             )
@@ -471,9 +380,11 @@ class _RuleCheck:
             )
             remedy = "quantize the source with quantkit, which shares them"
             yield (
-                _error(f"{problem}refuses that", remedy)
+                LoadProblem.error(f"{problem}refuses that", remedy)
                 if self.rule.fp4_siblings == "error"
-                else _warning(f"{problem}uses one of them for all, which costs accuracy", remedy)
+                else LoadProblem.warning(
+                    f"{problem}uses one of them for all, which costs accuracy", remedy
+                )
             )
 
     def _global_scale(self, row: Parameter) -> float | None:
@@ -497,7 +408,7 @@ class _RuleCheck:
             if row.fused is None or row.expert is not None or row.mtp or self._is_quantized(row):
                 continue
             if part_of(row) != "qkv_a" and not ignored(row.fused):
-                yield _error(
+                yield LoadProblem.error(
                     f"{self.engine} looks for {row.fused} in the list of unquantized modules, "
                     f"which has {row.module}",
                     f"add the former to that list in config.json, or {self.requantize}",
@@ -513,13 +424,13 @@ class _RuleCheck:
         ]
         remedy = f"run it without speculative decoding, or {self.requantize}"
         if rule.mtp == "plain" and quantized:
-            yield _warning(
+            yield LoadProblem.warning(
                 f"{self.engine} runs the MTP layer unquantized, and {quantized[0].module} is "
                 "quantized",
                 remedy,
             )
         elif rule.mtp == "quantized" and any(row.role == "linear" for row in unquantized):
-            yield _warning(
+            yield LoadProblem.warning(
                 f"{self.engine} expects the MTP layer quantized, and {unquantized[0].module} is not",
                 remedy,
             )
@@ -527,7 +438,7 @@ class _RuleCheck:
             for row in rows:
                 name = f"{rule.mtp_prefix}.{row.within_layer}"
                 if ignored(row.module) != ignored(name):
-                    yield _warning(
+                    yield LoadProblem.warning(
                         f"{self.engine} calls {row.module} {name}, which the list of unquantized "
                         "modules does not cover",
                         f"list it by its ending, {remedy}",
@@ -540,7 +451,7 @@ class _RuleCheck:
         tied = not any(row.role == "head" and not row.mtp for row in self.rows)
         listed = self.ignored is not None and self.ignored(HEAD)
         if self.rule.tied_head is not None and tied and not listed:
-            yield _error(
+            yield LoadProblem.error(
                 f"{self.engine} quantizes {HEAD}, which is tied to the embedding and not listed as "
                 "unquantized",
                 self.rule.tied_head,
@@ -551,7 +462,7 @@ class _RuleCheck:
         for key in rule.quantization_keys:
             value = getattr(grid, key)
             if self.block.get(key) != value:
-                yield _error(
+                yield LoadProblem.error(
                     f"{self.engine} reads {key} at the top of quantization_config, where it is "
                     f"{self.block.get(key)}",
                     f'add "{key}": {value} to that block of config.json',
@@ -559,7 +470,7 @@ class _RuleCheck:
         opt_file = self.checkpoint.side.get("hf_quant_config.json", {})
         algorithm = opt_file.get("quantization", {}).get("quant_algo")
         if rule.side_algorithms and not self.block and algorithm not in rule.side_algorithms:
-            yield _error(
+            yield LoadProblem.error(
                 f"{self.engine} takes quant_algo {algorithm} from quantization_config in "
                 "config.json only, which is not there",
                 "quantkit convert --format compressed-tensors, which loses nothing",
@@ -574,7 +485,7 @@ class _RuleCheck:
         )
         group = getattr(grid, "group_size", None)
         if rule.narrow_experts_wrong and width and group and width <= group:
-            yield _warning(
+            yield LoadProblem.warning(
                 f"{self.engine} mixes up scales of gate_proj and up_proj: {width} columns of an "
                 f"expert per GPU are not more than group_size {group}",
                 "quantize with a smaller --group-size, or use a layout with experts over all devices",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.engines.check import LoadProblem
+from quantkit.engines.profiles import LoadProblem
 from quantkit.grids.base import Grid
 from quantkit.models.architecture import CacheBits, KeyValueCache, ModelConfig
 from quantkit.models.eagle3 import HeadConfig, is_head

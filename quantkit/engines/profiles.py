@@ -26,6 +26,24 @@ Part = Literal["qkv_a", "attention", "kv_b", "mlp", "shared_experts", "experts"]
 every engine fuses."""
 
 
+@dataclass(frozen=True)
+class LoadProblem:
+    """Why an engine will not load a checkpoint ("error"), or will lose accuracy or a feature
+    ("warning"), and what to do."""
+
+    severity: Literal["error", "warning"]
+    problem: str
+    remedy: str
+
+    @classmethod
+    def error(cls, problem: str, remedy: str) -> "LoadProblem":
+        return cls("error", problem, remedy)
+
+    @classmethod
+    def warning(cls, problem: str, remedy: str) -> "LoadProblem":
+        return cls("warning", problem, remedy)
+
+
 class Rule(Strict):
     """What an engine loads of one format. `notes`: of the loader matrix. launch_notes,
     expert_launch_notes: what to know of a launch, the latter of a model with experts. `run`: the

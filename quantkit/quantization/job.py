@@ -23,7 +23,8 @@ from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import parse_share
-from quantkit.engines.check import check_cache, check_model
+from quantkit.engines.cache_scales import check_cache
+from quantkit.engines.check import check_model
 from quantkit.engines.profiles import (
     FormatChoice,
     MixtureChoice,
