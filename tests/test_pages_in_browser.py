@@ -100,7 +100,7 @@ def test_pages_are_whole_and_alike(addresses, width, dark):
             page.screenshot(Path(PICTURES) / f"{name}-{width}-{shade}.png", width, height)
         assert page.value("document.documentElement.scrollWidth") <= width, name
         assert page.value(CUT) == [], name
-        assert width < 1400 or name == "bench" or page.value(SCROLLED) == 0, name
+        assert width < 1400 or page.value(SCROLLED) == 0, name
         assert page.value(SMALL) == 0, name
         assert page.value(FAINT) == [], name
         assert page.value("document.querySelector('h1').textContent"), name

@@ -297,11 +297,15 @@ class _Inputs:
             found = self.on_fewest_devices(resize_boxes(layout, topology.boxes))
             if found is not None:
                 return f"give --devices {found[0]}{self._kind()}"
-        for layout in recipe.layouts if self.hosts is None else ():
-            if len(layout.roles) == 1 and layout.boxes > 1 and self.fill(layout).ready:
-                return (
-                    f"give --boxes {layout.boxes} --devices {layout.devices_per_box}{self._kind()}"
-                )
+        for layout in recipe.layouts:
+            if len(layout.roles) > 1 or (
+                self.hosts is not None and len(self.hosts) != layout.boxes
+            ):
+                continue
+            found = self.on_fewest_devices(layout)
+            if found is not None:
+                place = f"--layout {layout.name} --boxes {layout.boxes}"
+                return f"give {place} --devices {found[0]}{self._kind()}"
         return "quantize the model to fewer bits, or use devices with more memory"
 
     def _kind(self) -> str:
@@ -309,6 +313,21 @@ class _Inputs:
         if self.recipe.device == "npu":
             return "x910B1" if self.memory_gib == 64 else ""
         return "" if self.memory_gib == self.recipe.memory_gib else f"x{self.memory_gib:g}GiB"
+
+    def _check_tied_head(self, role: Role) -> list[LoadProblem]:
+        model_types = find_engine(self.recipe.engine).tied_head_one_stage
+        if (
+            role.pipeline_parallel == 1
+            or self.checkpoint.config.get("model_type") not in model_types
+        ):
+            return []
+        if any(row.role == "head" and not row.mtp for row in self.model.rows):
+            return []
+        problem = (
+            f"the head is tied to the embedding, which {self.recipe.engine} has in the first of "
+            f"{role.pipeline_parallel} pipeline stages alone"
+        )
+        return [LoadProblem.error(problem, "use one stage")]
 
     def fill(self, topology: Topology) -> Deployment:
         """The layout's commands, and the memory of its roles."""
@@ -364,6 +383,7 @@ class _Inputs:
                 mtp=self.draft_length > 0,
             )
             problems += check_split(checkpoint, self.model, role.parallel)
+            problems += self._check_tied_head(role)
             problems += _check_fit(role.name, memory[role.name])
         if topology.router:
             launches.append(_router_launch(topology, hosts[0], common))

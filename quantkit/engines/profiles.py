@@ -155,6 +155,8 @@ class EngineProfile(Strict):
     fp8_caches: dict[str, tuple[str, ...]] = Field({})
     # Per head of keys and values, not of a whole layer alone.
     fp8_cache_heads: bool = False
+    # Model types that it runs in one pipeline stage only if their head is tied to the embedding.
+    tied_head_one_stage: tuple[str, ...] = ()
     # Group sizes of int4 that its kernels support; empty: unknown.
     int4_groups: tuple[int, ...] = ()
     loads: tuple[LoadRule, ...]

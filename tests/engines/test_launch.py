@@ -329,6 +329,29 @@ def _options(line: str) -> dict[str, str]:
     return dict(zip(words[::2], words[1::2]))
 
 
+@pytest.mark.parametrize(
+    "boxes", ["--boxes 2", "--boxes 2 --devices 1 --hosts 10.0.0.1,10.0.0.2", "--layout two-boxes"]
+)
+def test_a_tied_head_is_not_apart_from_its_embedding(tmp_path, boxes):
+    """SGLang's second stage has no embedding; vLLM's has a copy."""
+    config = {**CONFIGS["llama"], "tie_word_embeddings": True}
+    tensors = {name: one for name, one in of_any(config).items() if name != "lm_head.weight"}
+    path = packed(tmp_path / "int8", config, tensors)
+    command = f"deploy {path} {boxes}"
+    if "devices" not in boxes:
+        command += " --devices 2"
+    assert typed(f"{command} --engine vllm").code == 0
+    refused = typed(f"{command} --engine sglang")
+    assert (refused.code, refused.out) == (1, "")
+    assert "the head is tied to the embedding" in refused.error
+    remedy = re.search(r"; give (--.+)$", refused.error.strip())
+    assert remedy is not None, refused.error
+    changed = _options(f"{boxes} {remedy[1]}")
+    served = typed(f"deploy {path} --engine sglang {' '.join(map(' '.join, changed.items()))}")
+    assert (served.code, "--pp-size" in served.out) == (0, False), served.err
+    assert served.out.count("launch_server") == (2 if "--hosts" in boxes else 1)
+
+
 def test_a_format_that_another_tool_must_write(tmp_path, int8):
     """The remedy converts where the engine then loads the result, and is not offered elsewhere."""
     config = tiny_config(num_nextn_predict_layers=0)
