@@ -4,33 +4,27 @@ process, is no verdict."""
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from typing import TypeVar
 
 Item = TypeVar("Item")
 
 
-def bounded(
-    verdict: Callable[[Item], bool], items: Sequence[Item], seconds: float
-) -> list[bool | None]:
+def bounded(verdict, items, seconds):
     """The verdict of each item, None where none came within `seconds`."""
-    found: list[bool | None] = []
+    found = []
     while len(found) < len(items):
         found += _until_one_is_missing(verdict, items[len(found) :], seconds)
     return found
 
 
-def _until_one_is_missing(
-    verdict: Callable[[Item], bool], items: Sequence[Item], seconds: float
-) -> list[bool | None]:
+def _until_one_is_missing(verdict, items, seconds):
     """Verdicts in order, by one process; only the last can be None."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(verdict, items, sending))
     process.start()
     sending.close()
-    found: list[bool | None] = []
+    found = []
     while len(found) < len(items) and None not in found:
         try:
             found.append(receiving.recv() if receiving.poll(seconds) else None)
@@ -42,7 +36,7 @@ def _until_one_is_missing(
     return found
 
 
-def _answer(verdict: Callable[[Item], bool], items: Sequence[Item], sending: Connection) -> None:
+def _answer(verdict, items, sending):
     os.setsid()  # what a grader starts ends with it
     for item in items:
         sending.send(verdict(item))

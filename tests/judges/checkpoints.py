@@ -11,7 +11,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from dense_models import EXPERTS, random_weights
 from make_model import CONFIGS, write_dense
@@ -29,7 +28,7 @@ from quantkit.quantization.mixed_precision import Mixture
 
 TINY_R1 = Path(quantkit.__file__).parent / "builtin" / "tiny-r1"
 DENSE = {f"{name}-dense": config for name, config in CONFIGS["dense"].items()}
-MODELS: dict[str, dict[str, Any]] = {**DENSE, **EXPERTS, **MIDDLE}
+MODELS = {**DENSE, **EXPERTS, **MIDDLE}
 SOURCE = "source"  # tiny-r1's is FP8 blocks, the others' BF16
 PLAIN = "plain"  # tiny-r1 in BF16
 MIXTURE = "ct-mixture"
@@ -53,7 +52,7 @@ CONVERTED = {
 }
 
 
-def write(directory: Path, model: str, format: str, device: str = "cpu") -> Path:
+def write(directory, model, format, device="cpu"):
     """DIRECTORY/MODEL/FORMAT. Models of middle size are rounded to nearest, on `device`."""
     out = directory / model / format
     if (out / "config.json").exists():
@@ -75,7 +74,7 @@ def write(directory: Path, model: str, format: str, device: str = "cpu") -> Path
     return out
 
 
-def _quantize(directory: Path, model: str, format: str, device: str) -> None:
+def _quantize(directory, model, format, device):
     source, out = write(directory, model, SOURCE), directory / model / format
     scheme, written = FORMATS[format]
     recipe = Recipe(
@@ -90,7 +89,7 @@ def _quantize(directory: Path, model: str, format: str, device: str) -> None:
     if format.endswith("symmetric"):
         assert isinstance(asked.weight, IntGrid), asked
         asked = replace(asked, weight=replace(asked.weight, symmetric=True))
-    options: dict[str, Any] = {"engine": "vllm", "device": device}
+    options = {"engine": "vllm", "device": device}
     if model == "tiny-r1" and format != "ct-w8a8":
         options["engine"] = "sglang"
     if format == MIXTURE:
@@ -102,7 +101,7 @@ def _quantize(directory: Path, model: str, format: str, device: str) -> None:
         assert len({linear.grid for linear in Checkpoint.open(out).linears.values()}) > 1
 
 
-def without_nvfp4(measured: Path) -> Path:
+def without_nvfp4(measured):
     """Sensitivities with which a mixture has int4 in groups of 128 and of 32, and int8: vLLM has no
     NVFP4 on CPUs."""
     found = json.loads(measured.read_text())
@@ -112,7 +111,7 @@ def without_nvfp4(measured: Path) -> Path:
     return measured
 
 
-def text(directory: Path) -> Path:
+def text(directory):
     """What is calibrated on."""
     path = directory / "calibration.jsonl"
     numbers = (" ".join(str(i * j % 97) for j in range(60)) for i in range(12))
@@ -120,7 +119,7 @@ def text(directory: Path) -> Path:
     return path
 
 
-def shift_zero_points(path: Path) -> Path:
+def shift_zero_points(path):
     """Make the AWQ model slightly wrong, as a reader with another convention would."""
     for shard in path.glob("*.safetensors"):
         tensors = load_file(shard)
@@ -131,7 +130,7 @@ def shift_zero_points(path: Path) -> Path:
     return path
 
 
-def digest(path: Path) -> str:
+def digest(path):
     """Of the tensors: two machines must judge the same."""
     found = hashlib.sha256()
     for shard in sorted(path.glob("*.safetensors")):

@@ -28,7 +28,7 @@ CALL = [
 ANSWER = ["<|answer|>", "It is", " sunny", " in Oslo."]
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "--python", required=True, help="of the environment that has langchain and langchain-openai"

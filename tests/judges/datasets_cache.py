@@ -31,7 +31,7 @@ ROWS = [
 ]
 
 
-def lay_into_cache() -> None:
+def lay_into_cache():
     """Open-Orca/OpenOrca, whose name the library writes in another way there."""
     source = FOLDER / "rows.jsonl"
     source.write_text("\n".join(map(json.dumps, ROWS)))
@@ -50,14 +50,14 @@ def lay_into_cache() -> None:
     )
 
 
-def refusal(name: str) -> str:
+def refusal(name):
     try:
         return f"read {len(list(read_records(name)))} records"
     except QuantkitError as error:
         return str(error)
 
 
-def main() -> None:
+def main():
     lay_into_cache()
     for name in (
         "Open-Orca/OpenOrca",

@@ -7,19 +7,17 @@ releases have: the head tied to the embedding, one key and value head for all qu
 """
 
 import math
-from typing import Any
 
 import torch
 from make_model import CONFIGS
-from torch import Tensor
 
 from quantkit.models import find_architecture
 
-DENSE: dict[str, dict[str, Any]] = CONFIGS["dense"]
-EXPERTS: dict[str, dict[str, Any]] = CONFIGS["experts"]
+DENSE = CONFIGS["dense"]
+EXPERTS = CONFIGS["experts"]
 
 
-def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+def random_weights(config, seed=0):
     """BF16 tensors of every row of the architecture's table; logits come out with a standard
     deviation of about 4.
 
@@ -28,7 +26,7 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """
     architecture = find_architecture(config)
     generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     rows = architecture.parameters(architecture.Config.from_dict(config))
     embedding = (
         "embedding" if any(row.role == "head" for row in rows) else "head"

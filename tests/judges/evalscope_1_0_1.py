@@ -10,7 +10,6 @@ imported: its templates are constant expressions.
 import ast
 import sys
 from pathlib import Path
-from typing import Any
 
 from quantkit.evaluation.tasks.definitions import Problem, find_setting, find_task
 from quantkit.evaluation.tasks.prompts import render
@@ -20,11 +19,11 @@ SHOTS = [
 ]
 
 
-def templates(path: Path) -> dict[str, str]:
+def templates(path):
     """The module's string constants by name, and the adapter's `prompt_template`."""
-    found: dict[str, str] = {}
+    found = {}
 
-    def value(node: ast.expr) -> Any:
+    def value(node):
         return eval(compile(ast.Expression(node), path.name, "eval"), {"__builtins__": {}}, found)
 
     for node in ast.walk(ast.parse(path.read_text())):
@@ -37,13 +36,13 @@ def templates(path: Path) -> dict[str, str]:
     return found
 
 
-def ours(task: str, protocol: str, fields: dict[str, Any]) -> str:
+def ours(task, protocol, fields):
     setting = find_setting(find_task(task), protocol)
     (message,) = render(setting, Problem("0", fields), SHOTS, 0).messages
     return message["content"]
 
 
-def main() -> None:
+def main():
     folder = Path(sys.argv[1]) / "evalscope/benchmarks"
     problem = {"problem": "How many {apples}?", "options": [], "group": ""}
     shots = "\n\n".join(

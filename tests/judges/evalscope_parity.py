@@ -9,15 +9,14 @@ without it every prefilled reasoning would be graded.
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from answer_styles import TASKS, Style, styles
+from answer_styles import TASKS, styles
 
 
-def cheap_processes() -> None:
+def cheap_processes():
     """The same checks without what evalscope pays for its processes.
 
     It checks a program in two spawned processes that import evalscope first, seconds each: here
@@ -33,7 +32,7 @@ def cheap_processes() -> None:
 
     class Forking:
         @staticmethod
-        def get_context(method: str) -> Any:
+        def get_context(method):
             assert method == "spawn", method
             return multiprocessing.get_context("fork")
 
@@ -44,7 +43,7 @@ def cheap_processes() -> None:
 class Evalscope:
     """The real adapter of one task, with our rows instead of a download."""
 
-    def __init__(self, task: str) -> None:
+    def __init__(self, task):
         from evalscope.api.registry import get_benchmark
         from evalscope.config import TaskConfig
 
@@ -53,20 +52,20 @@ class Evalscope:
             datasets=[task],
             dataset_args={task: {"filters": {"remove_until": "</think>"}, "few_shot_num": 0}},
         )
-        self.adapter: Any = get_benchmark(task, config)
+        self.adapter = get_benchmark(task, config)
 
-    def sample(self, row: dict[str, Any]) -> Any:
+    def sample(self, row):
         sample = self.adapter.record_to_sample(dict(row))
         sample.group_id = sample.id = 0
         return sample
 
-    def prompt(self, row: dict[str, Any]) -> str:
+    def prompt(self, row):
         sample = self.sample(row)
         if isinstance(sample.input, str):
             return str(self.adapter.process_sample_input(sample, subset="default"))
         return str(sample.input[-1].content)
 
-    def correct(self, style: Style) -> bool:
+    def correct(self, style):
         from evalscope.api.evaluator import TaskState
         from evalscope.api.messages import ChatMessageUser
         from evalscope.api.model import ModelOutput
@@ -86,7 +85,7 @@ class Evalscope:
         return bool(values) and values[0] == 1.0
 
 
-def check_prompts() -> int:
+def check_prompts():
     from quantkit.evaluation.tasks import data, prompts
     from quantkit.evaluation.tasks.definitions import find_setting, find_task
 
@@ -105,7 +104,7 @@ def check_prompts() -> int:
     return len(TASKS)
 
 
-def check_export() -> None:
+def check_export():
     """`--format evalscope` is read by evalscope's own Report, which finds the same score in it and
     writes the same file back."""
     import tempfile
@@ -113,23 +112,23 @@ def check_export() -> None:
     from evalscope.report.report import Report
 
     from quantkit.evaluation.generation import prepare, run_task
-    from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
+    from quantkit.evaluation.generators.generator import ModelReply
     from quantkit.evaluation.results.evalscope_format import report
 
     class Replayed:
         name = "replayed"
         identity: ClassVar[dict[str, str]] = {"model": "replayed"}
 
-        def generate(self, asked: list[Prompt], parameters: Generation) -> Iterator[ModelReply]:
+        def generate(self, asked, parameters):
             for index in range(len(asked)):
                 yield ModelReply(index, f"hm</think>\\boxed{{{204 if index % 3 else 33}}}")
 
-        def open_tokens(self) -> list[int]:
+        def open_tokens(self):
             return []
 
-        def drafts(self) -> None: ...
+        def drafts(self): ...
 
-        def close(self) -> None: ...
+        def close(self): ...
 
     with tempfile.TemporaryDirectory() as folder:
         rows = {one.row["id"]: one.row for one in styles("aime24")}.values()
@@ -144,7 +143,7 @@ def check_export() -> None:
     assert json.loads(read.to_json_str()) == mine
 
 
-def main() -> None:
+def main():
     check_export()
     print(json.dumps({"prompts": check_prompts()}))
 

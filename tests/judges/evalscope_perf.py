@@ -14,7 +14,6 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import httpx
 from serving import serve
@@ -27,16 +26,14 @@ RUNS = ((1, 4), (4, 12))
 MILLISECONDS, SHARE = 100.0, 0.15
 
 
-def server_metrics(url: str) -> dict[str, float]:
+def server_metrics(url):
     page = httpx.get(f"{url.removesuffix('/v1')}/metrics").text
     return {
         name: float(value) for name, value in re.findall(r"^(\w+) ([\d.e+-]+)$", page, re.MULTILINE)
     }
 
 
-def evalscope_perf(
-    evalscope: str, url: str, users: int, requests: int, folder: Path
-) -> dict[str, Any]:
+def evalscope_perf(evalscope, url, users, requests, folder):
     """Its summary of one run."""
     words = (
         f"perf --model tiny-r1 --url {url}/chat/completions --api openai --dataset random "
@@ -49,17 +46,17 @@ def evalscope_perf(
     if done.returncode:
         raise SystemExit(f"evalscope perf failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     (summary,) = folder.rglob("benchmark_summary.json")
-    found: dict[str, Any] = json.loads(summary.read_text())
+    found = json.loads(summary.read_text())
     return found
 
 
-def check(theirs: dict[str, Any], ours: dict[str, float], users: int, requests: int) -> None:
+def check(theirs, ours, users, requests):
     """evalscope asks once more, to see whether the server answers: that request is among ours."""
     assert (theirs["Success Requests"], theirs["Failed Requests"]) == (requests, 0), theirs
     assert theirs["Avg Output Tokens"] == OUTPUT, theirs
     assert ours["quantkit_generated_tokens_total"] == (requests + 1) * OUTPUT, ours
 
-    def mean(name: str) -> float:
+    def mean(name):
         return 1e3 * ours[f"quantkit_{name}_seconds_sum"] / ours[f"quantkit_{name}_seconds_count"]
 
     pairs = {
@@ -79,7 +76,7 @@ def check(theirs: dict[str, Any], ours: dict[str, float], users: int, requests: 
         assert abs(seen - served) <= slack + SHARE * seen, name
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

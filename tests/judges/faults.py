@@ -19,9 +19,7 @@ import good_checkpoints
 from quantkit.diagnosis.diagnose import DEPTHS, diagnose
 
 
-def judge(
-    name: str, path: Path, source: Path, bad: Path, tally: Counter[tuple[str, bool]]
-) -> list[str]:
+def judge(name, path, source, bad, tally):
     """Lines that say what went wrong: alarms of the good checkpoint, and faults that were not
     found."""
     told = alarms(name, path, source)
@@ -44,7 +42,7 @@ def judge(
     return told
 
 
-def alarms(name: str, path: Path, source: Path) -> list[str]:
+def alarms(name, path, source):
     told = []
     for given in (None, str(source)):
         for finding in diagnose(str(path), source=given, depth="tensors").findings.found:
@@ -56,7 +54,7 @@ def alarms(name: str, path: Path, source: Path) -> list[str]:
     return told
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -70,7 +68,7 @@ def main() -> int:
         told = alarms(str(given.good), given.good, given.source or given.good)
         print("\n".join(told) or "no alarm")
         return bool(told)
-    tally: Counter[tuple[str, bool]] = Counter()
+    tally = Counter()
     told, start, count = [], time.process_time(), 0
     with tempfile.TemporaryDirectory() as folder:
         for name, path, source in good_checkpoints.write_all(Path(folder), given.only or ()):

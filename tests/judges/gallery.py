@@ -11,7 +11,6 @@ import argparse
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
 from multiprocessing import Pool
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from quantkit.quantization.run import quantize
 LEAST = 0.98
 
 
-def planned(name: str, folder: Path) -> Iterator[tuple[str, str]]:
+def planned(name, folder):
     """(what was planned, "" or what is wrong with it)."""
     source = published_shapes.write_headers(folder / "headers", published_shapes.config(name))
     for scheme in SCHEMES:
@@ -53,7 +52,7 @@ def planned(name: str, folder: Path) -> Iterator[tuple[str, str]]:
             yield label, "" if share >= LEAST else f"{share:.1%} of the weights in the grid"
 
 
-def quantized(name: str, folder: Path) -> Iterator[tuple[str, str]]:
+def quantized(name, folder):
     source = published_shapes.write(folder / "source", published_shapes.narrow(name))
     text = write_letters(folder / "text.txt", 4000)
     for scheme in SCHEMES:
@@ -75,7 +74,7 @@ def quantized(name: str, folder: Path) -> Iterator[tuple[str, str]]:
             yield label, "; ".join(found)
 
 
-def judge(job: tuple[str, bool]) -> tuple[str, int, int, list[str]]:
+def judge(job):
     """(model, cells, cells that another reason refuses, faults)."""
     name, plans = job
     torch.set_num_threads(1)
@@ -92,7 +91,7 @@ def judge(job: tuple[str, bool]) -> tuple[str, int, int, list[str]]:
     return name, cells, others, faults
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=published_shapes.NAMES)
     parser.add_argument("--plans", action="store_true", help="do not quantize")

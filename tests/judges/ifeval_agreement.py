@@ -15,7 +15,6 @@ import json
 import os
 import sys
 from collections import Counter
-from typing import Any
 
 TEXTS = [
     "",
@@ -146,8 +145,8 @@ MODELLED = {
 }
 
 
-def instructions() -> list[tuple[str, dict[str, Any]]]:
-    found: list[tuple[str, dict[str, Any]]] = []
+def instructions():
+    found = []
     found += [
         ("keywords:existence", {"keywords": words})
         for words in (["rain"], ["Rain", "roof"], ["correlated", "experiencing"], ["a"])
@@ -226,7 +225,7 @@ def instructions() -> list[tuple[str, dict[str, Any]]]:
     return found + [(name, {}) for name in plain]
 
 
-def main() -> None:
+def main():
     options = argparse.ArgumentParser()
     options.add_argument("--nltk", default=None)
     given = options.parse_args()

@@ -8,7 +8,6 @@ weights move by a last place of BF16 (`routing_ties`).
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from checkpoints import TINY_R1
 from quantkit_kernels.cpu.units import has_unit
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from quantkit.evaluation.distance.tracing import TracedModel
 from quantkit.executor.weights.load import load_model
@@ -50,25 +48,25 @@ class Verdict:
     difference: float
     median: float
 
-    def passed(self, *, int8: bool) -> bool:
+    def passed(self, *, int8):
         """Of a dense model: every token is the same."""
         limit = INT8_TOLERANCE if int8 else TOLERANCE
         return self.compared > 0 and self.equal == self.compared and self.difference < limit
 
-    def mixture_passed(self, *, rounded: bool, least: float = 1) -> bool:
+    def mixture_passed(self, *, rounded, least=1):
         """Of a mixture of experts, of which at least so many positions are counted."""
         limit = ROUNDED_MEDIAN if rounded else MEDIAN
         enough = self.compared >= least and self.equal >= SAME * self.compared
         return enough and self.median < limit
 
-    def __str__(self) -> str:
+    def __str__(self):
         return (
             f"{self.equal} of {self.compared} tokens, log-probabilities differ by "
             f"{self.median:.4f}, {self.difference:.4f} in the mean"
         )
 
 
-def prompts_of(model: str) -> list[list[int]]:
+def prompts_of(model):
     """Token ids: of text for the model that is trained."""
     if model != "tiny-r1":
         draw = torch.Generator().manual_seed(3)
@@ -80,7 +78,7 @@ def prompts_of(model: str) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def log_probabilities(path: Path, sequences: list[list[int]]) -> list[Tensor]:
+def log_probabilities(path, sequences):
     """quantkit's own, float32 [tokens, vocab] a sequence, computed whole."""
     loaded = load_model(path, device="cpu", dtype="bfloat16")
     flat = torch.tensor([token for sequence in sequences for token in sequence])
@@ -89,14 +87,12 @@ def log_probabilities(path: Path, sequences: list[list[int]]) -> list[Tensor]:
     return list(loaded.model.logits(hidden).log_softmax(-1).split(lengths))
 
 
-def judge(
-    path: Path, asked: list[list[int]], answers: list[Answer], *, int8: bool, mixture: bool
-) -> Verdict:
+def judge(path, asked, answers, *, int8, mixture):
     """Of the checkpoint at `path`, of which the engine gave these answers."""
     sequences = [prompt + answer["tokens"] for prompt, answer in zip(asked, answers)]
     uncounted = routing_ties(path, sequences) if mixture else None
-    differences: list[float] = []
-    gaps: list[tuple[float, bool]] = []
+    differences = []
+    gaps = []
     for number, table in enumerate(log_probabilities(path, sequences)):
         answer = answers[number]
         for step, token in enumerate(answer["tokens"]):
@@ -114,7 +110,7 @@ def judge(
 
 
 @torch.inference_mode()
-def routing_ties(path: Path, sequences: list[list[int]]) -> list[Tensor]:
+def routing_ties(path, sequences):
     """bool [tokens] a sequence: where the experts of any layer change in FP32, or with router
     weights moved by a last place of BF16."""
     documents = [torch.tensor(sequence) for sequence in sequences]
@@ -133,7 +129,7 @@ def routing_ties(path: Path, sequences: list[list[int]]) -> list[Tensor]:
     return list(changed.split([len(sequence) for sequence in sequences]))
 
 
-def _chosen(watched: TracedModel, documents: list[Tensor]) -> Tensor:
+def _chosen(watched, documents):
     """int64 [tokens, layers x experts a token]: the experts that each token gets, sorted in each
     layer."""
     experts = watched(documents).topk_ids

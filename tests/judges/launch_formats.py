@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +73,7 @@ class File:
     path: Path
 
 
-def written(model: Path, folder: Path, format: str) -> list[File]:
+def written(model, folder, format):
     files = []
     for recipe in recipes():
         for layout in recipe.layouts:
@@ -96,13 +95,13 @@ def written(model: Path, folder: Path, format: str) -> list[File]:
     return [*files, File("fault", files[0].made, faulty)]
 
 
-def read_by(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+def read_by(command, **environment):
     return subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
     )
 
 
-def compose(file: File, venv: Path) -> str:
+def compose(file, venv):
     """Why docker compose refuses it, or reads other commands in it; empty if it does not."""
     options = ["--file", str(file.path), "--profile", "*", "config", "--format", "json"]
     read = read_by([str(venv / "bin/docker-compose"), *options], **{API_KEY: KEY})
@@ -116,12 +115,12 @@ def compose(file: File, venv: Path) -> str:
     return f"it reads other commands: {missing}" if missing else ""
 
 
-def k8s(file: File, venv: Path) -> str:
+def k8s(file, venv):
     read = read_by([str(venv / "bin/kubernetes-validate"), "--strict", str(file.path)])
     return read.stderr + read.stdout if read.returncode else ""
 
 
-def ray(files: list[File], venv: Path) -> list[str]:
+def ray(files, venv):
     """As those above, of all files: importing vLLM takes the time."""
     paths = [str(file.path) for file in files]
     read = read_by([str(venv / "bin/python"), "-c", RAY, *paths], PYTHONPATH="")
@@ -129,13 +128,13 @@ def ray(files: list[File], venv: Path) -> list[str]:
     return [told.get(path, read.stderr[-500:]).replace("Application", "") for path in paths]
 
 
-def slurm(file: File, _: Path) -> str:
+def slurm(file, _):
     read = read_by(["sbatch", "--test-only", str(file.path)])
     return read.stderr if read.returncode else ""
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[None]:
+def cluster(folder):
     """Slurm's controller and BOXES nodes, on addresses of loopback."""
     numbers = range(BOXES)
     nodes = [
@@ -198,7 +197,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
                 daemon.wait(30)
 
 
-def serves_from_two_boxes(folder: Path, vllm: Path) -> None:
+def serves_from_two_boxes(folder, vllm):
     """The line that `plan` prints: tokens come from a pipeline over two boxes; when one of them has
     ended, so has the job."""
     out = write(folder, MODEL, "awq", "cpu")
@@ -246,14 +245,14 @@ def serves_from_two_boxes(folder: Path, vllm: Path) -> None:
     print(f"ok   two boxes of Slurm served, and ended together: {found}", flush=True)
 
 
-def _answers(url: str) -> bool:
+def _answers(url):
     try:
         return httpx.get(url, timeout=5).status_code == 200
     except httpx.TransportError:
         return False
 
 
-def main(venv: Path, vllm: Path) -> int:
+def main(venv, vllm):
     failed = passed = 0
     with tempfile.TemporaryDirectory() as name, cluster(Path(name)):
         folder = Path(name)

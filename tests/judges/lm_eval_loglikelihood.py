@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -36,7 +35,7 @@ bits. Of these answers, at -30 to -100 nats, both ways are up to 0.4 nats from f
 each other. Wrong places differ by nats."""
 
 
-def rows() -> list[dict[str, Any]]:
+def rows():
     """Word problems of the model's own kind, with four answers."""
     text = (Path(__file__).parents[2] / "eval/data/tiny-heldout.jsonl").read_text()
     documents = [json.loads(line) for line in text.splitlines()][:PROBLEMS]
@@ -59,7 +58,7 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
-def task(name: str, kind: str, folder: Path, **fields: Any) -> dict[str, Any]:
+def task(name, kind, folder, **fields):
     data = {
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
@@ -68,7 +67,7 @@ def task(name: str, kind: str, folder: Path, **fields: Any) -> dict[str, Any]:
     return {"task": name, "output_type": kind, **data, **fields}
 
 
-def write_tasks(folder: Path) -> list[str]:
+def write_tasks(folder):
     accuracy = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
     perplexity = [
         {
@@ -112,7 +111,7 @@ def write_tasks(folder: Path) -> list[str]:
     return [one["task"] for one in tasks]
 
 
-def lm_eval(program: str, url: str, folder: Path, tasks: list[str]) -> list[dict[str, Any]]:
+def lm_eval(program, url, folder, tasks):
     """Its samples."""
     arguments = f"model={MODEL},base_url={url}/completions,tokenizer={find_model(MODEL)},num_concurrent=2,max_length=1000"
     command = [
@@ -141,7 +140,7 @@ def lm_eval(program: str, url: str, folder: Path, tasks: list[str]) -> list[dict
 class InProcess:
     """The same model, one text a pass."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         path = find_model(MODEL)
         self.tokenizer, self.model = (
             ChatTokenizer(path),
@@ -149,7 +148,7 @@ class InProcess:
         )
 
     @torch.inference_mode()
-    def score(self, context: str, continuation: str) -> tuple[float, bool, int]:
+    def score(self, context, continuation):
         """Log-likelihood of the continuation, whether every token of it is the likeliest, and how
         many they are.
 
@@ -175,9 +174,7 @@ class InProcess:
         return float(scores.sum()), bool((logits.argmax(-1) == chosen).all()), len(chosen)
 
 
-def differences(
-    samples: list[dict[str, Any]], peer: InProcess
-) -> tuple[int, int, float, list[str]]:
+def differences(samples, peer):
     """Log-likelihoods, tokens, the largest difference a token, and what is wrong."""
     count = tokens = 0
     worst, wrong = 0.0, []
@@ -211,7 +208,7 @@ def differences(
     return count, tokens, worst, wrong
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--lm-eval", required=True)
     options = parser.parse_args()

@@ -11,12 +11,11 @@ is compared byte for byte.
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import lm_eval
 import yaml
-from answer_styles import Style, styles
+from answer_styles import styles
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import exact_match_hf_evaluate
 from lm_eval.filters import build_filter_ensemble
@@ -28,14 +27,12 @@ from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.tasks import data, prompts
 from quantkit.evaluation.tasks.definitions import Problem, find_setting, find_task
 
-CONFIG: dict[str, Any] = yaml.safe_load(
-    (Path(lm_eval.__file__).parent / "tasks/gsm8k/gsm8k.yaml").read_text()
-)
+CONFIG = yaml.safe_load((Path(lm_eval.__file__).parent / "tasks/gsm8k/gsm8k.yaml").read_text())
 SETTING = find_setting(find_task("gsm8k"), "lm-eval")
 OTHER = ("<think>", "[THINK]", "<|channel|>")
 
 
-def theirs(style: Style) -> dict[str, bool]:
+def theirs(style):
     """Filter name -> exact match, as their task computes it from gsm8k.yaml."""
     metric = CONFIG["metric_list"][0]
     options = {
@@ -63,7 +60,7 @@ def theirs(style: Style) -> dict[str, bool]:
     return found
 
 
-def ours(style: Style, judge: MathJudge) -> dict[str, bool]:
+def ours(style, judge):
     grader = find_grader(SETTING.grader)
     fields = data.map_fields(SETTING.task, style.row, 0)
     problem = Problem("0", fields, grader.gold(fields))
@@ -77,7 +74,7 @@ def ours(style: Style, judge: MathJudge) -> dict[str, bool]:
     return {"strict-match": verdict.strict, "flexible-extract": verdict.correct}
 
 
-def check_prompt() -> None:
+def check_prompt():
     rows = list({one.row["answer"]: one.row for one in styles("gsm8k")}.values())[:6]
     shots = [data.map_fields(SETTING.task, row, number) for number, row in enumerate(rows[:5])]
     mine = prompts.render(
@@ -90,7 +87,7 @@ def check_prompt() -> None:
     assert SETTING.shots == CONFIG["num_fewshot"]
 
 
-def main() -> None:
+def main():
     check_prompt()
     judge = MathJudge()
     found = [style for style in styles("gsm8k") if not style.reply.startswith(OTHER)]

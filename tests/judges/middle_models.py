@@ -12,29 +12,26 @@ nearly alone, and the router of every layer reads them in another order. So scor
 whatever the other channels have gone through.
 """
 
-from typing import Any
-
 import torch
 from make_model import CONFIGS
-from torch import Tensor
 
 from quantkit.models import find_architecture
 
-MIDDLE: dict[str, dict[str, Any]] = CONFIGS["middle"]
+MIDDLE = CONFIGS["middle"]
 _LEFT_ALONE = (
     2.0**-8
 )  # what is added to a channel that holds a code, and what a router makes of the other channels
 _ROUTER = 8.0
 
 
-def weights(config: dict[str, Any]) -> dict[str, Tensor]:
+def weights(config):
     """BF16 tensors of every row of the architecture's table, evenly spread with the deviations of
     dense_models.random_weights."""
     architecture = find_architecture(config)
     generator = torch.Generator().manual_seed(0)
     codes = _codes(config, generator)
     experts = codes.shape[1]
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for row in architecture.parameters(architecture.Config.from_dict(config)):
         even = (
             torch.randint(-127, 128, row.shape, generator=generator, dtype=torch.int16).bfloat16()
@@ -61,7 +58,7 @@ def weights(config: dict[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def _groups(config: dict[str, Any]) -> tuple[int, int, int]:
+def _groups(config):
     """Experts, groups of them, and groups that a token's experts are of."""
     return (
         config.get("n_routed_experts") or config["num_experts"],
@@ -70,7 +67,7 @@ def _groups(config: dict[str, Any]) -> tuple[int, int, int]:
     )
 
 
-def _codes(config: dict[str, Any], generator: torch.Generator) -> Tensor:
+def _codes(config, generator):
     """BF16 [vocab, experts]: 1, 1.5 or 2 for the experts of a token, the same number in each of its
     groups; -1 for the others."""
     experts, groups, chosen_groups = _groups(config)
@@ -83,7 +80,7 @@ def _codes(config: dict[str, Any], generator: torch.Generator) -> Tensor:
     return codes.flatten(1).bfloat16()
 
 
-def _channels(config: dict[str, Any], layer: int) -> list[int]:
+def _channels(config, layer):
     """The channel that each expert of a layer is chosen by, counted from the end: groups and their
     experts move on by one a layer."""
     experts, groups, _ = _groups(config)
@@ -94,5 +91,5 @@ def _channels(config: dict[str, Any], layer: int) -> list[int]:
     ]
 
 
-def _half_bits(columns: int) -> float:
+def _half_bits(columns):
     return (columns.bit_length() - 1) / 2

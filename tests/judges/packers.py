@@ -15,11 +15,10 @@ import sys
 import types
 from importlib.metadata import distribution, version
 from pathlib import Path
-from typing import Any
 
 import torch
 from nearest import quantize_fp4, quantize_int
-from torch import Tensor, nn
+from torch import nn
 
 from quantkit.checkpoint.formats import awq, modelopt
 from quantkit.grids.base import dequantize
@@ -34,7 +33,7 @@ BITS = {
 }
 
 
-def autoawq() -> Any:
+def autoawq():
     """AutoAWQ's packing modules. Its package imports every model class there is, which new
     transformers versions no longer have."""
     package = types.ModuleType("awq")
@@ -46,7 +45,7 @@ def autoawq() -> Any:
     return WQLinear_GEMM, dequantize_gemm
 
 
-def stored(tensor: Tensor) -> dict[str, Any]:
+def stored(tensor):
     """Raw bits, as tests/support/golden.py reads them."""
     name, carrier, modulus = BITS[tensor.element_size()]
     bits = [int(value) % modulus for value in tensor.contiguous().view(carrier).flatten().tolist()]
@@ -57,7 +56,7 @@ def stored(tensor: Tensor) -> dict[str, Any]:
     }
 
 
-def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str:
+def same(ours, theirs):
     """Empty where both are the same names, shapes, dtypes and bytes."""
     if ours.keys() != theirs.keys():
         return f"{sorted(ours)} and {sorted(theirs)}"
@@ -75,7 +74,7 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str:
     return ""
 
 
-def judge_awq(rows: int, columns: int, group: int, symmetric: bool) -> tuple[str, dict[str, Any]]:
+def judge_awq(rows, columns, group, symmetric):
     """AutoAWQ packs the values that our codes stand for, with our scales and zero points."""
     packer, decode = autoawq()
     w = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns))
@@ -115,7 +114,7 @@ def judge_awq(rows: int, columns: int, group: int, symmetric: bool) -> tuple[str
     }
 
 
-def judge_modelopt(rows: int, columns: int) -> tuple[str, dict[str, Any]]:
+def judge_modelopt(rows, columns):
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     w = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns))
@@ -152,7 +151,7 @@ def judge_modelopt(rows: int, columns: int) -> tuple[str, dict[str, Any]]:
     }
 
 
-def judge_description() -> str:
+def judge_description():
     """ModelOpt turns our hf_quant_config.json into its newer form, which we must write alike and
     read as the same."""
     from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
@@ -183,7 +182,7 @@ def judge_description() -> str:
     return "" if before("lm_head") == after("lm_head") else "another list of unquantized modules"
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -193,7 +192,7 @@ def main() -> int:
         help="write the smallest case of each to tests/support/golden",
     )
     write = parser.parse_args().write
-    cases: dict[str, tuple[str, dict[str, Any]]] = {}
+    cases = {}
     for rows, columns, group, symmetric in (
         (32, 64, 32, False),
         (96, 512, 128, False),

@@ -28,7 +28,7 @@ ENOUGH_COPIES = {8: 8, 16: 16, 32: 32, 144: 176}
 CHANCE = 0.005
 
 
-def eplb(loads: np.ndarray, devices: int, slots: int) -> np.ndarray:
+def eplb(loads, devices, slots):
     """One layer, [devices, slots]."""
     placed = list(range(len(loads)))
     copies = np.ones(len(loads))
@@ -45,9 +45,7 @@ def eplb(loads: np.ndarray, devices: int, slots: int) -> np.ndarray:
     return np.array(held)
 
 
-def compare(
-    counted: dict[int, np.ndarray], held_out: dict[int, np.ndarray], devices: int, redundant: int
-) -> dict[str, list[float]]:
+def compare(counted, held_out, devices, redundant):
     """Balance of every layer on held-out counts, by who placed."""
     experts = len(next(iter(counted.values())))
     slots = (experts + redundant) // devices
@@ -62,7 +60,7 @@ def compare(
     }
 
 
-def zipf(skew: float | None, seed: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+def zipf(skew, seed):
     """Two texts' counts of R1's layers; skew None: another one in each layer, 0.3 to 1.1."""
     generator = np.random.default_rng(seed)
     counted, held_out = {}, {}
@@ -78,14 +76,14 @@ def zipf(skew: float | None, seed: int) -> tuple[dict[int, np.ndarray], dict[int
     return counted, held_out
 
 
-def tell(name: str, devices: int, redundant: int, found: dict[str, list[float]]) -> None:
+def tell(name, devices, redundant, found):
     figures = " | ".join(
         f"{np.mean(found[who]):.3f} ({min(found[who]):.3f})" for who in ("ours", "uneven", "eplb")
     )
     print(f"| {name} | {devices} | {redundant} | {figures} |", flush=True)
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

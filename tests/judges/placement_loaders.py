@@ -11,7 +11,6 @@ import tempfile
 import types
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ MODULES = {
 }
 
 
-def module_of(wheel: Path, engine: str, folder: Path) -> Any:
+def module_of(wheel, engine, folder):
     """The engine's module by itself: what it imports of the engine are settings, a logger and a
     default, which stand-ins give."""
     own = types.SimpleNamespace
@@ -62,7 +61,7 @@ def module_of(wheel: Path, engine: str, folder: Path) -> Any:
     return module_at(path, f"{engine.replace('-', '_')}_loader")
 
 
-def judge_sglang(module: Any, placed: list[list[int]]) -> int:
+def judge_sglang(module, placed):
     """placed: the expert of each slot by layer. Returns how many entries of SGLang's tables were
     compared."""
     module.ModelConfigForExpertLocation.from_model_config = staticmethod(
@@ -86,7 +85,7 @@ def judge_sglang(module: Any, placed: list[list[int]]) -> int:
     return compared
 
 
-def judge_vllm_ascend(module: Any, path: Path, layers: list[list[list[int]]]) -> int:
+def judge_vllm_ascend(module, path, layers):
     """layers: the experts of each device, by layer with experts."""
     Tensor.npu = lambda tensor: tensor  # type: ignore[attr-defined]
     said, compared = (
@@ -108,7 +107,7 @@ def judge_vllm_ascend(module: Any, path: Path, layers: list[list[list[int]]]) ->
     return compared
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

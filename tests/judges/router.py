@@ -11,18 +11,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import httpx
 from make_model import random_tensors, tiny_config
 from packed_model import write_packed
 
 from quantkit.checkpoint.formats import compressed_int8
-from quantkit.deploy.launch import API_KEY, Launch, deploy
+from quantkit.deploy.launch import API_KEY, deploy
 from quantkit.grids.int_groups import IntGrid
 
 KEY = "the key of this run"
@@ -42,15 +40,15 @@ class Double(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_):
         pass
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self._json(200 if self.path != "/v1/models" or self._has_key() else 401, {"data": []})
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server: Any = self.server
+        server = self.server
         if not self._has_key():
             return self._json(401, {"error": {"message": "key"}})
         server.requests.append((self.path, body))
@@ -67,10 +65,10 @@ class Double(BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
         return None
 
-    def _has_key(self) -> bool:
+    def _has_key(self):
         return self.headers.get("Authorization") == f"Bearer {KEY}"
 
-    def _json(self, status: int, value: Any) -> None:
+    def _json(self, status, value):
         content = json.dumps(value).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -83,20 +81,20 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128
     daemon_threads = True
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request, client_address):
         """A client that has gone is not an error."""
         self.left.set()
 
-    def __init__(self, address: tuple[str, int]) -> None:
+    def __init__(self, address):
         super().__init__(address, Double)
-        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.requests = []
         self.goes_on, self.left = threading.Event(), threading.Event()
         self.goes_on.set()
-        self.events: Callable[[dict[str, Any]], list[bytes]] = lambda body: EVENTS
+        self.events = lambda body: EVENTS
 
 
 @contextmanager
-def served(address: str, port: int) -> Iterator[Server]:
+def served(address, port):
     server = Server((address, port))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -106,7 +104,7 @@ def served(address: str, port: int) -> Iterator[Server]:
         server.server_close()
 
 
-def router_launch(folder: Path) -> Launch:
+def router_launch(folder):
     config = tiny_config()
     model = write_packed(
         folder / "model",
@@ -121,7 +119,7 @@ def router_launch(folder: Path) -> Launch:
 
 
 @contextmanager
-def running(script: str, venv: Path) -> Iterator[None]:
+def running(script, venv):
     environment = {**os.environ, "PATH": f"{venv / 'bin'}:{os.environ['PATH']}", API_KEY: KEY}
     process = subprocess.Popen(
         ["bash", "-c", script], env=environment, stdout=subprocess.DEVNULL, stderr=sys.stderr
@@ -138,25 +136,25 @@ def running(script: str, venv: Path) -> Iterator[None]:
         process.wait(30)
 
 
-def is_up() -> bool:
+def is_up():
     try:
         return httpx.get(f"{URL}/liveness", headers=HEADERS).status_code == 200
     except httpx.TransportError:
         return False
 
 
-def post(body: dict[str, Any], headers: dict[str, str] = HEADERS) -> httpx.Response:
+def post(body, headers=HEADERS):
     return httpx.post(f"{URL}/v1/completions", json=body, headers=headers, timeout=30)
 
 
-def keys_are_checked(prefill: Server, decode: Server) -> None:
+def keys_are_checked(prefill, decode):
     for headers in ({}, {"Authorization": "Bearer wrong"}):
         assert post(REQUEST, headers).status_code == 401
     assert not prefill.requests + decode.requests
     assert post(REQUEST).status_code == 200
 
 
-def a_request_goes_to_both_roles(prefill: Server, decode: Server) -> None:
+def a_request_goes_to_both_roles(prefill, decode):
     assert post(REQUEST | {"unknown": 1}).text == "".join(map(bytes.decode, EVENTS))
     (path, first), (_, second) = prefill.requests[-1], decode.requests[-1]
     assert path == "/v1/completions"
@@ -166,12 +164,12 @@ def a_request_goes_to_both_roles(prefill: Server, decode: Server) -> None:
     assert second["unknown"] == 1
 
 
-def a_client_cannot_name_a_cache(prefill: Server, decode: Server) -> None:
+def a_client_cannot_name_a_cache(prefill, decode):
     post(REQUEST | {"kv_transfer_params": {"remote_block_ids": [9]}})
     assert decode.requests[-1][1]["kv_transfer_params"] == CACHE
 
 
-def an_event_is_passed_on_before_the_next(prefill: Server, decode: Server) -> None:
+def an_event_is_passed_on_before_the_next(prefill, decode):
     decode.goes_on.clear()
     body = REQUEST | {"stream": True}
     with httpx.stream("POST", f"{URL}/v1/completions", json=body, headers=HEADERS) as reply:
@@ -181,7 +179,7 @@ def an_event_is_passed_on_before_the_next(prefill: Server, decode: Server) -> No
         assert b"".join(pieces) == EVENTS[1]
 
 
-def a_request_of_a_client_that_left_is_cancelled(prefill: Server, decode: Server) -> None:
+def a_request_of_a_client_that_left_is_cancelled(prefill, decode):
     decode.events = lambda body: [b"data: 1\n\n" * 1000] * 10_000
     body = REQUEST | {"stream": True}
     with httpx.stream("POST", f"{URL}/v1/completions", json=body, headers=HEADERS) as reply:
@@ -190,11 +188,11 @@ def a_request_of_a_client_that_left_is_cancelled(prefill: Server, decode: Server
     decode.events = lambda body: EVENTS
 
 
-def every_client_gets_its_own_reply(prefill: Server, decode: Server) -> None:
+def every_client_gets_its_own_reply(prefill, decode):
     decode.events = lambda body: [f"data: {body['prompt']}\n\n".encode()] * 50
-    wrong: list[str] = []
+    wrong = []
 
-    def client(number: int) -> None:
+    def client(number):
         text = post(REQUEST | {"prompt": f"client {number}", "stream": True}).text
         if text != f"data: client {number}\n\n" * 50:
             wrong.append(text[:100])
@@ -208,7 +206,7 @@ def every_client_gets_its_own_reply(prefill: Server, decode: Server) -> None:
     assert not wrong
 
 
-def chats_and_models_are_answered(prefill: Server, decode: Server) -> None:
+def chats_and_models_are_answered(prefill, decode):
     chat = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
     reply = httpx.post(f"{URL}/v1/chat/completions", json=chat, headers=HEADERS, timeout=30)
     assert reply.status_code == 200
@@ -227,7 +225,7 @@ CHECKS = (
 )
 
 
-def main(venv: Path) -> None:
+def main(venv):
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
         prefill = opened.enter_context(served(PREFILL, 8100))
         decode = opened.enter_context(served(DECODE, 8200))

@@ -4,7 +4,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
@@ -13,7 +12,7 @@ _SECONDS = 180
 
 
 @contextmanager
-def serve(model: str, name: str, *options: str) -> Iterator[str]:
+def serve(model, name, *options):
     """The address of its API, ending in /v1; the server ends with the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -42,7 +41,7 @@ def serve(model: str, name: str, *options: str) -> Iterator[str]:
         server.wait(60)
 
 
-def _wait(port: int, server: subprocess.Popen[bytes]) -> None:
+def _wait(port, server):
     until = time.monotonic() + _SECONDS
     while time.monotonic() < until and server.poll() is None:
         try:

@@ -10,13 +10,11 @@ sampling torch's, so that flashinfer is not asked, nothing is captured, and memo
 several servers run on the same cards.
 """
 
-import argparse
 import sys
-from pathlib import Path
 
-from judged import MAX_TOKENS, Answer
+from judged import MAX_TOKENS
 from vllm_server import KEY, Server, fill
-from vllm_topologies import CONTEXT, TOPOLOGIES, Case, main
+from vllm_topologies import CONTEXT, TOPOLOGIES, main
 
 from quantkit.deploy.launch import deploy
 
@@ -30,7 +28,7 @@ ADDED = (
 
 
 class SglangServer(Server):
-    def answer(self, model: str, prompt: list[int]) -> Answer:
+    def answer(self, model, prompt):
         asked = {
             "input_ids": prompt,
             "sampling_params": {"temperature": 0, "max_new_tokens": MAX_TOKENS, "ignore_eos": True},
@@ -46,13 +44,11 @@ class SglangServer(Server):
         tokens = [token for _, token, *_ in found["output_token_logprobs"]]
         return {"tokens": tokens, "logprobs": top}
 
-    def guessed(self) -> str:
+    def guessed(self):
         return ""
 
 
-def command_of(
-    path: Path, python: str, cards: int, port: int, guesses: int
-) -> tuple[dict[str, str], list[str]]:
+def command_of(path, python, cards, port, guesses):
     """Environment and words: what deploy prints, with PYTHON, the port and ADDED filled in."""
     asked = {"device": "cuda", "devices": cards, "context": CONTEXT, "draft_length": guesses}
     made = deploy(path, "sglang", layout="one-box", **asked)
@@ -62,7 +58,7 @@ def command_of(
     return environment, [*words, *ADDED, "--nccl-port", str(port + PORTS // 2)]
 
 
-def started(number: int, case: Case, asked: argparse.Namespace) -> SglangServer:
+def started(number, case, asked):
     model, format, topology = case
     port, guesses = FIRST_PORT + PORTS * number, TOPOLOGIES[topology].guesses
     path = asked.directory / model / format

@@ -9,7 +9,6 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -19,7 +18,6 @@ from made_weights import QWEN3_8B, QWEN3_30B_A3B
 from make_model import write_dense
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 from word_tokenizer import write_word_tokenizer
 
 from quantkit.calibrate.recipe import Recipe
@@ -27,7 +25,7 @@ from quantkit.grids.schemes import find_scheme
 from quantkit.models import find_architecture
 from quantkit.quantization import quantize
 
-_PUBLISHED: dict[str, Any] = {
+_PUBLISHED = {
     "hidden_act": "silu",
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -48,7 +46,7 @@ SHAPES = {"qwen3-8b": _QWEN3 | QWEN3_8B, "qwen3-30b-a3b": _QWEN3_MOE | QWEN3_30B
 FORMATS = ("awq", "bf16")
 
 
-def write_shape(directory: Path, model: str, form: str, layers: int, device: str) -> Path:
+def write_shape(directory, model, form, layers, device):
     """DIRECTORY/MODEL/FORM, unless it is there. layers: 0 for as many as the model has."""
     config, folder = SHAPES[model], directory / model
     config = config | ({"num_hidden_layers": layers} if layers else {})
@@ -76,12 +74,12 @@ def write_shape(directory: Path, model: str, form: str, layers: int, device: str
     return out
 
 
-def random_tensors(config: dict[str, Any], device: str) -> dict[str, Tensor]:
+def random_tensors(config, device):
     """Of every name in the architecture's table: bfloat16, of a size that keeps hidden states where
     they are."""
     architecture = find_architecture(config)
     generator = torch.Generator(device).manual_seed(0)
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for row in architecture.parameters(architecture.Config.from_dict(config)):
         if row.role == "norm":
             tensors[row.name] = torch.ones(row.shape, dtype=torch.bfloat16)
@@ -91,9 +89,9 @@ def random_tensors(config: dict[str, Any], device: str) -> dict[str, Tensor]:
     return tensors
 
 
-def repeat_layer(one: Path, out: Path, layers: int) -> None:
+def repeat_layer(one, out, layers):
     """The model at `one`, which has one layer, with `layers` of them, a file each."""
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for file in sorted(one.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - safe_open is no dictionary

@@ -31,7 +31,7 @@ LEAST, UNGRADED = 0.98, 0.02
 Verdict = Callable[[Style], bool]
 
 
-def evalscope(task: str) -> Verdict:
+def evalscope(task):
     """It is given what stands behind the last </think>, as its FAQ recommends for R1."""
     from evalscope_parity import Evalscope, cheap_processes
 
@@ -39,7 +39,7 @@ def evalscope(task: str) -> Verdict:
     return Evalscope(task).correct
 
 
-def lm_eval(task: str) -> Verdict:
+def lm_eval(task):
     """Its tasks' own graders, behind the last </think>; of gsm8k's two filters the more lenient."""
     if task == "gsm8k":
         from lm_eval_parity import theirs
@@ -62,11 +62,11 @@ def lm_eval(task: str) -> Verdict:
     return lambda style: process(style.row, [_behind_thinking(style)])["exact_match"] == 1
 
 
-def _behind_thinking(style: Style) -> str:
+def _behind_thinking(style):
     return style.reply.split("</think>")[-1]
 
 
-def ours(task: str, asked: tuple[Style, ...]) -> list[bool | None]:
+def ours(task, asked):
     from quantkit.evaluation.generators.generator import ModelReply
     from quantkit.evaluation.grading.graders import find_grader, grade
     from quantkit.evaluation.grading.math_equal import MathJudge
@@ -74,7 +74,7 @@ def ours(task: str, asked: tuple[Style, ...]) -> list[bool | None]:
     from quantkit.evaluation.tasks.definitions import find_setting, find_task
 
     setting, judge = find_setting(find_task(task), "r1"), MathJudge()
-    verdicts: list[bool | None] = []
+    verdicts = []
     grader = find_grader(setting.grader)
     for style in asked:
         fields = data.map_fields(setting.task, style.row, 0)
@@ -92,9 +92,9 @@ JUDGES = {
 }
 
 
-def compare(name: str, task: str, verdict: Verdict, whole: bool) -> list[str]:
+def compare(name, task, verdict, whole):
     """Prints two lines of a task, common and rare styles; what is wrong with the common ones."""
-    wrong: list[str] = []
+    wrong = []
     for is_common in (True, False):
         asked = tuple(style for style in styles(task) if style.is_common is is_common)
         asked = asked if whole else asked[:: math.ceil(len(asked) / SAMPLE)]
@@ -121,7 +121,7 @@ def compare(name: str, task: str, verdict: Verdict, whole: bool) -> list[str]:
     return wrong
 
 
-def main() -> None:
+def main():
     tasks, grader_of = JUDGES[sys.argv[1]]
     wrong = [
         line

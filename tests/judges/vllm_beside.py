@@ -22,7 +22,6 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ from vllm_server import SETTINGS, Server
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.speed.endpoint import EndpointTarget
-from quantkit.evaluation.speed.measure import RequestTimes, Workload, summarize
+from quantkit.evaluation.speed.measure import Workload, summarize
 
 PEER, OURS = "vllm", "quantkit"
 CELLS = (
@@ -70,11 +69,11 @@ class Case:
     tp: int
 
     @property
-    def name(self) -> str:
+    def name(self):
         return f"{self.model}:{self.form}:{self.tp}"
 
 
-def command(engine: str, path: Path, case: Case, port: int, asked: argparse.Namespace) -> list[str]:
+def command(engine, path, case, port, asked):
     if engine == PEER:
         words = f"--max-num-seqs {USERS} --tensor-parallel-size {case.tp}"
         program = [asked.vllm, "-m", "vllm.entrypoints.cli.main"]
@@ -90,14 +89,14 @@ def command(engine: str, path: Path, case: Case, port: int, asked: argparse.Name
     return [*program, "serve", str(path), *words.split()]
 
 
-def token_bytes(path: Path) -> int:
+def token_bytes(path):
     """Of keys and values of a token in 16 bits, on all cards together."""
     config = json.loads((path / "config.json").read_text())
     heads = config["num_hidden_layers"] * config["num_key_value_heads"]
     return int(heads * config["head_dim"] * 2 * 2)
 
 
-def start(engine: str, case: Case, port: int, asked: argparse.Namespace) -> Server:
+def start(engine, case, port, asked):
     server = Server(f"http://127.0.0.1:{port}")
     words = command(engine, asked.directory / case.model / case.form, case, port, asked)
     log = asked.directory / f"beside-{case.name.replace(':', '-')}-{engine}.log"
@@ -105,7 +104,7 @@ def start(engine: str, case: Case, port: int, asked: argparse.Namespace) -> Serv
     return server
 
 
-def requests(url: str, tokens: int, users: int, output: int) -> list[RequestTimes]:
+def requests(url, tokens, users, output):
     """Raises QuantkitError where one of them failed."""
     times = list(EndpointTarget(url).run(Workload(tokens, output, users, users)))
     errors = [one.error for one in times if one.error]
@@ -117,7 +116,7 @@ def requests(url: str, tokens: int, users: int, output: int) -> list[RequestTime
     return times
 
 
-def cell_of(url: str, cell: str) -> Rows:
+def cell_of(url, cell):
     """Of its rounds."""
     if cell == "gap":
         return gap_of(url)
@@ -129,7 +128,7 @@ def cell_of(url: str, cell: str) -> Rows:
     return rows
 
 
-def gap_of(url: str) -> Rows:
+def gap_of(url):
     """The largest gap of running answers while the long prompt is computed, and its first token,
     seconds."""
     beginning = max(one.ttft_s for one in requests(url, ANSWER_INPUT, ANSWERS, 1))
@@ -153,7 +152,7 @@ def gap_of(url: str) -> Rows:
     return [{"gap_s": largest, "ttft_s": arrived.ttft_s}]
 
 
-def ends_of_gaps(one: RequestTimes) -> Iterator[tuple[float, float]]:
+def ends_of_gaps(one):
     """When each gap between two pieces of an answer ended, and how long it was."""
     at = one.first_token
     for gap in one.gaps:
@@ -161,7 +160,7 @@ def ends_of_gaps(one: RequestTimes) -> Iterator[tuple[float, float]]:
         yield at, gap
 
 
-def expected_s(cell: str) -> float:
+def expected_s(cell):
     """Of a cell on one server, generously."""
     if cell == "gap":
         return 8.0
@@ -169,20 +168,14 @@ def expected_s(cell: str) -> float:
     return max(tokens * users / 25_000 + 1.0, LONG_S + 1)
 
 
-def warm(url: str, engine: str, case: Case) -> Rows:
+def warm(url, engine, case):
     experts = engine == PEER and "num_experts" in SHAPES[case.model]
     for tokens, users in (*WARM, *(PEER_WARM if experts else ())):
         requests(url, tokens, users, 8)
     return []
 
 
-def measure(
-    servers: dict[Case, Server],
-    engine: str,
-    asked: argparse.Namespace,
-    until: float,
-    found: dict[str, Any],
-) -> None:
+def measure(servers, engine, asked, until, found):
     """Cell after cell of every case into `found`, which is written after each; what failed is told,
     and is not there."""
     for case, server in list(servers.items()):
@@ -205,14 +198,12 @@ def measure(
             print("\n".join(told(case.name, cell, rows)), flush=True)
 
 
-def attempt(
-    name: str, server: Server, measured: Callable[[str], Rows], most_s: float
-) -> Rows | None:
+def attempt(name, server, measured, most_s):
     """No rows where what was asked of the server failed; None where it did not end in `most_s`:
     then the server is ended."""
-    answer: Future[Rows] = Future()
+    answer = Future()
 
-    def answered() -> None:
+    def answered():
         try:
             answer.set_result(measured(server.url))
         except BaseException as problem:
@@ -230,7 +221,7 @@ def attempt(
         return None
 
 
-def told(name: str, cell: str, rows: dict[str, Rows]) -> list[str]:
+def told(name, cell, rows):
     """Lines of a cell: vLLM's figure, ours, and ours over theirs, of rates theirs over ours, so
     that 1 or less is what is asked."""
     if PEER not in rows or len(rows) == 1:
@@ -248,9 +239,9 @@ def told(name: str, cell: str, rows: dict[str, Rows]) -> list[str]:
     return lines
 
 
-def run(cases: list[Case], asked: argparse.Namespace) -> int:
+def run(cases, asked):
     kept = asked.directory / "beside.json"
-    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    found = json.loads(kept.read_text()) if kept.exists() else {}
     for engine in asked.engines:
         until = time.monotonic() + asked.seconds
         servers = {
@@ -274,7 +265,7 @@ def run(cases: list[Case], asked: argparse.Namespace) -> int:
     return int(any(not set(rows) >= whole for rows in cells))
 
 
-def case_of(text: str) -> Case:
+def case_of(text):
     model, form, tp = text.split(":")
     if model not in SHAPES or form not in FORMATS:
         raise argparse.ArgumentTypeError(
@@ -284,7 +275,7 @@ def case_of(text: str) -> Case:
     return Case(model, form, int(tp))
 
 
-def main() -> int:
+def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are ended then, too
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -20,7 +20,6 @@ import json
 import os
 import sys
 import traceback
-from typing import Any
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -33,7 +32,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import torch
-from torch import Tensor
 from torch.nn.functional import linear
 from transformers import AutoConfig, DeepseekV3Config
 from vllm import LLM, SamplingParams, __version__
@@ -53,10 +51,10 @@ class PanguConfig(DeepseekV3Config):
     model_type = "pangu_ultra_moe"
 
 
-def multiply_int4_in_torch() -> None:
+def multiply_int4_in_torch():
     """w [K, N] = (code - zero) * scale, from vLLM's words of eight codes along K."""
 
-    def decode(self: Any, layer: torch.nn.Module) -> None:
+    def decode(self, layer):
         words, scale, zeros = self._get_weight_params(layer)[:3]
         codes = unpack_quantized_values_into_int32(words.data, self.config.weight_type, 0).float()
         zero = torch.full_like(scale, 8.0, dtype=torch.float32)
@@ -67,21 +65,21 @@ def multiply_int4_in_torch() -> None:
         centred = codes.unflatten(0, (scale.shape[0], -1)) - zero.unsqueeze(1)
         layer.plain = (centred * scale.float().unsqueeze(1)).flatten(0, 1).t().to(scale.dtype)
 
-    def apply(self: Any, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer, x, bias=None):
         return linear(x, layer.plain, bias)
 
     CPUWNA16LinearKernel._process_gptq_weights_w4a16 = decode
     CPUWNA16LinearKernel.apply_weights = apply
 
 
-def multiply_int8_in_torch() -> None:
+def multiply_int8_in_torch():
     """Codes times codes in float32, which is exact for these sizes, then both scales."""
 
-    def keep(self: Any, layer: torch.nn.Module) -> None:
+    def keep(self, layer):
         weight, scale = (getattr(layer, name) for name in self.layer_param_names[:2])
         layer.codes, layer.channel_scale = weight.data.float(), scale.data.float().view(-1)
 
-    def apply(self: Any, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer, x, bias=None):
         flat = x.reshape(-1, x.shape[-1])
         codes, scale, _ = ops.onednn_scaled_int8_quant(flat, None, None, True)
         out = linear(codes.float(), layer.codes) * scale.view(-1, 1) * layer.channel_scale
@@ -91,7 +89,7 @@ def multiply_int8_in_torch() -> None:
     CPUInt8ScaledMMLinearKernel._apply_weights_onednn = apply
 
 
-def int8_product_error() -> float:
+def int8_product_error():
     """Relative error of oneDNN's product of normally distributed int8 codes, which should be that
     of rounding to BF16, 0.002."""
     generator = torch.Generator().manual_seed(0)
@@ -110,7 +108,7 @@ def int8_product_error() -> float:
     return float((out.float() - exact).norm() / exact.norm())
 
 
-def products_of_this_cpu() -> dict[str, str]:
+def products_of_this_cpu():
     """Whose product each grid's is here, after those that this CPU has not are replaced."""
     products = {"int4": "vLLM's", "int8": "vLLM's"}
     if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
@@ -123,7 +121,7 @@ def products_of_this_cpu() -> dict[str, str]:
     return products
 
 
-def computing_classes(model: torch.nn.Module) -> list[str]:
+def computing_classes(model):
     """What vLLM chose for the layers: the quantization method, its scheme, and the kernel of
     either."""
     names = set()
@@ -145,7 +143,7 @@ def computing_classes(model: torch.nn.Module) -> list[str]:
     return sorted(names)
 
 
-def load(job: dict[str, Any]) -> LLM:
+def load(job):
     return LLM(
         model=job["path"],
         dtype=job.get("dtype", "bfloat16"),
@@ -163,7 +161,7 @@ def load(job: dict[str, Any]) -> LLM:
     )
 
 
-def generate(model: LLM, job: dict[str, Any]) -> object:
+def generate(model, job):
     params = SamplingParams(
         temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, logprobs=5, detokenize=False
     )
@@ -182,13 +180,13 @@ def generate(model: LLM, job: dict[str, Any]) -> object:
     ]
 
 
-def main() -> None:
+def main():
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints; the answers must stand alone
     AutoConfig.register("pangu_ultra_moe", PanguConfig)
     products = products_of_this_cpu() if current_platform.is_cpu() else {}
-    answers: list[object] = []
-    layers: list[list[str]] = []
+    answers = []
+    layers = []
     for job in json.load(sys.stdin):
         layers.append([])
         try:

@@ -11,17 +11,12 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import httpx
 import vllm_tokens
-from judged import MAX_TOKENS, Answer
-
-from quantkit.deploy.launch import Deployment
+from judged import MAX_TOKENS
 
 KEY = "key-of-this-run"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -40,11 +35,11 @@ SETTINGS = {
 class Server:
     """Processes with a log each, and the address that answers for them."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url):
         self.url, self.began = url, time.monotonic()
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes = []
 
-    def start(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
+    def start(self, command, environment, log):
         with log.open("ab") as written:
             written.write(f"$ {' '.join(command)}\n".encode())
             written.flush()
@@ -57,7 +52,7 @@ class Server:
             )
         self.processes.append(process)
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds):
         """Until it serves. Raises RuntimeError where it does not within `seconds` of its start, or
         where a process of it ended."""
         while not self.up():
@@ -65,7 +60,7 @@ class Server:
                 raise RuntimeError("it did not come up in time")
             time.sleep(0.5)
 
-    def up(self) -> bool:
+    def up(self):
         """Whether it serves. Raises RuntimeError where a process of it ended."""
         for number, process in enumerate(self.processes):
             if process.poll() is not None:
@@ -74,14 +69,14 @@ class Server:
             return httpx.get(f"{self.url}/health", headers=HEADERS, timeout=5).status_code == 200
         return False
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
+    def post(self, path, body):
         """Raises RuntimeError where it answers with a fault."""
         reply = httpx.post(f"{self.url}{path}", json=body, headers=HEADERS, timeout=300)
         if reply.status_code != 200:
             raise RuntimeError(f"it answers {reply.status_code}: {reply.text[:300]}")
         return reply.json()
 
-    def answer(self, model: str, prompt: list[int]) -> Answer:
+    def answer(self, model, prompt):
         """A greedy continuation."""
         asked = {
             "model": model,
@@ -99,7 +94,7 @@ class Server:
         ]
         return {"tokens": [_token(name) for name in found["tokens"]], "logprobs": top}
 
-    def guessed(self) -> str:
+    def guessed(self):
         """What the server counts of its MTP layer's guesses; empty where it has none."""
         metrics = httpx.get(f"{self.url}/metrics", timeout=5).text
         counter = r"^vllm:spec_decode_num_(draft_tokens|accepted_tokens)_total{[^}]*} ([0-9.]+)$"
@@ -108,7 +103,7 @@ class Server:
             return ""
         return f"{counted['accepted_tokens']:.0f} of {counted['draft_tokens']:.0f} guesses taken"
 
-    def end(self) -> None:
+    def end(self):
         for process in self.processes:
             if process.poll() is None:
                 process.terminate()
@@ -121,15 +116,7 @@ class Server:
             process.wait()
 
 
-def deployed(
-    made: Sequence[Deployment],
-    number: int,
-    cards: Sequence[int],
-    device: str,
-    python: str,
-    logs: Path,
-    more: Sequence[str],
-) -> Server:
+def deployed(made, number, cards, device, python, logs, more):
     """A deployment, or several alike behind one proxy, started. number: no other server that runs
     at the same time may have it. logs: what the names of their logs begin with."""
     ports = iter(range(FIRST_PORT + PORTS * number, FIRST_PORT + PORTS * (number + 1), APART_BY))
@@ -138,7 +125,7 @@ def deployed(
         settings["VLLM_MLA_DISABLE"] = "1"
     server, served = Server(""), dict[str, list[str]]()
 
-    def start(command: list[str], environment: dict[str, str], name: str) -> None:
+    def start(command, environment, name):
         own = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(next(ports))}
         # Of the workers of a box that other boxes reach, each looks for a free port from VLLM_PORT
         # on, and two may find the same one.
@@ -178,16 +165,16 @@ def deployed(
 
 
 @cache
-def _may_be_apart() -> bool:
+def _may_be_apart():
     """Whether this machine lets a process have mounts of its own."""
     return subprocess.run([*APART, "true"], capture_output=True).returncode == 0
 
 
-def _token(name: str) -> int:
+def _token(name):
     return int(name.removeprefix("token_id:"))
 
 
-def _filled(command: Sequence[str], python: str, port: int, meeting: int) -> list[str]:
+def _filled(command, python, port, meeting):
     words = list(command)
     if words[0] == "vllm":
         words[:1] = [python, "-m", "vllm.entrypoints.cli.main"]
@@ -195,7 +182,7 @@ def _filled(command: Sequence[str], python: str, port: int, meeting: int) -> lis
     return words
 
 
-def fill(words: list[str], values: dict[str, object]) -> None:
+def fill(words, values):
     """Give the options that are among the words other values."""
     for option, value in values.items():
         if option in words:

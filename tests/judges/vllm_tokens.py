@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
@@ -50,7 +49,7 @@ REFUSED_BY_0_22 = {"ct-w4a16": "Only symmetric quantization is supported for MoE
 RIGHT_IN_0_22 = ("ct-w4a16-symmetric",)
 
 
-def cases(device: str, models: list[str], formats: list[str]) -> list[Case]:
+def cases(device, models, formats):
     """Of those that are asked for; all formats of a model where none are."""
     found = []
     for model in models:
@@ -63,7 +62,7 @@ def cases(device: str, models: list[str], formats: list[str]) -> list[Case]:
     return found
 
 
-def run(directory: Path, asked: list[Case], vllm: str, device: str) -> None:
+def run(directory, asked, vllm, device):
     """vLLM's answers into DIRECTORY/FORMAT.answers.json; on a GPU one process a format, all at
     the same time.
 
@@ -98,16 +97,16 @@ def run(directory: Path, asked: list[Case], vllm: str, device: str) -> None:
         raise SystemExit(f"vLLM stopped, see {' and '.join(stopped)}")
 
 
-def groups(asked: list[Case], device: str) -> dict[str, list[Case]]:
+def groups(asked, device):
     """The cases of each process."""
-    found: dict[str, list[Case]] = {}
+    found = {}
     for model, format in asked:
         name = f"{format}-tiny" if model == "tiny-r1" else format
         found.setdefault("cpu" if device == "cpu" else name, []).append((model, format))
     return found
 
 
-def compare(directory: Path, asked: list[Case], device: str) -> int:
+def compare(directory, asked, device):
     """Prints a line a case. Returns how many failed."""
     failed = 0
     for name, group in groups(asked, device).items():
@@ -124,9 +123,7 @@ def compare(directory: Path, asked: list[Case], device: str) -> int:
     return failed
 
 
-def verdict(
-    directory: Path, format: str, engine: str, answer: Any, device: str
-) -> tuple[bool, str]:
+def verdict(directory, format, engine, answer, device):
     """Whether a model's answers, or vLLM's refusal, are what is expected, and a line about them."""
     path = directory / ("awq" if format == SHIFTED else format)
     earlier = engine.startswith("vllm 0.22.")
@@ -153,7 +150,7 @@ def verdict(
     return equal and not said and expected is None, f"{found} {said or ''}{refusal}"
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

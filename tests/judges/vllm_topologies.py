@@ -20,7 +20,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,10 +31,10 @@ from typing import Any
 import httpx
 from checkpoints import DENSE, digest, write
 from judged import MAX_TOKENS, judge, prompts_of
-from vllm_server import Server, deployed
+from vllm_server import deployed
 
 from quantkit.common.errors import QuantkitError
-from quantkit.deploy.launch import Deployment, deploy
+from quantkit.deploy.launch import deploy
 from quantkit.engines.layouts import LayoutRun, layout_runs
 
 CONTEXT = 1024
@@ -67,11 +66,11 @@ class Topology:
     times: int = 1
     more: tuple[str, ...] = ()
 
-    def ranks(self, cards: int) -> int:
+    def ranks(self, cards):
         return self.devices * self.boxes * self.times if self.devices else cards
 
     @property
-    def options(self) -> str:
+    def options(self):
         """What a result tells of it apart from its layout."""
         return " ".join([*([f"{self.times}-of-each"] if self.times > 1 else []), *self.more])
 
@@ -126,7 +125,7 @@ deepseek_v3-dense ct-w8a8 tensor apart
 qwen3-dense awq apart experts
 qwen3-dense ct-w8a8 pipeline experts-over-boxes""",
 }
-CASES: dict[str, list[Case]] = {
+CASES = {
     device: [
         (model, format, topology)
         for model, format, *topologies in map(str.split, lines.strip().splitlines())
@@ -136,7 +135,7 @@ CASES: dict[str, list[Case]] = {
 }
 
 
-def attention(backend: str, guesses: int) -> list[str]:
+def attention(backend, guesses):
     """vLLM's options for it. An MTP layer does not take the model's, but that of its own options,
     which are given anew: the last count."""
     if not backend:
@@ -146,12 +145,12 @@ def attention(backend: str, guesses: int) -> list[str]:
     return ["--attention-backend", backend, *drafts]
 
 
-def deployments(path: Path, name: str, cards: int) -> list[Deployment]:
+def deployments(path, name, cards):
     """What is printed for a topology, as often as it is run. Each box has an address of its own."""
     topology, made = TOPOLOGIES[name], []
     for turn in range(topology.times):
         addresses = [f"127.0.0.{turn * topology.boxes + box + 1}" for box in range(topology.boxes)]
-        asked: dict[str, Any] = {
+        asked = {
             "boxes": topology.boxes,
             "devices": topology.devices or cards // topology.boxes // topology.times,
             "hosts": addresses if topology.boxes > 1 else None,
@@ -163,7 +162,7 @@ def deployments(path: Path, name: str, cards: int) -> list[Deployment]:
     return made
 
 
-def started(number: int, case: Case, asked: argparse.Namespace) -> Server:
+def started(number, case, asked):
     topology = TOPOLOGIES[case[2]]
     on_cuda, ranks = asked.device == "cuda", topology.ranks(asked.cards)
     given = [*MEMORY[asked.device], *topology.more, *attention(asked.attention, topology.guesses)]
@@ -176,22 +175,15 @@ def started(number: int, case: Case, asked: argparse.Namespace) -> Server:
     return deployed(made, number, own, asked.device, asked.python, logs, given)
 
 
-def run(
-    directory: Path,
-    cases: Sequence[Case],
-    seconds: float,
-    beside: int,
-    last: float,
-    start: Callable[[int, Case], Server],
-) -> None:
+def run(directory, cases, seconds, beside, last, start):
     """Writes DIRECTORY/topologies.json as answers come: one a case, or {"error": text}. `beside`
     servers run at a time, and none is started after `last` seconds."""
     path, lock, stopped = directory / "topologies.json", threading.Lock(), threading.Event()
     told = json.loads(path.read_text()) if path.exists() else {}
-    servers: list[Server] = []
+    servers = []
     began = time.monotonic()
 
-    def one(number: int, case: Case) -> None:
+    def one(number, case):
         answers: Any
         if time.monotonic() - began > last:
             print(f"{' '.join(case)}: not started, no time is left", flush=True)
@@ -226,15 +218,13 @@ def run(
             server.end()
 
 
-def options_of_run(device: str, attention_asked: str, *, eager: bool) -> str:
+def options_of_run(device, attention_asked, *, eager):
     """What results tell of how their servers ran."""
     compiled = ["compiled"] if device == "cuda" and not eager else []
     return " ".join([*compiled, *attention(attention_asked, 0)])
 
 
-def compare(
-    directory: Path, cards: int, machine: str, engine: str, beside: int, more: str = ""
-) -> list[LayoutRun]:
+def compare(directory, cards, machine, engine, beside, more=""):
     """Prints a line a case, and of the first that answered the control, which must fail. `beside`
     cases are judged at a time. more: what a result tells of how its server ran, apart from the
     layout's options."""
@@ -257,13 +247,11 @@ def compare(
     return runs
 
 
-def _run(
-    directory: Path, cards: int, machine: str, engine: str, more: str, name: str, answers: Any
-) -> LayoutRun:
+def _run(directory, cards, machine, engine, more, name, answers):
     model, format, topology = name.split()
     asked = TOPOLOGIES[topology]
     program, release = engine.split()
-    about: dict[str, Any] = {
+    about = {
         "engine": program,
         "release": release,
         "machine": machine,
@@ -284,7 +272,7 @@ def _run(
     return LayoutRun(**about, passed=good, said=str(found))
 
 
-def keep(runs: Sequence[LayoutRun]) -> None:
+def keep(runs):
     """Into recipes/deploy/run.json, where they replace those of the same machine, engine, layout
     and checkpoint."""
     replaced = {_key(run) for run in runs}
@@ -293,12 +281,12 @@ def keep(runs: Sequence[LayoutRun]) -> None:
     (Path(__file__).parents[2] / "recipes/deploy/run.json").write_text(f"[\n {lines}\n]\n")
 
 
-def _key(run: LayoutRun) -> tuple[str | int, ...]:
+def _key(run):
     about = "engine device machine release layout guesses options ranks model format"
     return tuple(getattr(run, name) for name in about.split())
 
 
-def main(start: Callable[[int, Case, argparse.Namespace], Server] = started) -> int:
+def main(start=started):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -6,7 +6,6 @@ word too: any token that such a model says can be told, and its arrival seen.
 """
 
 import json
-from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -16,7 +15,7 @@ _SPECIAL = ("<s>", "</s>")
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def write_word_tokenizer(path: Path, vocab_size: int) -> None:
+def write_word_tokenizer(path, vocab_size):
     """tokenizer.json and its settings, in place of those that are there."""
     names = [*_SPECIAL, *WORDS]
     names += [f"w{number}" for number in range(len(names), vocab_size)]
@@ -36,7 +35,7 @@ def write_word_tokenizer(path: Path, vocab_size: int) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def with_words(path: Path, out: Path) -> Path:
+def with_words(path, out):
     """The checkpoint at `path` with this tokenizer. Files are linked, not copied: both are on one
     disk."""
     if not out.exists():

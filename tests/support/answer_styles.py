@@ -11,7 +11,6 @@ no answer; typesetting, units and politeness change nothing; what is in the reas
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -123,7 +122,7 @@ class Style:
     right: bool
 
     @property
-    def is_common(self) -> bool:
+    def is_common(self):
         """Whether a model that was asked for a box or an answer line writes so: one box with a number
         in it (any mathematics, a choice), a line or a sentence that states the answer, bold text at
         the end, fenced programs."""
@@ -138,15 +137,15 @@ class Style:
         return stated.search(text) is not None
 
 
-def _number_row(gold: str) -> dict[str, Any]:
+def _number_row(gold):
     return {"id": gold, "problem": QUESTION, "answer": gold}
 
 
-def _gsm8k_row(gold: str) -> dict[str, Any]:
+def _gsm8k_row(gold):
     return {"question": QUESTION, "answer": f"So many.\n#### {gold}"}
 
 
-def _math_row(gold: str) -> dict[str, Any]:
+def _math_row(gold):
     return {
         "unique_id": gold,
         "problem": QUESTION,
@@ -157,13 +156,13 @@ def _math_row(gold: str) -> dict[str, Any]:
     }
 
 
-def _choice_row(text: str) -> dict[str, Any]:
+def _choice_row(text):
     letter, *options = (part.strip() for part in text.split("|"))
     about = {"question_id": 1, "question": QUESTION, "category": "other", "cot_content": ""}
     return about | {"options": options, "answer": letter, "answer_index": ord(letter) - ord("A")}
 
 
-def _function_row(kind: str) -> dict[str, Any]:
+def _function_row(kind):
     prompt, test = FUNCTIONS[kind]
     name, body = re.findall(r"(?m)^def (\w+)", prompt)[-1], SOLUTIONS[kind][0].partition("\n")[2]
     return {
@@ -175,7 +174,7 @@ def _function_row(kind: str) -> dict[str, Any]:
     }
 
 
-def _contest_row(kind: str) -> dict[str, Any]:
+def _contest_row(kind):
     starter, name, tests = CALLS.get(
         kind, ("", None, [("3\n1 2 3\n", "6\n"), ("2\n-5 5\n", "0\n")])
     )
@@ -207,11 +206,11 @@ _ROWS = {
 
 
 @cache
-def styles(task: str) -> tuple[Style, ...]:
+def styles(task):
     return tuple(_read(task))
 
 
-def _read(task: str) -> Iterator[Style]:
+def _read(task):
     row, solutions = {}, ("", "")
     for line in (CORPUS / f"{task}.txt").read_text(encoding="utf-8").split("\n"):
         if not line:

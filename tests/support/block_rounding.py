@@ -2,16 +2,15 @@
 operations."""
 
 import torch
-from torch import Tensor
 
-from quantkit.grids.base import Quantizer, Scales
+from quantkit.grids.base import Scales
 from quantkit.grids.int_groups import IntGrid, IntQuantizer
 from quantkit.grids.mxfp4 import Mxfp4Quantizer
 from quantkit.grids.nvfp4 import Nvfp4Quantizer
 from quantkit.quant import block_rounding
-from quantkit.quant.block_rounding import BlockParts, ColumnScales, RoundBlock
+from quantkit.quant.block_rounding import BlockParts, ColumnScales
 
-GRIDS: dict[str, Quantizer] = {
+GRIDS = {
     "int4 with zero points": IntQuantizer(IntGrid(4, 128, False), torch.bfloat16),
     "int8": IntQuantizer(IntGrid(8, None, True), torch.float32),
     "fp4": Nvfp4Quantizer(torch.tensor(0.01)),
@@ -20,7 +19,7 @@ GRIDS: dict[str, Quantizer] = {
 SHAPES = [(128, 20), (128, 1), (3, 40, 9), (2, 48, 20), (2, 2100)]
 
 
-def random_scales(quantizer: Quantizer, shape: tuple[int, ...], device: str) -> Scales:
+def random_scales(quantizer, shape, device):
     zero = None
     if isinstance(quantizer, IntQuantizer) and not quantizer.grid.symmetric:
         zero = torch.randint(-8, 8, shape, device=device).float()
@@ -28,7 +27,7 @@ def random_scales(quantizer: Quantizer, shape: tuple[int, ...], device: str) -> 
     return Scales((torch.rand(shape, device=device) + 0.25) * width, zero)
 
 
-def random_reaction(lead: tuple[int, ...], columns: int, device: str) -> Tensor:
+def random_reaction(lead, columns, device):
     triangle = torch.randn(*lead, columns, columns, device=device).triu().mul_(0.03) + torch.eye(
         columns, device=device
     )
@@ -36,9 +35,7 @@ def random_reaction(lead: tuple[int, ...], columns: int, device: str) -> Tensor:
     return -(triangle.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * inverse).mT
 
 
-def assert_as_column_by_column(
-    round_block: RoundBlock, quantizer: Quantizer, shape: tuple[int, ...], device: str
-) -> None:
+def assert_as_column_by_column(round_block, quantizer, shape, device):
     """Steps of groups that come in any order; a batch of them, or one for all."""
     torch.manual_seed(1)
     *lead, columns, rows = shape
@@ -94,9 +91,7 @@ def assert_as_column_by_column(
     assert torch.equal(again[..., 2 * columns :, :], before[..., 2 * columns :, :])
 
 
-def assert_ties_fall_to_even_and_ends_are_kept(
-    round_block: RoundBlock, quantizer: Quantizer, device: str
-) -> None:
+def assert_ties_fall_to_even_and_ends_are_kept(round_block, quantizer, device):
     w = (
         torch.tensor([0.5, 1.5, 2.5, -0.5, 100.0, -100.0, 5.0, 0.25], device=device)
         .expand(1, -1)

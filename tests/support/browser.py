@@ -10,8 +10,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-from pathlib import Path
-from typing import Any
 
 PROGRAM = next(
     (
@@ -42,7 +40,7 @@ class Page:
     """One page of a browser of its own; close it. `said` are the console's messages and uncaught
     errors."""
 
-    def __init__(self, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+    def __init__(self, *, width=1280, height=900, dark=False):
         assert PROGRAM is not None
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         to_browser, self._write = os.pipe()
@@ -59,7 +57,7 @@ class Page:
         os.close(to_browser)
         os.close(from_browser)
         self._numbers, self._held, self._session = itertools.count(1), b"", ""
-        self.said: list[str] = []
+        self.said = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)[
             "sessionId"
@@ -76,11 +74,11 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
 
-    def open(self, url: str) -> None:
+    def open(self, url):
         self._call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
 
-    def value(self, expression: str) -> Any:
+    def value(self, expression):
         """What an expression of JavaScript is, as JSON."""
         found = self._call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
@@ -88,7 +86,7 @@ class Page:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def wait(self, expression: str, seconds: float = _SECONDS) -> None:
+    def wait(self, expression, seconds=_SECONDS):
         """Until the expression is true."""
         until = time.monotonic() + seconds
         while not self.value(f"Boolean({expression})"):
@@ -98,13 +96,13 @@ class Page:
             )
             time.sleep(0.05)
 
-    def screenshot(self, file: Path, width: int, height: int) -> None:
+    def screenshot(self, file, width, height):
         """Of the page's upper left."""
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
         found = self._call("Page.captureScreenshot", format="png", clip=clip)
         file.write_bytes(base64.b64decode(found["data"]))
 
-    def close(self) -> None:
+    def close(self):
         self._process.terminate()
         try:
             self._process.wait(10)
@@ -115,7 +113,7 @@ class Page:
         os.close(self._read)
         self._folder.cleanup()
 
-    def _call(self, method: str, **params: Any) -> dict[str, Any]:
+    def _call(self, method, **params):
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": params} | (
             {"sessionId": self._session} if self._session else {}
@@ -126,7 +124,7 @@ class Page:
             answer = self._receive(until)
             if answer.get("id") == number:
                 assert "error" not in answer, answer
-                result: dict[str, Any] = answer["result"]
+                result = answer["result"]
                 return result
             if answer.get("method") in (
                 "Runtime.exceptionThrown",
@@ -135,7 +133,7 @@ class Page:
             ):
                 self.said.append(json.dumps(answer["params"])[:1000])
 
-    def _receive(self, until: float) -> dict[str, Any]:
+    def _receive(self, until):
         while b"\0" not in self._held:
             ready, _, _ = select.select([self._read], [], [], max(until - time.monotonic(), 0))
             assert ready, "the browser does not answer"
@@ -143,5 +141,5 @@ class Page:
             assert part, "the browser ended"
             self._held += part
         text, _, self._held = self._held.partition(b"\0")
-        answer: dict[str, Any] = json.loads(text)
+        answer = json.loads(text)
         return answer

@@ -8,7 +8,6 @@ import shlex
 import sys
 import warnings
 from dataclasses import dataclass
-from typing import Any
 from unittest.mock import patch
 
 from quantkit.cli import main
@@ -23,22 +22,22 @@ class Answer:
     err: str
 
     @property
-    def error(self) -> str:
+    def error(self):
         """The line that says what is wrong."""
         return next(line for line in self.err.splitlines() if line.startswith("error: "))
 
     @property
-    def errors(self) -> int:
+    def errors(self):
         """Lines on stderr that are not empty."""
         return sum(bool(line.strip()) for line in self.err.splitlines())
 
     @property
-    def json(self) -> dict[str, Any]:
+    def json(self):
         """The one object on stdout."""
         return json.loads(self.out)
 
 
-def command(*arguments: str) -> Answer:
+def command(*arguments):
     out, err = io.StringIO(), io.StringIO()
     with (
         patch.object(sys, "argv", ["quantkit", *arguments]),
@@ -56,6 +55,6 @@ def command(*arguments: str) -> Answer:
     return Answer(code, out.getvalue(), err.getvalue())
 
 
-def typed(line: str) -> Answer:
+def typed(line):
     """A command as it is typed in a shell: words between spaces, quotes where one has spaces."""
     return command(*shlex.split(line))

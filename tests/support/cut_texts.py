@@ -1,11 +1,7 @@
 """Texts over one cache, cut into chunks, steps, steps with wrong guesses and both in one pass at
 random: what a forward over a cache is held against the whole by."""
 
-import random
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from quantkit.executor.runner.attention_context import (
     Chunk,
@@ -20,7 +16,7 @@ AHEAD = 3
 _TEXTS = [torch.arange(150) * 7 % 211, torch.arange(140) * 11 % 211]
 
 
-def furthest_from_whole(loaded: Any, generator: random.Random) -> float:
+def furthest_from_whole(loaded, generator):
     """The largest difference of two texts that are cut at random from the same texts as a whole."""
     cut = cut_at_random(loaded, generator)
     with torch.inference_mode():
@@ -28,7 +24,7 @@ def furthest_from_whole(loaded: Any, generator: random.Random) -> float:
     return max(float((found - expected).abs().max()) for found, expected in zip(cut, whole))
 
 
-def cut_at_random(loaded: Any, generator: random.Random) -> list[Tensor]:
+def cut_at_random(loaded, generator):
     """What the model hands out of each of two texts."""
     texts = Texts(loaded, _TEXTS)
     with torch.inference_mode():
@@ -41,7 +37,7 @@ def cut_at_random(loaded: Any, generator: random.Random) -> list[Tensor]:
 class Texts:
     """Two texts over one cache, at any place of each."""
 
-    def __init__(self, loaded: Any, texts: list[Tensor]) -> None:
+    def __init__(self, loaded, texts):
         self.loaded, self.texts, self.cache, self.at = (
             loaded,
             texts,
@@ -49,9 +45,9 @@ class Texts:
             [0, 0],
         )
         self.blocks, self.places = [torch.tensor([2, 4, 7]), torch.tensor([5, 1, 8])], [2, 1]
-        self.found: list[list[Tensor]] = [[], []]
+        self.found = [[], []]
 
-    def go_on(self, generator: random.Random) -> None:
+    def go_on(self, generator):
         """Some steps, and then a step of one text beside a chunk of the other, or a chunk of
         both."""
         open_ones = [0, 1]
@@ -71,11 +67,11 @@ class Texts:
         elif open_ones and all(self.at[one] < len(self.texts[one]) for one in open_ones):
             self.chunk(open_ones, generator.randint(1, 50))
 
-    def chunk(self, which: list[int], most: int) -> None:
+    def chunk(self, which, most):
         lengths = [min(most, len(self.texts[one]) - self.at[one]) for one in which]
         self._run([self._chunk(one, length) for one, length in zip(which, lengths)], which, lengths)
 
-    def step(self, which: list[int]) -> None:
+    def step(self, which):
         """With a row of padding."""
         context = self._step(which)
         out = self.loaded.model(
@@ -84,7 +80,7 @@ class Texts:
         )
         self._take(which, out.split(1))
 
-    def guess(self, which: list[int], generator: random.Random) -> None:
+    def guess(self, which, generator):
         """A token of each text and guesses behind it, of which the first ones are right; and a row
         of padding."""
         lengths = [
@@ -105,7 +101,7 @@ class Texts:
         out = self.loaded.model(torch.cat([*token_ids, torch.tensor([0])]), context)
         self._take(which, [part[:count] for part, count in zip(out.split([*lengths, 1]), right)])
 
-    def both(self, stepping: int, other: int, length: int) -> None:
+    def both(self, stepping, other, length):
         context = MixedContext(
             self._step([stepping], padded=False),
             PrefillContext(self.cache, [self._chunk(other, length)]),
@@ -118,7 +114,7 @@ class Texts:
         )
         self._take([stepping, other], self.loaded.model(token_ids, context).split([1, length]))
 
-    def _run(self, chunks: list[Chunk], which: list[int], lengths: list[int]) -> None:
+    def _run(self, chunks, which, lengths):
         token_ids = torch.cat(
             [self.texts[one][self.at[one] :][:length] for one, length in zip(which, lengths)]
         )
@@ -126,12 +122,10 @@ class Texts:
             out = self.loaded.model(token_ids, PrefillContext(self.cache, chunks))
         self._take(which, out.split(lengths))
 
-    def _chunk(self, one: int, length: int) -> Chunk:
+    def _chunk(self, one, length):
         return Chunk(self.at[one], length, self.blocks[one], self.places[one])
 
-    def _step(
-        self, which: list[int], padded: bool = True, further: list[int] | None = None
-    ) -> DecodeContext:
+    def _step(self, which, padded=True, further=None):
         """further: how far each row's token is behind those that its text has."""
         rows = [
             (self.at[one] + far, self.blocks[one], self.places[one])
@@ -150,7 +144,7 @@ class Texts:
             torch.tensor(places),
         )
 
-    def _take(self, which: list[int], parts: Any) -> None:
+    def _take(self, which, parts):
         for one, part in zip(which, parts):
             self.found[one].append(part)
             self.at[one] += len(part)

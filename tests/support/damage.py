@@ -9,11 +9,10 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 JSON_FILES = (
     "config.json",
@@ -23,7 +22,7 @@ JSON_FILES = (
     "generation_config.json",
 )
 NAN, INFINITY = float("nan"), float("inf")
-VALUES: tuple[Any, ...] = (
+VALUES = (
     *(
         None,
         True,
@@ -132,7 +131,7 @@ class Damage:
     apply: Callable[[Path], object]
 
 
-def by_rule(model: Path) -> list[Damage]:
+def by_rule(model):
     """Every rule on every field and file of a checkpoint."""
     shard = next(model.glob("*.safetensors")).name
     return [
@@ -145,18 +144,18 @@ def by_rule(model: Path) -> list[Damage]:
     ]
 
 
-def written(file: str, name: str, content: bytes) -> Damage:
+def written(file, name, content):
     """The file with that content."""
     return Damage(f"{file}: {name}", file, lambda folder: _write(folder / file, content))
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path, content):
     path.unlink(missing_ok=True)  # it may be a link to the good one
     path.write_bytes(content)
 
 
-def _edited(file: str, name: str, edit: Callable[[Any], object]) -> Damage:
-    def apply(folder: Path) -> None:
+def _edited(file, name, edit):
+    def apply(folder):
         value = json.loads((folder / file).read_text(encoding="utf-8"))
         edit(value)
         _write(folder / file, json.dumps(value).encode())
@@ -164,10 +163,10 @@ def _edited(file: str, name: str, edit: Callable[[Any], object]) -> Damage:
     return Damage(f"{file}: {name}", file, apply)
 
 
-def _set(value: Any, *path: str) -> Callable[[Any], object]:
+def _set(value, *path):
     """An edit that gives the field at a path a value, or takes it away for the value GONE."""
 
-    def edit(content: Any) -> None:
+    def edit(content):
         *above, last = path
         for key in above:
             content = content[key]
@@ -179,11 +178,11 @@ def _set(value: Any, *path: str) -> Callable[[Any], object]:
     return edit
 
 
-def _said(value: Any) -> str:
+def _said(value):
     return repr(value)[:30].encode("unicode_escape").decode()
 
 
-def _edits(content: dict[str, Any]) -> Iterator[tuple[str, Callable[[Any], object]]]:
+def _edits(content):
     """Every field, and the first twelve of each inner object, with every value and without one."""
     for key, value in content.items():
         inner = islice(value, 12) if isinstance(value, dict) else ()
@@ -192,7 +191,7 @@ def _edits(content: dict[str, Any]) -> Iterator[tuple[str, Callable[[Any], objec
                 yield f"{'.'.join(path)} = {_said(other)}", _set(other, *path)
 
 
-def _fields(model: Path, file: str) -> Iterator[Damage]:
+def _fields(model, file):
     content = json.loads((model / file).read_text())
     for name, edit in _edits(content):
         yield _edited(file, name, edit)
@@ -209,7 +208,7 @@ def _fields(model: Path, file: str) -> Iterator[Damage]:
             yield _edited(file, f"lists {_said(name)}", _set(place, "weight_map", name))
 
 
-def _quantizations() -> Iterator[Damage]:
+def _quantizations():
     lists = ("ignore", "modules_to_not_convert", "exclude_modules", "config_groups")
     for method in ("awq", "compressed-tensors", "gptq", "modelopt"):
         said = {"quant_method": method, "format": "pack-quantized", "quant_algo": "NVFP4"}
@@ -222,7 +221,7 @@ def _quantizations() -> Iterator[Damage]:
         yield _edited("config.json", f"model_type = {kind}", _set(kind, "model_type"))
 
 
-def _texts(model: Path) -> Iterator[Damage]:
+def _texts(model):
     """The same faults in every JSON file."""
     for file in JSON_FILES:
         good = (model / file).read_bytes()
@@ -251,14 +250,14 @@ def _texts(model: Path) -> Iterator[Damage]:
             yield written(file, name, content)
 
 
-def _headers(model: Path, shard: str) -> Iterator[Damage]:
+def _headers(model, shard):
     content = (model / shard).read_bytes()
     length = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     names = [name for name in header if name != "__metadata__"]
     some = {name: header[name] for name in names[:: max(len(names) // 6, 1)]}
 
-    def rewritten(name: str, edit: Callable[[dict[str, Any]], object]) -> Damage:
+    def rewritten(name, edit):
         changed = copy.deepcopy(header)
         edit(changed)
         text = json.dumps(changed).encode()
@@ -290,12 +289,12 @@ def _headers(model: Path, shard: str) -> Iterator[Damage]:
         )
 
 
-def _sparse(path: Path, size: int) -> None:
+def _sparse(path, size):
     _write(path, min(size - 8, 99_999_999).to_bytes(8, "little"))
     os.truncate(path, size)
 
 
-def _kinds(model: Path, shard: str) -> Iterator[Damage]:
+def _kinds(model, shard):
     """Something else than a file, or a file elsewhere."""
     for file in (
         *JSON_FILES,
@@ -322,17 +321,17 @@ def _kinds(model: Path, shard: str) -> Iterator[Damage]:
             )
 
 
-def _link_out(path: Path, model: Path) -> None:
+def _link_out(path, model):
     good = model / path.name
     os.symlink(good if good.exists() else model / "config.json", path)
 
 
-def _replaced(path: Path, make: Callable[[Path], object]) -> None:
+def _replaced(path, make):
     path.unlink(missing_ok=True)
     make(path)
 
 
-def _templates() -> Iterator[Damage]:
+def _templates():
     file, key = "tokenizer_config.json", "chat_template"
     texts = [template.encode(errors="surrogatepass") for template in TEMPLATES]
     for content in (*texts, b"\xff\xfe{{ messages }}", b"\x80", b"x" * (17 << 20)):
@@ -342,7 +341,7 @@ def _templates() -> Iterator[Damage]:
         yield _edited(file, f"template {_said(said)}", _set(said, key))
 
 
-def copied(model: Path, folder: Path) -> Path:
+def copied(model, folder):
     """A folder of hard links to a checkpoint's files; a damage replaces the file it is done to."""
     shutil.copytree(model, folder, copy_function=os.link)
     return folder

@@ -1,27 +1,17 @@
 """Engines of small models on this CPU: loaded, captured as graphs are, and asked."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-import pytest
-
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner.runner import Runner
-from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.sequence import Completion
 from quantkit.executor.speculation.mtp_drafter import make_mtp_drafter
 from quantkit.executor.speculation.speculation import Speculation
 
 
-def load(path: Path, draft: Path | None = None, **options: Any) -> Engine:
+def load(path, draft=None, **options):
     asked = {"max_batch": 4, "max_model_len": 256, "draft": draft, **options}
     return Engine.load(path, device="cpu", dtype="float32", **asked)
 
 
-def completions(
-    engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
-) -> list[Completion]:
+def completions(engine, prompts, params):
     """In the order of the prompts. Afterwards nothing is computed, and no block is held."""
     done = sorted(engine.generate(prompts, params), key=lambda one: one.index)
     assert not engine.has_work
@@ -29,18 +19,16 @@ def completions(
     return done
 
 
-def tokens(
-    engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
-) -> list[list[int]]:
+def tokens(engine, prompts, params):
     return [one.token_ids for one in completions(engine, prompts, params)]
 
 
-def in_place(step: Callable[[], Any], lengths: list[int]) -> Callable[[], Any]:
+def in_place(step, lengths):
     """A capture that behaves as a graph: it computes on the buffers that the step was made with,
     and leaves results where the first ones lay."""
     kept = step()
 
-    def replay() -> Any:
+    def replay():
         for old, new in zip(kept, step()) if isinstance(kept, tuple) else [(kept, step())]:
             if old.data_ptr() != new.data_ptr():
                 old.copy_(new)
@@ -49,7 +37,7 @@ def in_place(step: Callable[[], Any], lengths: list[int]) -> Callable[[], Any]:
     return replay
 
 
-def capture(engine: Engine, captured: Any = in_place, draft_length: int = 0) -> Engine:
+def capture(engine, captured=in_place, draft_length=0):
     """The engine with captured steps, those of its MTP layer too."""
     keep_all_hidden = engine.runner.prefill_runner.keep_all_hidden
     engine.runner = Runner(engine.loaded.model, engine.cache, captured)
@@ -61,25 +49,23 @@ def capture(engine: Engine, captured: Any = in_place, draft_length: int = 0) -> 
     return engine
 
 
-def submit_all(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+def submit_all(engine, prompts, params):
     """Tokens of requests that are submitted at once and computed step by step."""
     sequences = [engine.submit(prompt, params, index) for index, prompt in enumerate(prompts)]
     finish(engine)
     return [one.generated for one in sequences]
 
 
-def finish(engine: Engine) -> None:
+def finish(engine):
     while engine.has_work:
         engine.step()
 
 
-def note(
-    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, seen: Callable[..., object]
-) -> None:
+def note(monkeypatch, owner, name, seen):
     """Have `seen` called with what a function of `owner` is given, before that computes."""
     run = getattr(owner, name)
 
-    def noted(*given: Any, **named: Any) -> Any:
+    def noted(*given, **named):
         seen(*given, **named)
         return run(*given, **named)
 

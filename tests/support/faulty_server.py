@@ -17,14 +17,14 @@ from typing import Any
 STREAM = "text/event-stream"
 
 
-def chunk(text: str, **choice: Any) -> bytes:
+def chunk(text, **choice):
     """One event with a piece of text."""
     return event(
         {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None, **choice}]}
     )
 
 
-def event(value: Any) -> bytes:
+def event(value):
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
 
 
@@ -37,10 +37,10 @@ END = STOP + USAGE + DONE
 class Wire:
     """What one request is answered with."""
 
-    def __init__(self, handler: BaseHTTPRequestHandler) -> None:
+    def __init__(self, handler):
         self._handler = handler
 
-    def head(self, status: int = 200, kind: str = STREAM, **headers: str) -> None:
+    def head(self, status=200, kind=STREAM, **headers):
         self._handler.send_response(status)
         self._handler.send_header("Content-Type", kind)
         self._handler.send_header("Connection", "close")
@@ -48,17 +48,17 @@ class Wire:
             self._handler.send_header(name.replace("_", "-"), value)
         self._handler.end_headers()
 
-    def write(self, *pieces: bytes, every_s: float = 0.0) -> None:
+    def write(self, *pieces, every_s=0.0):
         for piece in pieces:
             self._handler.wfile.write(piece)
             self._handler.wfile.flush()
             time.sleep(every_s)
 
-    def stream(self, *pieces: bytes, every_s: float = 0.0) -> None:
+    def stream(self, *pieces, every_s=0.0):
         self.head()
         self.write(*pieces, every_s=every_s)
 
-    def chunked(self, *pieces: bytes, is_ended: bool = True) -> None:
+    def chunked(self, *pieces, is_ended=True):
         """In chunks of HTTP/1.1, the last one of which may be missing."""
         self.head(200, STREAM, Transfer_Encoding="chunked")
         self.write(
@@ -66,11 +66,11 @@ class Wire:
             b"0\r\n\r\n" if is_ended else b"",
         )
 
-    def refuse(self, status: int, message: str) -> None:
+    def refuse(self, status, message):
         self.head(status, "application/json")
         self.write(json.dumps({"error": {"message": message}}).encode())
 
-    def reset(self) -> None:
+    def reset(self):
         """Close without a word, so that the client sees a reset."""
         self._handler.connection.setsockopt(
             socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0"
@@ -86,11 +86,11 @@ TEXT = "你好 \u2028\u2029\u0085\x0b\x0c 4"
 _PIECES = [chunk("你好 \u2028\u2029"), chunk("\u0085\x0b\x0c 4")]
 
 
-def _in_bytes(data: bytes) -> list[bytes]:
+def _in_bytes(data):
     return [data[place : place + 1] for place in range(len(data))]
 
 
-WHOLE: dict[str, Behaviour] = {
+WHOLE = {
     "plain": lambda wire, body: wire.stream(*_PIECES, END),
     "separators inside text": lambda wire, body: wire.stream(chunk(TEXT), END),
     "carriage returns": lambda wire, body: wire.stream(
@@ -234,7 +234,7 @@ WHOLE: dict[str, Behaviour] = {
 }
 """A reply that is read whole."""
 
-BROKEN: dict[str, Behaviour] = {
+BROKEN = {
     "reset": lambda wire, body: wire.reset(),
     "cut in a line": lambda wire, body: wire.stream(_PIECES[0], _PIECES[1][:30]),
     "cut between lines": lambda wire, body: wire.stream(*_PIECES),
@@ -310,40 +310,40 @@ BROKEN: dict[str, Behaviour] = {
 class FaultyServer:
     """`requests` collects bodies; `/v1/models` lists `model`."""
 
-    def __init__(self, behaviour: Behaviour, *, model: str = "faulty") -> None:
-        self.requests: list[dict[str, Any]] = []
+    def __init__(self, behaviour, *, model="faulty"):
+        self.requests = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def do_GET(self) -> None:
+            def do_GET(self):
                 data = json.dumps({"data": [{"id": model}]}).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
 
-            def do_POST(self) -> None:
+            def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.requests.append(body)
                 self.close_connection = True
                 with suppress(OSError):  # the client may have had enough
                     behaviour(Wire(self), body)
 
-            def log_message(self, *args: object) -> None:
+            def log_message(self, *args):
                 pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def __enter__(self) -> "FaultyServer":
+    def __enter__(self):
         threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
         ).start()
         return self
 
-    def __exit__(self, *args: object) -> None:
+    def __exit__(self, *args):
         self._server.shutdown()
         self._server.server_close()

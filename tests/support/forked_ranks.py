@@ -4,8 +4,6 @@ through a file."""
 import gc
 import os
 import traceback
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from quantkit.executor.ranks.parallel import Parallel
 
 
-def run_ranks(size: int, folder: Path, compute: Callable[[Parallel], object]) -> list[object]:
+def run_ranks(size, folder, compute):
     """What compute(parallel) returns on every rank, as torch saves it."""
     children = []
     for rank in range(size):
@@ -26,7 +24,7 @@ def run_ranks(size: int, folder: Path, compute: Callable[[Parallel], object]) ->
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
-def _rank(rank: int, size: int, folder: Path, compute: Callable[[Parallel], object]) -> int:
+def _rank(rank, size, folder, compute):
     # What an earlier test left, such as a group of gloo, is not taken apart here: it would wait for
     # threads that no fork has.
     gc.freeze()

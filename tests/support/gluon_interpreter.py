@@ -9,9 +9,7 @@ loaded before its products are done, an address outside a tensor.
 import itertools
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -22,10 +20,10 @@ from torch import Tensor
 class Descriptor:
     """A matrix as TMA reads it: tiles of `block`, zeros outside."""
 
-    def __init__(self, matrix: Tensor, block: tuple[int, int]) -> None:
+    def __init__(self, matrix, block):
         self.matrix, self.block, self.layout = matrix, block, None
 
-    def tile(self, at: tuple[int, int]) -> Tensor:
+    def tile(self, at):
         found = torch.zeros(self.block, dtype=self.matrix.dtype)
         part = self.matrix[at[0] : at[0] + self.block[0], at[1] : at[1] + self.block[1]]
         found[: part.shape[0], : part.shape[1]] = part
@@ -33,14 +31,14 @@ class Descriptor:
 
 
 class Pointer:
-    def __init__(self, flat: Tensor, offset: Any = 0) -> None:
+    def __init__(self, flat, offset=0):
         assert flat.dim() == 1
         self.flat, self.offset, self.dtype = flat, offset, SimpleNamespace(element_ty=flat.dtype)
 
-    def __add__(self, more: Any) -> "Pointer":
+    def __add__(self, more):
         return Pointer(self.flat, self.offset + more)
 
-    def cells(self, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def cells(self, mask):
         offset, inside = torch.broadcast_tensors(
             torch.as_tensor(self.offset), torch.as_tensor(True if mask is None else mask)
         )
@@ -54,17 +52,17 @@ class Place:
     """A tile in shared memory: loaded once more when as many have read it as `readers`, and none
     reads."""
 
-    def __init__(self, readers: int, dtype: torch.dtype, *shape: int) -> None:
+    def __init__(self, readers, dtype, *shape):
         self.value, self.readers, self.missing = torch.empty(shape, dtype=dtype), readers, shape[0]
         self.reading, self.read = 0, readers
 
-    def permute(self, order: tuple[int, int]) -> "Turned":
+    def permute(self, order):
         return Turned(self, order)
 
-    def slice(self, first: int, length: int) -> "Rows":
+    def slice(self, first, length):
         return Rows(self, first, length)
 
-    def fill(self, values: Tensor, first: int = 0) -> None:
+    def fill(self, values, first=0):
         if self.missing == 0:
             assert self.read == self.readers, "loaded before its products were done"
             self.missing = len(self.value)
@@ -73,21 +71,21 @@ class Place:
         assert self.missing >= 0, "loaded twice"
         self.read = 0
 
-    def begin(self) -> None:
+    def begin(self):
         assert self.missing == 0, "read before it was loaded"
         assert self.read < self.readers, "read twice"
         self.reading += 1
 
-    def end(self) -> None:
+    def end(self):
         self.reading, self.read = self.reading - 1, self.read + 1
         if self.read == self.readers and self.value.is_floating_point():
             self.value.fill_(float("nan"))
 
-    def load(self, layout: None) -> Tensor:
+    def load(self, layout):
         assert self.missing == 0
         return self.value.clone()
 
-    def store(self, values: Tensor) -> None:
+    def store(self, values):
         self.value.copy_(values)
         self.missing = 0
 
@@ -95,49 +93,49 @@ class Place:
 class Kept(Place):
     """A tile that stays as it is, however often it is read."""
 
-    def __init__(self, dtype: torch.dtype, *shape: int) -> None:
+    def __init__(self, dtype, *shape):
         super().__init__(0, dtype, *shape)
 
-    def begin(self) -> None:
+    def begin(self):
         assert self.missing == 0, "read before it was written"
         self.reading += 1
 
-    def end(self) -> None:
+    def end(self):
         self.reading -= 1
 
-    def store(self, values: Tensor) -> None:
+    def store(self, values):
         assert not self.reading, "written while a product reads it"
         super().store(values)
 
 
 class Rows:
-    def __init__(self, place: Place, first: int, length: int) -> None:
+    def __init__(self, place, first, length):
         self.place, self.first, self.length = place, first, length
 
-    def fill(self, values: Tensor) -> None:
+    def fill(self, values):
         assert len(values) == self.length
         self.place.fill(values, self.first)
 
 
 class Turned:
-    def __init__(self, place: Place, order: tuple[int, int]) -> None:
+    def __init__(self, place, order):
         self.place, self.order = place, order
 
     @property
-    def value(self) -> Tensor:
+    def value(self):
         return self.place.value.permute(self.order)
 
 
 class Barrier:
     """Its phase ends when all have arrived, and the bytes that were announced are there."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.ended, self.count, self.arrived, self.missing = 0, 1, 0, 0
 
-    def init(self, count: int) -> None:
+    def init(self, count):
         self.count = count
 
-    def arrive(self, count: int, brought: int = 0) -> None:
+    def arrive(self, count, brought=0):
         self.arrived, self.missing = self.arrived + count, self.missing - brought
         assert self.arrived <= self.count, "more arrive than are awaited"
         if self.arrived == self.count and self.missing == 0:
@@ -148,34 +146,34 @@ class Machine:
     """One program at a time, and of its partitions one until it has to wait. Products that were
     issued keep their places until they have been waited for."""
 
-    def __init__(self) -> None:
-        self.program: tuple[int, ...] = (0,)
-        self.programs: tuple[int, ...] = (1,)
-        self.issued: dict[int, list[tuple[Place, ...]]] = {}
+    def __init__(self):
+        self.program = (0,)
+        self.programs = (1,)
+        self.issued = {}
         self.readers = 1
         self.turn = threading.Condition()
-        self.running: list[int] = []
+        self.running = []
 
     @staticmethod
-    def init(barrier: Barrier, count: int) -> None:
+    def init(barrier, count):
         barrier.init(count)
 
     @staticmethod
-    def arrive(barrier: Barrier, count: int, pred: bool = True) -> None:
+    def arrive(barrier, count, pred=True):
         if pred:
             barrier.arrive(count)
 
     @staticmethod
-    def expect(barrier: Barrier, count: int, pred: bool = True) -> None:
+    def expect(barrier, count, pred=True):
         if pred:
             barrier.missing += count
             barrier.arrive(1)
 
-    def wait(self, barrier: Barrier, phase: int, pred: bool = True) -> None:
+    def wait(self, barrier, phase, pred=True):
         if pred and barrier.ended % 2 == phase:
             self.give_way(lambda: barrier.ended % 2 != phase)
 
-    def give_way(self, until: Callable[[], bool]) -> None:
+    def give_way(self, until):
         """Let the other partitions run, one after the other, until it holds."""
         me, tried = threading.get_ident(), 0
         while not until():
@@ -183,23 +181,18 @@ class Machine:
             tried += 1
             self.pass_on(me)
 
-    def pass_on(self, me: int) -> None:
+    def pass_on(self, me):
         if len(self.running) < 2:
             return
         self.running.append(self.running.pop(0))
         self.turn.notify_all()
         self.turn.wait_for(lambda: self.running[0] == me)
 
-    def specialize(
-        self,
-        partitions: list[tuple[Callable[..., None], tuple[Any, ...]]],
-        warps: list[int],
-        registers: list[int],
-    ) -> None:
+    def specialize(self, partitions, warps, registers):
         """The last partition loads, the others read."""
-        faults: list[BaseException] = []
+        faults = []
 
-        def run(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        def run(function, args):
             me = threading.get_ident()
             with self.turn:
                 self.turn.wait_for(lambda: bool(self.running) and self.running[0] == me)
@@ -222,22 +215,13 @@ class Machine:
             raise faults[0]
 
     @staticmethod
-    def copy(
-        source: Descriptor, at: list[int], barrier: Barrier, to: Place | Rows, pred: bool = True
-    ) -> None:
+    def copy(source, at, barrier, to, pred=True):
         if pred:
             tile = source.tile((int(at[0]), int(at[1])))
             to.fill(tile)
             barrier.arrive(0, tile.numel() * tile.element_size())
 
-    def product(
-        self,
-        a: Place | Tensor,
-        b: Place | Turned,
-        acc: Tensor,
-        is_async: bool,
-        use_acc: bool = True,
-    ) -> Tensor:
+    def product(self, a, b, acc, is_async, use_acc=True):
         assert is_async
         places = [
             one.place if isinstance(one, Turned) else one
@@ -251,16 +235,14 @@ class Machine:
         product = left.to(acc.dtype) @ right.to(acc.dtype)
         return acc + product if use_acc else product
 
-    def products_done(
-        self, num_outstanding: int, deps: tuple[Tensor, ...]
-    ) -> Tensor | tuple[Tensor, ...]:
+    def products_done(self, num_outstanding, deps):
         issued = self.issued.get(threading.get_ident(), [])
         while len(issued) > num_outstanding:
             for place in issued.pop(0):
                 place.end()
         return deps[0] if len(deps) == 1 else deps
 
-    def allocate(self, dtype: torch.dtype, shape: list[int], layout: object) -> Any:
+    def allocate(self, dtype, shape, layout):
         """Barriers, or places of a ring; or one place, which stays as it is after a product."""
         if dtype == torch.int64:
             return _Memory(Barrier() for _ in range(shape[0]))
@@ -269,25 +251,21 @@ class Machine:
         return Kept(dtype, *shape)
 
 
-def _load(
-    pointer: Pointer, mask: Tensor | None = None, other: float = 0, cache_modifier: str = ""
-) -> Tensor:
+def _load(pointer, mask=None, other=0, cache_modifier=""):
     offset, inside = pointer.cells(mask)
     found = torch.full(offset.shape, other, dtype=pointer.flat.dtype)
     found[inside] = pointer.flat[offset[inside]]
     return found
 
 
-def _store(pointer: Pointer, values: Any, mask: Tensor | None = None) -> None:
+def _store(pointer, values, mask=None):
     offset, inside = pointer.cells(mask)
     pointer.flat[offset[inside]] = (
         torch.as_tensor(values).expand(offset.shape)[inside].to(pointer.flat.dtype)
     )
 
 
-def _atomic_add(
-    pointer: Pointer, values: Any, mask: Tensor | None = None, sem: str = "", scope: str = ""
-) -> Any:
+def _atomic_add(pointer, values, mask=None, sem="", scope=""):
     offset, inside = pointer.cells(mask)
     before = pointer.flat[torch.where(inside, offset, 0)].clone()
     pointer.flat.index_add_(
@@ -299,11 +277,11 @@ def _atomic_add(
 
 
 class _Memory(list[Any]):
-    def index(self, place: int) -> Any:  # type: ignore[override]
+    def index(self, place):  # type: ignore[override]
         return self[place]
 
 
-def _where(which: Any, one: Any, other: Any) -> Any:
+def _where(which, one, other):
     if isinstance(one, Tensor) and one.dim():
         return torch.where(which, one, other)
     return (
@@ -315,9 +293,7 @@ def _where(which: Any, one: Any, other: Any) -> Any:
     )
 
 
-def _of_tensors(
-    whole: Callable[[Tensor, Tensor], Tensor], numbers: Callable[[Any, Any], Any]
-) -> Callable[[Any, Any], Any]:
+def _of_tensors(whole, numbers):
     return lambda one, other: (
         whole(one, other)
         if isinstance(one, Tensor) and isinstance(other, Tensor)
@@ -325,7 +301,7 @@ def _of_tensors(
     )
 
 
-def _modules(machine: Machine) -> dict[str, ModuleType]:
+def _modules(machine):
     language, gluon, hopper = ModuleType("language"), ModuleType("gluon"), ModuleType("hopper")
     vars(language).update(
         constexpr=lambda value: value, int8=torch.int8, int32=torch.int32, int64=torch.int64,
@@ -367,12 +343,12 @@ def _modules(machine: Machine) -> dict[str, ModuleType]:
     }
 
 
-def _nothing(*args: object, **named: object) -> None:
+def _nothing(*args, **named):
     return None
 
 
 @contextmanager
-def _instead(modules: dict[str, ModuleType]) -> Any:
+def _instead(modules):
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
     try:
@@ -385,16 +361,16 @@ def _instead(modules: dict[str, ModuleType]) -> Any:
                 sys.modules[name] = module
 
 
-def interpreted(source: Path, kernel: str, readers: int = 1) -> Callable[..., None]:
+def interpreted(source, kernel, readers=1):
     """A kernel of a file, as a function of the number of programs, along one axis or several, and
     then its own arguments. readers: products that read a place before it is loaded again."""
     machine = Machine()
     machine.readers = readers
-    names: dict[str, Any] = {"__name__": source.stem}
+    names = {"__name__": source.stem}
     with _instead(_modules(machine)):
         exec(compile(source.read_text(), str(source), "exec"), names)
 
-    def run(programs: int | tuple[int, ...], *args: object, **named: object) -> None:
+    def run(programs, *args, **named):
         machine.programs = programs if isinstance(programs, tuple) else (programs,)
         for machine.program in itertools.product(*map(range, machine.programs)):  # noqa: B020
             names[kernel](*args, **named)

@@ -2,10 +2,8 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 _DIRECTORY = Path(__file__).parent / "golden"
 _BITS = {
@@ -15,11 +13,11 @@ _BITS = {
 }
 
 
-def load(name: str) -> dict[str, Any]:
+def load(name):
     return json.loads((_DIRECTORY / f"{name}.json").read_text())
 
 
-def tensor(stored: dict[str, Any]) -> Tensor:
+def tensor(stored):
     """A stored tensor in its own dtype and shape."""
     dtype = getattr(torch, stored["dtype"])
     if "values" in stored:
@@ -33,7 +31,7 @@ def tensor(stored: dict[str, Any]) -> Tensor:
     return torch.tensor(signed, dtype=carrier).view(dtype).reshape(stored["shape"])
 
 
-def words(hexadecimal: list[str]) -> list[int]:
+def words(hexadecimal):
     """32-bit words written in hexadecimal, as the signed values of int32."""
     return [
         value - 2**32 if value >= 2**31 else value

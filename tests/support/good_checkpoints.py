@@ -4,14 +4,10 @@ for name, path in write_all(folder): ...
 """
 
 import math
-from collections.abc import Collection, Iterator
-from pathlib import Path
-from typing import Any
 
 import make_model
 import torch
 from packed_model import write_packed
-from torch import Tensor
 
 from quantkit.checkpoint.formats import (
     awq,
@@ -22,15 +18,14 @@ from quantkit.checkpoint.formats import (
     modelopt,
     modelslim,
 )
-from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.assets import builtin_model
-from quantkit.grids.base import Grid, dequantize
+from quantkit.grids.base import dequantize
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.models import find_architecture
 
-FORMATS: dict[str, tuple[Format, Grid]] = {
+FORMATS = {
     "awq": (awq.FORMAT, IntGrid(4, 128, False)),
     "gptq": (gptq.FORMATS[0], IntGrid(4, 64, False)),
     "gptq-sym": (gptq.FORMATS[0], IntGrid(4, 128, True)),
@@ -45,11 +40,11 @@ FORMATS: dict[str, tuple[Format, Grid]] = {
     "modelslim": (modelslim.FORMAT, IntGrid(8, None, True)),
     "modelslim-int4": (modelslim.FORMAT, IntGrid(4, None, True)),
 }
-QWEN3: dict[str, Any] = make_model.CONFIGS["qwen3"]
-QWEN3_MOE: dict[str, Any] = make_model.CONFIGS["qwen3_moe"]
+QWEN3 = make_model.CONFIGS["qwen3"]
+QWEN3_MOE = make_model.CONFIGS["qwen3_moe"]
 
 
-def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+def random_weights(config, seed=0):
     """Weights of every row of the table, channels of different sizes as trained ones have."""
     architecture = find_architecture(config)
     generator = torch.Generator().manual_seed(seed)
@@ -72,7 +67,7 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     return tensors
 
 
-def tiny_r1() -> tuple[dict[str, Any], dict[str, Tensor]]:
+def tiny_r1():
     """The built-in model, decoded to BF16."""
     checkpoint = Checkpoint.open(builtin_model("tiny-r1"))
     tensors = {
@@ -85,7 +80,7 @@ def tiny_r1() -> tuple[dict[str, Any], dict[str, Tensor]]:
     }, tensors
 
 
-def models() -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
+def models():
     """config.json and BF16 tensors by name."""
     return {
         "tiny-r1": tiny_r1(),
@@ -94,7 +89,7 @@ def models() -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
     }
 
 
-def write_all(folder: Path, only: Collection[str] = ()) -> Iterator[tuple[str, Path, Path]]:
+def write_all(folder, only=()):
     """(model and format, the checkpoint, its source in BF16). only: models and formats, such as
     "qwen3-moe awq"; all without."""
     for model, (config, tensors) in models().items():

@@ -2,8 +2,6 @@
 heads."""
 
 import os
-from pathlib import Path
-from typing import Any
 
 import engines
 import torch
@@ -11,21 +9,18 @@ from tied_model import TIED
 
 from quantkit.executor.engine import Engine
 from quantkit.executor.memory_budget import plan_kv_cache
-from quantkit.executor.options import EngineOptions
-from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.executor.speculation.draft_model import load_draft
 from quantkit.executor.weights.load import load_model
 from quantkit.tokenizer.chat import ChatTokenizer
 
-LLAMA: dict[str, Any] = TIED | {
+LLAMA = TIED | {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-QWEN3: dict[str, Any] = LLAMA | {
+QWEN3 = LLAMA | {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "tie_word_embeddings": False,
@@ -39,19 +34,15 @@ MIXED = [
 ]
 
 
-def load(path: Path, draft: Path | None = None, **options: Any) -> Engine:
+def load(path, draft=None, **options):
     return engines.load(path, draft, **{"max_model_len": 128, **options})
 
 
-def tokens(
-    engine: Engine,
-    params: SamplingParams | list[SamplingParams],
-    prompts: list[list[int]] = PROMPTS,
-) -> list[list[int]]:
+def tokens(engine, params, prompts=PROMPTS):
     return engines.tokens(engine, prompts, params)
 
 
-def measured(engine: Engine) -> float:
+def measured(engine):
     """The share of guesses that were kept since it was asked last."""
     acceptance = engine.speculation.acceptance
     assert acceptance.drafted > 15
@@ -60,7 +51,7 @@ def measured(engine: Engine) -> float:
     return rate
 
 
-def ranked(parallel: Parallel, options: EngineOptions) -> Engine:
+def ranked(parallel, options):
     """The engine of a forked rank, which has the whole draft."""
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     parallel._open_channel(torch.device("cpu"))
@@ -70,7 +61,7 @@ def ranked(parallel: Parallel, options: EngineOptions) -> Engine:
     return Engine(loaded, tokenizer, cache, options, draft)
 
 
-def beyond_the_backlog(engine: Engine, drafts: int, unread: int) -> tuple[Sequence, Sequence]:
+def beyond_the_backlog(engine, drafts, unread):
     """An old and a recent request, of which the old one has more tokens than a drafter keeps to
     read later, and the recent one `unread`: for six steps with guesses the recent one alone gets some."""
     asked = SamplingParams(max_new_tokens=60, ignore_eos=True)

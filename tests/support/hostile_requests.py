@@ -2,10 +2,7 @@
 bytes, headers, paths and methods."""
 
 import json
-import random
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from random_damage import places
 
@@ -37,7 +34,7 @@ class Sent:
     leaves: bool = False
 
 
-def request(draw: random.Random) -> Sent:
+def request(draw):
     kinds = [(CHAT, _chat), (COMPLETIONS, _completion)] * 4 + [
         (RESPONSES, _response),
         (TOKENIZE, _tokenized),
@@ -47,7 +44,7 @@ def request(draw: random.Random) -> Sent:
     return draw.choice(KINDS)(draw, path, body)
 
 
-def _chat(draw: random.Random) -> dict[str, Any]:
+def _chat(draw):
     messages = [
         {"role": draw.choice(["system", "user", "assistant"]), "content": _text(draw)}
         for _ in range(draw.randint(1, 3))
@@ -55,8 +52,8 @@ def _chat(draw: random.Random) -> dict[str, Any]:
     return {"messages": [*messages, {"role": "user", "content": _text(draw)}], **_common(draw)}
 
 
-def _completion(draw: random.Random) -> dict[str, Any]:
-    prompt: Any = draw.choice(
+def _completion(draw):
+    prompt = draw.choice(
         [
             _text(draw),
             [_text(draw), _text(draw)],
@@ -67,8 +64,8 @@ def _completion(draw: random.Random) -> dict[str, Any]:
     return {"prompt": prompt, **_common(draw)}
 
 
-def _response(draw: random.Random) -> dict[str, Any]:
-    items: Any = draw.choice(
+def _response(draw):
+    items = draw.choice(
         [
             _text(draw) or "x",
             [{"role": "user", "content": [{"type": "input_text", "text": _text(draw)}]}],
@@ -82,7 +79,7 @@ def _response(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def _tokenized(draw: random.Random) -> dict[str, Any]:
+def _tokenized(draw):
     return draw.choice(
         [
             {"prompt": _text(draw)},
@@ -91,8 +88,8 @@ def _tokenized(draw: random.Random) -> dict[str, Any]:
     )
 
 
-def _common(draw: random.Random) -> dict[str, Any]:
-    body: dict[str, Any] = {"max_tokens": draw.randint(1, 4)}
+def _common(draw):
+    body = {"max_tokens": draw.randint(1, 4)}
     optional = {
         "temperature": draw.choice([0, 0.7, 1, 100, 1e-40]),
         "top_p": draw.choice([1, 0.5, 1e-50]),
@@ -122,7 +119,7 @@ def _common(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def _text(draw: random.Random) -> str:
+def _text(draw):
     return draw.choice(
         [
             "What is 2+3?",
@@ -137,7 +134,7 @@ def _text(draw: random.Random) -> str:
     )
 
 
-def _value(draw: random.Random) -> Any:
+def _value(draw):
     """Something that a field does not expect."""
     numbers = [
         2**63,
@@ -155,7 +152,7 @@ def _value(draw: random.Random) -> Any:
         float("-inf"),
     ]
     texts = ["", "x", "1", "null", "\ud800", "a\udfff", "x" * 5000, "\x00"]
-    lists: list[Any] = [
+    lists = [
         [],
         [[]],
         [None],
@@ -175,8 +172,8 @@ def _value(draw: random.Random) -> Any:
     )
 
 
-def _nested(depth: int) -> Any:
-    value: Any = 1
+def _nested(depth):
+    value = 1
     for level in range(depth):
         value = [value] if level % 2 else {"a": value}
     return value
@@ -194,11 +191,11 @@ FIELDS = sorted(
 )
 
 
-def _right(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+def _right(draw, path, body):
     return Sent("POST", path, json.dumps(body).encode())
 
 
-def _left(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+def _left(draw, path, body):
     longer = {
         "max_output_tokens" if path == RESPONSES else "max_tokens": 60,
         "stream": draw.random() < 0.7,
@@ -208,13 +205,13 @@ def _left(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
     )
 
 
-def _spoilt_value(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+def _spoilt_value(draw, path, body):
     for name in draw.sample(FIELDS, draw.randint(1, 2)):
         body[name] = _value(draw)
     return _right(draw, path, body)
 
 
-def _spoilt_message(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+def _spoilt_message(draw, path, body):
     message = {
         "role": draw.choice(["user", _value(draw)]),
         "content": draw.choice([_value(draw), [{"type": "text", "text": _value(draw)}]]),
@@ -235,12 +232,12 @@ def _spoilt_message(draw: random.Random, path: str, body: dict[str, Any]) -> Sen
     return _right(draw, CHAT, body)
 
 
-def _missing(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+def _missing(draw, path, body):
     body.pop(draw.choice(sorted(body)))
     return _right(draw, path, {**body, "max_tokens": 2})
 
 
-def _spoilt_bytes(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+def _spoilt_bytes(draw, path, body):
     text = json.dumps(body).encode()
     at = draw.randrange(len(text))
     depth = draw.choice([50, 900, 100_000])
@@ -265,7 +262,7 @@ def _spoilt_bytes(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
     return Sent("POST", path, content)
 
 
-_ECHOED: dict[str, Any] = {
+_ECHOED = {
     "tools": [{"type": "function", "name": "f", "parameters": {"type": "object", "x": [1]}}],
     "tool_choice": "none",
     "text": {"format": {"type": "json_schema", "name": "s", "schema": {"maximum": 1, "x": {}}}},
@@ -274,7 +271,7 @@ _ECHOED: dict[str, Any] = {
 _RAW = ("1e999", "-1e999", "1e-999", "NaN", "-0", "9" * 400, '"\\u0000"', '"\\ud800"', "{}")
 
 
-def _spoilt_place(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+def _spoilt_place(draw, path, body):
     """What JSON can write and no field means, at any place, also of what an answer repeats."""
     if path == RESPONSES:
         body = {**body, **{name: _ECHOED[name] for name in draw.sample(sorted(_ECHOED), 2)}}
@@ -286,8 +283,8 @@ def _spoilt_place(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
     return Sent("POST", path, json.dumps(body).replace('"@@"', raw).encode())
 
 
-def _large(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
-    big: dict[str, Any] = draw.choice(
+def _large(draw, path, body):
+    big = draw.choice(
         [
             {"prompt": "word " * draw.choice([3000, 200_000])},
             {"prompt": ["a"] * 400},
@@ -304,7 +301,7 @@ def _large(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
     return _right(draw, COMPLETIONS, {**big, "max_tokens": 2})
 
 
-def _spoilt_headers(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+def _spoilt_headers(draw, path, body):
     sent = _right(draw, path, body)
     spoilt = draw.choice(
         [
@@ -341,7 +338,7 @@ def _spoilt_headers(draw: random.Random, path: str, body: dict[str, Any]) -> Sen
     return replace(sent, headers=headers)
 
 
-def _elsewhere(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+def _elsewhere(draw, path, body):
     paths = [
         "/",
         "/v1",
@@ -365,7 +362,7 @@ def _elsewhere(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
     )
 
 
-KINDS: tuple[Callable[[random.Random, str, dict[str, Any]], Sent], ...] = (
+KINDS = (
     _right,
     _left,
     _spoilt_value,

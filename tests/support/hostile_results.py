@@ -8,10 +8,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from damage import DEEP, VALUES
 from random_damage import perturbed, shaken
@@ -29,7 +26,7 @@ class Change:
     kind: str
     seed: int
 
-    def apply(self, folder: Path) -> str:
+    def apply(self, folder):
         """Returns the file's name."""
         draw = random.Random(self.seed)
         path = next(folder.glob(self.glob))
@@ -57,7 +54,7 @@ class Change:
         return path.name
 
 
-def _lines(path: Path, content: bytes, draw: random.Random) -> Iterator[str]:
+def _lines(path, content, draw):
     """The file with values put into its document, or into one of its lines."""
     if path.suffix == ".json":
         yield json.dumps(_spoilt(json.loads(content), draw))
@@ -68,7 +65,7 @@ def _lines(path: Path, content: bytes, draw: random.Random) -> Iterator[str]:
         yield (json.dumps(_spoilt(json.loads(line), draw)) if number == chosen else line) + "\n"
 
 
-def _spoilt(value: Any, draw: random.Random) -> Any:
+def _spoilt(value, draw):
     match draw.randrange(6):
         case 0:
             return draw.choice(VALUES)
@@ -89,7 +86,7 @@ GLOBS = ("results.json", "samples.jsonl", "completions/*-*.jsonl", "completions/
 KINDS = ("bytes", "whole", "values", "values", "values", "values", "pipe", "folder", "link")
 
 
-def changes(seed: int, count: int) -> list[Change]:
+def changes(seed, count):
     draw = random.Random(seed)
     drawn = [
         Change(draw.choice(GLOBS), draw.choice(KINDS), draw.randrange(2**32)) for _ in range(count)

@@ -27,7 +27,7 @@ FIXED = {
 }
 
 
-def shaken(text: str, seed: int) -> str:
+def shaken(text, seed):
     """The text with pieces moved, repeated and replaced by YAML's own marks."""
     draw, marks = (
         random.Random(seed),

@@ -4,11 +4,9 @@ sends."""
 import json
 import re
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 COMMIT = "0" * 40
 
@@ -21,32 +19,32 @@ class Hub:
     sent: dict[str, int] = field(default_factory=dict)
 
     @property
-    def total(self) -> int:
+    def total(self):
         return sum(self.sent.values())
 
     @property
-    def weights(self) -> int:
+    def weights(self):
         """Of safetensors files."""
         return sum(count for file, count in self.sent.items() if file.endswith(".safetensors"))
 
 
 @contextmanager
-def serve(folder: Path, name: str = "org/model") -> Iterator[Hub]:
+def serve(folder, name="org/model"):
     """Serve `folder` as the repository `name`."""
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_HEAD(self) -> None:
+        def do_HEAD(self):
             self._file(body=False)
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             if self.path.startswith(f"/api/models/{name}"):
                 return self._send(200, json.dumps(self._listing()).encode(), "api")
             self._file(body=True)
 
-        def _listing(self) -> object:
+        def _listing(self):
             files = {
                 path.relative_to(folder).as_posix(): path
                 for path in sorted(folder.rglob("*"))
@@ -61,7 +59,7 @@ def serve(folder: Path, name: str = "org/model") -> Iterator[Hub]:
                 ]
             return {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
 
-        def _file(self, *, body: bool) -> None:
+        def _file(self, *, body):
             asked = re.fullmatch(rf"/{name}/resolve/[^/]+/(.+)", self.path)
             path = folder / asked[1] if asked else None
             if path is None or not path.is_file():
@@ -85,9 +83,7 @@ def serve(folder: Path, name: str = "org/model") -> Iterator[Hub]:
                 headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
             self._send(206 if wanted else 200, content, path.name, headers)
 
-        def _send(
-            self, status: int, content: bytes, file: str, headers: dict[str, str] | None = None
-        ) -> None:
+        def _send(self, status, content, file, headers=None):
             with lock:
                 hub.sent[file] = hub.sent.get(file, 0) + len(content)
             self.send_response(status)
@@ -96,7 +92,7 @@ def serve(folder: Path, name: str = "org/model") -> Iterator[Hub]:
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, *args: object) -> None:
+        def log_message(self, *args):
             """Tests want no lines on stderr."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

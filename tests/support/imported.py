@@ -2,11 +2,9 @@
 
 import importlib.util
 import sys
-from pathlib import Path
-from types import ModuleType
 
 
-def module_at(path: Path, name: str | None = None) -> ModuleType:
+def module_at(path, name=None):
     """The file run as a module `name`, by default its stem, under which others find it."""
     spec = importlib.util.spec_from_file_location(name or path.stem, path)
     assert spec is not None

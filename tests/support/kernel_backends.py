@@ -1,7 +1,5 @@
 """Which backends an operator's test runs on: each that is usable here, on its own device."""
 
-from typing import Any
-
 import pytest
 import torch
 from quantkit_kernels.backends import why_unusable
@@ -18,12 +16,12 @@ DTYPES = {
 GPU = torch.cuda.is_available()
 
 
-def device_of(backend: str) -> torch.device:
+def device_of(backend):
     """Triton's kernels run in its interpreter where there is no GPU."""
     return torch.device("cuda" if backend == "cuda" or (backend == "triton" and GPU) else "cpu")
 
 
-def backends_of(operator: str, names: tuple[str, ...] = BACKENDS, dtypes: bool = True) -> list[Any]:
+def backends_of(operator, names=BACKENDS, dtypes=True):
     """Parameters (backend, dtype), or backend alone; skipped, with the reason, where it cannot
     run."""
     found = []

@@ -1,40 +1,28 @@
 """Random experts for the kernel tests, and the exact result they should give."""
 
-from collections.abc import Sequence
-
 import torch
-from quantkit_kernels import ExpertBiases, Experts, Gating, Weight, prepare_experts
+from quantkit_kernels import prepare_experts
 from quantkit_kernels.gating import SILU
 from quantkit_kernels.samples import exact_linear, random_weight
 from quantkit_kernels.weights import to_device
-from torch import Tensor
 
 
-def random_experts(
-    grid: str, count: int, hidden: int, intermediate: int, rng: torch.Generator
-) -> list[list[Weight]]:
+def random_experts(grid, count, hidden, intermediate, rng):
     """gate, up and down of `count` experts."""
     shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
     return [[random_weight(grid, n, k, rng) for _ in range(count)] for n, k in shapes]
 
 
-def layer(weights: list[list[Weight]], backend: str, dtype: torch.dtype) -> Experts:
+def layer(weights, backend, dtype):
     gate, up, down = weights
     return prepare_experts(gate, up, down, backend=backend, dtype=dtype)
 
 
-def placed(weights: list[list[Weight]], device: torch.device) -> list[list[Weight]]:
+def placed(weights, device):
     return [[to_device(one, device) for one in projection] for projection in weights]
 
 
-def exact_experts(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    weights: list[list[Weight]],
-    gating: Gating = SILU,
-    biases: Sequence[ExpertBiases | None] | None = None,
-) -> Tensor:
+def exact_experts(x, topk_ids, topk_weights, weights, gating=SILU, biases=None):
     """Token by token in float64, by the formula that `Gating` states; what enters `down` is rounded
     to x's dtype."""
     out = torch.zeros(x.shape, dtype=torch.float64)

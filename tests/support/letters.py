@@ -1,11 +1,9 @@
 """Text to calibrate on that says nothing: letters at random, the same every time."""
 
-from pathlib import Path
-
 import torch
 
 
-def write_letters(path: Path, count: int = 400) -> Path:
+def write_letters(path, count=400):
     """`count` of a to z; returns the path."""
     path.write_text(
         "".join(

@@ -14,13 +14,11 @@ import copy
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
 
 BOS, EOS, USER, ASSISTANT = (
     "<｜begin▁of▁sentence｜>",
@@ -29,7 +27,7 @@ BOS, EOS, USER, ASSISTANT = (
     "<｜Assistant｜>",
 )
 SPECIAL_TOKENS = (BOS, EOS, USER, ASSISTANT, "<think>", "</think>")
-CONFIGS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text())
+CONFIGS = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text())
 FP8_BLOCK = 128
 FP8_MAX = 448.0
 CHAT_TEMPLATE = (
@@ -47,16 +45,16 @@ NARROW = FEW_EXPERTS | {"hidden_size": 128, "intermediate_size": 128}
 """The same with one group of 128 inputs a linear, so that calibrating takes seconds."""
 
 
-def tiny_config(**changes: Any) -> dict[str, Any]:
+def tiny_config(**changes):
     """R1's config.json with small sizes; every input dimension of a linear is a multiple of 128."""
     return copy.deepcopy(CONFIGS["tiny"]) | changes
 
 
-def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config):
     """Every tensor of the unquantized checkpoint, MTP layer included."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     layers, mtp = config["num_hidden_layers"], config["num_nextn_predict_layers"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    shapes = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(layers + mtp):
         p = f"model.layers.{layer}"
         if layer >= layers:
@@ -72,12 +70,12 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {**shapes, "model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
 
 
-def _layer_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(config, layer):
     hidden, heads, q_lora, kv_lora = (
         config[key] for key in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank")
     )
     nope, rope, v = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
         "self_attn.q_a_proj.weight": (q_lora, hidden),
@@ -103,7 +101,7 @@ def _layer_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ..
     return shapes
 
 
-def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+def random_tensors(config, seed=0):
     """Random weights of a size that keeps activations near 1, gains away from 1, router biases that
     change the choice of experts."""
     generator = torch.Generator().manual_seed(seed)
@@ -121,7 +119,7 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     return tensors
 
 
-def is_fp8(name: str) -> bool:
+def is_fp8(name):
     """Whether R1 keeps the tensor in FP8: the linears of the decoder layers, not the router, heads,
     embeddings or eh_proj."""
     return (name.endswith("_proj.weight") and "eh_proj" not in name) or name.endswith(
@@ -129,7 +127,7 @@ def is_fp8(name: str) -> bool:
     )
 
 
-def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+def fp8_blocks(weight):
     """weight [N, K] -> float8_e4m3fn [N, K] and the float32 multiplier [ceil(N/128), ceil(K/128)]
     (block amax / 448)."""
     n, k = weight.shape
@@ -142,7 +140,7 @@ def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes.to(torch.float8_e4m3fn).contiguous(), scale
 
 
-def fp8_values(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def fp8_values(tensors):
     """What the FP8 checkpoint of `tensors` stands for: FP8 linears rounded and decoded to float32,
     the rest as it is."""
     values = {}
@@ -158,9 +156,7 @@ def fp8_values(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return values
 
 
-def write_fp8(
-    path: Path, config: dict[str, Any], tensors: dict[str, Tensor], shards: int = 3
-) -> Path:
+def write_fp8(path, config, tensors, shards=3):
     """A checkpoint directory in R1's layout. Returns `path`."""
     stored = {}
     for name, tensor in tensors.items():
@@ -177,14 +173,12 @@ def write_fp8(
     return _write(path, {**config, "quantization_config": block}, stored, shards)
 
 
-def write_dense(
-    path: Path, config: dict[str, Any], tensors: dict[str, Tensor], shards: int = 1
-) -> Path:
+def write_dense(path, config, tensors, shards=1):
     """An unquantized checkpoint directory. Returns `path`."""
     return _write(path, config, tensors, shards)
 
 
-def _write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], shards: int) -> Path:
+def _write(path, config, tensors, shards):
     path.mkdir(parents=True, exist_ok=True)
     names = list(tensors)
     per_shard = math.ceil(len(names) / shards)
@@ -205,7 +199,7 @@ def _write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], shard
     return path
 
 
-def write_tokenizer(path: Path, vocab_size: int = 320) -> None:
+def write_tokenizer(path, vocab_size=320):
     """A byte-level tokenizer with R1's special tokens first, and a chat template that prefills
     <think> as R1's does."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -10,17 +10,13 @@ MTP layer that is all BF16:
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from nearest import quantize_fp4, quantize_fp8_block, quantize_int
 from safetensors.torch import save_file
-from torch import Tensor
 
-from quantkit.checkpoint.formats.base import Format, output_config
+from quantkit.checkpoint.formats.base import output_config
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.grids.base import Grid, Weight
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import Nvfp4Grid, input_divisor
 
@@ -46,7 +42,7 @@ PLAIN = {
 }
 
 
-def quantize(format: Format, grid: Grid | None, w: Tensor) -> Weight:
+def quantize(format, grid, w):
     """W on the grid, rounded to nearest."""
     match grid:
         case IntGrid():
@@ -62,9 +58,7 @@ def quantize(format: Format, grid: Grid | None, w: Tensor) -> Weight:
             return quantize_fp8_block(w) if format.name == "fp8-block" else w.bfloat16()
 
 
-def quantized_tensors(
-    format: Format, grid: Grid | None, seed: int = 0
-) -> tuple[dict[str, Weight], dict[str, Tensor]]:
+def quantized_tensors(format, grid, seed=0):
     """Weights by module, and all stored tensors by name."""
     generator = torch.Generator().manual_seed(seed)
     modules = {
@@ -79,7 +73,7 @@ def quantized_tensors(
     return modules, tensors
 
 
-def description(format: Format, grid: Grid | None) -> tuple[dict[str, Any], dict[str, bytes]]:
+def description(format, grid):
     """config.json and the files beside it."""
     plain = [TensorSpec(name, torch.bfloat16, shape) for name, shape in PLAIN.items()]
     quantized = dict.fromkeys(QUANTIZED, grid)
@@ -90,7 +84,7 @@ def description(format: Format, grid: Grid | None) -> tuple[dict[str, Any], dict
     return config, format.extra_files(grid, quantized, plain)
 
 
-def write(path: Path, format: Format, grid: Grid | None) -> Path:
+def write(path, format, grid):
     """The checkpoint directory."""
     _, tensors = quantized_tensors(format, grid)
     config, files = description(format, grid)
@@ -101,7 +95,7 @@ def write(path: Path, format: Format, grid: Grid | None) -> Path:
     return path
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def write_tensors(path, tensors):
     """Two shards and their index."""
     path.mkdir(parents=True, exist_ok=True)
     names = sorted(tensors)

@@ -1,9 +1,7 @@
 """What a checkpoint's linears are called."""
 
-from quantkit.checkpoint.reader import Checkpoint
 
-
-def module_names(checkpoint: Checkpoint) -> list[str]:
+def module_names(checkpoint):
     """Modules that hold a 2-D weight, quantized or not, in the order of `tensors`."""
     tensors = checkpoint.tensors.values()
     plain = (

@@ -2,18 +2,17 @@
 formats and kernels are held against."""
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.e2m1 import E2M1_MAX, encode_e2m1
 from quantkit.grids.fp8_block import FP8_BLOCK, Fp8BlockWeight
-from quantkit.grids.int_groups import IntGrid, IntWeight, int_params, round_int
+from quantkit.grids.int_groups import IntWeight, int_params, round_int
 from quantkit.grids.nvfp4 import E4M3_MAX, E4M3_MIN, FP4_GROUP, Nvfp4Weight
 from quantkit.grids.nvfp4 import global_scale as fused_scale
 
 
-def quantize_int(w: Tensor, grid: IntGrid, *, scale_dtype: torch.dtype) -> IntWeight:
+def quantize_int(w, grid, *, scale_dtype):
     """Round W float32 [N, K] to the nearest codes of `grid`, no calibration."""
     columns = w.shape[1]
     group_size = grid.group_size or columns
@@ -27,7 +26,7 @@ def quantize_int(w: Tensor, grid: IntGrid, *, scale_dtype: torch.dtype) -> IntWe
     return IntWeight(round_int(w, scale, zero_point, grid.bits), scale, zero_point, grid.bits)
 
 
-def fp4_scale(groups: Tensor, global_scale: Tensor) -> Tensor:
+def fp4_scale(groups, global_scale):
     """e4m3 scales of groups float32 [..., 16] -> float8_e4m3fn [...]; a group of zeros gets 1
     (ModelOpt's rule)."""
     amax = groups.abs().amax(dim=-1)
@@ -35,13 +34,13 @@ def fp4_scale(groups: Tensor, global_scale: Tensor) -> Tensor:
     return torch.where(amax > 0, scale, torch.ones_like(scale)).to(torch.float8_e4m3fn)
 
 
-def round_fp4(w: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+def round_fp4(w, scale, global_scale):
     """Nearest codes: w float32 [N, K], scale float8_e4m3fn [N, G] -> uint8 [N, K]."""
     step = scale.float() * global_scale
     return encode_e2m1(w.unflatten(1, (scale.shape[1], -1)) / step.unsqueeze(-1)).flatten(-2)
 
 
-def quantize_fp4(w: Tensor, *, global_scale: Tensor | None = None) -> Nvfp4Weight:
+def quantize_fp4(w, *, global_scale=None):
     """Round W float32 [N, K] to the nearest NVFP4 values. `global_scale` is the one shared with
     fused siblings, if any."""
     columns = w.shape[1]
@@ -56,7 +55,7 @@ def quantize_fp4(w: Tensor, *, global_scale: Tensor | None = None) -> Nvfp4Weigh
     return Nvfp4Weight(round_fp4(w, scale, multiplier), scale, multiplier)
 
 
-def quantize_fp8_block(w: Tensor) -> Fp8BlockWeight:
+def quantize_fp8_block(w):
     """Round W float32 [N, K] to the nearest e4m3 values, scale = amax / 448 of each block, 1 for a
     block of zeros."""
     rows, columns = w.shape

@@ -7,17 +7,13 @@ quantkit/models/__init__.py would.
 """
 
 import sys
-from typing import Any
 
-import pytest
 import torch
 from quantkit_kernels import Routing
-from torch import Tensor
 
 from quantkit import models
 from quantkit.models import decoder, gqa
 from quantkit.models.config import check_count
-from quantkit.models.context import Context
 from quantkit.models.mlp import (
     MixtureNames,
     Mlp,
@@ -29,8 +25,7 @@ from quantkit.models.mlp import (
     moe_scale_groups,
 )
 from quantkit.models.rope import Rope
-from quantkit.models.table import Parameter, Projection, ScaleGroup, Split
-from quantkit.models.weights import Weights
+from quantkit.models.table import Parameter, ScaleGroup
 
 NAMES = MlpNames("w1", "w3", "w2")
 MIXTURE = MixtureNames(bias="choice", shared="common", linears=NAMES)
@@ -39,7 +34,7 @@ MODEL_TYPE = "other_names"
 
 class Config(gqa.Config):
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "Config":
+    def from_dict(cls, config):
         values = gqa.read_config(config)
         values["rope"] = Rope.from_dict(
             config, check_count("rotary_dim", config.get("rotary_dim")), interleaved=False
@@ -56,7 +51,7 @@ class Config(gqa.Config):
         return cls(**values, routing=routing, dense_layers=frozenset({0}))
 
 
-def parameters(config: Config) -> list[Parameter]:
+def parameters(config):
     h, vocab = config.hidden_size, config.vocab_size
     rows = [Parameter("tokens.weight", (vocab, h), "embedding")]
     for layer in range(config.num_hidden_layers):
@@ -68,13 +63,11 @@ def parameters(config: Config) -> list[Parameter]:
     ]
 
 
-def _layer_parameters(config: Config, layer: int) -> list[Parameter]:
+def _layer_parameters(config, layer):
     h, d, p = config.hidden_size, config.head_dim, f"blocks.{layer}"
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
 
-    def attention(
-        projection: Projection, name: str, shape: tuple[int, int], split: Split
-    ) -> Parameter:
+    def attention(projection, name, shape, split):
         fused = None if projection == "o" else f"{p}.att.wqkv"
         return Parameter(
             f"{p}.att.{name}.weight",
@@ -103,7 +96,7 @@ def _layer_parameters(config: Config, layer: int) -> list[Parameter]:
     )
 
 
-def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
+def scale_groups(config, layer):
     p = f"blocks.{layer}"
     readers = (f"{p}.att.wq", f"{p}.att.wk", f"{p}.att.wv")
     groups = [ScaleGroup(f"{p}.att.qkv", f"{p}.input_layernorm", True, readers, readers[0])]
@@ -114,7 +107,7 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
 
 
 class Attention:
-    def __init__(self, config: Config, layer: int, weights: Weights) -> None:
+    def __init__(self, config, layer, weights):
         p = f"blocks.{layer}.att"
         self.config, self.layer = config, layer
         self.qkv, self.o = (
@@ -122,7 +115,7 @@ class Attention:
             weights.linear(f"{p}.wo"),
         )
 
-    def __call__(self, x: Tensor, context: Context) -> Tensor:
+    def __call__(self, x, context):
         c = self.config
         q = context.store_gqa(
             self.layer, self.qkv(x), c.num_key_value_heads, c.head_dim, None, c.rope
@@ -131,7 +124,7 @@ class Attention:
 
 
 class DecoderLayer(decoder.DecoderLayer):
-    def __init__(self, config: Config, layer: int, weights: Weights) -> None:
+    def __init__(self, config, layer, weights):
         p, routing = f"blocks.{layer}", config.routing
         mlp: Mlp | MoeMlp
         if routing is not None and config.is_moe(layer):
@@ -151,14 +144,14 @@ class DecoderLayer(decoder.DecoderLayer):
 class Model(decoder.Model):
     layer_class = DecoderLayer
 
-    def __init__(self, config: Config, weights: Weights) -> None:
+    def __init__(self, config, weights):
         super().__init__(config, weights, "logits", embedding="tokens", norm="last_norm")
 
 
 MtpLayer = None
 
 
-def tiny_config() -> dict[str, Any]:
+def tiny_config():
     """config.json of a small one."""
     return {
         "model_type": MODEL_TYPE,
@@ -181,7 +174,7 @@ def tiny_config() -> dict[str, Any]:
     }
 
 
-def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+def random_tensors(config, seed=0):
     """Of every parameter: activations stay near 1, biases change the choice of experts."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for row in parameters(Config.from_dict(config)):
@@ -197,7 +190,7 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     return tensors
 
 
-def register(monkeypatch: pytest.MonkeyPatch) -> None:
+def register(monkeypatch):
     """Make it one of quantkit's architectures."""
     monkeypatch.setitem(sys.modules, f"quantkit.models.{MODEL_TYPE}", sys.modules[__name__])
     known = (*models.ARCHITECTURES, MODEL_TYPE)

@@ -3,12 +3,11 @@ to a folder below."""
 
 import json
 import re
-from pathlib import Path
 
 REPORTS = ("report.json", "report.html")
 
 
-def files(directory: Path) -> dict[str, bytes]:
+def files(directory):
     """Contents by name, but for what reports say of the run itself, when, where and for how long,
     and where source and output were."""
     found = {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
@@ -37,7 +36,7 @@ def files(directory: Path) -> dict[str, bytes]:
     return found
 
 
-def shards_below(model: Path) -> Path:
+def shards_below(model):
     """The same model with its shards in the folder `weights` below, where its index names them.
     Returns `model`."""
     index = model / "model.safetensors.index.json"

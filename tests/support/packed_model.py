@@ -6,30 +6,24 @@ write_packed(..., quantizes=lambda row: row.expert is not None)
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from make_model import CONFIGS, write_dense, write_tokenizer
 from nearest import quantize_fp4, quantize_int
 from safetensors.torch import save_file
-from torch import Tensor
 
-from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.grids.base import Grid, Weight, round_to_nearest
+from quantkit.grids.base import round_to_nearest
 from quantkit.grids.mxfp4 import Mxfp4Grid, Mxfp4Quantizer
 from quantkit.grids.nvfp4 import Nvfp4Grid, global_scale, input_divisor
 from quantkit.models import find_architecture
-from quantkit.models.table import Parameter
 
 LARGEST_INPUT = 16.0
 """That inputs rounded to NVFP4 are calibrated for."""
 
 
-def rounded(weight: Tensor, format: Format, grid: Grid, amax: Tensor) -> Weight:
+def rounded(weight, format, grid, amax):
     """`weight` [N, K] on the grid; `amax` is the largest magnitude of it and its fused siblings."""
     if isinstance(grid, Nvfp4Grid):
         packed = quantize_fp4(weight.float(), global_scale=global_scale(amax))
@@ -44,15 +38,7 @@ def rounded(weight: Tensor, format: Format, grid: Grid, amax: Tensor) -> Weight:
     return quantize_int(weight.float(), grid, scale_dtype=format.scale_dtype)
 
 
-def write_packed(
-    path: Path,
-    config: dict[str, Any],
-    tensors: dict[str, Tensor],
-    format: Format,
-    grid: Grid,
-    quantizes: Callable[[Parameter], bool] | None = None,
-    share_scales: bool = True,
-) -> Path:
+def write_packed(path, config, tensors, format, grid, quantizes=None, share_scales=True):
     """A checkpoint directory in `format`. Fused siblings share the FP4 global scale unless
     `share_scales` is false."""
     architecture = find_architecture(config)
@@ -64,9 +50,9 @@ def write_packed(
     }
     if quantizes is not None:
         taken = {name for name, row in rows.items() if name in tensors and quantizes(row)}
-    stored: dict[str, Tensor] = {}
-    quantized: dict[str, Grid | None] = {}
-    plain: list[TensorSpec] = []
+    stored = {}
+    quantized = {}
+    plain = []
     for name, tensor in tensors.items():
         if name not in taken:
             stored[name] = tensor
@@ -96,10 +82,10 @@ def write_packed(
     return path
 
 
-GROUPED: dict[str, Any] = CONFIGS["grouped"]
+GROUPED = CONFIGS["grouped"]
 
 
-def write_random(path: Path, config: dict[str, Any], seed: int = 5) -> Path:
+def write_random(path, config, seed=5):
     """Not packed: BF16 weights of every row of an architecture's table, which keep the size of
     hidden states."""
     architecture, rng = find_architecture(config), torch.Generator().manual_seed(seed)

@@ -1,19 +1,15 @@
 """Three prompts through a paged cache, and in one causal pass."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
-from quantkit.executor.weights.load import LoadedModel
 from quantkit.models.context import CausalContext
 
 PROMPTS = [[7 + i * 13 % 300 for i in range(length)] for length in (70, 5, 33)]
 """One of them longer than a block."""
 
 
-def paged_pass(loaded: LoadedModel) -> tuple[Tensor, Any, Tensor]:
+def paged_pass(loaded):
     """In chunks, then one token a row -> what the last tokens give, the cache, and their slots."""
     paged, prompts = loaded.new_cache(8), [torch.tensor(one) for one in PROMPTS]
     assert paged.nbytes == 8 * paged.block_size * loaded.cache_token_bytes
@@ -31,7 +27,7 @@ def paged_pass(loaded: LoadedModel) -> tuple[Tensor, Any, Tensor]:
     return loaded.model(last, DecodeContext(paged, positions, tables, slots)), paged, slots
 
 
-def causal_pass(loaded: LoadedModel, codes: torch.dtype | None, **steps: Any) -> Tensor:
+def causal_pass(loaded, codes, **steps):
     """What the last tokens give, over keys and values rounded to `codes`."""
     ids, lengths = torch.cat([torch.tensor(one) for one in PROMPTS]), [*map(len, PROMPTS)]
     out = loaded.model(ids, CausalContext(lengths, codes=codes, **steps))

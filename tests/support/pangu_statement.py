@@ -1,9 +1,6 @@
 """openPangu's models as the vendor describes them, written apart from the model code."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.models import find_architecture
@@ -12,7 +9,7 @@ BIASES = (".gate.e_score_correction_bias", ".e_score_correction_bias")
 """Names of the router's bias, after the layer's mlp."""
 
 
-def random_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
+def random_tensors(config):
     architecture, generator = find_architecture(config), torch.Generator().manual_seed(5)
     tensors = {}
     for row in architecture.parameters(architecture.Config.from_dict(config)):
@@ -26,7 +23,7 @@ def random_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+def norm(x, gain, eps):
     return gain * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
@@ -35,16 +32,16 @@ class Statement:
     nothing of quantkit. What config.json does not have is left out: openPangu-Ultra-MoE has one
     stream, no convolution, no learned tokens, no windows and no indexer."""
 
-    def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def __init__(self, config, tensors):
         self.c, self.t = config, tensors
 
-    def logits(self, token_ids: Tensor) -> Tensor:
+    def logits(self, token_ids):
         return (
             norm(self.merged(token_ids), self.t["model.norm.weight"], self.c["rms_norm_eps"])
             @ self.t["lm_head.weight"].T
         )
 
-    def merged(self, token_ids: Tensor) -> Tensor:
+    def merged(self, token_ids):
         n, eps = self.c.get("mhc_num_stream", 1), self.c["rms_norm_eps"]
         x = self.t["model.embed_tokens.weight"][token_ids].repeat(1, n)
         for layer in range(self.c["num_hidden_layers"]):
@@ -61,12 +58,12 @@ class Statement:
         )
         return torch.einsum("tn,tnh->th", counts, x.unflatten(1, (n, -1)))
 
-    def guessed(self, number: int, next_ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    def guessed(self, number, next_ids, states):
         """What an MTP layer makes of states [T, H] that were not normed, and its logits."""
         layer, eps = self.c["num_hidden_layers"] + number, self.c["rms_norm_eps"]
         p = f"model.layers.{layer}"
 
-        def normed(name: str, y: Tensor) -> Tensor:
+        def normed(name, y):
             return norm(y, self.t[f"{p}.{name}.weight"], eps)
 
         embedded = normed("enorm", self.t[f"{p}.embed_tokens.weight"][next_ids])
@@ -74,8 +71,8 @@ class Statement:
         x = self.sandwich(x, layer)
         return x, normed("shared_head.norm", x) @ self.t[f"{p}.shared_head.head.weight"].T
 
-    def sandwich(self, x: Tensor, layer: int) -> Tensor:
-        def normed(name: str, y: Tensor) -> Tensor:
+    def sandwich(self, x, layer):
+        def normed(name, y):
             return norm(y, self.t[f"model.layers.{layer}.{name}.weight"], self.c["rms_norm_eps"])
 
         x = x + normed(
@@ -86,10 +83,10 @@ class Statement:
         )
         return x
 
-    def layer(self, x: Tensor, layer: int) -> Tensor:
+    def layer(self, x, layer):
         p, eps = f"model.layers.{layer}", self.c["rms_norm_eps"]
 
-        def normed(name: str, y: Tensor) -> Tensor:
+        def normed(name, y):
             return norm(y, self.t[f"{p}.{name}.weight"], eps)
 
         for module, half, before, after in (
@@ -106,7 +103,7 @@ class Statement:
             normed("block_post_layernorm", x) if layer in self.c["block_post_layernorm_idx"] else x
         )
 
-    def connection(self, x: Tensor, p: str) -> tuple[Tensor, Tensor, Tensor]:
+    def connection(self, x, p):
         n = self.c["mhc_num_stream"]
         made = (
             norm(x, self.t[f"{p}.norm_gamma"], self.c["rms_norm_eps"]) @ self.t[f"{p}.phi.weight"].T
@@ -120,7 +117,7 @@ class Statement:
             mixing = mixing / (mixing.sum(-2, keepdim=True) + 1e-6)
         return torch.einsum("tn,tnh->th", pre, x.unflatten(1, (n, -1))), post, mixing
 
-    def short_convolve(self, x: Tensor, name: str) -> Tensor:
+    def short_convolve(self, x, name):
         if f"{name}.weight" not in self.t:
             return x
         kernel, out = self.t[f"{name}.weight"][:, 0], x.clone()
@@ -129,7 +126,7 @@ class Statement:
             out[token] += (x[token - width + 1 : token + 1].T * kernel).sum(1)
         return out
 
-    def turned(self, x: Tensor) -> Tensor:
+    def turned(self, x):
         """x [T, heads, R] of tokens 0 .. T - 1."""
         half = x.shape[-1] // 2
         angles = torch.arange(len(x), dtype=x.dtype)[:, None] * self.c["rope_theta"] ** (
@@ -143,7 +140,7 @@ class Statement:
         made = torch.complex(x[..., :half], x[..., half:]) * turn
         return torch.cat((made.real, made.imag), dim=-1)
 
-    def attention(self, x: Tensor, layer: int) -> Tensor:
+    def attention(self, x, layer):
         a, c, eps, count = f"model.layers.{layer}.self_attn", self.c, self.c["rms_norm_eps"], len(x)
         heads, nope, rotary, rank = (
             c[key]
@@ -181,7 +178,7 @@ class Statement:
         out = torch.einsum("hts,shv->thv", shares, wide[..., nope:]).flatten(1)
         return self.short_convolve(out, f"{a}.o_conv") @ self.t[f"{a}.o_proj.weight"].T
 
-    def seen(self, x: Tensor, q_a: Tensor, layer: int) -> Tensor:
+    def seen(self, x, q_a, layer):
         c, count = self.c, len(x)
         at = torch.arange(count)
         causal = at[:, None] >= at
@@ -211,7 +208,7 @@ class Statement:
             1, scores.topk(c["index_topk"]).indices, True
         )
 
-    def feed_forward(self, x: Tensor, layer: int) -> Tensor:
+    def feed_forward(self, x, layer):
         p, c = f"model.layers.{layer}.mlp", self.c
         if layer < c["first_k_dense_replace"]:
             return self.mlp(x, p)
@@ -227,6 +224,6 @@ class Statement:
         ]
         return torch.stack(routed) + self.mlp(x, f"{p}.shared_experts")
 
-    def mlp(self, x: Tensor, p: str) -> Tensor:
+    def mlp(self, x, p):
         gate, up, down = (self.t[f"{p}.{name}_proj.weight"] for name in ("gate", "up", "down"))
         return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T

@@ -1,52 +1,40 @@
 """Model weights held as a plain dict of full-precision tensors: the simplest answer to what a
 forward asks."""
 
-from collections.abc import Mapping
-
 import torch
-from quantkit_kernels import SILU, Gating, add_rms_norm
-from torch import Tensor
+from quantkit_kernels import SILU, add_rms_norm
 from torch.nn import functional as F
 
-from quantkit.models.mlp import PROJ_NAMES, MlpNames
-from quantkit.models.rope import Rope
-from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
+from quantkit.models.mlp import PROJ_NAMES
 
 
 class PlainWeights:
-    def __init__(self, tensors: Mapping[str, Tensor], names: MlpNames = PROJ_NAMES) -> None:
+    def __init__(self, tensors, names=PROJ_NAMES):
         """names: of the routed experts' linears."""
         self.tensors, self.names = tensors, names
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name):
         return self.tensors[name]
 
-    def has(self, name: str) -> bool:
+    def has(self, name):
         return name in self.tensors
 
-    def dequantized(self, module: str) -> Tensor:
+    def dequantized(self, module):
         return self.tensors[f"{module}.weight"]
 
-    def linear(self, module: str) -> LinearOp:
+    def linear(self, module):
         weight = self.dequantized(module)
         return lambda x: F.linear(x, weight)
 
-    def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
+    def fused_linear(self, modules):
         weight = torch.cat([self.dequantized(module) for module in modules])
         return lambda x: F.linear(x, weight)
 
-    def mla_prolog(
-        self,
-        modules: tuple[str, str, str],
-        kv_b: Tensor,
-        gains: tuple[Tensor, Tensor],
-        eps: float,
-        rope: Rope,
-    ) -> PrologOp | None:
+    def mla_prolog(self, modules, kv_b, gains, eps, rope):
         return None
 
-    def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
-        def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def experts(self, prefix, num_experts, gating=SILU):
+        def run(x, topk_ids, topk_weights):
             out = torch.zeros_like(x)
             for expert in range(num_experts):
                 modules = self.names.modules(f"{prefix}.{expert}")
@@ -60,13 +48,11 @@ class PlainWeights:
 
         return run
 
-    def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
+    def experts_with_shared(self, prefix, num_experts, shared):
         return None
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x):
         return x
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, gain: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x, residual, gain, eps):
         return add_rms_norm(x, residual, gain, eps)

@@ -2,17 +2,15 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
 
 from quantkit.playground.app import create_app
-from quantkit.playground.play import Playground
 
 
 @contextmanager
-def served(playground: Playground) -> Iterator[str]:
+def served(playground):
     server = uvicorn.Server(
         uvicorn.Config(
             create_app(playground), port=0, log_level="error", timeout_graceful_shutdown=2

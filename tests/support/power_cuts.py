@@ -5,11 +5,7 @@ or leave zeros in its place, though names and sizes are there.
 
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 Image = dict[str, bytes | None]
 """Contents by path, None for a folder."""
@@ -18,14 +14,14 @@ Image = dict[str, bytes | None]
 class Recorder:
     """images: of `root`, in order, without repetitions."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, root, monkeypatch):
         self._root, self.images = root, list[Image]()
-        self._flushed: dict[int, bytes] = {}
+        self._flushed = {}
         for name in ("fsync", "rename", "replace"):
             monkeypatch.setattr(os, name, self._watched(name, getattr(os, name)))
 
-    def _watched(self, name: str, real: Callable[..., None]) -> Callable[..., None]:
-        def call(*arguments: Any, **named: Any) -> None:
+    def _watched(self, name, real):
+        def call(*arguments, **named):
             self._cut()
             real(*arguments, **named)
             if name == "fsync":
@@ -35,10 +31,10 @@ class Recorder:
 
         return call
 
-    def _cut(self) -> None:
-        whole: Image = {}
-        lost: Image = {}
-        zeros: Image = {}
+    def _cut(self):
+        whole = {}
+        lost = {}
+        zeros = {}
         seen = set()
         for path in sorted(self._root.rglob("*")):
             name = str(path.relative_to(self._root))
@@ -53,7 +49,7 @@ class Recorder:
         self._flushed = {inode: data for inode, data in self._flushed.items() if inode in seen}
         self.images += [image for image in (whole, lost, zeros) if image not in self.images]
 
-    def sample(self, count: int) -> list[Image]:
+    def sample(self, count):
         """`count` images, or all, of a fixed seed."""
         chosen = range(len(self.images))
         if count < len(self.images):
@@ -61,7 +57,7 @@ class Recorder:
         return [self.images[number] for number in chosen]
 
 
-def restore(image: Image, folder: Path) -> Path:
+def restore(image, folder):
     """The folder as the power failure left it."""
     folder.mkdir(parents=True)
     for name, content in image.items():

@@ -11,7 +11,6 @@ Sizes are in published_shapes.yaml.
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -33,13 +32,13 @@ _IDS = {"eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 0}
 _HEAD = 32
 
 
-def config(name: str) -> dict[str, Any]:
+def config(name):
     """config.json of a model, cut in layers, experts and vocabulary."""
     family, sizes = _sizes(name)
     return _made(family, sizes)
 
 
-def narrow(name: str) -> dict[str, Any]:
+def narrow(name):
     """The same with smaller widths, that of all heads of an attention included. Each keeps its
     greatest common divisor with 128, and whether it is a power of two."""
     family, sizes = _sizes(name)
@@ -56,12 +55,12 @@ def narrow(name: str) -> dict[str, Any]:
     return _made(family, found | kept)
 
 
-def _narrower(size: int) -> int:
+def _narrower(size):
     divisor = math.gcd(size, 128)
     return divisor * (1 if size & (size - 1) == 0 else 3)
 
 
-def _sizes(name: str) -> tuple[str, dict[str, Any]]:
+def _sizes(name):
     entry = dict(_MODELS[name])
     family, sizes = entry.pop("family"), entry.pop("sizes", [])
     if len(sizes) == 4:
@@ -74,7 +73,7 @@ def _sizes(name: str) -> tuple[str, dict[str, Any]]:
     return family, {key: default[key] for key in wanted if default.get(key)}
 
 
-def _made(family: str, sizes: dict[str, Any]) -> dict[str, Any]:
+def _made(family, sizes):
     if family not in CONFIGS and family != "deepseek_v3":
         settings = {**_CUT, "n_layer": 2, **_IDS, **sizes}
         if family in _NO_HEAD_DIM:
@@ -91,7 +90,7 @@ _NO_HEAD_DIM |= {"smollm3", "nemotron", "apertus"}
 """Heads there are as wide as hidden_size makes them."""
 
 
-def write(path: Path, made: dict[str, Any]) -> Path:
+def write(path, made):
     """A checkpoint with random weights."""
     if is_known(made):
         return write_dense(path, made, random_tensors(made))
@@ -105,7 +104,7 @@ def write(path: Path, made: dict[str, Any]) -> Path:
     return write_dense(path, json.loads(model.config.to_json_string()), tensors)
 
 
-def write_headers(path: Path, made: dict[str, Any]) -> Path:
+def write_headers(path, made):
     """A checkpoint without weights: a sparse file, which reads as zeros."""
     path.mkdir(parents=True)
     if is_known(made):

@@ -17,7 +17,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,13 +24,12 @@ from small_recipe import SMALL
 
 from quantkit.calibrate import expert_layer, input_statistics
 from quantkit.calibrate.recipe import Recipe
-from quantkit.common.progress import Event, Note, Progress
-from quantkit.grids.names import Method
+from quantkit.common.progress import Note, Progress
 from quantkit.grids.schemes import find_scheme
-from quantkit.quantization import QuantizationReport, quantize
+from quantkit.quantization import quantize
 
 SCHEME = "awq-w4a16"
-METHODS: tuple[Method, ...] | None = None
+METHODS = None
 """Of its recipe; None for the scheme's own."""
 expert_layer.expert_batch_values = lambda device_type, batches: min(
     2 * 3 * 128 * 256, batches.expert_values
@@ -39,19 +37,12 @@ expert_layer.expert_batch_values = lambda device_type, batches: min(
 input_statistics.PANEL = 64  # so that make_model's Hessians have several, as real ones do
 
 
-def run(
-    source: Path,
-    text: Path,
-    out: Path,
-    facts: Path | None = None,
-    memory: int | None = None,
-    also: Callable[[Event], None] = lambda event: None,
-) -> QuantizationReport:
+def run(source, text, out, facts=None, memory=None, also=lambda event: None):
     """One run; the units that it finds finished are counted in `facts`. also: told every event,
     too."""
     found = 0
 
-    def on_event(event: Event) -> None:
+    def on_event(event):
         nonlocal found
         found += isinstance(event, Note) and event.text.endswith("found finished")
         if facts is not None and isinstance(event, Progress):
@@ -71,11 +62,11 @@ def run(
     )
 
 
-def tear(writes: int) -> None:
+def tear(writes):
     """From now on, the write that comes after `writes` others is cut in half by SIGKILL."""
     pwrite, left = os.pwrite, writes
 
-    def torn(descriptor: int, data: memoryview, offset: int) -> int:
+    def torn(descriptor, data, offset):
         nonlocal left
         if left == 0:
             pwrite(descriptor, data[: len(data) // 2], offset)
@@ -86,9 +77,7 @@ def tear(writes: int) -> None:
     os.pwrite = torn  # type: ignore[assignment]
 
 
-def kill_and_start_again(
-    source: Path, text: Path, out: Path, times: int, seconds: float
-) -> dict[str, object]:
+def kill_and_start_again(source, text, out, times, seconds):
     """Killed at random moments and in the middle of writes, `times` each, some run having gone on
     from an earlier one's units; then to the end. A run that ends before its kill is thrown away."""
     facts = out.with_name("facts")

@@ -10,7 +10,6 @@ megabytes.
 import copy
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import make_model
@@ -20,7 +19,7 @@ from quantkit.models import deepseek_v3
 SHARDS = 163
 
 
-def r1_config(**changes: Any) -> dict[str, Any]:
+def r1_config(**changes):
     """config.json of DeepSeek-R1."""
     return copy.deepcopy(make_model.CONFIGS["r1"]) | changes
 
@@ -29,10 +28,10 @@ R1 = deepseek_v3.Config.from_dict(r1_config())
 R1_TABLE = deepseek_v3.parameters(R1)
 
 
-def write_headers(path: Path, config: dict[str, Any], shards: int = SHARDS) -> Path:
+def write_headers(path, config, shards=SHARDS):
     """The directory of a checkpoint in R1's FP8 layout, with a small tokenizer. Returns `path`."""
     path.mkdir(parents=True, exist_ok=True)
-    entries: list[tuple[str, str, tuple[int, ...], int]] = []
+    entries = []
     for name, shape in make_model.tensor_shapes(config).items():
         fp8 = make_model.is_fp8(name)
         kind = "F8_E4M3" if fp8 else "F32" if name.endswith("correction_bias") else "BF16"
@@ -43,7 +42,7 @@ def write_headers(path: Path, config: dict[str, Any], shards: int = SHARDS) -> P
             blocks = tuple(math.ceil(size / make_model.FP8_BLOCK) for size in shape)
             entries.append((f"{name}_scale_inv", "F32", blocks, 4 * math.prod(blocks)))
     per_shard = math.ceil(len(entries) / shards)
-    weight_map: dict[str, str] = {}
+    weight_map = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:06d}.safetensors"
         header, offset = dict[str, Any](), 0

@@ -6,14 +6,11 @@ with its cases in mind.
 import copy
 import json
 import random
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-from damage import JSON_FILES, VALUES, Damage, written
+from damage import JSON_FILES, VALUES, written
 
 
-def at_random(model: Path, seed: int, count: int) -> Iterator[Damage]:
+def at_random(model, seed, count):
     """`count` damages of files of a checkpoint that depend on the seed alone."""
     draw = random.Random(seed)
     shard = next(model.glob("*.safetensors")).name
@@ -31,7 +28,7 @@ def at_random(model: Path, seed: int, count: int) -> Iterator[Damage]:
             )
 
 
-def shaken(content: bytes, reach: int, draw: random.Random) -> bytes:
+def shaken(content, reach, draw):
     changed = bytearray(content)
     for _ in range(draw.choice((1, 1, 1, 2, 4))):
         at, length = draw.randrange(min(reach, len(changed))), draw.choice((1, 1, 2, 8, 50))
@@ -47,7 +44,7 @@ def shaken(content: bytes, reach: int, draw: random.Random) -> bytes:
     return bytes(changed)
 
 
-def perturbed(value: Any, draw: random.Random) -> Any:
+def perturbed(value, draw):
     found = list(places(value))
     for _ in range(draw.choice((1, 1, 2, 3))):
         # The upper levels are few and matter most; a place further down is one of thousands.
@@ -69,7 +66,7 @@ def perturbed(value: Any, draw: random.Random) -> Any:
     return value
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
+def places(value):
     level = [value]
     while level:
         inner = []

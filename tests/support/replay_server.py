@@ -41,16 +41,9 @@ class ReplayServer:
     """`requests` collects the bodies as they arrive; `most_at_once` is the highest number of
     requests that were open together."""
 
-    def __init__(
-        self,
-        answer: Answer,
-        *,
-        models: tuple[str, ...] = ("replayed",),
-        delay_s: float = 0.0,
-        api_key: str | None = None,
-    ) -> None:
+    def __init__(self, answer, *, models=("replayed",), delay_s=0.0, api_key=None):
         self.answer, self.models, self.delay_s, self.api_key = answer, models, delay_s, api_key
-        self.requests: list[dict[str, Any]] = []
+        self.requests = []
         self.most_at_once = self._open = 0
         self._lock = threading.Lock()
         outer = self
@@ -58,7 +51,7 @@ class ReplayServer:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def do_GET(self) -> None:
+            def do_GET(self):
                 if (
                     outer.api_key is not None
                     and self.headers.get("Authorization") != f"Bearer {outer.api_key}"
@@ -66,26 +59,26 @@ class ReplayServer:
                     return outer._send(self, 401, {"error": {"message": "wrong key"}})
                 outer._send(self, 200, {"data": [{"id": name} for name in outer.models]})
 
-            def do_POST(self) -> None:
+            def do_POST(self):
                 outer._post(self)
 
-            def log_message(self, *args: object) -> None:
+            def log_message(self, *args):
                 pass
 
         self._server = _Listener(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def __enter__(self) -> "ReplayServer":
+    def __enter__(self):
         threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
         ).start()
         return self
 
-    def __exit__(self, *args: object) -> None:
+    def __exit__(self, *args):
         self._server.shutdown()
         self._server.server_close()
 
-    def _post(self, handler: BaseHTTPRequestHandler) -> None:
+    def _post(self, handler):
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
         with self._lock:
             self.requests.append(body)
@@ -112,13 +105,7 @@ class ReplayServer:
             with self._lock:
                 self._open -= 1
 
-    def _send(
-        self,
-        handler: BaseHTTPRequestHandler,
-        status: int,
-        value: object,
-        headers: dict[str, str] | None = None,
-    ) -> None:
+    def _send(self, handler, status, value, headers=None):
         data = json.dumps(value).encode()
         handler.send_response(status)
         for name, text in {
@@ -130,17 +117,17 @@ class ReplayServer:
         handler.end_headers()
         handler.wfile.write(data)
 
-    def _stream(self, handler: BaseHTTPRequestHandler, reply: Reply, *, chat: bool) -> None:
+    def _stream(self, handler, reply, *, chat):
         handler.send_response(200)
         handler.send_header("Content-Type", "text/event-stream; charset=utf-8")
         handler.send_header("Connection", "close")
         handler.end_headers()
 
-        def event(value: object) -> None:
+        def event(value):
             handler.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
             handler.wfile.flush()
 
-        def piece(part: dict[str, Any], finish: str | None = None) -> None:
+        def piece(part, finish=None):
             event(
                 {
                     "choices": [

@@ -2,7 +2,6 @@
 the rounding."""
 
 import json
-from pathlib import Path
 from typing import NamedTuple
 
 from quantkit.evaluation.distance.perplexity import measure
@@ -18,7 +17,7 @@ class Distances(NamedTuple):
     rounding: float
 
 
-def distances(written: Path, source: Path, directory: Path) -> Distances:
+def distances(written, source, directory):
     """Leaves DIRECTORY/plain, the weights in FP32."""
     text = directory / "text.jsonl"
     text.write_text(json.dumps({"text": "3 4 7 11 18 29 47 76 " * 8}) + "\n")

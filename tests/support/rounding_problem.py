@@ -1,14 +1,13 @@
 """A linear to be rounded, and the grids it is rounded to: what tests of compensation share."""
 
 import torch
-from torch import Tensor
 
-from quantkit.grids.base import Quantizer, Scales
+from quantkit.grids.base import Scales
 from quantkit.grids.int_groups import IntGrid, IntQuantizer
 from quantkit.grids.nvfp4 import Nvfp4Quantizer, global_scale
 
 K, N = 256, 40
-QUANTIZERS: dict[str, Quantizer] = {
+QUANTIZERS = {
     "int4": IntQuantizer(IntGrid(4, 128, symmetric=False), torch.float16),
     "int4-fitted": IntQuantizer(IntGrid(4, 64, symmetric=False), torch.float16, (1.0, 0.9, 0.8)),
     "int8": IntQuantizer(IntGrid(8, None, symmetric=True), torch.float32),
@@ -16,7 +15,7 @@ QUANTIZERS: dict[str, Quantizer] = {
 }
 
 
-def problem(seed: int = 0, batch: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+def problem(seed=0, batch=()):
     """Weights [..., N, K], and the Hessian of inputs whose channels are correlated and of very
     different size."""
     generator = torch.Generator().manual_seed(seed)
@@ -29,24 +28,24 @@ def problem(seed: int = 0, batch: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]
     return torch.randn(*batch, N, K, generator=generator), x.mT @ x / 1024
 
 
-def loss(w: Tensor, values: Tensor, hessian: Tensor) -> Tensor:
+def loss(w, values, hessian):
     """Of each row, in float64."""
     error = (w - values).double()
     return ((error @ hessian.double()) * error).sum(-1)
 
 
-def two_sided_loss(w: Tensor, values: Tensor, hessian: Tensor, cost: Tensor) -> float:
+def two_sided_loss(w, values, hessian, cost):
     error = (w - values).double()
     return float(((cost.double() @ error) * (error @ hessian.double())).sum())
 
 
-def cost_of_outputs(seed: int = 1) -> Tensor:
+def cost_of_outputs(seed=1):
     """A few directions cost most."""
     strong = torch.randn(N, 4, generator=torch.Generator().manual_seed(seed))
     return strong @ strong.t() + 0.05 * torch.eye(N)
 
 
-def spread(scales: Scales) -> Scales:
+def spread(scales):
     """Steps [N, G] as [N, K]."""
     times = K // scales.scale.shape[-1]
     zero = scales.zero_point

@@ -5,5 +5,5 @@ import os
 WHOLE = "QUANTKIT_EVERY_CASE" in os.environ
 
 
-def sized(sample: int, whole: int) -> int:
+def sized(sample, whole):
     return whole if WHOLE else sample

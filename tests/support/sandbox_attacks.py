@@ -51,7 +51,7 @@ def answer(data):
 """
 
 
-def answering(data: str) -> str:
+def answering(data):
     """Sends its own bytes as the answer of every call, then keeps still."""
     return f"{REPLY}\nimport time\ndef total(xs):\n    answer({data})\n    time.sleep(0.05)\n    os._exit(0)\n"
 

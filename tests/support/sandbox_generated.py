@@ -78,7 +78,7 @@ _RELEASES = ("m.madvise(mmap.MADV_DONTNEED)", "m.madvise(mmap.MADV_PAGEOUT)", "o
 _IMPORTS = "import os, sys, ctypes, mmap, resource, signal, time\nlibc = ctypes.CDLL(None)\n"
 
 
-def _wrong_functions() -> dict[str, str]:
+def _wrong_functions():
     found = {}
     for act in (*_STATE, *_STREAMS):
         found[f"function {act}"] = (
@@ -103,7 +103,7 @@ def _wrong_functions() -> dict[str, str]:
     return found
 
 
-def _wrong_scripts() -> dict[str, str]:
+def _wrong_scripts():
     found = {}
     for act in (*_STATE, *_STREAMS):
         found[f"script {act}"] = (
@@ -153,7 +153,7 @@ _RIGHT_ENDS = (
 )
 
 
-def _right_scripts() -> dict[str, str]:
+def _right_scripts():
     imports = "import os, sys, subprocess, threading, traceback, warnings\n"
     return {
         f"script: {read}, {write}, {end}": f"{imports}answer = sum(map(int, {read}.split()))\n{write}\n{end}"
@@ -162,19 +162,19 @@ def _right_scripts() -> dict[str, str]:
     }
 
 
-def _sample(programs: dict[str, str], count: int) -> dict[str, str]:
+def _sample(programs, count):
     names = sorted(programs)
     random.Random(20261129).shuffle(names)
     return {f"generated {number}": programs[name] for number, name in enumerate(names[:count])}
 
 
-def wrong_functions(count: int) -> dict[str, str]:
+def wrong_functions(count):
     return _sample(_wrong_functions(), count)
 
 
-def wrong_scripts(count: int) -> dict[str, str]:
+def wrong_scripts(count):
     return _sample(_wrong_scripts(), count)
 
 
-def right_scripts(count: int) -> dict[str, str]:
+def right_scripts(count):
     return _sample(_right_scripts(), count)

@@ -7,7 +7,7 @@ Each body defines REACHED; made a program by `wall`, it answers rightly where th
 from textwrap import dedent, indent
 
 
-def wall(body: str) -> str:
+def wall(body):
     """A program that is right if `body` runs to its end with REACHED true, and wrong if it raises."""
     return f"""import os, sys, ctypes, errno, socket, time
 libc = ctypes.CDLL(None, use_errno=True)

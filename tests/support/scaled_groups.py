@@ -1,24 +1,18 @@
 """Scales of a model's groups, drawn and folded by hand."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor
 
 
-def any_scale(count: int) -> Tensor:
+def any_scale(count):
     return torch.rand(count) + 0.5
 
 
-def power_of_two(count: int) -> Tensor:
+def power_of_two(count):
     """Where an indexer reads: nothing is rounded, so no choice can flip."""
     return 2.0 ** torch.randint(-2, 3, (count,))
 
 
-def folded(
-    architecture: Any, config: Any, tensors: dict[str, Tensor], draw: Callable[[int], Tensor]
-) -> dict[str, Tensor]:
+def folded(architecture, config, tensors, draw):
     """The tensors with a scale moved in every group: producers divided, all readers multiplied.
     draw: n -> n scales."""
     made = dict(tensors)

@@ -10,7 +10,6 @@ same.
 """
 
 import json
-from pathlib import Path
 
 import make_model
 import torch
@@ -32,7 +31,7 @@ TEMPLATE = (
 yet."""
 
 
-def write(path: Path, chains: list[list[str]], template: str = TEMPLATE) -> Path:
+def write(path, chains, template=TEMPLATE):
     """A BF16 checkpoint of R1's shape. Each text of a chain is one token, and stands in one chain
     only.
 

@@ -3,13 +3,10 @@
 import math
 import re
 
-from quantkit.common.errors import QuantkitError
-from quantkit.quantization.job import Job
-
 _OF_SIZES = re.compile(r"group size|multiple of|divide|can be stored|cannot hold|does not fit")
 
 
-def covered(job: Job) -> float:
+def covered(job):
     """Share of the weights of linears that are on the scheme's grid, in groups of whatever size."""
     scheme, total, taken = job.request.scheme, 0, 0
     for row in job.rows:
@@ -21,5 +18,5 @@ def covered(job: Job) -> float:
     return taken / total if total else 1.0
 
 
-def refused_for_size(error: QuantkitError) -> bool:
+def refused_for_size(error):
     return _OF_SIZES.search(str(error)) is not None

@@ -1,18 +1,16 @@
 """A small Llama whose head is its embedding: what tests of tied checkpoints are made of."""
 
 import math
-from typing import Any
 
 import torch
 from make_model import CONFIGS
-from torch import Tensor
 
 from quantkit.models import find_architecture
 
-TIED: dict[str, Any] = CONFIGS["tied"]
+TIED = CONFIGS["tied"]
 
 
-def tied_tensors(config: dict[str, Any] = TIED, seed: int = 0) -> dict[str, Tensor]:
+def tied_tensors(config=TIED, seed=0):
     """BF16 tensors of every row of the table, which has no head."""
     architecture = find_architecture(config)
     generator = torch.Generator().manual_seed(seed)

@@ -1,36 +1,34 @@
 """Tiny models of every architecture: their config.json (tiny_models.yaml) and random tensors."""
 
 from pathlib import Path
-from typing import Any
 
 import make_model
 import torch
 import yaml
-from torch import Tensor
 
 from quantkit.models import find_architecture
 
-TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 MODELS = Path(__file__).parents[1] / "models"
-CASES: dict[str, Any] = yaml.safe_load((MODELS / "cases.yaml").read_text())
+CASES = yaml.safe_load((MODELS / "cases.yaml").read_text())
 """Cases of the tests of models."""
 
 
-def _config(entry: dict[str, Any]) -> dict[str, Any]:
+def _config(entry):
     base = make_model.tiny_config(**entry["tiny_config"]) if "tiny_config" in entry else {}
     left = {"tiny_config", "without", *entry.get("without", ())}
     own = {key: _config(one) if key == "text_config" else one for key, one in entry.items()}
     return {key: value for key, value in {**base, **own}.items() if key not in left}
 
 
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS = {
     name: {**_config(entry), "model_type": name} for name, entry in TABLE["architectures"].items()
 }
-CELLS: dict[str, dict[str, Any]] = TABLE["cells"]
+CELLS = TABLE["cells"]
 PROMPTS = [list(range(10 + i, 30 + 2 * i)) for i in range(3)]
 
 
-def random_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
+def random_tensors(config):
     architecture = find_architecture(config)
     generator = torch.Generator().manual_seed(11)
     tensors = {}
@@ -47,7 +45,7 @@ def random_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def write(path: Path, name: str, **changes: Any) -> Path:
+def write(path, name, **changes):
     """The checkpoint of an architecture, unquantized."""
     config = {**CONFIGS[name], **changes}
     return make_model.write_dense(path, config, random_tensors(config))

@@ -3,8 +3,6 @@ tie."""
 
 import math
 import statistics
-from collections.abc import Iterable
-from pathlib import Path
 
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
@@ -12,7 +10,7 @@ from quantkit.executor.sampling.params import SamplingParams
 PROMPTS = [list(range(6 + i, 30 + 3 * i)) for i in range(24)]
 
 
-def top_logprobs(path: Path, tp: int = 1) -> list[dict[int, float]]:
+def top_logprobs(path, tp=1):
     """The 20 likeliest next tokens of every prompt, with their log-probabilities, on `tp` ranks."""
     engine = Engine.load(path, device="cpu", dtype="float32", max_batch=8, max_model_len=128, tp=tp)
     params = SamplingParams(max_new_tokens=1, ignore_eos=True, logprobs=20)
@@ -21,7 +19,7 @@ def top_logprobs(path: Path, tp: int = 1) -> list[dict[int, float]]:
     return [dict(one.logprobs[0].top) for one in done if one.logprobs]
 
 
-def distance(ours: Iterable[dict[int, float]], theirs: Iterable[dict[int, float]]) -> float:
+def distance(ours, theirs):
     """Root mean square over the tokens that both report."""
     squares = [
         (one[token] - other[token]) ** 2

@@ -1,12 +1,9 @@
 """Tiny random models of transformers, and their tensors as checkpoints are published: what our
 forwards are held against."""
 
-from typing import Any
-
 import torch
 import transformers
 from tiny_models import TABLE
-from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from quantkit.checkpoint.tensor_aliases import aliases
@@ -19,12 +16,10 @@ EXPERTS, HY_V3, LATENT, SPARSE, COMPRESSED, QWEN_3_5, QWEN_3_5_DENSE = (
         *("qwen_3_5", "qwen_3_5_dense"),
     )
 )
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    name: (kind, extra) for name, (kind, extra) in TABLE["peers"].items()
-}
+CASES = {name: (kind, extra) for name, (kind, extra) in TABLE["peers"].items()}
 
 
-def random_peer(kind: str, extra: dict[str, Any], model_class: str | None = None) -> Any:
+def random_peer(kind, extra, model_class=None):
     """A transformers model with every parameter drawn at random, biases and norms included.
     model_class: where it is not called so."""
     shared = {
@@ -52,10 +47,10 @@ def random_peer(kind: str, extra: dict[str, Any], model_class: str | None = None
     return model
 
 
-def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
+def checkpoint_tensors(model):
     """The state dict in the names of published checkpoints, by transformers' own conversion: it
     holds experts stacked. Those that are published stacked too are taken apart here, by hand."""
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     stored = revert_weight_conversion(model, model.state_dict())
     names = aliases({"model_type": model.config.model_type}, stored)
     for name, tensor in stored.items():
@@ -79,9 +74,7 @@ def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def whole(
-    extra: dict[str, Any], kind: str = "Qwen3_5Moe"
-) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+def whole(extra, kind="Qwen3_5Moe"):
     """A random text model of Qwen3.5-MoE or Qwen3.5, with the config.json and the names of the
     model around it."""
     peer = random_peer(f"{kind}Text", extra, f"{kind}ForCausalLM")

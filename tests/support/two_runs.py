@@ -1,7 +1,6 @@
 """Two finished evaluations of ten sums, for what reads results folders."""
 
 import json
-from pathlib import Path
 
 from replay_server import ReplayServer, Reply
 
@@ -22,11 +21,11 @@ protocols:
 """
 
 
-def solve(question: str, body: dict) -> str:
+def solve(question, body):
     return f"</think>\\boxed{{{2 * int(question.split()[0])}}}"
 
 
-def poorly(question: str, body: dict) -> Reply | str:
+def poorly(question, body):
     return (
         Reply("no", status=400)
         if question.startswith("19")
@@ -34,7 +33,7 @@ def poorly(question: str, body: dict) -> Reply | str:
     )
 
 
-def write_runs(folder: Path) -> None:
+def write_runs(folder):
     """folder/good and folder/poor; the poor one's last problem has no reply."""
     rows = [
         {"id": f"s{n}", "question": f"{n} + {n}", "answer": str(2 * n), "steps": n % 2 + 1}

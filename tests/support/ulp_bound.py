@@ -7,12 +7,9 @@ weight moved by a unit in its last place at random.
 """
 
 import shutil
-from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 FACTOR = 8
 """A number goes through more roundings than its weight's. Of 34 small models, under AVX2, AVX-512
@@ -21,13 +18,13 @@ in the last place of its weights moves the latter."""
 DRAWS = 4
 
 
-def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def nudged(tensor, generator):
     """Each number a unit in its last place up or down, or as it was."""
     way = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor.dtype)
     return torch.where(way == 0, tensor, torch.nextafter(tensor, way * torch.inf))
 
 
-def write_nudged(source: Path, target: Path, seed: int) -> Path:
+def write_nudged(source, target, seed):
     """A checkpoint of float32 tensors beside `source`, each nudged; integers stay."""
     shutil.copytree(source, target)
     generator = torch.Generator().manual_seed(seed)
@@ -45,7 +42,7 @@ def write_nudged(source: Path, target: Path, seed: int) -> Path:
 
 
 @torch.no_grad()
-def movement(compute: Callable[[], Tensor], weights: Iterable[Tensor]) -> float:
+def movement(compute, weights):
     """The largest movement of a number that `compute` gives, when the weights that it reads are
     nudged, in place, and set back."""
     moving = [one for one in weights if one.is_floating_point()]
@@ -60,9 +57,7 @@ def movement(compute: Callable[[], Tensor], weights: Iterable[Tensor]) -> float:
     return moved
 
 
-def assert_near(
-    found: Tensor, expected: Tensor, moved: float, factor: float = FACTOR, most: float | None = None
-) -> None:
+def assert_near(found, expected, moved, factor=FACTOR, most=None):
     """That they differ by less than `factor` times what `expected` moves by itself, which must be
     little, so that a fault is more: below `most`, or a thousandth of its largest number."""
     apart, bound = (found - expected).abs().max().item(), factor * moved

@@ -18,12 +18,10 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.writer import CheckpointWriter
@@ -36,7 +34,7 @@ CONFIG = {"model_type": "test"}
 EXTRA = {"tokenizer.json": b'{"a": 1}'}
 
 
-def unit(number: int) -> dict[str, Tensor]:
+def unit(number):
     """The tensors of one unit: the same whenever they are computed."""
     generator = torch.Generator().manual_seed(number)
     prefix = f"model.layers.{number}.mlp"
@@ -51,7 +49,7 @@ def unit(number: int) -> dict[str, Tensor]:
 
 
 @cache
-def specs() -> list[TensorSpec]:
+def specs():
     return [
         TensorSpec(name, t.dtype, tuple(t.shape))
         for number in range(UNITS)
@@ -59,9 +57,7 @@ def specs() -> list[TensorSpec]:
     ]
 
 
-def write(
-    out: Path, rank: int = 0, ranks: int = 1, overwrite: bool = False, pause: float = 0.0
-) -> CheckpointWriter:
+def write(out, rank=0, ranks=1, overwrite=False, pause=0.0):
     """Write this rank's units, in an order of its own, and return the writer. pause: seconds before
     each."""
     writer = CheckpointWriter(
@@ -82,7 +78,7 @@ def write(
     return writer
 
 
-def _forked(job: Callable[[], object]) -> int:
+def _forked(job):
     """Run `job` in a process of its own; returns its id."""
     pid = os.fork()
     if pid == 0:
@@ -91,7 +87,7 @@ def _forked(job: Callable[[], object]) -> int:
     return pid
 
 
-def kill_and_start_again(out: Path, kills: int) -> list[int]:
+def kill_and_start_again(out, kills):
     """Write `out`, killed `kills` times on the way; returns how many units each run found in the
     journal.
 
@@ -100,10 +96,10 @@ def kill_and_start_again(out: Path, kills: int) -> list[int]:
     """
     journal = out.with_name(f"{out.name}.partial") / ".quantkit" / "journal-00000.jsonl"
 
-    def units() -> int:
+    def units():
         return journal.read_bytes().count(b'"unit"') if journal.exists() else 0
 
-    found: list[int] = []
+    found = []
     while not out.exists():
         found.append(units())
         # Without a pause a run may be done before this process, which waits for a processor, looks
@@ -118,7 +114,7 @@ def kill_and_start_again(out: Path, kills: int) -> list[int]:
     return found
 
 
-def fill_the_disk(out: Path, left: int) -> dict[str, object]:
+def fill_the_disk(out, left):
     """Finish with `left` bytes free on the file system of `out`, fail, make room, start again."""
     filler = out.with_name("filler")
     writer = write(out)

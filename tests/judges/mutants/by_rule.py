@@ -5,7 +5,6 @@ import ast
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -56,12 +55,12 @@ class Mutant:
     number: int = 0
 
     @property
-    def key(self) -> str:
+    def key(self):
         """What names a mutant from run to run, wherever in the file it stands."""
         told = (self.path, self.function, self.rule, self.old, self.new, self.number)
         return hashlib.sha256(":".join(map(str, told)).encode()).hexdigest()[:10]
 
-    def apply(self, source: str) -> str:
+    def apply(self, source):
         assert source[self.start : self.end] == self.old, (
             f"{self.path}:{self.line} changed since the mutant was made"
         )
@@ -71,23 +70,23 @@ class Mutant:
 class Places:
     """Offsets in a source of the nodes of its tree."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source):
         self.source = source
         self._lines = source.split("\n")
         self._starts = [0, *accumulate(len(line) + 1 for line in self._lines)]
 
-    def span(self, node: ast.AST) -> tuple[int, int]:
+    def span(self, node):
         return (
             self._offset(node.lineno, node.col_offset),  # type: ignore[attr-defined]
             self._offset(node.end_lineno, node.end_col_offset),  # type: ignore[attr-defined]
         )
 
-    def _offset(self, line: int, column: int) -> int:
+    def _offset(self, line, column):
         """column: in bytes, as the tree has it."""
         before = self._lines[line - 1].encode()[:column].decode()
         return self._starts[line - 1] + len(before)
 
-    def text(self, node: ast.AST) -> str:
+    def text(self, node):
         start, end = self.span(node)
         return self.source[start:end]
 
@@ -95,9 +94,9 @@ class Places:
 Change = tuple[int, int, str, str]  # start, end, new, rule
 
 
-def of_python(path: str, source: str) -> list[Mutant]:
+def of_python(path, source):
     places, tree = Places(source), ast.parse(source)
-    found: list[Mutant] = []
+    found = []
     for node, function, skipped in _walk(tree, "", False):
         if skipped:
             continue
@@ -107,7 +106,7 @@ def of_python(path: str, source: str) -> list[Mutant]:
     return numbered(found)
 
 
-def numbered(found: list[Mutant]) -> list[Mutant]:
+def numbered(found):
     seen = Counter[tuple[str, ...]]()
     numbered = []
     for one in found:
@@ -117,7 +116,7 @@ def numbered(found: list[Mutant]) -> list[Mutant]:
     return numbered
 
 
-def _walk(node: ast.AST, function: str, skipped: bool) -> Iterator[tuple[ast.AST, str, bool]]:
+def _walk(node, function, skipped):
     """Every node with the function around it; not: annotations, docstrings, messages, assertions,
     imports, what a rule says of itself."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -138,13 +137,13 @@ def _walk(node: ast.AST, function: str, skipped: bool) -> Iterator[tuple[ast.AST
                 )
 
 
-def _changes(node: ast.AST, places: Places) -> Iterator[Change]:
-    rule: Callable[[ast.AST, Places], Iterator[Change]] | None = _RULES.get(type(node))
+def _changes(node, places):
+    rule = _RULES.get(type(node))
     if rule is not None:
         yield from rule(node, places)
 
 
-def _operator(node: ast.BinOp, places: Places) -> Iterator[Change]:
+def _operator(node, places):
     left, right = places.span(node.left)[1], places.span(node.right)[0]
     between = places.source[left:right]
     if type(node.op) in SWAPPED and "#" not in between:
@@ -153,7 +152,7 @@ def _operator(node: ast.BinOp, places: Places) -> Iterator[Change]:
         yield start, start + len(core), SWAPPED[type(node.op)], "operator"
 
 
-def _compare(node: ast.Compare, places: Places) -> Iterator[Change]:
+def _compare(node, places):
     parts = [node.left, *node.comparators]
     for index, op in enumerate(node.ops):
         left, right = places.span(parts[index])[1], places.span(parts[index + 1])[0]
@@ -163,7 +162,7 @@ def _compare(node: ast.Compare, places: Places) -> Iterator[Change]:
         yield start, start + len(core), COMPARED[type(op)], "comparison"
 
 
-def _constant(node: ast.Constant, places: Places) -> Iterator[Change]:
+def _constant(node, places):
     start, end = places.span(node)
     if isinstance(node.value, bool):
         yield start, end, str(not node.value), "constant"
@@ -173,7 +172,7 @@ def _constant(node: ast.Constant, places: Places) -> Iterator[Change]:
         yield start, end, repr(node.value * 2 + 1), "constant"
 
 
-def _bool(node: ast.BoolOp, places: Places) -> Iterator[Change]:
+def _bool(node, places):
     start, end = places.span(node)
     word = " and " if isinstance(node.op, ast.And) else " or "
     if len(node.values) < 6:
@@ -184,7 +183,7 @@ def _bool(node: ast.BoolOp, places: Places) -> Iterator[Change]:
             yield start, end, f"({word.join(kept)})", "dropped condition"
 
 
-def _call(node: ast.Call, places: Places) -> Iterator[Change]:
+def _call(node, places):
     plain = [one for one in node.args if not isinstance(one, ast.Starred)]
     if (
         len(plain) >= 2
@@ -210,31 +209,31 @@ def _call(node: ast.Call, places: Places) -> Iterator[Change]:
                 yield before.start(), end, "", "dropped argument"
 
 
-def _statement(node: ast.AST, places: Places) -> Iterator[Change]:
+def _statement(node, places):
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     if not is_text:
         start, end = places.span(node)
         yield start, end, "pass", "dropped statement"
 
 
-def _return(node: ast.Return, places: Places) -> Iterator[Change]:
+def _return(node, places):
     if node.value is not None and places.text(node.value) != "None":
         yield *places.span(node.value), "None", "nothing returned"
 
 
-def _choice(node: ast.IfExp, places: Places) -> Iterator[Change]:
+def _choice(node, places):
     start, end = places.span(node)
     for one in (node.body, node.orelse):
         yield start, end, f"({places.text(one)})", "one choice only"
 
 
-def _branch(node: ast.If, places: Places) -> Iterator[Change]:
+def _branch(node, places):
     start, end = places.span(node.test)
     for value in ("True", "False"):
         yield start, end, value, "branch forced"
 
 
-def _method(node: ast.Attribute, places: Places) -> Iterator[Change]:
+def _method(node, places):
     """`.contiguous()`, `.T`, ... are dropped by dropping the attribute's call, found in
     `_dropped_method`."""
     if node.attr == "T":
@@ -242,13 +241,13 @@ def _method(node: ast.Attribute, places: Places) -> Iterator[Change]:
         yield start, end, f"({places.text(node.value)})", "dropped .T"
 
 
-def _unary(node: ast.UnaryOp, places: Places) -> Iterator[Change]:
+def _unary(node, places):
     if isinstance(node.op, (ast.USub, ast.Not)):
         start, end = places.span(node)
         yield start, end, f"({places.text(node.operand)})", "dropped sign"
 
 
-_RULES: dict[type, Callable[..., Iterator[Change]]] = {
+_RULES = {
     ast.BinOp: _operator,
     ast.Compare: _compare,
     ast.Constant: _constant,
@@ -280,7 +279,7 @@ CPP_FUNCTION = re.compile(
 )
 
 
-def of_cpp(path: str, source: str) -> list[Mutant]:
+def of_cpp(path, source):
     """Comments are left alone; a dropped statement is a call."""
     found = []
     for start, end, new, rule in _cpp_changes(source):
@@ -292,10 +291,10 @@ def of_cpp(path: str, source: str) -> list[Mutant]:
     return numbered(found)
 
 
-def _cpp_changes(source: str) -> Iterator[Change]:
+def _cpp_changes(source):
     comments = [match.span() for match in re.finditer(r"/\*.*?\*/|//[^\n]*", source, re.DOTALL)]
 
-    def is_code(start: int) -> bool:
+    def is_code(start):
         return not any(first <= start < last for first, last in comments)
 
     for pattern, new, rule in CPP_TOKENS:

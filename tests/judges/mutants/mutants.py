@@ -3,8 +3,8 @@
 import random
 from pathlib import Path
 
-from areas import AREAS, Area
-from by_rule import Mutant, of_cpp, of_python
+from areas import AREAS
+from by_rule import of_cpp, of_python
 from patches import of_patches
 
 ROOT = Path(__file__).parents[3]
@@ -12,7 +12,7 @@ SAMPLE = 201
 """Of the mutants by rule, drawn area by area in proportion, always the same."""
 
 
-def chosen(every: bool) -> list[tuple[Area, Mutant]]:
+def chosen(every):
     """every: all that the rules make."""
     found = []
     pool = {area: _generated(area) if area.ruled else [] for area in AREAS}
@@ -29,7 +29,7 @@ def chosen(every: bool) -> list[tuple[Area, Mutant]]:
     return found
 
 
-def _generated(area: Area) -> list[Mutant]:
+def _generated(area):
     source = (ROOT / area.path).read_text()
     return (
         of_cpp(area.path, source)

@@ -14,9 +14,9 @@ FOLDER = Path(__file__).parent / "patches"
 
 
 @cache
-def hunks() -> dict[str, list[tuple[str, str, str]]]:
+def hunks():
     """By path of a source: (fault, lines before, lines after) of each hunk."""
-    found: dict[str, list[tuple[str, str, str]]] = {}
+    found = {}
     for file in sorted(FOLDER.glob("*.patch")):
         _, header, *lines = file.read_text().splitlines()
         own = found.setdefault(header.removeprefix("+++ b/"), [])
@@ -28,11 +28,11 @@ def hunks() -> dict[str, list[tuple[str, str, str]]]:
     return found
 
 
-def of_patches(path: str, source: str) -> list[Mutant]:
+def of_patches(path, source):
     return [_placed(path, source, *hunk) for hunk in hunks().get(path, [])]
 
 
-def _placed(path: str, source: str, what: str, before: str, after: str) -> Mutant:
+def _placed(path, source, what, before, after):
     count = f"\n{source}".count(f"\n{before}\n")
     assert count == 1, f"{path} has the lines of {what!r} {count} times: the patch is out of date"
     start = f"\n{source}".index(f"\n{before}\n")

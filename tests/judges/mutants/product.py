@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -44,15 +43,15 @@ Row = dict[str, Any]
 class Judge:
     """A copy's tests, in forks of one process."""
 
-    def __init__(self, warm: Warm, copy: Copy, tests: Tests) -> None:
+    def __init__(self, warm, copy, tests):
         self._warm, self._copy, self._tests = warm, copy, tests
-        self._items: dict[str, list[pytest.Item]] = {}
+        self._items = {}
         for item in warm.items:
             self._items.setdefault(item.nodeid.partition("::")[0], []).append(item)
-        self._sound: dict[tuple[str, str], bool] = {}
-        self._slow: set[str] = set()
+        self._sound = {}
+        self._slow = set()
 
-    def kill(self, one: Mutant, known: str, limit: float) -> str:
+    def kill(self, one, known, limit):
         """The test that notices, empty if none does. known: one that noticed before."""
         costs, files = self._warm.costs(), self._tests.likely(one)
         likely = [item for file in files for item in self._items.get(file, [])]
@@ -85,7 +84,7 @@ class Judge:
                 wanted = [item for item in wanted if item.nodeid != ended]
         return ""
 
-    def _is_sound(self, path: str, test: str) -> bool:
+    def _is_sound(self, path, test):
         """Whether a test passes with the source as it is."""
         if (path, test) not in self._sound:
             items = [item for item in self._warm.items if item.nodeid == test]
@@ -93,7 +92,7 @@ class Judge:
         return self._sound[path, test]
 
 
-def _alike(test: str, known: str) -> bool:
+def _alike(test, known):
     """Whether it is the test that was known, in whichever file."""
     return bool(known) and test.rpartition("::")[2] == known.rpartition("::")[2]
 
@@ -102,7 +101,7 @@ Job = tuple[str, Mutant, str]
 """A room, a mutant, and the test that is known to kill it."""
 
 
-def drawn(root: Path, rows: list[Row], rooms: list[str]) -> tuple[list[Job], dict[str, int]]:
+def drawn(root, rows, rooms):
     """Mutants of each room that are not yet tried, and how many killed ones each still lacks."""
     tests, files, jobs = Tests(root), sources(root), list[Job]()
     lacking, tried = quotas(files, 200), {row["key"] for row in rows}
@@ -114,7 +113,7 @@ def drawn(root: Path, rows: list[Row], rooms: list[str]) -> tuple[list[Job], dic
     return jobs, lacking
 
 
-def known(root: Path, killed: list[Row]) -> Iterator[Job]:
+def known(root, killed):
     """Mutants that were killed, each as the sources have it now."""
     files = sources(root)
     for room in dict.fromkeys(row["room"] for row in killed):
@@ -131,9 +130,7 @@ def known(root: Path, killed: list[Row]) -> Iterator[Job]:
                     sys.stderr.write(f"gone: {row['path']} {row['function']}: {row['old']!r}\n")
 
 
-def judge(
-    root: Path, jobs: list[Job], limit: float, note: Callable[[Job, str, float], bool]
-) -> None:
+def judge(root, jobs, limit, note):
     """note: told of each mutant and its killer; whether the room wants more."""
     tests = Tests(root)
     files = {file for _, one, _ in jobs for file in tests.likely(one)}
@@ -143,7 +140,7 @@ def judge(
         copy = Copy(Path(folder), root)
         enter(copy)
 
-        def work(warm: Warm) -> None:
+        def work(warm):
             own, full = Judge(warm, copy, tests), set[str]()
             for job in jobs:
                 began = time.monotonic()
@@ -157,7 +154,7 @@ def judge(
         assert ended == 0, f"pytest ended with {ended}"
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -184,7 +181,7 @@ def main() -> None:
         jobs, lacking = drawn(root, rows, asked.rooms)
     with asked.results.open("a") as out:
 
-        def note(job: Job, killed: str, began: float) -> bool:
+        def note(job, killed, began):
             room, one, _ = job
             seconds = round(time.monotonic() - began, 1)
             row = {"key": one.key, "room": room, "killed_by": killed, "seconds": seconds}
@@ -204,11 +201,11 @@ def main() -> None:
     sys.stdout.write("\n".join(table(rows)) + "\n")
 
 
-def _rows(path: Path) -> list[Row]:
+def _rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def table(rows: list[Row]) -> Iterator[str]:
+def table(rows):
     made = Counter(row["room"] for row in rows)
     killed = Counter(row["room"] for row in rows if row["killed_by"])
     yield "| room | mutants | killed |"

@@ -3,12 +3,10 @@
 import ast
 import random
 import re
-from collections.abc import Iterator
 from functools import cache, cached_property
 from itertools import repeat
-from pathlib import Path
 
-from by_rule import Mutant, of_python
+from by_rule import of_python
 
 ROOMS = ("quantkit/**/*.py", "kernels/quantkit_kernels/**/*.py")
 LEFT_OUT = re.compile(
@@ -28,9 +26,9 @@ HEAVY = {
 """Words of tests that take more than a second, most of them."""
 
 
-def sources(root: Path) -> dict[str, dict[str, str]]:
+def sources(root):
     """By room: the text of its files, by path below the checkout."""
-    found: dict[str, dict[str, str]] = {}
+    found = {}
     for pattern in ROOMS:
         for path in sorted(root.glob(pattern)):
             name = str(path.relative_to(root))
@@ -40,14 +38,14 @@ def sources(root: Path) -> dict[str, dict[str, str]]:
     return found
 
 
-def pool(files: dict[str, str]) -> list[Mutant]:
+def pool(files):
     """All that the rules make of files, in an order that is always the same."""
     made = [one for name, text in files.items() for one in of_python(name, text)]
     random.Random(min(files)).shuffle(made)
     return made
 
 
-def quotas(files: dict[str, dict[str, str]], total: int) -> dict[str, int]:
+def quotas(files, total):
     """How many mutants of `total` a room has: by its lines, and one at least."""
     lines = {room: sum(map(str.count, own.values(), repeat("\n"))) for room, own in files.items()}
     return {room: max(1, round(total * own / sum(lines.values()))) for room, own in lines.items()}
@@ -56,7 +54,7 @@ def quotas(files: dict[str, dict[str, str]], total: int) -> dict[str, int]:
 class Tests:
     """The test files of a checkout, and what each names."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self._root = root
         files = [path for path in sorted((root / "tests").rglob("test_*.py"))]
         self.texts = {
@@ -67,7 +65,7 @@ class Tests:
         self._imports = {name: set(_imported(text)) for name, text in self.texts.items()}
         self._words = {name: set(re.findall(r"\w+", text)) for name, text in self.texts.items()}
 
-    def likely(self, mutant: Mutant, count: int = 5) -> list[str]:
+    def likely(self, mutant, count=5):
         """Test files, the likeliest first: those that import its module, name its function, or
         carry its module's name."""
         module = mutant.path.removeprefix("kernels/").removesuffix(".py").replace("/", ".")
@@ -76,7 +74,7 @@ class Tests:
         words = {word for word in mutant.function.split(".") if len(word) > 4}
         room = "kernels" if "kernels/" in mutant.path else module.split(".")[1]
 
-        def score(name: str) -> float:
+        def score(name):
             imports, found = self._imports[name], self._words[name] & words
             return (
                 4 * (module in imports)
@@ -93,13 +91,13 @@ class Tests:
             one for one in sorted(scores, key=scores.__getitem__)[-count:][::-1] if scores[one] > 1
         ]
 
-    def names(self, function: str, test: str) -> bool:
+    def names(self, function, test):
         """Whether a test's text names the innermost of a function's names."""
         file, _, name = test.partition("::")
         body = self._bodies(file).get(re.split(r"[\[:]", name)[0], set())
         return function.rpartition(".")[2].removeprefix("_") in body
 
-    def named(self, mutant: Mutant) -> bool:
+    def named(self, mutant):
         """Whether a quick test names its function: the others are rarely killed by few tests."""
         name = mutant.function.rpartition(".")[2].removeprefix("_")
         return len(name) > 4 and any(
@@ -109,12 +107,12 @@ class Tests:
             if test.startswith("test_") and not body & HEAVY
         )
 
-    def is_light(self, test: str) -> bool:
+    def is_light(self, test):
         file, _, name = test.partition("::")
         return not self._bodies(file).get(re.split(r"[\[:]", name)[0], set()) & HEAVY
 
     @cache  # noqa: B019
-    def _bodies(self, file: str) -> dict[str, set[str]]:
+    def _bodies(self, file):
         """Words of each function of a file."""
         lines = self.texts[file].splitlines()
         return {
@@ -124,7 +122,7 @@ class Tests:
         }
 
     @cached_property
-    def _product(self) -> dict[str, set[str]]:
+    def _product(self):
         """By module of the product: what it imports."""
         found = {}
         for base in (self._root / "quantkit", self._root / "kernels" / "quantkit_kernels"):
@@ -134,7 +132,7 @@ class Tests:
         return found
 
 
-def _imported(text: str) -> Iterator[str]:
+def _imported(text):
     """Modules and names that a source imports, with their paths."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):

@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -31,8 +30,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from areas import EXPLAINED, Area
-from by_rule import Mutant
+from areas import EXPLAINED
 from mutants import ROOT, chosen
 from warm import Followed
 
@@ -46,7 +44,7 @@ Row = dict[str, Any]
 class Copy:
     """A copy of the checkout, in which one file at a time is changed."""
 
-    def __init__(self, folder: Path, root: Path = ROOT) -> None:
+    def __init__(self, folder, root=ROOT):
         self.folder = folder
         for name in COPIED:
             source, target = root / name, folder / name
@@ -72,7 +70,7 @@ class Copy:
         subprocess.run(compiled, check=False, stdout=subprocess.DEVNULL)
 
     @contextmanager
-    def changed(self, mutant: Mutant) -> Iterator[None]:
+    def changed(self, mutant):
         path = self.folder / mutant.path
         source = path.read_text()
         path.write_text(mutant.apply(source))
@@ -82,7 +80,7 @@ class Copy:
             path.write_text(source)
 
 
-def enter(copy: Copy) -> None:
+def enter(copy):
     """Make a copy what this process and its children import."""
     os.chdir(copy.folder)
     sys.dont_write_bytecode = True
@@ -91,7 +89,7 @@ def enter(copy: Copy) -> None:
     sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in repr(one).lower()]
 
 
-def judge(left: list[tuple[Area, Mutant]], note: Callable[[Row], None]) -> None:
+def judge(left, note):
     """Run these, and tell of each how it ended."""
     sources = sorted({one.path for _, one in left if one.path.endswith(".py")})
     files = list(
@@ -103,7 +101,7 @@ def judge(left: list[tuple[Area, Mutant]], note: Callable[[Row], None]) -> None:
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
         copy = Copy(Path(folder))
 
-        def work(warm: Followed) -> None:
+        def work(warm):
             failed = warm.verdict(sources, warm.items)
             assert not failed, (
                 f"{failed} fails once the sources as they are were taken in anew:\n{warm.report()}"
@@ -133,7 +131,7 @@ def judge(left: list[tuple[Area, Mutant]], note: Callable[[Row], None]) -> None:
         assert ended == 0, f"pytest ended with {ended}"
 
 
-def table(every: list[tuple[Area, Mutant]], known: dict[str, Row]) -> Iterator[str]:
+def table(every, known):
     made, caught = Counter[str](), Counter[str]()
     survivors = []
     for area, one in every:
@@ -161,7 +159,7 @@ def table(every: list[tuple[Area, Mutant]], known: dict[str, Row]) -> Iterator[s
         )
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -172,7 +170,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "mutants-ascend.jsonl")
     asked = parser.parse_args()
     asked.results.parent.mkdir(exist_ok=True)
-    known: dict[str, Row] = {}
+    known = {}
     if asked.results.exists():
         known = {row["key"]: row for row in map(json.loads, asked.results.read_text().splitlines())}
     every = [
@@ -184,7 +182,7 @@ def main() -> None:
         known = {key: row for key, row in known.items() if row["caught"]}
     with asked.results.open("a") as out:
 
-        def note(row: Row) -> None:
+        def note(row):
             known[row["key"]] = row
             out.write(json.dumps(row) + "\n")
             out.flush()

@@ -20,15 +20,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence, Set
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
 
-import pytest
 import torch
-from areas import Area
-from by_rule import Mutant
 
 PATIENCE = 20.0
 """Seconds that any test may take, and ten times what it took before."""
@@ -41,14 +36,14 @@ NO_VERDICT = 77
 class Warm:
     """A plugin of pytest whose loop runs `work` in place of the tests."""
 
-    def __init__(self, folder: Path, work: Callable[[Any], None]) -> None:
+    def __init__(self, folder, work):
         self.folder, self._work = folder, work
-        self.items: list[pytest.Item] = []
-        self.seconds: dict[str, float] = {}
+        self.items = []
+        self.seconds = {}
         self._failed = ""
         self._stop_at_failure = False
 
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+    def pytest_runtestloop(self, session):
         self.items = list(session.items)
         self._run_first()
         self._stop_at_failure = True
@@ -70,13 +65,13 @@ class Warm:
         self._work(self)
         return True
 
-    def _run_first(self) -> None:
+    def _run_first(self):
         """What is run in this process before it is forked."""
 
-    def _run_apart(self, items: list[pytest.Item]) -> None:
+    def _run_apart(self, items):
         """What is run in a fork before those of mutants: of `items`, which did not run here."""
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         if report.failed:
             self._failed = report.nodeid
             if self._stop_at_failure:
@@ -86,14 +81,12 @@ class Warm:
                 (self.folder / "failed").write_text(f"{report.nodeid}\n{report.longreprtext}")
                 os._exit(1)
 
-    def _run(self, item: pytest.Item, after: pytest.Item | None) -> None:
+    def _run(self, item, after):
         """after: the next test. The session's fixtures outlive the last one too."""
         other = self.items[0] if item is not self.items[0] else self.items[-1]
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=after or other)
 
-    def verdict(
-        self, paths: Sequence[str], items: Sequence[pytest.Item], limit: float = math.inf
-    ) -> str:
+    def verdict(self, paths, items, limit=math.inf):
         """How tests end with the sources at `paths` taken in anew: empty where they pass, else
         which failed, or what else ended them. limit: seconds of a processor after which no other
         test begins; a test may take half of it."""
@@ -114,21 +107,21 @@ class Warm:
             else f"exit {code}"
         )
 
-    def running(self) -> str:
+    def running(self):
         """The test that a fork ran last."""
         return (self.folder / "running").read_text()
 
-    def costs(self) -> dict[str, float]:
+    def costs(self):
         """Seconds of a processor that tests took which passed in a fork, as last seen."""
         path = self.folder / "costs"
         lines = path.read_text().splitlines() if path.exists() else []
         return {test: float(cost) for cost, _, test in (line.partition(" ") for line in lines)}
 
-    def report(self) -> str:
+    def report(self):
         """Of the test that failed last, or what ended a fork before one did."""
         return (self.folder / "failed").read_text()[-6000:]
 
-    def _in_fork(self, paths: Sequence[str], items: Sequence[pytest.Item], limit: float) -> None:
+    def _in_fork(self, paths, items, limit):
         os.setsid()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         with (self.folder / "last.log").open("w") as log:
@@ -167,7 +160,7 @@ class Warm:
             os._exit(NO_VERDICT)
         os._exit(0)
 
-    def cold_verdict(self, items: Sequence[pytest.Item]) -> str:
+    def cold_verdict(self, items):
         """The same in a process that imports everything anew."""
         command = [
             sys.executable,
@@ -199,22 +192,14 @@ class Warm:
 class Followed(Warm):
     """apart: files whose tests run in a fork even before there are mutants."""
 
-    def __init__(
-        self,
-        folder: Path,
-        sources: Sequence[str],
-        apart: Set[str],
-        work: Callable[["Followed"], None],
-    ) -> None:
+    def __init__(self, folder, sources, apart, work):
         super().__init__(folder, work)
         self._apart = apart
-        self._lines: dict[str, set[int]] = {
-            str(folder / path): set() for path in sources if path.endswith(".py")
-        }
-        self.touched: dict[str, dict[str, frozenset[int]]] = {}
+        self._lines = {str(folder / path): set() for path in sources if path.endswith(".py")}
+        self.touched = {}
         """By test and source: the lines that ran."""
 
-    def _run_first(self) -> None:
+    def _run_first(self):
         for item, after in zip(self.items, [*self.items[1:], None]):
             if item.nodeid.partition("::")[0] in self._apart:
                 continue
@@ -232,7 +217,7 @@ class Followed(Warm):
             }
             assert not self._failed, f"{self._failed} fails as it is"
 
-    def _run_apart(self, items: list[pytest.Item]) -> None:
+    def _run_apart(self, items):
         if not items:
             return
         began = time.monotonic()
@@ -242,19 +227,19 @@ class Followed(Warm):
         assert not failed, f"{failed} fails as it is:\n{self.report()}"
         self.seconds |= {item.nodeid: time.monotonic() - began for item in items}
 
-    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+    def _trace(self, frame, event, _):
         lines = self._lines.get(frame.f_code.co_filename)
         if lines is None:
             return None
         lines.add(frame.f_lineno)
 
-        def local(frame: FrameType, event: str, _: object) -> Any:
+        def local(frame, event, _):
             lines.add(frame.f_lineno)
             return local
 
         return local
 
-    def tests_of(self, mutant: Mutant, area: Area) -> tuple[list[pytest.Item], bool]:
+    def tests_of(self, mutant, area):
         """Of the area's tests, with the sources as they are: those that run the mutant's lines, or
         its file where those run at import or are not followed, or all; the quickest first, and then
         those that were not seen in the file. And whether its lines were followed."""
@@ -270,16 +255,16 @@ class Followed(Warm):
             elsewhere
         ), bool(by_line)
 
-    def _quickest_first(self, items: list[pytest.Item]) -> list[pytest.Item]:
+    def _quickest_first(self, items):
         return sorted(items, key=lambda item: self.seconds[item.nodeid])
 
 
-def _source(function: Any) -> str:
+def _source(function):
     code = getattr(function, "__code__", None)
     return str(code.co_filename) if code else ""
 
 
-def _end_group(leader: int) -> None:
+def _end_group(leader):
     """End what a fork has left behind."""
     try:
         os.killpg(leader, signal.SIGKILL)
@@ -287,7 +272,7 @@ def _end_group(leader: int) -> None:
         return
 
 
-def lines_of(mutant: Mutant, source: str) -> frozenset[int]:
+def lines_of(mutant, source):
     """Its own lines and those of the innermost lambda or statement where it begins, of a compound
     one without its body."""
     if not mutant.path.endswith(".py"):
@@ -307,11 +292,11 @@ def lines_of(mutant: Mutant, source: str) -> frozenset[int]:
     )
 
 
-def _spans(node: ast.stmt | ast.Lambda, at: tuple[int, int]) -> bool:
+def _spans(node, at):
     return (node.lineno, node.col_offset) <= at < (node.end_lineno or 0, node.end_col_offset or 0)
 
 
-def graft(path: str, modules: Sequence[ModuleType]) -> None:
+def graft(path, modules):
     """Take a changed source in where it is imported already. Functions and classes keep their
     identity and get the new code; other names get the new values, also where another of the modules
     has imported them, which is then taken in anew itself."""
@@ -334,7 +319,7 @@ def graft(path: str, modules: Sequence[ModuleType]) -> None:
                         left.append(other)
 
 
-def _same(old: Any, new: Any) -> bool:
+def _same(old, new):
     return old is new or (
         isinstance(new, (int, str, float, torch.dtype))
         and type(old) is type(new)
@@ -342,7 +327,7 @@ def _same(old: Any, new: Any) -> bool:
     )
 
 
-def _grafted(old: Any, new: Any, module: str) -> bool:
+def _grafted(old, new, module):
     """Whether `old`, defined in this module, has become what `new` is."""
     if type(old) is not type(new) or getattr(new, "__module__", None) != module:
         return False
@@ -369,8 +354,8 @@ def _grafted(old: Any, new: Any, module: str) -> bool:
     return False
 
 
-def _take_code(old: FunctionType, new: FunctionType) -> bool:
-    code: CodeType = new.__code__
+def _take_code(old, new):
+    code = new.__code__
     if code.co_freevars != old.__code__.co_freevars:
         return False
     wrapped = getattr(old, "__wrapped__", None)

@@ -34,7 +34,7 @@ class Contents:
     broken: dict[str, Callable[[Path], None]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, path: Path) -> "Contents":
+    def of(cls, path):
         checkpoint = Checkpoint.open(path)
         tensors = {}
         for shard in sorted(path.glob("*.safetensors")):
@@ -54,7 +54,7 @@ class Contents:
             path, checkpoint.config, files, tensors, checkpoint.format, dict(checkpoint.linears)
         )
 
-    def copy(self) -> "Contents":
+    def copy(self):
         return Contents(
             self.path,
             copy.deepcopy(self.config),
@@ -64,7 +64,7 @@ class Contents:
             dict(self.linears),
         )
 
-    def write(self, folder: Path) -> Path:
+    def write(self, folder):
         """Two shards, an index, and the files; then what breaks them."""
         if folder.exists():
             shutil.rmtree(folder)
@@ -97,11 +97,11 @@ class Contents:
     # -------------------------------------------------------------------------------------------------
 
     @property
-    def block(self) -> dict[str, Any]:
+    def block(self):
         return self.config["quantization_config"]
 
     @property
-    def experts(self) -> list[str]:
+    def experts(self):
         """Prefixes of the routed experts of the last layer but MTP that has them."""
         found = sorted(
             {
@@ -115,11 +115,11 @@ class Contents:
         return [p for p in layers if p.split(".")[2] == layers[-1].split(".")[2]] if layers else []
 
     @property
-    def mtp(self) -> list[str]:
+    def mtp(self):
         layer = f"model.layers.{self.config['num_hidden_layers']}."
         return [name for name in self.tensors if name.startswith(layer)]
 
-    def linear(self, ending: str = "down_proj") -> str:
+    def linear(self, ending="down_proj"):
         """A quantized linear of a middle layer."""
         found = sorted(
             (m for m in self.linears if m.endswith(ending) and "shared" not in m), key=numbers
@@ -127,10 +127,10 @@ class Contents:
         inner = [m for m in found if int(m.split(".")[2]) < self.config["num_hidden_layers"]]
         return (inner or found)[len(inner or found) // 2]
 
-    def parts(self, module: str) -> list[str]:
+    def parts(self, module):
         return [name for name in self.tensors if name.rpartition(".")[0] == module]
 
-    def swap(self, one: str, other: str) -> None:
+    def swap(self, one, other):
         """Exchange all tensors under two prefixes."""
         ours = {n: t for n, t in self.tensors.items() if n.startswith(f"{one}.")}
         theirs = {n: t for n, t in self.tensors.items() if n.startswith(f"{other}.")}
@@ -139,7 +139,7 @@ class Contents:
         for name, tensor in theirs.items():
             self.tensors[one + name.removeprefix(other)] = tensor
 
-    def plain(self, module: str) -> None:
+    def plain(self, module):
         """Replace a quantized linear by its values in BF16."""
         linear = self.linears.pop(module)
         weight = linear.format.unpack(module, {name: self.tensors[name] for name in linear.tensors})
@@ -147,12 +147,12 @@ class Contents:
             del self.tensors[name]
         self.tensors[f"{module}.weight"] = dequantize(weight, torch.bfloat16)
 
-    def json(self, name: str) -> dict[str, Any]:
+    def json(self, name):
         return json.loads(self.files[name])
 
-    def set_json(self, name: str, value: dict[str, Any]) -> None:
+    def set_json(self, name, value):
         self.files[name] = json.dumps(value).encode()
 
 
-def numbers(name: str) -> list[int]:
+def numbers(name):
     return [int(n) for n in re.findall(r"\d+", name)]

@@ -3,17 +3,12 @@ quantization, config.json, the tokenizer and its template."""
 
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from faulty.contents import SHARD, Contents
+from faulty.contents import SHARD
 from faulty.fault import (
-    Apply,
     add,
     always,
     bits_of,
@@ -39,47 +34,47 @@ CONFIG, SIDE = "tokenizer_config.json", "quant_model_description.json"
 EOS = "<｜end▁of▁sentence｜>"
 
 
-def fault(finds: str, name: str, apply: Apply, suits: Any = always, **more: Any) -> None:
+def fault(finds, name, apply, suits=always, **more):
     add("headers", finds, name, apply, suits, **more)
 
 
-def named(finds: str, suits: Any = always, **more: Any) -> Callable[[Apply], Apply]:
+def named(finds, suits=always, **more):
     """A fault by its function's name."""
 
-    def decorate(apply: Apply) -> Apply:
+    def decorate(apply):
         fault(finds, apply.__name__, apply, suits, **more)
         return apply
 
     return decorate
 
 
-def breaks(what: Callable[[Path], object]) -> Apply:
+def breaks(what):
     """Of the written folder."""
     return lambda c: c.broken.update({"broken": what})
 
 
-def config(**fields: Any) -> Apply:
+def config(**fields):
     return lambda c: c.config.update(fields)
 
 
-def lacks(*fields: str) -> Apply:
+def lacks(*fields):
     return lambda c: [c.config.pop(field, None) for field in fields]
 
 
-def group(**fields: Any) -> Apply:
+def group(**fields):
     return lambda c: c.block["config_groups"]["group_0"].update(fields)
 
 
-def block(**fields: Any) -> Apply:
+def block(**fields):
     return lambda c: c.block.update(fields)
 
 
-def file(name: str, **fields: Any) -> Apply:
+def file(name, **fields):
     return lambda c: c.set_json(name, {**c.json(name), **fields})
 
 
-def edited(name: str, edit: Callable[[dict[str, Any]], object]) -> Apply:
-    def apply(c: Contents) -> None:
+def edited(name, edit):
+    def apply(c):
         value = c.json(name)
         edit(value)
         c.set_json(name, value)
@@ -87,19 +82,19 @@ def edited(name: str, edit: Callable[[dict[str, Any]], object]) -> Apply:
     return apply
 
 
-def both(*parts: Apply) -> Apply:
+def both(*parts):
     return lambda c: [part(c) for part in parts]
 
 
-def template(text: str) -> Apply:
+def template(text):
     return file(CONFIG, chat_template=text)
 
 
 # --- shards and index
 
 
-def edit_index(edit: Callable[[dict[str, str]], object]) -> Apply:
-    def apply(folder: Path) -> None:
+def edit_index(edit):
+    def apply(folder):
         index = json.loads((folder / INDEX).read_text())
         edit(index["weight_map"])
         (folder / INDEX).write_text(json.dumps(index))
@@ -107,17 +102,17 @@ def edit_index(edit: Callable[[dict[str, str]], object]) -> Apply:
     return breaks(apply)
 
 
-def garbled(folder: Path) -> None:
+def garbled(folder):
     content = bytearray((folder / SHARD.format(1)).read_bytes())
     content[10:14] = b"\xff\xfe\x00\x01"
     (folder / SHARD.format(1)).write_bytes(bytes(content))
 
 
-def copied(change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
+def copied(change):
     """The last tensor of the second shard also in the first, changed; the index does not list the
     copy."""
 
-    def apply(folder: Path) -> None:
+    def apply(folder):
         tensors = load_file(folder / SHARD.format(1))
         name, tensor = list(load_file(folder / SHARD.format(2)).items())[-1]
         save_file(
@@ -127,13 +122,13 @@ def copied(change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
     return apply
 
 
-def one_byte_inverted(tensor: Tensor) -> Tensor:
+def one_byte_inverted(tensor):
     changed = tensor.clone()
     changed.view(-1).view(torch.uint8)[-1] ^= 1
     return changed
 
 
-def copied_without_index(folder: Path) -> None:
+def copied_without_index(folder):
     copied(torch.clone)(folder)
     (folder / INDEX).unlink()
 
@@ -195,11 +190,11 @@ fault(
 # --- names, shapes and experts
 
 
-def without(ending: str) -> Apply:
+def without(ending):
     return lambda c: keep(c, lambda name: ending not in name)
 
 
-def drop_mtp(c: Contents) -> None:
+def drop_mtp(c):
     for name in c.mtp:
         del c.tensors[name]
 
@@ -232,7 +227,7 @@ fault(
 )
 
 
-def has_head(c: Contents) -> bool:
+def has_head(c):
     return "lm_head.weight" in c.tensors
 
 
@@ -257,7 +252,7 @@ fault(
 )
 
 
-def mixtrals(name: str) -> str:
+def mixtrals(name):
     if ".experts." in name:
         for old, new in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
             name = name.replace(f".{old}.", f".{new}.")
@@ -274,7 +269,7 @@ fault(
 
 
 @named("experts-fused", has_experts, replays="llm-compressor 2939, vllm 40885, 54444")
-def experts_are_one_tensor(c: Contents) -> None:
+def experts_are_one_tensor(c):
     prefix = c.experts[0].rpartition(".")[0]
     own = [name for name in c.tensors if name.startswith(f"{prefix}.")]
     for ending in sorted({name.split(".", 6)[-1] for name in own}):
@@ -284,7 +279,7 @@ def experts_are_one_tensor(c: Contents) -> None:
 
 
 @named("layers-beyond")
-def config_counts_too_few_layers(c: Contents) -> None:
+def config_counts_too_few_layers(c):
     c.config["num_hidden_layers"] -= 1
     if "num_nextn_predict_layers" in c.config:
         c.config["num_nextn_predict_layers"] = 0
@@ -292,23 +287,23 @@ def config_counts_too_few_layers(c: Contents) -> None:
 
 
 @named("tensors-missing")
-def config_counts_too_many_layers(c: Contents) -> None:
+def config_counts_too_many_layers(c):
     c.config["num_hidden_layers"] += 2
     c.config.pop("num_nextn_predict_layers", None)
 
 
 @named("shape-wrong")
-def config_is_of_a_wider_model(c: Contents) -> None:
+def config_is_of_a_wider_model(c):
     c.config["moe_intermediate_size" if c.experts else "intermediate_size"] *= 2
 
 
 @named("shape-wrong")
-def a_plain_matrix_is_transposed(c: Contents) -> None:
+def a_plain_matrix_is_transposed(c):
     c.tensors["model.embed_tokens.weight"] = c.tensors["model.embed_tokens.weight"].T.contiguous()
 
 
 @named("architecture-wrong", lambda c: c.config["model_type"] == "qwen3_moe")
-def the_model_is_said_to_be_an_older_one(c: Contents) -> None:
+def the_model_is_said_to_be_an_older_one(c):
     """It has no norms of queries and keys."""
     config(
         model_type="mixtral",
@@ -353,7 +348,7 @@ fault(
     lambda c: has_mtp(c) and lists_plain_modules(c) and bool(listed(c)),
     replays="vllm 37667, 52649, 44087",
 )
-def mtp_is_plain_and_not_listed(c: Contents) -> None:
+def mtp_is_plain_and_not_listed(c):
     layer = f"layers.{c.config['num_hidden_layers']}"
     for module in [m for m in c.linears if f".{layer}." in m]:
         c.plain(module)
@@ -365,14 +360,14 @@ def mtp_is_plain_and_not_listed(c: Contents) -> None:
 
 
 @named("description-missing", has_block, replays="vllm 39256")
-def quantization_config_is_lost(c: Contents) -> None:
+def quantization_config_is_lost(c):
     del c.config["quantization_config"]
     c.files.pop("hf_quant_config.json", None)
 
 
 @named("description-wrong", has_block)
-def another_format_is_said(c: Contents) -> None:
-    said: dict[str, Any] = {"bits": 4, "group_size": 128}
+def another_format_is_said(c):
+    said = {"bits": 4, "group_size": 128}
     awq = {"quant_method": "awq", "zero_point": True, "version": "gemm"}
     gptq = {"quant_method": "gptq", "desc_act": False, "sym": True, "checkpoint_format": "gptq"}
     c.config["quantization_config"] = said | (gptq if c.format.name == "awq" else awq)
@@ -388,7 +383,7 @@ fault(
 
 
 @named("group-size-wrong", has_groups)
-def another_group_size_is_said(c: Contents) -> None:
+def another_group_size_is_said(c):
     bits_of(c)["group_size"] *= 2
 
 
@@ -414,10 +409,10 @@ fault(
 PATTERNS = {"compressed-tensors": r"re:.*{}.*", "awq": "{}", "modelopt": "*{}*"}
 
 
-def also_listed(part: str) -> Apply:
+def also_listed(part):
     """In the words of the format's list."""
 
-    def apply(c: Contents) -> None:
+    def apply(c):
         said = re.escape(part) if c.format.name == "compressed-tensors" else part
         relist(c, [*listed(c), PATTERNS[c.format.name].format(said)])
 
@@ -440,7 +435,7 @@ fault(
 
 
 @named("plain-not-listed", lists_plain_modules, replays="vllm 45212")
-def a_linear_was_left_out_and_not_listed(c: Contents) -> None:
+def a_linear_was_left_out_and_not_listed(c):
     relist(c, listed(c) or ["lm_head"])
     for ending in ("gate_proj", "up_proj", "down_proj"):
         c.plain(c.linear().rpartition(".")[0] + f".{ending}")
@@ -460,7 +455,7 @@ fault(
     lambda c: has_quantized_experts(c) and any(".experts." not in m for m in c.linears),
     replays="llm-compressor 2060",
 )
-def no_expert_was_quantized(c: Contents) -> None:
+def no_expert_was_quantized(c):
     for module in [m for m in c.linears if ".experts." in m]:
         c.plain(module)
     if lists_plain_modules(c):
@@ -471,7 +466,7 @@ def no_expert_was_quantized(c: Contents) -> None:
     "siblings-mixed",
     lambda c: is_quantized(c) and any(m.endswith("mlp.gate_proj") for m in c.linears),
 )
-def gate_is_quantized_and_up_is_not(c: Contents) -> None:
+def gate_is_quantized_and_up_is_not(c):
     gate = next(m for m in c.linears if m.endswith("mlp.gate_proj"))
     c.plain(up := gate.replace("gate_proj", "up_proj"))
     if lists_plain_modules(c):
@@ -479,13 +474,13 @@ def gate_is_quantized_and_up_is_not(c: Contents) -> None:
 
 
 @named("description-wrong", of_format("compressed-tensors pack", "awq", "gptq"))
-def three_bits_are_said(c: Contents) -> None:
+def three_bits_are_said(c):
     said = bits_of(c)
     said["num_bits" if "num_bits" in said else "bits"] = 3
 
 
 @named("description-wrong", has_block)
-def the_method_is_misspelt(c: Contents) -> None:
+def the_method_is_misspelt(c):
     c.block["quant_method"] += "-x"
     c.files.pop("hf_quant_config.json", None)
 
@@ -544,7 +539,7 @@ fault(
 
 
 @named("part-orphan", lambda c: is_quantized(c) and has_experts(c))
-def a_routers_scale_is_left(c: Contents) -> None:
+def a_routers_scale_is_left(c):
     router = next(name for name in c.tensors if name.endswith("mlp.gate.weight"))
     c.tensors[f"{router}_scale"] = torch.ones(len(c.tensors[router]), 1)
 
@@ -632,7 +627,7 @@ fault(
 
 
 @named("part-missing", lambda c: SLIM(c) and c.config["num_hidden_layers"] > 1)
-def latents_in_8_bits_lack_a_scale(c: Contents) -> None:
+def latents_in_8_bits_lack_a_scale(c):
     for layer in layers(c):
         for one, heads in (("fa_q", 4), ("fa_k", 1), ("fa_v", 1)):
             at, zeros = f"model.layers.{layer}.self_attn.{one}", torch.zeros(heads, 1)
@@ -790,7 +785,7 @@ for finds, name, apply in (
 
 
 @named("tokenizer-too-large")
-def the_tokenizer_is_of_another_model(c: Contents) -> None:
+def the_tokenizer_is_of_another_model(c):
     more = c.config["vocab_size"]
     edited(
         "tokenizer.json",
@@ -800,7 +795,7 @@ def the_tokenizer_is_of_another_model(c: Contents) -> None:
     )(c)
 
 
-def share_a_number(tokenizer: dict[str, Any]) -> None:
+def share_a_number(tokenizer):
     vocab = tokenizer["model"]["vocab"]
     one, other = list(vocab)[40:42]
     vocab[one] = vocab[other]
@@ -810,7 +805,7 @@ fault("tokenizer-broken", "two_tokens_share_a_number", edited("tokenizer.json", 
 
 
 @named("tokenizer-broken")
-def two_files_number_tokens_otherwise(c: Contents) -> None:
+def two_files_number_tokens_otherwise(c):
     first, second = c.json("tokenizer.json")["added_tokens"][:2]
     ids = {
         str(one["id"]): {"content": other["content"]}
@@ -819,7 +814,7 @@ def two_files_number_tokens_otherwise(c: Contents) -> None:
     file(CONFIG, added_tokens_decoder=ids)(c)
 
 
-def has_template(c: Contents) -> bool:
+def has_template(c):
     return "chat_template" in c.json(CONFIG)
 
 
@@ -841,10 +836,10 @@ fault(
 
 
 @named("config-differs", has_experts, source=True)
-def fewer_experts_are_chosen(c: Contents) -> None:
+def fewer_experts_are_chosen(c):
     c.config["num_experts_per_tok"] -= 1
 
 
 @named("config-differs", lambda c: "norm_topk_prob" in c.config, source=True)
-def routing_weights_are_not_normalized(c: Contents) -> None:
+def routing_weights_are_not_normalized(c):
     c.config["norm_topk_prob"] = not c.config["norm_topk_prob"]

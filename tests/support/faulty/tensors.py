@@ -1,19 +1,13 @@
 """Faults of codes, scales and plain tensors: those that bytes show, and those that only a comparison
 with the source does."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from packed_model import rounded
-from torch import Tensor
 
-from faulty.contents import Contents
 from faulty.fault import (
     FP4,
     INT8,
     PACKED,
-    Apply,
     add,
     always,
     change,
@@ -32,60 +26,60 @@ from faulty.fault import (
 from quantkit.grids.base import dequantize
 
 
-def fault(finds: str, name: str, apply: Apply, suits: Any = is_quantized, **more: Any) -> None:
+def fault(finds, name, apply, suits=is_quantized, **more):
     add("tensors", finds, name, apply, suits, **more)
 
 
-def named(finds: str, suits: Any = is_quantized, **more: Any) -> Callable[[Apply], Apply]:
+def named(finds, suits=is_quantized, **more):
     """A fault by its function's name."""
 
-    def decorate(apply: Apply) -> Apply:
+    def decorate(apply):
         fault(finds, apply.__name__, apply, suits, **more)
         return apply
 
     return decorate
 
 
-def seeded(seed: int) -> torch.Generator:
+def seeded(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def of(name: str, edit: Callable[[Tensor], Tensor]) -> Apply:
+def of(name, edit):
     return lambda c: change(c, name, edit)
 
 
-def scales(edit: Callable[[Tensor], Tensor], ending: str = "down_proj") -> Apply:
+def scales(edit, ending="down_proj"):
     return lambda c: change(c, scale_of(c, c.linear(ending)), edit)
 
 
-def codes(edit: Callable[[Tensor], Tensor]) -> Apply:
+def codes(edit):
     """Of the stored words of a linear."""
 
-    def apply(c: Contents) -> None:
+    def apply(c):
         name = codes_of(c, c.linear())
         c.tensors[name] = edit(c.tensors[name])
 
     return apply
 
 
-def ending_with(*endings: str) -> Callable[[Contents], list[str]]:
+def ending_with(*endings):
     return lambda c: [name for name in c.tensors if name.endswith(endings)]
 
 
-def each(names: Callable[[Contents], list[str]], edit: Callable[[Tensor], Tensor]) -> Apply:
+def each(names, edit):
     return lambda c: c.tensors.update({name: edit(c.tensors[name]) for name in names(c)})
 
 
-def filled(index: int, value: float) -> Callable[[Tensor], Tensor]:
+def filled(index, value):
     return lambda t: t.index_fill(0, torch.tensor([index]), value)
 
 
-def held(c: Contents, module: str) -> Any:
+def held(c, module):
     linear = c.linears[module]
     return linear.format.unpack(module, {name: c.tensors[name] for name in linear.tensors})
 
 
-def recode(c: Contents, change: Callable[[Tensor], Tensor]) -> None:
+def recode(c, change):
     """Other codes with the same scales and zero points."""
     module = c.linear()
     weight = held(c, module)
@@ -94,17 +88,17 @@ def recode(c: Contents, change: Callable[[Tensor], Tensor]) -> None:
     c.tensors |= c.linears[module].format.pack(module, changed)
 
 
-def multiply_codes(factor: int) -> Apply:
+def multiply_codes(factor):
     """Of a linear on an integer grid; what leaves the range is clamped."""
 
-    def apply(c: Contents) -> None:
+    def apply(c):
         half = 2 ** (c.linears[c.linear()].grid.bits - 1)
         recode(c, lambda codes: (codes.int() * factor).clamp(-half, half - 1))
 
     return apply
 
 
-def round_again(c: Contents, module: str, edit: Callable[[Tensor], Tensor]) -> None:
+def round_again(c, module, edit):
     """A quantized linear with other values."""
     linear, values = c.linears[module], edit(dequantize(held(c, module)))
     c.tensors |= linear.format.pack(
@@ -120,19 +114,19 @@ packed, pack_quantized = of_format(*PACKED), of_format("compressed-tensors pack"
 # --- plain tensors
 
 
-def routers(c: Contents) -> list[str]:
+def routers(c):
     return ending_with("mlp.gate.weight")(c)
 
 
-def has_head(c: Contents) -> bool:
+def has_head(c):
     return "lm_head.weight" in c.tensors
 
 
-def bfloat16(c: Contents) -> list[str]:
+def bfloat16(c):
     return [name for name, tensor in c.tensors.items() if tensor.dtype == torch.bfloat16]
 
 
-def bytes_swapped(t: Tensor) -> Tensor:
+def bytes_swapped(t):
     return t.view(torch.uint8).unflatten(0, (-1, 2)).flip(1).flatten().view(t.dtype)
 
 
@@ -178,7 +172,7 @@ fault(
 
 
 @named("tensors-unknown")
-def a_bias_has_no_place(c: Contents) -> None:
+def a_bias_has_no_place(c):
     module = c.linear("o_proj")
     c.tensors[f"{module}.bias"] = torch.ones(c.linears[module].shape[0], dtype=torch.float16)
 
@@ -187,7 +181,7 @@ def a_bias_has_no_place(c: Contents) -> None:
 
 
 @named("values-not-finite")
-def a_scale_is_nan(c: Contents) -> None:
+def a_scale_is_nan(c):
     name = scale_of(c, c.linear())
     tensor = c.tensors[name].float().flatten().clone()
     tensor[3] = float("nan")
@@ -195,7 +189,7 @@ def a_scale_is_nan(c: Contents) -> None:
 
 
 @named("scales-absurd")
-def a_linears_scales_are_a_thousandfold(c: Contents) -> None:
+def a_linears_scales_are_a_thousandfold(c):
     name = scale_of(c, c.linear())
     if c.tensors[name].dtype == torch.float8_e4m3fn:
         name = part(c, c.linear(), *GLOBAL)
@@ -256,11 +250,11 @@ fault(
 )
 
 
-def words(c: Contents) -> list[str]:
+def words(c):
     return [codes_of(c, module) for module in c.linears]
 
 
-def in_natural_order(words: Tensor) -> Tensor:
+def in_natural_order(words):
     nibbles = [(words >> (4 * bit)) & 15 for bit in range(8)]
     value = sum(
         nibbles[place].long() << (4 * j) for j, place in enumerate((0, 4, 1, 5, 2, 6, 3, 7))
@@ -279,13 +273,13 @@ indexes = ending_with(".g_idx")
 
 
 @named("act-order-wrong", gptq)
-def act_order_is_said_and_not_stored(c: Contents) -> None:
+def act_order_is_said_and_not_stored(c):
     c.block["desc_act"] = True
     each(indexes, torch.zeros_like)(c)
 
 
 @named("act-order-wrong", gptq)
-def a_group_is_out_of_range(c: Contents) -> None:
+def a_group_is_out_of_range(c):
     c.block["desc_act"] = True
     c.tensors[f"{c.linear()}.g_idx"] = c.tensors[f"{c.linear()}.g_idx"] + 100
 
@@ -310,7 +304,7 @@ fault(
 )
 
 
-def inputs(scale: float) -> Apply:
+def inputs(scale):
     return lambda c: c.tensors.update(
         {f"{module}.input_scale": torch.full((1,), scale) for module in c.linears}
     )
@@ -320,7 +314,7 @@ fault("scales-zero", "scales_of_inputs_are_zero", inputs(0.0), replays="llm-comp
 
 
 @named("scales-absurd")
-def a_scale_of_inputs_is_inverted(c: Contents) -> None:
+def a_scale_of_inputs_is_inverted(c):
     inputs(0.004)(c)
     c.tensors[f"{c.linear()}.input_scale"] = torch.tensor(250.0)
 
@@ -350,13 +344,13 @@ fault("scales-absurd", "scales_of_fp4_are_negative", scales(torch.negative), fp4
 
 
 @named("global-scales-differ", fp4)
-def gate_and_up_have_other_global_scales(c: Contents) -> None:
+def gate_and_up_have_other_global_scales(c):
     name = part(c, c.linear("up_proj"), *GLOBAL)
     change(c, name, lambda scale: scale / 2 if name.endswith("_2") else scale * 2)
     scales(lambda scale: (scale * 2).clamp(max=448), "up_proj")(c)
 
 
-def one_scaled(scale: Tensor) -> Tensor:
+def one_scaled(scale):
     return scale * filled(5, 256.0)(torch.ones(scale.numel())).view(scale.shape)
 
 
@@ -376,24 +370,24 @@ fault(
 # --- what only the source shows
 
 
-def unlike(finds: str, name: str, apply: Apply, suits: Any = is_quantized, **more: Any) -> None:
+def unlike(finds, name, apply, suits=is_quantized, **more):
     fault(finds, name, apply, suits, source=True, **more)
 
 
-def shuffled(seed: int) -> Callable[[Tensor], Tensor]:
+def shuffled(seed):
     return lambda t: t[torch.randperm(len(t), generator=seeded(seed))]
 
 
-def noise(t: Tensor) -> Tensor:
+def noise(t):
     return torch.randint(-100, 100, t.shape, generator=seeded(0)).to(t.dtype) * 16777619
 
 
-def nibbles_exchanged(t: Tensor) -> Tensor:
+def nibbles_exchanged(t):
     octets = t.contiguous().view(torch.uint8)
     return (((octets & 15) << 4) | (octets >> 4)).view(t.dtype)
 
 
-def four_bit_words(c: Contents) -> list[str]:
+def four_bit_words(c):
     names = {codes_of(c, module): c.linears[module] for module in c.linears}
     return [
         name
@@ -402,16 +396,16 @@ def four_bit_words(c: Contents) -> list[str]:
     ]
 
 
-def exchanged(find: Callable[[Contents], tuple[str, str]]) -> Apply:
+def exchanged(find):
     return lambda c: c.swap(*find(c))
 
 
-def last_layers(c: Contents) -> tuple[str, str]:
+def last_layers(c):
     one, other = (f"model.layers.{c.config['num_hidden_layers'] - n}.self_attn" for n in (1, 2))
     return one, other
 
 
-def gate_and_up(c: Contents) -> tuple[str, str]:
+def gate_and_up(c):
     gate = c.linear("gate_proj")
     return gate, gate.replace("gate_proj", "up_proj")
 
@@ -494,11 +488,11 @@ for finds, label, apply, suits in (
     unlike(finds, label, apply, suits)
 
 
-def random_factors(count: int, spread: float, seed: int) -> Tensor:
+def random_factors(count, spread, seed):
     return torch.exp(spread * torch.randn(count, generator=seeded(seed)))
 
 
-def divide_norm(c: Contents, layer: int, router: bool, experts: bool) -> None:
+def divide_norm(c, layer, router, experts):
     """Fold scales from the norm before the experts into some of its readers: what peers' AWQ leaves
     out is the router."""
     scale = random_factors(c.config["hidden_size"], 0.8, 3)
@@ -527,10 +521,10 @@ unlike(
 
 
 @named("error-large", has_codes_around_zero, source=True)
-def codes_were_cut_and_not_rounded(c: Contents) -> None:
+def codes_were_cut_and_not_rounded(c):
     lowest = -(2 ** (c.linears[c.linear()].grid.bits - 1))
 
-    def cut(codes: Tensor) -> Tensor:
+    def cut(codes):
         odd = torch.arange(codes.numel()).view(codes.shape) % 2
         return (codes.int() - odd).clamp(min=lowest)
 
@@ -538,7 +532,7 @@ def codes_were_cut_and_not_rounded(c: Contents) -> None:
 
 
 @named("folding-broken", source=True)
-def smoothing_was_folded_into_linears_alone(c: Contents) -> None:
+def smoothing_was_folded_into_linears_alone(c):
     names = [f"model.layers.1.self_attn.{side}_proj" for side in "qkv"]
     if names[0] not in c.linears:
         names = ["model.layers.1.self_attn.q_a_proj"]
@@ -553,7 +547,7 @@ unlike(
 )
 
 
-def with_adapter(values: Tensor) -> Tensor:
+def with_adapter(values):
     generator = seeded(12)
     low = torch.randn(len(values), 4, generator=generator)
     low = low @ torch.randn(4, values.shape[1], generator=generator)
