@@ -107,10 +107,10 @@ ascendc:
 # Whether the tests notice changes of the product, 200 over all rooms: an hour. Both go on where the last run stopped; delete their file in out/
 # to judge other tests.
 mutants: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python tests/judges/mutants/product.py
+	OMP_NUM_THREADS=1 $(BIN)/python tests/judges/mutants/run.py product
 
 mutants-ascend: .venv-ascend/stamp .venv-npu/stamp
-	PYTHONPATH=.:kernels OMP_NUM_THREADS=1 .venv-ascend/bin/python tests/judges/mutants/run.py
+	PYTHONPATH=.:kernels OMP_NUM_THREADS=1 .venv-ascend/bin/python tests/judges/mutants/run.py ascend
 
 .venv-ascend/stamp: $(VENV)/test.stamp
 	$(beside)

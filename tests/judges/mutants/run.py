@@ -1,15 +1,13 @@
-"""Whether the tests of the Ascend side notice a change: mutants of its sources, each run against
-the narrow tests that should fail.
+"""Whether the tests notice a change: mutants, each run against the tests that should fail.
 
-    make mutants-ascend                    # makes .venv-ascend; goes on where the last run stopped
-    python tests/judges/mutants/run.py --limit 40        # so many of what is left
-    python tests/judges/mutants/run.py --every           # all that the rules make, not the sample
+    make mutants                           # 200 of the product; goes on where the last run stopped
+    make mutants-ascend                    # of the Ascend side: by rule, and by patch
+    python tests/judges/mutants/run.py product --again OLD.jsonl   # what OLD's tests killed
 
-A copy of the checkout is changed, not the checkout. Every mutant is one process, forked from one in
-which the tests have run (warm.py), and the tests that execute its lines run first. Caught is what
-fails, dies or runs on. Results are lines of out/mutants-ascend.jsonl by mutant, which a later run
-does not repeat: delete the file to judge other tests. The table and the survivors are printed at
-the end.
+A copy of the checkout is changed, not the checkout. Caught is what fails or runs on; a test that
+fails as it is catches nothing. Results are lines of out/mutants-KIND.jsonl by mutant, which a later
+run does not repeat: delete the file to judge other tests. The table and the survivors are printed
+at the end.
 """
 
 import argparse
@@ -21,181 +19,132 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from areas import EXPLAINED
-from mutants import ROOT, chosen
-from warm import Followed
+from by_rule import of_python
+from mutants import ROOT, explained, of_ascend, of_product
 
 COPIED = (
     *("kernels", "quantkit", "tests", "recipes", "eval", "tools", "docs", "benchmarks"),
     *("pyproject.toml", "README.md", "Makefile", "CONTRIBUTING.md", "constraints.txt"),
 )
-Row = dict[str, Any]
+LIMIT = 900
+"""Seconds of tests as they are."""
 
 
-class Copy:
-    """A copy of the checkout, in which one file at a time is changed."""
+def pytest(folder, arguments, limit):
+    """Its exit code, and the first test that failed; None if it ran on."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider"]
+    paths = {"PYTHONPATH": os.pathsep.join([str(folder), str(folder / "kernels")])}
+    try:
+        done = subprocess.run(
+            [*command, *arguments],
+            cwd=folder,
+            env=os.environ | paths | {"PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=limit,
+        )
+    except subprocess.TimeoutExpired:
+        return None, ""
+    lines = [one for one in done.stdout.splitlines() if one.startswith(("FAILED ", "ERROR "))]
+    return done.returncode, lines[0].split(" ", 1)[1].split(" - ")[0] if lines else ""
 
-    def __init__(self, folder, root=ROOT):
-        self.folder = folder
-        for name in COPIED:
-            source, target = root / name, folder / name
-            if source.is_dir():
-                shutil.copytree(
-                    source,
-                    target,
-                    ignore=shutil.ignore_patterns("__pycache__", ".venv*", "out", "build"),
-                )
-            else:
-                shutil.copy(source, target)
-        # Bytecode that knows its source by a hash: a changed file of the same size and second is
-        # seen.
-        compiled = [
-            sys.executable,
-            "-m",
-            "compileall",
-            "-q",
-            "--invalidation-mode",
-            "checked-hash",
-            str(folder),
-        ]
-        subprocess.run(compiled, check=False, stdout=subprocess.DEVNULL)
 
-    @contextmanager
-    def changed(self, mutant):
-        path = self.folder / mutant.path
-        source = path.read_text()
+def judge(folder, mutant, tests, killer, usual):
+    """The test that notices a mutant, empty if none does. killer: one that is known to, or "".
+    usual: seconds of tests as they are, which this adds to."""
+    path = folder / mutant.path
+    source = path.read_text()
+    for arguments in ([killer],) * bool(killer) + (list(tests),):
+        if (key := tuple(arguments)) not in usual:
+            began = time.monotonic()
+            code, failed = pytest(folder, arguments, LIMIT)
+            assert code == 0 or arguments == [killer], f"{failed or arguments} fails as it is"
+            usual[key] = time.monotonic() - began if code == 0 else None
+        if usual[key] is None:  # the killer is no more
+            continue
         path.write_text(mutant.apply(source))
         try:
-            yield
+            code, failed = pytest(folder, arguments, 60 + 5 * usual[key])
         finally:
             path.write_text(source)
+        if code != 0:
+            return failed or ("ran on" if code is None else "at import")
+    return ""
 
 
-def enter(copy):
-    """Make a copy what this process and its children import."""
-    os.chdir(copy.folder)
-    sys.dont_write_bytecode = True
-    sys.path[:0] = [str(copy.folder), str(copy.folder / "kernels")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
-    sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in repr(one).lower()]
+def known(file):
+    """Mutants that a former run caught, as the sources have them now, with what caught them."""
+    for row in map(json.loads, file.read_text().splitlines()):
+        text = (ROOT / row["path"]).read_text() if (ROOT / row["path"]).exists() else ""
+        said = [row[name] for name in ("function", "rule", "old", "new")]
+        like = [
+            one
+            for one in of_python(row["path"], text)
+            if [one.function, one.rule, one.old, one.new] == said
+        ]
+        if row["killed_by"] and like:
+            best = next((one for one in like if one.number == row["number"]), like[0])
+            yield row["room"], best, row["killed_by"]
 
 
-def judge(left, note):
-    """Run these, and tell of each how it ended."""
-    sources = sorted({one.path for _, one in left if one.path.endswith(".py")})
-    files = list(
-        dict.fromkeys(
-            file for area, _ in sorted(left, key=lambda one: one[0].apart) for file in area.tests
-        )
-    )
-    apart = {file for area, _ in left if area.apart for file in area.tests}
-    with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
-        copy = Copy(Path(folder))
-
-        def work(warm):
-            failed = warm.verdict(sources, warm.items)
-            assert not failed, (
-                f"{failed} fails once the sources as they are were taken in anew:\n{warm.report()}"
-            )
-            for area, one in left:
-                began = time.monotonic()
-                tests, followed = warm.tests_of(one, area)
-                with copy.changed(one):
-                    caught = warm.verdict([one.path] if one.path in sources else [], tests)
-                    if not caught and (area.loaded_once or (one.path in sources and not followed)):
-                        caught = warm.cold_verdict(tests)
-                note(
-                    {
-                        "key": one.key,
-                        "area": area.name,
-                        "caught": caught,
-                        "seconds": round(time.monotonic() - began, 1),
-                        **asdict(one),
-                    }
-                )
-
-        enter(copy)
-        ended = pytest.main(
-            ["-x", "-p", "no:cacheprovider", "--no-header", *files],
-            plugins=[Followed(copy.folder, sources, apart, work)],
-        )
-        assert ended == 0, f"pytest ended with {ended}"
-
-
-def table(every, known):
-    made, caught = Counter[str](), Counter[str]()
-    survivors = []
-    for area, one in every:
-        row = known.get(one.key)
-        if row is None:
-            continue
-        made[area.name] += 1
-        caught[area.name] += bool(row["caught"])
-        if not row["caught"]:
-            survivors.append(one)
-    yield "| area | made | caught | survived |"
-    yield "|---|---|---|---|"
+def table(rows):
+    made, caught = Counter(), Counter()
+    for row in rows:
+        made[row["room"]] += 1
+        caught[row["room"]] += bool(row["killed_by"])
+    yield "| room | mutants | killed |"
+    yield "|---|---|---|"
     for name in made:
-        yield f"| {name} | {made[name]} | {caught[name]} | {made[name] - caught[name]} |"
-    yield f"| all | {made.total()} | {caught.total()} | {made.total() - caught.total()} |"
-    yield (
-        f"{len(every) - made.total()} of {len(every)} not run yet; "
-        f"{100 * caught.total() / max(made.total(), 1):.1f} % caught"
-    )
-    for one in survivors:
-        why = EXPLAINED.get((one.path, one.function.rpartition(".")[2], one.rule), "a hole")
-        yield (
-            f"survived {one.key} {one.path}:{one.line} in {one.function}, {one.rule}: "
-            f"{one.old!r} -> {one.new!r}: {why}"
-        )
+        yield f"| {name} | {made[name]} | {caught[name]} |"
+    yield f"| all | {made.total()} | {caught.total()} |"
 
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("kind", choices=["product", "ascend"])
+    parser.add_argument("--rooms", nargs="*", default=[])
     parser.add_argument("--limit", type=int, default=10**9)
-    parser.add_argument("--every", action="store_true")
-    parser.add_argument("--area", default="", help="only areas whose name or path has this")
-    parser.add_argument("--survivors", action="store_true", help="run again what survived")
-    parser.add_argument("--results", type=Path, default=ROOT / "out" / "mutants-ascend.jsonl")
+    parser.add_argument("--every", action="store_true", help="of ascend: all that the rules make")
+    parser.add_argument("--again", type=Path)
     asked = parser.parse_args()
-    asked.results.parent.mkdir(exist_ok=True)
-    known = {}
-    if asked.results.exists():
-        known = {row["key"]: row for row in map(json.loads, asked.results.read_text().splitlines())}
-    every = [
-        (area, one)
-        for area, one in chosen(asked.every)
-        if asked.area in area.name or asked.area in area.path
-    ]
-    if asked.survivors:
-        known = {key: row for key, row in known.items() if row["caught"]}
-    with asked.results.open("a") as out:
-
-        def note(row):
-            known[row["key"]] = row
-            out.write(json.dumps(row) + "\n")
+    results = ROOT / "out" / f"mutants-{asked.kind}{'-again' * bool(asked.again)}.jsonl"
+    results.parent.mkdir(exist_ok=True)
+    rows = [json.loads(one) for one in results.read_text().splitlines()] if results.exists() else []
+    jobs = list(of_product() if asked.kind == "product" else of_ascend(asked.every))
+    killers = {}
+    if asked.again:
+        tests = {one.path: files for _, one, files in jobs}
+        again = list(known(asked.again))
+        killers = {one.key: killer for _, one, killer in again}
+        jobs = [
+            (room, one, tests.get(one.path) or [killer.partition("::")[0]])
+            for room, one, killer in again
+        ]
+    done, usual = {row["key"] for row in rows}, {}
+    left = [job for job in jobs if job[1].key not in done and job[0] in (asked.rooms or [job[0]])]
+    with tempfile.TemporaryDirectory(prefix="mutants_") as folder, results.open("a") as out:
+        for name in COPIED:
+            source, target = ROOT / name, Path(folder) / name
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+        for room, one, tests in left[: asked.limit]:
+            began = time.monotonic()
+            killer = judge(Path(folder), one, tests, killers.get(one.key, ""), usual)
+            row = {"key": one.key, "room": room, "killed_by": killer}
+            rows.append(row | {"seconds": round(time.monotonic() - began, 1)} | asdict(one))
+            out.write(json.dumps(rows[-1]) + "\n")
             out.flush()
-            told = (
-                f"{row['seconds']:5.1f} s {row['path']}:{row['line']} {row['rule']}: "
-                f"{row['old']!r} -> {row['new']!r} ({row['caught']})"
+            said = killer or f"SURVIVED: {explained(one) or 'a hole'}"
+            print(
+                f"{one.path}:{one.line} {one.rule}: {one.old!r} -> {one.new!r} ({said})", flush=True
             )
-            sys.stderr.write(f"{'caught' if row['caught'] else 'SURVIVED'} {told}\n")
-
-        left = [(area, one) for area, one in every if one.key not in known][: asked.limit]
-        if left:
-            judge(left, note)
-    sys.stdout.write("\n".join(table(every, known)) + "\n")
+    print("\n".join(table(rows)))
 
 
 if __name__ == "__main__":
