@@ -20,7 +20,6 @@ _KEYS = """
     torch_dtype transformers_version use_cache v_head_dim vocab_size
 """
 R1_KEYS = set(_KEYS.split())
-Shapes = dict[str, tuple[str, tuple[int, ...]]]
 
 
 @pytest.fixture(scope="module")

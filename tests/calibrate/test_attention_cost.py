@@ -39,7 +39,6 @@ def measured(scaled, folded, states, module, error):
     w = tensors[f"{module}.weight"]
     random = torch.randn(4, w.shape[1], generator=torch.Generator().manual_seed(0))
     cost = 0.0
-    assert sublayer.outputs is not None
     stream = squares(
         Curvature(
             sublayer.outputs.factor[None],

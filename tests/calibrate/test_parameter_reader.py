@@ -24,11 +24,11 @@ def reader(tmp_path, monkeypatch):
         ),
         torch.device("cpu"),
     )
-    found.asked = []  # type: ignore[attr-defined]
+    found.asked = []
     read = found.checkpoint.read
 
     def counted(name, device):
-        found.asked.append(name)  # type: ignore[attr-defined]
+        found.asked.append(name)
         return read(name, device)
 
     monkeypatch.setattr(found.checkpoint, "read", counted)
@@ -39,9 +39,9 @@ def asked(reader, row):
     """How often its bytes were asked for in two readings, of which the first is written over."""
     times, before = [], None
     for _ in range(2):
-        start = len(reader.asked)  # type: ignore[attr-defined]
+        start = len(reader.asked)
         found = reader.dequantized(row)
-        times.append(len(reader.asked) - start)  # type: ignore[attr-defined]
+        times.append(len(reader.asked) - start)
         assert before is None or torch.equal(found, before)
         before = found.clone()
         found.zero_()

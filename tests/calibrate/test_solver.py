@@ -182,7 +182,7 @@ def test_a_massive_activation_does_not_own_the_fit(leaves):
 
 def test_a_run_ends_after_the_last_input_that_is_wanted():
     """Of all tokens of a batch, which may come sequence by sequence."""
-    seen, run = list[str](), PartialRun()
+    seen, run = [], PartialRun()
     hook = run.hook(lambda module, x: seen.append(module))
     run.wanted = frozenset("ab")
 

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import good_checkpoints
 import make_model
@@ -128,7 +126,6 @@ def test_quantized_experts_in_one_tensor_are_named(name, tmp_path):
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND, THIRD = sorted(file.name for file in builtin_model("tiny-r1").glob("*.safetensors"))
-Break = Callable[[Path], object]
 
 
 def again(folder):

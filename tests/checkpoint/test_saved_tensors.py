@@ -28,7 +28,7 @@ def test_the_library_reads_what_is_saved(tmp_path):
 
 def test_bytes_are_written_from_where_they_lie(tmp_path, monkeypatch):
     """By the system alone: nothing holds Python's lock meanwhile, and nothing is copied before."""
-    tensor, places = torch.randn(1000), list[int]()
+    tensor, places = torch.randn(1000), []
 
     def write(descriptor, data, offset):
         places.append(np.frombuffer(data, dtype=np.uint8).ctypes.data)

@@ -86,7 +86,7 @@ def test_an_engine_computes_on_its_own_device_in_any_thread(tmp_path, monkeypatc
     """Threads begin with the first device, so it is made current where a step begins."""
     loaded, current = (
         guessed_models.load(write_random(tmp_path / "model", guessed_models.LLAMA)),
-        list[torch.device](),
+        [],
     )
     monkeypatch.setattr(engine, "set_current_device", current.append)
     guessed_models.tokens(loaded, SamplingParams(max_new_tokens=2, ignore_eos=True), [[7, 8, 9]])

@@ -95,8 +95,8 @@ def test_a_notebook_gets_one_output(monkeypatch):
 
     shell = type("ZMQInteractiveShell", (), {})()
     ipython, module = ModuleType("IPython"), ModuleType("IPython.display")
-    ipython.get_ipython = lambda: shell  # type: ignore[attr-defined]
-    module.display = display  # type: ignore[attr-defined]
+    ipython.get_ipython = lambda: shell
+    module.display = display
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     monkeypatch.setitem(sys.modules, "IPython.display", module)
     clock = Clock()

@@ -3,7 +3,6 @@ comes, ends or is cancelled."""
 
 import random
 from functools import partial
-from typing import Any
 
 import engines
 import pytest
@@ -93,7 +92,7 @@ def launched(monkeypatch):
 
 
 def ahead_of(monkeypatch, name, size):
-    made, launch = list[Any](), getattr(Runner, name)
+    made, launch = [], getattr(Runner, name)
 
     def noted(self, *given):
         launch(self, *given)
@@ -122,7 +121,7 @@ def test_a_prompt_waits_for_the_pass_in_flight(tiny_checkpoint, monkeypatch):
     """Where passes are mixed every chunk is in one with the answers, so that these have a token
     behind each. Else two chunks would lie
     between two tokens: nobody waits for one that ends no prompt."""
-    engine, told = load(tiny_checkpoint, ahead=True), list[tuple[str, int]]()
+    engine, told = load(tiny_checkpoint, ahead=True), []
     engine.scheduler.budget = StepBudget(32, 32, mixed=True)
     answer = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=30, ignore_eos=True))
     while not engine.runner.has_async:
@@ -160,7 +159,7 @@ def test_no_token_changes_with_drafts(easy_checkpoint, launched_with_guesses, dr
 def test_drafting_starts_and_stops(tiny_checkpoint, launched, launched_with_guesses, monkeypatch):
     """A layer that begins anew reads what passes launched ahead computed; what was launched with
     guesses serves where none are made."""
-    steps, guesses = [0], list[list[tuple[int, int, tuple[int, ...]]]]()
+    steps, guesses = [0], []
 
     def choose(self):
         steps[0] += 1
@@ -189,7 +188,7 @@ def test_drafting_starts_and_stops(tiny_checkpoint, launched, launched_with_gues
 
 def test_the_next_pass_is_launched_before_the_host_waits(tiny_checkpoint, monkeypatch):
     """And before others are listened to; the last one's tokens need no further pass."""
-    engine, told = load(tiny_checkpoint, ahead=True), list[str]()
+    engine, told = load(tiny_checkpoint, ahead=True), []
     engine.while_computing = lambda brought: told.append("others")
     note(monkeypatch, Runner, "launch_async_decode", lambda *_: told.append("launch"))
     note(monkeypatch, HostCopy, "tolist", lambda *_: told.append("wait"))

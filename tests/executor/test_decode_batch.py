@@ -29,12 +29,7 @@ def test_as_by_operators():
 
     draw = random.Random(1)
     for _ in range(40):
-        number, most, told, chosen = (
-            draw.randrange(1, 9),
-            draw.randrange(4),
-            list[list[int]](),
-            list[int](),
-        )
+        number, most, told, chosen = (draw.randrange(1, 9), draw.randrange(4), [], [])
         for one in range(number):
             drafts = [draw.randrange(2) for _ in range(draw.randrange(most + 1) if one else most)]
             told.append([len(chosen), draw.randrange(1, 90), *drafts, *[-1] * (most - len(drafts))])

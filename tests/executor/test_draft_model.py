@@ -142,7 +142,7 @@ def test_sequences_beyond_the_backlog_are_not_drafted_for(models, monkeypatch):
     monkeypatch.setattr("quantkit.executor.speculation.draft_model._MAX_CATCH_UP", 8)
     engine = load(models["qwen3"], models["qwen3"], draft_length=2)
     drafter = engine.speculation.drafter
-    read = list[int]()
+    read = []
 
     def seen(answers, parts):
         read.append(sum(len(one.token_ids) for one in parts))
@@ -226,7 +226,6 @@ def test_its_cache_is_planned(models):
     per_token = loaded.cache_token_bytes + draft.cache_token_bytes
     assert per_token == 1.5 * loaded.cache_token_bytes
     drafter = engine.speculation.drafter
-    assert drafter is not None
     assert (
         drafter.steps.cache.nbytes
         == engine.cache.nbytes / 2
@@ -247,9 +246,9 @@ def test_ids_that_one_model_lacks(models, vocab, known):
         loaded.model.embedding,
         loaded.model.logits,
         64,
-    )  # type: ignore[attr-defined]
-    model = VocabAdapter(forward, vocab)  # type: ignore[arg-type]
-    model(torch.tensor([5, vocab - 1]), None)  # type: ignore[arg-type]
+    )
+    model = VocabAdapter(forward, vocab)
+    model(torch.tensor([5, vocab - 1]), None)
     assert seen[0].tolist() == [5, min(vocab, known) - 1]
     assert model.logits(torch.zeros(2, 64)).shape == (2, min(vocab, known))
 

@@ -45,7 +45,7 @@ def test_guesses_are_the_same_however_they_are_computed(easy_checkpoint, tempera
         SamplingParams(max_new_tokens=20 + 7 * i, temperature=temperature, seed=i, ignore_eos=True)
         for i in range(6)
     ]
-    found, waited = [], Counter[str]()
+    found, waited = [], Counter()
     agree = Parallel.agree
 
     def counted(self, x):

@@ -105,7 +105,6 @@ def test_min_p_keeps_a_share_of_the_likeliest():
         [0] * 3,
         logits.device,
     )
-    assert batch is not None
     kept = (distribution(logits.expand(3, -1), batch) > 0).sum(-1)
     exact = (logits / 0.5).softmax(-1)
     assert kept.tolist() == [4, int((exact >= 0.1 * exact.max()).sum()), 1]
@@ -148,13 +147,11 @@ def test_with_drafts_chunks_and_shared_prefixes_it_is_the_same(engine, tiny_chec
 
 def test_a_prompts_log_probabilities_are_those_of_its_prefixes(engine):
     (done,) = engine.generate([PROMPT], SamplingParams(max_new_tokens=1, prompt_logprobs=3))
-    assert done.prompt_logprobs is not None
     assert [one.token_id for one in done.prompt_logprobs] == PROMPT[1:]
     for place in (1, 11, 23):
         forced = SamplingParams(max_new_tokens=1, logit_bias=((PROMPT[place], 100.0),), logprobs=3)
         (one,) = engine.generate([PROMPT[:place]], forced)
         assert one.token_ids == [PROMPT[place]]
-        assert one.logprobs is not None
         scored = done.prompt_logprobs[place - 1]
         assert one.logprobs[0].logprob == pytest.approx(scored.logprob, abs=0.02)
         assert [token for token, _ in one.logprobs[0].top] == [token for token, _ in scored.top]

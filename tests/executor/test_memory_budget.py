@@ -40,7 +40,6 @@ def free(monkeypatch, count):
 
 def test_a_mixture_over_latents_has_long_steps_where_memory_is_left(loaded, monkeypatch):
     needed = long_step_bytes(loaded)
-    assert needed is not None
     rows = LONG_PREFILL_TOKENS * loaded.config.hidden_size * 2
     assert needed > rows * 2 * (
         loaded.config.routing.num_experts_per_tok + 1
@@ -81,7 +80,7 @@ def test_models_with_keys_and_values_have_long_steps_too(loaded, monkeypatch):
     config = SimpleNamespace(
         cache=KeyValueCache(8, 128), routing=None, recurrent=None, hidden_size=4096
     )
-    dense = replace(loaded, config=config)  # type: ignore[arg-type]
+    dense = replace(loaded, config=config)
     needed = long_step_bytes(dense)
     assert needed is not None
     assert needed > LONG_PREFILL_TOKENS * 2 * (8 * 4096 + 3 * 12288)
@@ -101,7 +100,7 @@ def test_models_with_keys_and_values_have_long_steps_too(loaded, monkeypatch):
     monkeypatch.setattr(LoadedModel, "cache_token_bytes", 1)
     for count, tokens in ((needed, LONG_PREFILL_TOKENS), (needed - 1, PREFILL_TOKENS["cuda"])):
         free(monkeypatch, count)
-        assert default_chunk_tokens(dense, plan) == tokens  # type: ignore[arg-type]
+        assert default_chunk_tokens(dense, plan) == tokens
 
 
 def test_the_cache_leaves_room_and_nothing_is_refused_for_it(loaded, monkeypatch):
@@ -121,7 +120,7 @@ def test_the_cache_leaves_room_and_nothing_is_refused_for_it(loaded, monkeypatch
         abs(0.9 * few - (plan_kv_cache(loaded, options).num_blocks - 1) * per_block) < 2 * per_block
     )
     # A context that fits beside short steps only.
-    long = replace(loaded, config=replace(loaded.config, max_position_embeddings=1 << 40))  # type: ignore[type-var]
+    long = replace(loaded, config=replace(loaded.config, max_position_embeddings=1 << 40))
     free(monkeypatch, whole)
     most = int(0.88 * whole) // per_block * 64
     assert plan_kv_cache(long, replace(options, max_model_len=most)).max_model_len == most

@@ -92,7 +92,7 @@ def test_hidden_states_are_those_of_an_eager_pass(tiny_checkpoint):
 
 def widths(engine, monkeypatch):
     """How many tokens the last layer's MLP computes, pass by pass, from now on."""
-    found = list[int]()
+    found = []
     note(monkeypatch, engine.loaded.model.layers[-1], "mlp", lambda x: found.append(len(x)))
     return found
 
@@ -138,12 +138,10 @@ def test_little_of_a_pass_is_padding_and_few_graphs_serve_any_number(tiny_checkp
     cache = engine_of(tiny_checkpoint).cache
     for count in (1, 16, 17, 129, 300, 513, 700, 1000, 1024):
         size = prefill_graphs.graph_size(None, [PrefillChunk([0] * count, 0, [1] * 20)], cache)
-        assert size is not None
         assert count <= size.tokens < max(count + 16, 1.25 * count)
         assert size.tokens <= size.cached <= 1.25 * size.tokens + 64
     for prompts, sequences in {1: 2, 2: 4, 3: 4, 4: 16, 15: 16, 16: 64}.items():
         size = prefill_graphs.graph_size(None, [PrefillChunk([0] * 4, 0, [1])] * prompts, cache)
-        assert size is not None
         assert size.sequences == sequences, "one is padding"
 
 
@@ -210,7 +208,6 @@ def three_users(grouped, count=None):
     """count: of captures, where steps are captured."""
 
     def counted(step, lengths):
-        assert count is not None
         count[0] += 1
         return in_place(step, lengths)
 

@@ -37,7 +37,7 @@ def quantized(architecture, scheme, folder):
 )
 def test_products_are_those_of_the_operators(architecture, scheme, tmp_path, monkeypatch):
     path = quantized(architecture, scheme, tmp_path)
-    linears, experts = set[LinearSize](), set[tuple[str, int, int, int]]()
+    linears, experts = set(), set()
 
     def added(builder, index, gate, *_):
         intermediate, hidden = shape(gate)

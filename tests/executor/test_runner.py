@@ -22,7 +22,7 @@ def test_rows_that_are_kept_are_those_made_anew(tiny_checkpoint, monkeypatch):
     again in other blocks, or end."""
     engine = load(tiny_checkpoint, max_model_len=512)
     draw, size, anew = random.Random(3), engine.cache.block_size, Runner.rows
-    made, params = Counter[str](), SamplingParams(max_new_tokens=4000, ignore_eos=True)
+    made, params = Counter(), SamplingParams(max_new_tokens=4000, ignore_eos=True)
     note(monkeypatch, Runner, "rows", lambda *_: made.update(["anew"]))
 
     def sequence(index):
@@ -90,7 +90,7 @@ def test_a_token_without_drafts_is_taken_as_one_with_them(tiny_checkpoint):
         ((), ("b",)), ((), (7,)), (False, True), (False, True)
     ):
         params = SamplingParams(5, stop=stop, stop_token_ids=ids, ignore_eos=ignore_eos)
-        ended = Counter[str | None]()
+        ended = Counter()
         for last, place in itertools.product((7, *tokenizer.eos_ids, letter, 9), range(5)):
             one, other = (
                 Sequence(0, [1, 2, 3], params, tokenizer, 64, streams=streams) for _ in range(2)
@@ -110,7 +110,7 @@ def test_a_token_without_drafts_is_taken_as_one_with_them(tiny_checkpoint):
 @pytest.mark.parametrize(("kind", "made"), [("npu", ["steps"]), ("cuda", ["steps", "draws"])])
 def test_what_an_npu_does_not_capture(tiny_checkpoint, monkeypatch, kind, made):
     """Its attention wants lengths on the host, which prompts and draws are not told anew."""
-    loaded, captures = (load(tiny_checkpoint, max_batch=2, max_model_len=64).loaded, list[object]())
+    loaded, captures = (load(tiny_checkpoint, max_batch=2, max_model_len=64).loaded, [])
     monkeypatch.setattr(
         runner, "DeviceCapture", lambda device: captures.append(object()) or captures[-1]
     )
@@ -130,7 +130,7 @@ def test_texts_are_read_while_the_device_computes(tiny_checkpoint, monkeypatch, 
     """After a decode pass is launched and before its tokens are waited for; before a prompt, which
     the host may launch for long. With a stop string the text is read with its token."""
     engine = load(tiny_checkpoint, max_batch=2, max_model_len=64)
-    told, texts = list[str](), list[str]()
+    told, texts = [], []
 
     def hand_out(brought):
         told.append("texts")

@@ -116,7 +116,7 @@ def test_the_mtp_layer_catches_up_after_a_pause(tiny_checkpoint, monkeypatch, ca
     monkeypatch.setattr(Sequence, "extend", kept("always"))
     tokens(always, params(0.0))
     monkeypatch.setattr(Sequence, "extend", kept("paused"))
-    steps = Counter[str]()
+    steps = Counter()
 
     def choose(self):
         steps["all"] += 1
@@ -137,7 +137,7 @@ def test_the_mtp_layer_catches_up_after_a_pause(tiny_checkpoint, monkeypatch, ca
 
 def counted(monkeypatch, drafter):
     """How often what is behind was read by rows of a captured step, and as a prompt."""
-    found, catch_up, step, mtp = Counter[str](), drafter._catch_up, drafter.steps.run, drafter.mtp
+    found, catch_up, step, mtp = Counter(), drafter._catch_up, drafter.steps.run, drafter.mtp
 
     def reading():
         with monkeypatch.context() as inside:
@@ -206,7 +206,7 @@ def test_an_adaptive_draft_length_changes_no_token(tiny_checkpoint):
 
 def test_other_ranks_get_the_draft_length():
     told = []
-    leader = Leader(SimpleNamespace(size=2, rank=0, broadcast=told.append))  # type: ignore[arg-type]
+    leader = Leader(SimpleNamespace(size=2, rank=0, broadcast=told.append))
     leader.guess(2, 5)
     leader.step()
     heard = iter([json.loads(json.dumps(told[0])), None])
@@ -216,7 +216,7 @@ def test_other_ranks_get_the_draft_length():
         speculation=SimpleNamespace(set_lengths=lambda *given: called.append(given)),
         compute_step=lambda: called.append("step"),
     )
-    follow(follower)  # type: ignore[arg-type]
+    follow(follower)
     assert called == [(2, 5), "step"]
 
 
@@ -230,4 +230,4 @@ def test_draft_lengths_out_of_bounds_are_refused(asked):
         match=f"^{count} draft tokens per step are too many or too few; use 0 to "
         f"{MAX_DRAFT_LENGTH}$",
     ):
-        Engine.load(find_model("tiny-r1"), **asked)  # type: ignore[arg-type]
+        Engine.load(find_model("tiny-r1"), **asked)

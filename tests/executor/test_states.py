@@ -150,7 +150,6 @@ def test_plans_count_the_states_of_each_request(model):
     tokens."""
     checkpoint, whole = Checkpoint.open(model), ParallelSizes(1)
     net = read_model(checkpoint).config.recurrent
-    assert net is not None
     weights = fit(checkpoint, whole, 50, 1.0, 1.0, 0.0).weight_bytes
     request = (
         50 * 2 * 2 * 2 * 16 + net.state_bytes()

@@ -29,10 +29,10 @@ def templates(path):
     for node in ast.walk(ast.parse(path.read_text())):
         named = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
         text = isinstance(node, ast.keyword) and node.arg == "prompt_template"
-        if named and node.targets[0].id.endswith("TEMPLATE"):  # type: ignore[attr-defined]
-            found[node.targets[0].id] = value(node.value)  # type: ignore[attr-defined]
-        elif text and not isinstance(node.value, ast.Name):  # type: ignore[attr-defined]
-            found["prompt_template"] = value(node.value)  # type: ignore[attr-defined]
+        if named and node.targets[0].id.endswith("TEMPLATE"):
+            found[node.targets[0].id] = value(node.value)
+        elif text and not isinstance(node.value, ast.Name):
+            found["prompt_template"] = value(node.value)
     return found
 
 

@@ -9,7 +9,6 @@ weights move by a last place of BF16 (`routing_ties`).
 import json
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any
 
 import torch
 from checkpoints import TINY_R1
@@ -21,8 +20,6 @@ from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
 from quantkit.models.mlp import MoeMlp
 
-Answer = dict[str, Any]
-"""{"tokens": [...], "logprobs": [[[token, value], ...] a position]} of a prompt."""
 MAX_TOKENS = 24
 # a gap of log-probabilities that BF16 may turn around, at least: twice what they differ by,
 TIE = 0.15

@@ -37,7 +37,7 @@ def eplb(loads, devices, slots):
         placed.append(expert)
         copies[expert] += 1
     each = (loads / copies)[placed]
-    taken, held = np.zeros(devices), [list[int]() for _ in range(devices)]
+    taken, held = np.zeros(devices), [[] for _ in range(devices)]
     for index in np.argsort(-each, kind="stable"):
         device = min((d for d in range(devices) if len(held[d]) < slots), key=lambda d: taken[d])
         held[device].append(placed[index])

@@ -87,7 +87,7 @@ def judge_sglang(module, placed):
 
 def judge_vllm_ascend(module, path, layers):
     """layers: the experts of each device, by layer with experts."""
-    Tensor.npu = lambda tensor: tensor  # type: ignore[attr-defined]
+    Tensor.npu = lambda tensor: tensor
     said, compared = (
         types.SimpleNamespace(
             expert_map_path=str(path), dynamic_eplb=False, num_redundant_experts=0

@@ -15,11 +15,10 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from answer_styles import TASKS, Style, styles
+from answer_styles import TASKS, styles
 from bounded import bounded
 
 SAMPLE = 240
@@ -27,8 +26,6 @@ SECONDS = 30.0
 """For one verdict: math-verify without a timeout, as evalscope runs it, does not end on some
 powers."""
 LEAST, UNGRADED = 0.98, 0.02
-
-Verdict = Callable[[Style], bool]
 
 
 def evalscope(task):

@@ -123,7 +123,7 @@ def deployed(made, number, cards, device, python, logs, more):
     settings = {**SETTINGS[device], "VLLM_API_KEY": KEY}
     if logs.name.startswith("tiny-r1"):  # its heads are too small for it
         settings["VLLM_MLA_DISABLE"] = "1"
-    server, served = Server(""), dict[str, list[str]]()
+    server, served = Server(""), {}
 
     def start(command, environment, name):
         own = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(next(ports))}

@@ -30,7 +30,6 @@ from judged import MAX_TOKENS, judge, prompts_of
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import check_checkpoint
 
-Case = tuple[str, str]  # model, format
 # vLLM on a CPU takes no experts quantized, and has no NVFP4.
 MODELS = {"cpu": (*DENSE, "pangu_ultra_moe"), "cuda": ("tiny-r1", *EXPERTS)}
 DENSE_FORMATS = ("awq", "ct-w4a16", "ct-w4a16-symmetric", "ct-w8a8", "ct-w4a16-from-awq", MIXTURE)
@@ -88,7 +87,6 @@ def run(directory, asked, vllm, device):
             env=os.environ | (settings if device == "cuda" else {}),
             text=True,
         )
-        assert process.stdin is not None
         process.stdin.write(json.dumps(jobs))
         process.stdin.close()
         running.append((name, process))

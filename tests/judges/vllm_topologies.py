@@ -41,7 +41,6 @@ CONTEXT = 1024
 HALF = 0.5  # of the positions must be counted: of a few it says nothing that they are equal
 OPTIONS = "options.json"
 """How the servers ran, kept for those who compare later, on another machine."""
-Case = tuple[str, ...]  # model, format, topology
 # A server's memory is given, not measured: what its neighbours take meanwhile would count as its
 # own.
 FEW = f"--kv-cache-memory-bytes {2**28} --max-num-seqs 8 --max-num-batched-tokens 1024".split()

@@ -201,7 +201,7 @@ def test_values_of_unlike_sizes_with_a_sink(backend, codes):
         [150], [1], (6, 2), 32, 16, torch.float16, device, sinks=sinks, codes=codes
     )
     factor = torch.exp2(torch.linspace(-30, 0, case.pages.keys.shape[0] * 16, device=device))
-    keys, values = case.pages.scales  # type: ignore[misc]
+    keys, values = case.pages.scales
     pages = case.pages._replace(scales=(keys, torch.nan_to_num(values) * factor.view(-1, 16, 1)))
     found, exact = (
         gqa_decode(q, pages, scale=case.scale, sinks=sinks, backend=name)

@@ -107,7 +107,7 @@ def a_triton(tmp_path, monkeypatch):
         for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
             monkeypatch.delitem(sys.modules, name)
         if text is None:
-            monkeypatch.setitem(sys.modules, "triton", None)  # type: ignore[arg-type]
+            monkeypatch.setitem(sys.modules, "triton", None)
             monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         else:
             (tmp_path / "triton.py").write_text(text)

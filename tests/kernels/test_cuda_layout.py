@@ -53,7 +53,6 @@ def read_int4(packed, words, step, row, column, group):
     by = 4 * (h + 2 * b)
     code = (((word >> by) | (word << (32 - by))) >> (16 * e + 3)) & 15
     index = step * 2 + half if group == 32 else step if group == 64 else step // 2
-    assert packed.scales is not None
     scale = fp16(int(packed.scales.view(torch.int16)[index * 64 + g * 8 + tile * 2 + h]) & 0xFFFF)
     zero = (
         8
@@ -80,7 +79,6 @@ def read_fp4(packed, words, step, row, column):
     )
     left = ((first << 1) & 0x9000) | ((first >> 7) & 0x48) | ((second >> 6) & 0x1B0)
     bits = left << (3 * j) if field == 3 else (second if j else first) << (3 * field)
-    assert packed.scales is not None
     scale = int(packed.scales[step * 256 + (q // 2) * 128 + g * 16 + tile * 4 + 2 * h + half])
     return bf16(bits & 0x81C0) * bf16((scale << 4) | 0x7000)
 

@@ -34,7 +34,7 @@ class Case:
         self.slots = torch.randperm(640, device=DEVICE)[:tokens]
         self.width, self.dtype = kv_lora + rope, dtype
 
-    def run(self, operator, *more):  # type: ignore[no-untyped-def]
+    def run(self, operator, *more):
         """What the operator returns, and the cache as it leaves it."""
         cache = torch.full((10, 64, self.width), float("nan"), dtype=self.dtype, device=DEVICE)
         return operator(self.qkv_a, self.norms, self.rotation, cache, self.slots, *more), cache
@@ -123,7 +123,7 @@ def test_attention_behind_it_reads_the_newest_token(users):
     slots = pages.block_table[torch.arange(users, device=DEVICE), at // 64].long() * 64 + at % 64
     case = Case(users, R1, dtype)
 
-    def step(queries):  # type: ignore[no-untyped-def]
+    def step(queries):
         found = []
         for turn in range(6):
             q = queries(
@@ -136,7 +136,7 @@ def test_attention_behind_it_reads_the_newest_token(users):
             )
         return torch.stack(found)
 
-    def together(*where):  # type: ignore[no-untyped-def]
+    def together(*where):
         found = cuda.mla_queries(*where, q_b)
         assert found is not None
         return found

@@ -47,7 +47,7 @@ def fields(structure):
     found = []
     for line in filter(None, map(str.strip, body.split(";"))):
         first, *others = line.split(",")
-        declared, name = re.fullmatch(r"(.*?)(\w+)", first, re.DOTALL).groups()  # type: ignore[union-attr]
+        declared, name = re.fullmatch(r"(.*?)(\w+)", first, re.DOTALL).groups()
         found.append((name, kind_of(declared)))
         base = declared.replace("*", "")
         found += [(other.strip(" *"), kind_of(base + "*" * other.count("*"))) for other in others]

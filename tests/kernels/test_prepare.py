@@ -109,7 +109,7 @@ def test_mla_prepare(backend, dtype, interleaved, codes, poisoned_memory):
         found = (cache if codes is None else decoded(cache)).flatten(0, 1)[slots]
         exact = normed_in_double(latent, gains[1])
         turned = rotated(key.unsqueeze(1), angles, interleaved).squeeze(1)
-        near = TOLERANCE[dtype] + NEAR.get(codes, 0.0)  # type: ignore[arg-type]
+        near = TOLERANCE[dtype] + NEAR.get(codes, 0.0)
         assert distance(found[:, :kv_lora], exact) < near
         assert distance(found[:, kv_lora:], turned) < max(
             TOLERANCE[dtype], 4e-3 * (codes is not None)
@@ -162,7 +162,7 @@ def test_gqa_prepare(backend, dtype, normed, interleaved, codes, poisoned_memory
                 largest = exact.abs().amax(dim=-1) / LARGEST[codes]
                 assert distance(scales, largest) < TOLERANCE[dtype]
                 stored = decode(stored, scales)
-            near = TOLERANCE[dtype] + NEAR.get(codes, 0.0)  # type: ignore[arg-type]
+            near = TOLERANCE[dtype] + NEAR.get(codes, 0.0)
             assert distance(stored, exact) < near
         assert marks.isnan().sum() == (640 - tokens) * heads[1]
 

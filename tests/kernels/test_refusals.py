@@ -70,7 +70,7 @@ CODED = empty_keys((1, 4, 2, 8), INT8, CPU)
 
 
 def decode_latents(cache, kv_b=KV_B):
-    return mla_decode(Q, kv_b, ANGLES, PagedLatents(cache, TABLE, LENGTH), scale=1.0)  # type: ignore[arg-type]
+    return mla_decode(Q, kv_b, ANGLES, PagedLatents(cache, TABLE, LENGTH), scale=1.0)
 
 
 def decode_keys(keys=KEYS, values=KEYS, window=0):
@@ -84,7 +84,7 @@ def cache_latents(qkv_a, cache, step=None, how=mla_prepare):
 
 
 def cache_keys(qkv, cache, norms=None, steps=None):
-    return gqa_prepare(qkv, norms, ANGLES, cache, SLOT, code_steps=steps)  # type: ignore[arg-type]
+    return gqa_prepare(qkv, norms, ANGLES, cache, SLOT, code_steps=steps)
 
 
 def ask_experts(ids, weights):

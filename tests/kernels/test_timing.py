@@ -98,7 +98,7 @@ def test_long_calls_are_repeated_less(milliseconds, calls, captured, driver, mon
     own, is in it once at least."""
     lengths = set()
 
-    class Counted(driver.NPUGraph):  # type: ignore[misc, name-defined]
+    class Counted(driver.NPUGraph):
         def replay(self):
             lengths.add(len(self.work))
             super().replay()
@@ -122,7 +122,7 @@ def test_what_cannot_be_captured_is_timed_all_the_same_and_said(driver):
 def test_sides_take_turns(driver, monkeypatch):
     log = []
 
-    class Logged(driver.NPUGraph):  # type: ignore[misc, name-defined]
+    class Logged(driver.NPUGraph):
         def replay(self):
             log.append(self.work[0])
             super().replay()
@@ -153,4 +153,4 @@ class Empty:
 def test_graphs_are_called_by_their_devices_name():
     assert accelerator.module(CPU) is None
     for name in ("CUDAGraph", "NPUGraph"):
-        assert type(accelerator.new_graph(SimpleNamespace(**{name: Empty}))) is Empty  # type: ignore[arg-type]
+        assert type(accelerator.new_graph(SimpleNamespace(**{name: Empty}))) is Empty

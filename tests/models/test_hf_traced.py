@@ -117,7 +117,7 @@ def after_experts(block, hidden, context):
         made.append(op(x, ids, weights))
         return torch.zeros_like(x)
 
-    block.weights.routed = keep  # type: ignore[attr-defined]
+    block.weights.routed = keep
     block.fill()
     beside = block.mlp_output(hidden, context)
     return block.add_mlp_output(

@@ -119,7 +119,6 @@ def test_linears_of_few_rows_are_not_decoded(hardware):
     """CANN's limits of the split product: groups of 64 or 128, an eighth of a group in rows, 13952
     inputs, outputs in 64s on a device."""
     split = hardware.split_activations
-    assert split is not None
     assert split.takes(2112, 7168, 128, 16)
     assert split.takes(64, 13952, 64, 8)
     for refused in (

@@ -68,7 +68,7 @@ def test_a_value_that_is_no_number_stays_one_and_no_other_row_has_it():
 
 def test_gptq_takes_it_and_goes_without(monkeypatch):
     def chosen():
-        (own,) = gptq.block_rounder(torch.device("cpu")).args  # type: ignore[attr-defined]
+        (own,) = gptq.block_rounder(torch.device("cpu")).args
         return own
 
     assert chosen() is block_rounding.round_block_cpp

@@ -69,7 +69,7 @@ def test_dequantize_rounds_once_and_leaves_the_weight_alone():
 )
 def test_parts_that_do_not_fit_are_refused(wrong):
     with pytest.raises(AssertionError):
-        wrong()  # type: ignore[operator]
+        wrong()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -4,7 +4,6 @@ wherever the change lies."""
 import os
 import shutil
 import time
-from collections.abc import Callable
 
 import make_model
 import pytest
@@ -20,8 +19,6 @@ from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import conversion_plan as convert_module
 from quantkit.quantization import quantize
 from quantkit.quantization.convert import convert
-
-Run = Callable[..., bool]  # (source, out, on_event) -> done already
 
 
 @pytest.fixture(scope="module")

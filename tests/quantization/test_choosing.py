@@ -16,7 +16,7 @@ from output_files import files
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.common.progress import Event, Note, Progress
+from quantkit.common.progress import Note, Progress
 from quantkit.engines.check import check_checkpoint
 from quantkit.grids.fp8_block import Fp8BlockGrid
 from quantkit.grids.int_groups import IntGrid
@@ -65,7 +65,7 @@ def chosen(source, text, tmp_path_factory):
     class Stopped(Exception):
         pass
 
-    out, told = tmp_path_factory.mktemp("out") / "mixed", list[Event]()
+    out, told = tmp_path_factory.mktemp("out") / "mixed", []
     for phase, unit in (("measuring", "layers.1.feed_forward"), ("done", "layers.0.feed_forward")):
 
         def stop(event, phase=phase, unit=unit):

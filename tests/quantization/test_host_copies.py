@@ -26,18 +26,18 @@ def test_memory_is_used_again():
 
 def test_a_layer_is_saved_before_its_copies_are_written_over(tmp_path):
     """Two layers in a row, and a writer that has not come to the first when the second is there."""
-    output = Output(SimpleNamespace(device=torch.device("meta")), None, {}, {}, {}, {})  # type: ignore[arg-type]
-    background, begin, saved = BackgroundWriter(1), threading.Event(), list[float]()
+    output = Output(SimpleNamespace(device=torch.device("meta")), None, {}, {}, {}, {})
+    background, begin, saved = BackgroundWriter(1), threading.Event(), []
 
     def run_after(job):
         def run():
             begin.wait()
-            job()  # type: ignore[operator]
+            job()
             saved.append(float(load_file(tmp_path / "hidden.safetensors")["quantized"][0]))
 
         background.submit(run, 0)
 
-    output._writer = SimpleNamespace(state_dir=tmp_path, run_after=run_after, wait=background.wait)  # type: ignore[assignment]
+    output._writer = SimpleNamespace(state_dir=tmp_path, run_after=run_after, wait=background.wait)
     output.save_state(1, {"quantized": torch.full((4,), 1.0)}, {})
     threading.Timer(0.2, begin.set).start()
     output.save_state(2, {"quantized": torch.full((4,), 2.0)}, {})

@@ -84,7 +84,6 @@ def outputs(source, text, tmp_path_factory):
 @pytest.mark.parametrize("scheme", MADE)
 def test_the_output_is_a_checkpoint_of_the_scheme(outputs, scheme):
     written = Checkpoint.open(outputs[scheme].out)
-    assert written.scheme is not None
     assert written.scheme.weight == SCHEMES[scheme].weight
     rows = deepseek_v3.parameters(deepseek_v3.Config.from_dict(written.config))
     for row in rows:
@@ -232,7 +231,7 @@ def stop_after(count, notes=None):
 
 
 def test_a_stopped_run_goes_on_to_the_same_bytes(source, text, outputs, tmp_path):
-    out, notes = tmp_path / "out", list[Note]()
+    out, notes = tmp_path / "out", []
     for count in (3, 9, 14):
         with pytest.raises(Stopped):
             run(source, out, "awq-w4a16", text, stop_after(count, notes))

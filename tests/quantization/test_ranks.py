@@ -86,12 +86,12 @@ def test_a_rank_reads_its_own_experts_alone(source, text, alone, tmp_path, monke
         }
 
     first, second = run_ranks(2, tmp_path, compute)
-    assert set(first["read"].tolist()) == {0, 1}  # type: ignore[index]
-    assert set(second["read"].tolist()) == {2, 3}  # type: ignore[index]
+    assert set(first["read"].tolist()) == {0, 1}
+    assert set(second["read"].tolist()) == {2, 3}
     errors = alone.findings.errors
     assert (
         first["errors"].tolist() == torch.tensor([errors[name] for name in sorted(errors)]).tolist()
-    )  # type: ignore[index]
+    )
     assert sum("experts" in name for name in errors) > 2 * 4 * 3, (
         "all experts of both layers are told of"
     )
@@ -145,7 +145,7 @@ def test_what_lies_transposed_is_sent_in_place(tmp_path, monkeypatch):
         return own.contiguous() if parallel.rank != 2 else held.t().contiguous()
 
     for found in run_ranks(3, tmp_path, compute):
-        assert torch.equal(found, torch.arange(6.0).view(3, 2).t())  # type: ignore[arg-type]
+        assert torch.equal(found, torch.arange(6.0).view(3, 2).t())
 
 
 DTYPES = (
@@ -224,4 +224,4 @@ def test_ranks_sum_panels_of_one_square(tmp_path, monkeypatch):
     for found in run_ranks(
         3, tmp_path, lambda parallel: summed(Ranks(parallel.rank, parallel.size))
     ):
-        assert torch.equal(found, alone)  # type: ignore[arg-type]
+        assert torch.equal(found, alone)

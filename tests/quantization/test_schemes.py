@@ -1,9 +1,7 @@
 """Schemes through the whole line: what is stored and described, what it computes, what is refused."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import quantkit_kernels as kernels
@@ -59,9 +57,6 @@ def source(tmp_path_factory):
 def recipe(tmp_path_factory):
     text = write_letters(tmp_path_factory.mktemp("text") / "text.txt", 1000)
     return lambda scheme: Recipe(scheme=scheme.name, calibration=str(text), **SETTINGS)
-
-
-Written = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")

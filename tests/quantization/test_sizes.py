@@ -13,7 +13,7 @@ from tiny_models import CONFIGS
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.common.progress import Event, Note
+from quantkit.common.progress import Note
 from quantkit.engines.check import check_checkpoint
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
@@ -48,7 +48,7 @@ def group_sizes(path):
 
 
 def test_awq_has_one_group_size_for_all(tmp_path):
-    source, lines = source_of(tmp_path), list[Event]()
+    source, lines = source_of(tmp_path), []
     report = rounded(source, tmp_path / "out", on_event=lines.append)
     assert set(group_sizes(report.out).values()) == {64}
     assert Checkpoint.open(report.out).config["quantization_config"]["group_size"] == 64
@@ -114,9 +114,7 @@ def test_outputs_that_packing_does_not_divide(tmp_path):
     out = rounded(source, tmp_path / "compressed", format="compressed-tensors").out
     linears = Checkpoint.open(out).linears
     up, down = (linears[f"model.layers.0.mlp.{name}_proj"] for name in ("up", "down"))
-    assert up.grid is not None
     assert (up.grid.kind, up.grid.symmetric) == ("int4", True)
-    assert down.grid is not None
     assert down.grid.kind == "int8", "324 inputs have no groups"
 
 

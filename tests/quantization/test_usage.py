@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from quantkit.common.progress import Event, Note
+from quantkit.common.progress import Note
 from quantkit.quantization.machine import measure_rate
 from quantkit.quantization.usage import RunUsage
 
@@ -18,7 +18,7 @@ def test_a_restart_counts_what_earlier_parts_used(tmp_path):
     assert second.peak_memory >= first.peak_memory
     other = RunUsage(path, time.perf_counter(), {"source": "b"})
     assert other.seconds < 100, "another run's"
-    whole, notes = path.read_bytes(), list[Event]()
+    whole, notes = path.read_bytes(), []
     for damaged in (
         b"",
         whole[:-9],

@@ -139,7 +139,7 @@ def stacked(tensors, model):
 def test_the_report_says_of_the_output_what_transformers_says(model_type, scheme, extra, tmp_path):
     """KL on the held-out text, computed once more by transformers' whole model over what was
     written."""
-    model, told = peer(model_type, **extra), list[str]()
+    model, told = peer(model_type, **extra), []
     source = written(model, tmp_path / model_type)
     report = run(source, tmp_path / "out", scheme, told)
     found = report.findings.next_token
@@ -330,5 +330,4 @@ def test_groups_that_do_not_divide_every_linear(tmp_path):
     source = written(peer("seed_oss", hidden_size=96, intermediate_size=160), tmp_path / "source")
     checkpoint = Checkpoint.open(run(source, tmp_path / "out", "rtn-w4a16").out)
     assert len(checkpoint.linears) == 7 * SIZES["num_hidden_layers"]
-    assert checkpoint.grid is not None
     assert checkpoint.grid.group_size == 32

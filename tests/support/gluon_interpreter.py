@@ -277,7 +277,7 @@ def _atomic_add(pointer, values, mask=None, sem="", scope=""):
 
 
 class _Memory(list[Any]):
-    def index(self, place):  # type: ignore[override]
+    def index(self, place):
         return self[place]
 
 

@@ -7,8 +7,6 @@ import sys
 def module_at(path, name=None):
     """The file run as a module `name`, by default its stem, under which others find it."""
     spec = importlib.util.spec_from_file_location(name or path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -15,7 +15,7 @@ class Recorder:
     """images: of `root`, in order, without repetitions."""
 
     def __init__(self, root, monkeypatch):
-        self._root, self.images = root, list[Image]()
+        self._root, self.images = root, []
         self._flushed = {}
         for name in ("fsync", "rename", "replace"):
             monkeypatch.setattr(os, name, self._watched(name, getattr(os, name)))
@@ -53,7 +53,7 @@ class Recorder:
         """`count` images, or all, of a fixed seed."""
         chosen = range(len(self.images))
         if count < len(self.images):
-            chosen = sorted(random.Random(20261129).sample(chosen, count))  # type: ignore[assignment]
+            chosen = sorted(random.Random(20261129).sample(chosen, count))
         return [self.images[number] for number in chosen]
 
 

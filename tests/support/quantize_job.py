@@ -74,7 +74,7 @@ def tear(writes):
         left -= 1
         return pwrite(descriptor, data, offset)
 
-    os.pwrite = torn  # type: ignore[assignment]
+    os.pwrite = torn
 
 
 def kill_and_start_again(source, text, out, times, seconds):
@@ -118,7 +118,7 @@ if __name__ == "__main__":
             )
         )
     elif sys.argv[4] == "once":
-        METHODS = tuple(sys.argv[6:]) or None  # type: ignore[assignment]
+        METHODS = tuple(sys.argv[6:]) or None
         print(
             run(
                 source, text, out, memory=(int(sys.argv[5]) if len(sys.argv) > 5 else 0) or None

@@ -10,7 +10,6 @@ megabytes.
 import copy
 import json
 import math
-from typing import Any
 
 import make_model
 
@@ -45,7 +44,7 @@ def write_headers(path, config, shards=SHARDS):
     weight_map = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:06d}.safetensors"
-        header, offset = dict[str, Any](), 0
+        header, offset = {}, 0
         for name, kind, shape, size in entries[shard * per_shard : (shard + 1) * per_shard]:
             header[name] = {
                 "dtype": kind,

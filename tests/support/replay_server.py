@@ -8,10 +8,8 @@ with ReplayServer(lambda question, body: "so \\boxed{4}") as server:
 import json
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 
 @dataclass
@@ -32,9 +30,6 @@ class _Listener(ThreadingHTTPServer):
     # of a queue of 5, which is the rule, what comes at once is dropped, and sent again after a
     # second
     request_queue_size = 128
-
-
-Answer = Callable[[str, dict[str, Any]], Reply | str]
 
 
 class ReplayServer:

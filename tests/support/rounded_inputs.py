@@ -27,5 +27,4 @@ def distances(written, source, directory):
         for other in (source, directory / "plain")
     ]
     assert found[0] is not None
-    assert found[1] is not None
     return Distances(found[0], found[1])

@@ -148,7 +148,7 @@ def test_the_ignore_list_names_all_unquantized_linears_and_no_other(format, grid
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
-def test_every_scheme_has_its_formats(scheme):  # type: ignore[no-untyped-def]
+def test_every_scheme_has_its_formats(scheme):
     for name in scheme.formats:
         format = find_format(name, scheme)
         assert format.name == name

@@ -32,7 +32,7 @@ async def answer(scope, receive, send):
 def served(**options):
     server = HttpServer(
         uvicorn.Config(answer, port=0, log_level="error", lifespan="off"), **options
-    )  # type: ignore[arg-type]
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:

@@ -77,8 +77,8 @@ class Places:
 
     def span(self, node):
         return (
-            self._offset(node.lineno, node.col_offset),  # type: ignore[attr-defined]
-            self._offset(node.end_lineno, node.end_col_offset),  # type: ignore[attr-defined]
+            self._offset(node.lineno, node.col_offset),
+            self._offset(node.end_lineno, node.end_col_offset),
         )
 
     def _offset(self, line, column):
@@ -89,9 +89,6 @@ class Places:
     def text(self, node):
         start, end = self.span(node)
         return self.source[start:end]
-
-
-Change = tuple[int, int, str, str]  # start, end, new, rule
 
 
 def of_python(path, source):
@@ -107,7 +104,7 @@ def of_python(path, source):
 
 
 def numbered(found):
-    seen = Counter[tuple[str, ...]]()
+    seen = Counter()
     numbered = []
     for one in found:
         alike = (one.function, one.rule, one.old, one.new)
