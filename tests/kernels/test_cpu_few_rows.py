@@ -7,11 +7,17 @@ import sys
 
 import pytest
 import torch
-from quantkit_kernels import prepare, rms_norm
+from quantkit_kernels import gqa_decode, prepare, rms_norm
 from quantkit_kernels.cpu import build, dense, int4
 from quantkit_kernels.cpu.linear import _EXPANDED_ROWS, Int4Linear
 from quantkit_kernels.cpu.units import has_unit
-from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
+from quantkit_kernels.samples import (
+    TOLERANCE,
+    distance,
+    exact_linear,
+    grouped_attention,
+    random_weight,
+)
 
 REASONS = [
     reason
@@ -85,6 +91,31 @@ def test_rows_do_not_depend_on_threads_nor_on_the_others():
                     assert torch.equal(operator(x[:m]), alone[:m]), (name, threads, m)
         finally:
             torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(build.why_no_library("gqa") is not None, reason="no C++ compiler")
+@pytest.mark.parametrize("window", [0, 700])
+def test_attention_of_a_row_does_not_depend_on_threads_nor_on_the_others(window):
+    """Short rows and one in sixteen parts, more threads than key heads."""
+    case = grouped_attention(
+        [3, 1, 700, 5000], [1] * 4, (4, 2), 32, 16, torch.float32, window=window
+    )
+    before, found = torch.get_num_threads(), list[torch.Tensor]()
+    try:
+        for threads in (1, 2, 3, 16):
+            torch.set_num_threads(threads)
+            for rows in (slice(0, 4), slice(2, 4), *(slice(row, row + 1) for row in range(4))):
+                pages = case.pages._replace(
+                    block_table=case.pages.block_table[rows], seq_lens=case.pages.seq_lens[rows]
+                )
+                out = gqa_decode(
+                    case.q[rows], pages, scale=case.scale, window=window, backend="cpu"
+                )
+                found = found or [out]
+                assert torch.equal(out, found[0][rows]), (threads, rows)
+    finally:
+        torch.set_num_threads(before)
+    assert distance(found[0], case.exact) < TOLERANCE[torch.float32]
 
 
 @compiled

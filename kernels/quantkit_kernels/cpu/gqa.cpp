@@ -1,5 +1,5 @@
 // Grouped-query attention of one query per row over the paged cache, in float32: a key is read where it lies, once for all heads that share
-// it. In 8 bits it is a code, whose scale multiplies the score, or the probability, once. Rows are many threads' work by key head, and where those are fewer than the threads, by parts of the tokens too.
+// it. In 8 bits it is a code, whose scale multiplies the score, or the probability, once. Rows are many threads' work by key head and by parts of the tokens, whose number is that of a row's own length, so that no row depends on the others nor on the threads.
 
 #include <math.h>
 #include <stdint.h>
@@ -146,17 +146,22 @@ template <class T> void attend_all(const float* q, const Side<T>& keys, const Si
   }
 }
 
+int parts_of(int64_t tokens) { return int(std::clamp<int64_t>(tokens / 256, 1, 16)); }
+
 template <class T>
 void decode(const float* q, const Side<T>& keys, const Side<T>& values, const int* tables, const int* lengths, const float* sinks, float* out, int rows, int kv_heads, int shared, int d, int block_size,
             int table_width, int window, int threads) {
-  const int units = rows * kv_heads, parts = std::max(1, threads / units), stride = d + 2;
+  const auto first_of = [&](int row) { return window ? std::max(0, lengths[row] - window) : 0; };
+  int parts = 1;
+  for (int row = 0; row < rows; ++row) parts = std::max(parts, parts_of(lengths[row] - first_of(row)));
+  const int units = rows * kv_heads, stride = d + 2;
   std::vector<float> found((size_t)units * parts * shared * stride);
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads)
   for (int unit = 0; unit < units; ++unit)
     for (int part = 0; part < parts; ++part) {
-      const int row = unit / kv_heads, kv_head = unit % kv_heads, first = window ? std::max(0, lengths[row] - window) : 0;
-      const int64_t tokens = lengths[row] - first;
-      const int begin = first + int(tokens * part / parts), end = first + int(tokens * (part + 1) / parts);
+      const int row = unit / kv_heads, kv_head = unit % kv_heads, first = first_of(row);
+      const int64_t tokens = lengths[row] - first, own = parts_of(tokens);
+      const int begin = first + int(tokens * std::min<int64_t>(part, own) / own), end = first + int(tokens * std::min<int64_t>(part + 1, own) / own);
       float* here = found.data() + ((size_t)unit * parts + part) * shared * stride;
       const Pages pages = {tables + (int64_t)row * table_width, block_size, kv_heads, d};
       for (int h = 0; h < shared; ++h) here[(size_t)h * stride + d] = -INFINITY;
