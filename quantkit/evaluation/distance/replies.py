@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -198,17 +199,26 @@ def _replies(path: Path, url: str, options: PerplexityOptions) -> list[ScoredRep
     return replies
 
 
-def _ids_by_text(tokenizer: ChatTokenizer) -> dict[str, int]:
-    """Token ids by text, for texts that belong to exactly one token."""
-    ids = defaultdict(list)
+def _ids_by_text(tokenizer: ChatTokenizer) -> dict[str | bytes, int]:
+    """Token ids by text and by bytes, for those that belong to exactly one token."""
+    ids = defaultdict[str | bytes, list[int]](list)
     for token in range(tokenizer.tokenizer.get_vocab_size()):
-        ids[tokenizer.token_text(token)].append(token)
-    return {text: found[0] for text, found in ids.items() if len(found) == 1}
+        for key in (tokenizer.token_text(token), tokenizer.token_bytes(token)):
+            ids[key].append(token)
+    return {key: found[0] for key, found in ids.items() if len(found) == 1}
 
 
-def _scored_reply(reply: ModelReply, prompt: list[int], texts: dict[str, int]) -> ScoredReply:
-    """The server's log-probabilities of a reply, up to the first token whose text is not unique.
-    Raises ValueError where there are none."""
+def _key(entry: dict[str, Any]) -> str | bytes:
+    """The bytes of a token where they say more than its text: it is a part of a character."""
+    text, own = entry["token"], bytes(entry.get("bytes") or ())
+    return own if own and own != text.encode() else text
+
+
+def _scored_reply(
+    reply: ModelReply, prompt: list[int], texts: dict[str | bytes, int]
+) -> ScoredReply:
+    """The server's log-probabilities of a reply, up to the first token that is not unique. Raises
+    ValueError where there are none."""
     if reply.error is not None or not reply.logprobs:
         raise ValueError(reply.error or reply.refusal or "the reply has no log-probabilities")
     if reply.prompt_tokens and reply.prompt_tokens != len(prompt):
@@ -220,13 +230,13 @@ def _scored_reply(reply: ModelReply, prompt: list[int], texts: dict[str, int]) -
     top: list[dict[int, float]] = []
     own: list[float] = []
     for place in reply.logprobs:
-        token = texts.get(place["token"])
+        token = texts.get(_key(place))
         if token is None:
             break
         named = {
-            texts[one["token"]]: float(one["logprob"])
+            texts[_key(one)]: float(one["logprob"])
             for one in place.get("top_logprobs") or []
-            if one["token"] in texts
+            if _key(one) in texts
         }
         ids.append(token)
         own.append(float(place["logprob"]))

@@ -131,10 +131,13 @@ def completion_logprobs(
 
 
 def _by_text(one: TokenLogprob, tokenizer: ChatTokenizer) -> dict[str, float]:
-    """The alternatives; of several that are the same text (parts of a character) the likeliest."""
-    found: dict[str, float] = {}
+    """The alternatives. Of tokens with one text, as parts of characters have, it names the chosen
+    one, else the likeliest, and `token_id:N`, as vLLM writes it, the others."""
+    found, chosen = dict[str, float](), tokenizer.token_text(one.token_id)
     for token, logprob in one.top:
-        found.setdefault(tokenizer.token_text(token), _finite(logprob))
+        text = tokenizer.token_text(token)
+        shared = text in found or (text == chosen and token != one.token_id)
+        found[f"token_id:{token}" if shared else text] = _finite(logprob)
     return found
 
 

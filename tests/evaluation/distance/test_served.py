@@ -20,10 +20,14 @@ from quantkit.evaluation.distance.quality import TokenSums
 from quantkit.evaluation.distance.replies import (
     TOP,
     ScoredReply,
+    _ids_by_text,
+    _scored_reply,
     add_reply,
     measure_endpoint,
 )
+from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.options import PerplexityOptions
+from quantkit.tokenizer.chat import ChatTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +89,27 @@ def test_which_side_the_server_is(server: str, changed: Path) -> None:
     assert as_baseline.kl > 1e-3
     assert as_model.kl > 1e-3
     assert as_baseline.kl != as_model.kl
+
+
+@pytest.mark.parametrize("has_bytes", [True, False])
+def test_parts_of_characters_are_known_by_their_bytes(
+    tiny_checkpoint: Path, has_bytes: bool
+) -> None:
+    """Their text is one and the same; a server that does not say their bytes ends the reply."""
+    tokenizer = ChatTokenizer(tiny_checkpoint)
+    ids = tokenizer.encode("aé😀b")
+    entries = [
+        {
+            "token": tokenizer.token_text(token),
+            "bytes": list(tokenizer.token_bytes(token)) if has_bytes else None,
+            "logprob": -1.0,
+        }
+        for token in ids
+    ]
+    places = tuple({**entry, "top_logprobs": entries} for entry in entries)
+    scored = _scored_reply(ModelReply(0, logprobs=places), [1], _ids_by_text(tokenizer))
+    assert scored.window.ids.tolist() == [1, *(ids if has_bytes else ids[:1])]
+    assert set(scored.top[0]) == (set(ids) if has_bytes else {ids[0], ids[-1]})
 
 
 def test_the_divergence_is_a_lower_bound_that_named_tokens_close() -> None:

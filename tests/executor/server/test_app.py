@@ -107,6 +107,27 @@ def test_logprobs(running):
     assert len(old.tokens) == len(old.token_logprobs) == len(old.top_logprobs) == 5
 
 
+@pytest.mark.parametrize("kind", ["whole", "streamed", "echoed", "of a prompt", "chat"])
+def test_no_alternative_is_lost(running, kind):
+    """Of 320 tokens 128 are parts of characters, with one text."""
+    client, asked = running.client(), ASKED | {"temperature": 1, "seed": 1}
+    if kind == "chat":
+        body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20}
+        whole = client.chat.completions.create(**asked, **body).choices[0].logprobs.content
+        places = [{(one.token, *one.bytes) for one in token.top_logprobs} for token in whole]
+    elif kind == "of a prompt":
+        body = {"prompt": [5, 6, 200, 201], "extra_body": {"prompt_logprobs": 20}}
+        places = client.completions.create(**asked, **body).choices[0].prompt_logprobs[1:]
+    else:
+        body = {"prompt": [5, 6, 200, 201], "logprobs": 20, "echo": kind == "echoed"}
+        answer = client.completions.create(**asked, **body, stream=kind == "streamed")
+        chunks = answer if kind == "streamed" else [answer]
+        shown = [chunk.choices[0].logprobs for chunk in chunks]
+        places = [place for one in shown if one for place in one.top_logprobs if place]
+    assert len(places) >= 3
+    assert min(map(len, places)) >= 20
+
+
 def test_parts_of_characters_are_told_by_their_bytes(running):
     text, client = "é😀a你b", running.client()
     forced = ASKED | {"max_tokens": 30, "extra_body": {"guided_regex": text}, "logprobs": 1}
