@@ -77,6 +77,8 @@ def describe(
     """The quantization as described and as stored, with a finding for every difference. shapes: of
     weights by module, if known."""
     description = Description()
+    if not survey.config:
+        return description
     if found := foreign_format(survey.path, survey.config, survey.tensors.values()):
         stacked = bool(shapes) and found[1] == STACKED_REMEDY
         kind = "experts-fused" if stacked else "not-read"
@@ -372,6 +374,7 @@ def _collect(survey: Survey, description: Description, findings: Findings) -> No
     """Collect all quantized linears, with findings for the incomplete ones."""
     format, modules = description.format, dict[str, Format]()
     assert format is not None
+    faults: dict[str, list[tuple[str, str]]] = {}
     for tensor in survey.tensors.values():
         module = format.quantized_module(tensor)
         if module is not None:
@@ -382,8 +385,13 @@ def _collect(survey: Survey, description: Description, findings: Findings) -> No
             and description.ignored(left)
         ):
             modules[left] = fp8_block.FORMAT
+        elif tensor.name.endswith(format.marker) and not is_unquantized(tensor):
+            module = tensor.name.removesuffix(format.marker)
+            if all(module + suffix in survey.tensors for suffix in _required_suffixes(format)):
+                evidence = f"codes in {dtype_name(tensor.dtype)}, which {format.name} does not have"
+                faults.setdefault("part-malformed", []).append((module, evidence))
+                description.broken.add(module)
     description.grid = _corrected_grid(survey, description, modules, findings)
-    faults: dict[str, list[tuple[str, str]]] = {}
     for module, own in modules.items():
         try:
             description.linears[module] = _linear(survey, own, description.grid, module)

@@ -38,7 +38,7 @@ CATALOGUE: dict[str, Kind] = {
     "index-missing": Kind("error", _REPAIR),
     "tensor-twice": Kind("error", "keep one of the two shards"),
     "shards-disagree": Kind(
-        "error", "if the index is right, " + _REPAIR + _REPAIR + "; else correct the index first"
+        "error", "if the index is right, " + _REPAIR + "; else correct the index first"
     ),
     # what the model needs
     "config-field": Kind("error", "use the config.json that came with the model"),

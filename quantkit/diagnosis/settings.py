@@ -25,7 +25,6 @@ from quantkit.diagnosis.tokenizer_checks import (
 )
 
 _ADAPTER = "adapter_config.json"
-_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 _COMPUTED = (
     "model_type",
     "hidden_size",
@@ -134,12 +133,14 @@ def _vocabulary(survey: Survey, findings: Findings) -> tuple[dict[str, int], dic
     return vocabulary, added_tokens(tokenizer)
 
 
-def _added_tokens(tokenizer_config: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
-    """Special tokens listed without a role of their own: a list, or an object by role."""
-    for key in ("additional_special_tokens", "extra_special_tokens"):
-        listed = tokenizer_config.get(key)
-        for token in listed.values() if isinstance(listed, dict) else listed or ():
-            yield key, content_of(token)
+def _special_tokens(tokenizer_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Special tokens by role (`mask_token`, say), and those in a list or an object by role."""
+    for key, value in tokenizer_config.items():
+        if key.endswith("_token"):
+            yield key, content_of(value)
+        elif key.endswith("special_tokens") and isinstance(value, list | dict):
+            for token in value.values() if isinstance(value, dict) else value:
+                yield key, content_of(token)
 
 
 def _check_end_tokens(
@@ -159,10 +160,10 @@ def _check_end_tokens(
                 f"eos_token_id {outside[0]!r}, and the embedding has {rows} rows",
             )
     tokenizer_config = survey.settings.get("tokenizer_config.json", {})
-    special = {name: content_of(tokenizer_config.get(name)) for name in _SPECIAL}
-    named = [*special.items(), *_added_tokens(tokenizer_config)]
     unknown = [
-        f"{name} {token!r}" for name, token in named if token and tokens and token not in tokens
+        f"{name} {token!r}"
+        for name, token in _special_tokens(tokenizer_config)
+        if token and tokens and token not in tokens
     ]
     if unknown:
         findings.add(
@@ -170,7 +171,7 @@ def _check_end_tokens(
             "tokenizer_config.json",
             f"{', '.join(unknown)}: not in tokenizer.json",
         )
-    end, model_ends = special["eos_token"], effective_end_tokens(ends)
+    end, model_ends = content_of(tokenizer_config.get("eos_token")), effective_end_tokens(ends)
     if survey.config and not ends and end in tokens:
         findings.add(
             "eos-lost",

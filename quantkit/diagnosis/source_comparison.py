@@ -368,8 +368,9 @@ class SourceComparison:
             return
         ours, theirs = gains
         lost = theirs / torch.where(ours == 0, torch.ones_like(ours), ours)
+        other = {module for entries in self.faults.values() for module, _ in entries}
         for module in group.consumers:
-            gained = self._columns(module)
+            gained = None if module in other else self._columns(module)
             if (
                 gained is None
                 or gained.shape != lost.shape

@@ -229,7 +229,7 @@ def _tensors(
         problem, remedy = numbering_fault(present)
         if problem and "missing" in problem:
             findings.add("shard-missing", str(path), problem, remedy)
-        else:
+        elif not findings.has("index-wrong"):
             evidence = problem or f"{len(present)} shards"
             findings.add("index-missing", INDEX, f"{evidence} and no index", remedy)
     elif unused := sorted(name for name in present - wanted if name.startswith("model")):
@@ -277,7 +277,7 @@ def _weight_map(path: Path, findings: Findings) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(
         isinstance(shard, str) for shard in weight_map.values()
     ):
-        if index:
+        if not findings.has("index-wrong"):
             findings.add("index-wrong", found[0].name, "it has no weight_map of names and shards")
         return {}
     return weight_map

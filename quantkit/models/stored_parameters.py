@@ -20,15 +20,14 @@ _SMALL_TABLE = 10_000
 checkpoint can be listed."""
 _MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 """config.json's names of the number of MTP layers."""
+_WRAPPERS = (
+    r"(?:(?:module|_orig_mod|base_model|transformer|language_model|text_model|thinker|llm|backbone|"
+    r"model)\.)*"
+)
+"""Modules that writers put around a decoder, in any order and number."""
 _OTHER_NAMES: tuple[tuple[str, str], ...] = (
-    (r"^model\.language_model\.", "model."),
-    (r"^language_model\.model\.", "model."),
-    (r"^language_model\.", ""),
-    (r"^model\.model\.", "model."),
-    (r"^module\.", ""),
-    (r"^_orig_mod\.", ""),
-    (r"^transformer\.", "model."),
-    (r"^(?=layers\.|embed_tokens\.|norm\.)", "model."),
+    (rf"^{_WRAPPERS}(?=layers\.|embed_tokens\.|norm\.)", "model."),
+    (rf"^{_WRAPPERS}(?=lm_head\.)", ""),
     (r"\.base_layer\.", "."),
     (r"\._orig_mod\.", "."),
     (r"\.block_sparse_moe\.", ".mlp."),

@@ -81,6 +81,22 @@ def test_a_fault_is_found(
     )
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config_is_no_json", "the_index_lists_nothing", "an_adapters_wrapper_was_kept"),
+        *("codes_are_in_another_dtype", "token_of_a_role_is_not_there"),
+    ],
+)
+def test_no_other_cause_is_named(
+    name: str, opened: list[tuple[faulty.Contents, Path]], tmp_path: Path
+) -> None:
+    contents = opened[0][0].copy()
+    faulty.FAULTS[name].apply(contents)
+    found = diagnose(str(contents.write(tmp_path / "bad"))).findings.found
+    assert [one.name for one in found] == list(faulty.FAULTS[name].finds)
+
+
 def test_the_command_says_the_verdict_with_its_exit_code(
     good: list[tuple[Path, Path]], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from faulty.fault import (
     add,
     always,
     bits_of,
+    codes_of,
     has_block,
     has_experts,
     has_groups,
@@ -179,6 +180,7 @@ fault(
     "the_index_leaves_tensors_out",
     edit_index(lambda places: [places.pop(name) for name in list(places)[3:6]]),
 )
+fault("index-wrong", "the_index_lists_nothing", breaks(lambda at: (at / INDEX).write_text("{}")))
 fault(
     "adapter-beside",
     "an_adapter_lies_beside",
@@ -244,6 +246,12 @@ fault(
     "names_have_another_prefix",
     lambda c: rename(c, lambda name: name.replace("model.", "model.language_model.", 1)),
     replays="GPTQModel 2694: model.layers for model.language_model.layers",
+)
+fault(
+    "names-wrong",
+    "an_adapters_wrapper_was_kept",
+    lambda c: rename(c, lambda name: f"base_model.model.{name}"),
+    replays="peft: a merged model that was saved without unloading",
 )
 fault(
     "names-wrong",
@@ -398,6 +406,14 @@ fault(
     "part-orphan tensors-missing",
     "codes_are_lost",
     lambda c: c.tensors.pop(c.linear() + c.linears[c.linear()].format.marker),
+    is_quantized,
+)
+fault(
+    "part-malformed",
+    "codes_are_in_another_dtype",
+    lambda c: c.tensors.update(
+        {codes_of(c, c.linear()): c.tensors[codes_of(c, c.linear())].long()}
+    ),
     is_quantized,
 )
 fault(
@@ -656,6 +672,11 @@ for finds, name, apply in (
         "special-token-unknown",
         "extra_token_is_not_there",
         file(CONFIG, extra_special_tokens=["<|nowhere|>"]),
+    ),
+    (
+        "special-token-unknown",
+        "token_of_a_role_is_not_there",
+        file(CONFIG, image_token={"content": "<|nowhere|>"}),
     ),
     (
         "eos-outside",

@@ -202,6 +202,11 @@ GLOBAL = (".weight_scale_2", ".weight_global_scale")
 CONSTANT = {torch.uint8: 0x11, torch.int32: 0x11111111}
 fault("scales-zero", "scales_are_zero", scales(torch.zeros_like))
 fault(
+    "scales-zero",
+    "scales_of_some_rows_are_zero",
+    scales(lambda t: t * (torch.arange(t.numel()).view(t.shape) >= t.numel() // 8)),
+)
+fault(
     "codes-constant",
     "codes_are_constant",
     codes(lambda t: torch.full_like(t, CONSTANT.get(t.dtype, 17))),
