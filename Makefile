@@ -48,6 +48,8 @@ CHECK_LONG := tests/evaluation/test_sandbox.py tests/evaluation/test_hostile_ser
 check-long: $(VENV)/test.stamp .venv-ascend/stamp .venv-ascend/bishengir/stamp
 	OMP_NUM_THREADS=1 QUANTKIT_EVERY_CASE=1 $(BIN)/pytest $(CHECK_LONG) --numprocesses 2 --dist loadscope --no-loadscope-reorder
 	OMP_NUM_THREADS=1 QUANTKIT_EVERY_CASE=1 .venv-ascend/bin/python -m pytest tests/ascend/lowered/test_compiled.py
+	$(MAKE) test-families
+	$(MAKE) test-engines EVERY=--every
 
 # Every architecture with every scheme, on ranks, by name and in eval: the cells of docs/models.md that `make test` leaves out.
 test-families: $(VENV)/test.stamp
@@ -129,9 +131,10 @@ mutants-ascend: .venv-ascend/stamp .venv-npu/stamp
 	.venv-npu/bin/python tests/ascend/schemas/stand_ins.py
 	touch $@
 
+# Half of the models' formats; EVERY=--every: all.
 test-engines: $(VENV)/test.stamp .venv-vllm/stamp
-	$(BIN)/python tests/judges/transformers_logits.py
-	$(BIN)/python tests/judges/vllm_tokens.py --vllm .venv-vllm/bin/python
+	$(BIN)/python tests/judges/transformers_logits.py $(EVERY)
+	$(BIN)/python tests/judges/vllm_tokens.py --vllm .venv-vllm/bin/python $(EVERY)
 
 test-datasets: $(VENV)/test.stamp
 	$(BIN)/python tests/judges/datasets_cache.py

@@ -8,8 +8,6 @@ import struct
 import make_model
 import pytest
 import r1_headers
-import torch
-from safetensors.torch import load_file
 
 _KEYS = """
     architectures attention_bias attention_dropout aux_loss_alpha bos_token_id eos_token_id ep_size first_k_dense_replace hidden_act
@@ -76,62 +74,9 @@ def test_tensors_are_those_of_r1(tiny_r1, config):
     assert all(k % 128 == 0 for k in inputs)
 
 
-def test_index_is_complete(tiny_r1):
-    index = json.loads((tiny_r1 / "model.safetensors.index.json").read_text())
-    headers = read_headers(tiny_r1)
-    assert index["weight_map"] == {
-        name: shard for shard, tensors in headers.items() for name in tensors
-    }
-    width = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
-    sizes = (
-        width[dtype] * math.prod(shape)
-        for tensors in headers.values()
-        for dtype, shape in tensors.values()
-    )
-    assert index["metadata"]["total_size"] == sum(sizes)
 
 
-def test_size_and_permissions(tiny_r1):
-    files = list(tiny_r1.iterdir())
-    assert {file.name for file in files} >= {
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "generation_config.json",
-        "calibration.jsonl",
-    }
-    assert sum(file.stat().st_size for file in files) <= 24e6
-    assert all(file.stat().st_mode & 0o444 == 0o444 for file in files)
 
 
-def test_values_are_sound(tiny_r1, config):
-    """Every block uses e4m3's whole range, the MTP layer's embedding and head are copies, biases
-    are nowhere negative."""
-    tensors = {}
-    for shard in tiny_r1.glob("*.safetensors"):
-        tensors |= load_file(shard)
-    mtp = f"model.layers.{config['num_hidden_layers']}"
-    assert torch.equal(tensors[f"{mtp}.embed_tokens.weight"], tensors["model.embed_tokens.weight"])
-    assert torch.equal(tensors[f"{mtp}.shared_head.head.weight"], tensors["lm_head.weight"])
-    for name, value in tensors.items():
-        assert value.float().isfinite().all(), name
-        if name.endswith("weight_scale_inv"):
-            assert (value > 0).all(), name
-            assert tensors[name.removesuffix("_scale_inv")].float().abs().max() == 448, name
-        if name.endswith("e_score_correction_bias"):
-            assert (value >= 0).all(), name
-            assert value.std() > 0, name
 
 
-def test_norm_gains_have_outliers(tiny_r1):
-    """The channels that make the model a judge: in every layer the largest gains stand far above
-    the usual one."""
-    gains = {}
-    for shard in tiny_r1.glob("*.safetensors"):
-        gains |= {
-            name: t.float().abs()
-            for name, t in load_file(shard).items()
-            if name.endswith("input_layernorm.weight")
-        }
-    assert len(gains) == 5
-    for name, gain in gains.items():
-        assert gain.topk(4).values.min() > 6 * gain.median(), name

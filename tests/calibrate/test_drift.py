@@ -1,22 +1,16 @@
 """What a linear lost on the way to it is made up for where held-out rows agree, and a run with it
 goes on and spreads like any other."""
 
-import subprocess
-import sys
 
 import make_model
 import pytest
-import quantize_job
 import torch
-from letters import write_letters
-from output_files import files
 
 from quantkit.calibrate.input_statistics import DriftAccumulator, best_fraction, expert_drift
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.calibrate.scales import LinearInput
 from quantkit.common.errors import QuantkitError
-from quantkit.common.progress import Progress
 from quantkit.grids.schemes import find_scheme
 from quantkit.models import find_architecture
 from quantkit.planning.options import PlanOptions
@@ -117,9 +111,6 @@ def test_rows_of_the_layer_count_as_in_the_hessian():
 # --- runs ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_letters(tmp_path_factory.mktemp("text") / "calibration.txt")
 
 
 @pytest.fixture(scope="module")
@@ -130,46 +121,10 @@ def source(tmp_path_factory):
     )
 
 
-class Stopped(Exception):
-    pass
 
 
-def stop_at(unit, phase):
-    def on_event(event):
-        if isinstance(event, Progress) and (event.unit, event.phase) == (unit, phase):
-            raise Stopped
-
-    return on_event
 
 
-def test_a_stopped_run_and_two_ranks_write_the_same_bytes(source, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(quantize_job, "METHODS", METHODS)
-    torch.set_num_threads(1)
-    whole = quantize_job.run(source, text, tmp_path / "whole")
-    assert any(method.endswith("drift") for method in whole.findings.methods.values())
-    with pytest.raises(Stopped):
-        quantize_job.run(
-            source, text, tmp_path / "out", also=stop_at("layers.1.experts.2", "propagating")
-        )
-    assert not (tmp_path / "out").exists()
-    quantize_job.run(source, text, tmp_path / "out")
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        quantize_job.__file__,
-    ]
-    done = subprocess.run(
-        [*command, str(source), str(text), str(tmp_path / "two"), "once", "0", *METHODS],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert files(tmp_path / "two") == files(tmp_path / "whole")
 
 
 def test_it_is_planned_and_needs_gptq(source):

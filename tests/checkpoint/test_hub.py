@@ -3,7 +3,6 @@ found again."""
 
 import re
 import shutil
-from dataclasses import replace
 
 import hub_server
 import make_model
@@ -16,7 +15,6 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.hub import find_local, find_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
@@ -121,21 +119,6 @@ def test_planning_r1_takes_less_than_20_mb_and_no_weight(tmp_path, monkeypatch):
     }, "nothing else was downloaded"
 
 
-def test_inspecting_a_hub_model_says_what_headers_cannot_tell(
-    tiny_checkpoint, tmp_path, monkeypatch
-):
-    recipe = Recipe(scheme="fp4-w4a16", methods=(), fit_points=1)
-    out = quantkit.quantize(
-        tiny_checkpoint, tmp_path / "fp4", "fp4-w4a16", engine="sglang", recipe=recipe, device="cpu"
-    ).out
-    with hub_server.serve(out, NAME) as server:
-        use(server, monkeypatch)
-        remote, local = (quantkit.inspect(model, engine="sglang") for model in (NAME, out))
-    assert local.problems == ()
-    assert [(one.severity, one.problem) for one in remote.problems or ()] == [
-        ("warning", "global scales were not compared: only headers were read")
-    ]
-    assert replace(remote, path=local.path, problems=()) == local
 
 
 def test_a_download_is_found_again(hub, tiny_checkpoint, tmp_path, monkeypatch):

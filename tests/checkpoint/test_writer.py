@@ -17,7 +17,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.common.errors import QuantkitError
 
@@ -73,22 +72,6 @@ def test_nothing_else_is_left(undisturbed):
     assert all(path.suffix in (".json", ".safetensors") for path in undisturbed.iterdir())
 
 
-def test_our_reader_reads_the_output(tmp_path):
-    specs = [
-        TensorSpec("a.weight", torch.bfloat16, (4, 4)),
-        TensorSpec("b.weight", torch.float32, (3,)),
-    ]
-    with CheckpointWriter(tmp_path / "out", specs, fingerprint={}, overwrite=False) as writer:
-        writer.write(
-            "all",
-            {
-                "a.weight": torch.ones(4, 4, dtype=torch.bfloat16).T,
-                "b.weight": torch.arange(6.0)[::2],
-            },
-        )
-        writer.finish({}, {})
-    checkpoint = Checkpoint.open(tmp_path / "out")
-    assert checkpoint.read("b.weight").tolist() == [0.0, 2.0, 4.0]
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
@@ -243,39 +226,6 @@ def test_overwrite_replaces_only_at_the_end(undisturbed, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_overwrite_deletes_nothing_but_what_quantkit_wrote(undisturbed, tmp_path):
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "config.json").write_text("{}")
-    with pytest.raises(
-        QuantkitError,
-        match=r"home holds config.json, which quantkit did not write, so it is not overwritten",
-    ):
-        _writer(tmp_path / "home", overwrite=True)
-    with pytest.raises(
-        QuantkitError, match=r"home exists, and quantkit did not make it; choose another --out"
-    ):
-        _writer(tmp_path / "home")
-    (tmp_path / "home" / "manifest.json").write_text('{"tensors": {}}')
-    with pytest.raises(
-        QuantkitError, match=r"its manifest.json does not list its files, .* or remove it by hand"
-    ):
-        _writer(tmp_path / "home", overwrite=True)
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(QuantkitError, match="is not a directory"):
-        _writer(tmp_path / "file", overwrite=True)
-    (tmp_path / "link").symlink_to(undisturbed)
-    with pytest.raises(QuantkitError, match="is not a directory"):
-        _writer(tmp_path / "link", overwrite=True)
-    (tmp_path / "mine.partial").mkdir()
-    (tmp_path / "mine.partial" / "notes").write_text("x")
-    with pytest.raises(
-        QuantkitError,
-        match=r"mine\.partial exists and is not an unfinished output of quantkit; move it away",
-    ):
-        _writer(tmp_path / "mine", overwrite=True)
-    (tmp_path / "theirs.replaced").mkdir()
-    with pytest.raises(QuantkitError, match=r"theirs\.replaced exists"):
-        _writer(tmp_path / "theirs", overwrite=True)
 
 
 def test_a_disk_too_small_is_told_before_anything_is_written(tmp_path):

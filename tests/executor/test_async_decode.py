@@ -6,9 +6,7 @@ from functools import partial
 
 import engines
 import pytest
-import torch
 from engines import capture, finish, note, submit_all
-from forked_ranks import run_ranks
 
 from quantkit.common.devices import HostCopy
 from quantkit.executor.runner.runner import Runner
@@ -219,19 +217,5 @@ def test_a_failing_row_does_not_affect_others(tiny_checkpoint, launched, monkeyp
     assert len(launched) > 20
 
 
-def test_rank_0_samples_for_all(tmp_path):
-    def compute(parallel):
-        return [
-            parallel.first(torch.arange(count) * (1 << 18) + parallel.rank).tolist()
-            for count in (1, 2, 5)
-        ]
-
-    found = run_ranks(2, tmp_path, compute)
-    assert found[0] == found[1] == [[i * (1 << 18) for i in range(count)] for count in (1, 2, 5)]
 
 
-def test_fetched_tokens_are_not_overwritten():
-    values = torch.arange(3)
-    fetched = HostCopy(values)
-    values.zero_()
-    assert fetched.tolist() == [0, 1, 2]

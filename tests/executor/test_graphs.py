@@ -81,27 +81,6 @@ def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint, expe
     )
 
 
-def test_what_is_given_lies_first_and_the_rest_is_padding():
-    """Of every buffer: three rows of four, then one; lengths in the list that a graph was captured
-    with."""
-    buffers = DecodeBuffers(4, 16, torch.device("cpu"), torch.ones(1, 8))
-    lengths, hidden = buffers.lengths, torch.arange(24.0).view(3, 8)
-    for count in (3, 1):
-        columns = np.arange(1, 4 * count + 1).reshape(4, count)
-        tables = np.arange(1, 2 * count + 1, dtype=np.int32).reshape(count, 2)
-        buffers.fill(
-            DecodeRows(columns[0], columns[1], columns[2], tables, columns[3]),
-            torch.from_numpy(columns[0]),
-            hidden[:count],
-        )
-        for buffer, given in zip(
-            (buffers.token_ids, buffers.positions, buffers.slots, buffers.states), columns
-        ):
-            assert buffer.tolist() == [*given, *[0] * (4 - count)]
-        assert buffers.tables[:count, :2].tolist() == tables.tolist()
-        assert int(buffers.tables.sum()) == tables.sum()
-        assert torch.equal(buffers.inputs[1][:count], hidden[:count])
-        assert lengths == [*(columns[1] + 1), *[1] * (4 - count)]
 
 
 @torch.inference_mode()

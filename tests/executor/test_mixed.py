@@ -213,31 +213,6 @@ def test_the_longest_step_is_computed_before_the_first_request(device, computed)
     assert launched == computed
 
 
-@pytest.mark.parametrize(("each", "least"), [(4.0, 32), (0.02, 32), (2e-4, 64)])
-def test_slow_passes_are_not_measured_for_long(tiny_checkpoint, each, least, monkeypatch):
-    """On a clock of its own, which each pass moves on by its tokens: as of a large model on a CPU,
-    and of one that is fast enough."""
-    engine, now = load(tiny_checkpoint, max_model_len=512, max_batch=4), [0.0]
-    launch, run = engine.runner.prefill_runner.launch, engine.runner.steps.run
-
-    def launched(answers, prompts):
-        now[0] += each * sum(len(one.token_ids) for one in prompts)
-        return launch(answers, prompts)
-
-    def stepped(rows):
-        now[0] += each
-        return run(rows)
-
-    monkeypatch.setattr(engine.runner.prefill_runner, "launch", launched)
-    monkeypatch.setattr(engine.runner.steps, "run", stepped)
-    monkeypatch.setattr(prefill_tuner, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    found = prefill_tuner.measure(
-        engine.runner, SINGLE, StepBudget(4096, 4096), 4, fixed_chunk=False
-    )
-    assert found.with_decodes >= least
-    assert now[0] <= 20 + 4 * each * 32 + 2 * each, (
-        "the shortest pass and the answers' step always are measured"
-    )
 
 
 def test_the_slowest_rank_decides(tiny_checkpoint):

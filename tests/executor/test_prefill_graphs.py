@@ -61,33 +61,6 @@ def test_padded_passes_give_the_tokens_of_eager_ones(tiny_checkpoint, grouped, k
     assert max(size.sequences for size in sizes) > 2
 
 
-@torch.inference_mode()
-def test_hidden_states_are_those_of_an_eager_pass(tiny_checkpoint):
-    """Two chunks of two prompts, the second behind cached tokens, as a replay of buffers that held
-    other prompts before."""
-    blocks, found = [[3, 1], [2]], []
-    first = [
-        PrefillChunk(PROMPTS[2][:40], 0, blocks[0]),
-        PrefillChunk(PROMPTS[1][:30], 0, blocks[1]),
-    ]
-    second = [
-        PrefillChunk(PROMPTS[2][40:75], 40, blocks[0]),
-        PrefillChunk(PROMPTS[1][30:34], 30, blocks[1]),
-    ]
-    other = [
-        PrefillChunk(PROMPTS[0] * 5, 0, blocks[1]),
-        PrefillChunk(PROMPTS[0][:4], 35, blocks[0]),
-    ]
-    for captured in (None, in_place):
-        runner = engine_of(tiny_checkpoint, captured).runner
-        if captured:
-            for _ in range(2):
-                runner.prefill_runner.run(None, other)
-        found.append([runner.prefill_runner.run(None, part).clone() for part in (first, second)])
-        if captured:
-            assert len(runner.prefill_runner._graphs) == 1
-    for ours, theirs in zip(*found):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 def widths(engine, monkeypatch):

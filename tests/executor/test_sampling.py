@@ -84,9 +84,6 @@ def test_greedy_and_sampled_rows_share_a_batch():
     assert chosen[:, 1].unique().numel() > 2
 
 
-def test_all_greedy_needs_no_batch():
-    assert Batch.of([SamplingParams()] * 3, [0, 1, 2], torch.device("cpu")) is None
-    assert sample(LOGITS[None], None, torch.tensor([3])).tolist() == [0]
 
 
 def test_uniform_numbers_are_uniform_and_independent():

@@ -7,13 +7,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from quantkit_kernels import triton
-from quantkit_kernels.samples import random_weight
 from quantkit_kernels.sizes import ExpertsSize, LinearSize, Products
 from quantkit_kernels.triton import cards, tune, wgmma, wgmma_plans
-from quantkit_kernels.triton.layout import SPAN, STRIP, pack
 from quantkit_kernels.triton.tune_experts import ExpertsCase, candidates
 from quantkit_kernels.triton.wgmma_plans import WgmmaPlan
-from quantkit_kernels.weights import Int4
 
 MULTIPROCESSORS = 108
 
@@ -168,30 +165,6 @@ def test_plans_of_experts_are_read_from_a_table():
     assert cards.experts_plan("sm_80", "fp4", 256, 1024, 1) not in (few, many)
 
 
-def test_words_hold_the_codes_of_four_planes():
-    """Of N and K that are no whole strips and steps: what is added decodes to zero."""
-    weight = random_weight("int4-asym-64", 70, 192, torch.Generator().manual_seed(0))
-    assert isinstance(weight, Int4)
-    packed = pack(weight)
-    steps, rows = 2, 128
-    assert packed.codes.shape == (steps, 1, rows, 32)
-    assert rows % STRIP == 0
-    words = packed.codes.to(torch.int32)
-    codes = (
-        torch.stack([(words >> (4 * plane)) & 15 for plane in range(4)], dim=-2)
-        .permute(2, 0, 1, 3, 4)
-        .reshape(rows, steps * SPAN)
-    )
-    assert torch.equal(codes[:70, :192] - 8, weight.codes.int())
-    assert not packed.row_scale[70:].any()
-    halves = packed.scales.contiguous().view(
-        torch.float16
-    )  # of a step and row: scale, zero point, scale, zero point
-    found = (
-        halves.view(steps, rows, 4)[..., ::2].permute(1, 0, 2).reshape(rows, -1)[:70, :3].float()
-        * packed.row_scale[:70, None]
-    )
-    torch.testing.assert_close(found, weight.scale, rtol=1e-3, atol=0)
 
 
 def test_a_tune_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):

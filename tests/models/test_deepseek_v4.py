@@ -8,7 +8,6 @@ import pytest
 import torch
 from cut_texts import cut_at_random, furthest_from_whole
 from plain_weights import PlainWeights
-from scaled_groups import folded, power_of_two
 from tiny_models import CASES as TABLES
 from tiny_models import CONFIGS, random_tensors, write
 from torch.nn import functional as F
@@ -147,14 +146,6 @@ def test_the_mtp_layer_is_the_published_one(case):
     assert made.shape == (40, model.width)
 
 
-@pytest.mark.parametrize("case", ["release", "odd"])
-def test_folding_a_group_keeps_the_logits(case):
-    """Each group lists every reader of its producer: compressors and indexers too."""
-    one, token_ids = Case(CASES[case]), torch.arange(3, 33)
-    expected = one.logits([30], token_ids)
-    moved = folded(one.architecture, one.config, one.tensors, power_of_two)
-    found = one.logits([30], token_ids, moved)
-    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 def tiny(**changes):

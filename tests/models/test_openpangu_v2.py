@@ -10,7 +10,6 @@ from cut_texts import furthest_from_whole
 from engines import in_place
 from pangu_statement import Statement, random_tensors
 from plain_weights import PlainWeights
-from scaled_groups import folded, power_of_two
 from tiny_models import CASES as TABLES
 
 from quantkit.common.errors import QuantkitError
@@ -146,15 +145,6 @@ def test_guesses_are_those_of_the_description(
         ] == [(True, "")] * 3
 
 
-@pytest.mark.parametrize("case", ["release", "odd"])
-def test_folding_a_group_keeps_the_logits(case):
-    """Each group lists every reader of its producer, indexers too."""
-    config_dict, token_ids = {**TINY, **CASES[case]}, torch.arange(3, 33)
-    architecture, tensors = find_architecture(config_dict), random_tensors(config_dict)
-    config = architecture.Config.from_dict(config_dict)
-    expected = Statement(config_dict, tensors).logits(token_ids)
-    moved = folded(architecture, config, tensors, power_of_two)
-    assert (Statement(config_dict, moved).logits(token_ids) - expected).abs().max() < 1e-4
 
 
 def written(path, **changes):

@@ -5,7 +5,6 @@ import make_model
 import pytest
 import torch
 from plain_weights import PlainWeights
-from scaled_groups import folded, power_of_two
 from tiny_models import CASES as TABLES
 from tiny_models import random_tensors
 from transformers_peers import checkpoint_tensors, random_peer
@@ -84,15 +83,6 @@ def test_up_to_topk_tokens_it_is_dense_attention():
     assert torch.equal(one.logits([40], token_ids, index_topk=40), dense)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_folding_a_group_keeps_the_logits(case):
-    """Each group lists every reader of its producer, the indexer's too."""
-    one, token_ids = Case(*CASES[case]), torch.arange(3, 33)
-    config = one.architecture.Config.from_dict(one.config)
-    expected = one.logits([30], token_ids)
-    moved = folded(one.architecture, config, one.tensors, power_of_two)
-    found = one.logits([30], token_ids, moved)
-    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 def test_among_equal_scores_a_token_chooses_the_same_however_long_the_text_is():

@@ -8,7 +8,6 @@ import make_model
 import pytest
 import small_recipe
 import torch
-from output_files import files
 from packed_model import GROUPED, write_random
 from paged_pass import PROMPTS, causal_pass, paged_pass
 from quantkit_kernels import KeySteps
@@ -19,7 +18,7 @@ from quantkit.calibrate.cache_scales import best_scale, best_scales
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.common.progress import Progress, ignore_event
+from quantkit.common.progress import ignore_event
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.inspect import describe
 from quantkit.engines.check import check_checkpoint
@@ -152,25 +151,6 @@ def test_the_kl_that_is_told_is_that_of_the_int8_cache(
     assert told[1] > 1.5 * told[0]
 
 
-def test_a_stopped_run_goes_on_to_the_same_bytes(sources, outputs, text, tmp_path):
-    class Stopped(Exception):
-        pass
-
-    for last in (5, 11):
-        left = iter(range(last - 1))
-
-        def stop(event, left=left):
-            if isinstance(event, Progress) and next(left, None) is None:
-                raise Stopped
-
-        with pytest.raises(Stopped):
-            run(sources["latents"], tmp_path / "out", text, on_event=stop)
-    found, expected = (
-        files(run(sources["latents"], tmp_path / "out", text)),
-        files(outputs["latents"]),
-    )
-    assert found.keys() == expected.keys()
-    assert [name for name, content in found.items() if content != expected[name]] == []
 
 
 @pytest.mark.parametrize(

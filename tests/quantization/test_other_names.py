@@ -35,14 +35,6 @@ def model(monkeypatch, tmp_path):
     return make_model.write_dense(tmp_path / "model", config, other_names.random_tensors(config))
 
 
-def test_it_is_rounded(model, tmp_path):
-    report = as_planned(model, tmp_path / "out", "awq", Recipe(scheme="rtn-w4a16"))
-    before, after = Checkpoint.open(model), Checkpoint.open(report.out)
-    for module in after.linears:
-        weight = before.read(f"{module}.weight").float()
-        assert (
-            dequantize(after.weight(module), torch.float32) - weight
-        ).norm() < 0.15 * weight.norm(), module
 
 
 def test_it_is_calibrated(model, tmp_path):

@@ -100,25 +100,6 @@ def test_sentencepiece_makes_the_ids_of_the_library(trained, name):
     assert (chat.bos, chat.eos, chat.unknown_id) == ("<s>", "</s>", 0)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"legacy": True}, {"legacy": False, "add_bos_token": True}, {"add_prefix_space": False}],
-)
-def test_sentencepiece_makes_the_ids_of_transformers(trained, settings):
-    from transformers import AutoTokenizer
-
-    added = {"1500": {"content": "<|user|>", "special": True}}
-    named = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "added_tokens_decoder": added,
-    }
-    chat = configured(trained / "llama", tokenizer_class="LlamaTokenizer", **named, **settings)
-    peer = AutoTokenizer.from_pretrained(trained / "llama")
-    for text in [*SAMPLES, "<s>x</s> y", "<|user|>hi <|user|> there"]:
-        assert chat.encode(text) == peer.encode(text), text
-        assert chat.encode_rendered(text) == peer.encode(text, add_special_tokens=False), text
 
 
 def test_added_tokens_have_the_ids_that_are_written(trained):
