@@ -72,11 +72,3 @@ def test_tensors_are_those_of_r1(tiny_r1, config):
     assert found == expected_tensors(config)
     inputs = {shape[1] for name, (dtype, shape) in found.items() if dtype == "F8_E4M3"}
     assert all(k % 128 == 0 for k in inputs)
-
-
-
-
-
-
-
-

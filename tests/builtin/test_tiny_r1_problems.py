@@ -32,8 +32,6 @@ def test_the_task_is_the_generators(task):
     assert len({row["id"] for row in rows(TASK)}) == 200
 
 
-
-
 @pytest.mark.parametrize("family", problems.FAMILIES, ids=lambda family: family.__name__)
 def test_training_yields_no_key_of_the_evaluation_side(family):
     rng = random.Random(5)
@@ -67,12 +65,6 @@ def test_the_larger_tasks_are_the_generators_and_cannot_occur_in_training():
         assert (
             len({row["id"] for row in kept}) == len({row["problem"] for row in kept}) == len(kept)
         )
-
-
-
-
-
-
 
 
 def test_held_out_and_calibration_text_keep_to_their_sides(tiny_r1, task):

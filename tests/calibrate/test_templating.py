@@ -3,12 +3,11 @@ models get plain text."""
 
 import json
 
-import pytest
+from refused import refused
 
 from quantkit.calibrate.data import Templating, plain
 from quantkit.calibrate.documents import Document, read_document
 from quantkit.common.assets import calibration_text
-from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.template import ChatTemplate
 
@@ -92,7 +91,7 @@ def test_a_strict_template_gets_user_and_assistant_in_turn(tiny_checkpoint):
 
 
 def test_a_template_that_refuses_everything_is_told(tiny_checkpoint):
-    with pytest.raises(QuantkitError, match="not today"):
+    with refused("not today"):
         templating(tiny_checkpoint, "{{ raise_exception('not today') }}").text(CALLED)
 
 

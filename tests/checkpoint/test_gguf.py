@@ -6,12 +6,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from refused import refused
 from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 
 from quantkit.checkpoint import gguf as reader
 from quantkit.checkpoint.hub import find_model
-from quantkit.common.errors import QuantkitError
 
 HIDDEN, HEADS, ROWS = 64, 4, 128
 TOKENS = [*sorted(ByteLevel.alphabet()), "\u0120a", "<s>", "</s>"]
@@ -88,10 +88,10 @@ def test_values_are_those_of_the_file(tmp_path, kind):
 
 def test_what_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "no.gguf").write_bytes(b"GGUF nothing")
-    with pytest.raises(QuantkitError, match="cannot be read as GGUF"):
+    with refused("cannot be read as GGUF"):
         find_model(str(tmp_path / "no.gguf"))
     write(tmp_path / "odd.gguf", "F16", split="never-heard-of")
-    with pytest.raises(QuantkitError, match=r"splits text as never-heard-of.*tokenizer\.json"):
+    with refused(r"splits text as never-heard-of.*tokenizer\.json"):
         find_model(str(tmp_path / "odd.gguf"))
     assert not [*(tmp_path / "cache" / "quantkit" / "gguf").glob("**/config.json")]
 
@@ -100,7 +100,7 @@ def test_memory_is_counted_by_values_and_another_process_may_be_first(tmp_path, 
     write(tmp_path / "model.gguf", "F16")
     memory = SimpleNamespace(available=1 << 10)
     monkeypatch.setattr(reader.psutil, "virtual_memory", lambda: memory)
-    with pytest.raises(QuantkitError, match="of memory to dequantize"):
+    with refused("of memory to dequantize"):
         find_model(str(tmp_path / "model.gguf"))
     memory.available = 5 * (tmp_path / "model.gguf").stat().st_size
     dequantize = reader.dequantize

@@ -12,13 +12,13 @@ import r1_headers
 import torch
 from commands import command
 from huggingface_hub import constants
+from refused import refused
 from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.checkpoint.hub import find_local, find_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
-from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.diagnose import diagnose
 
 NAME = "org/model"
@@ -99,7 +99,7 @@ def test_shards_in_a_folder_below_are_those_that_the_index_names(
 
 
 def test_a_weight_that_was_not_downloaded_is_named(hub):
-    with pytest.raises(QuantkitError, match=r"lm_head\.weight of org/model was not downloaded"):
+    with refused(r"lm_head\.weight of org/model was not downloaded"):
         open_headers(NAME).read("lm_head.weight")
 
 
@@ -117,8 +117,6 @@ def test_planning_r1_takes_less_than_20_mb_and_no_weight(tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "cache").rglob("*") if path.is_symlink()} == {
         "config.json"
     }, "nothing else was downloaded"
-
-
 
 
 def test_a_download_is_found_again(hub, tiny_checkpoint, tmp_path, monkeypatch):
@@ -143,7 +141,7 @@ def test_half_a_download_is_not_taken_for_a_model(hub):
 
 
 def test_a_model_that_the_hub_does_not_have(hub):
-    with pytest.raises(QuantkitError, match="cannot download org/other from Hugging Face"):
+    with refused("cannot download org/other from Hugging Face"):
         open_headers("org/other")
 
 
@@ -161,23 +159,18 @@ def test_a_path_that_leads_nowhere_is_no_hub_model_alone(hub, tmp_path, monkeypa
             "out/größer",
             str(tmp_path / "out" / "awq"),
         ):
-            with pytest.raises(QuantkitError, match=f"^there is no folder {re.escape(name)}; "):
+            with refused(f"^there is no folder {re.escape(name)}; "):
                 find(name)
     assert not hub.sent
     (tmp_path / "out" / "awq.partial").mkdir()
     for name in ("out/awq", str(tmp_path / "out" / "awq")):
-        with pytest.raises(
-            QuantkitError, match="out/awq is not finished; give the command that makes it again"
-        ):
+        with refused("out/awq is not finished; give the command that makes it again"):
             find_model(name)
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1:8000", "localhost:8000/v1"])
 def test_an_address_without_its_scheme_is_told(name):
-    with pytest.raises(
-        QuantkitError,
-        match=f"model {name} does not exist; give a server's address as http://{name}",
-    ):
+    with refused(f"model {name} does not exist; give a server's address as http://{name}"):
         find_model(name)
 
 
@@ -187,7 +180,7 @@ def test_a_model_without_safetensors(tmp_path, tiny_checkpoint, monkeypatch):
     shutil.copy(tiny_checkpoint / "config.json", folder)
     with hub_server.serve(folder, NAME) as server:
         use(server, monkeypatch)
-        with pytest.raises(QuantkitError, match="has no safetensors file"):
+        with refused("has no safetensors file"):
             open_headers(NAME)
 
 

@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from refused import refused
 
 from quantkit.checkpoint import output_dir
-from quantkit.common.errors import QuantkitError
 
 _STATE = ".quantkit"
 
@@ -76,13 +76,13 @@ def test_what_quantkit_did_not_write_stays(tmp_path):
     partial = _directory(tmp_path / "out.partial", "new", state=True)
     out = _directory(tmp_path / "out", "old", state=False)
     (out / "letters").write_text("dear")
-    with pytest.raises(QuantkitError, match="out holds letters, which quantkit did not write"):
+    with refused("out holds letters, which quantkit did not write"):
         output_dir.replace_directory(partial, out, _STATE)
     assert (out / "config.json").read_text() == "old"
     output_dir._exchange(partial, out)
     (out / _STATE / "exchanging").touch()
     for _ in range(2):  # the next start tells the same
-        with pytest.raises(QuantkitError, match=r"out\.partial, which was replaced, holds letters"):
+        with refused(r"out\.partial, which was replaced, holds letters"):
             output_dir.remove_leftovers(partial, out, _STATE)
     assert _names(partial) == ["letters", "manifest.json"]
     assert (out / "config.json").read_text() == "new"

@@ -5,6 +5,7 @@ import guessed_models
 import pytest
 import torch
 from packed_model import write_random
+from refused import refused
 
 from quantkit.common.devices import (
     find_device,
@@ -13,7 +14,6 @@ from quantkit.common.devices import (
     select_device,
     set_current_device,
 )
-from quantkit.common.errors import QuantkitError
 from quantkit.executor import engine
 from quantkit.executor.sampling.params import SamplingParams
 
@@ -28,9 +28,7 @@ def test_a_dtype_has_a_short_name_and_torchs(short, long):
 
 @pytest.mark.parametrize("name", ["", "half", "int8", "BF16"])
 def test_another_name_is_refused(name):
-    with pytest.raises(
-        QuantkitError, match=r"is not known; use float32, bfloat16, float16, or fp32, bf16, fp16"
-    ):
+    with refused(r"is not known; use float32, bfloat16, float16, or fp32, bf16, fp16"):
         parse_dtype(name)
 
 
@@ -66,19 +64,14 @@ def test_who_computes_on_a_gpu_makes_it_the_current_one(name, rank, number, four
     "name", ["cuda:4", "cuda:x", "cuda:", "cuda:-1", "cpu:1", "cuda:1:2", "cuda:²"]
 )
 def test_a_device_that_is_not_there_is_refused(name, four_gpus):
-    with pytest.raises(
-        QuantkitError,
-        match=f"there is no device {name} here; this machine has (cuda:0 to cuda:3|cpu:0)$",
-    ):
+    with refused(f"there is no device {name} here; this machine has (cuda:0 to cuda:3|cpu:0)$"):
         select_device(name)
     assert not four_gpus
 
 
 def test_more_ranks_than_gpus_are_refused(four_gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "4")
-    with pytest.raises(
-        QuantkitError, match="there is no device cuda:4 here; this machine has cuda:0 to cuda:3"
-    ):
+    with refused("there is no device cuda:4 here; this machine has cuda:0 to cuda:3"):
         select_device("auto")
 
 

@@ -215,7 +215,3 @@ def test_a_failing_row_does_not_affect_others(tiny_checkpoint, launched, monkeyp
         found.append(submit_all(engine, [[9 + index, 3] for index in range(3)], params))
     assert found[0] == found[1]
     assert len(launched) > 20
-
-
-
-

@@ -6,8 +6,8 @@ import torch
 from engines import load, tokens
 from packed_model import GROUPED, write_random
 from paged_pass import PROMPTS, causal_pass, paged_pass
+from refused import refused
 
-from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.generators.local import Local
 from quantkit.evaluation.options import PerplexityOptions
@@ -167,10 +167,8 @@ def test_kept_replies_are_of_one_cache(local):
 
 
 def test_what_there_is_not_is_refused(grouped):
-    with pytest.raises(
-        QuantkitError, match="cache of 'int4' is not supported; use --cache int8 or fp8"
-    ):
+    with refused("cache of 'int4' is not supported; use --cache int8 or fp8"):
         load_model(grouped, device="cpu", cache="int4")
-    with pytest.raises(QuantkitError, match="applies to a model loaded here"):
+    with refused("applies to a model loaded here"):
         open_target("http://127.0.0.1:1", EngineOptions(cache="int8"), input_len=4, output_len=4)
     assert cache_dtype(None) is None

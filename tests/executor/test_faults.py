@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from engines import completions
+from refused import refused
 
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
@@ -129,5 +130,5 @@ def test_ends_that_are_no_tokens_are_refused_at_load(tiny_checkpoint, tmp_path, 
     file = path / place
     known = json.loads(file.read_text()) if file.is_file() else {}
     file.write_text(json.dumps({**known, "eos_token_id": [1, token]}))
-    with pytest.raises(QuantkitError, match="eos_token_id"):
+    with refused("eos_token_id"):
         Engine.load(path, device="cpu", max_model_len=64)

@@ -81,8 +81,6 @@ def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint, expe
     )
 
 
-
-
 @torch.inference_mode()
 def test_rows_that_are_wanted_are_those_of_all(tiny_checkpoint):
     """A step for each number of them; who asks for one of so many rows is told the one that makes

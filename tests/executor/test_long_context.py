@@ -1,7 +1,6 @@
 """Inputs of 60 000 tokens: planned, scheduled in chunks, and attended to as far back as they
 reach."""
 
-
 from quantkit.executor.cache.cache import plan_cache
 
 INPUT, OUTPUT, CHUNK = 60_000, 512, 2048
@@ -32,5 +31,3 @@ def test_r1_beside_its_weights_has_room_for_long_inputs():
     assert r1_plan(free_gb=400, max_batch=2)["tokens"] < 2 * (INPUT + OUTPUT + 64), (
         "no more than the batch can use"
     )
-
-

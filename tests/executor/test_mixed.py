@@ -213,8 +213,6 @@ def test_the_longest_step_is_computed_before_the_first_request(device, computed)
     assert launched == computed
 
 
-
-
 def test_the_slowest_rank_decides(tiny_checkpoint):
     engine = load(tiny_checkpoint, max_model_len=1024)
     told = []

@@ -61,8 +61,6 @@ def test_padded_passes_give_the_tokens_of_eager_ones(tiny_checkpoint, grouped, k
     assert max(size.sequences for size in sizes) > 2
 
 
-
-
 def widths(engine, monkeypatch):
     """How many tokens the last layer's MLP computes, pass by pass, from now on."""
     found = []

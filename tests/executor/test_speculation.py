@@ -12,9 +12,9 @@ import pytest
 import torch
 from engines import finish, load, note
 from guessed_models import beyond_the_backlog
+from refused import refused
 
 from quantkit.checkpoint.hub import find_model
-from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.options import MAX_DRAFT_LENGTH
 from quantkit.executor.rank0 import Leader, follow
@@ -225,9 +225,7 @@ def test_other_ranks_get_the_draft_length():
 )
 def test_draft_lengths_out_of_bounds_are_refused(asked):
     (count,) = asked.values()
-    with pytest.raises(
-        QuantkitError,
-        match=f"^{count} draft tokens per step are too many or too few; use 0 to "
-        f"{MAX_DRAFT_LENGTH}$",
+    with refused(
+        f"^{count} draft tokens per step are too many or too few; use 0 to {MAX_DRAFT_LENGTH}$"
     ):
         Engine.load(find_model("tiny-r1"), **asked)

@@ -3,12 +3,7 @@
 import pytest
 import torch
 from kernel_backends import backends_of, device_of
-from quantkit_kernels import (
-    StreamProduct,
-    merge_streams,
-    mix_streams,
-    weigh_streams,
-)
+from quantkit_kernels import StreamProduct, merge_streams, mix_streams, weigh_streams
 from quantkit_kernels.samples import TOLERANCE, distance
 from torch import Tensor
 

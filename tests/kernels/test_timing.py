@@ -90,8 +90,6 @@ def test_an_npu_graph_is_replayed_and_the_devices_clock_counts(driver):
     assert driver.synchronized > driver.replays
 
 
-
-
 def test_what_cannot_be_captured_is_timed_all_the_same_and_said(driver):
     driver.capturable = False
     with pytest.warns(
@@ -115,11 +113,3 @@ def test_sides_take_turns(driver, monkeypatch):
     )
     assert seconds == [pytest.approx(1e-3), pytest.approx(5e-3)]
     assert log == [1.0, 4.0] * (driver.replays // 2)
-
-
-
-
-
-
-
-

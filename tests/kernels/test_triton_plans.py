@@ -165,8 +165,6 @@ def test_plans_of_experts_are_read_from_a_table():
     assert cards.experts_plan("sm_80", "fp4", 256, 1024, 1) not in (few, many)
 
 
-
-
 def test_a_tune_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):
     """Of a weight that an earlier run measured, the new plans; of others, the earlier ones; of the
     one it was stopped at, none."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cut_texts import cut_at_random, furthest_from_whole
 from plain_weights import PlainWeights
+from refused import refused
 from tiny_models import CASES as TABLES
 from tiny_models import CONFIGS, random_tensors, write
 from torch.nn import functional as F
@@ -17,7 +18,6 @@ from ulp_bound import assert_near, movement
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
@@ -144,8 +144,6 @@ def test_the_mtp_layer_is_the_published_one(case):
         )
     assert expected.abs().max() > 1
     assert made.shape == (40, model.width)
-
-
 
 
 def tiny(**changes):
@@ -351,7 +349,7 @@ def test_the_published_layout_is_read_and_its_experts_are_kept(tmp_path):
     assert torch.equal(out.read("mtp.1.main_norm.weight"), stored["norm.weight"])
     guessed = [drafted(path, 2)[0] for path in (source, tmp_path / "out")]
     assert guessed == [drafted(path, 0)[0] for path in (source, tmp_path / "out")]
-    with pytest.raises(QuantkitError, match="by token id"):
+    with refused("by token id"):
         quantize(
             source,
             tmp_path / "no",
@@ -363,7 +361,7 @@ def test_the_published_layout_is_read_and_its_experts_are_kept(tmp_path):
 
 
 def test_what_an_engine_does_not_serve_is_refused(tmp_path):
-    with pytest.raises(QuantkitError, match="--prefix-cache"):
+    with refused("--prefix-cache"):
         Engine.load(
             written(tmp_path / "model"),
             device="cpu",
@@ -371,5 +369,5 @@ def test_what_an_engine_does_not_serve_is_refused(tmp_path):
             max_model_len=64,
             prefix_cache=True,
         )
-    with pytest.raises(QuantkitError, match="o_groups = 2, which 4 ranks cannot share evenly"):
+    with refused("o_groups = 2, which 4 ranks cannot share evenly"):
         open_model(tmp_path / "model", device="cpu", tp=4)

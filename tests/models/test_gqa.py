@@ -5,10 +5,10 @@ import torch
 import transformers
 from plain_weights import PlainWeights
 from quantkit_kernels.backends import asked
+from refused import refused
 from transformers_peers import CASES, checkpoint_tensors, random_peer
 from ulp_bound import assert_near, movement
 
-from quantkit.common.errors import QuantkitError
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 
@@ -36,8 +36,6 @@ def test_logits_equal_transformers(case):
         if not (config.tie_word_embeddings and name == "lm_head.weight")
     }
     assert table == held
-
-
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe"])
@@ -76,9 +74,9 @@ def test_openpangu_embedded_is_llama_with_biases_of_attention():
             model.logits(model(token_ids, CausalContext([20]))) - peer(token_ids[None]).logits[0]
         ).abs().max() < 1e-4
     for key in ("mlp_bias", "param_sink_number"):
-        with pytest.raises(QuantkitError, match=key):
+        with refused(key):
             architecture.Config.from_dict({**config, key: True})
-    with pytest.raises(QuantkitError, match="rope_theta"):
+    with refused("rope_theta"):
         architecture.Config.from_dict(
             {key: value for key, value in config.items() if key != "rope_parameters"}
         )
@@ -88,7 +86,7 @@ def test_what_config_json_lacks_is_named():
     llama = random_peer("Llama", {}).config.to_dict()
     architecture = find_architecture(llama)
     del llama["rms_norm_eps"]
-    with pytest.raises(QuantkitError, match="rms_norm_eps"):
+    with refused("rms_norm_eps"):
         architecture.Config.from_dict(llama)
-    with pytest.raises(QuantkitError, match=r"mamba.*deepseek_v3"):
+    with refused(r"mamba.*deepseek_v3"):
         find_architecture({"model_type": "mamba"})

@@ -7,12 +7,12 @@ import make_model
 import pytest
 import torch
 from packed_model import write_packed
+from refused import refused
 from safetensors.torch import load_file, save_file
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.formats import compressed_int4
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.common.errors import QuantkitError
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.schemes import SCHEMES
@@ -111,9 +111,9 @@ def test_int4_in_groups_of_32_is_read_as_kimi_publishes_it(sources, tmp_path):
 
 def test_what_is_not_computed_is_refused():
     architecture = find_architecture(WHOLE)
-    with pytest.raises(QuantkitError, match="text_config"):
+    with refused("text_config"):
         architecture.Config.from_dict({"model_type": "kimi_k25"})
-    with pytest.raises(QuantkitError, match="MTP"):
+    with refused("MTP"):
         architecture.Config.from_dict(
             {**WHOLE, "text_config": {**TEXT, "num_nextn_predict_layers": 1}}
         )

@@ -45,8 +45,6 @@ def test_both_releases_name_the_same_model():
     assert architecture.Config.from_dict({**rest, **first}) == architecture.Config.from_dict(CONFIG)
 
 
-
-
 def test_mtp_layer_has_the_sandwich_norms():
     architecture = find_architecture(CONFIG)
     config = architecture.Config.from_dict(CONFIG)

@@ -100,8 +100,6 @@ def test_the_page_has_every_row(rows):
         assert f"| {' | '.join(cells)} |" in page, cells
 
 
-
-
 def test_linears_of_few_rows_are_not_decoded(hardware):
     """CANN's limits of the split product: groups of 64 or 128, an eighth of a group in rows, 13952
     inputs, outputs in 64s on a device."""
@@ -173,14 +171,6 @@ def test_levels_and_batches_rise(hardware, scheme):
         before = times
 
 
-
-
-
-
-
-
-
-
 def test_context_costs_cache_and_one_device_no_collectives(hardware):
     short, long = (
         levels(hardware, "awq-w4a16", 1, context=640),
@@ -202,10 +192,6 @@ def ways(hardware, scheme, batch):
 def test_what_fewer_launches_buy_is_what_the_page_says():
     page = asset("docs", "lab", "ascend.md").read_text()
     assert [row for row in PREDICTIONS.step_rows() if row not in page] == []
-
-
-
-
 
 
 def test_experts_on_the_vector_cores_go_not_through_the_l2(hardware):

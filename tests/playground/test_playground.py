@@ -12,8 +12,8 @@ import pytest
 import scripted_model
 import torch
 from playground_server import served
+from refused import refused
 
-from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.playground.model import PlayModel, divergence, first_difference
@@ -127,7 +127,7 @@ def test_where_paths_part():
 
 def test_models_of_other_tokens_are_refused(tiny_checkpoint, scripted):
     engine = Engine.load(tiny_checkpoint, device="cpu", max_batch=1, max_model_len=128)
-    with pytest.raises(QuantkitError, match="have different tokenizers"):
+    with refused("have different tokenizers"):
         Playground([scripted.models[0], PlayModel("other", engine)])
 
 

@@ -67,5 +67,3 @@ def test_a_batch_is_each_of_its_parts():
         alone = compensate(w[i], Curvature.of(hessian[i], 0.01), QUANTIZERS["int4"], Descent(2))
         assert (alone.values - together.values[i]).abs().gt(1e-3).float().mean() < 0.01
         torch.testing.assert_close(alone.loss, together.loss[i], rtol=0.02, atol=0)
-
-

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nearest import quantize_fp4
+from refused import refused
 
-from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import dequantize
 from quantkit.grids.e2m1 import E2M1_MAX, E2M1_VALUES, encode_e2m1
 from quantkit.grids.nvfp4 import global_scale
@@ -69,5 +69,5 @@ def test_groups_far_below_the_largest_keep_their_sign_and_size():
 
 
 def test_inputs_that_do_not_fill_a_group_are_refused():
-    with pytest.raises(QuantkitError, match="FP4 groups of 16 do not divide 24 input channels"):
+    with refused("FP4 groups of 16 do not divide 24 input channels"):
         quantize_fp4(torch.ones(2, 24))

@@ -72,8 +72,6 @@ def test_large_products_of_a_processor_are_in_bf16_where_it_has_them(monkeypatch
     torch.testing.assert_close(left, 1 + a[:1] @ b, rtol=0, atol=1e-3)
 
 
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_operands_have_eleven_bits():
     a, b = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0)).cuda()

@@ -12,10 +12,10 @@ import small_recipe
 from commands import command
 from letters import write_letters
 from output_files import files
+from refused import refused
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Note, Progress
 from quantkit.engines.check import check_checkpoint
 from quantkit.grids.fp8_block import Fp8BlockGrid
@@ -221,7 +221,7 @@ def test_sensitivities_of_another_model_are_refused(source, text, chosen, tmp_pa
     (tmp_path / "other" / "config.json").write_text(
         json.dumps({**CONFIG, **json.loads((source / "config.json").read_text()), "x": 1})
     )
-    with pytest.raises(QuantkitError, match="measured on another source"):
+    with refused("measured on another source"):
         run(
             tmp_path / "other",
             tmp_path / "o",
@@ -229,7 +229,7 @@ def test_sensitivities_of_another_model_are_refused(source, text, chosen, tmp_pa
             Mixture(bits=5.0),
             sensitivities=chosen[0].out / "sensitivities.json",
         )
-    with pytest.raises(QuantkitError, match="give --bits or --size"):
+    with refused("give --bits or --size"):
         run(
             source,
             tmp_path / "o",

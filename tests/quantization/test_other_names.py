@@ -35,8 +35,6 @@ def model(monkeypatch, tmp_path):
     return make_model.write_dense(tmp_path / "model", config, other_names.random_tensors(config))
 
 
-
-
 def test_it_is_calibrated(model, tmp_path):
     text = write_letters(tmp_path / "calibration.txt")
     settings = Recipe(scheme="awq-w4a16", calibration=str(text), **quantize_job.SMALL)

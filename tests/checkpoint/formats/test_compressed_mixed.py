@@ -8,6 +8,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils.match import is_match
 from nearest import quantize_int
+from refused import refused
 from safetensors.torch import save_file
 from torch import nn
 
@@ -15,7 +16,6 @@ from quantkit.checkpoint.formats import compressed
 from quantkit.checkpoint.formats.compressed_mixed import FORMAT
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import dequantize, round_to_nearest
 from quantkit.grids.fp8_block import Fp8BlockGrid, Fp8BlockWeight
 from quantkit.grids.int_groups import IntGrid
@@ -151,7 +151,7 @@ def test_a_checkpoint_is_read_by_what_its_tensors_are(tmp_path):
 )
 def test_a_description_that_says_another_grid_is_refused(tmp_path, wrong):
     module = "model.layers.1.self_attn.q_proj"
-    with pytest.raises(QuantkitError, match=f"{module} is described as"):
+    with refused(f"{module} is described as"):
         Checkpoint.open(write(tmp_path / "a", LAYOUT, {**LAYOUT, module: wrong}))
 
 
@@ -160,5 +160,5 @@ def test_a_group_that_is_not_read_is_named(tmp_path):
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_1"]["format"] = "marlin-24"
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(QuantkitError, match=r"config_groups\.group_1"):
+    with refused(r"config_groups\.group_1"):
         Checkpoint.open(path)

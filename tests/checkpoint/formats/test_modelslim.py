@@ -6,9 +6,9 @@ import golden
 import make_quantized
 import pytest
 import torch
+from refused import refused
 
 from quantkit.checkpoint.formats.modelslim import FORMAT
-from quantkit.common.errors import QuantkitError
 from quantkit.grids.int_groups import IntGrid, IntWeight
 
 _INT8, _INT4 = IntGrid(8, None, True), IntGrid(4, None, True)
@@ -80,13 +80,10 @@ def test_an_asymmetric_weight_is_refused():
         "m", IntWeight(torch.ones(4, 8, dtype=torch.int8), torch.ones(4, 1), None, bits=8)
     )
     tensors["m.weight_offset"][2] = 3.0
-    with pytest.raises(QuantkitError, match=r"m\.weight_offset is not zero"):
+    with refused(r"m\.weight_offset is not zero"):
         FORMAT.unpack("m", tensors)
 
 
 def test_types_that_are_not_read_are_refused():
-    with pytest.raises(
-        QuantkitError,
-        match="model_quant_type W4A4_MXFP4; quantkit reads W8A8_DYNAMIC, W4A8_DYNAMIC, W8A8,",
-    ):
+    with refused("model_quant_type W4A4_MXFP4; quantkit reads W8A8_DYNAMIC, W4A8_DYNAMIC, W8A8,"):
         FORMAT.grid({}, {"quant_model_description.json": {"model_quant_type": "W4A4_MXFP4"}})

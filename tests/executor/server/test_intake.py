@@ -6,9 +6,9 @@ import threading
 
 import pytest
 from engines import note
+from refused import refused
 
 from quantkit.checkpoint.hub import find_model
-from quantkit.common.errors import QuantkitError
 from quantkit.executor.server.intake import ApiError, Intake, Lanes, Limits
 from quantkit.executor.server.service import QueueFull
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -85,10 +85,7 @@ def test_who_the_template_passes_over_is_refused():
     asked = {
         "messages": [{"role": "alien", "content": " hear me "}, {"role": "user", "content": "x"}]
     }
-    with pytest.raises(
-        QuantkitError,
-        match=r"leaves out messages of role alien; use system, user, assistant or tool$",
-    ):
+    with refused(r"leaves out messages of role alien; use system, user, assistant or tool$"):
         intake.chat(json.dumps(asked).encode())
     intake.tokenizer.templates = {
         "default": ChatTemplate(
@@ -107,5 +104,5 @@ def test_a_template_that_fails_refuses_the_request(tiny_checkpoint):
     with pytest.raises(Exception, match=r"(?i)zero"):
         intake.chat(json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode())
     tokenizer.templates = {"default": ChatTemplate("{{ '\ud800' }}", "here")}
-    with pytest.raises(QuantkitError, match="holds half of a character"):
+    with refused("holds half of a character"):
         intake.chat(json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode())
