@@ -39,12 +39,13 @@ LONG := tests/test_benchmarks.py tests/test_package.py tests/ascend/test_accepta
 	tests/executor/test_parallel_packed.py tests/quantization/test_kill.py tests/quantization/test_memory.py tests/quantization/test_ranks.py \
 	tests/checkpoint/test_damaged_files.py tests/guide/test_go.py
 test-long: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG) --numprocesses 2 --dist loadscope --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG) -k 'not (test_executor and float16)' --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-# The whole of what tests generate, of which CI takes a sample: hostile programs, requests, files, results folders, servers and power cuts. Hours.
+# The whole of what CI takes a sample of: hostile programs, requests, files, results folders, servers and power cuts, models on the NPU's double,
+# every family with every scheme, every format in other engines. Hours.
 CHECK_LONG := tests/evaluation/test_sandbox.py tests/evaluation/test_hostile_server.py tests/evaluation/results/test_hostile_results.py \
 	tests/executor/server/test_fuzz.py tests/checkpoint/test_damaged_files.py tests/common/test_power_cuts.py tests/common/test_settings.py \
-	tests/diagnosis/test_many_tensors.py tests/diagnosis/test_good_outputs.py tests/test_pages_in_browser.py
+	tests/diagnosis/test_many_tensors.py tests/diagnosis/test_good_outputs.py tests/test_pages_in_browser.py tests/ascend/test_executor.py
 check-long: $(VENV)/test.stamp .venv-ascend/stamp .venv-ascend/bishengir/stamp
 	OMP_NUM_THREADS=1 QUANTKIT_EVERY_CASE=1 $(BIN)/pytest $(CHECK_LONG) --numprocesses 2 --dist loadscope --no-loadscope-reorder
 	OMP_NUM_THREADS=1 QUANTKIT_EVERY_CASE=1 .venv-ascend/bin/python -m pytest tests/ascend/lowered/test_compiled.py

@@ -47,24 +47,6 @@ def test_training_yields_no_key_of_the_evaluation_side(family):
     assert "eval" in unsplit, "without the rule, evaluation keys do come up"
 
 
-def test_the_larger_tasks_are_the_generators_and_cannot_occur_in_training():
-    made = texts.texts()
-    every = [*made.task, *made.held_out, *made.more, *made.lengths, *made.most]
-    assert {problems.side(p.key) for p in every} == {"eval"}
-    assert len({p.key for p in every}) == len(every) == 200 + 64 + 1800 + 1000 + 6000
-    assert rows(ROOT / "eval/data/tiny-math-2000.jsonl") == texts.rows(made.task + made.more)
-    assert rows(ROOT / "eval/data/tiny-math-8000.jsonl.gz") == texts.rows(
-        made.task + made.more + made.most
-    )
-    assert rows(ROOT / "eval/data/tiny-math-steps.jsonl") == texts.rows_by_length(made.lengths)
-    assert {(p.family, p.steps) for p in made.lengths} == {
-        (family.__name__, steps) for family, steps in texts.LENGTHS
-    }
-    for name in ("tiny-math-2000.jsonl", "tiny-math-8000.jsonl.gz", "tiny-math-steps.jsonl"):
-        kept = rows(ROOT / "eval/data" / name)
-        assert (
-            len({row["id"] for row in kept}) == len({row["problem"] for row in kept}) == len(kept)
-        )
 
 
 def test_held_out_and_calibration_text_keep_to_their_sides(tiny_r1, task):

@@ -240,21 +240,3 @@ def test_engines_and_the_checkup_know_it_as_it_is_published(published):
     assert diagnose(str(published), depth="tensors").findings.verdict != "bad"
 
 
-def test_the_published_model_is_quantized(published, tmp_path):
-    text = tmp_path / "text.jsonl"
-    text.write_text(
-        "".join(
-            json.dumps({"text": " ".join(str((i * j) % 97) for j in range(60))}) + "\n"
-            for i in range(8)
-        )
-    )
-    recipe = Recipe(
-        scheme="awq-w4a16", calibration=str(text), samples=4, held_out=2, seq_len=32, group_size=32
-    )
-    quantize(published, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
-    made, source = Checkpoint.open(tmp_path / "out"), Checkpoint.open(published)
-    assert set(source.linears) < set(made.linears)
-    bias = "model.layers.0.mlp.experts.2.up_proj.bias"
-    assert isinstance(source.tensors[bias], TensorSlice)
-    assert torch.equal(made.read(bias), source.read(bias))
-    assert greedy(tmp_path / "out", tp=2) == greedy(tmp_path / "out")
