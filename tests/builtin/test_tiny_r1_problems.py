@@ -47,8 +47,6 @@ def test_training_yields_no_key_of_the_evaluation_side(family):
     assert "eval" in unsplit, "without the rule, evaluation keys do come up"
 
 
-
-
 def test_held_out_and_calibration_text_keep_to_their_sides(tiny_r1, task):
     held_out = list(
         texts.distinct(random.Random(31_002), "eval", texts.HELD_OUT, {p.key for p in task})

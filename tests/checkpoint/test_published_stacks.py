@@ -13,7 +13,6 @@ from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 from transformers_peers import CASES, QWEN_3_5, checkpoint_tensors, random_peer, whole
 
 from quantkit.calibrate.recipe import Recipe
-from quantkit.checkpoint.header import TensorSlice
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.stacked_experts import expected_stacks
 from quantkit.diagnosis.diagnose import diagnose
@@ -238,5 +237,3 @@ def test_engines_and_the_checkup_know_it_as_it_is_published(published):
             engine="vllm",
         )
     assert diagnose(str(published), depth="tensors").findings.verdict != "bad"
-
-

@@ -74,30 +74,6 @@ def box_of_four(drafts, rows):
     return {1: 2.0 if drafts else 1.0, 2: 1.19, 3: 1.36, 4: 1.5}[rows] + 0.07 * drafts
 
 
-def head_of_eagle(drafts, rows):
-    """A dense model of 8B, one user: rows cost nothing, a guess a tenth of a step."""
-    return 1.0 + 0.1 * drafts + 0.002 * rows + (0.5 if drafts and rows == 1 else 0.0)
-
-
-@pytest.mark.parametrize(("most", "cost"), [(3, box_of_four), (4, head_of_eagle)])
-@pytest.mark.parametrize(("tokens", "most_lost"), [(192, 0.02), (512, 0.01), (4000, 0.0075)])
-def test_drafts_that_are_never_accepted_cost_little(tokens, most_lost, most, cost):
-    """From the first token on, where nothing is known of them; over many answers, what chance
-    brings is evened out."""
-    runs = [Simulated(0.0, 1, most, cost, seed) for seed in range(8)]
-    taken = sum(run.until(tokens) for run in runs) / len(runs)
-    assert taken <= (1 + most_lost) * cost(0, 1), taken
-
-
-@pytest.mark.parametrize(("rate", "tokens"), [(0.69, 512), (0.85, 512), (0.69, 4000)])
-def test_drafting_that_pays_starts_soon(rate, tokens):
-    """Three guesses of R1's layer, of which 0.69 are right as was published: within 4 % of the best
-    number from the first token on."""
-    runs = [Simulated(rate, 1, 3, box_of_four, seed) for seed in range(8)]
-    taken = sum(run.until(tokens) for run in runs) / len(runs)
-    assert taken <= 1.04 * min(runs[0].fixed(drafts) for drafts in range(4)), taken
-
-
 def test_drafting_restarts_when_acceptance_rises():
     """And no more where they are wrong from then on."""
     run = Simulated(0.0, 1, 3, box_of_four)
