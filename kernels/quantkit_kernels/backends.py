@@ -38,6 +38,8 @@ OPERATORS = (
     "gqa_prefill",
     "delta_step",
     "delta_prefill",
+    "rotate_heads",
+    "compressed_attend",
     "weigh_streams",
     "merge_streams",
     "mix_streams",

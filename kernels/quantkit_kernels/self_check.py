@@ -15,6 +15,13 @@ from torch import Tensor
 
 from quantkit_kernels import functional, grouped, prompts
 from quantkit_kernels.backends import ASKED_ONLY, BACKENDS, module, why_unusable
+from quantkit_kernels.compressed import (
+    EntryPages,
+    HeadNorm,
+    RecentTokens,
+    compressed_attend,
+    rotate_heads,
+)
 from quantkit_kernels.delta import (
     DeltaInputs,
     DeltaSpan,
@@ -393,6 +400,26 @@ def _small_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
     )  # fmt: skip
     yield case("delta_step", step, *inputs, nbytes=tokens * states.memory[0, 0].nbytes * 2)
     yield case("delta_prefill", prompt, *inputs)
+    turned = Rotation(random(tokens, 32, dtype=single), random(tokens, 32, dtype=single), True)
+    first, table = (
+        torch.arange(tokens, device=device) * 128,
+        torch.arange(tokens * 4, device=device),
+    )
+
+    def rotated(x: Tensor, backend: str) -> Tensor:
+        return rotate_heads(x, turned, HeadNorm(None, 1e-6), backend=backend)
+
+    def attended(q: Tensor, kv: Tensor, entries: Tensor, backend: str) -> Tensor:
+        recent = RecentTokens(kv, first, 128, 128)
+        pages = EntryPages(entries, table.view(tokens, 4), 64, 4)
+        at = torch.full_like(first, 255)
+        return compressed_attend(q, at, recent, pages, None, bias[:64], scale=0.1, backend=backend)
+
+    yield case("rotate_heads", rotated, random(tokens, 64, 512))
+    yield case(
+        "compressed_attend", attended, random(tokens, 64, 512), random(tokens * 128, 512),
+        random(tokens * 64, 512),
+    )  # fmt: skip
     streams, (count, wide) = random(tokens, 4, 1024), (24, 4096)
     product = StreamProduct(
         random(count, wide, dtype=single) / wide**0.5, random(count, dtype=single),

@@ -4,24 +4,32 @@ earlier tokens, all of them or those that an indexer selects.
 Keys and values are one vector, shared by all heads. `rate` tokens are pooled to one entry: the mean
 of their values, weighted per channel by a softmax over the tokens' weights plus a bias per
 position. With overlap a token contributes two halves, one to its own group and one to the next, so
-an entry pools 2 rate tokens. A token sees entries of groups that end at it or before. Plain torch,
-scores in float32.
+an entry pools 2 rate tokens. A token sees entries of groups that end at it or before. The operators
+are quantkit_kernels/compressed.py; pooling and scores of the indexer are plain torch.
 
-Symbols: T tokens, D head_dim, E entries, W window, r rate.
+Symbols: T tokens, D head_dim, E entries, r rate.
 """
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from quantkit_kernels import float32_linear, rms_norm, rope
+from quantkit_kernels import (
+    ChosenEntries,
+    EntryPages,
+    HeadNorm,
+    RecentTokens,
+    Rotation,
+    compressed_attend,
+    rotate_heads,
+)
 from torch import Tensor
 
 from quantkit.models.rope import Rope
 from quantkit.models.sparse import topk_columns
 
 _SCORES = 1 << 25
-"""Products of heads and keys held at once, float32."""
+"""Products of an indexer's heads and keys held at once, float32."""
 
 
 class CompressedInputs(NamedTuple):
@@ -41,8 +49,7 @@ class CompressedInputs(NamedTuple):
 
 
 class CompressedKv(NamedTuple):
-    """kv [E, D], keys of the indexer [E, index D], or [B, E, ...] of several rows; numbers int64
-    [E] or [B, E]: of their groups."""
+    """kv [E, D], keys of the indexer [E, index D]; numbers int64 [E]: of their groups."""
 
     kv: Tensor
     keys: Tensor
@@ -86,9 +93,8 @@ class Pooling:
         else:
             weights = weights + self.bias
         pooled = (values * weights.softmax(dim=1, dtype=torch.float32).to(values.dtype)).sum(dim=1)
-        return rotate_last(
-            rms_norm(pooled, self.gain, self.eps)[:, None], self.rope, numbers * self.rate
-        )[:, 0]
+        rotation = Rotation(*self.rope.cos_sin(numbers * self.rate), self.rope.interleaved)
+        return rotate_heads(pooled[:, None], rotation, HeadNorm(self.gain, self.eps))[:, 0]
 
 
 @dataclass(frozen=True)
@@ -121,79 +127,46 @@ class CompressedAttention:
             numbers,
         )
 
-    def select(
-        self, inputs: CompressedInputs, positions: Tensor, index: Tensor, numbers: Tensor
-    ) -> Tensor:
-        """Indices into the last dimension of `numbers` of the entries with the highest scores for
-        each token, int64 [T, topk]; entries that a token does not see come last."""
-        products = (inputs.index_q.float() @ index.float().mT).relu_()
-        scores = (inputs.index_weights[:, None] @ products)[:, 0]
-        return topk_columns(
-            scores,
-            ~self._is_complete(positions, numbers),
-            self.topk,
-            numbers if self.in_order else None,
-        )
+    def choose(
+        self, inputs: CompressedInputs, positions: Tensor, index: EntryPages, count: int
+    ) -> ChosenEntries | None:
+        """The entries that the indexer selects for each token among the first `count`, those of its
+        pages; None for all."""
+        if self.index_pooling is None or count <= self.topk:
+            return None
+        numbers = torch.arange(count, device=positions.device)
+        rows = index.rows(numbers.expand(len(index.table), -1))
+        found, step = [], max(1, _SCORES // (count * inputs.index_q.shape[1]))
+        for first in range(0, len(positions), step):
+            part = slice(first, first + step)
+            own = rows if len(rows) == 1 else rows[part]
+            places = self._select(inputs.part(part), positions[part], index.kv[own], numbers)
+            found.append(own.expand(len(places), -1).gather(1, places))
+        seen = ((positions + 1) // self.rate).clamp(max=self.topk)
+        return ChosenEntries(torch.cat(found).int(), seen.int())
 
-    def _is_complete(self, positions: Tensor, numbers: Tensor) -> Tensor:
-        return numbers < (positions[:, None] + 1) // self.rate
+    def _select(
+        self, inputs: CompressedInputs, positions: Tensor, keys: Tensor, numbers: Tensor
+    ) -> Tensor:
+        """Places in numbers [E] of the entries with the highest scores for each token, int64 [T,
+        topk]; entries that a token does not see come last. keys [T or 1, E, index D]."""
+        products = (inputs.index_q.float() @ keys.float().mT).relu_()
+        scores = (inputs.index_weights[:, None] @ products)[:, 0]
+        hidden = numbers >= (positions[:, None] + 1) // self.rate
+        return topk_columns(scores, hidden, self.topk, numbers if self.in_order else None)
 
     def attend(
         self,
         inputs: CompressedInputs,
         positions: Tensor,
-        recent: Tensor,
-        places: Tensor,
-        entries: CompressedKv,
+        recent: RecentTokens,
+        pages: EntryPages | None,
+        chosen: ChosenEntries | None,
     ) -> Tensor:
-        """Tokens at positions int64 [T] over recent kv [S, D], or [T, S, D] per token, at positions
-        `places` int64 [S] or [T, S], and over entries -> [T, heads, D]. A negative place is
-        unused."""
-        own = places.dim() == 2
-        count = recent.shape[-2] + entries.kv.shape[-2]
-        step, out = max(1, _SCORES // (count * inputs.q.shape[1])), []
-        for first in range(0, len(positions), step):
-            rows = slice(first, first + step)
-            seen = CompressedKv(*(side[rows] for side in entries)) if own else entries
-            keys, at = (recent[rows], places[rows]) if own else (recent, places)
-            out.append(self._attend(inputs.part(rows), positions[rows], keys, at, seen))
-        return torch.cat(out)
-
-    def _attend(
-        self,
-        inputs: CompressedInputs,
-        positions: Tensor,
-        recent: Tensor,
-        places: Tensor,
-        entries: CompressedKv,
-    ) -> Tensor:
-        distance = positions[:, None] - places
-        visible = torch.cat(
-            (
-                (distance >= 0) & (distance < self.window) & (places >= 0),
-                self._visible(inputs, positions, entries),
-            ),
-            dim=1,
+        """Tokens at positions int64 [T] -> [T, heads, D]."""
+        return compressed_attend(
+            inputs.q, positions, recent, pages, chosen, self.sinks, scale=self.scale
         )
-        keys = torch.cat((recent, entries.kv), dim=-2) if entries.kv.shape[-2] else recent
-        scores = (inputs.q @ keys.mT).float() * self.scale
-        scores = scores.masked_fill(~visible[:, None], -torch.inf)
-        sinks = self.sinks.expand(len(scores), -1)[..., None]
-        shares = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
-        return shares.to(keys.dtype) @ keys
-
-    def _visible(
-        self, inputs: CompressedInputs, positions: Tensor, entries: CompressedKv
-    ) -> Tensor:
-        """Which entries each token sees, bool [T, E]."""
-        count = entries.kv.shape[-2]
-        if not count:
-            return positions.new_zeros(len(positions), 0, dtype=torch.bool)
-        seen = self._is_complete(positions, entries.numbers)
-        if self.index_pooling is None or count <= self.topk:
-            return seen
-        places = self.select(inputs, positions, entries.keys, entries.numbers)
-        return seen & torch.zeros_like(seen).scatter_(1, places, True)
 
 
 def buffer_index(layer: int, part: int) -> int:
@@ -202,23 +175,20 @@ def buffer_index(layer: int, part: int) -> int:
     return 2 * layer + part
 
 
-def rotate_last(x: Tensor, by: Rope, positions: Tensor, back: bool = False) -> Tensor:
-    """x [T, heads, D] with its last `by.dim` channels rotated by positions [T], or back."""
-    cos, sin = by.cos_sin(positions)
-    rows = torch.arange(len(x), device=x.device)
-    last = rope(
-        x[..., -by.dim :].contiguous(), rows, cos, -sin if back else sin, interleaved=by.interleaved
-    )
-    return torch.cat((x[..., : -by.dim], last), dim=-1)
-
-
 def attend_full_sequence(inputs: CompressedInputs, attention: CompressedAttention) -> Tensor:
     """A whole sequence -> [T, heads, D]."""
     positions = torch.arange(len(inputs.kv), device=inputs.kv.device)
     entries = compress_groups(inputs.raw, 0, 0, len(positions), attention)
-    return replace(attention, in_order=False).attend(
-        inputs, positions, inputs.kv, positions, entries
+    recent = RecentTokens(
+        inputs.kv, torch.zeros_like(positions), max(1, len(positions)), attention.window
     )
+    pages = chosen = None
+    if len(entries.numbers):
+        pages = EntryPages(entries.kv, entries.numbers[None], attention.rate, attention.rate)
+        chosen = replace(attention, in_order=False).choose(
+            inputs, positions, pages._replace(kv=entries.keys), len(entries.numbers)
+        )
+    return attention.attend(inputs, positions, recent, pages, chosen)
 
 
 def compress_groups(
@@ -248,9 +218,3 @@ def compress_groups(
 
 def _dim(pooling: Pooling | None) -> int:
     return 0 if pooling is None else pooling.gain.shape[0]
-
-
-def indexer_weights(x: Tensor, gate: Tensor, heads: int, dim: int) -> Tensor:
-    """Weights of the indexer's heads for each token, including every constant factor, float32 [T,
-    heads]."""
-    return float32_linear(x, gate) * (heads * dim) ** -0.5

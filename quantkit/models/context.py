@@ -54,6 +54,9 @@ class Context(Protocol):
     positions: Tensor
     """[T] int64, the position of each token in its sequence."""
 
+    def rotation(self, rope: Rope) -> Rotation:
+        """cos, sin float32 [T, rope.dim / 2] of the tokens' positions."""
+
     def rotate(self, rope: Rope, x: Tensor) -> Tensor:
         """x [T, heads, rope.dim] rotated by the tokens' positions."""
 

@@ -18,22 +18,27 @@ import torch
 triton = pytest.importorskip("triton", reason="compiling needs triton")
 
 from quantkit_kernels import (  # noqa: E402
+    ChosenEntries,
     DeltaInputs,
     DeltaSpan,
     DeltaSpans,
     DeltaStates,
     DeltaWeights,
+    EntryPages,
     ExpertBiases,
     ExpertsBuilder,
     Gating,
+    HeadNorm,
     Norms,
     PagedKeys,
     PagedLatents,
     Prompts,
+    RecentTokens,
     Rotation,
     Routing,
     StreamProduct,
     add_rms_norm,
+    compressed_attend,
     delta_prefill,
     delta_step,
     float32_linear,
@@ -51,6 +56,7 @@ from quantkit_kernels import (  # noqa: E402
     prepare,
     rms_norm,
     rope,
+    rotate_heads,
     route,
     silu_and_mul,
     weigh_streams,
@@ -213,6 +219,8 @@ def card(request, monkeypatch):
         "rows",
         "launch",
         "wgmma",
+        "streams",
+        "compressed",
     )
     for module in (*modules, "attention.decode", "attention.heads", "attention.wgmma"):
         found = __import__(f"quantkit_kernels.triton.{module}", fromlist=["x"])
@@ -328,6 +336,27 @@ def residual_streams(tokens):
     yield "merge_streams", lambda: merge_streams(streams, end, gain, 1e-6, backend="triton")
 
 
+def windows(tokens):
+    """DeepSeek-V4-Flash's: without entries, with all, with those chosen."""
+    q, ints = zeros(tokens, 64, 512), torch.int64
+    positions, sinks = zeros(tokens, dtype=ints), zeros(64, dtype=torch.float32)
+    recent = RecentTokens(zeros(256, 512), positions, 129, 128)
+    table, counts = zeros(tokens, 128, dtype=torch.int32), zeros(tokens, dtype=torch.int32)
+    rows = ChosenEntries(zeros(tokens, 512, dtype=torch.int32), counts)
+    for rate, chosen in ((0, None), (128, None), (4, rows)):
+        pages = EntryPages(zeros(64, 512), table, 64, rate) if rate else None
+        yield (
+            "compressed_attend",
+            partial(
+                compressed_attend, q, positions, recent, pages, chosen, sinks, scale=1.0,
+                backend="triton",
+            ),
+        )  # fmt: skip
+    norm, rotation = HeadNorm(None, 1e-6), angles(tokens, 64)
+    yield "rotate_heads", lambda: rotate_heads(q, rotation, norm, backend="triton")
+    yield "rotate_heads", lambda: rotate_heads(q, rotation, back=True, backend="triton")
+
+
 def operators():
     """Every operator, at R1's sizes and at those of models with grouped queries."""
     yield "experts_dense", lambda: experts("dense")
@@ -431,6 +460,8 @@ def operators():
         yield "delta_prefill", partial(linear_attention, by_channel, True)
     for tokens in (1, 128):
         yield from residual_streams(tokens)
+    for tokens in (1, 512):
+        yield from windows(tokens)
     whole = Prompts.of([(0, 64)], zeros(1, 1, dtype=ints))
     yield (
         "mla_prefill",

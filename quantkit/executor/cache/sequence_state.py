@@ -61,17 +61,25 @@ class RotatingCache:
         ends[which], ends[1 - which] = start, stop
         return tokens
 
-    def rows(self, number: int, places: Tensor, positions: Tensor, x: Tensor, reach: int) -> Tensor:
+    def step(
+        self, number: int, places: Tensor, positions: Tensor, x: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
         """Store x [B, W] of tokens at positions int64 [B] of the sequences at places [B]; rows of
-        one sequence have rising positions -> [B, reach, W]: of the tokens up to each."""
+        one sequence have rising positions -> all rings [S, W]; where each row's begins, int64 [B];
+        and their length."""
         ring, ends = self._rings[number], self._ends[number]
         which, length = (ends[1, places] > ends[0, places]).long(), ring.shape[2]
         ring[which, places, positions % length] = x.to(ring.dtype)
         ends[which, places] = positions + 1
         # A tensor, because captures do not take numbers of the host.
         ends[1 - which, places] = torch.full_like(positions, -1)
+        return ring.flatten(0, 2), (which * ring.shape[1] + places) * length, length
+
+    def rows(self, number: int, places: Tensor, positions: Tensor, x: Tensor, reach: int) -> Tensor:
+        """As `step` -> [B, reach, W]: of the tokens up to each."""
+        ring, first, length = self.step(number, places, positions, x)
         at = positions[:, None] - torch.arange(reach - 1, -1, -1, device=self._device)
-        return ring[which[:, None], places[:, None], at % length].to(x.dtype)
+        return ring[first[:, None] + at % length].to(x.dtype)
 
     def _span(self, first: int, last: int) -> Tensor:
         return torch.arange(first, last, device=self._device)

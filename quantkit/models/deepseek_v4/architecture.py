@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
-from quantkit_kernels import Gating, Routing, float32_linear, rms_norm
+from quantkit_kernels import (
+    Gating,
+    HeadNorm,
+    Rotation,
+    Routing,
+    float32_linear,
+    rms_norm,
+    rotate_heads,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -24,8 +32,6 @@ from quantkit.models.compressed_attention import (
     CompressedAttention,
     CompressedInputs,
     Pooling,
-    indexer_weights,
-    rotate_last,
 )
 from quantkit.models.config import (
     DECIDED,
@@ -336,9 +342,11 @@ class Attention:
         names = [f"{one}.{name}" for one in compressors for name in ("wkv", "wgate")]
         self.raw = torch.cat([weights.dequantized(name) for name in names]) if names else None
         self.index_q = weights.dequantized(f"{a}.indexer.wq_b") if selects else None
-        self.index_gate = (
-            weights.tensor(f"{a}.indexer.weights_proj.weight").float() if selects else None
-        )
+        self.index_gate = None
+        if selects:  # with every constant factor of the scores
+            factor = (config.index_n_heads * config.index_head_dim) ** -0.5
+            gate = weights.tensor(f"{a}.indexer.weights_proj.weight")
+            self.index_gate = gate.float() * factor
         own, index = (*pools, None, None)[:2]
         self.attention = CompressedAttention(
             config.sliding_window,
@@ -356,32 +364,28 @@ class Attention:
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
-        c, positions = self.config, context.positions
-        attended = context.attend_compressed(self.layer, self._inputs(x, positions), self.attention)
-        back = rotate_last(attended, self.rope, positions, back=True).flatten(1)
+        rotation = context.rotation(self.rope)
+        inputs = self._inputs(x, rotation)
+        attended = context.attend_compressed(self.layer, inputs, self.attention)
+        back = rotate_heads(attended, rotation, back=True).flatten(1)
         groups = back.unflatten(-1, (-1, self.o_a.shape[1])).transpose(0, 1)
-        low = groups @ self.o_a.unflatten(0, (-1, c.o_lora_rank)).mT
+        low = groups @ self.o_a.unflatten(0, (-1, self.config.o_lora_rank)).mT
         return self.o_b(low.transpose(0, 1).flatten(1))
 
-    def _inputs(self, x: Tensor, positions: Tensor) -> CompressedInputs:
-        c = self.config
+    def _inputs(self, x: Tensor, rotation: Rotation) -> CompressedInputs:
+        c, eps = self.config, self.config.rms_norm_eps
         low, kv = self.qkv_a(x).split([c.q_lora_rank, c.head_dim], dim=-1)
-        q_a = rms_norm(low, self.gains[0], c.rms_norm_eps)
+        q_a = rms_norm(low, self.gains[0], eps)
         q = self.q_b(q_a).unflatten(-1, (-1, c.head_dim))
-        q = q * torch.rsqrt(q.float().square().mean(-1, keepdim=True) + c.rms_norm_eps).to(q.dtype)
-        kv = rotate_last(
-            rms_norm(kv, self.gains[1], c.rms_norm_eps)[:, None], self.rope, positions
-        )[:, 0]
+        q = rotate_heads(q, rotation, HeadNorm(None, eps))
+        kv = rotate_heads(kv[:, None], rotation, HeadNorm(self.gains[1], eps))[:, 0]
         raw = x[:, :0] if self.raw is None else F.linear(x, self.raw)
         index_q, counts = x.new_zeros(len(x), 0, c.index_head_dim), x.new_zeros(len(x), 0)
         if self.index_q is not None and self.index_gate is not None:
-            index_q = rotate_last(
-                F.linear(q_a, self.index_q).unflatten(-1, (c.index_n_heads, -1)),
-                self.rope,
-                positions,
-            )
-            counts = indexer_weights(x, self.index_gate, c.index_n_heads, c.index_head_dim)
-        return CompressedInputs(rotate_last(q, self.rope, positions), kv, raw, index_q, counts)
+            queries = F.linear(q_a, self.index_q).unflatten(-1, (c.index_n_heads, -1))
+            index_q = rotate_heads(queries, rotation)
+            counts = float32_linear(x, self.index_gate)
+        return CompressedInputs(q, kv, raw, index_q, counts)
 
 
 class MixtureV4(MoeMlp):

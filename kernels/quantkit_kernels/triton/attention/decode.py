@@ -129,7 +129,7 @@ def _attend(
 ) -> Tensor:
     """q [rows, heads, D], its last dimension without gaps -> [rows, heads, D]. block: heads of a
     program; cut: if not the card's."""
-    from quantkit_kernels.triton.attention.decode_kernel import attend_cached, merge
+    from quantkit_kernels.triton.attention.decode_kernel import attend_cached
 
     (rows, heads, width), keys = q.shape, cached.keys
     page, kv_heads = keys.shape[1:3]
@@ -170,23 +170,24 @@ def _attend(
         STAGES=cut.stages, num_warps=cut.warps, **how,
     )  # fmt: skip
     if splits > 1:
-        shares = power_of_two(splits)
-        at_once, columns = (
-            (_LATENT_AT_ONCE, _LATENT_COLUMNS)
-            if rotary and shares >= _SHARES
-            else (_AT_ONCE, _COLUMNS)
-        )
-        columns = min(columns, padded)
-        grid = (rows * heads, -(-width // columns))
-        merge[grid](
-            partial,
-            found,
-            out,
-            splits,
-            D=width,
-            COLUMNS=columns,
-            SPLITS=shares,
-            AT_ONCE=min(at_once, shares),
-            **how,
-        )
+        merge_shares(partial, found, out, many=rotary > 0)
     return out
+
+
+def merge_shares(partial: Tensor, found: Tensor, out: Tensor, many: bool = True) -> None:
+    """Write to out [rows, heads, D] the attention of shares partial float32 [rows, heads, splits,
+    D], by the logarithms to base 2 of their sums [rows, heads, splits]. many: more programs where
+    there are many shares."""
+    from quantkit_kernels.triton.attention.decode_kernel import merge
+
+    (rows, heads, splits), width = found.shape, out.shape[2]
+    shares = power_of_two(splits)
+    at_once, columns = (
+        (_LATENT_AT_ONCE, _LATENT_COLUMNS) if many and shares >= _SHARES else (_AT_ONCE, _COLUMNS)
+    )
+    columns = min(columns, power_of_two(max(16, width)))
+    merge[(rows * heads, -(-width // columns))](
+        partial, found, out, splits,
+        D=width, COLUMNS=columns, SPLITS=shares, AT_ONCE=min(at_once, shares),
+        **overlapped(out.device),
+    )  # fmt: skip

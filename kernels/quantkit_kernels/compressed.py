@@ -1,0 +1,121 @@
+"""Attention over a window of recent tokens and compressed KV entries (DeepSeek-V4): keys and values
+are one vector, shared by all heads; an entry pools the vectors of `rate` tokens.
+
+Symbols: T tokens, D head_dim, R channels rotated, the last ones, E entries, r rate.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels import backends
+from quantkit_kernels.arguments import FLOAT_DTYPES, INDEX_DTYPES, check_tensor, require
+from quantkit_kernels.paged import Rotation, check_rotation
+
+
+class RecentTokens(NamedTuple):
+    """Vectors of the tokens of each window. kv float [S, D]; first int64 [T]; period: the vector at
+    position p of a token's sequence is kv[first + p % period]. window: tokens that each sees,
+    itself included."""
+
+    kv: Tensor
+    first: Tensor
+    period: int
+    window: int
+
+
+class EntryPages(NamedTuple):
+    """Compressed KV entries. kv float [rows, D]; table int [T, n], or [1, n] of one sequence:
+    blocks of block_size tokens, which have `rows_per_block` rows each. An entry lies in the
+    block of its last token."""
+
+    kv: Tensor
+    table: Tensor
+    block_size: int
+    rate: int
+
+    @property
+    def rows_per_block(self) -> int:
+        return -(-self.block_size // self.rate)
+
+    @property
+    def most(self) -> int:
+        """Entries of a row of the table."""
+        return self.table.shape[1] * self.block_size // self.rate
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """numbers int64 [T, E] of entries -> rows of kv [T, E], any for one beyond the table."""
+        block = ((numbers + 1) * self.rate - 1) // self.block_size
+        table = self.table.long().expand(len(numbers), -1)
+        blocks = table.gather(1, block.clamp(max=table.shape[1] - 1))
+        return blocks * self.rows_per_block + numbers - block * self.block_size // self.rate
+
+
+class ChosenEntries(NamedTuple):
+    """The entries that each token reads: rows int32 [T, k] of EntryPages.kv, and how many of them,
+    from the first on, int32 [T]."""
+
+    rows: Tensor
+    counts: Tensor
+
+
+class HeadNorm(NamedTuple):
+    """RMSNorm over each head's channels, with gain [D] or without."""
+
+    gain: Tensor | None
+    eps: float
+
+
+def rotate_heads(
+    x: Tensor,
+    rotation: Rotation,
+    norm: HeadNorm | None = None,
+    *,
+    back: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """x float [T, heads, D], normed where there is a norm, its last R channels rotated, or rotated
+    back. cos, sin of rotation: [T, R / 2]."""
+    check_tensor("x", x, (None, None, None), FLOAT_DTYPES)
+    rotary = check_rotation(rotation, len(x))
+    require(rotary <= x.shape[2], f"cos: {rotary} channels to rotate, x has {x.shape[2]}")
+    if norm is not None and norm.gain is not None:
+        check_tensor("norm.gain", norm.gain, (x.shape[2],), FLOAT_DTYPES)
+    found = backends.find("rotate_heads", backend, x.device)
+    result: Tensor = found.rotate_heads(x, rotation, norm, back)
+    return result
+
+
+def compressed_attend(
+    q: Tensor,
+    positions: Tensor,
+    recent: RecentTokens,
+    pages: EntryPages | None,
+    chosen: ChosenEntries | None,
+    sinks: Tensor,
+    *,
+    scale: float,
+    backend: str = "auto",
+) -> Tensor:
+    """q float [T, heads, D] of tokens at positions int64 [T], over their windows and, of pages, the
+    entries of groups that end at them or before, or the chosen ones. sinks float32 [heads]: score
+    of a virtual key without a value -> [T, heads, D]."""
+    check_tensor("q", q, (None, None, None), FLOAT_DTYPES)
+    tokens, heads, width = q.shape
+    check_tensor("positions", positions, (tokens,), (torch.int64,))
+    check_tensor("recent.kv", recent.kv, (None, width), (q.dtype,))
+    check_tensor("recent.first", recent.first, (tokens,), (torch.int64,))
+    check_tensor("sinks", sinks, (heads,), (torch.float32,))
+    if pages is not None:
+        check_tensor("pages.kv", pages.kv, (None, width), (q.dtype,))
+        check_tensor("pages.table", pages.table, (None, None), INDEX_DTYPES)
+        rows = len(pages.table)
+        require(rows in (1, tokens), f"pages.table: {rows} rows, expected 1 or {tokens}")
+    if chosen is not None:
+        require(pages is not None, "chosen: entries without pages")
+        check_tensor("chosen.rows", chosen.rows, (tokens, None), (torch.int32,))
+        check_tensor("chosen.counts", chosen.counts, (tokens,), (torch.int32,))
+    found = backends.find("compressed_attend", backend, q.device)
+    result: Tensor = found.compressed_attend(q, positions, recent, pages, chosen, sinks, scale)
+    return result

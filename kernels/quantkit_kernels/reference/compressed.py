@@ -1,0 +1,68 @@
+"""Attention over a window and compressed KV entries (quantkit_kernels/compressed.py) in plain
+torch."""
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels.compressed import ChosenEntries, EntryPages, HeadNorm, RecentTokens
+from quantkit_kernels.paged import Rotation
+from quantkit_kernels.reference.functional import rotated
+
+_READ = 1 << 24
+"""Values gathered at once."""
+
+
+def rotate_heads(x: Tensor, rotation: Rotation, norm: HeadNorm | None, back: bool) -> Tensor:
+    if norm is not None:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+        x = (wide if norm.gain is None else wide * norm.gain.float()).to(x.dtype)
+    width = 2 * rotation.cos.shape[1]
+    by = rotation._replace(sin=-rotation.sin) if back else rotation
+    return torch.cat((x[..., :-width], rotated(x[..., -width:], by)), dim=-1)
+
+
+def compressed_attend(
+    q: Tensor,
+    positions: Tensor,
+    recent: RecentTokens,
+    pages: EntryPages | None,
+    chosen: ChosenEntries | None,
+    sinks: Tensor,
+    scale: float,
+) -> Tensor:
+    count = recent.window + (
+        0 if pages is None else pages.most if chosen is None else chosen.rows.shape[1]
+    )
+    step, out = max(1, _READ // (count * max(q.shape[1:]))), []
+    back = torch.arange(recent.window - 1, -1, -1, device=q.device)
+    for first in range(0, len(q), step):
+        part = slice(first, first + step)
+        at = positions[part, None] - back
+        keys = [recent.kv[recent.first[part, None] + at % recent.period]]
+        seen = [at >= 0]
+        if pages is not None:
+            own = pages if len(pages.table) == 1 else pages._replace(table=pages.table[part])
+            rows, there = _entries(
+                positions[part], own, chosen and ChosenEntries(*(one[part] for one in chosen))
+            )
+            keys.append(pages.kv[rows])
+            seen.append(there)
+        mask = torch.cat(seen, dim=1)
+        # A row that was never written may hold NaN, which a weight of 0 would not remove.
+        read = torch.cat(keys, dim=1).float().masked_fill_(~mask[..., None], 0.0)
+        scores = (q[part].float() @ read.mT * scale).masked_fill(~mask[:, None], -torch.inf)
+        sunk = torch.cat((scores, sinks.expand(len(scores), -1)[..., None]), dim=-1)
+        out.append((sunk.softmax(dim=-1)[..., :-1] @ read).to(q.dtype))
+    return torch.cat(out) if out else q
+
+
+def _entries(
+    positions: Tensor, pages: EntryPages, chosen: ChosenEntries | None
+) -> tuple[Tensor, Tensor]:
+    """Rows int64 [T, E] of pages.kv, and which of them each token reads."""
+    if chosen is not None:
+        number = torch.arange(chosen.rows.shape[1], device=positions.device)
+        return chosen.rows.long(), number < chosen.counts[:, None]
+    number = torch.arange(pages.most, device=positions.device).expand(len(positions), -1)
+    return pages.rows(number), number < (positions[:, None] + 1) // pages.rate

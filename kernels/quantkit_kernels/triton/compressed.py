@@ -1,0 +1,99 @@
+"""Launches of attention over a window and compressed KV entries. What the kernels cannot take,
+float32 queries above all, the reference computes."""
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels import reference
+from quantkit_kernels.compressed import ChosenEntries, EntryPages, HeadNorm, RecentTokens
+from quantkit_kernels.paged import Rotation
+from quantkit_kernels.triton.attention.decode import merge_shares
+from quantkit_kernels.triton.cards import (
+    architecture,
+    decode_cut,
+    multiprocessors,
+    overlapped,
+    shared_bytes,
+)
+from quantkit_kernels.triton.rows import power_of_two
+
+_LOG2E = 1.4426950408889634
+_HALF = (torch.bfloat16, torch.float16)
+_TURNED = 2048
+"""Numbers that a program rotates."""
+_HEADS, _FEW_HEADS, _MOST_KEYS, _MOST_SPLITS = 64, 16, 32, 32
+"""Heads of a program, where there are tokens for all multiprocessors and where not; keys that it
+takes at a time, and programs that share those of a token."""
+
+
+def rotate_heads(x: Tensor, rotation: Rotation, norm: HeadNorm | None, back: bool) -> Tensor:
+    from quantkit_kernels.triton.compressed_kernel import rotate_heads as kernel
+
+    tokens, heads, width = x.shape
+    if x.numel() == 0:
+        return x
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    y = torch.empty(tokens, heads, width, dtype=x.dtype, device=x.device)
+    padded = power_of_two(width)
+    block = min(power_of_two(heads), max(1, _TURNED // padded))
+    gain = None if norm is None else norm.gain
+    kernel[(tokens, -(-heads // block))](
+        x, x if gain is None else gain.contiguous(), rotation.cos.contiguous(),
+        rotation.sin.contiguous(), y, heads, x.stride(0), x.stride(1),
+        0.0 if norm is None else norm.eps,
+        D=width, R=2 * rotation.cos.shape[1], WIDTH=padded, HEADS=block, NORMED=norm is not None,
+        GAINED=gain is not None, BACK=back, INTERLEAVED=rotation.interleaved,
+        **overlapped(x.device),
+    )  # fmt: skip
+    return y
+
+
+def compressed_attend(
+    q: Tensor,
+    positions: Tensor,
+    recent: RecentTokens,
+    pages: EntryPages | None,
+    chosen: ChosenEntries | None,
+    sinks: Tensor,
+    scale: float,
+) -> Tensor:
+    from quantkit_kernels.triton.compressed_kernel import compressed_attend as kernel
+
+    (tokens, heads, width), padded = q.shape, max(16, power_of_two(q.shape[2]))
+    if q.dtype not in _HALF or padded > 512 or q.numel() == 0:
+        return reference.compressed_attend(q, positions, recent, pages, chosen, sinks, scale)
+    device, q = q.device, q if q.stride(-1) == 1 else q.contiguous()
+    processors, kv = multiprocessors(device), recent.kv.contiguous()
+    rate, most = 0, recent.window
+    entries, table, rows, counts = kv, positions, positions, positions
+    if pages is not None:
+        rate, entries, table = pages.rate, pages.kv.contiguous(), pages.table.contiguous()
+        most += pages.most
+    if chosen is not None:
+        rows, counts = chosen.rows.contiguous(), chosen.counts.contiguous()
+        most = recent.window + rows.shape[1]
+    roomy = shared_bytes(architecture(device)) >= 4 * _HEADS * padded
+    many = tokens >= processors and heads > _FEW_HEADS and roomy
+    block = _HEADS if many else _FEW_HEADS
+    cut, head_blocks = decode_cut(device, block, padded, latent=True), -(-heads // block)
+    step = min(cut.tokens, _MOST_KEYS)
+    splits = min(2 * processors // (tokens * head_blocks), -(-most // step), _MOST_SPLITS)
+    splits = max(1, splits)
+    out = torch.empty(tokens, heads, width, dtype=q.dtype, device=device)
+    partial, found = out, sinks
+    if splits > 1:
+        partial = torch.empty(tokens, heads, splits, width, dtype=torch.float32, device=device)
+        found = torch.empty(tokens, heads, splits, dtype=torch.float32, device=device)
+    kernel[(tokens, head_blocks, splits)](
+        q, positions.contiguous(), kv, recent.first.contiguous(), entries, table, rows, counts,
+        sinks, partial, found, q.stride(0), q.stride(1), heads, recent.period, recent.window,
+        table.shape[-1] if pages is not None and len(table) > 1 else 0, rows.shape[-1], splits,
+        scale * _LOG2E,
+        HEADS=block, D=width, D_PADDED=padded, TOKENS=step, RATE=rate,
+        BLOCK=1 if pages is None else pages.block_size,
+        PER_BLOCK=1 if pages is None else pages.rows_per_block, CHOSEN=chosen is not None,
+        SPLIT=splits > 1, STAGES=cut.stages, num_warps=8 if many else 4, **overlapped(device),
+    )  # fmt: skip
+    if splits > 1:
+        merge_shares(partial, found, out)
+    return out

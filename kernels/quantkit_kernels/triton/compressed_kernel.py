@@ -1,0 +1,138 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
+"""Attention over a window and compressed KV entries (quantkit_kernels/compressed.py). Arithmetic is
+float32."""
+
+import triton
+import triton.language as tl
+
+from quantkit_kernels.triton.rope_kernel import partner_of
+from quantkit_kernels.triton.weights_kernel import dot, rounded, wait_for_input
+
+
+@triton.jit
+def rotate_heads(
+    x, gain, cosines, sines, y, heads, x_token, x_head, eps,
+    D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
+    NORMED: tl.constexpr, GAINED: tl.constexpr, BACK: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program per token and HEADS heads: y contiguous, normed with NORMED, by a gain with GAINED,
+    its last R channels rotated. WIDTH: a power of two, at least D."""
+    wait_for_input(PDL)
+    TYPE: tl.constexpr = y.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    channel = tl.arange(0, WIDTH)
+    inside = (head < heads)[:, None] & (channel < D)[None, :]
+    turns = (channel >= D - R) & (channel < D)
+    partner, pair, sign = partner_of(tl.maximum(channel - (D - R), 0), R, INTERLEAVED)
+    if BACK:
+        sign = -sign
+    both = (head < heads)[:, None] & turns[None, :]
+    row = x + token * x_token + head[:, None] * x_head
+    one = tl.load(row + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(row + (D - R) + partner[None, :], mask=both, other=0.0).to(tl.float32)
+    if NORMED:
+        factor = tl.rsqrt(tl.sum(one * one, 1) / D + eps)[:, None]
+        one *= factor
+        other *= factor
+        if GAINED:
+            one *= tl.load(gain + channel, mask=channel < D, other=0.0).to(tl.float32)[None, :]
+            gains = tl.load(gain + (D - R) + partner, mask=turns, other=0.0).to(tl.float32)
+            other *= gains[None, :]
+        one = rounded(one, TYPE).to(tl.float32)
+        other = rounded(other, TYPE).to(tl.float32)
+    angle = token * (R // 2) + pair
+    cosine = tl.load(cosines + angle, mask=turns, other=1.0)
+    sine = tl.load(sines + angle, mask=turns, other=0.0) * sign
+    to = y + (token * heads + head[:, None]) * D + channel[None, :]
+    tl.store(to, rounded(one * cosine[None, :] + other * sine[None, :], TYPE), mask=inside)
+
+
+@triton.jit
+def add_keys(query, keys, there, scale, largest, total, sums):
+    """The state of an online softmax after keys at the pointers [TOKENS, D], those that are
+    `there`."""
+    HEADS: tl.constexpr = sums.shape[0]
+    TOKENS: tl.constexpr = keys.shape[0]
+    k = tl.load(keys, mask=there, other=0.0)
+    scores = dot(query, tl.trans(k), tl.zeros((HEADS, TOKENS), tl.float32))
+    seen = tl.max(there.to(tl.int32), 1) > 0
+    scores = tl.where(seen[None, :], scores * scale, float("-inf"))
+    top = tl.maximum(largest, tl.max(scores, 1))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    probabilities = tl.exp2(scores - base[:, None])
+    less = tl.exp2(largest - base)
+    total = total * less + tl.sum(probabilities, 1)
+    sums = dot(rounded(probabilities, k.dtype), k, sums * less[:, None])
+    return top, total, sums
+
+
+@triton.jit
+def compressed_attend(
+    q, positions, recent, firsts, kv, table, rows, counts, sinks, out, found, q_token, q_head,
+    heads, period, window, table_row, chosen_row, splits, scale,
+    HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, TOKENS: tl.constexpr,
+    RATE: tl.constexpr, BLOCK: tl.constexpr, PER_BLOCK: tl.constexpr, CHOSEN: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program per token, HEADS heads and share of what it sees: blocks of TOKENS tokens of its
+    window, then of its entries. RATE 0: no entries. scale: times log2(e).
+
+    out [T, heads, D]; or with SPLIT float32 [T, heads, splits, D], and found [T, heads, splits],
+    the logarithm to base 2 of each share's sum.
+    """
+    wait_for_input(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column, step = tl.arange(0, D_PADDED), tl.arange(0, TOKENS)
+    asked, whole = (head < heads)[:, None], (column < D)[None, :]
+    position = tl.load(positions + token)
+    query = tl.load(
+        q + token * q_token + head[:, None] * q_head + column[None, :], mask=asked & whole,
+        other=0.0,
+    )  # fmt: skip
+    low = tl.maximum(position - window + 1, 0)
+    recent_tiles = tl.cdiv(position - low + 1, TOKENS).to(tl.int32)
+    tiles = recent_tiles
+    if RATE > 0:
+        count = (position + 1) // RATE
+        if CHOSEN:
+            count = tl.load(counts + token).to(tl.int64)
+        tiles += tl.cdiv(count, TOKENS).to(tl.int32)
+    per = tl.cdiv(tiles, splits)
+    part = tl.program_id(2)
+    begin, end = part * per, tl.minimum(part * per + per, tiles)
+    # One more key, in the first share.
+    first = (head < heads) & (part == 0)
+    largest = tl.load(sinks + head, mask=first, other=float("-inf")) * 1.4426950408889634
+    total = tl.where(first, 1.0, 0.0)
+    sums = tl.zeros((HEADS, D_PADDED), tl.float32)
+    recent += tl.load(firsts + token) * D
+    for tile in tl.range(begin, tl.minimum(end, recent_tiles), num_stages=STAGES):
+        at = low + tile * TOKENS + step
+        keys = recent + (at % period)[:, None] * D + column[None, :]
+        there = (at <= position)[:, None] & whole
+        largest, total, sums = add_keys(query, keys, there, scale, largest, total, sums)
+    if RATE > 0:
+        for tile in tl.range(tl.maximum(begin, recent_tiles), end, num_stages=STAGES):
+            number = (tile - recent_tiles) * TOKENS + step
+            inside = number < count
+            if CHOSEN:
+                place = tl.load(rows + token * chosen_row + number, mask=inside, other=0)
+                place = place.to(tl.int64)
+            else:
+                block = ((number + 1) * RATE - 1) // BLOCK
+                place = tl.load(table + token * table_row + block, mask=inside, other=0)
+                place = place.to(tl.int64) * PER_BLOCK + number - block * BLOCK // RATE
+            keys = kv + place[:, None] * D + column[None, :]
+            there = inside[:, None] & whole
+            largest, total, sums = add_keys(query, keys, there, scale, largest, total, sums)
+    result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    to = (token * heads + head) * splits + part
+    tl.store(
+        out + to[:, None] * D + column[None, :], rounded(result, out.dtype.element_ty),
+        mask=asked & whole,
+    )  # fmt: skip
+    if SPLIT:
+        tl.store(found + to, largest + tl.log2(total), mask=head < heads)

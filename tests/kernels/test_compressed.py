@@ -1,0 +1,120 @@
+"""Attention over windows and compressed entries of every backend against float64."""
+
+import pytest
+import torch
+from kernel_backends import backends_of, device_of
+from quantkit_kernels import (
+    ChosenEntries,
+    EntryPages,
+    HeadNorm,
+    RecentTokens,
+    Rotation,
+    compressed_attend,
+    rotate_heads,
+)
+from quantkit_kernels.samples import TOLERANCE, distance
+
+
+@pytest.mark.parametrize(("backend", "dtype"), backends_of("rotate_heads"))
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("norm", ["none", "plain", "gain"])
+def test_rotated_heads(backend, dtype, norm, interleaved):
+    """A view of a linear's output; there and back it is the same."""
+    device, (tokens, heads, width, rotary) = device_of(backend), (3, 5, 72, 16)
+    x = torch.randn(tokens, heads, width + 8, device=device).to(dtype)[..., 8:]
+    angles = torch.randn(tokens, rotary // 2, device=device)
+    rotation = Rotation(angles.cos(), angles.sin(), interleaved)
+    gain = torch.randn(width, device=device).to(dtype)
+    normed = {"none": None, "plain": HeadNorm(None, 1e-5), "gain": HeadNorm(gain, 1e-5)}[norm]
+    exact = x.double()
+    if normed is not None:
+        exact = exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        exact = exact * (1.0 if normed.gain is None else gain.double())
+    last = exact[..., -rotary:].clone()
+    pairs = last.unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    one, other = pairs.unbind(-1 if interleaved else -2)
+    cos, sin = (side.double()[:, None] for side in rotation[:2])
+    turned = torch.stack(
+        (one * cos - other * sin, one * sin + other * cos), -1 if interleaved else -2
+    )
+    exact[..., -rotary:] = turned.flatten(-2)
+    found = rotate_heads(x, rotation, normed, backend=backend)
+    assert distance(found, exact) < TOLERANCE[dtype]
+    if normed is None:
+        assert (
+            distance(rotate_heads(found, rotation, back=True, backend=backend), x)
+            < (TOLERANCE[dtype])
+        )
+
+
+WINDOW, PERIOD, BLOCK = 12, 17, 8
+
+
+@pytest.mark.parametrize(("backend", "dtype"), backends_of("compressed_attend"))
+@pytest.mark.parametrize(
+    ("heads", "width", "rate", "few"),
+    [(4, 40, 0, False), (20, 64, 4, False), (3, 16, 4, True), (2, 32, 24, False), (5, 32, 3, True)],
+)
+def test_attention(backend, dtype, heads, width, rate, few, poisoned_memory):
+    """Tokens near the start and far from it, over rings and tables of their own; with and without a
+    choice among the entries. What a token does not see is NaN."""
+    device = device_of(backend)
+    positions = torch.tensor([0, 3, 11, 40, 95], device=device)
+    tokens, most = len(positions), 96
+
+    def random(*shape):
+        return torch.randn(*shape, device=device).to(dtype)
+
+    whole, sinks = random(tokens, most, width), torch.randn(heads, device=device)
+    q = random(tokens, heads, width + 4)[..., :width]
+    ring = torch.full((tokens * PERIOD, width), torch.nan, device=device).to(dtype)
+    first = torch.arange(tokens, device=device) * PERIOD
+    for token, position in enumerate(positions.tolist()):
+        for at in range(max(0, position - WINDOW + 1), position + 1):
+            ring[token * PERIOD + at % PERIOD] = whole[token, at]
+    recent, pages, chosen = RecentTokens(ring, first, PERIOD, WINDOW), None, None
+    numbers = [torch.arange(0)] * tokens
+    if rate:
+        blocks = most // BLOCK
+        table = torch.randperm(tokens * blocks, device=device).view(tokens, blocks).int()
+        per = -(-BLOCK // rate)
+        rows = torch.full((tokens * blocks * per, width), torch.nan, device=device).to(dtype)
+        entries = random(tokens, most // rate, width)
+        places = torch.zeros(tokens, most // rate, dtype=torch.int32)
+        for token, position in enumerate(positions.tolist()):
+            for number in range((position + 1) // rate):
+                last = (number + 1) * rate - 1
+                inside = number - last // BLOCK * BLOCK // rate
+                places[token, number] = int(table[token, last // BLOCK]) * per + inside
+                rows[places[token, number]] = entries[token, number]
+        pages = EntryPages(rows, table, BLOCK, rate)
+        numbers = [torch.arange((position + 1) // rate) for position in positions.tolist()]
+        if few:
+            numbers = [one[torch.randperm(len(one))[:5]] for one in numbers]
+            chosen = ChosenEntries(
+                torch.zeros(tokens, 5, dtype=torch.int32, device=device),
+                torch.tensor([len(one) for one in numbers], dtype=torch.int32, device=device),
+            )
+            for token, own in enumerate(numbers):
+                chosen.rows[token, : len(own)] = places[token, own].to(device)
+    exact = []
+    for token, position in enumerate(positions.tolist()):
+        keys = whole[token, max(0, position - WINDOW + 1) : position + 1]
+        if rate:
+            keys = torch.cat((keys, entries[token, numbers[token].to(device)]))
+        scores = q[token].double() @ keys.double().T * 0.3
+        shares = torch.cat((scores, sinks.double()[:, None]), 1).softmax(1)[:, :-1]
+        exact.append(shares @ keys.double())
+    found = compressed_attend(
+        q, positions, recent, pages, chosen, sinks, scale=0.3, backend=backend
+    )
+    assert distance(found, torch.stack(exact)) < TOLERANCE[dtype]
+    # A token alone, whose attention many programs share.
+    one = slice(-1, None)
+    recent = recent._replace(first=first[one])
+    pages = pages and pages._replace(table=pages.table[one])
+    chosen = chosen and ChosenEntries(*(side[one] for side in chosen))
+    alone = compressed_attend(
+        q[one], positions[one], recent, pages, chosen, sinks, scale=0.3, backend=backend
+    )
+    assert distance(alone, exact[-1][None]) < TOLERANCE[dtype]
