@@ -89,7 +89,7 @@ from quantkit_kernels.prompts import (
     gqa_prefill,
     mla_prefill,
 )
-from quantkit_kernels.routing import Routing, moe_gate, route
+from quantkit_kernels.routing import Routing, moe_gate, route, route_chosen
 from quantkit_kernels.self_check import Measurement, check
 from quantkit_kernels.streams import (
     MixingWeights,
@@ -202,6 +202,7 @@ __all__ = [
     "rotate_heads",
     "round_to_nvfp4",
     "route",
+    "route_chosen",
     "silu_and_mul",
     "stack",
     "table",

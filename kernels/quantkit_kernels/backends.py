@@ -26,6 +26,7 @@ OPERATORS = (
     "silu_and_mul",
     "gate_and_mul",
     "route",
+    "route_chosen",
     "moe_gate",
     "rope",
     "likeliest",

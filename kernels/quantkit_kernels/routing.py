@@ -8,7 +8,7 @@ from torch import Tensor
 from quantkit_kernels import backends
 from quantkit_kernels.arguments import FLOAT_DTYPES, check_tensor, require
 
-SCORINGS = ("sigmoid", "softmax")
+SCORINGS = ("sigmoid", "softmax", "sqrtsoftplus")
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Routing:
     """How a token chooses its experts. The names are those of DeepSeek's config.json; Mixtral's and
     Qwen3-MoE's routers fit as well.
 
-    The score of an expert is the sigmoid of its logit, or the softmax over all experts. Experts
+    The score of an expert is the sigmoid of its logit, the square root of its softplus, or the
+    softmax over all experts. Experts
     come in n_group groups of n_routed_experts / n_group. A group's score is the sum of its best two
     experts' scores; only the best topk_group groups stay, and among their experts the best
     num_experts_per_tok are chosen. An expert's weight is its score, divided by the sum of the
@@ -47,6 +48,12 @@ class Routing:
         """Logits of a token: of the routed experts, then of the gate."""
         return self.n_routed_experts + self.joined_gate
 
+    @property
+    def is_common(self) -> bool:
+        """Whether every backend's `route` follows this rule; others than the reference and Triton
+        leave them another one."""
+        return self.scoring_func != "sqrtsoftplus" and not self.joined_gate
+
 
 def route(
     logits: Tensor, bias: Tensor | None, routing: Routing, *, backend: str = "auto"
@@ -62,6 +69,17 @@ def route(
     _check(routing, bias)
     ids, weights = backends.find("route", backend, logits.device).route(logits, bias, routing)
     return ids, weights
+
+
+def route_chosen(logits: Tensor, ids: Tensor, routing: Routing, *, backend: str = "auto") -> Tensor:
+    """Weights float32 [T, k] of experts that were chosen otherwise, ids int64 [T, k], with logits
+    float [T, n_routed_experts]."""
+    check_tensor("logits", logits, (None, routing.n_routed_experts), FLOAT_DTYPES)
+    _check(routing, None)
+    check_tensor("ids", ids, (len(logits), routing.num_experts_per_tok), (torch.int64,))
+    found = backends.find("route_chosen", backend, logits.device)
+    result: Tensor = found.route_chosen(logits, ids, routing)
+    return result
 
 
 def moe_gate(

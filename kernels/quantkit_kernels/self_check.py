@@ -46,7 +46,7 @@ from quantkit_kernels.paged import (
     split_latents,
 )
 from quantkit_kernels.prolog import MlaProlog, MlaWeights, prepare_mla_prolog
-from quantkit_kernels.routing import Routing, moe_gate, route
+from quantkit_kernels.routing import Routing, moe_gate, route, route_chosen
 from quantkit_kernels.samples import (
     TOLERANCE,
     GroupedAttention,
@@ -442,6 +442,12 @@ def _small_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
     yield case("merge_streams", merged, streams, gain)
     yield case("mix_streams", mixed, streams, streams[:, 0], *weights_now)
     yield case("route", partial(route, routing=rule), logits, bias, first=1)
+    chosen = logits.topk(TOP_K).indices
+
+    def weighed_table(logits: Tensor, backend: str) -> Tensor:
+        return route_chosen(logits, chosen, rule, backend=backend)
+
+    yield case("route_chosen", weighed_table, logits)
     yield case(
         "moe_gate",
         partial(moe_gate, routing=joined),

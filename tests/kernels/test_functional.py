@@ -16,6 +16,7 @@ from quantkit_kernels import (
     moe_gate,
     rms_norm,
     route,
+    route_chosen,
     silu_and_mul,
 )
 from quantkit_kernels.backends import choose
@@ -106,7 +107,8 @@ def test_the_compiled_activation(dtype):
 
 
 def scores_of(logits, scoring):
-    return logits.double().sigmoid() if scoring == "sigmoid" else logits.double().softmax(-1)
+    root = {"sqrtsoftplus": lambda x: F.softplus(x).sqrt(), "softmax": lambda x: x.softmax(-1)}
+    return root.get(scoring, torch.sigmoid)(logits.double())
 
 
 def exact_route(choice, rule):
@@ -121,7 +123,7 @@ def exact_route(choice, rule):
     return chosen
 
 
-@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("scoring", ["sigmoid", "softmax", "sqrtsoftplus"])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("backend", backends_of("route", dtypes=False))
 def test_route(backend, biased, scoring):
@@ -134,7 +136,7 @@ def test_route(backend, biased, scoring):
         (8, 8, 1, 1),
         *((160, 6, 8, 3), (384, 8, 1, 1), (1024, 8, 1, 1)) * (backend == "cuda"),
     ):
-        logits = torch.randn(40, experts, device=device) * 2
+        logits = torch.randn(40, experts, device=device) * (6 if scoring == "sqrtsoftplus" else 2)
         # Large enough to make some choices negative.
         bias = torch.randn(experts, device=device) * 2 if biased else None
         rule = Routing(experts, top_k, True, scoring, n_group=n_group, topk_group=topk_group)
@@ -154,6 +156,10 @@ def test_route(backend, biased, scoring):
         assert distance(choice.gather(1, ids), exact) < 1e-6
         scores = scores.gather(1, ids)
         shares = scores / scores.sum(-1, keepdim=True) * 2.5
+        scaled = replace(rule, routed_scaling_factor=2.5)
+        chooser = "auto" if backend == "cuda" else backend
+        alone = route_chosen(logits, ids.contiguous(), scaled, backend=chooser)
+        assert distance(alone, shares) < 1e-5
         assert distance(weights[:, :top_k], shares) < 1e-5
         _, plain = route(logits, bias, replace(rule, norm_topk_prob=False), backend=backend)
         assert distance(plain, scores) < 1e-5

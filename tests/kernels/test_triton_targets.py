@@ -58,6 +58,7 @@ from quantkit_kernels import (  # noqa: E402
     rope,
     rotate_heads,
     route,
+    route_chosen,
     silu_and_mul,
     weigh_streams,
 )
@@ -377,6 +378,11 @@ def operators():
         lambda: route(
             zeros(8, 256, dtype=single), zeros(256, dtype=single), rule, backend="triton"
         ),
+    )
+    by_table = zeros(8, 8, dtype=ints)
+    yield (
+        "route_chosen",
+        lambda: route_chosen(zeros(8, 256, dtype=single), by_table, rule, backend="triton"),
     )
     yield (
         "moe_gate",

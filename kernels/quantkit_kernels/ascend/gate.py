@@ -21,7 +21,7 @@ def moe_gate(
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """As torch_npu's, the joined experts' columns added in one launch."""
-    if routing.joined_gate:
+    if not routing.is_common:
         return reference.route(logits, bias, routing)
     ids, weights = choose(logits, bias, routing)
     if not routing.num_joined_experts:

@@ -50,7 +50,9 @@ def unusable(
         return "mla_prepare, mla_decode and linears compute it"
     if operator == "gate_and_mul":
         return "silu_and_mul only"
-    if operator.startswith(("delta_", "compressed_", "rotate_")) or operator.endswith("_streams"):
+    if operator.startswith(("delta_", "compressed_", "rotate_", "route_")) or operator.endswith(
+        "_streams"
+    ):
         return "the Triton backend's are few launches already"
     if operator == "likeliest":
         return "the Triton backend's is two short launches already"

@@ -132,13 +132,13 @@ def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _routable(routing: Routing) -> bool:
-    """Whether a warp can choose, without a gate: a lane holds neighbouring experts, and a group is 1, 2, 4, ...
+    """Whether a warp can choose, by a common rule: a lane holds neighbouring experts, and a group is 1, 2, 4, ...
     whole lanes."""
     experts = routing.n_routed_experts
     per_lane = -(-experts // 32)
     lanes, rest = divmod(experts // routing.n_group, per_lane)
     grouped = routing.topk_group == routing.n_group or (rest == 0 and lanes & (lanes - 1) == 0)
-    return not routing.joined_gate and experts <= 512 and routing.columns <= 32 and grouped
+    return routing.is_common and experts <= 512 and routing.columns <= 32 and grouped
 
 
 def _results_and_params(

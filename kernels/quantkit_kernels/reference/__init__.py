@@ -23,6 +23,7 @@ from quantkit_kernels.reference.functional import (
     rms_norm,
     rope,
     route,
+    route_chosen,
     silu_and_mul,
 )
 from quantkit_kernels.reference.grouped import gqa_decode, gqa_prepare

@@ -46,11 +46,7 @@ def likeliest(logits: Tensor) -> Tensor:
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     gate = logits[:, routing.n_routed_experts :].float().sigmoid()
     logits = logits[:, : routing.n_routed_experts]
-    scores = (
-        logits.float().sigmoid()
-        if routing.scoring_func == "sigmoid"
-        else logits.float().softmax(dim=-1)
-    )
+    scores = _SCORES[routing.scoring_func](logits.float())
     wanted = scores if bias is None else scores + bias
     if routing.topk_group < routing.n_group:
         groups = wanted.unflatten(1, (routing.n_group, -1))
@@ -61,14 +57,29 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
         # Minus infinity, not zero: with a negative bias a kept expert may score below zero.
         wanted = groups.masked_fill(dropped.unsqueeze(-1), float("-inf")).view(wanted.shape)
     ids = wanted.topk(routing.num_experts_per_tok, dim=-1).indices
-    weights = scores.gather(1, ids)
-    if routing.norm_topk_prob:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    weights = weights * routing.routed_scaling_factor
+    weights = _weights(scores, ids, routing)
     ids, weights = with_shared(ids, weights, logits.shape[1], routing.num_joined_experts)
     if routing.joined_gate:
         weights[:, -1:] = gate
     return ids, weights
+
+
+def route_chosen(logits: Tensor, ids: Tensor, routing: Routing) -> Tensor:
+    return _weights(_SCORES[routing.scoring_func](logits.float()), ids, routing)
+
+
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda logits: logits.softmax(dim=-1),
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+}
+
+
+def _weights(scores: Tensor, ids: Tensor, routing: Routing) -> Tensor:
+    weights = scores.gather(1, ids)
+    if routing.norm_topk_prob:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights * routing.routed_scaling_factor
 
 
 def with_shared(

@@ -49,7 +49,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    if routing.joined_gate:
+    if not routing.is_common:
         return plain.route(logits, bias, routing)
     ids, weights = choose(logits, bias, routing)
     return plain.with_shared(ids, weights, logits.shape[1], routing.num_joined_experts)

@@ -36,6 +36,7 @@ from quantkit_kernels.triton.operators import (
     rms_norm,
     rope,
     route,
+    route_chosen,
     silu_and_mul,
 )
 from quantkit_kernels.triton.streams import merge_streams, mix_streams, weigh_streams

@@ -83,6 +83,24 @@ def gate_and_mul(x: Tensor, gating: Gating) -> Tensor:
     return y
 
 
+_SCORINGS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
+
+
+def route_chosen(logits: Tensor, ids: Tensor, routing: Routing) -> Tensor:
+    from quantkit_kernels.triton.route_kernel import weigh
+
+    tokens, experts, count = len(logits), routing.n_routed_experts, routing.num_experts_per_tok
+    weights = torch.empty(tokens, count, dtype=torch.float32, device=logits.device)
+    if tokens:
+        weigh[(tokens,)](
+            logits.contiguous(), ids.contiguous(), weights, experts, routing.routed_scaling_factor,
+            EXPERTS=power_of_two(experts), TOP_K=count, COLUMNS=power_of_two(count),
+            SCORING=_SCORINGS[routing.scoring_func], NORMED=routing.norm_topk_prob, num_warps=1,
+            **overlapped(logits.device),
+        )  # fmt: skip
+    return weights
+
+
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     from quantkit_kernels.triton.route_kernel import route as kernel
 
@@ -100,7 +118,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
         TOPK_GROUP=routing.topk_group if grouped else 1,
         TOP_K=routing.num_experts_per_tok, JOINED=routing.num_joined_experts,
         COLUMNS=power_of_two(columns),
-        SIGMOID=routing.scoring_func == "sigmoid", BIASED=bias is not None,
+        SCORING=_SCORINGS[routing.scoring_func], BIASED=bias is not None,
         NORMED=routing.norm_topk_prob, GATED=routing.joined_gate, num_warps=1,
         **overlapped(logits.device),
     )  # fmt: skip

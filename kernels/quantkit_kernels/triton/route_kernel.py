@@ -9,11 +9,51 @@ from quantkit_kernels.triton.weights_kernel import wait_for_input
 
 
 @triton.jit
+def scored(logit, SCORING: tl.constexpr):
+    """The experts' scores: softmax, sigmoid, or the square root of softplus."""
+    if SCORING == 1:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+    elif SCORING == 2:
+        score = tl.sqrt(softplus(logit))
+    else:
+        power = tl.exp(logit - tl.max(logit, 0))
+        score = power / tl.sum(power, 0)
+    return score
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x), as exact where x is far below 0: there it is e^x (1 - e^x / 2)."""
+    power = tl.exp(-tl.abs(x))
+    small = tl.where(power < 1e-3, power * (1.0 - 0.5 * power), tl.log(1.0 + power))
+    return tl.maximum(x, 0.0) + small
+
+
+@triton.jit
+def weigh(
+    logits, ids, weights, experts, factor,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, SCORING: tl.constexpr,
+    NORMED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Weights of experts that were chosen otherwise."""
+    wait_for_input(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    number, column = tl.arange(0, EXPERTS), tl.arange(0, COLUMNS)
+    logit = tl.load(logits + token * experts + number, mask=number < experts, other=float("-inf"))
+    score = scored(logit.to(tl.float32), SCORING)
+    chosen = tl.load(ids + token * TOP_K + column, mask=column < TOP_K, other=0).to(tl.int32)
+    weight = tl.where(column < TOP_K, tl.gather(score, chosen, 0), 0.0)
+    if NORMED:
+        weight = weight / (tl.sum(weight, 0) + 1e-20)
+    tl.store(weights + token * TOP_K + column, weight * factor, mask=column < TOP_K)
+
+
+@triton.jit
 def route(
     logits, bias, ids, weights, experts, factor,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP_K: tl.constexpr,
     JOINED: tl.constexpr, COLUMNS: tl.constexpr,
-    SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr,
+    SCORING: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """EXPERTS, COLUMNS: powers of two, at least the experts and the columns; with fewer than all
@@ -27,11 +67,7 @@ def route(
     inside = number < experts
     logits += token * (experts + GATED)
     logit = tl.load(logits + number, mask=inside, other=float("-inf")).to(tl.float32)
-    if SIGMOID:
-        score = 1.0 / (1.0 + tl.exp(-logit))
-    else:
-        power = tl.exp(logit - tl.max(logit, 0))
-        score = power / tl.sum(power, 0)
+    score = scored(logit, SCORING)
     wanted = score
     if BIASED:
         wanted += tl.load(bias + number, mask=inside, other=0.0)

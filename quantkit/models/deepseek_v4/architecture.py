@@ -21,6 +21,7 @@ from quantkit_kernels import (
     float32_linear,
     rms_norm,
     rotate_heads,
+    route_chosen,
 )
 from torch import Tensor
 from torch.nn import functional as F
@@ -45,7 +46,6 @@ from quantkit.models.context import Context
 from quantkit.models.deepseek_v4.config import (
     COMPRESSED,
     HEAVY,
-    SCORINGS,
     check_sizes,
     read_ropes,
     read_schedules,
@@ -406,15 +406,12 @@ class MixtureV4(MoeMlp):
 
     def of_tokens(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """x [T, H] of tokens with ids [T] -> [T, H], partial over ranks."""
-        scores = SCORINGS[self.routing.scoring_func](float32_linear(x, self.router))
-        if self.table is not None:
-            chosen = self.table[token_ids]
+        if self.table is None:
+            chosen, weights = self.choose(x)
         else:
-            biased = scores if self.bias is None else scores + self.bias
-            chosen = biased.topk(self.routing.num_experts_per_tok, dim=-1).indices
-        weights = scores.gather(1, chosen)
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-        routed = self.experts(x, chosen, weights * self.routing.routed_scaling_factor)
+            chosen = self.table[token_ids]
+            weights = route_chosen(float32_linear(x, self.router), chosen, self.routing)
+        routed = self.experts(x, chosen, weights)
         assert self.shared is not None, (
             "it has a gate of its own, so it is never fused with the routed ones"
         )

@@ -1,12 +1,7 @@
 """DeepSeek-V4's config.json, as the release and as transformers spell it: layer schedules, rotary
 embeddings."""
 
-from collections.abc import Callable
 from typing import Any
-
-import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from quantkit.common.errors import QuantkitError
 from quantkit.models.config import (
@@ -28,10 +23,7 @@ _HASHED, _ROUTED = "hash_moe", "moe"
 _HASH_LAYERS, _THETAS, _ROTARY_SHARE = 3, (10000.0, 160000.0), 64 / 512
 """transformers' defaults."""
 _RATES = {COMPRESSED: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
-SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
-    "sigmoid": torch.sigmoid,
-}
+SCORINGS = ("sqrtsoftplus", "sigmoid")
 _COMPUTED: dict[str, Any] = {
     "hidden_act": "silu",
     "topk_method": "noaux_tc",
