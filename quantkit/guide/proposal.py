@@ -80,13 +80,14 @@ class ExpectedLosses(Strict):
 @dataclass(frozen=True)
 class SchemeCandidate:
     """A scheme for an engine, planned over `devices` of the machine; refused: why it is not
-    possible, without a plan."""
+    possible, without a plan, and the remedy."""
 
     scheme: str
     engine: str
     devices: int = 0
     plan: Plan | None = None
     refused: str = ""
+    remedy: str = ""
 
     @property
     def fits(self) -> bool:
@@ -234,9 +235,12 @@ def choose_candidate(found: list[SchemeCandidate], box: Devices) -> tuple[Scheme
 def _none_fits(found: list[SchemeCandidate], box: Devices) -> QuantkitError:
     planned = [(one, one.plan) for one in found if one.plan is not None]
     if not planned:
+        remedies = list(dict.fromkeys(one.remedy for one in found))
         return QuantkitError(
             "; ".join(dict.fromkeys(one.refused for one in found)),
-            "choose another model, scheme, engine or other devices",
+            remedies[0]
+            if len(remedies) == 1
+            else "choose another model, scheme, engine or other devices",
         )
     smallest, plan = min(planned, key=lambda one: one[1].output_bytes_without_mtp)
     placed = plan.devices
@@ -265,8 +269,8 @@ def _candidate(
             _check_smaller(planned, engine, checkpoint, box)
             return SchemeCandidate(name, engine, devices, planned)
         except QuantkitError as error:
-            refusals.append(error.problem)
-    return SchemeCandidate(name, "", refused=refusals[0])
+            refusals.append(error)
+    return SchemeCandidate(name, "", refused=refusals[0].problem, remedy=refusals[0].remedy)
 
 
 def _engines(box: Devices, asked: str | None) -> tuple[str, ...]:

@@ -163,6 +163,17 @@ def test_an_architecture_that_nothing_serves_is_refused(tmp_path: Path) -> None:
             proposed(source, devices)
 
 
+def test_a_fault_of_the_source_keeps_its_remedy(tmp_path: Path) -> None:
+    config = make_model.tiny_config()
+    tensors = make_model.random_tensors(config)
+    del tensors["model.norm.weight"]
+    source = make_model.write_dense(tmp_path / "source", config, tensors)
+    with pytest.raises(
+        QuantkitError, match=r"lacks model\.norm\.weight; download the missing shard"
+    ):
+        proposed(source, "cpu")
+
+
 def test_engines_have_launches_and_schemes_have_expected_losses(tiny_checkpoint: Path) -> None:
     for device, engines in ENGINES.items():
         for engine in engines:
