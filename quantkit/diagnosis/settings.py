@@ -22,6 +22,7 @@ from quantkit.diagnosis.tokenizer_checks import (
     content_of,
     load_tokenizer,
     template_of,
+    vocabulary_of,
 )
 
 _ADAPTER = "adapter_config.json"
@@ -104,24 +105,10 @@ def _vocabulary(survey: Survey, findings: Findings) -> tuple[dict[str, int], dic
     """Token ids of the vocabulary, and of the added tokens. Empty without a tokenizer.json of this
     kind."""
     tokenizer = survey.settings.get("tokenizer.json", {})
-    model = tokenizer.get("model")
-    if tokenizer and not isinstance(model, dict):
-        findings.add("tokenizer-broken", "tokenizer.json", "it has no tokenizer model")
-    found = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(found, list):  # Unigram: [token, score] in order
-        vocabulary = {
-            str(entry[0]): number
-            for number, entry in enumerate(found)
-            if isinstance(entry, list) and entry
-        }
-    else:
-        vocabulary = (
-            {token: number for token, number in (found or {}).items() if type(number) is int}
-            if isinstance(found, dict)
-            else {}
-        )
-    if tokenizer and isinstance(model, dict) and not vocabulary:
-        findings.add("tokenizer-broken", "tokenizer.json", "its vocabulary is empty")
+    vocabulary = vocabulary_of(tokenizer)
+    if tokenizer and not vocabulary:
+        evidence = "it has no model, or the vocabulary of its model is empty"
+        findings.add("tokenizer-broken", "tokenizer.json", evidence)
     numbers = Counter(vocabulary.values())
     shared = [token for token, number in vocabulary.items() if numbers[number] > 1]
     if shared:
@@ -162,7 +149,9 @@ def _check_end_tokens(
     tokenizer_config = survey.settings.get("tokenizer_config.json", {})
     unknown = [
         f"{name} {token!r}"
-        for name, token in _special_tokens(tokenizer_config)
+        for name, token in _special_tokens(
+            survey.settings.get("special_tokens_map.json", {}) | tokenizer_config
+        )
         if token and tokens and token not in tokens
     ]
     if unknown:

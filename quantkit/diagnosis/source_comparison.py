@@ -17,11 +17,11 @@ from quantkit.checkpoint.remote import open_headers
 from quantkit.diagnosis.description import Description
 from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.measures import ORDERS, reordered
-from quantkit.diagnosis.sampled_rows import SampledRows, sample_unquantized_rows
-from quantkit.diagnosis.source_fit import (
+from quantkit.diagnosis.sampled_rows import (
     GRID_VALUES,
     SMALL,
     Gain,
+    SampledRows,
     SourceFit,
     are_uneven,
     column_noise,
@@ -31,6 +31,7 @@ from quantkit.diagnosis.source_fit import (
     is_on_grid,
     low_rank_fault,
     mean_log,
+    sample_unquantized_rows,
     shift_of,
     size_faults,
     spread_of,

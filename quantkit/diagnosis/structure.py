@@ -118,25 +118,25 @@ def compare(
             "all experts of a layer are in one tensor, which engines do not expect for this model",
         )
     if description.readable and description.linears:
-        linears = [row for row in structure.rows if row.role in ("linear", "kv_b")]
+        known = {row.module for row in structure.rows}
+        format = description.format
+        lists_head = format is not None and format.name in _HEADS_LISTED
+        roles = ("linear", "kv_b", *(("head",) if lists_head else ()))
         unquantized = [
             row.module
-            for row in linears
-            if row.name in survey.tensors and not description.is_quantized(row.module)
+            for row in structure.rows
+            if row.role in roles
+            and row.name in survey.tensors
+            and not description.is_quantized(row.module)
+            and not (row.mtp and row.role == "head")
         ]
-        known = {row.module for row in structure.rows}
-        if description.format is not None and description.format.name in _HEADS_LISTED:
-            unquantized += [
-                row.module
-                for row in structure.rows
-                if row.role == "head" and not row.mtp and row.name in survey.tensors
-            ]
+        others = [
+            name.removesuffix(".weight") for name in survey.tensors if has_linear_suffix(name)
+        ]
         unquantized += [
-            name.removesuffix(".weight")
-            for name in survey.tensors
-            if has_linear_suffix(name)
-            and name.removesuffix(".weight") not in known
-            and not description.is_quantized(name.removesuffix(".weight"))
+            module
+            for module in others
+            if module not in known and not description.is_quantized(module)
         ]
         compare_lists(description, unquantized, where, findings)
         _compare_routers(structure, survey, description, where, findings)
@@ -162,28 +162,13 @@ def _compare_rows(
         _report_missing(survey, structure, findings)
     wrong = []
     for row in rows:
-        linear = description.linears.get(row.module)
-        shape = (
-            linear.shape
-            if linear is not None
-            else survey.tensors[row.name].shape
-            if row.name in survey.tensors
-            else None
-        )
-        packed = (
-            description.format is None
-            and linear is None
-            and shape is not None
-            and len(shape) == 2
-            and not _is_unquantized(survey, row)
-        )
-        if (
-            shape is not None
-            and tuple(shape) != row.shape
-            and not packed
-            and row.module not in description.broken
-        ):
-            wrong.append((row, tuple(shape)))
+        held = description.linears.get(row.module) or survey.tensors.get(row.name)
+        if held is None or row.module in description.broken:
+            continue
+        shape = tuple(held.shape)
+        packed = description.format is None and survey.tensors[row.name].dtype.itemsize == 1
+        if shape != row.shape and not (packed and len(shape) == 2):
+            wrong.append((row, shape))
     if wrong:
         row, shape = wrong[0]
         evidence = f"{row.name} is {list(shape)}, and by config.json {list(row.shape)}"
@@ -191,10 +176,6 @@ def _compare_rows(
         evidence += f"; {transposed} of {len(wrong)} are transposed" if transposed else ""
         findings.add("shape-wrong", [row.name for row, _ in wrong], evidence)
     _report_unknown(survey, structure, findings)
-
-
-def _is_unquantized(survey: Survey, row: Parameter) -> bool:
-    return survey.tensors[row.name].dtype.itemsize > 1
 
 
 def _report_missing(survey: Survey, structure: Structure, findings: Findings) -> None:
@@ -409,12 +390,10 @@ def _minority(rows: Iterable[Parameter], description: Description) -> list[Param
 
 
 def is_tied(survey: Survey, structure: Structure) -> bool:
-    """Whether the head is tied to the embedding, by the table."""
-    return (
-        bool(structure.rows)
-        and not any(row.role == "head" and not row.mtp for row in structure.rows)
-        and f"{HEAD}.weight" in survey.tensors
-    )
+    """Whether a stored head is tied to the embedding, by the table or, without one, config.json."""
+    has_own = any(row.role == "head" and not row.mtp for row in structure.rows)
+    tied = not has_own if structure.rows else survey.config.get("tie_word_embeddings") is True
+    return tied and f"{HEAD}.weight" in survey.tensors
 
 
 _LARGEST_EPSILON = 0.01

@@ -356,24 +356,13 @@ def _merge_shards(
 def compare_copy_headers(survey: Survey, findings: Findings) -> None:
     """Tensors that two shards hold with different dtype or shape. transformers reads the one that
     the index names; vLLM and SGLang keep the last one they read."""
-    _report(
-        ((indexed, other) for indexed, other in survey.copies if not _same_header(indexed, other)),
-        "dtype or shape",
-        findings,
-    )
+    _report([pair for pair in survey.copies if not _same_header(*pair)], "dtype or shape", findings)
 
 
 def compare_copy_values(survey: Survey, findings: Findings) -> None:
     """Tensors that two shards hold with the same dtype and shape but different bytes."""
-    _report(
-        (
-            (indexed, other)
-            for indexed, other in survey.copies
-            if _same_header(indexed, other) and _bytes_differ(survey, indexed, other)
-        ),
-        "values",
-        findings,
-    )
+    alike = (pair for pair in survey.copies if _same_header(*pair))
+    _report([pair for pair in alike if _bytes_differ(survey, *pair)], "values", findings)
 
 
 def _same_header(indexed: TensorInfo, other: TensorInfo) -> bool:
@@ -381,10 +370,9 @@ def _same_header(indexed: TensorInfo, other: TensorInfo) -> bool:
 
 
 def _bytes_differ(survey: Survey, indexed: TensorInfo, other: TensorInfo) -> bool:
-    pairs = zip(survey.blocks(indexed), survey.blocks(other))
     return not all(
-        torch.equal(ours.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8))
-        for ours, theirs in pairs
+        torch.equal(*(part.view(-1).view(torch.uint8) for part in pair))
+        for pair in zip(survey.blocks(indexed), survey.blocks(other))
     )
 
 

@@ -3,7 +3,7 @@ token ids and decode to the same text, and conversations are rendered completely
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -34,18 +34,24 @@ def added_tokens(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
+def vocabulary_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Tokens of a tokenizer.json's model and their ids; empty if it has none of a known kind."""
+    model = tokenizer.get("model")
+    found = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(found, list):  # Unigram: [token, score] in order
+        found = {
+            str(entry[0]): number
+            for number, entry in enumerate(found)
+            if isinstance(entry, list) and entry
+        }
+    entries = found.items() if isinstance(found, dict) else ()
+    return {token: number for token, number in entries if type(number) is int}
+
+
 def token_count(survey: Survey) -> int:
     """Largest token id + 1; more than any id if tokenizer.json does not define it."""
     tokenizer = survey.settings.get("tokenizer.json", {})
-    model = tokenizer.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocabulary, list):
-        return max([len(vocabulary), *(number + 1 for number in added_tokens(tokenizer).values())])
-    numbers = (
-        [number for number in (vocabulary or {}).values() if type(number) is int]
-        if isinstance(vocabulary, dict)
-        else []
-    )
+    numbers = vocabulary_of(tokenizer).values()
     return max([*numbers, *added_tokens(tokenizer).values()]) + 1 if numbers else 1 << 40
 
 
@@ -86,6 +92,8 @@ def check_added_tokens(survey: Survey, rows: int, findings: Findings) -> None:
     outside += [
         number for number in listed if rows and number.isdecimal() and int(number[:12]) >= rows
     ]
+    processor = survey.settings.get("tokenizer.json", {}).get("post_processor")
+    outside += [str(number) for number in _put_around(processor) if rows and number >= rows]
     if outside:
         evidence = (
             f"{len(outside)} added tokens such as {outside[0]!r} have ids of {rows} and more, "
@@ -101,6 +109,21 @@ def check_added_tokens(survey: Survey, rows: int, findings: Findings) -> None:
             )
             findings.add("tokenizer-broken", "tokenizer_config.json", evidence)
             break
+
+
+def _put_around(processor: Any) -> Iterator[int]:
+    """Ids of the tokens that a post_processor of tokenizer.json puts around texts."""
+    if not isinstance(processor, dict):
+        return
+    for one in processor.get("processors") or ():
+        yield from _put_around(one)
+    entries = processor.get("special_tokens")
+    for entry in entries.values() if isinstance(entries, dict) else ():
+        ids = entry.get("ids") if isinstance(entry, dict) else None
+        yield from (number for number in ids or () if type(number) is int)
+    for key in ("sep", "cls"):  # BertProcessing: [token, id]
+        if isinstance(pair := processor.get(key), list) and type(pair[-1]) is int:
+            yield pair[-1]
 
 
 def check_truncation(survey: Survey, findings: Findings) -> None:

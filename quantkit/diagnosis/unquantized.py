@@ -14,7 +14,7 @@ from quantkit.checkpoint.formats.base import HEAD, SLIM_FILES
 from quantkit.diagnosis.description import Description
 from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.measures import LARGEST_GAIN, squares
-from quantkit.diagnosis.source_fit import is_on_grid
+from quantkit.diagnosis.sampled_rows import is_on_grid
 from quantkit.diagnosis.structure import Structure, is_tied
 from quantkit.diagnosis.survey import Survey
 from quantkit.diagnosis.tokenizer_checks import token_count
@@ -234,28 +234,25 @@ class UnquantizedCheck:
         """An MTP layer's embedding and head must equal the model's own: some engines load the copy,
         others share."""
         for role in ("embedding", "head"):
-            own = next(
-                (row.name for row in self.structure.rows if row.role == role and not row.mtp), ""
-            )
-            for copy in [row.name for row in self.structure.rows if row.role == role and row.mtp]:
-                if (
-                    own in self.digests
-                    and copy in self.digests
-                    and self._same_layout(own, copy)
-                    and self.digests[own] != self.digests[copy]
-                ):
+            rows = [row for row in self.structure.rows if row.role == role]
+            own = next((row.name for row in rows if not row.mtp), "")
+            for copy in [row.name for row in rows if row.mtp]:
+                layouts = {
+                    (self.survey.tensors[name].shape, self.survey.tensors[name].dtype)
+                    for name in (own, copy)
+                    if name in self.digests
+                }
+                both = {own, copy} <= self.digests.keys() and len(layouts) == 1
+                if both and self.digests[own] != self.digests[copy]:
                     self.findings.add(
                         "copies-differ", copy, f"it is not a copy of {own}, as it should be"
                     )
 
-    def _same_layout(self, one: str, other: str) -> bool:
-        ours, theirs = self.survey.tensors[one], self.survey.tensors[other]
-        return ours.shape == theirs.shape and ours.dtype == theirs.dtype
-
     def _check_head(self) -> None:
         """A stored head must equal the embedding if the two are tied, because engines ignore it."""
         table = next(
-            (row.name for row in self.structure.rows if row.role == "embedding" and not row.mtp), ""
+            (row.name for row in self.structure.rows if row.role == "embedding" and not row.mtp),
+            "model.embed_tokens.weight",
         )
         if not is_tied(self.survey, self.structure) or table not in self.survey.tensors:
             return
@@ -303,42 +300,21 @@ def check_activation_scales(survey: Survey, description: Description, findings: 
     block = survey.config.get("quantization_config") or {}
     if not description.linears:
         return
-    weights, inputs = _group_entries(block, "weights"), _group_entries(block, "input_activations")
-    if (
-        inputs
-        and all(one.get("dynamic") is False for one in inputs)
-        and not _has_any(survey, *_INPUT_SCALES)
-    ):
-        findings.add(
-            "part-missing",
-            "config.json",
-            "it says that input scales are static, and none is stored",
-        )
-    elif block.get("activation_scheme") == "static" and not _has_any(survey, *_INPUT_SCALES):
-        findings.add(
-            "part-missing",
-            "config.json",
-            "activation_scheme is static, and no input scale is stored",
-        )
-    if any(one.get("actorder") in ("group", True) for one in weights) and not _has_any(
-        survey, ".weight_g_idx"
-    ):
-        findings.add(
-            "part-missing",
-            "config.json",
-            "it says actorder group, and there is no weight_g_idx with the order",
-        )
+    inputs = _group_entries(block, "input_activations")
+    is_static = bool(inputs) and all(one.get("dynamic") is False for one in inputs)
+    is_static |= block.get("activation_scheme") == "static"
+    in_order = all(
+        one.get("actorder") not in ("group", True) for one in _group_entries(block, "weights")
+    )
     cache = block.get("kv_cache_scheme")
-    if (
-        isinstance(cache, dict)
-        and cache.get("dynamic") is False
-        and not _has_any(survey, ".k_scale", ".v_scale")
+    has_cache = isinstance(cache, dict) and cache.get("dynamic") is False
+    for is_said, name, evidence, endings in (
+        (is_static, "part-missing", "it says that input scales are static", _INPUT_SCALES),
+        (not in_order, "part-missing", "it says actorder group", (".weight_g_idx",)),
+        (has_cache, "cache-scales-missing", "it says static scales", (".k_scale", ".v_scale")),
     ):
-        findings.add(
-            "cache-scales-missing",
-            "config.json",
-            "kv_cache_scheme has static scales, and none is stored",
-        )
+        if is_said and not any(tensor.endswith(endings) for tensor in survey.tensors):
+            findings.add(name, "config.json", f"{evidence}, and no {endings[0][1:]} is stored")
 
 
 def _missing_input_scales(survey: Survey, description: Description) -> Iterable[str]:
@@ -389,10 +365,6 @@ def _group_entries(block: Mapping[str, Any], what: str) -> list[Mapping[str, Any
     return [one if isinstance(one, dict) else {} for one in found]
 
 
-def _has_any(survey: Survey, *endings: str) -> bool:
-    return any(name.endswith(endings) for name in survey.tensors)
-
-
 class ActivationScaleCheck:
     """Call add() for each scale, then finish(): zero and negative scales are faults."""
 
@@ -420,33 +392,20 @@ class ActivationScaleCheck:
                 "scales-absurd", self.negative, "a scale of inputs or of the cache is negative"
             )
         for kind, sizes in self.sizes.items():
-            usual = median(sizes.values())
-            far = [
-                name
-                for name, size in sizes.items()
-                if not 1 / _MAX_SCALE_RATIO < size / usual < _MAX_SCALE_RATIO
-            ]
-            if far:
-                findings.add(
-                    "scales-absurd", far, f"{sizes[far[0]] / usual:.1e} times the median of {kind}"
-                )
-            inverted = [
-                name
-                for name, size in sizes.items()
-                if name not in far and _is_inverted(size, usual)
-            ]
-            if inverted:
-                evidence = (
-                    f"it is {sizes[inverted[0]]:.3g}, and the median of {kind} {usual:.3g}: it "
-                    "is inverted"
-                )
-                findings.add("scales-absurd", inverted, evidence)
-            if kind.endswith((".k_scale", ".v_scale")) and usual > _MAX_CACHE_SCALE:
+            usual, off = median(sizes.values()), dict[str, str]()
+            for name, size in sizes.items():
+                if not 1 / _MAX_SCALE_RATIO < size / usual < _MAX_SCALE_RATIO:
+                    off[name] = f"{size / usual:.1e} times the median of {kind}"
+                elif _is_inverted(size, usual):
+                    off[name] = f"it is {size:.3g}, and the median of {kind} {usual:.3g}: inverted"
+            if not off and kind.endswith((".k_scale", ".v_scale")) and usual > _MAX_CACHE_SCALE:
                 evidence = (
                     f"the median of {kind} is {usual:.3g}: cached values would reach "
                     f"{448 * usual:.0f}; it is inverted"
                 )
-                findings.add("scales-absurd", list(sizes), evidence)
+                off = dict.fromkeys(sizes, evidence)
+            if off:
+                findings.add("scales-absurd", off, next(iter(off.values())))
 
 
 def _is_inverted(size: float, usual: float) -> bool:

@@ -16,8 +16,8 @@ from quantkit.calibrate.data import SHIPPED_TEXT
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.assets import builtin_model
 from quantkit.common.errors import QuantkitError
+from quantkit.diagnosis.corrections import missing_keys
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.diagnosis.engine_keys import missing_keys
 from quantkit.diagnosis.repair import repair
 
 CONFIG = make_model.tiny_config(num_hidden_layers=2)
