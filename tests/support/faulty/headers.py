@@ -35,6 +35,17 @@ CONFIG, SIDE = "tokenizer_config.json", "quant_model_description.json"
 EOS = "<｜end▁of▁sentence｜>"
 
 
+AROUND = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "x", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"x": {"id": "x", "ids": [128000], "tokens": ["x"]}},
+}
+
+
 def fault(finds, name, apply, suits=always, **more):
     add("headers", finds, name, apply, suits, **more)
 
@@ -674,9 +685,19 @@ for finds, name, apply in (
         file(CONFIG, extra_special_tokens=["<|nowhere|>"]),
     ),
     (
+        "tokenizer-too-large",
+        "what_is_put_around_texts_is_no_token",
+        file("tokenizer.json", post_processor=AROUND),
+    ),
+    (
         "special-token-unknown",
         "token_of_a_role_is_not_there",
         file(CONFIG, image_token={"content": "<|nowhere|>"}),
+    ),
+    (
+        "special-token-unknown",
+        "a_map_names_a_token_that_is_not_there",
+        lambda c: c.files.update({"special_tokens_map.json": b'{"cls_token": "<|nowhere|>"}'}),
     ),
     (
         "eos-outside",
