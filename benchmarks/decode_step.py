@@ -1,7 +1,7 @@
 """A captured decode step on one device, by concurrency and context, against the bytes it must read:
-one tensor-parallel rank of DeepSeek-R1, or another model whole.
+one tensor-parallel rank of DeepSeek-R1 or V3.2, or another model whole.
 
-    python benchmarks/decode_step.py [--model r1|deepseek-v4-flash|qwen3-8b|...] [--tp 4]
+    python benchmarks/decode_step.py [--model r1|deepseek-v3.2|deepseek-v4-flash|qwen3-8b|...] [--tp 4]
         [--concurrency 1,8,32] [--context 640,30000] [--prefill 128,4096] [--chunk 8192]
         [--grid int4-asym-128] [--bits 16] [--cache int8] [--backends cuda,triton] [--layers N] [--experts N] [--parts]
         [--out FILE.json]
@@ -39,6 +39,7 @@ from made_weights import (
     R1,
     SMOLLM2,
     TINY,
+    V32,
     CountedExperts,
     SyntheticWeights,
     fill_cache,
@@ -54,12 +55,21 @@ from quantkit.executor.cache.sequence_state import RecurrentStates
 from quantkit.executor.runner.decode_batch import DecodeRows
 from quantkit.executor.runner.graphs import DecodeSteps, DeviceCapture, compute
 from quantkit.executor.runner.prefill_graphs import PrefillChunk, PrefillRunner
-from quantkit.models import deepseek_v3, find_architecture, llama, qwen3, qwen3_moe, qwen3_next
+from quantkit.models import (
+    deepseek_v3,
+    deepseek_v32,
+    find_architecture,
+    llama,
+    qwen3,
+    qwen3_moe,
+    qwen3_next,
+)
 from quantkit.models.architecture import CompressedCache
 from quantkit.models.mlp import MoeMlp
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "r1": (deepseek_v3, R1),
+    "deepseek-v3.2": (deepseek_v32, V32),
     "deepseek-v4-flash": (find_architecture({"model_type": "deepseek_v4"}), DEEPSEEK_V4_FLASH),
     "qwen3-8b": (qwen3, QWEN3_8B),
     "qwen3-30b-a3b": (qwen3_moe, QWEN3_30B_A3B),
@@ -100,7 +110,7 @@ class StepBench:
             name: count for name, count in asked.items() if count
         }
         self.config: Any = architecture.Config.from_dict(fields)
-        latent = architecture is deepseek_v3
+        latent = isinstance(self.config, deepseek_v3.Config)
         rows = architecture.parameters(self.config)
         self.weights = GridWeights(
             self.config, options.tp if latent else 1, device, rows, options.bits
@@ -128,6 +138,7 @@ class StepBench:
             if codes is None
             else CacheCodes(codes, 0 if latent else self.config.cache.kv_heads),
             layer_index=net and net.attention_layer_places(self.config.num_hidden_layers),
+            index_dim=self.config.cache.index_dim if latent else 0,
             recurrent_states=net and RecurrentStates(net, max(options.concurrency), device),
             compressed_kv=compressed or None,
         )
@@ -460,7 +471,7 @@ class _Tiny(argparse.Action):
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--model", choices=MODELS, default="r1")
-    options.add_argument("--tp", type=int, default=4, help="ranks of R1, of which this is one")
+    options.add_argument("--tp", type=int, default=4, help="ranks of R1 or V3.2, of which this is one")
     options.add_argument("--concurrency", type=numbers, default=[1, 8, 32])
     options.add_argument("--context", type=numbers, default=[640])
     options.add_argument("--prefill", type=numbers, default=[128])

@@ -1,5 +1,5 @@
 """Weights of published shapes made up on the device, as one tensor-parallel rank holds them:
-DeepSeek-R1's, V4-Flash's, and Qwen3's.
+DeepSeek-R1's, V3.2's and V4-Flash's, Qwen3's, SmolLM2's.
 
 AWQ's grid: int4, groups of 128 where inputs divide so, zero points; router, norms, kv_b, eh_proj, embeddings and heads are
 not quantized. Codes and scales are random and are laid out by the kernels' own `prepare`. The
@@ -60,6 +60,11 @@ R1: dict[str, Any] = {
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
     },
+}
+V32: dict[str, Any] = R1 | {
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
 }
 TINY: dict[str, Any] = R1 | {
     "vocab_size": 512,
