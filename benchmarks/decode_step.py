@@ -471,7 +471,9 @@ class _Tiny(argparse.Action):
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--model", choices=MODELS, default="r1")
-    options.add_argument("--tp", type=int, default=4, help="ranks of R1 or V3.2, of which this is one")
+    options.add_argument(
+        "--tp", type=int, default=4, help="ranks of R1 or V3.2, of which this is one"
+    )
     options.add_argument("--concurrency", type=numbers, default=[1, 8, 32])
     options.add_argument("--context", type=numbers, default=[640])
     options.add_argument("--prefill", type=numbers, default=[128])

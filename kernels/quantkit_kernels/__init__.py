@@ -50,6 +50,7 @@ from quantkit_kernels.functional import (
 )
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.grouped import gqa_decode, gqa_prepare
+from quantkit_kernels.indexer import IndexNorm, IndexPages, TopTokens, index_prepare, index_topk
 from quantkit_kernels.linear import (
     Linear,
     prepare,
@@ -88,6 +89,7 @@ from quantkit_kernels.prompts import (
     SpansNow,
     gqa_prefill,
     mla_prefill,
+    takes_selected,
 )
 from quantkit_kernels.routing import Routing, moe_gate, route, route_chosen
 from quantkit_kernels.self_check import Measurement, check
@@ -136,6 +138,8 @@ __all__ = [
     "Fp4",
     "Gating",
     "HeadNorm",
+    "IndexNorm",
+    "IndexPages",
     "Int4",
     "Int4Int8",
     "Int8",
@@ -161,6 +165,7 @@ __all__ = [
     "Routing",
     "SpansNow",
     "StreamProduct",
+    "TopTokens",
     "UnsummedPairs",
     "Weight",
     "add_rms_norm",
@@ -179,6 +184,8 @@ __all__ = [
     "gqa_decode",
     "gqa_prefill",
     "gqa_prepare",
+    "index_prepare",
+    "index_topk",
     "likeliest",
     "merge_streams",
     "mix_streams",
@@ -206,6 +213,7 @@ __all__ = [
     "silu_and_mul",
     "stack",
     "table",
+    "takes_selected",
     "weigh_streams",
     "why_no_codes",
     "why_no_prolog",

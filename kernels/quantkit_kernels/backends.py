@@ -44,6 +44,8 @@ OPERATORS = (
     "weigh_streams",
     "merge_streams",
     "mix_streams",
+    "index_prepare",
+    "index_topk",
     "float32_linear",
 )
 BACKENDS = ("reference", "expanded", "scaled_mm", "cpu", "triton", "cuda", "ascend", "torch_npu")

@@ -15,6 +15,7 @@ from quantkit_kernels import backends
 from quantkit_kernels.arguments import FLOAT_DTYPES, check_tensor, require
 from quantkit_kernels.codes import CodedLatents, KeyValues
 from quantkit_kernels.grouped import check_cache, check_sinks
+from quantkit_kernels.indexer import TopTokens
 from quantkit_kernels.paged import Latents, Rotation, check_rotation, parts_of
 
 
@@ -174,6 +175,7 @@ def mla_prefill(
     prompts: Prompts,
     *,
     scale: float,
+    selected: TopTokens | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """MLA over cached latents that are expanded to keys and values: least arithmetic where many
@@ -181,7 +183,8 @@ def mla_prefill(
 
     q float [T, heads, N + R], its rotary part not yet rotated; kv_b of q's dtype [heads, N + V,
     kv_lora] as `mla_decode` has it; cache as in `PagedLatents`. The rotation has float32 angles [T,
-    R/2] also where the cache is in two tensors. Returns [T, heads, V] of q's dtype.
+    R/2] also where the cache is in two tensors. selected: of each token those that it attends to,
+    where `takes_selected`. Returns [T, heads, V] of q's dtype.
     """
     check_tensor("q", q, (None, None, None), FLOAT_DTYPES)
     _check_prompts(q, prompts)
@@ -201,8 +204,19 @@ def mla_prefill(
         f"cache: {width} values a token, expected {kv_b.shape[2]} and {rope_dim}",
     )
     found = backends.find("mla_prefill", backend, q.device)
-    result: Tensor = found.mla_prefill(q, kv_b, rotation, cache, prompts, scale)
+    if selected is None:
+        result: Tensor = found.mla_prefill(q, kv_b, rotation, cache, prompts, scale)
+        return result
+    require(takes_selected(q, kv_b, rope_dim, backend=backend), "selected: of no such attention")
+    result = found.mla_prefill(q, kv_b, rotation, cache, prompts, scale, selected)
     return result
+
+
+def takes_selected(q: Tensor, kv_b: Tensor, rotary: int, *, backend: str = "auto") -> bool:
+    """Whether `mla_prefill` of q and kv_b reads a selection of tokens."""
+    found = backends.find("mla_prefill", backend, q.device)
+    check = getattr(found, "takes_selected", None)
+    return check is not None and bool(check(q, kv_b, rotary))
 
 
 def _check_prompts(q: Tensor, prompts: Prompts) -> None:

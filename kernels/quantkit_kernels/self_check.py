@@ -33,6 +33,7 @@ from quantkit_kernels.delta import (
 )
 from quantkit_kernels.experts import ExpertsBuilder
 from quantkit_kernels.gating import Gating
+from quantkit_kernels.indexer import IndexNorm, IndexPages, index_prepare, index_topk
 from quantkit_kernels.linear import prepare
 from quantkit_kernels.paged import (
     Latents,
@@ -441,6 +442,32 @@ def _small_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
     yield case("weigh_streams", weighed, streams, gain, nbytes=product.fn.nbytes)
     yield case("merge_streams", merged, streams, gain)
     yield case("mix_streams", mixed, streams, streams[:, 0], *weights_now)
+    width, seen = 128, 4096
+    norm = IndexNorm(random(width, dtype=single), random(width, dtype=single), 1e-6)
+    keys, slots = random(seen // 64, 64, width), torch.arange(tokens, device=device)
+    table = torch.arange(seen // 64, device=device, dtype=torch.int32)[None]
+    angles = random(tokens, 32, dtype=single)
+
+    def prepare_index(q: Tensor, k: Tensor, *, backend: str) -> tuple[Tensor, Tensor]:
+        cache, rotation = (
+            torch.zeros_like(keys[:1]).to(q.dtype),
+            Rotation(angles.cos(), angles.sin()),
+        )
+        out = index_prepare(q, k, norm, rotation, cache, slots, backend=backend)
+        return out, cache[0, :tokens]
+
+    def select(q: Tensor, weights: Tensor, *, backend: str) -> Tensor:
+        """The scores of what is selected: tokens of nearly equal ones may change places."""
+        pages = IndexPages(keys.to(q.dtype), table)
+        found = index_topk(q, weights, pages, slots + seen - tokens, 2048, backend=backend)
+        picked = pages.keys.flatten(0, 1)[found.slots.long()].float()
+        return (weights[:, None] @ (q.float() @ picked.mT).relu_()).sort().values
+
+    yield case("index_prepare", prepare_index, random(tokens, 64, width), random(tokens, width))
+    yield case(
+        "index_topk", select, random(tokens, 64, width), random(tokens, 64, dtype=single),
+        nbytes=keys.nbytes,
+    )  # fmt: skip
     yield case("route", partial(route, routing=rule), logits, bias, first=1)
     chosen = logits.topk(TOP_K).indices
 

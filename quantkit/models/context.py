@@ -14,10 +14,13 @@ from quantkit_kernels import (
     CodeSteps,
     DeltaInputs,
     DeltaWeights,
+    IndexNorm,
     KeySteps,
     Norms,
     Rotation,
+    TopTokens,
     gqa_prepare,
+    index_prepare,
     mla_prepare,
 )
 from quantkit_kernels.codes import decode, decoded, empty_keys, empty_latents
@@ -42,10 +45,10 @@ from quantkit.models.rope import Rope
 from quantkit.models.short_conv import short_convolve
 from quantkit.models.sparse import (
     IndexerInputs,
-    Selected,
     attend_selected,
     concat_selected,
     select_topk,
+    visible_tokens,
 )
 from quantkit.models.weights import LinearOp, PrologOp
 
@@ -70,10 +73,12 @@ class Context(Protocol):
     ) -> Tensor:
         """`store_mla`, followed by `q_b` on its result."""
 
-    def select(self, layer: int, inputs: IndexerInputs, topk: int) -> None:
-        """Sparse attention, between the parts: caches the indexer's keys, and selects for each
-        token the `topk` tokens of its sequence, up to itself, with the highest scores; used by
-        `attend_mla` until the next call."""
+    def select(
+        self, layer: int, inputs: IndexerInputs, norm: IndexNorm, rope: Rope, topk: int
+    ) -> None:
+        """Sparse attention, between the parts: caches the indexer's keys, normed and rotated, and
+        selects for each token the `topk` tokens of its sequence, up to itself, with the highest
+        scores; used by `attend_mla` until the next call."""
 
     def attend_mla(
         self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0
@@ -126,7 +131,7 @@ class Positions:
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
-        self.selected: Selected | None = None
+        self.selected: TopTokens | None = None
         """The tokens selected by sparse attention; None for all."""
         self._rotations: dict[Rope, Rotation] = {}
 
@@ -216,15 +221,22 @@ class CausalContext(Positions):
     ) -> Tensor:
         return q_b(self.store_mla(layer, qkv_a, norms, rope))
 
-    def select(self, layer: int, inputs: IndexerInputs, topk: int) -> None:
+    def select(
+        self, layer: int, inputs: IndexerInputs, norm: IndexNorm, rope: Rope, topk: int
+    ) -> None:
         self.selected, parts, start = None, [], 0
         if max(self.seq_lens) <= topk:
             return
+        index = torch.empty_like(inputs.keys)
+        queries = index_prepare(
+            inputs.queries, inputs.keys, norm, self.rotation(rope), index[:, None], self.rows
+        )
         for length in self.seq_lens:
             part = slice(start, start + length)
-            own = IndexerInputs(*(side[part] for side in inputs))
-            places, counts = select_topk(own, self.positions[part], topk, own.keys, in_order=False)
-            parts.append((places + start, counts))
+            own = select_topk(
+                queries[part], inputs.weights[part], index[part], self.positions[part], topk
+            )
+            parts.append(own._replace(slots=own.slots + start))
             start += length
         self.selected = concat_selected(parts)
 
@@ -246,7 +258,7 @@ class CausalContext(Positions):
     def attend_latent_window(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
         q = self.rotate_last(attention.rope, q)
         if self.selected is not None and 0 < attention.topk < max(self.seq_lens):
-            return attend_latent_window(q, self.stored, self.selected.visible, attention)
+            return attend_latent_window(q, self.stored, visible_tokens(self.selected), attention)
         out, start = [], 0
         for length in self.seq_lens:
             slots = torch.arange(start, start + length, device=q.device)

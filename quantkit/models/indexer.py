@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-import torch
-from quantkit_kernels import float32_linear
+from quantkit_kernels import IndexNorm, float32_linear
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -62,34 +61,17 @@ class Indexer:
         self.sizes, self.layer, self.rope = sizes, layer, rope
         self.wq_b = weights.dequantized(f"{prefix}.wq_b")
         self.wk = weights.dequantized(f"{prefix}.wk")
-        self.gain = weights.tensor(f"{prefix}.k_norm.weight").float()
-        self.shift = weights.tensor(f"{prefix}.k_norm.bias").float() if sizes.centred else None
+        shift = weights.tensor(f"{prefix}.k_norm.bias").float() if sizes.centred else None
+        self.norm = IndexNorm(weights.tensor(f"{prefix}.k_norm.weight").float(), shift, _EPS)
         self.gate = weights.tensor(f"{prefix}.weights_proj.weight").float()
 
     def __call__(self, x: Tensor, q_a: Tensor, context: Context) -> None:
         """Make the context select tokens. x [T, H]: the layer's normed input; q_a [T, q_lora]: the
         normed low-rank queries."""
         heads, dim = self.sizes.heads, self.sizes.head_dim
-        queries = F.linear(q_a, self.wq_b).unflatten(-1, (heads, dim))
-        projected = F.linear(x, self.wk).float()
-        normed = (
-            F.layer_norm(projected, (dim,), self.gain, self.shift, _EPS)
-            if self.sizes.centred
-            else F.rms_norm(projected, (dim,), self.gain, _EPS)
+        inputs = IndexerInputs(
+            F.linear(q_a, self.wq_b).unflatten(-1, (heads, dim)),
+            F.linear(x, self.wk),
+            float32_linear(x, self.gate) * (heads * dim) ** -0.5,
         )
-        keys = self._rotate(normed.to(x.dtype)[:, None], context)[:, 0]
-        weights = float32_linear(x, self.gate) * (heads * dim) ** -0.5
-        context.select(
-            self.layer,
-            IndexerInputs(self._rotate(queries, context), keys, weights),
-            self.sizes.topk,
-        )
-
-    def _rotate(self, x: Tensor, context: Context) -> Tensor:
-        return torch.cat(
-            (
-                context.rotate(self.rope, x[..., : self.rope.dim].contiguous()),
-                x[..., self.rope.dim :],
-            ),
-            dim=-1,
-        )
+        context.select(self.layer, inputs, self.norm, self.rope, self.sizes.topk)

@@ -29,6 +29,8 @@ from quantkit_kernels import (  # noqa: E402
     ExpertsBuilder,
     Gating,
     HeadNorm,
+    IndexNorm,
+    IndexPages,
     Norms,
     PagedKeys,
     PagedLatents,
@@ -37,6 +39,7 @@ from quantkit_kernels import (  # noqa: E402
     Rotation,
     Routing,
     StreamProduct,
+    TopTokens,
     add_rms_norm,
     compressed_attend,
     delta_prefill,
@@ -46,6 +49,8 @@ from quantkit_kernels import (  # noqa: E402
     gqa_decode,
     gqa_prefill,
     gqa_prepare,
+    index_prepare,
+    index_topk,
     likeliest,
     merge_streams,
     mix_streams,
@@ -60,6 +65,7 @@ from quantkit_kernels import (  # noqa: E402
     route,
     route_chosen,
     silu_and_mul,
+    takes_selected,
     weigh_streams,
 )
 from quantkit_kernels.codes import empty_keys, empty_latents  # noqa: E402
@@ -215,6 +221,7 @@ def card(request, monkeypatch):
         "dense_linear",
         "experts",
         "delta",
+        "indexer",
         "dense_experts",
         "operators",
         "rows",
@@ -358,6 +365,33 @@ def windows(tokens):
     yield "rotate_heads", lambda: rotate_heads(q, rotation, back=True, backend="triton")
 
 
+def indexer(one_sequence: bool, prepare: bool = False) -> None:
+    """DeepSeek-V3.2's, over 8,192 tokens and 65,536."""
+    q, single = zeros(4, 64, 128), torch.float32
+    places, keys = zeros(4, dtype=torch.int64), zeros(2, 64, 128)
+    if prepare:
+        norm = IndexNorm(zeros(128, dtype=single), zeros(128, dtype=single), 1e-6)
+        index_prepare(q, q[:, 0], norm, angles(4, 64), keys, places, backend="triton")
+        return
+    for blocks in (128, 1024):
+        table = zeros(1 if one_sequence else 4, blocks, dtype=torch.int32)
+        pages, weights = IndexPages(keys, table), zeros(4, 64, dtype=single)
+        index_topk(q, weights, pages, places, 2048, backend="triton")
+
+
+def selected_prompt() -> None:
+    """Attention of DeepSeek-V3.2's prompts, where it reads a selection."""
+    q, kv_b, rotation = zeros(64, 16, 192), zeros(16, 256, 512), angles(64, 64)
+    prompts = Prompts.of([(0, 64)], zeros(1, 1, dtype=torch.int32))
+    if takes_selected(q, kv_b, 64, backend="triton"):
+        places = zeros(64, 16, dtype=torch.int32)
+        selected = TopTokens(places, places, places[:, 0])
+        cache = zeros(1, 64, 576)
+        mla_prefill(
+            q, kv_b, rotation, cache, prompts, scale=1.0, selected=selected, backend="triton"
+        )
+
+
 def operators():
     """Every operator, at R1's sizes and at those of models with grouped queries."""
     yield "experts_dense", lambda: experts("dense")
@@ -468,7 +502,11 @@ def operators():
         yield from residual_streams(tokens)
     for tokens in (1, 512):
         yield from windows(tokens)
+    for one_sequence in (True, False):
+        yield "index_topk", partial(indexer, one_sequence)
+    yield "index_prepare", lambda: indexer(True, prepare=True)
     whole = Prompts.of([(0, 64)], zeros(1, 1, dtype=ints))
+    yield "mla_prefill", selected_prompt
     yield (
         "mla_prefill",
         lambda: mla_prefill(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from gluon_interpreter import Descriptor, Pointer, interpreted
-from quantkit_kernels import Prompts, Rotation, reference, triton
+from quantkit_kernels import PagedLatents, Prompts, Rotation, TopTokens, reference, triton
 from quantkit_kernels.samples import TOLERANCE, distance, grouped_attention
 from quantkit_kernels.triton.attention import prefill, wgmma
 from torch import Tensor
@@ -112,6 +112,52 @@ def test_latents_in_parts(seed, calls, monkeypatch):
     out = prefill.mla_prefill(q, kv_b, rotation, cache, prompts, scale, reference.rope)
     assert distance(out, exact.double()) < 2 * TOLERANCE[torch.float16]
     assert calls
+
+
+def test_latents_of_selected_tokens(calls, monkeypatch):
+    """Two sequences; fewer tokens than are selected, and a block of which nothing is."""
+    torch.manual_seed(1)
+    monkeypatch.setattr(prefill, "selected_bits", packed_bits)
+    nope, rotary, value, latent, heads, topk = 128, 64, 128, 40, 2, 30
+    spans, blocks = [(250, 70), (0, 140)], 24
+    tokens = sum(length for _, length in spans)
+    q = torch.randn(tokens, heads, nope + rotary).half()
+    kv_b = (torch.randn(heads, nope + value, latent) / latent**0.5).half()
+    cache, angles = (
+        torch.randn(blocks * 2, 16, latent + rotary).half(),
+        torch.rand(tokens, rotary // 2) * 6,
+    )
+    rotation = Rotation(angles.cos(), angles.sin())
+    table = torch.randperm(blocks * 2).view(2, blocks)
+    at = torch.cat([torch.arange(start, start + length) for start, length in spans])
+    chosen = torch.rand(tokens, 320)
+    chosen[:, 128:256] = 0
+    chosen.masked_fill_(torch.arange(320) > at[:, None], -1)
+    places = torch.sort(chosen.topk(topk).indices).values
+    order = torch.where(chosen.gather(1, places) < 0, 1000, places).sort().values
+    counts = (order < 1000).sum(1)
+    rows = torch.repeat_interleave(torch.arange(2), torch.tensor([70, 140]))
+    valid = order.clamp(max=319)
+    slots = table[rows].gather(1, valid // 16) * 16 + valid % 16
+    selected = TopTokens(valid.int(), slots.int(), counts.int())
+    scale = (nope + rotary) ** -0.5
+    pages = PagedLatents(cache.flatten(0, 1)[:, None].float(), slots.int(), counts.int())
+    exact = reference.mla_decode(q.float(), kv_b.float(), rotation, pages, scale)
+    out = prefill.mla_prefill(
+        q, kv_b, rotation, cache, Prompts.of(spans, table), scale, selected, reference.rope
+    )
+    assert distance(out, exact.double()) < 2 * TOLERANCE[torch.float16]
+    assert calls[0]["SELECTED"]
+
+
+def packed_bits(selected, seen):
+    """`selected_bits` without its kernel."""
+    tokens, count = selected.positions.shape
+    bits = torch.zeros(tokens, -(-seen // 128) * 4, dtype=torch.int32)
+    valid = torch.arange(count) < selected.counts[:, None]
+    places = selected.positions.long()
+    ones = torch.where(valid, 1 << (places % 32), 0).int()
+    return bits.scatter_add_(1, places // 32, ones)
 
 
 def test_prompts_that_the_kernel_does_not_take_are_the_other_ones():

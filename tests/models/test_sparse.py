@@ -22,7 +22,6 @@ from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models import deepseek_v3, find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.models.sparse import IndexerInputs, select_topk
 from quantkit.quantization.run import quantize
 
 CASES = TABLES["sparse_cases"]
@@ -81,37 +80,6 @@ def test_up_to_topk_tokens_it_is_dense_attention():
     with torch.no_grad():
         dense = model.logits(model(token_ids, CausalContext([40])))
     assert torch.equal(one.logits([40], token_ids, index_topk=40), dense)
-
-
-def test_among_equal_scores_a_token_chooses_the_same_however_long_the_text_is():
-    """Of an indexer with one head half of the scores are 0: a token that is scored beside later
-    ones, and over blocks with room behind it, chooses as it does alone."""
-    generator = torch.Generator().manual_seed(2)
-    queries, keys = (torch.randn(200, *sizes, generator=generator) for sizes in ((1, 4), (4,)))
-    inputs = IndexerInputs(queries, keys, torch.randn(200, 1, generator=generator))
-    positions = torch.arange(200)
-    places, counts = select_topk(inputs, positions, 70, keys)
-    paged, same_counts = select_topk(
-        inputs,
-        positions,
-        70,
-        torch.cat((keys, torch.zeros(56, 4))).view(4, 64, 4),
-        torch.arange(4).repeat(200, 1),
-    )
-    assert torch.equal(counts, same_counts)
-    for position in range(200):
-        part, count = slice(position, position + 1), int(counts[position])
-        (alone,), _ = select_topk(
-            IndexerInputs(*(side[part] for side in inputs)),
-            positions[part],
-            70,
-            keys[: position + 1],
-        )
-        assert (
-            {*alone[:count].tolist()}
-            == {*places[position, :count].tolist()}
-            == {*paged[position, :count].tolist()}
-        ), position
 
 
 def tiny(**changes):

@@ -15,7 +15,7 @@ import torch
 from quantkit_kernels.backends import Shape
 from quantkit_kernels.cuda.attention.gqa import gqa_decode, gqa_prepare
 from quantkit_kernels.cuda.attention.mla import mla_decode, mla_prepare, mla_queries
-from quantkit_kernels.cuda.attention.prefill import gqa_prefill, mla_prefill
+from quantkit_kernels.cuda.attention.prefill import gqa_prefill, mla_prefill, takes_selected
 from quantkit_kernels.cuda.build import why_no_library
 from quantkit_kernels.cuda.experts.experts import CudaExpertsLayout
 from quantkit_kernels.cuda.linears.linear import linear
@@ -50,9 +50,8 @@ def unusable(
         return "mla_prepare, mla_decode and linears compute it"
     if operator == "gate_and_mul":
         return "silu_and_mul only"
-    if operator.startswith(("delta_", "compressed_", "rotate_", "route_")) or operator.endswith(
-        "_streams"
-    ):
+    families = ("delta_", "index_", "compressed_", "rotate_", "route_")
+    if operator.startswith(families) or operator.endswith("_streams"):
         return "the Triton backend's are few launches already"
     if operator == "likeliest":
         return "the Triton backend's is two short launches already"

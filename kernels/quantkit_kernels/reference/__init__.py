@@ -27,6 +27,7 @@ from quantkit_kernels.reference.functional import (
     silu_and_mul,
 )
 from quantkit_kernels.reference.grouped import gqa_decode, gqa_prepare
+from quantkit_kernels.reference.indexer import index_prepare, index_topk
 from quantkit_kernels.reference.linear import linear
 from quantkit_kernels.reference.prolog import mla_prolog, prolog_refused
 from quantkit_kernels.reference.prompts import gqa_prefill, mla_prefill

@@ -96,6 +96,8 @@ def unusable(
         "_streams"
     ):
         return "no operator of torch_npu's"
+    if operator.startswith("index_"):
+        return "torch's own: CANN's lightning indexer is not called"
     if operator == "likeliest":
         return "torch's own argmax"
     if operator == "float32_linear":

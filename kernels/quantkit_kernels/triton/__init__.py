@@ -17,13 +17,14 @@ from quantkit_kernels.gating import SILU, Gating
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.triton.attention.decode import gqa_decode, mla_decode
-from quantkit_kernels.triton.attention.prefill import gqa_prefill, mla_prefill
+from quantkit_kernels.triton.attention.prefill import gqa_prefill, mla_prefill, takes_selected
 from quantkit_kernels.triton.cards import architecture, interpreted, why_no_dense
 from quantkit_kernels.triton.compressed import compressed_attend, rotate_heads
 from quantkit_kernels.triton.delta import delta_prefill, delta_step
 from quantkit_kernels.triton.dense_experts import DenseExpertsLayout
 from quantkit_kernels.triton.experts import TritonExpertsLayout
 from quantkit_kernels.triton.first_use import announce, why_not_kept, why_not_started
+from quantkit_kernels.triton.indexer import index_prepare, index_topk
 from quantkit_kernels.triton.linear import linear
 from quantkit_kernels.triton.operators import (
     add_rms_norm,

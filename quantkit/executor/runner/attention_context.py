@@ -16,6 +16,8 @@ from quantkit_kernels import (
     DeltaSpan,
     DeltaSpans,
     DeltaWeights,
+    IndexNorm,
+    IndexPages,
     Norms,
     PagedKeys,
     PagedLatents,
@@ -27,10 +29,13 @@ from quantkit_kernels import (
     gqa_decode,
     gqa_prefill,
     gqa_prepare,
+    index_prepare,
+    index_topk,
     mla_decode,
     mla_prefill,
     mla_prepare,
     mla_queries,
+    takes_selected,
 )
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -48,12 +53,15 @@ from quantkit.models.rope import Rope
 from quantkit.models.short_conv import buffer_index, short_convolve, short_convolve_step
 from quantkit.models.sparse import (
     IndexerInputs,
-    Selected,
     attend_selected,
     concat_selected,
-    select_topk,
+    visible_tokens,
 )
 from quantkit.models.weights import LinearOp, PrologOp
+
+_LONGEST_EXPANDED = 12288
+"""Tokens of a prompt up to which attention to selected ones expands all latents and masks: for 2,048
+selected ones a quarter of the arithmetic that absorbed attention to them takes."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +114,12 @@ class CachedContext(Positions):
         where = (self.cache_rotation(rope), self.cache.latents(layer), self.slots)
         return mla_queries(qkv_a, norms, *where, q_b, code_step=self.cache.latent_step(layer))
 
-    def store_index(self, layer: int, keys: Tensor) -> Tensor:
-        """Write index keys [T, D] of the new tokens -> the layer's index keys [num_blocks,
-        block_size, D]."""
-        index = self.cache.index_keys(layer)
-        index.flatten(0, 1).index_copy_(0, self.slots, keys.to(index.dtype))
-        return index
+    def prepare_index(
+        self, layer: int, inputs: IndexerInputs, norm: IndexNorm, rope: Rope
+    ) -> Tensor:
+        """Cache the index keys of the new tokens -> their queries [T, heads, D], rotated."""
+        keys, rotation = self.cache.index_keys(layer), self.rotation(rope)
+        return index_prepare(inputs.queries, inputs.keys, norm, rotation, keys, self.slots)
 
     def store_gqa(
         self, layer: int, qkv: Tensor, kv_heads: int, head_dim: int, norms: Norms | None, rope: Rope
@@ -144,26 +152,27 @@ class PromptContext(CachedContext):
         super().__init__(cache, positions, slots)
         self.prompts, self.chunks, self._delta_spans = prompts, chunks, delta_spans
 
-    def select(self, layer: int, inputs: IndexerInputs, topk: int) -> None:
+    def select(
+        self, layer: int, inputs: IndexerInputs, norm: IndexNorm, rope: Rope, topk: int
+    ) -> None:
         """As `models.context.Context.select`."""
-        index, size = self.store_index(layer, inputs.keys).flatten(0, 1), self.cache.block_size
+        queries, keys = self.prepare_index(layer, inputs, norm, rope), self.cache.index_keys(layer)
         self.selected = None
         if max(chunk.start + chunk.length for chunk in self.chunks) <= topk:
             return
         parts, row = [], 0
         for chunk in self.chunks:
-            part, at = (
-                slice(row, row + chunk.length),
-                torch.arange(chunk.start + chunk.length, device=self.cache.device),
+            part, seen = slice(row, row + chunk.length), chunk.start + chunk.length
+            table = chunk.blocks[None, : -(-seen // self.cache.block_size)]
+            parts.append(
+                index_topk(
+                    queries[part],
+                    inputs.weights[part],
+                    IndexPages(keys, table),
+                    self.positions[part],
+                    topk,
+                )
             )
-            slots = chunk.blocks[at // size] * size + at % size
-            places, counts = select_topk(
-                IndexerInputs(*(side[part] for side in inputs)),
-                self.positions[part],
-                topk,
-                index[slots],
-            )
-            parts.append((slots[places], counts))
             row += chunk.length
         self.selected = concat_selected(parts)
 
@@ -171,12 +180,12 @@ class PromptContext(CachedContext):
         self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0
     ) -> Tensor:
         """As `models.context.Context.attend_mla`."""
-        if topk and self.selected is not None:
-            return attend_selected(
-                q, kv_b, self.cache_rotation(rope), self.cache.latents(layer), self.selected, scale
-            )
+        selected, cached = self.selected if topk else None, self.cache.latents(layer)
+        longest = max(start + length for start, length in self.prompts.spans) if selected else 0
+        if selected and (longest > _LONGEST_EXPANDED or not takes_selected(q, kv_b, rope.dim)):
+            return attend_selected(q, kv_b, self.cache_rotation(rope), cached, selected, scale)
         return mla_prefill(
-            q, kv_b, self.rotation(rope), self.cache.latents(layer), self.prompts, scale=scale
+            q, kv_b, self.rotation(rope), cached, self.prompts, scale=scale, selected=selected
         )
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
@@ -214,7 +223,7 @@ class PromptContext(CachedContext):
             attention.window,
         )
         if attention.topk and self.selected is not None:
-            return attend_latent_window(q, cached, self.selected.visible, attention)
+            return attend_latent_window(q, cached, visible_tokens(self.selected), attention)
         out, row = [], 0
         for chunk in self.chunks:
             part, first = (
@@ -222,11 +231,11 @@ class PromptContext(CachedContext):
                 max(0, chunk.start - window + 1) if window else 0,
             )
             at = torch.arange(first, chunk.start + chunk.length, device=self.cache.device)
-            visible = VisibleTokens(
+            seen = VisibleTokens(
                 chunk.blocks[at // size] * size + at % size,
                 window_mask(self.positions[part], at, window),
             )
-            out.append(attend_latent_window(q[part], cached, visible, attention))
+            out.append(attend_latent_window(q[part], cached, seen, attention))
             row += chunk.length
         return torch.cat(out)
 
@@ -299,18 +308,16 @@ class DecodeContext(CachedContext):
             self.cache.latents(layer), self.block_table, self.seq_lens, self.lengths
         )
 
-    def select(self, layer: int, inputs: IndexerInputs, topk: int) -> None:
+    def select(
+        self, layer: int, inputs: IndexerInputs, norm: IndexNorm, rope: Rope, topk: int
+    ) -> None:
         """As `models.context.Context.select`. A captured step does not know which rows have more
         than `topk` tokens, so the width of the block tables decides."""
-        index, size, self.selected = (
-            self.store_index(layer, inputs.keys),
-            self.cache.block_size,
-            None,
-        )
-        if self.block_table.shape[1] * size > topk:
-            places, counts = select_topk(inputs, self.positions, topk, index, self.block_table)
-            slots = self.block_table.gather(1, places // size).long() * size + places % size
-            self.selected = Selected(slots, counts)
+        queries, keys = self.prepare_index(layer, inputs, norm, rope), self.cache.index_keys(layer)
+        self.selected = None
+        if self.block_table.shape[1] * self.cache.block_size > topk:
+            pages = IndexPages(keys, self.block_table)
+            self.selected = index_topk(queries, inputs.weights, pages, self.positions, topk)
 
     def attend_mla(
         self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0
@@ -346,13 +353,13 @@ class DecodeContext(CachedContext):
 
     def attend_latent_window(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
         """As `models.context.Context.attend_latent_window`."""
-        visible = (
-            self.selected.visible
+        seen = (
+            visible_tokens(self.selected)
             if attention.topk and self.selected is not None
             else self._last(attention.window)
         )
         return attend_latent_window(
-            self.rotate_last(attention.rope, q), self.cache.latents(layer), visible, attention
+            self.rotate_last(attention.rope, q), self.cache.latents(layer), seen, attention
         )
 
     def _last(self, window: int) -> VisibleTokens:
@@ -408,11 +415,13 @@ class MixedContext(CachedContext):
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x[: self._rows], x[self._rows :]
 
-    def select(self, layer: int, inputs: IndexerInputs, topk: int) -> None:
+    def select(
+        self, layer: int, inputs: IndexerInputs, norm: IndexNorm, rope: Rope, topk: int
+    ) -> None:
         """As `models.context.Context.select`."""
         rows, tokens = (IndexerInputs(*part) for part in zip(*map(self._split, inputs)))
-        self.decode.select(layer, rows, topk)
-        self.prompts.select(layer, tokens, topk)
+        self.decode.select(layer, rows, norm, rope, topk)
+        self.prompts.select(layer, tokens, norm, rope, topk)
 
     def attend_mla(
         self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0

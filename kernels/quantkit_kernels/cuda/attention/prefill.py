@@ -3,15 +3,22 @@
 from torch import Tensor
 
 from quantkit_kernels.cuda.operators import rope
+from quantkit_kernels.indexer import TopTokens
 from quantkit_kernels.paged import Latents, Rotation
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.triton.attention import prefill
-from quantkit_kernels.triton.attention.prefill import gqa_prefill
+from quantkit_kernels.triton.attention.prefill import gqa_prefill, takes_selected
 
-__all__ = ["gqa_prefill", "mla_prefill"]
+__all__ = ["gqa_prefill", "mla_prefill", "takes_selected"]
 
 
 def mla_prefill(
-    q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float
+    q: Tensor,
+    kv_b: Tensor,
+    rotation: Rotation,
+    cache: Latents,
+    prompts: Prompts,
+    scale: float,
+    selected: TopTokens | None = None,
 ) -> Tensor:
-    return prefill.mla_prefill(q, kv_b, rotation, cache, prompts, scale, rope)
+    return prefill.mla_prefill(q, kv_b, rotation, cache, prompts, scale, selected, rope)

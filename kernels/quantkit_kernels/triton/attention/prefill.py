@@ -10,10 +10,12 @@ from torch import Tensor
 
 from quantkit_kernels import reference
 from quantkit_kernels.codes import CodedKeys, CodedLatents, KeyValues, decode
+from quantkit_kernels.indexer import TopTokens
 from quantkit_kernels.paged import Latents, Rotation, by_slot, entries, parts_of
 from quantkit_kernels.prompts import PromptPart, Prompts
 from quantkit_kernels.triton.attention.wgmma import attend, wgmma_cut
 from quantkit_kernels.triton.cards import prefill_cut
+from quantkit_kernels.triton.indexer import selected_bits
 from quantkit_kernels.triton.operators import rope
 from quantkit_kernels.triton.rows import power_of_two
 
@@ -119,6 +121,7 @@ def mla_prefill(
     cache: Latents,
     prompts: Prompts,
     scale: float,
+    selected: TopTokens | None = None,
     rope: Rope = rope,
 ) -> Tensor:
     """rope: another backend's, where it has one."""
@@ -133,6 +136,11 @@ def mla_prefill(
     )
     if not fits or q.numel() == 0 or not all(part.is_contiguous() for part in parts_of(cache)):
         return reference.mla_prefill(q, kv_b, rotation, cache, prompts, scale)
+    words = {}
+    if selected is not None:
+        seen = max(start + length for start, length in prompts.spans)
+        bits = selected_bits(selected, seen)
+        words = {"words": bits, "word_row": bits.shape[1]}
     tokens = torch.arange(len(q), device=q.device)
     rotated = rope(q[..., nope:], tokens, *rotation)
     flat, of_head = by_slot(cache), nope + value
@@ -165,11 +173,24 @@ def mla_prefill(
             V=value,
             **rows,
             **pe,
+            **words,
             **_limits(part, lse),
         )
 
     room = _EXPANDED_BYTES // (kv_b.shape[0] * kv_b.shape[1] * q.element_size())
     return _in_parts(q, value, prompts.parts(parts_of(cache)[0].shape[1], room), attend)
+
+
+def takes_selected(q: Tensor, kv_b: Tensor, rotary: int) -> bool:
+    """Whether `mla_prefill` reads a selection: on Hopper, over keys in blocks of 128."""
+    nope = q.shape[2] - rotary
+    sizes = (nope, rotary, kv_b.shape[1] - nope)
+    if q.dtype not in _HALF or any(
+        power_of_two(one) != one or not 16 <= one <= 128 for one in sizes
+    ):
+        return False
+    cut = wgmma_cut(q.device, *sizes, 0, 0)
+    return cut is not None and cut.keys == 128
 
 
 def _in_parts(
@@ -222,10 +243,11 @@ def _launch(
     **given: Any,
 ) -> None:
     sunk = "sinks" in given
-    names = ("q_pe", "k_pe", "sinks", "lse", "table", "firsts", "lasts", "key_rows")
+    names = ("q_pe", "k_pe", "sinks", "lse", "table", "firsts", "lasts", "key_rows", "words")
     pointers = {name: given.pop(name, prompts.starts) for name in names}
     numbers = {
-        name: given.pop(name, 0) for name in ("pe_token", "k_pe_token", "table_width", "window")
+        name: given.pop(name, 0)
+        for name in ("pe_token", "k_pe_token", "table_width", "window", "word_row")
     }
     rotary, page = given.pop("R", 0), given.pop("PAGE", 0)
     padded = {
@@ -248,6 +270,8 @@ def _launch(
         attend(q, keys, values, out, prompts, scale * _LOG2E, width, by_wgmma, **launched)
         return
     from quantkit_kernels.triton.attention.prefill_kernel import attend_prompts
+
+    pointers.pop("words"), numbers.pop("word_row")  # of what `takes_selected` says alone
 
     cut = prefill_cut(q.device, padded["D_PADDED"] + rotary)
     grid = (-(-prompts.longest // cut.queries), q.shape[1], len(prompts.spans))

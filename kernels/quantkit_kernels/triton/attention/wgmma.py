@@ -82,8 +82,9 @@ def attend(
         _tiles(_rows(values), box, given["V_PADDED"]), given["sinks"], out, given["lse"], prompts.starts, prompts.seq_lens, given["table"],
         given["firsts"], given["lasts"], given["key_rows"], q.stride(0), q.stride(1), given["pe_token"], given["k_head"], given["v_head"],
         given["table_width"], heads, given["SHARED"], heads if few else min(_TOGETHER, heads), tiles, scale, given["window"],
+        given["words"], given["word_row"],
         D=width, D_PADDED=given["D_PADDED"], R=rotary, V=given["V"], V_PADDED=given["V_PADDED"], PAGE=page,
-        WINDOWED=given["window"] > 0, SUNK=given["SUNK"], BN=cut.keys, BOX=box, STAGES=cut.stages,
+        WINDOWED=given["window"] > 0, SUNK=given["SUNK"], SELECTED=given["word_row"] > 0, BN=cut.keys, BOX=box, STAGES=cut.stages,
         TURNS=cut.turns, num_warps=_WARPS,
     )  # fmt: skip
 

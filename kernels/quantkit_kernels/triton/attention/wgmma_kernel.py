@@ -142,6 +142,30 @@ def produce(
 
 
 @gluon.jit
+def keep_selected(scores, words, word_row, begin, first, new, block, SCORES: gl.constexpr):
+    """scores [HALF, 128] of a block of keys, -inf of those that a query does not attend to. A
+    thread reads all four words of its two queries; their bits lie as its scores do."""
+    BITS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1, 0], [0, 2, 0], [8, 0, 0], [0, 0, 1], [0, 0, 8], [0, 0, 16]],
+        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]],
+        [],
+        [HALF, 4, 32],
+    )
+    OF_WORD: gl.constexpr = gl.SliceLayout(2, BITS)
+    rows = gl.expand_dims(first + gl.arange(0, HALF, gl.SliceLayout(1, OF_WORD)), 1)
+    word = gl.expand_dims(block * 4 + gl.arange(0, 4, gl.SliceLayout(0, OF_WORD)), 0)
+    at = (begin + rows).to(gl.int64) * word_row + word
+    own = gl.expand_dims(gl.load(words + at, mask=rows < new, other=0), 2)
+    bit = gl.expand_dims(
+        gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(0, BITS))), 0), 0
+    )
+    chosen = ((own >> (bit & 6)) >> (bit & 25)) & 1  # the first shift is a thread's alone
+    chosen = gl.convert_layout(chosen.reshape([HALF, 128]), SCORES)
+    return gl.where(chosen != 0, scores, float("-inf"))
+
+
+@gluon.jit
 def soften(
     scores,
     largest,
@@ -188,11 +212,11 @@ def score(queries, places, place, blank, R: gl.constexpr):
 def consume(
     half, q, q_pe, queries, places, barriers, turns, sinks, out, lse, begin, new, first_token,
     past, low, high, blocks,
-    q_token, q_head, pe_token, head, heads, scale, window,
+    q_token, q_head, pe_token, head, heads, scale, window, words, word_row,
     D: gl.constexpr, D_PADDED: gl.constexpr, R: gl.constexpr, V: gl.constexpr,
     V_PADDED: gl.constexpr, PAGE: gl.constexpr,
-    WINDOWED: gl.constexpr, SUNK: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
+    WINDOWED: gl.constexpr, SUNK: gl.constexpr, SELECTED: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """The queries from first_token on, over blocks of keys from position `low` on. TURNS: the
     partitions issue their products one after the other."""
@@ -208,7 +232,9 @@ def consume(
         load_queries(queries[1], q_pe, begin, first_token, new, pe_token, head * R, R, R)
     fence_async_shared()
     # Up to here every token sees every key of a block.
-    whole = 0 if WINDOWED else gl.maximum(gl.minimum(past + first_token + 1, high) - low, 0) // BN
+    whole = gl.maximum(gl.minimum(past + first_token + 1, high) - low, 0) // BN
+    if WINDOWED or SELECTED:
+        whole = 0
     positions = past + first_token + gl.arange(0, HALF, OF_ROW)
     keys_of = low + gl.arange(0, BN, gl.SliceLayout(0, SCORES))
     largest = gl.full([HALF], float("-inf"), gl.float32, OF_ROW)
@@ -221,6 +247,8 @@ def consume(
     mbarrier.wait(k_there.index(0), 0)
     scores = warpgroup_mma_wait(num_outstanding=0, deps=(score(queries, places, 0, blank, R),))
     mbarrier.arrive(k_free.index(0), count=1)
+    if SELECTED:
+        scores = keep_selected(scores, words, word_row, begin, first_token, new, low // BN, SCORES)
     probabilities, largest, total, less = soften(
         scores, largest, total, scale, positions, keys_of, high, window, True, WINDOWED
     )
@@ -242,6 +270,10 @@ def consume(
             scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
             mbarrier.arrive(k_free.index(k_place), count=1)
             at = keys_of + block * BN
+            if SELECTED:
+                scores = keep_selected(
+                    scores, words, word_row, begin, first_token, new, low // BN + block, SCORES
+                )
             probabilities, largest, total, less = soften(
                 scores, largest, total, scale, positions, at, high, window, masked == 1, WINDOWED
             )
@@ -307,21 +339,22 @@ def finish(
     gl.store(out + to, result.to(out.dtype.element_ty), mask=inside)
 
 
-@gluon.jit(do_not_specialize=["table_width", "heads", "shared", "together", "tiles"])
+@gluon.jit(do_not_specialize=["table_width", "heads", "shared", "together", "tiles", "word_row"])
 def attend_prompts(
     q, q_pe, keys, k_pe, values, sinks, out, lse, starts, seq_lens, table, firsts, lasts, key_rows,
     q_token, q_head, pe_token, k_head, v_head, table_width, heads, shared, together, tiles, scale,
-    window,
+    window, words, word_row,
     D: gl.constexpr, D_PADDED: gl.constexpr, R: gl.constexpr, V: gl.constexpr,
     V_PADDED: gl.constexpr, PAGE: gl.constexpr,
-    WINDOWED: gl.constexpr, SUNK: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr,
+    WINDOWED: gl.constexpr, SUNK: gl.constexpr, SELECTED: gl.constexpr, BN: gl.constexpr,
+    BOX: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """A program per BM new tokens, head and sequence: of `together` heads at a time the last
     tokens, which see most, first.
 
     keys, values: descriptors of tiles [BOX, D_PADDED] and [BOX, V_PADDED] of rows of all heads;
-    k_pe of tiles [BOX, R]. The rest as of prefill_kernel.py.
+    k_pe of tiles [BOX, R]. SELECTED: each token attends to the keys whose bits are set in its
+    `words` alone (indexer.py), in blocks of 128. The rest as of prefill_kernel.py.
     """
     sequence = gl.program_id(1)
     group = gl.program_id(0) // (tiles * together)
@@ -386,16 +419,14 @@ def attend_prompts(
                 (consume, (
                     0, q, q_pe, (one, one_pe), places, barriers, turns, sinks, out, lse, begin,
                     new, first, past, low, high, blocks,
-                    q_token, q_head, pe_token, head, heads, scale, window, D, D_PADDED, R, V,
-                    V_PADDED, PAGE, WINDOWED, SUNK, BN,
-                    STAGES, TURNS,
+                    q_token, q_head, pe_token, head, heads, scale, window, words, word_row, D,
+                    D_PADDED, R, V, V_PADDED, PAGE, WINDOWED, SUNK, SELECTED, BN, STAGES, TURNS,
                 )),
                 (consume, (
                     1, q, q_pe, (other, other_pe), places, barriers, turns, sinks, out, lse, begin,
                     new, first + HALF, past, low, high,
-                    blocks, q_token, q_head, pe_token, head, heads, scale, window, D, D_PADDED, R,
-                    V, V_PADDED, PAGE, WINDOWED, SUNK,
-                    BN, STAGES, TURNS,
+                    blocks, q_token, q_head, pe_token, head, heads, scale, window, words, word_row,
+                    D, D_PADDED, R, V, V_PADDED, PAGE, WINDOWED, SUNK, SELECTED, BN, STAGES, TURNS,
                 )),
                 (produce, (
                     unseen, blocks, row, table + sequence * table_width, table_width, (keys, k_pe,

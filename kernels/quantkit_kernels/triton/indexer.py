@@ -1,0 +1,123 @@
+"""Launches of indexer_kernel.py. What the kernels cannot take, float32 queries above all, the
+reference computes."""
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels import reference
+from quantkit_kernels.indexer import IndexNorm, IndexPages, TopTokens
+from quantkit_kernels.paged import Rotation
+from quantkit_kernels.triton.cards import multiprocessors, overlapped
+from quantkit_kernels.triton.rows import power_of_two
+
+_HALF = (torch.bfloat16, torch.float16)
+_HEADS = 16
+"""That a program rotates."""
+_ROWS = 128
+"""Heads of all its tokens that a program scores."""
+_KEYS = 128
+_SEGMENT = 8192
+"""Scores among which a program selects; those of longer texts are selected from what it left."""
+_SCORES = 1 << 28
+"""Scores held at once, in bytes."""
+
+
+def index_prepare(
+    q: Tensor, k: Tensor, norm: IndexNorm, rotation: Rotation, cache: Tensor, slots: Tensor
+) -> Tensor:
+    from quantkit_kernels.triton.indexer_kernel import index_prepare as kernel
+
+    tokens, heads, width = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if q.numel() == 0:
+        return out
+    q, k = (one if one.stride(-1) == 1 else one.contiguous() for one in (q, k))
+    kernel[(tokens, -(-heads // _HEADS) + 1)](
+        q, k, norm.gain, norm.gain if norm.shift is None else norm.shift,
+        rotation.cos.contiguous(), rotation.sin.contiguous(), slots, out, cache, heads,
+        q.stride(0), q.stride(1), k.stride(0), norm.eps,
+        D=width, R=2 * rotation.cos.shape[1], WIDTH=power_of_two(width), HEADS=_HEADS,
+        CENTRED=norm.shift is not None, INTERLEAVED=rotation.interleaved, num_warps=4,
+        **overlapped(q.device),
+    )  # fmt: skip
+    return out
+
+
+def index_topk(
+    q: Tensor, weights: Tensor, pages: IndexPages, positions: Tensor, topk: int
+) -> TopTokens:
+    tokens, heads, width = q.shape
+    fits = q.dtype in _HALF and pages.keys.dtype == q.dtype and pages.keys.is_contiguous()
+    fits = fits and power_of_two(heads) == heads and 16 <= heads <= _ROWS
+    fits = fits and power_of_two(width) == width and 16 <= width <= 256 and 2 * topk <= _SEGMENT
+    if not fits or tokens == 0:
+        return reference.index_topk(q, weights, pages, positions, topk)
+    q, weights, table = q.contiguous(), weights.contiguous(), pages.block_table.contiguous()
+    seen = table.shape[1] * pages.keys.shape[1]
+    count = min(topk, seen)
+    found = TopTokens(
+        *torch.empty(2, tokens, count, dtype=torch.int32, device=q.device),
+        torch.empty(tokens, dtype=torch.int32, device=q.device),
+    )
+    step = max(1, _SCORES // (4 * seen))
+    for first in range(0, tokens, step):
+        part = slice(first, first + step)
+        rows = table if len(table) == 1 else table[part]
+        scores = _scores(q[part], weights[part], pages.keys, rows, positions[part])
+        own = TopTokens(*(side[part] for side in found))
+        _select(scores, rows, positions[part], pages.keys.shape[1], own)
+    return found
+
+
+def _scores(q: Tensor, weights: Tensor, keys: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """float32 [T, S]; only those of tokens up to each token's own are written."""
+    from quantkit_kernels.triton.indexer_kernel import index_scores as kernel
+
+    (tokens, heads, width), page = q.shape, keys.shape[1]
+    seen = table.shape[1] * page
+    scores = torch.empty(tokens, seen, dtype=torch.float32, device=q.device)
+    together = max(1, _ROWS // heads) if len(table) == 1 else 1
+    programs = -(-tokens // together)
+    splits = max(1, min(2 * multiprocessors(q.device) // programs, -(-seen // _KEYS)))
+    kernel[(programs, splits)](
+        q, weights, keys, table, positions, scores, tokens,
+        0 if len(table) == 1 else table.shape[1], table.shape[1], seen,
+        H=heads, D=width, TOKENS=together, PAGE=page, KEYS=_KEYS, STAGES=3, num_warps=4,
+        **overlapped(q.device),
+    )  # fmt: skip
+    return scores
+
+
+def _select(scores: Tensor, table: Tensor, positions: Tensor, page: int, found: TopTokens) -> None:
+    from quantkit_kernels.triton.indexer_kernel import select_highest as kernel
+
+    (tokens, width), count, columns = scores.shape, found.slots.shape[1], found.positions
+    first, last = True, False
+    while not last:
+        last, parts = width <= _SEGMENT, -(-width // _SEGMENT)
+        out_scores, out_columns = scores, found.positions
+        if not last:
+            out_scores = scores.new_empty(tokens, parts * count)
+            out_columns = columns.new_empty(tokens, parts * count)
+        segment = min(power_of_two(width), _SEGMENT)
+        kernel[(tokens, parts)](
+            scores, columns, table, positions, out_scores, out_columns, found.slots, found.counts,
+            width, width, 0 if len(table) == 1 else table.shape[1], count,
+            SEGMENT=segment, PAGE=page, FIRST=first, LAST=last,
+            num_warps=max(1, min(segment // 512, 16)), **overlapped(scores.device),
+        )  # fmt: skip
+        scores, columns, width, first = out_scores, out_columns, out_scores.shape[1], False
+
+
+def selected_bits(selected: TopTokens, seen: int) -> Tensor:
+    """Which of the first `seen` tokens of its sequence each token attends to: bit t % 32 of word t
+    // 32 of int32 [T, words], whole blocks of 128 tokens."""
+    from quantkit_kernels.triton.indexer_kernel import set_bits
+
+    positions, _, counts = selected
+    tokens, count = positions.shape
+    words = torch.zeros(tokens, -(-seen // 128) * 4, dtype=torch.int32, device=positions.device)
+    set_bits[(tokens,)](
+        positions, counts, words, count, words.shape[1], WIDTH=power_of_two(count), num_warps=4
+    )
+    return words

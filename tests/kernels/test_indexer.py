@@ -1,0 +1,120 @@
+"""The indexer of sparse attention of every backend against float64: keys and queries, and which
+tokens are selected, over the pages of several sequences."""
+
+import pytest
+import torch
+from kernel_backends import backends_of, device_of
+from quantkit_kernels import IndexNorm, IndexPages, Rotation, TopTokens, index_prepare, index_topk
+from quantkit_kernels.samples import TOLERANCE, distance
+from torch.nn import functional as F
+
+PAGE = 16
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize(("heads", "width", "rotary"), [(32, 128, 64), (4, 24, 16), (16, 32, 32)])
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("backend", "dtype"), backends_of("index_prepare"))
+def test_keys_are_normed_and_both_sides_rotated(
+    backend, dtype, heads, width, rotary, centred, interleaved
+) -> None:
+    torch.manual_seed(1)
+    device, tokens = device_of(backend), 5
+    both = torch.randn(tokens, (heads + 1) * width, device=device).to(dtype)
+    q, k = both[:, width:].unflatten(1, (heads, width)), both[:, :width]  # as one linear outputs
+    gain, shift = torch.randn(2, width, device=device)
+    angles = torch.rand(tokens, rotary // 2, device=device) * 6
+    rotation = Rotation(angles.cos(), angles.sin(), interleaved)
+    cache, slots = torch.full((3, PAGE, width), 7.0, device=device).to(dtype), [40, 3, 17, 0, 31]
+    norm = IndexNorm(gain, shift if centred else None, 1e-6)
+    found = index_prepare(
+        q, k, norm, rotation, cache, torch.tensor(slots, device=device), backend=backend
+    )
+
+    def turned(x):
+        first, second = (
+            (x[..., 0:rotary:2], x[..., 1:rotary:2])
+            if interleaved
+            else (x[..., : rotary // 2], x[..., rotary // 2 : rotary])
+        )
+        cos, sin = (side.double().unsqueeze(1) for side in (angles.cos(), angles.sin()))
+        a, b = first * cos - second * sin, first * sin + second * cos
+        front = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
+        return torch.cat((front, x[..., rotary:]), -1)
+
+    exact = k.double()
+    exact = (
+        F.layer_norm(exact, (width,), gain.double(), shift.double(), 1e-6)
+        if centred
+        else F.rms_norm(exact, (width,), gain.double(), 1e-6)
+    )
+    assert distance(found, turned(q.double())) < TOLERANCE[dtype]
+    stored = cache.flatten(0, 1)
+    assert distance(stored[slots], turned(exact[:, None])[:, 0]) < 2 * TOLERANCE[dtype]
+    assert (stored[[one for one in range(3 * PAGE) if one not in slots]] == 7).all()
+
+
+@pytest.mark.parametrize("heads", [16, 64, 5])
+@pytest.mark.parametrize("one_sequence", [True, False])
+@pytest.mark.parametrize(("backend", "dtype"), backends_of("index_topk"))
+def test_the_highest_scores_are_selected(backend, dtype, one_sequence, heads, monkeypatch) -> None:
+    """In segments, too; over unwritten tokens, with scores of 0 and fewer tokens than topk."""
+    from quantkit_kernels.triton import indexer
+
+    monkeypatch.setattr(indexer, "_SEGMENT", 64)
+    torch.manual_seed(2)
+    device, width, blocks, topk = device_of(backend), 32, 11, 20
+    keys = torch.randn(40, PAGE, width, device=device).to(dtype)
+    tables = torch.randperm(40, device=device)[: 3 * blocks].view(3, blocks).int()
+    if one_sequence:
+        tables = tables[:1]
+    keys[tables[0, -1].long(), -1] = torch.nan  # beyond every token
+    positions = torch.tensor([3, 100, 174] if one_sequence else [170, 19, 63], device=device)
+    q = torch.randn(3, heads, width, device=device).to(dtype)
+    weights = torch.randn(3, heads, device=device)
+    weights[1] = 0
+    found, slots, counts = index_topk(
+        q, weights, IndexPages(keys, tables), positions, topk, backend=backend
+    )
+    assert slots.shape == (3, topk)
+    if backend == "triton":
+        bits = indexer.selected_bits(TopTokens(found, slots, counts), blocks * PAGE)
+        spread = (bits[..., None] >> torch.arange(32, device=device) & 1).flatten(1)
+        assert [one.nonzero().flatten().tolist() for one in spread] == [
+            one[:count].tolist() for one, count in zip(found, counts)
+        ]
+    assert counts.tolist() == [min(topk, one + 1) for one in positions.tolist()]
+    for row in range(3):
+        table = tables[0 if one_sequence else row].long()
+        places = {int(table[at // PAGE]) * PAGE + at % PAGE: at for at in range(blocks * PAGE)}
+        chosen = [places[slot] for slot in slots[row, : counts[row]].tolist()]
+        assert chosen == sorted({*chosen}) == found[row, : counts[row]].tolist()
+        seen = keys[table].flatten(0, 1)[: positions[row] + 1].double()
+        scores = (weights[row].double()[:, None] * (q[row].double() @ seen.mT).relu()).sum(0)
+        best = scores.sort(descending=True, stable=True).indices[: counts[row]]
+        if (scores == 0).all():
+            assert chosen == [*range(len(chosen))]
+        # Two scores nearer than the products' rounding may change places.
+        assert (scores[chosen].sort().values - scores[best].sort().values).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("backend", backends_of("index_topk", dtypes=False))
+def test_of_equal_scores_the_first_are_selected(backend) -> None:
+    """However many tokens there are: with one head half of the scores are 0."""
+    device, topk = device_of(backend), 70
+    torch.manual_seed(3)
+    q = torch.randn(200, 16, 16, device=device).bfloat16()
+    q[:, 1:] = 0
+    weights, keys = torch.randn(200, 16, device=device), torch.randn(256, 16, device=device)
+    keys[::7] = keys[3]
+    keys = keys.bfloat16().view(-1, PAGE, 16)
+    positions = torch.arange(200, device=device)
+    table = torch.arange(16, dtype=torch.int32, device=device)[None]
+    whole, _, counts = index_topk(
+        q, weights, IndexPages(keys, table), positions, topk, backend=backend
+    )
+    for position in (0, 69, 70, 131, 199):
+        part, count = slice(position, position + 1), int(counts[position])
+        pages = IndexPages(keys, table[:, : position // PAGE + 1])
+        alone = index_topk(q[part], weights[part], pages, positions[part], topk, backend=backend)
+        assert torch.equal(alone.positions[0, :count], whole[position, :count]), position
