@@ -318,7 +318,16 @@ def _modules(machine):
         expand_dims=torch.unsqueeze, convert_layout=lambda values, layout: values, load=_load,
         store=_store, atomic_add=_atomic_add,
         allocate_shared_memory=machine.allocate, warp_specialize=machine.specialize,
-        **dict.fromkeys(("NVMMADistributedLayout", "DistributedLinearLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout"), _nothing),
+        **dict.fromkeys(
+            (
+                "NVMMADistributedLayout",
+                "DistributedLinearLayout",
+                "DotOperandLayout",
+                "SliceLayout",
+                "BlockedLayout",
+            ),
+            _nothing,
+        ),
         **dict.fromkeys(("inline_asm_elementwise", "thread_barrier"), _nothing),
     )  # fmt: skip
     vars(gluon).update(
