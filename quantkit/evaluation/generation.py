@@ -5,6 +5,7 @@ sent greedily and its reply stored; a resumed run sends it again. A model in thi
 identified by a hash of its files instead.
 """
 
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,13 @@ from quantkit.evaluation.options import GradingOptions
 from quantkit.evaluation.results.folder import Key, ReplyJournal
 from quantkit.evaluation.results.task_results import Sample, TaskResult
 from quantkit.evaluation.tasks import data, prompts
-from quantkit.evaluation.tasks.definitions import Problem, Setting, find_setting, find_task
+from quantkit.evaluation.tasks.definitions import (
+    EXCLUDED,
+    Problem,
+    Setting,
+    find_setting,
+    find_task,
+)
 
 Stage = Literal["generate", "grade"]
 
@@ -217,7 +224,7 @@ def run_task(
         )
     keys = work.keys
     kept = journal.kept if journal else {}
-    replies = {(p.id, r): kept[p.id, r] for p, r in keys if (p.id, r) in kept}
+    replies = {key: kept[key] for p, r in keys if (key := (p.id, r)) in kept}
     reused = len(replies)
     missing = [(problem, repeat) for problem, repeat in keys if (problem.id, repeat) not in replies]
     if reused:
@@ -332,20 +339,19 @@ def grade_samples(
 
 def check_not_all_failed(task: str, samples: list[Sample]) -> None:
     """Raise QuantkitError where no sample says anything about the model."""
-    if not samples:
-        return
-    first = samples[0].grade
-    if all(sample.grade.excluded for sample in samples):
-        refused = next((name for name in REQUEST_FIELDS if name in first.detail), None)
+    reasons = {sample.grade.reason for sample in samples}
+    detail = samples[0].grade.detail if samples else ""
+    if reasons and reasons <= EXCLUDED.keys():
+        refused = next((name for name in REQUEST_FIELDS if name in detail), None)
         raise QuantkitError(
-            f"every sample of {task} failed: {first.detail}",
+            f"every sample of {task} failed: {detail}",
             f"leave {refused} out with --extra-body '{{\"{refused}\": null}}'"
             if refused
             else "fix that and run again; finished replies are stored",
         )
-    if all(sample.grade.reason == "context" for sample in samples):
+    if reasons == {"context"}:
         raise QuantkitError(
-            f"every request of {task} was refused as too long: {first.detail}",
+            f"every request of {task} was refused as too long: {detail}",
             "lower --max-tokens, or serve a longer context",
         )
 
@@ -374,8 +380,13 @@ def check_same_model(
         return
     limit = min(PROBE_TOKENS, generation.max_tokens or PROBE_TOKENS)
     greedy = Generation(temperature=0.0, top_p=1.0, max_tokens=limit, stop=generation.stop)
+
+    def ask(prompt: Prompt) -> ModelReply:
+        (reply,) = generator.generate([replace(prompt, seed=0)], greedy)
+        return reply
+
     if journal.probe is None:
-        reply = _ask_greedily(generator, prompt, greedy)
+        reply = ask(prompt)
         if reply.error is None:
             journal.add_probe(prompt, reply)
         if journal.kept:
@@ -384,14 +395,12 @@ def check_same_model(
                 "stored"
             )
         return
-    before = journal.probe.reply
-    now = _ask_greedily(generator, journal.probe.prompt, greedy)
-    if now.error is not None or not journal.kept or _same_text(before, now):
-        return
-    again = _ask_greedily(generator, journal.probe.prompt, greedy)
-    if again.error is not None or _same_text(before, again):
-        return
-    if not _same_text(now, again):
+    before, replies = journal.probe.reply, list[ModelReply]()
+    for _ in range(2):
+        replies.append(ask(journal.probe.prompt))
+        if replies[-1].error is not None or not journal.kept or _same_text(before, replies[-1]):
+            return
+    if not _same_text(*replies):
         notice(
             f"{generator.name} gives different replies at temperature 0, so the server may set its "
             "own temperature: the stored replies cannot be verified to be this model's; serve it "
@@ -400,25 +409,21 @@ def check_same_model(
         return
     raise QuantkitError(
         f"{generator.name} is not the model whose {len(journal.kept)} replies are stored in "
-        f"{journal.path.parent.parent}: to the same greedy prompt it replies {_quote(now)} now and "
-        f"{_quote(before)} before",
+        f"{journal.path.parent.parent}: to the same greedy prompt it replies {_quote(replies[0])} "
+        f"now and {_quote(before)} before",
         "give another --out or a new --model-revision; --trust-kept uses the stored replies anyway",
     )
 
 
-def _ask_greedily(generator: Generator, prompt: Prompt, greedy: Generation) -> ModelReply:
-    (reply,) = generator.generate([replace(prompt, seed=0)], greedy)
-    return reply
+def _whole(reply: ModelReply) -> str:
+    return f"{reply.reasoning or ''}{reply.text}"
 
 
 def _same_text(one: ModelReply, other: ModelReply) -> bool:
     """Whether two replies agree; where one of them was cut earlier, as far as both go."""
-    a, b = (f"{reply.reasoning or ''}{reply.text}" for reply in (one, other))
-    if one.finish_reason == other.finish_reason:
-        return a == b
-    return a.startswith(b) or b.startswith(a)
+    a, b = sorted(map(_whole, (one, other)), key=len)
+    return a == b if one.finish_reason == other.finish_reason else b.startswith(a)
 
 
 def _quote(reply: ModelReply) -> str:
-    text = f"{reply.reasoning or ''}{reply.text}"
-    return repr(text if len(text) <= _QUOTE_CHARS else f"{text[:_QUOTE_CHARS]}...")
+    return repr(textwrap.shorten(_whole(reply), _QUOTE_CHARS, placeholder="..."))

@@ -10,6 +10,7 @@ from quantkit.evaluation.generation import TaskRun, prepare
 from quantkit.evaluation.options import EvaluateOptions
 from quantkit.evaluation.results.baseline import Baseline, read_baseline
 from quantkit.evaluation.statistics import power, sampling
+from quantkit.evaluation.statistics.comparison import check_margin
 from quantkit.evaluation.statistics.estimates import accuracy as mean_accuracy
 
 
@@ -34,13 +35,6 @@ class TaskPlan:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def check_margin(margin: float) -> None:
-    if not 0 < margin < 1:
-        raise QuantkitError(
-            f"--margin is {margin}", "give a share between 0 and 1; 0.01 is one point"
-        )
 
 
 def plan_evaluation(

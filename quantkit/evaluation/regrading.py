@@ -20,7 +20,7 @@ from quantkit.evaluation.generation import (
     silent,
 )
 from quantkit.evaluation.options import RegradeOptions
-from quantkit.evaluation.results.baseline import compare_results, read_baseline
+from quantkit.evaluation.results.baseline import compare_results, read_run
 from quantkit.evaluation.results.folder import ReplyJournal, journals
 from quantkit.evaluation.results.report import write_results
 from quantkit.evaluation.results.stored import read_journal_head, read_results
@@ -46,35 +46,28 @@ def regrade(
         raise QuantkitError(
             f"{out} has no stored replies", "give the --out folder of an evaluation"
         )
-    reference = None
-    if baseline is not None:
-        reference = read_baseline(str(baseline))
-        if reference is None:
-            raise QuantkitError(
-                f"baseline {baseline} holds no results",
-                "give the --out folder of a finished evaluation",
-            )
-    paths = [runs[-1] for runs in kept.values()]
-    heads = [read_journal_head(path) for path in paths]
-    works = [
-        _prepare(path, facts, request, options.data_dir)
-        for path, (facts, request) in zip(paths, heads)
-    ]
+    reference = read_run(baseline) if baseline is not None else None
+    found = [(runs[-1], *read_journal_head(runs[-1])) for runs in kept.values()]
+    works = [_prepare(path, facts, request, options.data_dir) for path, facts, request in found]
     check_consent(works, options, notice)
-    tasks = {
-        work.setting.task.name: _grade(path, work, facts, options)
-        for path, work, (facts, _) in zip(paths, works, heads)
-    }
-    for path, (name, task) in zip(paths, tasks.items()):
+    tasks = {}
+    for (path, facts, _), work, runs in zip(found, works, kept.values()):
+        name = work.setting.task.name
+        tasks[name] = task = _grade(path, work, facts, options)
         notice(f"{name}: {task.reused} replies reused from {out}, none generated")
-        if (runs := len(kept[path.stem[:-17]])) > 1:
+        if len(runs) > 1:
+            said = ", ".join(f"{key} {value}" for key, value in facts["generation"].items())
             notice(
-                f"{name}: {out} has replies of {runs} runs; these are of the last, {path.name}: "
-                + ", ".join(f"{key} {value}" for key, value in task.facts["generation"].items())
+                f"{name}: {out} has replies of {len(runs)} runs; these are of the last, "
+                f"{path.name}: {said}"
             )
-    model, where = _model_and_hardware(out, *heads[-1])
+    _, facts, request = found[-1]
+    model, where = request.get("model") or facts["model"].get("model") or "a model", "not known"
+    if (out / "results.json").exists():  # not of an unfinished run
+        stored = read_results(out / "results.json")
+        model, where = stored["model"], stored.get("hardware", where)
     results = EvalResults(
-        model, heads[-1][0]["model"], tasks, where, sandbox_level(works), None, __version__, out
+        str(model), facts["model"], tasks, where, sandbox_level(works), None, __version__, out
     )
     if reference is not None:
         results = compare_results(results, reference, options.margin, seed=0)
@@ -117,28 +110,16 @@ def _prepare(
 def _grade(path: Path, work: TaskRun, facts: dict[str, Any], options: RegradeOptions) -> TaskResult:
     start = time.monotonic()
     kept = ReplyJournal(path).kept
-    by_id = {problem.id: problem for problem in work.problems}
+    by_id = {problem.id: (place, problem) for place, problem in enumerate(work.problems)}
     if unknown := [problem for problem, _ in kept if problem not in by_id]:
         raise QuantkitError(
             f"{facts['task']} has no problem {unknown[0]!r}, which has a stored reply",
             "give the data that the run used",
         )
-    places = {problem: place for place, problem in enumerate(by_id)}
-    ordered = sorted(kept, key=lambda key: (key[1], places[key[0]]))
-    keys = [(by_id[problem], repeat) for problem, repeat in ordered]
-    repeats = 1 + max((repeat for _, repeat in kept), default=0)
+    ordered = sorted((repeat, *by_id[problem]) for problem, repeat in kept)
+    keys = [(problem, repeat) for repeat, _, problem in ordered]
     samples = grade_samples(work, keys, kept, lambda done: None, options)
     check_not_all_failed(facts["task"], samples)
+    repeats = 1 + (ordered[-1][0] if ordered else 0)
     work = replace(work, setting=work.setting.model_copy(update={"repeats": repeats}))
     return work.result(samples, facts, len(keys), time.monotonic() - start)
-
-
-def _model_and_hardware(
-    out: Path, facts: dict[str, Any], request: dict[str, Any]
-) -> tuple[str, str]:
-    """The model's name and the hardware from results.json; for an unfinished run, the name from
-    the journal."""
-    if (out / "results.json").exists():
-        results = read_results(out / "results.json")
-        return results["model"], results.get("hardware", "not known")
-    return str(request.get("model") or facts["model"].get("model") or "a model"), "not known"

@@ -26,10 +26,11 @@ from quantkit.evaluation.generation import (
 from quantkit.evaluation.generators.generator import Generator, reject_cache_option
 from quantkit.evaluation.openai_server import is_url
 from quantkit.evaluation.options import EvaluateOptions, GradingOptions
-from quantkit.evaluation.planning import check_margin, forecast
+from quantkit.evaluation.planning import forecast
 from quantkit.evaluation.results.baseline import Baseline, compare_results, read_baseline
 from quantkit.evaluation.results.report import write_results
 from quantkit.evaluation.results.task_results import EvalResults, TaskResult
+from quantkit.evaluation.statistics.comparison import check_margin
 from quantkit.evaluation.statistics.sampling import PILOT, STAGES, repeats_of_stage
 from quantkit.executor.options import EngineOptions
 

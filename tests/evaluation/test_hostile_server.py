@@ -53,7 +53,7 @@ def test_the_run_ends_with_results(tmp_path: Path, seed: int) -> None:
 
 def test_a_page_that_fails_is_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks, notices = _folder(tmp_path), []
-    monkeypatch.setattr(report, "accuracy_plot", lambda rows: [][1])
+    monkeypatch.setattr(report, "bars_plot", lambda *rows: [][1])
     with ReplayServer(lambda question, body: "</think>\\boxed{4}") as server:
         options = EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", repeats=1)
         run_evaluation(server.url, tasks, options, notice=notices.append)

@@ -4,6 +4,7 @@ import ast
 import re
 import textwrap
 from dataclasses import dataclass
+from functools import lru_cache
 
 LONGEST = 1 << 18  # characters of a program; parsing more takes longer than it is worth
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*(?:\{[ \t]*\.?)?([\w+#.-]*)")
@@ -61,20 +62,21 @@ def _code_at_end(text: str) -> str:
     if program and parses(program):
         return program
     body = f"def body():\n{textwrap.indent(textwrap.dedent(text), '    ')}"
-    return text if any(isinstance(node, ast.Return | ast.Assign) for node in nodes(body)) else ""
+    found = any(isinstance(node, ast.Return | ast.Assign) for node in parsed(body).nodes)
+    return text if found else ""
 
 
 def leading_code(source: str) -> str:
     """The lines of `source` up to where it stops being Python."""
     lines = source.splitlines(keepends=True)
     for _ in range(_CUTS):
-        tree = tree_of("".join(lines))
-        if isinstance(tree, ast.Module):
+        code = parsed("".join(lines))
+        if code.fault is None:
             break
-        lines = lines[: max(0, min(tree, len(lines)) - 1)]
+        lines = lines[: max(0, min(code.fault, len(lines)) - 1)]
     ends = [
         node.end_lineno or 0
-        for node in (tree.body if isinstance(tree, ast.Module) else [])
+        for node in code.body
         if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call)
     ]
     return "".join(lines[: max(ends, default=0)])
@@ -91,68 +93,68 @@ def _end(lines: list[str], first: int, fence: str) -> int:
 # ----------------------------------------------------------------------------------------- names
 
 
-def tree_of(source: str) -> ast.Module | int:
-    """The parsed source, or the number of the line where it stops being Python."""
-    if len(source) > LONGEST:
-        return 0
+@dataclass(frozen=True)
+class Code:
+    """Source as Python reads it: its statements, and the line where it stops being Python, None
+    where all of it is."""
+
+    body: list[ast.stmt]
+    fault: int | None = None
+
+    @property
+    def nodes(self) -> list[ast.AST]:
+        return [node for statement in self.body for node in ast.walk(statement)]
+
+    @property
+    def used(self) -> set[str]:
+        """Names that are read anywhere."""
+        names = (node for node in self.nodes if isinstance(node, ast.Name))
+        return {node.id for node in names if isinstance(node.ctx, ast.Load)}
+
+    @property
+    def defined(self) -> set[str]:
+        """Names of functions, classes and variables at the top, other than functions that are only
+        sketched."""
+        found = {
+            node.name for node in self.body if isinstance(node, _NAMED) and not is_sketch(node)
+        }
+        assigned = (node.targets for node in self.body if isinstance(node, ast.Assign))
+        return found | {
+            target.id for targets in assigned for target in targets if isinstance(target, ast.Name)
+        }
+
+    @property
+    def bound(self) -> set[str]:
+        """Names that are defined or imported at the top."""
+        imports = [node for node in self.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = [alias.asname or alias.name for node in imports for alias in node.names]
+        return self.defined | {name.split(".")[0] for name in names}
+
+
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+_NAMED = _FUNCTIONS | ast.ClassDef
+
+
+@lru_cache(maxsize=64)
+def parsed(source: str) -> Code:
     try:
-        return ast.parse(source)
+        if len(source) <= LONGEST:
+            return Code(ast.parse(source).body)
     except SyntaxError as error:
-        return error.lineno or 0
+        return Code([], error.lineno or 0)
     except (ValueError, RecursionError, MemoryError):
-        return 0
+        pass
+    return Code([], 0)
 
 
 def parses(source: str) -> bool:
-    return isinstance(tree_of(source), ast.Module)
-
-
-def statements(source: str) -> list[ast.stmt]:
-    """The statements of a module; none where it does not parse."""
-    tree = tree_of(source)
-    return tree.body if isinstance(tree, ast.Module) else []
-
-
-def nodes(source: str) -> list[ast.AST]:
-    return [node for statement in statements(source) for node in ast.walk(statement)]
-
-
-def used_names(source: str) -> set[str]:
-    """Names that are read anywhere."""
-    return {
-        node.id
-        for node in nodes(source)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-    }
-
-
-def defined_names(source: str) -> set[str]:
-    """Names of functions, classes and variables at the top of a module, other than functions
-    that are only sketched."""
-    found = set()
-    for node in statements(source):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found |= set() if is_sketch(node) else {node.name}
-        elif isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return found
+    return parsed(source).fault is None
 
 
 def is_sketch(node: ast.stmt) -> bool:
     """A function whose body is `...` or `pass`, perhaps after a docstring."""
-    body = node.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else []
-    return bool(body) and all(
+    return isinstance(node, _FUNCTIONS) and all(
         isinstance(one, ast.Pass)
         or (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
-        for one in body
+        for one in node.body
     )
-
-
-def bound_names(source: str) -> set[str]:
-    """Names that a module defines or imports at its top."""
-    return defined_names(source) | {
-        (alias.asname or alias.name).split(".")[0]
-        for node in statements(source)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }

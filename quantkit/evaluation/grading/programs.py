@@ -24,14 +24,10 @@ from quantkit.evaluation import sandbox
 from quantkit.evaluation.grading.code_blocks import (
     Block,
     blocks,
-    bound_names,
-    defined_names,
     is_sketch,
     leading_code,
-    nodes,
+    parsed,
     parses,
-    statements,
-    used_names,
 )
 from quantkit.evaluation.tasks.definitions import Grade, Problem
 
@@ -41,14 +37,8 @@ _START = re.compile(
 )
 _STARTS = 40  # places in bare text where a program may begin
 _READERS = {"input", "stdin", "fileinput", "mmap", "read"}
-_DEFINITIONS = (
-    ast.Import,
-    ast.ImportFrom,
-    ast.FunctionDef,
-    ast.AsyncFunctionDef,
-    ast.ClassDef,
-    ast.Assign,
-)
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+_DEFINITIONS = ast.Import | ast.ImportFrom | _FUNCTIONS | ast.ClassDef | ast.Assign
 
 
 def _python_first(fenced: list[Block]) -> list[Block]:
@@ -61,14 +51,15 @@ def _python_first(fenced: list[Block]) -> list[Block]:
 def _parts(block: Block, fenced: list[Block]) -> list[str]:
     """The block after those before it that only import or define, where it uses a name of theirs
     that it does not define itself."""
-    own = bound_names(block.source)
-    parts, missing = [block.source], used_names(block.source) - own
+    code = parsed(block.source)
+    parts, own, missing = [block.source], code.bound, code.used - code.bound
     for other in reversed(fenced[: fenced.index(block)]):
-        defines = all(isinstance(node, _DEFINITIONS) for node in statements(other.source))
-        names = bound_names(other.source) if other.is_python and defines else set()
+        code = parsed(other.source)
+        defines = all(isinstance(node, _DEFINITIONS) for node in code.body)
+        names = code.bound if other.is_python and defines else set()
         if missing & names and not own & names:
             parts.insert(0, other.source)
-            missing = (missing | used_names(other.source)) - names
+            missing = (missing | code.used) - names
     return parts
 
 
@@ -80,15 +71,15 @@ def completed_function(text: str, prompt: str, entry_point: str) -> tuple[str, .
     fenced = blocks(text)
     candidates = _python_first(fenced)
     for block in candidates:
-        if entry_point in defined_names(block.source):
+        if entry_point in parsed(block.source).defined:
             return (*before, *_parts(block, fenced))
     for whole in (text, textwrap.dedent(text)):  # a whole program may be indented as a body is
-        if entry_point in defined_names(whole):
+        if entry_point in parsed(whole).defined:
             return (*before, whole)
     if candidates:
         body = max(reversed(candidates), key=lambda block: _likely_body(prompt, block))
         return (prompt + _as_body(body.source),)
-    bare = _unfenced_program(text, lambda source: entry_point in defined_names(source))
+    bare = _unfenced_program(text, lambda source: entry_point in parsed(source).defined)
     if bare is not None:
         return (*before, bare)
     program = prompt + _as_body(text)
@@ -116,7 +107,7 @@ def whole_program(text: str, entry_point: str | None = None) -> str | None:
     """
     fenced = blocks(text)
     if not fenced:
-        if len(statements(text)) > 1 or _answers(text, entry_point):
+        if len(parsed(text).body) > 1 or _answers(text, entry_point):
             return text
         return _unfenced_program(text, lambda source: _answers(source, entry_point))
     best = max(
@@ -134,18 +125,14 @@ def whole_program(text: str, entry_point: str | None = None) -> str | None:
 def _answers(source: str, entry_point: str | None) -> int:
     """How well a program does what is asked: 0 not at all, 2 reads stdin or defines the function, 1
     has a class Solution without it."""
+    code = parsed(source)
     if entry_point is None:
-        words = {getattr(node, name, "") for node in nodes(source) for name in ("id", "attr")}
+        words = {getattr(node, name, "") for node in code.nodes for name in ("id", "attr")}
         return 2 if words & _READERS or ("open" in words and "open(0" in source) else 0
-    body = statements(source)
-    classes = [node for node in body if isinstance(node, ast.ClassDef) and node.name == "Solution"]
-    methods = [
-        node
-        for found in classes
-        for node in found.body
-        if isinstance(node, ast.FunctionDef) and node.name == entry_point and not is_sketch(node)
-    ]
-    return 2 if methods or entry_point in defined_names(source) else len(classes[:1])
+    classes = [one for one in code.body if isinstance(one, ast.ClassDef) and one.name == "Solution"]
+    methods = [node for found in classes for node in found.body if isinstance(node, _FUNCTIONS)]
+    found = {node.name for node in methods if not is_sketch(node)} | code.defined
+    return 2 if entry_point in found else len(classes[:1])
 
 
 def _as_body(source: str) -> str:
@@ -175,8 +162,8 @@ def grade_with_asserts(problem: Problem, text: str) -> Grade:
     """MBPP: the assertions of a row, on the function of theirs that its reference defines."""
     fields = problem.fields
     tests = fields["test"] or "\n".join([fields["setup"], *fields["asserts"]])
-    called = used_names("\n".join(fields["asserts"]))
-    name = next((one for one in defined_names(fields["code"]) if one in called), None)
+    called = parsed("\n".join(fields["asserts"])).used
+    name = next((one for one in parsed(fields["code"]).defined if one in called), None)
     if name is None:
         raise QuantkitError(
             f"{problem.id}: its assertions call no function that its code defines",
@@ -280,17 +267,8 @@ def _arguments(text: str) -> list[Any]:
 
 
 def with_prelude(program: str) -> str:
-    """The prelude in front, and in front of it the program's own imports from __future__, which
-    must come first in a file."""
-    futures = [
-        node
-        for node in statements(program)
-        if isinstance(node, ast.ImportFrom) and node.module == "__future__"
-    ]
-    for statement in [ast.get_source_segment(program, node) for node in futures]:
-        program = program.replace(statement or "", "pass")
-    names = sorted({alias.name for node in futures for alias in node.names})
-    return "\n".join([*(f"from __future__ import {name}" for name in names), PRELUDE, program])
+    """The prelude in front; imports from __future__ must come first in what is compiled."""
+    return f"{PRELUDE}\nexec(compile({program!r}, 'main.py', 'exec', dont_inherit=True))\n"
 
 
 def same_output(got: str, expected: str) -> bool:
@@ -298,20 +276,17 @@ def same_output(got: str, expected: str) -> bool:
     decimal numbers."""
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (got, expected))
     return len(ours) == len(theirs) and all(
-        a == b or _same_numbers(a, b) for a, b in zip(ours, theirs)
+        a == b or ((found := _decimals(a)) is not None and found == _decimals(b))
+        for a, b in zip(ours, theirs)
     )
 
 
-def _same_numbers(a: str, b: str) -> bool:
+def _decimals(line: str) -> list[Decimal] | None:
+    """As a program prints them: Decimal also takes underscores and the digits of other scripts."""
     try:
-        return [_decimal(word) for word in a.split()] == [_decimal(word) for word in b.split()]
+        return [Decimal(word) for word in line.split()] if _PRINTED.fullmatch(line) else None
     except InvalidOperation:
-        return False
+        return None
 
 
-def _decimal(word: str) -> Decimal:
-    """A number as a program prints it: Decimal also takes underscores and the digits of other
-    scripts."""
-    if "_" in word or not word.isascii():
-        raise InvalidOperation
-    return Decimal(word)
+_PRINTED = re.compile(r"[-+.eE0-9\s]+")

@@ -28,12 +28,7 @@ from quantkit.common.atomic_write import make_folder, write_atomic
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import open_file
 from quantkit.evaluation.generators.generator import ModelReply, Prompt
-from quantkit.evaluation.results.stored import (
-    read_journal_head,
-    read_journal_rows,
-    read_looks,
-    read_order,
-)
+from quantkit.evaluation.results.stored import read_journal_head, read_journal_rows, read_list
 
 Key = tuple[str, int]  # problem id, repeat
 
@@ -65,11 +60,11 @@ class ReplyJournal:
         self.probe: ModelProbe | None = None
         _cut_torn_line(path)
         read_journal_head(path)
-        for row in read_journal_rows(path):
-            if "probe" in row:
-                self.probe = ModelProbe(row["prompt"], row["probe"])
+        for key, reply in read_journal_rows(path):
+            if isinstance(key, Prompt):
+                self.probe = ModelProbe(key, reply)
             else:
-                self.kept[row["problem"], row["repeat"]] = row["reply"]
+                self.kept[key] = reply
 
     @classmethod
     def of(
@@ -111,11 +106,7 @@ class ReplyJournal:
 
 
 def _row(reply: ModelReply) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in asdict(reply).items()
-        if name not in ("index", "error", "logprobs")
-    }
+    return {name: value for name, value in asdict(reply).items() if name not in ("index", "error")}
 
 
 def _cut_torn_line(path: Path) -> None:
@@ -149,7 +140,7 @@ def _in_order(folder: Path) -> list[Path]:
     """Journals by last use; those of versions that did not record it first, by their time of
     change."""
     path = folder / _ORDER
-    names = read_order(path) if path.exists() else []
+    names = read_list(path, list[str]) if path.exists() else []
     return sorted(
         folder.glob(f"*-{'[0-9a-f]' * 16}.jsonl"),
         key=lambda one: (
@@ -166,17 +157,18 @@ class Looks:
         self._path = out / "looks.json" if out is not None else None
         self._made: dict[str, list[list[int]]] = {}
         if self._path is not None and self._path.exists():
-            self._made = read_looks(self._path)
+            self._made = read_list(self._path, dict[str, list[list[int]]])
 
     def number(self, ours: dict[str, Any], theirs: dict[str, Any], samples: tuple[int, int]) -> int:
         """Index, from 1, of this look at the two runs with these facts. Repeating the same
         sample counts is not a new look."""
         made = self._made.setdefault(f"{fingerprint(ours)}-{fingerprint(theirs)}", [])
-        if list(samples) not in made:
-            made.append(list(samples))
+        look = list(samples)
+        if look not in made:
+            made.append(look)
             if self._path is not None:
                 write_atomic(self._path, json.dumps(self._made, indent=1) + "\n")
-        return made.index(list(samples)) + 1
+        return made.index(look) + 1
 
 
 def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:

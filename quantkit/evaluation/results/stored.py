@@ -1,10 +1,11 @@
 """Files of a results folder as they are read: the folder may come from anyone, or from an older
 version. What is not as quantkit writes it is refused in one line that names the place."""
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +15,7 @@ from quantkit.common.settings import checked
 from quantkit.evaluation.generators.generator import ModelReply, Prompt
 from quantkit.evaluation.tasks.definitions import REASONS
 
+T = TypeVar("T")
 _REMEDY = "give the --out folder of an evaluation, as quantkit wrote it"
 _LONGEST_LINE = 256 << 20
 """Limit in bytes of one sample."""
@@ -87,9 +89,7 @@ class _JournalHead(_Stored):
     request: _Request = _Request()
 
 
-class _Reply(_Stored):
-    problem: str
-    repeat: int = Field(ge=0, le=2**31)
+_Key = tuple[str, Annotated[int, Field(ge=0, le=2**31, strict=True)]]
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -101,83 +101,63 @@ def read_results(path: Path) -> dict[str, Any]:
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
     """samples.jsonl. Raises QuantkitError."""
-    return [_row(path, number, line, _Sample) for number, line in _lines(path)]
+    rows = []
+    for where, row in _lines(path):
+        checked(row, _Sample, where, _REMEDY)
+        rows.append(row)
+    return rows
 
 
-def read_looks(path: Path) -> dict[str, list[list[int]]]:
-    """looks.json: numbers of samples compared, by pair of runs. Raises QuantkitError."""
-    return checked(read_json(path), dict[str, list[list[int]]], str(path), "remove that file")
-
-
-def read_order(path: Path) -> list[str]:
-    """order.json. Raises QuantkitError."""
+def read_list(path: Path, kind: type[T]) -> T:
+    """looks.json or order.json, which can be made again. Raises QuantkitError."""
     try:
-        found = parse_json(read_text(path))
+        return checked(parse_json(read_text(path)), kind, str(path), "remove that file")
     except ValueError as error:
         raise QuantkitError(f"{path} is not valid JSON ({error})", "remove that file") from error
-    return checked(found, list[str], str(path), "remove that file")
 
 
 def read_journal_head(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(facts, request) of a journal of replies. Raises QuantkitError."""
-    for number, line in _lines(path):
-        head = _row(path, number, line, _JournalHead)
+    for where, head in _lines(path):
+        checked(head, _JournalHead, where, _REMEDY)
         return head["facts"], head.get("request", {})
     raise QuantkitError(f"{path} is empty", _REMEDY)
 
 
-def read_journal_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of replies with "problem", "repeat" and "reply", and rows with "probe" and "prompt".
+def read_journal_rows(path: Path) -> Iterator[tuple[tuple[str, int] | Prompt, ModelReply]]:
+    """Every reply with its problem and repeat, or with the prompt by which the model is recognised.
     Raises QuantkitError."""
-    for number, line in _lines(path):
-        if number == 1:
-            continue
-        row, where = _parsed(path, number, line), f"{path}, line {number}"
-        if "probe" in row:
-            reply = _reply(row["probe"], where)
-            yield {"probe": reply, "prompt": checked(row.get("prompt"), Prompt, where, _REMEDY)}
-            continue
-        checked(row, _Reply, where, _REMEDY)
-        key = {name: row.pop(name) for name in ("problem", "repeat")}
-        yield key | {"reply": _reply(row, where)}
+    for where, row in itertools.islice(_lines(path), 1, None):
+        probe = row.pop("probe", None)
+        key: tuple[str, int] | Prompt
+        if probe is None:
+            key = checked((row.pop("problem", None), row.pop("repeat", None)), _Key, where, _REMEDY)
+        else:
+            key = checked(row.get("prompt"), Prompt, where, _REMEDY)
+        reply = row if probe is None else probe
+        reply = {"index": -1} | reply if isinstance(reply, dict) else reply
+        yield key, checked(reply, ModelReply, where, _REMEDY)
 
 
-def _reply(row: Any, where: str) -> ModelReply:
-    return checked(
-        {"index": -1, **row} if isinstance(row, dict) else row, ModelReply, where, _REMEDY
-    )
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines with their numbers from 1; only LF ends one."""
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of all lines, each with its place; only LF ends a line."""
     with os.fdopen(open_file(path), "rb") as file:
-        number = 0
-        while line := file.readline(_LONGEST_LINE + 1):
-            number += 1
+        for number in itertools.count(1):
+            where, line = f"{path}, line {number}", file.readline(_LONGEST_LINE + 1)
+            if not line:
+                return
             if len(line) > _LONGEST_LINE:
+                raise QuantkitError(f"{where} has more than {_LONGEST_LINE >> 20} MiB", _REMEDY)
+            try:
+                row = parse_json(line.decode()) if line.strip() else None
+            except ValueError as error:
                 raise QuantkitError(
-                    f"{path}, line {number} has more than {_LONGEST_LINE >> 20} MiB", _REMEDY
+                    f"{where} is damaged ({error})", "restore the file, or remove that line"
+                ) from error
+            if row is not None and not isinstance(row, dict):
+                raise QuantkitError(
+                    f"{where} is damaged (it is not a JSON object)",
+                    "restore the file, or remove that line",
                 )
-            if line.strip():
-                yield number, line
-
-
-def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        return _object(parse_json(line.decode()))
-    except ValueError as error:
-        raise QuantkitError(
-            f"{path}, line {number} is damaged ({error})", "restore the file, or remove that line"
-        ) from error
-
-
-def _row(path: Path, number: int, line: bytes, kind: type[_Stored]) -> dict[str, Any]:
-    row = _parsed(path, number, line)
-    checked(row, kind, f"{path}, line {number}", _REMEDY)
-    return row
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError("it is not a JSON object")
-    return value
+            if row is not None:
+                yield where, row

@@ -2,11 +2,11 @@
 score needs explanation."""
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quantkit.common.result import Result
 from quantkit.evaluation.generators.generator import ModelReply, Prompt
@@ -14,14 +14,72 @@ from quantkit.evaluation.statistics import estimates as statistics
 from quantkit.evaluation.statistics.comparison import Comparison
 from quantkit.evaluation.tasks.definitions import MISSING, Grade, Problem, Setting
 
-WARNING_SHARE = (
-    0.02  # share of replies lost to something other than a wrong answer that gives a warning
-)
 MAX_ERROR_SHARE = 0.02  # share of failed samples above which there is no verdict
-_WITHOUT_ANSWER = tuple(
-    reason for reason in MISSING if reason not in ("unfinished", "context", "filtered")
-)
+_WITHOUT_ANSWER = MISSING.keys() - {"unfinished", "context", "filtered"}
 _FINISH_REASONS = {"stop", "length", "content_filter", "context"}
+_POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of every key, in order."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
+# What is lost to anything but a wrong answer: the share of the replies from which on it is said,
+# and how.
+_WARNINGS = {
+    "cut-thinking": (
+        0.02,
+        "{share:.0%} of replies did not finish their reasoning ({limit}): they count as wrong; "
+        "{remedy}",
+    ),
+    "parser": (
+        0.02,
+        "{share:.0%} of replies ended by themselves and are all reasoning, without an answer: the "
+        "server's reasoning parser does not fit the model; serve it with the right one or none",
+    ),
+    "thinking": (
+        0.02,
+        "{share:.0%} of replies ended by themselves inside their reasoning: a longer limit does not "
+        "help; look at the chat template and the stop tokens",
+    ),
+    "cut": (0.02, "{share:.0%} of replies were cut by the token limit ({limit}); {remedy}"),
+    "context": (
+        0,
+        "{share:.1%} of requests were refused as longer than the model's context: they count as "
+        "wrong; lower --max-tokens, or serve a longer context",
+    ),
+    "filtered": (
+        0,
+        "{share:.1%} of replies were cut by the server's content filter: they count as wrong",
+    ),
+    "no-answer": (
+        0.02,
+        "{share:.0%} of replies give no answer (95 % {low:.1f} to {high:.1f}): they state none as "
+        "asked and none is inferred; read some before trusting the score",
+    ),
+    "loose": (
+        0.02,
+        "{share:.0%} of replies are right but not in the requested format: the strict score counts "
+        "them as wrong",
+    ),
+    "error": (
+        0,
+        "{errors} of {planned} samples failed and are excluded; run again to retry them. The "
+        "first: {first}",
+    ),
+    "unknown": (
+        0,
+        "the server reported unknown finish reasons: {unknown}; these replies are graded as "
+        "complete",
+    ),
+    "uncounted": (0, "the endpoint reports no token counts"),
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +109,29 @@ class Sample:
             "text": c.text,
         }
 
+    def faults(self) -> Iterator[str]:
+        """Those of _WARNINGS that this sample has."""
+        reply, grade, reason = self.completion, self.grade, self.grade.reason
+        is_cut = reply.finish_reason == "length"
+        if grade.excluded:
+            yield "error"
+            return
+        if reason == "unfinished":
+            ended = "parser" if reply.reasoning is not None else "thinking"
+            yield "cut-thinking" if is_cut else ended
+        elif is_cut:
+            yield "cut"
+        if reason in ("context", "filtered"):
+            yield reason
+        if reason in _WITHOUT_ANSWER:
+            yield "no-answer"
+        if grade.correct and not grade.strict:
+            yield "loose"
+        if reply.finish_reason not in _FINISH_REASONS:
+            yield "unknown"
+        if reply.finish_reason == "stop" and not reply.completion_tokens:
+            yield "uncounted"
+
 
 @dataclass(frozen=True)
 class TaskResult:
@@ -68,7 +149,8 @@ class TaskResult:
     notes: list[str] = field(default_factory=list)
     votes: bool = True
     comparison: Comparison | None = None
-    group_differences: dict[str, dict[str, float]] = field(default_factory=dict)
+    baseline_scores: dict[str, list[float]] = field(default_factory=dict)
+    """Of the problems that have any."""
     baseline_fault: str | None = None
     render: Callable[[Problem], Prompt] | None = None
     speed: dict[str, float] | None = None
@@ -82,38 +164,11 @@ class TaskResult:
     def graded(self) -> list[Sample]:
         return [sample for sample in self.samples if not sample.grade.excluded]
 
-    def table(self, strict: bool = False) -> dict[str, list[float]]:
+    def table(
+        self, score: Callable[[Sample], bool] = lambda one: one.grade.correct
+    ) -> statistics.Table:
         """Problem id -> 0/1 per repeat."""
-        rows = defaultdict(list)
-        for sample in self.graded:
-            grade = sample.grade
-            rows[sample.problem.id].append(float(grade.strict if strict else grade.correct))
-        return dict(rows)
-
-    def share(self, *reasons: str) -> float:
-        return _mean([sample.grade.reason in reasons for sample in self.graded])
-
-    @property
-    def unfinished(self) -> float:
-        return self.share("unfinished")
-
-    @property
-    def no_answer(self) -> float:
-        """Share of replies without an answer that did finish their reasoning."""
-        return self.share(*_WITHOUT_ANSWER)
-
-    @property
-    def no_answer_interval(self) -> tuple[float, float]:
-        """Its 95 % interval over problems."""
-        rows = defaultdict(list)
-        for sample in self.graded:
-            rows[sample.problem.id].append(float(sample.grade.reason in _WITHOUT_ANSWER))
-        return statistics.interval(list(rows.values())) if rows else (0.0, 1.0)
-
-    @property
-    def truncated(self) -> float:
-        """Share of replies that ended at the token limit."""
-        return _mean([sample.completion.finish_reason == "length" for sample in self.graded])
+        return grouped((one.problem.id, float(score(one))) for one in self.graded)
 
     @property
     def errors(self) -> int:
@@ -133,198 +188,135 @@ class TaskResult:
             f"first: {self._first_error}"
         )
 
-    def _limit_and_remedy(self) -> tuple[str, str]:
-        """The limit that cut replies, max_tokens or the model's context, and the remedy."""
-        limit = self.setting.generation.max_tokens
-        cut = [
-            sample.completion.completion_tokens
-            for sample in self.graded
-            if sample.completion.finish_reason == "length"
-        ]
-        if cut and limit is not None and 0 < max(cut) < limit:
-            return (
-                f"max_tokens {limit}, but the context ended them at {max(cut)} or before",
-                "a longer context is needed",
-            )
-        return f"max_tokens {limit}", "raise --max-tokens"
-
-    def _unfinished_by_cause(self, limit: str, remedy: str) -> list[tuple[float, str]]:
-        """Shares of replies that never left their reasoning: cut by a limit, all taken for
-        reasoning by the server, or ended by the model."""
-        ended, kept = [], []
-        for sample in self.graded:
-            is_ended = sample.grade.reason == "unfinished" and (
-                sample.completion.finish_reason != "length"
-            )
-            kept.append(is_ended and sample.completion.reasoning is not None)
-            ended.append(is_ended and not kept[-1])
-        cut = self.unfinished - _mean(kept) - _mean(ended)
-        return [
-            (
-                cut,
-                f"did not finish their reasoning ({limit}): they count as wrong; {remedy}",
-            ),
-            (
-                _mean(kept),
-                "ended by themselves and are all reasoning, without an answer: the server's "
-                "reasoning parser does not fit the model; serve it with the right one or none",
-            ),
-            (
-                _mean(ended),
-                "ended by themselves inside their reasoning: a longer limit does not help; look at "
-                "the chat template and the stop tokens",
-            ),
-        ]
+    def _no_answer_interval(self) -> tuple[float, float]:
+        table = self.table(lambda one: one.grade.reason in _WITHOUT_ANSWER)
+        return statistics.interval(list(table.values())) if table else (0.0, 1.0)
 
     def warnings(self) -> list[str]:
         """What may explain the score other than the model's ability."""
-        graded, no_answer = self.graded, self.no_answer_interval
-        limit, remedy = self._limit_and_remedy()
-        refused, filtered = self.share("context"), self.share("filtered")
-        loose = _mean([sample.grade.correct and not sample.grade.strict for sample in graded])
-        unknown = sorted({sample.completion.finish_reason for sample in graded} - _FINISH_REASONS)
-        uncounted = any(
-            sample.completion.finish_reason == "stop" and sample.completion.completion_tokens == 0
-            for sample in graded
+        replies, most = [one.completion for one in self.graded], self.setting.generation.max_tokens
+        limit, remedy = f"max_tokens {most}", "raise --max-tokens"
+        longest = max(
+            (r.completion_tokens for r in replies if r.finish_reason == "length"), default=0
         )
-        checks = [
-            *(
-                (share >= WARNING_SHARE, f"{share:.0%} of replies {cause}")
-                for share, cause in self._unfinished_by_cause(limit, remedy)
-            ),
-            (
-                self.truncated - self.unfinished >= WARNING_SHARE,
-                f"{self.truncated:.0%} of replies were cut by the token limit ({limit}); {remedy}",
-            ),
-            (
-                refused > 0,
-                f"{refused:.1%} of requests were refused as longer than the model's context: they "
-                "count as wrong; lower --max-tokens, or serve a longer context",
-            ),
-            (
-                filtered > 0,
-                f"{filtered:.1%} of replies were cut by the server's content filter: they count as "
-                "wrong",
-            ),
-            (
-                self.no_answer >= WARNING_SHARE,
-                f"{self.no_answer:.0%} of replies give no answer (95 % "
-                f"{100 * no_answer[0]:.1f} to {100 * no_answer[1]:.1f}): they state none as asked "
-                "and none is inferred; read some before trusting the score",
-            ),
-            (
-                loose >= WARNING_SHARE,
-                f"{loose:.0%} of replies are right but not in the requested format: the strict "
-                "score counts them as wrong",
-            ),
-            (
-                self.errors > 0,
-                f"{self.errors} of {self.planned} samples failed and are excluded; run again to "
-                f"retry them. The first: {self._first_error}",
-            ),
-            (
-                bool(unknown),
-                f"the server reported unknown finish reasons: {', '.join(unknown)}; these replies "
-                "are graded as complete",
-            ),
-            (uncounted, "the endpoint reports no token counts"),
+        if most is not None and 0 < longest < most:
+            limit += f", but the context ended them at {longest} or before"
+            remedy = "a longer context is needed"
+        low, high = self._no_answer_interval()
+        about = {
+            "limit": limit,
+            "remedy": remedy,
+            "low": 100 * low,
+            "high": 100 * high,
+            "errors": self.errors,
+            "planned": self.planned,
+            "first": self._first_error,
+            "unknown": ", ".join(sorted({r.finish_reason for r in replies} - _FINISH_REASONS)),
+        }
+        counts = Counter(fault for sample in self.samples for fault in sample.faults())
+        shares = {name: counts[name] / max(len(replies), 1) for name in _WARNINGS if counts[name]}
+        said = [(share, *_WARNINGS[name]) for name, share in shares.items()]
+        return self.notes + [
+            text.format(share=share, **about) for share, least, text in said if share >= least
         ]
-        return [*self.notes, *(text for applies, text in checks if applies)]
 
     def to_json(self) -> dict[str, Any]:
-        table = self.table()
-        if not table:
-            return {
-                "accuracy": None,
-                "fault": self.fault,
-                "stderr": None,
-                "n": 0,
-                "planned": self.planned,
-                "errors": self.errors,
-                "warnings": self.warnings(),
-            }
-        scores, repeats = list(table.values()), max(map(len, table.values()))
-        tokens = [sample.completion.completion_tokens for sample in self.graded]
-        low, high = statistics.interval(scores)
-        return {
-            "accuracy": statistics.accuracy(scores),
+        table, graded = self.table(), self.graded
+        found: dict[str, Any] = {
+            "accuracy": None,
             "fault": self.fault,
-            "stderr": _finite(statistics.clustered_stderr(scores)),
+            "stderr": None,
             "n": len(table),
-            "unfinished": self.unfinished,
-            "no_answer": self.no_answer,
-            "no_answer_interval": list(self.no_answer_interval),
-            "truncated": self.truncated,
-            "strict": statistics.accuracy(list(self.table(strict=True).values())),
-            "interval": [low, high],
+            "planned": self.planned,
+            "errors": self.errors,
+            "warnings": self.warnings(),
+        }
+        if not table:
+            return found
+        scores, repeats = list(table.values()), max(map(len, table.values()))
+        tokens = [sample.completion.completion_tokens for sample in graded]
+        reasons = Counter(sample.grade.reason for sample in graded)
+        strict = self.table(lambda one: one.grade.strict)
+        by_repeat = grouped((one.repeat, one.grade.correct) for one in graded)
+        cut = [sample.completion.finish_reason == "length" for sample in graded]
+        return found | {
+            "accuracy": statistics.accuracy(scores),
+            "stderr": _finite(statistics.clustered_stderr(scores)),
+            "unfinished": reasons["unfinished"] / len(graded),
+            "no_answer": sum(reasons[name] for name in _WITHOUT_ANSWER) / len(graded),
+            "no_answer_interval": list(self._no_answer_interval()),
+            "truncated": _mean(cut),
+            "strict": statistics.accuracy(list(strict.values())),
+            "interval": list(statistics.interval(scores)),
             "sampling_stderr": _finite(statistics.sampling_stderr(scores)),
             "repeats": self.setting.repeats,
-            "samples": len(self.graded),
-            "planned": self.planned,
+            "samples": len(graded),
             "reused": self.reused,
-            "errors": self.errors,
-            "correct": int(sum(sum(row) for row in scores)),
-            "per_repeat": self._per_repeat(),
+            "correct": sum(sample.grade.correct for sample in graded),
+            "per_repeat": [_mean(row) for _, row in sorted(by_repeat.items())],
             "measures": self._measures(),
             "pass_at_k": {
-                str(k): _finite(statistics.pass_at_k(scores, k)) for k in _powers(repeats)
+                str(k): _finite(statistics.pass_at_k(scores, k)) for k in _POWERS if k <= repeats
             },
             "majority": self._majority() if self.votes and repeats > 1 else None,
             "reasons": dict(Counter(sample.grade.reason for sample in self.samples).most_common()),
-            "tokens": {"mean": sum(tokens) / len(tokens), "max": max(tokens), "total": sum(tokens)},
+            "tokens": {"mean": _mean(tokens), "max": max(tokens), "total": sum(tokens)},
             "seconds": self.seconds,
             "speed": self.speed,
             "protocol": self.setting.protocol,
             "facts": self.facts,
             "data": self.origin,
-            "warnings": self.warnings(),
-            "groups": self._groups(),
+            "groups": self._groups(table),
             "comparison": self.comparison.to_json() if self.comparison else None,
         }
 
     def _measures(self) -> dict[str, float]:
         """The task's other metrics: points over all replies, as a share of the possible points."""
-        rows = [sample.grade.measures for sample in self.graded]
-        return {
-            name: sum(row[name][0] for row in rows) / sum(row[name][1] for row in rows)
-            for name in (rows[0] if rows else {})
-        }
+        rows = [pair for sample in self.graded for pair in sample.grade.measures.items()]
+        sums = {name: map(sum, zip(*points)) for name, points in grouped(rows).items()}
+        return {name: points / possible for name, (points, possible) in sums.items()}
 
-    def _groups(self) -> dict[str, dict[str, Any]]:
+    def _groups(self, table: statistics.Table) -> dict[str, dict[str, Any]]:
         """Accuracy per group (subject, number of steps) with its interval, and the difference
         from the baseline; empty with fewer than two groups."""
         groups = {sample.problem.id: sample.problem.group for sample in self.graded}
-        tables = defaultdict(list)
-        for problem, row in self.table().items():
-            if groups[problem]:
-                tables[groups[problem]].append(row)
+        members = grouped((groups[name], name) for name in table if groups[name])
         found: dict[str, dict[str, Any]] = {}
-        for group in sorted(
-            tables if len(tables) > 1 else (),
-            key=lambda name: (int(name) if name.isdigit() else math.inf, name),
-        ):
-            scores = tables[group]
-            low, high = statistics.interval(scores)
+        for group, names in sorted(members.items(), key=_group_place) if len(members) > 1 else ():
+            scores = [table[name] for name in names]
             found[group] = {
                 "accuracy": statistics.accuracy(scores),
-                "interval": [low, high],
+                "interval": list(statistics.interval(scores)),
                 "n": len(scores),
             }
-            found[group] |= self.group_differences.get(group, {})
+            shared = [name for name in names if name in self.baseline_scores]
+            if shared:
+                theirs = [self.baseline_scores[name] for name in shared]
+                ours = statistics.problem_means([table[name] for name in shared])
+                differences = ours - statistics.problem_means(theirs)
+                low, high = statistics.mean_bounds(differences, -1, 1).interval()
+                found[group] |= {
+                    "baseline_accuracy": statistics.accuracy(theirs),
+                    "difference": float(differences.mean()),
+                    "low": low,
+                    "high": high,
+                }
         return found
 
-    def _per_repeat(self) -> list[float]:
-        rows = defaultdict(list)
-        for sample in self.graded:
-            rows[sample.repeat].append(sample.grade.correct)
-        return [_mean(rows[repeat]) for repeat in sorted(rows)]
-
     def _majority(self) -> float:
-        votes = defaultdict(list)
-        for sample in self.graded:
-            answer = sample.grade.answer if sample.grade.reason not in MISSING else None
-            votes[sample.problem.id].append((answer, sample.grade.correct))
-        return sum(statistics.majority(row) for row in votes.values()) / len(votes)
+        votes = grouped(
+            (
+                one.problem.id,
+                (None if one.grade.reason in MISSING else one.grade.answer, one.grade.correct),
+            )
+            for one in self.graded
+        )
+        return _mean([statistics.majority(row) for row in votes.values()])
+
+
+def _group_place(group: tuple[str, Any]) -> tuple[float, str]:
+    """Numbers first, by size."""
+    return int(group[0]) if group[0].isdigit() else math.inf, group[0]
 
 
 @dataclass(frozen=True, repr=False)
@@ -381,13 +373,8 @@ class EvalResults(Result):
                 rows.append((name, "no reply could be scored"))
                 continue
             spread = "" if figures["stderr"] is None else f" ± {100 * figures['stderr']:.1f}"
-            rows.append(
-                (
-                    name,
-                    f"{100 * figures['accuracy']:.1f} %{spread} over {figures['n']} problems, "
-                    f"{figures['repeats']} times each",
-                )
-            )
+            over = f"over {figures['n']} problems, {figures['repeats']} times each"
+            rows.append((name, f"{100 * figures['accuracy']:.1f} %{spread} {over}"))
             if task.comparison is not None:
                 rows.append(("  verdict", task.comparison.sentence()))
             rows += [("  warning", text) for text in figures["warnings"]]
@@ -399,13 +386,9 @@ class EvalResults(Result):
         ]
 
 
-def _mean(values: list[bool]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
 def _finite(value: float) -> float | None:
     return None if math.isnan(value) else value
-
-
-def _powers(limit: int) -> list[int]:
-    return [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k <= limit]

@@ -23,16 +23,13 @@ class Group:
         path.mkdir()
         try:
             (path / "memory.max").write_text(str(memory))
-            for name, value in (
-                ("memory.swap.max", "0"),
-                ("memory.oom.group", "1"),
-                ("pids.max", str(processes)),
-            ):
-                with contextlib.suppress(OSError):  # the controller is not delegated
-                    (path / name).write_text(value)
         except OSError:
             self.remove()
             raise
+        further = {"memory.swap.max": 0, "memory.oom.group": 1, "pids.max": processes}
+        for name, value in further.items():
+            with contextlib.suppress(OSError):  # the controller is not delegated
+                (path / name).write_text(str(value))
 
     def add(self, pid: int) -> None:
         (self._path / "cgroup.procs").write_text(str(pid))
@@ -41,52 +38,30 @@ class Group:
         """A group can be removed once its last process is gone, which the kernel may notice
         shortly after the wait."""
         for _ in range(50):
-            try:
+            with contextlib.suppress(OSError):
                 return self._path.rmdir()
-            except FileNotFoundError:
+            if not self._path.exists():
                 return
-            except OSError:
-                time.sleep(0.01)
-
-
-def new_group(memory: int, processes: int) -> Group | None:
-    above = usable()
-    return None if above is None else Group(above, memory, processes)
+            time.sleep(0.01)
 
 
 @cache
 def usable() -> Path | None:
-    """The group in which we can create groups, or None."""
-    try:
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-        own = [
-            line.partition("::")[2]
-            for line in Path("/proc/self/cgroup").read_text().splitlines()
-            if line.startswith("0::")
-        ]
-    except OSError:
-        return None
-    for fields in mounts:
-        if fields[2] == "cgroup2" and own:
-            here = Path(fields[1] + own[0].rstrip("/"))
-            return next((path for path in (here, here.parent) if _works(path)), None)
+    """The group in which we can create groups with a memory limit, and move a process into them, or
+    None."""
+    with contextlib.suppress(OSError):
+        mounts = Path("/proc/self/mounts").read_text().splitlines()
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        at = next((line.split()[1] for line in mounts if line.split()[2] == "cgroup2"), None)
+        own = next((line[3:] for line in groups if line.startswith("0::")), None)
+        for above in (Path(f"{at}{own}"), Path(f"{at}{own}").parent) if at and own else ():
+            with contextlib.suppress(OSError):
+                if "memory" in (above / "cgroup.subtree_control").read_text().split():
+                    group = Group(above, 1 << 30, 8)
+                    try:  # cat ends with its stdin
+                        with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as child:
+                            group.add(child.pid)
+                        return above
+                    finally:
+                        group.remove()
     return None
-
-
-def _works(above: Path) -> bool:
-    """Whether a group with a memory limit can be created in `above`, and a process moved into
-    it."""
-    try:
-        if "memory" not in (above / "cgroup.subtree_control").read_text().split():
-            return False
-        group = Group(above, 1 << 30, 8)
-    except OSError:
-        return False
-    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as child:  # ends with its stdin
-        try:
-            group.add(child.pid)
-            moved = True
-        except OSError:
-            moved = False
-    group.remove()
-    return moved

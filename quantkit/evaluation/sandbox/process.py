@@ -67,7 +67,8 @@ class SandboxProcess:
         self._status: int | None = None
         self._group: cgroup.Group | None = None
         try:
-            self._group = cgroup.new_group(MEMORY, PROCESSES + OWN_PROCESSES)
+            if (above := cgroup.usable()) is not None:
+                self._group = cgroup.Group(above, MEMORY, PROCESSES + OWN_PROCESSES)
             self._process = self._start(level, command, cpu_s, started, ended)
         except (OSError, subprocess.SubprocessError) as error:
             self._remove()
@@ -154,24 +155,26 @@ class SandboxProcess:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
+_ENVIRONMENT = (
+    "PATH=/usr/bin:/bin PYTHONHASHSEED=0 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 LANG=C.UTF-8 "
+    "MALLOC_ARENA_MAX=2 QUANTKIT_PROGRAM=1"  # an arena takes 64 MiB of addresses
+)
+
+
 def _request(level: Level, command: Command, root: Path, cpu_s: float) -> dict[str, Any]:
-    isolate = level == "namespaces"
-    home = "/work" if isolate else str(root)
-    packages = _packages()
-    path = (
-        "/packages"
-        if isolate
-        else os.pathsep.join(sorted({str(package.parent) for package in packages}))
-    )
-    inside = "/sandbox" if isolate else str(INSIDE)
-    views: list[list[Any]] = [[name, name, False] for name in _system_paths()]
-    views += [[str(package), f"/packages/{package.name}", False] for package in packages]
-    views += [[str(INSIDE), "/sandbox", False], *map(list, command.views)]
-    path += os.pathsep + os.path.join(inside, "ending")
-    cpus = os.sched_getaffinity(0)
-    processes = PROCESSES + (
-        0 if isolate and _has_namespace_process_limits() else _count_user_threads()
-    )
+    isolate, packages = level == "namespaces", _packages()
+    home, inside = ("/work", "/sandbox") if isolate else (str(root), str(INSIDE))
+    paths = ["/packages"] if isolate else sorted({str(package.parent) for package in packages})
+    views: list[tuple[str, str, bool]] = [(name, name, False) for name in _system_paths()]
+    views += [(str(package), f"/packages/{package.name}", False) for package in packages]
+    views += [(str(INSIDE), "/sandbox", False), *command.views]
+    counted = 0 if isolate and _has_namespace_process_limits() else _count_user_threads()
+    cpus = sorted(os.sched_getaffinity(0))
+    limits = {"CPU": int(cpu_s) + 1, "AS": MEMORY, "FSIZE": OUTPUT, "NOFILE": FILES, "CORE": 0}
+    limits |= {"NPROC": PROCESSES + counted, "STACK": STACK, "MSGQUEUE": 0, "SIGPENDING": 256}
+    arguments = [argument.replace("{inside}", inside) for argument in command.arguments]
+    environment = dict(pair.split("=") for pair in _ENVIRONMENT.split())
+    path = os.pathsep.join([*paths, f"{inside}/ending"])
     return {
         "caller": os.getpid(),
         "isolate": isolate,
@@ -179,35 +182,11 @@ def _request(level: Level, command: Command, root: Path, cpu_s: float) -> dict[s
         "views": views,
         "links": command.links,
         "disk_mib": DISK_MIB,
-        "cpus": random.sample(sorted(cpus), min(CPUS, len(cpus))),
+        "cpus": random.sample(cpus, min(CPUS, len(cpus))),
         "files": command.files,
-        "command": [
-            _interpreter(),
-            "-s",
-            "-B",
-            *(argument.replace("{inside}", inside) for argument in command.arguments),
-        ],
-        "environment": {
-            "PATH": "/usr/bin:/bin",
-            "HOME": home,
-            "TMPDIR": home,
-            "PYTHONPATH": path,
-            "PYTHONHASHSEED": "0",
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "LANG": "C.UTF-8",
-            "MALLOC_ARENA_MAX": "2",  # each takes 64 MiB of addresses
-            "QUANTKIT_PROGRAM": "1",
-        },
-        "limits": {
-            "CPU": int(cpu_s) + 1,
-            "AS": MEMORY,
-            "FSIZE": OUTPUT,
-            "NOFILE": FILES,
-            "CORE": 0,
-            "NPROC": processes,
-        }
-        | {"STACK": STACK, "MSGQUEUE": 0, "SIGPENDING": 256, "MEMLOCK": MIB},
+        "command": [_interpreter(), "-s", "-B", *arguments],
+        "environment": environment | {"HOME": home, "TMPDIR": home, "PYTHONPATH": path},
+        "limits": limits | {"MEMLOCK": MIB},
     }
 
 

@@ -3,16 +3,16 @@
 import contextlib
 import json
 import os
-import select
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
 from quantkit.evaluation.sandbox import cgroup
+from quantkit.evaluation.sandbox.inside import messages
 from quantkit.evaluation.sandbox.inside.ending.sitecustomize import UNCAUGHT
 from quantkit.evaluation.sandbox.inside.isolation import NO_NAMESPACES
 from quantkit.evaluation.sandbox.process import (
@@ -41,7 +41,6 @@ class ProgramRun:
     status: Status
     detail: str = ""
     output: str = ""
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,20 +62,7 @@ def run_tests(
 ) -> ProgramRun:
     """Passed if `tests`, which call the function by its name, return in the judge's process;
     `helpers` is trusted source that they use."""
-    request = _check_request(program, helpers, tests)
-    return _run_with_retries(
-        lambda level: _run_judged(program, request, timeout_s or TIMEOUT_S, level), level
-    )
-
-
-def _check_request(program: Program, helpers: str, tests: str) -> dict[str, Any]:
-    return {
-        "kind": "check",
-        "helpers": helpers,
-        "tests": tests,
-        "entry_point": program.entry_point,
-        "call_timeout_s": None,
-    }
+    return _run_judged_with_retries(program, level, timeout_s or TIMEOUT_S, helpers, tests)
 
 
 def run_calls(
@@ -88,10 +74,20 @@ def run_calls(
 ) -> ProgramRun:
     """Passed if every call of the function with a case's arguments returns the case's result, as
     JSON values, each within `timeout_s`."""
-    request = {"kind": "cases", "cases": cases, "call_timeout_s": timeout_s}
-    return _run_with_retries(
-        lambda level: _run_judged(program, request, timeout_s * (len(cases) + 1), level), level
-    )
+    return _run_judged_with_retries(program, level, timeout_s, cases=cases)
+
+
+def _run_judged_with_retries(
+    program: Program,
+    level: Level | None,
+    timeout_s: float,
+    helpers: str = "",
+    tests: str = "",
+    cases: Sequence[tuple[list[Any], Any]] = (),
+) -> ProgramRun:
+    request = {"helpers": helpers, "tests": tests, "cases": cases, "call_timeout_s": timeout_s}
+    whole_s = timeout_s * (1 + len(cases))
+    return _run_with_retries(lambda found: _run_judged(program, request, whole_s, found), level)
 
 
 def run_script(
@@ -99,9 +95,7 @@ def run_script(
 ) -> ProgramRun:
     """Passed if `source`, run as a file, ended by itself, by sys.exit or by os._exit; its stdout
     is in `output`."""
-    return _run_with_retries(
-        lambda level: _run_script(source, stdin, timeout_s or TIMEOUT_S, level), level
-    )
+    return _run_with_retries(partial(_run_script, source, stdin, timeout_s or TIMEOUT_S), level)
 
 
 def _run_with_retries(attempt: Callable[[Level], ProgramRun], level: Level | None) -> ProgramRun:
@@ -111,26 +105,30 @@ def _run_with_retries(attempt: Callable[[Level], ProgramRun], level: Level | Non
     for number in range(_TRIES):
         time.sleep(number * _PAUSE_S)
         try:
-            return attempt(level)
+            run = attempt(level)
+            return replace(run, detail=_printable(run.detail))
         except (
             SandboxError,
             OSError,
         ) as fault:  # an OSError is a failure of this process: disk full, no descriptor left
             problem = str(fault)
-    return ProgramRun("sandbox-error", problem)
+    return ProgramRun("sandbox-error", _printable(problem))
 
 
-def _from_first_line(follow: Callable[[float], ProgramRun]) -> ProgramRun:
-    """What `follow`, given the time of the start, finds of a program that has begun. Whatever goes
-    wrong here then is the program's doing: it may name, fill and change what is looked at."""
-    start = time.monotonic()
+def _from_first_line(follow: Callable[[], ProgramRun]) -> ProgramRun:
+    """What `follow` finds of a program that has begun. Whatever goes wrong here then is the
+    program's doing: it may name, fill and change what is looked at."""
     try:
-        return follow(start)
+        return follow()
+    except LimitExceeded as fault:
+        return ProgramRun("failed", str(fault))
     except Exception as fault:
-        detail = (
-            str(fault) if isinstance(fault, LimitExceeded) else f"it cannot be followed: {fault!r}"
-        )
-        return ProgramRun("failed", _printable(detail), seconds=time.monotonic() - start)
+        return ProgramRun("failed", f"it cannot be followed: {fault!r}")
+
+
+def _pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    read, write = os.pipe()
+    return stack.enter_context(open(read, "rb", 0)), stack.enter_context(open(write, "wb", 0))
 
 
 def _run_judged(
@@ -139,93 +137,93 @@ def _run_judged(
     """The judge starts first and waits; the program begins when both are isolated and the judge
     requests it."""
     with contextlib.ExitStack() as stack:
-        calls, replies, report = (stack.enter_context(_Pipe()) for _ in range(3))
+        pipes = [_pipe(stack) for _ in range(3)]
+        (calls_in, calls), (replies, replies_out), (report, report_out) = pipes
+        own = {"entry_point": program.entry_point}
         sandboxes = []
-        for script, message, keep in (
-            ("judge.py", request, (calls.write, replies.read, report.write)),
-            (
-                "candidate.py",
-                {"parts": program.parts, "entry_point": program.entry_point},
-                (calls.read, replies.write),
-            ),
+        for script, message, ends in (
+            ("judge.py", request | own, (calls, replies, report_out)),
+            ("candidate.py", own | {"parts": program.parts}, (calls_in, replies_out)),
         ):
-            stdin = stack.enter_context(_anonymous_file(json.dumps(message).encode()))
+            stdin = stack.enter_context(tempfile.TemporaryFile())  # readable by inheritance only
+            stdin.write(json.dumps(message).encode())
+            stdin.seek(0)
+            keep = tuple(end.fileno() for end in ends)
             command = Command([f"{{inside}}/{script}", *map(str, keep)], stdin, keep=keep)
-            sandboxes.append(
-                stack.enter_context(contextlib.closing(SandboxProcess(level, command, timeout_s)))
-            )
-        for pipe in (calls, replies):
-            pipe.close()
-        report.close_write()
-        for sandbox in sandboxes:
-            sandbox.wait_started()
-        lines = _Lines(report.read)
-        ready = _wait(lines.next, [], START_S)
-        if ready != b"ready":
-            fault = json.loads(ready)["fault"] if ready else "the judge did not start"
-            raise SandboxError(_printable(fault))
-        return _from_first_line(
-            lambda start: _verdict(
-                _wait(lines.next, sandboxes, timeout_s), time.monotonic() - start
-            )
-        )
+            sandbox = contextlib.closing(SandboxProcess(level, command, timeout_s))
+            sandboxes.append(stack.enter_context(sandbox))
+        for end in (calls_in, calls, replies, replies_out, report_out):
+            end.close()
+        for started in sandboxes:
+            started.wait_started()
 
+        def next_message() -> str | None:
+            """None if none came within WATCH_S, "" after the judge has ended."""
+            try:
+                return messages.receive(report.fileno(), WATCH_S).decode()
+            except TimeoutError:
+                return None
+            except messages.Closed:
+                return ""
 
-def _verdict(line: bytes | None, seconds: float) -> ProgramRun:
-    if line is None:
-        return ProgramRun("timeout", f"no verdict after {seconds:.1f} s", seconds=seconds)
-    if not line:
-        return ProgramRun("no-verdict", "the judge ended before its tests did", seconds=seconds)
-    verdict = json.loads(line)
-    return ProgramRun(verdict["status"], _printable(verdict["detail"]), seconds=seconds)
+        ready = _wait(next_message, [], START_S)
+        if ready != "ready":
+            raise SandboxError(ready or "the judge did not start")
+
+        def follow() -> ProgramRun:
+            found = _wait(next_message, sandboxes, timeout_s)
+            if found is None:
+                return ProgramRun("timeout", f"no verdict after {timeout_s:.1f} s")
+            if not found:
+                return ProgramRun("no-verdict", "the judge ended before its tests did")
+            return ProgramRun(*json.loads(found))
+
+        return _from_first_line(follow)
 
 
 def _run_script(source: str, stdin: str, timeout_s: float, level: Level) -> ProgramRun:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quantkit-script-")))
         (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace", newline="")
-        given, out, verdict = (
-            stack.enter_context((folder / name).open(mode)) for name, mode in _STREAMS.items()
-        )
-        for name in _STREAMS:
-            (folder / name).chmod(0o666)  # a program with its own uid opens /dev/stdout by name
-        views = tuple((str(folder / name), f"/dev/{name}", name != "stdin") for name in _STREAMS)
-        links = tuple(
-            (f"{place}/{number}", f"/dev/{name}")
-            for place in ("/dev/fd", "/proc/self/fd")
-            for number, name in enumerate(_STREAMS)
-        )
+        files, views, links = [], [], []
+        for number, (name, mode) in enumerate(_STREAMS.items()):
+            path = folder / name
+            files.append(stack.enter_context(path.open(mode)))
+            path.chmod(0o666)  # a program with its own uid opens /dev/stdout by name
+            views.append((str(path), f"/dev/{name}", name != "stdin"))
+            for place in ("/dev/fd", "/proc/self/fd"):
+                links.append((f"{place}/{number}", f"/dev/{name}"))
+        out, errors = (file.fileno() for file in files[1:])
         command = Command(
-            ["main.py"], given, out, verdict, files={"main.py": source}, views=views, links=links
+            ["main.py"], *files, files={"main.py": source}, views=tuple(views), links=tuple(links)
         )
         sandbox = stack.enter_context(contextlib.closing(SandboxProcess(level, command, timeout_s)))
         sandbox.wait_started()
 
-        def follow(start: float) -> ProgramRun:
-            code = _wait(lambda: _poll_exit(sandbox), [sandbox], timeout_s)
-            seconds = time.monotonic() - start
+        def ended() -> int | None:
+            if sandbox.exit_code is None:
+                time.sleep(_POLL_S)
+            return sandbox.exit_code
+
+        def follow() -> ProgramRun:
+            code = _wait(ended, [sandbox], timeout_s)
             # By the descriptors: the program may have taken away the right to open the files.
-            text = os.pread(out.fileno(), OUTPUT, 0).decode(errors="replace")
+            text = os.pread(out, OUTPUT, 0).decode(errors="replace")
             if code is None:
-                return ProgramRun("timeout", f"still running after {seconds:.1f} s", text, seconds)
-            size = os.fstat(verdict.fileno()).st_size
-            if problem := _problem(code, os.pread(verdict.fileno(), _TAIL, max(0, size - _TAIL))):
-                return ProgramRun("failed", problem, text, seconds)
-            return ProgramRun("passed", "", text, seconds)
+                return ProgramRun("timeout", f"still running after {timeout_s:.1f} s", text)
+            if code < 0:
+                return ProgramRun("failed", f"ended by signal {-code}", text)
+            # sys.exit may give any code; inside/ending/sitecustomize.py writes exceptions down.
+            said = os.pread(errors, _TAIL, max(0, os.fstat(errors).st_size - _TAIL))
+            _, uncaught, detail = said.rpartition(UNCAUGHT)
+            if code and uncaught:
+                return ProgramRun("failed", detail.decode(errors="replace")[:2000].strip(), text)
+            return ProgramRun("passed", "", text)
 
         return _from_first_line(follow)
 
 
 _STREAMS = {"stdin": "rb", "stdout": "w+b", "stderr": "w+b"}
-
-
-def _problem(code: int, errors: bytes) -> str:
-    """A failed end of a script: a signal, or an uncaught exception, which
-    inside/ending/sitecustomize.py writes down. sys.exit may give any code."""
-    if code < 0:
-        return f"ended by signal {-code}"
-    _, uncaught, detail = errors.rpartition(UNCAUGHT)
-    return _printable(detail.decode(errors="replace"))[:2000].strip() if code and uncaught else ""
 
 
 class LimitExceeded(Exception):
@@ -239,78 +237,21 @@ def _wait(
     LimitExceeded, also right after the result, since checks in between are rare on a busy
     machine."""
     deadline, watched = time.monotonic() + timeout_s, time.monotonic()
-    while (found := poll()) is None and time.monotonic() < deadline:
-        if time.monotonic() - watched > WATCH_S:
-            watched = time.monotonic()
-            _check_limits(sandboxes)
-    _check_limits(sandboxes)
-    return found
-
-
-def _check_limits(sandboxes: list[SandboxProcess]) -> None:
-    for sandbox in sandboxes:
-        if excess := sandbox.excess():
-            raise LimitExceeded(excess)
-
-
-def _poll_exit(sandbox: SandboxProcess) -> int | None:
-    if sandbox.exit_code is None:
-        time.sleep(_POLL_S)
-    return sandbox.exit_code
-
-
-class _Lines:
-    """Lines of the judge's report as they come; b"" after the judge has ended."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._data = descriptor, b""
-
-    def next(self) -> bytes | None:
-        """The next line, or None if none came within WATCH_S."""
-        while b"\n" not in self._data and select.select([self._descriptor], [], [], WATCH_S)[0]:
-            chunk = os.read(self._descriptor, 1 << 16)
-            self._data += chunk
-            if not chunk:
-                return b""
-        line, newline, rest = self._data.partition(b"\n")
-        if not newline:
-            return None
-        self._data = rest
-        return line
+    while True:
+        found, now = poll(), time.monotonic()
+        is_over = found is not None or now >= deadline
+        if is_over or now - watched > WATCH_S:
+            watched = now
+            for sandbox in sandboxes:
+                if excess := sandbox.excess():
+                    raise LimitExceeded(excess)
+        if is_over:
+            return found
 
 
 def _printable(text: str) -> str:
     """Escape lone surrogates, which cannot be encoded."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-@contextlib.contextmanager
-def _anonymous_file(data: bytes) -> Iterator[IO[bytes]]:
-    """A file without a name, readable only by inheritance."""
-    with tempfile.TemporaryFile() as file:
-        file.write(data)
-        file.seek(0)
-        yield file
-
-
-class _Pipe:
-    def __init__(self) -> None:
-        self.read, self.write = os.pipe()
-        self._open = {self.read, self.write}
-
-    def __enter__(self) -> "_Pipe":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        while self._open:
-            os.close(self._open.pop())
-
-    def close_write(self) -> None:
-        self._open.discard(self.write)
-        os.close(self.write)
 
 
 _PROBES, _PROBE_PAUSE_S = 5, 0.4
@@ -342,7 +283,7 @@ def find_level() -> IsolationLevel:
     """Runs a trivial program in namespaces, with retries, since a busy machine may fail; falls
     back to rlimits."""
     reason = ""
-    request = _check_request(_PROBE, "", "assert f((1, 'a')) == (1, 'a')")
+    request = {"helpers": "", "tests": "", "cases": [([1], 1)], "call_timeout_s": TIMEOUT_S}
     for number in range(_PROBES):
         time.sleep(number * _PROBE_PAUSE_S)
         try:

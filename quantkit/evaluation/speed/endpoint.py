@@ -25,24 +25,8 @@ from quantkit.evaluation.openai_server import (
 )
 from quantkit.evaluation.speed.measure import RequestTimes, Workload, now
 
-WORDS = [
-    "time",
-    "person",
-    "year",
-    "way",
-    "day",
-    "thing",
-    "man",
-    "world",
-    "life",
-    "hand",
-    "part",
-    "child",
-    "eye",
-    "place",
-    "work",
-    "week",
-]
+_WORDS = "time person year way day thing man world life hand part child eye place work week"
+WORDS = _WORDS.split()
 _CHUNKS_PER_TOKEN, _EXTRA_CHUNKS = 4, 64
 """Limit on the chunks of a reply: a server that ignores max_tokens would never end."""
 

@@ -47,27 +47,38 @@ class EngineTarget:
         params = SamplingParams(max_new_tokens=work.output_len, ignore_eos=not work.prompts)
         prompts, arrivals = iter(self._prompts(work)), list(work.arrivals())
         start, sent = now(), 0
-        running: list[_OpenRequest] = []
+        # Each with its arrival and the times of its tokens.
+        running: list[tuple[EngineSequence, float, list[float]]] = []
         while sent < work.requests or running:
             while (
                 sent < work.requests
                 and len(running) < work.concurrency
                 and now() >= start + arrivals[sent]
             ):
-                arrived = start + arrivals[sent] if work.rate is not None else None
-                running.append(
-                    _OpenRequest(self.engine.submit(next(prompts), params, index=sent), arrived)
-                )
+                sequence = self.engine.submit(next(prompts), params, index=sent)
+                arrived = start + arrivals[sent] if work.rate is not None else sequence.arrival
+                running.append((sequence, arrived, []))
                 sent += 1
             if not running:
                 time.sleep(max(0.0, start + arrivals[sent] - now()))
                 continue
             self.engine.step()
-            for one in running:
-                one.record()
-            for one in [one for one in running if one.sequence.finish_reason]:
-                running.remove(one)
-                yield one.times()
+            for sequence, _, moments in running:
+                if sequence.generated and sequence.last_token not in moments[-1:]:
+                    moments.append(sequence.last_token)
+            ended = [one for one in running if one[0].finish_reason]
+            running = [one for one in running if not one[0].finish_reason]
+            for sequence, arrived, moments in ended:
+                if sequence.fault is not None:
+                    raise sequence.fault
+                yield RequestTimes(
+                    arrived,
+                    sequence.first_token,
+                    sequence.last_token,
+                    sequence.prompt_len,
+                    len(sequence.generated),
+                    gaps=tuple(after - before for before, after in pairwise(moments)),
+                )
 
     def _prompts(self, work: Workload) -> list[list[int]]:
         if work.prompts:
@@ -84,37 +95,6 @@ class EngineTarget:
 
     def close(self) -> None:
         self.engine.close()
-
-
-class _OpenRequest:
-    """A running request and the times of its tokens. arrived: None where it was sent as soon as
-    a slot was free."""
-
-    def __init__(self, sequence: EngineSequence, arrived: float | None) -> None:
-        self.sequence = sequence
-        self.arrived = sequence.arrival if arrived is None else arrived
-        self.count, self.moments = 0, list[float]()
-
-    def record(self) -> None:
-        """Record a new token after an engine step."""
-        if len(self.sequence.generated) > self.count:
-            self.count = len(self.sequence.generated)
-            self.moments.append(self.sequence.last_token)
-
-    def times(self) -> RequestTimes:
-        """Raises the request's error, if any."""
-        one = self.sequence
-        if one.fault is not None:
-            raise one.fault
-        gaps = tuple(after - before for before, after in pairwise(self.moments))
-        return RequestTimes(
-            self.arrived,
-            one.first_token,
-            one.last_token,
-            one.prompt_len,
-            len(one.generated),
-            gaps=gaps,
-        )
 
 
 def open_target(

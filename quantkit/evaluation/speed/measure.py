@@ -71,22 +71,17 @@ def read_prompts(path: Path) -> list[str]:
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
-        if path.suffix == ".json":
-            records = json.loads(text)
-        elif path.suffix == ".jsonl":
-            records = [json.loads(line) for line in text.split("\n") if line.strip()]
-        else:
-            records = [line for line in text.split("\n") if line.strip()]
+        lines = [line for line in text.split("\n") if line.strip()]
+        records = json.loads(text) if path.suffix == ".json" else lines
+        if path.suffix == ".jsonl":
+            records = [json.loads(line) for line in lines]
     except (OSError, ValueError, RecursionError) as error:
         raise QuantkitError(
             f"prompts {path} cannot be read: {getattr(error, 'strerror', error)}",
             "give a .jsonl, a .json like ShareGPT's, or a .txt",
         ) from error
-    found = [
-        prompt
-        for record in (records if isinstance(records, list) else [])
-        if (prompt := _prompt(record))
-    ]
+    found = [_prompt(record) for record in (records if isinstance(records, list) else [])]
+    found = [prompt for prompt in found if prompt]
     if not found:
         raise QuantkitError(
             f"prompts {path} holds no prompt",
@@ -101,18 +96,14 @@ def _prompt(record: Any) -> str:
         return record.strip()
     if not isinstance(record, dict):
         return ""
-    for name in ("prompt", "text", "question"):
-        if isinstance(record.get(name), str):
-            return str(record[name]).strip()
-    for turns, role, said in (("messages", "role", "content"), ("conversations", "from", "value")):
-        for turn in record.get(turns) or []:
-            if (
-                isinstance(turn, dict)
-                and turn.get(role) in ("user", "human")
-                and isinstance(turn.get(said), str)
-            ):
-                return str(turn[said]).strip()
-    return ""
+    turns = record.get("messages") or record.get("conversations")
+    said = [
+        turn.get("content", turn.get("value"))
+        for turn in (turns if isinstance(turns, list) else [])
+        if isinstance(turn, dict) and turn.get("role", turn.get("from")) in ("user", "human")
+    ]
+    said = [record.get(name) for name in ("prompt", "text", "question")] + said
+    return next((text.strip() for text in said if isinstance(text, str)), "")
 
 
 PERCENTILES = (50, 90, 99)
@@ -279,49 +270,43 @@ def summarize(
             f"all {len(times)} requests of {input_len} tokens failed: {errors[0]}",
             "see the server's log",
         )
-    tpots = [one.tpot_ms for one in good if one.tpot_ms is not None]
-    gaps = [1e3 * gap for one in good for gap in one.gaps]
-    wall = max(one.last_token for one in good) - min(one.sent for one in good)
     series = {
         "ttft_s": [one.ttft_s for one in good],
         "latency_s": [one.latency_s for one in good],
-        "tpot_ms": tpots,
-        "itl_ms": gaps,
+        "tpot_ms": [one.tpot_ms for one in good if one.tpot_ms is not None],
+        "itl_ms": [1e3 * gap for one in good for gap in one.gaps],
     }
-    percentiles, left_out = _percentiles(series)
+    means = {name: fmean(values) for name, values in series.items() if values}
+    wall = max(one.last_token for one in good) - min(one.sent for one in good)
+    percentiles, left_out = {}, []
+    for name, percent in itertools.product(means, PERCENTILES):
+        if len(series[name]) >= min_values(percent):
+            value = np.percentile(series[name], percent)
+            percentiles[f"{name}_p{percent}"] = float(value)
+        else:
+            left_out.append(f"{name}_p{percent}")
+    tpot = means.get("tpot_ms")
     return SpeedRow(
-        input_len,
-        concurrency,
-        fmean(one.output_tokens for one in good),
-        len(good),
-        len(errors),
-        fmean(one.prompt_tokens for one in good),
-        fmean(series["ttft_s"]),
-        fmean(tpots) if tpots else None,
-        1e3 / fmean(tpots) if tpots else None,
-        sum(one.output_tokens for one in good) / wall,
-        fmean(series["latency_s"]),
-        percentiles,
-        errors[0] if errors else None,
-        fmean(gaps) if gaps else None,
-        len(good) / wall,
-        rate,
-        sum(one.meets(limits) for one in good) / wall if limits else None,
-        left_out,
-        sum(not one.counted for one in good),
+        input_len=input_len,
+        concurrency=concurrency,
+        output_len=fmean(one.output_tokens for one in good),
+        requests=len(good),
+        failed=len(errors),
+        prompt_tokens=fmean(one.prompt_tokens for one in good),
+        ttft_s=means["ttft_s"],
+        tpot_ms=tpot,
+        tps=1e3 / tpot if tpot is not None else None,
+        system_tps=sum(one.output_tokens for one in good) / wall,
+        latency_s=means["latency_s"],
+        percentiles=percentiles,
+        first_error=next(iter(errors), None),
+        itl_ms=means.get("itl_ms"),
+        request_rate=len(good) / wall,
+        offered_rate=rate,
+        goodput=sum(one.meets(limits) for one in good) / wall if limits else None,
+        left_out=left_out,
+        uncounted=sum(not one.counted for one in good),
     )
-
-
-def _percentiles(series: dict[str, list[float]]) -> tuple[dict[str, float], list[str]]:
-    """The percentiles with enough values, and the names of the others."""
-    found, left_out = {}, []
-    for name, values in series.items():
-        for percent in PERCENTILES if values else ():
-            if len(values) >= min_values(percent):
-                found[f"{name}_p{percent}"] = float(np.percentile(values, percent))
-            else:
-                left_out.append(f"{name}_p{percent}")
-    return found, left_out
 
 
 def min_values(percent: int) -> int:

@@ -14,10 +14,11 @@ Holm's method.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.statistics import power
 from quantkit.evaluation.statistics.estimates import (
     ONE_SIDED,
@@ -29,6 +30,7 @@ from quantkit.evaluation.statistics.estimates import (
 from quantkit.evaluation.statistics.sampling import SamplingComparison, compare_sampling
 
 MARGIN = 0.01
+K = TypeVar("K")
 _NO_LOSS_IMPLAUSIBLE = 0.1  # below this p_lost, planning ignores the case of no loss
 
 
@@ -171,27 +173,36 @@ def compare(
     )
 
 
-def holm_corrected(comparisons: Mapping[str, Comparison]) -> dict[str, Comparison]:
-    """Comparisons of several tasks with family-wise corrected verdicts and p-values (Holm 1979)."""
+def check_margin(margin: float) -> None:
+    if not 0 < margin < 1:
+        raise QuantkitError(
+            f"--margin is {margin}", "give a share between 0 and 1; 0.01 is one point"
+        )
+
+
+def holm_corrected(comparisons: Mapping[K, Comparison | None]) -> dict[K, Comparison]:
+    """Comparisons of several tasks with family-wise corrected verdicts and p-values (Holm 1979);
+    None is left out."""
+    given = {name: one for name, one in comparisons.items() if one is not None}
     found = {
         name: one.sampled
-        for name, one in comparisons.items()
+        for name, one in given.items()
         if one.sampled is not None and one.sampled.stage is None
     }
     sampled = _holm_each(found, {name: (1 - one.level) / 2 for name, one in found.items()})
-    errors = {name: one_sided_error(one.look) for name, one in comparisons.items()}
+    errors = {name: one_sided_error(one.look) for name, one in given.items()}
     return {
         name: replace(
             one,
-            tasks=len(comparisons),
-            alone=comparisons[name].verdict,
+            tasks=len(given),
+            alone=given[name].verdict,
             sampled=sampled.get(name, one.sampled),
         )
-        for name, one in _holm_each(comparisons, errors).items()
+        for name, one in _holm_each(given, errors).items()
     }
 
 
-def _holm_each(found: Mapping[str, Any], errors: Mapping[str, float]) -> dict[str, Any]:
+def _holm_each(found: Mapping[K, Any], errors: Mapping[K, float]) -> dict[K, Any]:
     held = _holm({name: one.p_held for name, one in found.items()})
     lost = _holm({name: one.p_lost for name, one in found.items()})
     return {
@@ -209,7 +220,7 @@ def _verdict(p_held: float, p_lost: float, error: float) -> Verdict:
     return "held" if p_held <= error else "lost" if p_lost <= error else "cannot tell"
 
 
-def _holm(p_values: Mapping[str, float]) -> dict[str, float]:
+def _holm(p_values: Mapping[K, float]) -> dict[K, float]:
     """Adjusted p-values: the i-th smallest of m times m - i + 1, monotone."""
     adjusted, before = {}, 0.0
     for place, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):

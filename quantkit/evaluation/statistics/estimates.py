@@ -26,6 +26,7 @@ import numpy as np
 
 Verdict = Literal["held", "lost", "cannot tell"]
 Scores = Sequence[Sequence[float]]  # problems x repeats, ragged, no empty row
+Table = dict[str, list[float]]  # the same by problem id
 
 
 def problem_means(table: Scores) -> np.ndarray:

@@ -48,12 +48,10 @@ def render(setting: Setting, problem: Problem, shots: list[Shot], seed: int) -> 
     )
 
 
-def prompt_parts(prompt: Prompt) -> list[tuple[str, str]]:
-    """(role, text) of the sent messages; a raw prompt is one part. The server or tokenizer
+def prompt_parts(prompt: Prompt) -> list[dict[str, str]]:
+    """Role and content of the sent messages; a raw prompt is one part. The server or tokenizer
     applies the chat template to them."""
-    if prompt.text is not None:
-        return [("raw prompt", prompt.text)]
-    return [(message["role"], message["content"]) for message in prompt.messages]
+    return list(prompt.messages) or [{"role": "raw prompt", "content": prompt.text or ""}]
 
 
 def sample_seed(seed: int, problem: str, repeat: int) -> int:

@@ -6,6 +6,7 @@ import zlib
 import pytest
 
 from quantkit.common.errors import QuantkitError
+from quantkit.evaluation import sandbox
 from quantkit.evaluation.grading.code_blocks import blocks
 from quantkit.evaluation.grading.programs import (
     completed_function,
@@ -86,15 +87,10 @@ def test_blocks_are_dedented_and_an_open_one_counts() -> None:
     ]
 
 
-def test_the_prelude_stands_behind_future_imports() -> None:
-    source = with_prelude(
-        '"Doc."\nfrom __future__ import (\n    annotations)\nfrom __future__ import division; x: '
-        "Missing = 1\n"
-    )
-    assert source.startswith(
-        "from __future__ import annotations\nfrom __future__ import division\n"
-    )
-    compile(source, "x", "exec")
+def test_a_program_may_begin_with_future_imports() -> None:
+    source = '"Doc."\nfrom __future__ import (\n    annotations)\nx: Missing = 1\nprint(gcd(4, 6))'
+    found = sandbox.run_script(with_prelude(source), "")
+    assert (found.status, found.output) == ("passed", "2\n")
 
 
 def contest(function: str | None, tests: list[tuple[str, str]]) -> Problem:

@@ -8,24 +8,9 @@ import signal
 from typing import Any
 
 libc = ctypes.CDLL(None, use_errno=True)
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
-    0x20000,
-    0x4000000,
-    0x8000000,
-    0x10000000,
-    0x20000000,
-    0x40000000,
-)
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
-    1,
-    2,
-    4,
-    8,
-    32,
-    4096,
-    16384,
-    1 << 18,
-)
+NEW_NAMESPACES = 0x7C020000  # CLONE_NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
+MS_REC, MS_PRIVATE = 1 << 14, 1 << 18
 MNT_DETACH, PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 2, 1, 24, 38
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
@@ -88,7 +73,7 @@ def enter_namespaces(close: int) -> bool:
     os.close(ready_read)
     os.close(mapped_write)
     die_with_parent()
-    if libc.unshare(NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS) != 0:
+    if libc.unshare(NEW_NAMESPACES) != 0:
         number = ctypes.get_errno()
         # The kernel's words for a limit of namespaces are those for a full disk.
         limit = "none may be made, or no more (/proc/sys/user)"

@@ -5,6 +5,7 @@ import select
 import time
 
 LIMIT = 64 << 20  # bytes of one message
+_FOREVER_S = 1e9
 
 
 class Closed(Exception):
@@ -17,26 +18,20 @@ def send(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def receive(descriptor: int, timeout_s: float | None = None) -> bytes:
+def receive(descriptor: int, timeout_s: float = _FOREVER_S) -> bytes:
     """One message. Raises Closed at the end of the pipe, TimeoutError after `timeout_s`,
     ValueError for more than LIMIT bytes."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    length = int.from_bytes(_exactly(descriptor, 8, deadline), "big")
-    if length > LIMIT:
-        raise ValueError(f"a message of {length} bytes (the limit is {LIMIT})")
-    return _exactly(descriptor, length, deadline)
-
-
-def _exactly(descriptor: int, count: int, deadline: float | None) -> bytes:
-    data = bytearray()
+    deadline = time.monotonic() + timeout_s
+    data, count = bytearray(), 8
     while len(data) < count:
-        if (
-            deadline is not None
-            and not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]
-        ):
+        if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
             raise TimeoutError
         chunk = os.read(descriptor, min(1 << 20, count - len(data)))
         if not chunk:
             raise Closed
         data += chunk
-    return bytes(data)
+        if len(data) == 8:
+            count += int.from_bytes(data, "big")
+            if count > LIMIT:
+                raise ValueError(f"a message of {count} bytes (the limit is {LIMIT})")
+    return bytes(data[8:])

@@ -9,21 +9,10 @@ Unix family only; memory is not mapped shared without a file. Numbers: Linux 6.x
 import ctypes
 import errno
 import os
+import re
 import struct
 
 PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, MODE_FILTER = 22, 38, 2
-AF_UNIX = 1
-NEW_NAMESPACES = 0x7E020000  # clone flags: NEWNS NEWCGROUP NEWUTS NEWIPC NEWUSER NEWPID NEWNET
-LAST_KNOWN = 462
-LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_BITS, RETURN, AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
-ALLOW, DENY, KILL = 0x7FFF0000, 0x00050000, 0x80000000
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT, FOURTH_ARGUMENT = (
-    0,
-    4,
-    16,
-    40,
-)  # offsets in struct seccomp_data; the low word of an argument comes first
-
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # name, x86-64 number, AArch64 number; - where the architecture has no such call
 _DENIED = """
@@ -53,17 +42,26 @@ semget 64 190, msgget 68 186, mq_open 240 180
 # more processors than it was given
 sched_setaffinity 203 122
 """
-DENIED = [
-    entry.split()
-    for line in _DENIED.split("\n")
-    if line and line[0] != "#"
-    for entry in line.split(", ")
-]
-SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}  # socket, socketpair
-CLONE = {"x86_64": 56, "aarch64": 220}
-CLONE3 = 435
-MMAP = {"x86_64": 9, "aarch64": 222}
-SHARED_ANONYMOUS = 0x21  # pages of such a map stay when no process shows them any more
+DENIED = re.findall(r"(\w+) (\d+|-) (\d+|-)(?:,|\n)", _DENIED)
+# The calls whose arguments are looked at: clone, mmap, socket, socketpair.
+_LOOKED_AT = {"x86_64": (56, 9, 41, 53), "aarch64": (220, 222, 198, 199)}
+_ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x50026
+_CODES = {"load": 0x20, "equal": 0x15, "at_least": 0x35, "bits": 0x45, "and": 0x54, "return": 0x06}
+# An operation, its operand, and the lines to skip if it is true and if not. Offsets in struct
+# seccomp_data: 0 the number, 4 the architecture, 16 and 40 the low words of arguments 1 and 4.
+_FILTER = f"""
+load 4, equal {{audit}} 1 0, return {_KILL}
+load 0, at_least 463 0 1, return {_ENOSYS}
+equal 435 0 1, return {_ENOSYS}
+{{denied}}
+equal {{clone}} 0 4, load 16, bits {0x7E020000} 0 1, return {_EPERM}, return {_ALLOW}
+equal {{mmap}} 0 5, load 40, and {0x21}, equal {0x21} 0 1, return {_EPERM}, return {_ALLOW}
+equal {{socket}} 0 4, load 16, equal 1 1 0, return {_EPERM}, return {_ALLOW}
+equal {{pair}} 0 4, load 16, equal 1 1 0, return {_EPERM}, return {_ALLOW}
+return {_ALLOW}"""
+# 32-bit calls end the program. 463 is after the last known call, and the x32 numbers begin at 2^30;
+# 435 is clone3. 0x7E020000: clone flags NEWNS NEWCGROUP NEWUTS NEWIPC NEWUSER NEWPID NEWNET. 0x21: a
+# shared map without a file, whose pages stay when no process shows them any more. 1: AF_UNIX.
 
 
 def supported() -> bool:
@@ -72,46 +70,18 @@ def supported() -> bool:
 
 def program(machine: str) -> bytes:
     """The filter as an array of struct sock_filter."""
-    column = list(AUDIT).index(machine)
-    steps: list[bytes] = []
-
-    def step(code: int, value: int, yes: int = 0, no: int = 0) -> None:
-        steps.append(struct.pack("=HBBI", code, yes, no, value))
-
-    def answer(action: int) -> None:
-        step(RETURN, action)
-
-    step(LOAD, ARCHITECTURE)
-    step(JUMP_EQUAL, AUDIT[machine], yes=1)
-    answer(KILL)  # 32-bit calls
-    step(LOAD, NUMBER)
-    step(JUMP_AT_LEAST, LAST_KNOWN + 1, no=1)  # also the x32 numbers, which begin at 2^30
-    answer(DENY | errno.ENOSYS)
-    step(JUMP_EQUAL, CLONE3, no=1)
-    answer(DENY | errno.ENOSYS)
-    for _name, *numbers in DENIED:
-        if numbers[column] != "-":
-            step(JUMP_EQUAL, int(numbers[column]), no=1)
-            answer(DENY | errno.EPERM)
-    step(JUMP_EQUAL, CLONE[machine], no=4)
-    step(LOAD, FIRST_ARGUMENT)
-    step(JUMP_BITS, NEW_NAMESPACES, no=1)
-    answer(DENY | errno.EPERM)
-    answer(ALLOW)
-    step(JUMP_EQUAL, MMAP[machine], no=5)
-    step(LOAD, FOURTH_ARGUMENT)
-    step(AND, SHARED_ANONYMOUS)
-    step(JUMP_EQUAL, SHARED_ANONYMOUS, no=1)
-    answer(DENY | errno.EPERM)
-    answer(ALLOW)
-    for number in SOCKETS[machine]:
-        step(JUMP_EQUAL, number, no=4)
-        step(LOAD, FIRST_ARGUMENT)
-        step(JUMP_EQUAL, AF_UNIX, yes=1)
-        answer(DENY | errno.EPERM)
-        answer(ALLOW)
-    answer(ALLOW)
-    return b"".join(steps)
+    column = 1 + list(AUDIT).index(machine)
+    numbers = [call[column] for call in DENIED if call[column] != "-"]
+    text = _FILTER.format(
+        audit=AUDIT[machine],
+        denied="\n".join(f"equal {number} 0 1, return {_EPERM}" for number in numbers),
+        **dict(zip(("clone", "mmap", "socket", "pair"), _LOOKED_AT[machine])),
+    )
+    steps = [step.split() for step in re.split(", |\n", text.strip())]
+    return b"".join(
+        struct.pack("=HBBI", _CODES[name], *map(int, skipped or (0, 0)), int(operand))
+        for name, operand, *skipped in steps
+    )
 
 
 def install() -> None:
@@ -125,16 +95,11 @@ def install() -> None:
     instructions = ctypes.create_string_buffer(code, len(code))
     # struct sock_fprog: 16-bit count, then an aligned pointer
     header = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(instructions))
-    for arguments in (
-        (PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
-        (PR_SET_SECCOMP, MODE_FILTER, header, 0, 0),
+    zero = ctypes.c_ulong(0)
+    for option, argument, pointer in (
+        (PR_SET_NO_NEW_PRIVS, 1, None),
+        (PR_SET_SECCOMP, MODE_FILTER, header),
     ):
-        if (
-            libc.prctl(
-                arguments[0],
-                *(a if isinstance(a, bytes) else ctypes.c_ulong(a) for a in arguments[1:]),
-            )
-            != 0
-        ):
+        if libc.prctl(option, ctypes.c_ulong(argument), pointer, zero, zero):
             number = ctypes.get_errno()
             raise OSError(number, f"seccomp: {os.strerror(number)}")
