@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -283,6 +284,15 @@ def test_requests_that_arrive_wait_for_room(server: str) -> None:
     )
     sent = [one.sent for one in paced]
     assert max(sent) - min(sent) >= 0.75 * max(Workload(4, 1, 4, 4, seed=2, rate=8.0).arrivals())
+
+
+def test_requests_arrive_as_a_poisson_process() -> None:
+    """Gaps between arrivals are exponential: their mean is 1 / rate, and so is their deviation."""
+    arrivals = list(Workload(1, 1, 4000, 1, rate=4.0).arrivals())
+    gaps = [after - before for before, after in itertools.pairwise(arrivals)]
+    assert fmean(gaps) == pytest.approx(0.25, rel=0.06)
+    assert stdev(gaps) == pytest.approx(0.25, rel=0.1)
+    assert set(Workload(1, 1, 3, 1).arrivals()) == {0.0}
 
 
 def test_no_prompt_is_sent_twice() -> None:

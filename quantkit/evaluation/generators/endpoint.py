@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -31,6 +31,7 @@ from quantkit.evaluation.openai_server import (
     describe_error,
 )
 
+T = TypeVar("T")
 LARGEST_REPLY = 64 * 2**20  # characters
 _MOST_TOKENS = 2**53
 _LONGEST_REASON = 100  # characters
@@ -60,19 +61,21 @@ class ReplyReader:
 
     def add(self, event: dict[str, Any]) -> None:
         """Add one event. Raises StreamError where it is malformed."""
-        for choice in _objects(event, "choices"):
+        for choice in _field(event, "choices", list):
             if str(choice.get("index") or 0) == "0":
                 self._add_choice(choice)
-        usage = _object(event, "usage")
+        usage = _field(event, "usage", dict)
         self.prompt_tokens = _count(usage, "prompt_tokens") or self.prompt_tokens
         self.completion_tokens = _count(usage, "completion_tokens") or self.completion_tokens
 
     def _add_choice(self, choice: dict[str, Any]) -> None:
-        part = _object(choice, "delta") or _object(choice, "message")
+        part = _field(choice, "delta", dict) or _field(choice, "message", dict)
         said, thought = _content(part)
-        text = said or _text(choice, "text")
+        text = said or _field(choice, "text", str)
         thought += (
-            _text(part, "reasoning_content") or _text(part, "reasoning") or _text(part, "thinking")
+            _field(part, "reasoning_content", str)
+            or _field(part, "reasoning", str)
+            or _field(part, "thinking", str)
         )
         if (text or thought) and self.finish_reason is not None:
             raise StreamError("the server sent text after the end of the reply")
@@ -118,24 +121,15 @@ class ReplyReader:
         )
 
 
-def _objects(holder: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    value = holder.get(name) or []
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise StreamError(f"{name} is not a list of objects: {str(value)[:100]!r}")
-    return value
+_KINDS = {dict: "an object", list: "a list of objects", str: "a string"}
 
 
-def _object(holder: dict[str, Any], name: str) -> dict[str, Any]:
-    value = holder.get(name) or {}
-    if not isinstance(value, dict):
-        raise StreamError(f"{name} is not an object: {str(value)[:100]!r}")
-    return value
-
-
-def _text(holder: dict[str, Any], name: str) -> str:
-    value = holder.get(name) or ""
-    if not isinstance(value, str):
-        raise StreamError(f"{name} is not a string: {str(value)[:100]!r}")
+def _field(holder: dict[str, Any], name: str, kind: type[T]) -> T:
+    """A field of an event, empty where it is missing."""
+    value = holder.get(name) or kind()
+    items = value if isinstance(value, list) else []
+    if not isinstance(value, kind) or not all(isinstance(one, dict) for one in items):
+        raise StreamError(f"{name} is not {_KINDS[kind]}: {str(value)[:100]!r}")
     return value
 
 
@@ -143,18 +137,20 @@ def _content(part: dict[str, Any]) -> tuple[str, str]:
     """The text and the reasoning of a content field, which some servers send as a list of typed
     parts."""
     if not isinstance(part.get("content"), list):
-        return _text(part, "content"), ""
+        return _field(part, "content", str), ""
     text, thought = "", ""
-    for one in _objects(part, "content"):
+    for one in _field(part, "content", list):
         kind = one.get("type")
         if kind not in ("text", "output_text", "thinking", "reasoning"):
             raise StreamError(f"a part of the content is of type {kind!r}")
         if kind in ("text", "output_text"):
-            text += _text(one, "text")
+            text += _field(one, "text", str)
         elif isinstance(one.get("thinking"), list):
-            thought += "".join(_text(inner, "text") for inner in _objects(one, "thinking"))
+            thought += "".join(
+                _field(inner, "text", str) for inner in _field(one, "thinking", list)
+            )
         else:
-            thought += _text(one, "thinking") or _text(one, "text")
+            thought += _field(one, "thinking", str) or _field(one, "text", str)
     return text, thought
 
 

@@ -92,16 +92,15 @@ class Local:
 def _server_defaults(tokenizer: ChatTokenizer) -> dict[str, Any]:
     """Sampling defaults of generation_config.json that servers apply where a request does not
     set them, so that a local model scores the same as a served one."""
-    defaults = {
-        name: tokenizer.sampling_defaults.get(name)
-        for name in ("top_k", "min_p", "repetition_penalty")
-    }
-    nothing: dict[str, tuple[Any, ...]] = {
-        "top_k": (None, 0, -1),
-        "min_p": (None, 0),
-        "repetition_penalty": (None, 1),
-    }
-    return {name: value for name, value in defaults.items() if value not in nothing[name]}
+    given = {name: tokenizer.sampling_defaults.get(name) for name in _CHANGES_NOTHING}
+    return {name: value for name, value in given.items() if value not in _CHANGES_NOTHING[name]}
+
+
+_CHANGES_NOTHING: dict[str, tuple[Any, ...]] = {
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "repetition_penalty": (None, 1),
+}
 
 
 def _encode(tokenizer: ChatTokenizer, prompt: Prompt) -> tuple[list[int], bool]:

@@ -14,7 +14,6 @@ from quantkit.evaluation.grading.numbers import (
     CHANGES,
     Value,
     is_unit,
-    number_in_words,
     numbers,
     read_value,
 )
@@ -202,7 +201,7 @@ def find_number(text: str, letters: bool = True) -> Extraction:
 
     def stated(text: str) -> Extraction:
         said = last_statement(re.sub(r"\\[\[\]]|\$\$", "\n", text))
-        if said is None or (said and not _has_number(said)):
+        if said is None or (said and not re.search(r"\d", plain(said))):
             return Extraction(None)
         return Extraction(said[:100], "phrase", value=read_sentence(said, letters))
 
@@ -218,12 +217,6 @@ def find_number(text: str, letters: bool = True) -> Extraction:
     return first_of(boxed, stated, last, text=text)
 
 
-def _has_number(text: str) -> bool:
-    return (
-        re.search(r"\d", plain(text)) is not None or number_in_words(text.strip("* .")) is not None
-    )
-
-
 # Where a sentence goes on after its number, and the number is over.
 _GOES_ON = re.compile(
     r"(?i)[;。；、,\n—…]|\.(?=\s|$|\.)|[!?](?=\s+[A-Z]|\s*$)|:(?=\s)|\s-+\s(?=[A-Za-z]{2})|</"
@@ -234,6 +227,8 @@ _GOES_ON = re.compile(
     r"|the\s+power))"
     r"|\sand(?![A-Za-z])(?!\s+(?:\$?\d|an?\s|half|one|two))"
 )
+
+
 _OFFERED = re.compile(  # another number
     r"(?i)[,;.…!?—(\s]*(?:or|no|wait|correction|otherwise|i\.e\.)\b[^.]*\d"
     r"|,\s*(?:and\s+)?(?:[a-z]\w?\s*=\s*)?\$?\d"
@@ -245,9 +240,7 @@ def read_sentence(text: str, letters: bool = True) -> Value | None:
     goes on."""
     shown = re.sub(r"(?<!\\)\$(?!\d)", " ", plain(text).translate({2: " ", 3: " "}))
     first = next(numbers(shown), None)
-    if first is None:
-        return number_in_words(re.split(r"[.,;!?]", shown.strip())[0])
-    over = _GOES_ON.search(shown, first.end)
+    over = _GOES_ON.search(shown, first.end) if first is not None else None
     if over is not None and _OFFERED.match(shown, over.start()):
         return None
     return read_value(shown[: over.start()] if over else shown, letters)
@@ -273,16 +266,11 @@ _RESULT = re.compile(r"(?s).*\d[^=]*[-+*/×÷·%][^=]*=\s*([^=]*\d[^=]*)$")
 def _last_number(text: str, letters: bool) -> Extraction:
     """The value of the last sentence with a number: of its bold text, of all its numbers if they
     are one, of what it says of its subject. Several, a bound or a doubt: it says none."""
-    sentences = [part for part in _END.split(text) if part.strip()]
-    said = next((part for part in reversed(sentences) if re.search(r"\d|\?$", part)), None)
-    if said is not None and said.endswith("?"):
+    sentences = [part.strip() for part in _END.split(text) if re.search(r"\d|\?\s*$", part)]
+    if not sentences or sentences[-1].endswith("?"):
         return Extraction(None)
-    value: Value | None
-    if said is None:
-        value = number_in_words(sentences[-1].strip("* .")) if len(sentences) == 1 else None
-        said = text.strip()
-    else:
-        value = _conclusion(re.sub(r"^(?:[=-]+>|[→⇒])\s*", "", said.strip()), letters)
+    said = sentences[-1]
+    value = _conclusion(re.sub(r"^(?:[=-]+>|[→⇒])\s*", "", said), letters)
     return Extraction(said[-100:], "last", value=value) if value is not None else Extraction(None)
 
 

@@ -11,6 +11,7 @@ no choice.
 import functools
 import re
 import string
+from itertools import pairwise
 
 from quantkit.evaluation.grading.answers import Extraction, Found, boxes, last_box, prepare
 from quantkit.evaluation.grading.typesetting import normalize, words
@@ -19,7 +20,7 @@ LETTERS = string.ascii_uppercase
 NOTHING = "-"
 """What a statement chooses that names several options, or denies the one it names."""
 
-_CUES, _SENTENCE, _ENDING = 50, 1500, 4000
+_CUES, _SENTENCE = 50, 1500
 _EMPHASIS = re.compile(r"\*+|__+|`+|(?m:^[ \t]*(?:#+|>|-(?![ \t]*[$\d.]))[ \t]+)|\\[()\[\]]")
 _NOUN = (
     r"(?:answers?|ans|choice|option|solution|selection|conclusion|respuesta|réponse|antwort|resposta"
@@ -85,6 +86,38 @@ _CONCLUDED = re.compile(
 )
 
 
+_TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+|[+/%<>=^-]|[^\w\s\x00-\x7f]")
+_BETWEEN = r"[^\w+/%<>=^-]*"
+_ALONE = re.compile(r"[^\w?+/%<>=^-]*([A-Z])[^\w?+/%<>=^-]*")
+"""A line that is nothing but a letter."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _tokens(text: str) -> tuple[str, ...]:
+    """What counts of an option when texts are compared: words, numbers and signs."""
+    return tuple(match[0].casefold() for match in _TOKEN.finditer(normalize(text)))
+
+
+@functools.lru_cache(maxsize=64)
+def _printed(options: tuple[str, ...]) -> re.Pattern[str]:
+    """An option as it is printed: its letter and its own text."""
+    found = []
+    for letter, option in zip(LETTERS, options):
+        own = _tokens(option)
+        mark = r"\s?[).\]:}>]" if len("".join(own)) < 3 else ""
+        text = _BETWEEN.join(map(re.escape, own))
+        if own:
+            found.append(
+                rf"(?P<{letter}>(?<![^\W_]){letter}(?![^\W_]){mark}{_BETWEEN}[-=]?{_BETWEEN}{text}(?![^\W_]))"
+            )
+    return re.compile("|".join(found) or "(?!)", re.IGNORECASE)
+
+
+def _marked(text: str, options: list[str]) -> str:
+    """The text with (C) for option C where it is printed."""
+    return _printed(tuple(options)).sub(lambda match: f"({match.lastgroup})", text)
+
+
 def find_choice(text: str, options: list[str]) -> Extraction:
     """The letter of the chosen option, by a statement (`asked`, `phrase`) or because the reply ends
     with it (`last`).
@@ -92,24 +125,15 @@ def find_choice(text: str, options: list[str]) -> Extraction:
     The text is NOTHING where the reply makes a statement that chooses none, and None where it makes
     none at all.
     """
-    for option in options:
-        if "\n" in option:
-            text = text.replace(option, " ".join(option.split()))
     options = [" ".join(option.split()) for option in options]
     reply = " ".join(text.split())
     if len(reply) > 1 and options.count(reply) == 1:  # signs too, which `prepare` takes for bullets
         return Extraction(LETTERS[options.index(reply)], "last")
-    text = _EMPHASIS.sub(" ", prepare(text)).replace("$", " ")
-    printed = _option_line(text, options) if _is_printed(text, options) else None
-    if (whole := printed or _by_text(text, options)) is not None:
+    text = _marked(_EMPHASIS.sub(" ", prepare(text)).replace("$", " "), options)
+    if (whole := _by_text(text, options)) is not None:
         return Extraction(whole, "last")
-    ending = text[-_ENDING:]
-    # Words of the options are not words of the reply.
-    text = "\n".join("" if _is_printed(line, options) else line for line in text.split("\n"))
-    for match in [*_ASKED.finditer(text), *_PHRASE.finditer(text)]:
-        line = _line(match.string, match.end())
-        if _is_printed(line, options):
-            text = text.replace(line, _label(line, options)[0])
+    lines = _without_lists([line.strip() for line in text.split("\n") if line.strip()])
+    text = "\n".join(lines)
     box = last_box(text)
     if box.open_box:
         return box
@@ -123,20 +147,32 @@ def find_choice(text: str, options: list[str]) -> Extraction:
     )
     for pattern, kind in kinds:
         for match in list(pattern.finditer(text))[-_CUES:]:
-            said = match["letter"] if pattern is _JUDGED else _line(text, match.end())
-            denied = pattern is _PHRASE and match["denied"]
-            if "\\boxed" not in said and not (pattern is _PHRASE and match["if"]):
+            groups = match.groupdict()
+            rest = text[match.end() : match.end() + _SENTENCE].lstrip()
+            said = groups.get("letter") or rest.partition("\n")[0]
+            if "\\boxed" not in said and not groups.get("if"):
+                denied = groups.get("denied")
                 found.append((match.start(), kind, f"not {said}" if denied else said))
     for _, where, said in sorted(found, reverse=True):
         if (chosen := read_choice(said, options)) is not None:
             return Extraction(chosen, where)
-    last = _last_choice(ending, options)
-    return Extraction(last, "last") if last is not None else Extraction(None)
+    last = _last_choice(lines, options)
+    return Extraction(last, "last" if last else None)
 
 
-def _line(text: str, start: int) -> str:
-    """The rest of the line from `start` on, or the next line that is not blank."""
-    return text[start : start + _SENTENCE].lstrip().split("\n", 1)[0]
+def _items(lines: list[str]) -> list[str]:
+    """The letter of every line that begins with one, as an item of a list does; "" of others."""
+    labels = (_LABEL.match(line) for line in lines)
+    return [label["letter"] if label and label["close"] else "" for label in labels]
+
+
+def _without_lists(lines: list[str]) -> list[str]:
+    """The lines without those that list the options, one letter after the other."""
+    follows = [
+        bool(one and other) and ord(one) + 1 == ord(other) for one, other in pairwise(_items(lines))
+    ]
+    listed = [one or other for one, other in zip([False, *follows], [*follows, False])]
+    return [line for line, is_item in zip(lines, listed) if not is_item]
 
 
 def read_choice(said: str, options: list[str]) -> str | None:
@@ -144,15 +180,17 @@ def read_choice(said: str, options: list[str]) -> str | None:
     where it names no option."""
     said = re.sub(r"^[^\w(\[{<\\.+-]+", "", said).strip(" \"'»」")
     for shown in (said, words(said).strip(" \"'")):
-        for part in (shown, _INTRODUCTION.sub("", shown).strip()):
-            if (named := _named(part, options)) is not None:
+        for part in (marked := _marked(shown, options), _INTRODUCTION.sub("", marked).strip()):
+            if (named := _by_text(part, options)) is not None:
                 return named
     if _DENIAL.match(part):
         return NOTHING
-    letter, label, left, printed = _label(part, options)
-    if label is None:
+    label = _LABEL.match(part)
+    letter = label["letter"].upper() if label else ""
+    if label is None or letter not in LETTERS[: len(options)]:
         return None
-    if not (label["close"] or label["open"] or printed):
+    left = part[label.end() :]
+    if not (label["close"] or label["open"]):
         if (label["letter"].islower() or letter in "AI") and not _REASON.match(left):
             return None  # an article, a pronoun or a word
         if _FORMULA.match(left):
@@ -162,43 +200,7 @@ def read_choice(said: str, options: list[str]) -> str | None:
         other and other["letter"] != letter and other["letter"] in LETTERS[: len(options)]
     ):
         return NOTHING
-    text = _by_text(left, options)
-    return letter if text in (None, letter) else NOTHING
-
-
-def _named(said: str, options: list[str]) -> str | None:
-    """The option that is all that is said: as it was printed, by its text, its text and its
-    letter."""
-    letter, label, left, printed = _label(said, options)
-    if label is not None and printed and not _TOKEN.search(left):
-        return letter
-    return _by_text(said, options)
-
-
-def _label(said: str, options: list[str]) -> tuple[str, re.Match[str] | None, str, bool]:
-    """The letter that `said` begins with, its match, what follows it without the option's own text,
-    and whether that text was there."""
-    label = _LABEL.match(said)
-    letter = label["letter"].upper() if label else ""
-    if label is None or letter not in LETTERS[: len(options)]:
-        return "", None, said, False
-    rest = said[label.end() :]
-    own = _tokens(options[LETTERS.index(letter)])
-    found = list(_TOKEN.finditer(rest))
-    for first in (0, 1):  # C - its text
-        pieces = tuple(match[0].casefold() for match in found[first : first + len(own)])
-        if own and pieces == own and (first == 0 or found[0][0] in "-="):
-            return letter, label, rest[found[first + len(own) - 1].end() :], True
-    return letter, label, rest, False
-
-
-_TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+|[+/%<>=^-]|[^\w\s\x00-\x7f]")
-
-
-@functools.lru_cache(maxsize=1024)
-def _tokens(text: str) -> tuple[str, ...]:
-    """What counts of an option when texts are compared: words, numbers and signs."""
-    return tuple(match[0].casefold() for match in _TOKEN.finditer(normalize(text)))
+    return letter if _by_text(left, options) in (None, letter) else NOTHING
 
 
 def _by_text(said: str, options: list[str]) -> str | None:
@@ -206,52 +208,31 @@ def _by_text(said: str, options: list[str]) -> str | None:
     own = _tokens(said)
     if not own or (len(own) == 1 and len(own[0]) == 1 and own[0].isalpha()):
         return None
-    for shown in (str.split, _tokens, lambda text: _tokens(words(text))):
-        target = own if shown is not str.split else said.split()
-        found = [number for number, option in enumerate(options) if shown(option) == target]
-        if found:
-            return LETTERS[found[0]] if len(found) == 1 else None
+    for same in (
+        [option.split() == said.split() for option in options],
+        [_tokens(option) == own for option in options],
+        [_tokens(words(option)) == own for option in options],
+    ):
+        if any(same):
+            return LETTERS[same.index(True)] if sum(same) == 1 else None
     return None
 
 
-def _last_choice(text: str, options: list[str]) -> str | None:
-    """The choice of a reply without a statement: its last line where that is an option and no item
-    of a list of them, else the only letter of its last sentence."""
-    lines = [line.strip() for line in text.split("\n") if line.strip()]
+def _last_choice(lines: list[str], options: list[str]) -> str | None:
+    """The choice of a reply without a statement: its last line or its first where that is an option,
+    else the only letter of its last sentence."""
     if not lines:
         return None
-    marks = [_LABEL.match(line) for line in lines]
-    items = [mark["letter"] if mark and mark["close"] else "" for mark in marks]
-    last = _option_line(lines[-1], options)
-    if last is not None:
-        is_item = len(items) > 1 and items[-2] and ord(items[-2]) + 1 == ord(last)
-        return None if is_item else last
-    first = _option_line(lines[0], options)
-    if first is not None and len({item for item in items if item}) < 2:
-        return first
+    for line in (lines[-1], lines[0]):
+        for shown in (line, _marked(words(line), options)):
+            if (alone := _ALONE.fullmatch(shown)) and alone[1] in LETTERS[: len(options)]:
+                return alone[1]
     if (whole := _by_text(lines[-1], options)) is not None:
         return whole
     sentence = re.split(r"(?<=[.!?。])\s+", lines[-1])[-1]
-    concluded = _CONCLUDED.match(sentence) if len(set(items)) < 3 else None
+    concluded = _CONCLUDED.match(sentence) if len(set(_items(lines)) - {""}) < 3 else None
     if concluded is None or concluded["letter"] not in LETTERS[: len(options)]:
         return None
-    rest = sentence[concluded.end() :]
-    if concluded["letter"] in "AI" and rest.startswith(","):
+    if concluded["letter"] in "AI" and sentence[concluded.end() :].startswith(","):
         return None
     return read_choice(sentence[concluded.start("letter") :], options)
-
-
-def _is_printed(line: str, options: list[str]) -> bool:
-    """Whether a line is an option as it was printed, letter and text."""
-    _, _, left, printed = _label(line.strip(), options)
-    return printed and not _TOKEN.search(left)
-
-
-def _option_line(line: str, options: list[str]) -> str | None:
-    """The letter of a line that is nothing but an option: `C`, `(C)`, `C) its text`."""
-    for shown in (line.strip(), words(line)):
-        letter, label, left, printed = _label(shown, options)
-        alone = label is not None and label["letter"].isupper() and not _TOKEN.search(left)
-        if label and alone and (printed or label["close"] or not shown[label.end() :].strip(" .")):
-            return letter
-    return None

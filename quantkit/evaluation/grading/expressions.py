@@ -60,10 +60,9 @@ def same_text(gold: str, answer: str) -> bool:
 
 
 def _normal(text: str) -> str:
-    shown = re.sub(
-        r"[\s{}]+", "", words(text.strip().strip("$")).rstrip(".").removeprefix("an ")
-    ).lower()
-    return re.sub(r"(?<=\d_)[a-z]+", lambda match: str(NAMES.get(match[0], match[0])), shown)
+    shown = words(text.strip().strip("$")).rstrip(".").removeprefix("an ")
+    shown = re.sub(r"[\s{}]+", "", shown).lower()
+    return re.sub(r"(?<=\d_)[a-z]+", lambda base: NAMES.get(base[0], base[0]), shown)
 
 
 _ENDS = re.compile(r"(?:\\left)?([(\[])[^()\[\]]*,[^()\[\]]*([)\]])")

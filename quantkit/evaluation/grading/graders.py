@@ -133,24 +133,8 @@ def _is_percent(text: str | None) -> bool:
     return any(number.percent for number in numbers(plain(text or "")))
 
 
-_UNITS = ("second|minute|hour|day|week|month|year", "cent|dollar")
-
-
-def _in_other_unit(question: str, answer: str) -> bool:
-    """Hours where the question asks how many minutes."""
-    for names in _UNITS:
-        asked = set(re.findall(rf"(?i)\b(?:how many|in) ({names})s?\b[^.?]*\?", question))
-        said = set(re.findall(rf"(?i)\b({names})s?\b", answer))
-        if asked and said and not asked & said:
-            return True
-    return False
-
-
 def _read_number(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    found = answers.find_number(text)
-    if _in_other_unit(str(problem.fields.get("problem")), found.text or ""):
-        found = replace(found, value=None)
-    return _read_value(problem, found, text, cut, judge)
+    return _read_value(problem, answers.find_number(text), text, cut, judge)
 
 
 def _read_value(
@@ -239,23 +223,15 @@ def _read_instructions(problem: Problem, text: str, cut: bool, judge: MathJudge)
         {name: value for name, value in one.items() if value is not None}
         for one in problem.fields["parameters"]
     ]
-    strict, loose = (
-        instructions.check_instructions(text, ids, given, loose=loose) for loose in (False, True)
-    )
-    measures = {"prompt_strict": (int(all(strict)), 1), "prompt_loose": (int(all(loose)), 1)}
-    measures |= {
-        "instruction_strict": (sum(strict), len(ids)),
-        "instruction_loose": (sum(loose), len(ids)),
-    }
+    measures, strict = {}, list[bool]()
+    for name in ("loose", "strict"):
+        strict = instructions.check_instructions(text, ids, given, loose=name == "loose")
+        measures[f"prompt_{name}"] = (int(all(strict)), 1)
+        measures[f"instruction_{name}"] = (sum(strict), len(ids))
     missed = ", ".join(name for name, follows in zip(ids, strict) if not follows)
     reason = "right" if all(strict) else "wrong" if text.strip() else "no-answer"
-    return Grade(
-        reason,
-        all(strict),
-        all(strict),
-        detail=f"not followed: {missed}" if missed else "",
-        measures=measures,
-    )
+    detail = f"not followed: {missed}" if missed else ""
+    return Grade(reason, all(strict), all(strict), detail=detail, measures=measures)
 
 
 def _read_gsm8k_filters(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:

@@ -7,7 +7,6 @@ arithmetic expression, which is left to math-verify. Values are exact fractions.
 bound, a range, a ratio, a letter as a factor (204x): no value.
 """
 
-import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -105,31 +104,25 @@ def is_unit(text: str, letters: bool) -> bool:
     """Whether `text`, which follows a number, only says what is counted. `letters`: a letter can be
     a unit (18 m)."""
     shown = text.rstrip(" .。,;\"')").replace("left over", "leftover")
-    position, attached = 0, shown[:1].isalpha()
+    parts = list(_UNIT_WORD.finditer(shown))
+    said = "".join(part[0] for part in parts)
+    if said.rstrip(f"{TEXT}{END_TEXT} ") != shown.rstrip(f"{TEXT}{END_TEXT} "):
+        return False
     prose = re.search(r"\s[^\W\d_]{3}", shown) is not None
-    while position < len(shown.rstrip(f"{TEXT}{END_TEXT} ")):
-        match = _UNIT_WORD.match(shown, position)
-        if match is None:
-            return False
-        word = match["word"]
-        opened, closed = (shown.rfind(mark, 0, match.start("word")) for mark in (TEXT, END_TEXT))
-        quoted = opened > closed
+    for part in parts:
+        word, place = part["word"], part.start("word")
+        attached = place == 0 and word.isalpha()
+        quoted = shown.count(TEXT, 0, place) > shown.count(END_TEXT, 0, place)
         if _CJK.match(word):
-            known = True
-        elif word.lower() in _NO_UNIT:
-            known = False
-        elif len(word) == 1:
-            known = quoted or word == "°" or (letters and word in _LETTER_UNITS)
-            known = known or (word == "a" and prose)
-            known = known and not (attached and position == 0 and word == "m")  # a million
+            continue
+        if len(word) == 1:
+            known = quoted or word == "°" or (word == "a" and prose)
+            known |= letters and word in _LETTER_UNITS and (word, attached) != ("m", True)
         else:
-            known = word in _KNOWN_UNITS or (
-                not (attached and position == 0)
-                and (len(word) > 2 or quoted or prose or word.lower() in _SHORT_WORDS)
-            )
-        if not known:
+            is_prose = len(word) > 2 or quoted or prose or word.lower() in _SHORT_WORDS
+            known = word in _KNOWN_UNITS or (is_prose and not attached)
+        if not known or word.lower() in _NO_UNIT:
             return False
-        position = match.end()
     return True
 
 
@@ -169,7 +162,7 @@ def read_value(text: str, letters: bool = True) -> Value | None:
     shown = _HALF.sub(" 1/2", shown)
     if _UNSOLVED.search(shown):
         return None
-    shown = shown.rpartition("≡")[2]
+    shown = NAMES.get(shown.strip(_AROUND).lower(), shown).rpartition("≡")[2]
     sides = [side for side in re.split(r"=+>?|≈", shown.lstrip("→⇒ ")) if side.strip(_AROUND)]
     values = [_single(side, letters) for side in sides]
     if any(value is None and _LISTED.search(side) for value, side in zip(values, sides)):
@@ -179,8 +172,7 @@ def read_value(text: str, letters: bool = True) -> Value | None:
         return found.pop() if len(found) == 1 else None
     if not sides:
         return None
-    spoken = number_in_words(sides[-1].strip(_AROUND))
-    return _expression(sides[-1]) if spoken is None else spoken
+    return _expression(sides[-1])
 
 
 def _single(side: str, letters: bool) -> Fraction | None:
@@ -196,24 +188,11 @@ def _single(side: str, letters: bool) -> Fraction | None:
     return found.value if is_unit(rest, letters) else None
 
 
-_ONES = (
+_SPOKEN = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-    "sixteen seventeen eighteen nineteen"
+    "sixteen seventeen eighteen nineteen twenty"
 )
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
-NAMES = {name: number for number, name in enumerate(_ONES.split())}
-NAMES |= {name: 10 * number for number, name in enumerate(_TENS.split(), 2)}
-
-
-def number_in_words(text: str) -> Fraction | None:
-    """A whole number in English words, with a unit after it: `forty-two apples`."""
-    parts = re.findall(r"[A-Za-z]+", text)
-    said = list(itertools.takewhile(lambda word: word.lower() in NAMES, parts))
-    rest = " ".join(parts[len(said) :])
-    if not said or not text.startswith(said[0]) or re.search(r"\d", text) or len(rest.split()) > 3:
-        return None
-    total = sum(NAMES[word.lower()] for word in said)
-    return Fraction(total) if is_unit(f" {rest}", True) else None
+NAMES = {name: str(number) for number, name in enumerate(_SPOKEN.split())}
 
 
 _COMMANDS = re.compile(
@@ -242,16 +221,7 @@ def _expression(shown: str) -> str | None:
 
 
 def canonical(number: Fraction) -> str:
-    """One spelling per value, for votes: 18.00 and 18 are the same. Decimals where they end, else a
-    ratio."""
-    rest, places = number.denominator, 0
-    for prime in (2, 5):
-        power = 0
-        while rest % prime == 0:
-            rest, power = rest // prime, power + 1
-        places = max(places, power)
-    if rest != 1:
-        return f"{number.numerator}/{number.denominator}"
-    scaled = str(abs(number.numerator) * 10**places // number.denominator).zfill(places + 1)
-    shown = f"{scaled[:-places]}.{scaled[-places:]}" if places else scaled
-    return f"-{shown}" if number < 0 else shown
+    """One spelling per value, for votes: 18.00 and 18 are the same. Decimals where few are enough,
+    else a ratio."""
+    shown = f"{float(number):.12f}".rstrip("0").rstrip(".") if abs(number) < 10**9 else ""
+    return shown if shown and Fraction(shown) == number else str(number)

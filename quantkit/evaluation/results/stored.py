@@ -89,7 +89,7 @@ class _JournalHead(_Stored):
     request: _Request = _Request()
 
 
-_Key = tuple[str, Annotated[int, Field(ge=0, le=2**31, strict=True)]]
+_Key: Any = tuple[str, Annotated[int, Field(ge=0, le=2**31, strict=True)]]
 
 
 def read_results(path: Path) -> dict[str, Any]:

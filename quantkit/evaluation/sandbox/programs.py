@@ -193,9 +193,15 @@ def _run_script(source: str, stdin: str, timeout_s: float, level: Level) -> Prog
             views.append((str(path), f"/dev/{name}", name != "stdin"))
             for place in ("/dev/fd", "/proc/self/fd"):
                 links.append((f"{place}/{number}", f"/dev/{name}"))
-        out, errors = (file.fileno() for file in files[1:])
+        given, written, errors = files
         command = Command(
-            ["main.py"], *files, files={"main.py": source}, views=tuple(views), links=tuple(links)
+            ["main.py"],
+            given,
+            written,
+            errors,
+            files={"main.py": source},
+            views=tuple(views),
+            links=tuple(links),
         )
         sandbox = stack.enter_context(contextlib.closing(SandboxProcess(level, command, timeout_s)))
         sandbox.wait_started()
@@ -208,13 +214,14 @@ def _run_script(source: str, stdin: str, timeout_s: float, level: Level) -> Prog
         def follow() -> ProgramRun:
             code = _wait(ended, [sandbox], timeout_s)
             # By the descriptors: the program may have taken away the right to open the files.
-            text = os.pread(out, OUTPUT, 0).decode(errors="replace")
+            text = os.pread(written.fileno(), OUTPUT, 0).decode(errors="replace")
             if code is None:
                 return ProgramRun("timeout", f"still running after {timeout_s:.1f} s", text)
             if code < 0:
                 return ProgramRun("failed", f"ended by signal {-code}", text)
             # sys.exit may give any code; inside/ending/sitecustomize.py writes exceptions down.
-            said = os.pread(errors, _TAIL, max(0, os.fstat(errors).st_size - _TAIL))
+            end = os.fstat(errors.fileno()).st_size
+            said = os.pread(errors.fileno(), _TAIL, max(0, end - _TAIL))
             _, uncaught, detail = said.rpartition(UNCAUGHT)
             if code and uncaught:
                 return ProgramRun("failed", detail.decode(errors="replace")[:2000].strip(), text)

@@ -13,7 +13,7 @@ Holm's method.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.statistics import power
 from quantkit.evaluation.statistics.estimates import (
     ONE_SIDED,
+    Difference,
     Verdict,
     mcnemar,
     mean_bounds,
@@ -34,31 +35,17 @@ K = TypeVar("K")
 _NO_LOSS_IMPLAUSIBLE = 0.1  # below this p_lost, planning ignores the case of no loss
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Candidate against baseline on `n` shared problems; differences are shares (0.01 is one
-    point).
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Difference):
+    """Over problems as well as replies. After `holm_corrected` over `tasks` the p-values hold for
+    all tasks jointly, and `alone` is the uncorrected verdict."""
 
-    [low, high] has confidence `level`. p_held tests that `margin` or more is lost, p_lost that
-    nothing is lost. After `holm_corrected` over `tasks` they hold for all tasks jointly, and
-    `alone` is the uncorrected verdict.
-    """
-
-    verdict: Verdict
-    difference: float
-    low: float
-    high: float
-    level: float
-    margin: float
-    n: int
     accuracy: float
     baseline_accuracy: float
     repeats: int
     baseline_repeats: int
     gained: int  # problems better than with the baseline
     lost: int
-    p_held: float
-    p_lost: float
     mcnemar_p: float | None  # one repeat each only
     repeats_needed: int | None
     problems_needed: int | None
@@ -73,8 +60,7 @@ class Comparison:
         return self._on_all() + said
 
     def _on_all(self) -> str:
-        span = f"{100 * self.level:.3g} %: {100 * self.low:+.1f} to {100 * self.high:+.1f}"
-        seen = f"{100 * self.difference:+.1f} points ({span}) on {self.n} problems"
+        seen = f"{self.seen} on {self.n} problems"
         if self.look > 1:
             seen += f", look {self.look} at this run"
         if self.verdict == "held":
@@ -92,9 +78,6 @@ class Comparison:
             f"cannot tell: {seen}; repeats will not decide, about {self.problems_needed} "
             "problems would"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"sentence": self.sentence()}
 
 
 def one_sided_error(look: int) -> float:

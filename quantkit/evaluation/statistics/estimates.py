@@ -17,16 +17,46 @@ number of problems.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 
 Verdict = Literal["held", "lost", "cannot tell"]
 Scores = Sequence[Sequence[float]]  # problems x repeats, ragged, no empty row
 Table = dict[str, list[float]]  # the same by problem id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference(ABC):
+    """Candidate against baseline on `n` shared problems; differences are shares (0.01 is one
+    point). [low, high] has confidence `level`. p_held tests that `margin` or more is lost, p_lost
+    that nothing is lost."""
+
+    verdict: Verdict
+    difference: float
+    low: float
+    high: float
+    level: float
+    margin: float
+    n: int
+    p_held: float
+    p_lost: float
+
+    @abstractmethod
+    def sentence(self) -> str:
+        """The verdict in words."""
+
+    @property
+    def seen(self) -> str:
+        span = f"{100 * self.level:.3g} %: {100 * self.low:+.1f} to {100 * self.high:+.1f}"
+        return f"{100 * self.difference:+.1f} points ({span})"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"sentence": self.sentence()}
 
 
 def problem_means(table: Scores) -> np.ndarray:

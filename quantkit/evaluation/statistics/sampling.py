@@ -17,14 +17,19 @@ information t (Lan and DeMets 1983); boundaries are computed from simulated Brow
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 
-from quantkit.evaluation.statistics.estimates import ONE_SIDED, Scores, Verdict, problem_means
+from quantkit.evaluation.statistics.estimates import (
+    ONE_SIDED,
+    Difference,
+    Scores,
+    Verdict,
+    problem_means,
+)
 from quantkit.evaluation.statistics.power import POWER
 
 PILOT = 2  # repeats of every problem before the first look
@@ -36,37 +41,20 @@ HOPELESS = 0.05  # probability of a verdict at the last look below which a run e
 _NORMAL = NormalDist()
 
 
-@dataclass(frozen=True)
-class SamplingComparison:
-    """Candidate against baseline on these `n` problems alone; differences are shares. [low, high]
-    has confidence `level`; decidable: the loss that as many replies detect with
-    probability POWER; hopeless: more stages would hardly change `cannot tell`."""
+@dataclass(frozen=True, kw_only=True)
+class SamplingComparison(Difference):
+    """On these problems alone. decidable: the loss that as many replies detect with probability
+    POWER; hopeless: more stages would hardly change `cannot tell`."""
 
-    verdict: Verdict
-    difference: float
-    low: float
-    high: float
-    level: float
-    margin: float
-    n: int
-    p_held: float
-    p_lost: float
     decidable: float
     stage: int | None = None
     hopeless: bool = False
 
     def sentence(self) -> str:
-        seen = (
-            f"{100 * self.difference:+.1f} points ({100 * self.level:.3g} %: "
-            f"{100 * self.low:+.1f} to {100 * self.high:+.1f})"
-        )
-        said = f"on these {self.n} problems alone, {self.verdict}: {seen}"
+        said = f"on these {self.n} problems alone, {self.verdict}: {self.seen}"
         if self.verdict == "cannot tell":
             said += f"; so many replies can detect a loss of {100 * self.decidable:.1f} points"
         return said
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"sentence": self.sentence()}
 
 
 def mean_variance(table: Scores, unseen: float = 0.0) -> float:
@@ -107,18 +95,18 @@ def compare_sampling(
     t = 1.0 if stage is None else STAGES[stage] / STAGES[-1]
     reach = max(_conditional_power(z, t, bounds[-1]) for z in (z_held, z_lost))
     return SamplingComparison(
-        verdict,
-        d,
-        d - bound * if_held,
-        d + bound * if_lost,
-        1 - 2 * (1 - _NORMAL.cdf(bound)),
-        margin,
-        len(shared),
-        1 - _NORMAL.cdf(z_held),
-        1 - _NORMAL.cdf(z_lost),
-        (bound + _NORMAL.inv_cdf(POWER)) * if_lost,
-        stage,
-        reach < HOPELESS,
+        verdict=verdict,
+        difference=d,
+        low=d - bound * if_held,
+        high=d + bound * if_lost,
+        level=1 - 2 * (1 - _NORMAL.cdf(bound)),
+        margin=margin,
+        n=len(shared),
+        p_held=1 - _NORMAL.cdf(z_held),
+        p_lost=1 - _NORMAL.cdf(z_lost),
+        decidable=(bound + _NORMAL.inv_cdf(POWER)) * if_lost,
+        stage=stage,
+        hopeless=reach < HOPELESS,
     )
 
 

@@ -130,6 +130,12 @@ def test_a_slow_reply_is_not_a_silent_one() -> None:
     assert (reply.text, reply.error) == ("x" * 8, None)
 
 
+@pytest.mark.parametrize("sent", [b"", b": wait\n\n"], ids=["nothing", "comments"])
+def test_a_server_that_says_nothing_is_left(sent: bytes) -> None:
+    (reply,) = ask(lambda wire, body: wire.stream(*[sent] * 8, every_s=0.2), retries=0)
+    assert "no answer in time" in (reply.error or "")
+
+
 def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "LARGEST_REPLY", 100_000)
     tracemalloc.start()

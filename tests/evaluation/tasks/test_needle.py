@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from commands import command
 
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.graders import find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge
@@ -26,6 +27,12 @@ def test_a_text_is_as_long_as_asked_and_made_from_the_seed_alone() -> None:
     assert len({row["problem"] for row in rows}) == len(rows)
     for row in rows:
         assert row["length"] - 20 < row["tokens"] == words(row["problem"]) <= row["length"]
+
+
+@pytest.mark.parametrize(("kind", "length"), [("single", 30), ("multikey", 60)])
+def test_a_needle_without_room_is_refused(kind: str, length: int) -> None:
+    with pytest.raises(QuantkitError, match=f"a {kind} text has no room in {length} tokens"):
+        list(needle_rows(words, [length], [kind], 1, 0))
 
 
 def test_the_asked_for_number_stands_once_at_its_depth_among_as_many_as_the_kind_says() -> None:

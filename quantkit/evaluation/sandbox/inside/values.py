@@ -71,6 +71,7 @@ KINDS: dict[str, tuple[type, Any, Any]] = {
     "timedelta": (datetime.timedelta, _triple, lambda parts: datetime.timedelta(*parts)),
     "iterator": (Iterator, list, iter),
 }
+_BASES: tuple[Any, ...] = (int, float, str, list)
 _NAMES = {kind: name for name, (kind, _, _) in KINDS.items()}
 
 
@@ -101,7 +102,7 @@ def _pack(value: Any, depth: int) -> Any:
         )
     if kind.__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
         return _pack(value.tolist(), depth - 1)
-    for base in (int, float, str, list):
+    for base in _BASES:
         if isinstance(value, base):
             return _pack(base(value), depth - 1)
     name = _NAMES.get(kind) or next(
