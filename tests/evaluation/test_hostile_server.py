@@ -3,7 +3,6 @@ results and a page all the same, and what was answered is kept and can be graded
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 from hostile_results import TEXTS
@@ -19,7 +18,7 @@ from quantkit.evaluation.run import run_evaluation
 WORDS = (*TEXTS, "\ud800", "\udc00\ud800", "a\x00b", "\x9b2J", "length\n", "é" * 200, "_", "..")
 
 
-def _folder(place: Path) -> list[str]:
+def _folder(place):
     rows = [
         {"id": f"s{n}", "question": f"{n} + {n}", "answer": str(2 * n), "steps": 1}
         for n in range(2)
@@ -30,10 +29,10 @@ def _folder(place: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(sized(8, 60)))
-def test_the_run_ends_with_results(tmp_path: Path, seed: int) -> None:
+def test_the_run_ends_with_results(tmp_path, seed):
     draw, tasks = random.Random(seed), _folder(tmp_path)
 
-    def answer(question: str, body: dict) -> Reply:
+    def answer(question, body):
         said = draw.choice(("\\boxed{4}", *WORDS))
         reason = draw.choice(("stop", "length", *WORDS))
         return Reply(f"</think>{said}", reason, reasoning=draw.choice((None, *WORDS[:6])))
@@ -51,7 +50,7 @@ def test_the_run_ends_with_results(tmp_path: Path, seed: int) -> None:
     assert regrade(out).tasks["sums"].reused == 2
 
 
-def test_a_page_that_fails_is_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_fails_is_a_notice(tmp_path, monkeypatch):
     tasks, notices = _folder(tmp_path), []
     monkeypatch.setattr(report, "bars_plot", lambda *rows: [][1])
     with ReplayServer(lambda question, body: "</think>\\boxed{4}") as server:

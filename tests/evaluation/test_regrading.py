@@ -19,7 +19,7 @@ from quantkit.evaluation.run import run_evaluation
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def finished(tmp_path_factory):
     """Two finished runs, good and poor, of ten sums; the poor one's last problem has no reply.
     Where they ran, and a copy."""
     folder, kept = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("kept") / "runs"
@@ -29,7 +29,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def runs(finished: tuple[Path, Path]) -> Path:
+def runs(finished):
     """The finished runs as they ended: a run remembers by their paths what it was of."""
     folder, kept = finished
     shutil.rmtree(folder)
@@ -37,17 +37,17 @@ def runs(finished: tuple[Path, Path]) -> Path:
     return folder
 
 
-def test_regrading_gives_the_same_grades_and_no_request(runs: Path) -> None:
+def test_regrading_gives_the_same_grades_and_no_request(runs):
     before = (runs / "good" / "samples.jsonl").read_text()
     (runs / "good" / "samples.jsonl").unlink()
-    told: list[str] = []
+    told = []
     results = regrade(runs / "good", notice=told.append)
     assert told == [f"sums: 20 replies reused from {runs / 'good'}, none generated"]
     assert (runs / "good" / "samples.jsonl").read_text() == before
     assert (results.model, results.tasks["sums"].to_json()["accuracy"]) == ("good", 1.0)
 
 
-def test_a_grader_that_changed_grades_anew(runs: Path) -> None:
+def test_a_grader_that_changed_grades_anew(runs):
     (runs / "sums.yaml").write_text(TASK.replace("grader: integer", "grader: number"))
     assert regrade(runs / "good").tasks["sums"].setting.grader == "number"
 
@@ -59,15 +59,13 @@ def test_a_grader_that_changed_grades_anew(runs: Path) -> None:
         ("sums.jsonl", "20", "21", "data"),
     ],
 )
-def test_replies_to_something_else_are_refused(
-    runs: Path, file: str, old: str, new: str, named: str
-) -> None:
+def test_replies_to_something_else_are_refused(runs, file, old, new, named):
     (runs / file).write_text((runs / file).read_text().replace(old, new))
     with pytest.raises(QuantkitError, match=f"{named} of sums changed since"):
         regrade(runs / "good")
 
 
-def test_a_run_of_the_report_before_it_asked_as_1_0_1_is_graded() -> None:
+def test_a_run_of_the_report_before_it_asked_as_1_0_1_is_graded():
     rows = Path(__file__).parent / "grading" / "rows"
     facts = prepare("aime24", "evalscope", rows, None, None, None, 0).facts
     facts |= {"protocol": "report", "generation": facts["generation"] | {"temperature": 0.6}}
@@ -76,7 +74,7 @@ def test_a_run_of_the_report_before_it_asked_as_1_0_1_is_graded() -> None:
     assert work.facts["prompt"] == facts["prompt"]
 
 
-def test_data_that_moved_are_found(runs: Path) -> None:
+def test_data_that_moved_are_found(runs):
     (runs / "moved").mkdir()
     (runs / "sums.jsonl").rename(runs / "moved" / "sums.jsonl")
     assert (
@@ -84,7 +82,7 @@ def test_data_that_moved_are_found(runs: Path) -> None:
     )
 
 
-def test_a_run_that_never_ended_is_graded_too(runs: Path) -> None:
+def test_a_run_that_never_ended_is_graded_too(runs):
     (runs / "good" / "results.json").unlink()
     journal = next((runs / "good" / "completions").glob("*.jsonl"))
     journal.write_text("\n".join(journal.read_text().split("\n")[:9]) + "\n{cut")
@@ -92,7 +90,7 @@ def test_a_run_that_never_ended_is_graded_too(runs: Path) -> None:
     assert (results.model, results.tasks["sums"].planned) == ("good", 7)
 
 
-def test_a_regraded_run_is_compared_with_another(runs: Path) -> None:
+def test_a_regraded_run_is_compared_with_another(runs):
     results = regrade(runs / "good", RegradeOptions(baseline=runs / "poor"))
     assert results.tasks["sums"].comparison is None
     assert results.faults == ["2 of 20 samples of sums failed with the baseline poor: no verdict"]
@@ -102,7 +100,7 @@ def test_a_regraded_run_is_compared_with_another(runs: Path) -> None:
     ), "what failed is not kept"
 
 
-def test_finished_runs_are_compared_without_a_server(runs: Path) -> None:
+def test_finished_runs_are_compared_without_a_server(runs):
     regrade(runs / "poor")
     table = compare_runs([runs / "good", runs / "poor"], margin=0.01)
     found = table["runs"][1]["results"]["sums"]["comparison"]
@@ -116,7 +114,7 @@ def test_finished_runs_are_compared_without_a_server(runs: Path) -> None:
     assert json.loads((runs / "page" / "comparison.json").read_text())["baseline"] == "good"
 
 
-def test_a_run_with_too_many_errors_has_no_verdict(runs: Path) -> None:
+def test_a_run_with_too_many_errors_has_no_verdict(runs):
     table = compare_runs([runs / "good", runs / "poor"], margin=0.01)
     assert table["runs"][1]["results"]["sums"]["comparison"] is None
     assert table["runs"][1]["notes"] == [
@@ -125,12 +123,12 @@ def test_a_run_with_too_many_errors_has_no_verdict(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("folders", [["good"], ["good", "nowhere"], ["nowhere", "good"]])
-def test_what_cannot_be_compared_is_refused(runs: Path, folders: list[str]) -> None:
+def test_what_cannot_be_compared_is_refused(runs, folders):
     with pytest.raises(QuantkitError, match=r"cannot be compared|holds no results"):
         compare_runs([runs / name for name in folders], margin=0.01)
 
 
-def test_groups_have_their_own_figures_beside_the_baselines(runs: Path) -> None:
+def test_groups_have_their_own_figures_beside_the_baselines(runs):
     regrade(runs / "poor", RegradeOptions(baseline=runs / "good"))
     told = json.loads((runs / "poor" / "results.json").read_text())["results"]["sums"]["groups"]
     assert list(told) == ["1", "2"]
@@ -141,7 +139,7 @@ def test_groups_have_their_own_figures_beside_the_baselines(runs: Path) -> None:
     assert told["1"]["low"] <= told["1"]["difference"] <= told["1"]["high"]
 
 
-def test_the_last_run_is_graded_whatever_the_times_of_the_files(runs: Path) -> None:
+def test_the_last_run_is_graded_whatever_the_times_of_the_files(runs):
     """As after a copy without times, or a clock that was set back."""
     folder = runs / "good"
     with ReplayServer(lambda question, body: "</think>\\boxed{0}", models=("good",)) as server:
@@ -153,7 +151,7 @@ def test_the_last_run_is_graded_whatever_the_times_of_the_files(runs: Path) -> N
     assert len(journals) == 2
     for newest in journals:
         os.utime(newest, (2e9, 2e9))
-        told: list[str] = []
+        told = []
         results = regrade(folder, notice=told.append)
         assert results.tasks["sums"].to_json()["accuracy"] == 0.0
         assert "replies of 2 runs" in told[1]

@@ -2,10 +2,8 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +13,7 @@ from quantkit.common.assets import builtin_model
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generation import PROBE_TOKENS, expected_length, silent
 from quantkit.evaluation.options import EvaluateOptions
-from quantkit.evaluation.results.task_results import EvalResults
-from quantkit.evaluation.run import EvaluationProgress, run_evaluation
+from quantkit.evaluation.run import run_evaluation
 
 TASK = """
 name: sums
@@ -34,14 +31,14 @@ protocols:
 
 
 @pytest.fixture
-def task(tmp_path: Path) -> str:
+def task(tmp_path):
     rows = [{"id": f"s{n}", "question": f"{n} + {n}", "answer": str(2 * n)} for n in range(10, 20)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "sums.yaml").write_text(TASK)
     return str(tmp_path / "sums.yaml")
 
 
-def solve(question: str, body: dict) -> str:
+def solve(question, body):
     """Right, except for sums of 13 and, on odd seeds, of 14."""
     left = int(question.split()[0])
     wrong = left == 13 or (left == 14 and body.get("seed", 0) % 2)
@@ -49,17 +46,17 @@ def solve(question: str, body: dict) -> str:
 
 
 def run(
-    server: ReplayServer,
-    task: str,
-    progress: Callable[[EvaluationProgress], None] | None = None,
-    notice: Callable[[str], None] = silent,
-    **options: Any,
-) -> EvalResults:
+    server,
+    task,
+    progress=None,
+    notice=silent,
+    **options,
+):
     options = EvaluateOptions(data_dir=Path(task).parent, **options)
     return run_evaluation(server.url, [task], options, progress=progress, notice=notice)
 
 
-def asked(server: ReplayServer) -> list[dict]:
+def asked(server):
     """Requests for samples, without those that ask who is there."""
     return [
         body
@@ -68,8 +65,8 @@ def asked(server: ReplayServer) -> list[dict]:
     ]
 
 
-def test_the_straight_line(task: str, tmp_path: Path) -> None:
-    events: list[EvaluationProgress] = []
+def test_the_straight_line(task, tmp_path):
+    events = []
     with ReplayServer(solve) as server:
         results = run(server, task, out=tmp_path / "out", limit=4, progress=events.append)
     told = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -102,7 +99,7 @@ def test_the_straight_line(task: str, tmp_path: Path) -> None:
     assert events[-1].tokens == sum(row["completion_tokens"] for row in rows)
 
 
-def test_growing_a_run_asks_only_what_is_new(task: str, tmp_path: Path) -> None:
+def test_growing_a_run_asks_only_what_is_new(task, tmp_path):
     out = tmp_path / "out"
     with ReplayServer(solve) as server:
         run(server, task, out=out, limit=4, repeats=2)
@@ -118,11 +115,11 @@ def test_growing_a_run_asks_only_what_is_new(task: str, tmp_path: Path) -> None:
         assert len(set(seeds)) == 18
 
 
-def test_a_killed_run_resumes_and_ends_the_same(task: str, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_and_ends_the_same(task, tmp_path):
     class Killed(Exception):
         pass
 
-    def kill(event: EvaluationProgress) -> None:
+    def kill(event):
         if event.stage == "generate" and event.done == 5:
             raise Killed
 
@@ -145,9 +142,7 @@ def test_a_killed_run_resumes_and_ends_the_same(task: str, tmp_path: Path) -> No
         ({"protocol": "evalscope"}, "prompt"),
     ],
 )
-def test_a_changed_setting_is_noticed_and_nothing_old_is_reused(
-    task: str, tmp_path: Path, changed: dict, named: str
-) -> None:
+def test_a_changed_setting_is_noticed_and_nothing_old_is_reused(task, tmp_path, changed, named):
     with ReplayServer(solve) as server:
         run(server, task, out=tmp_path / "out", limit=3)
         again = run(server, task, out=tmp_path / "out", limit=3, **changed)
@@ -157,8 +152,8 @@ def test_a_changed_setting_is_noticed_and_nothing_old_is_reused(
         assert (back.tasks["sums"].reused, len(asked(server))) == (3, 6)
 
 
-def test_lost_replies_are_told_loudly(task: str, tmp_path: Path) -> None:
-    def answer(question: str, body: dict) -> Reply:
+def test_lost_replies_are_told_loudly(task, tmp_path):
+    def answer(question, body):
         left = int(question.split()[0])
         if left < 13:
             return Reply(f"let me think \\boxed{{{2 * left}}}", "length")
@@ -188,9 +183,7 @@ def test_lost_replies_are_told_loudly(task: str, tmp_path: Path) -> None:
         (Reply("<think>let me think"), "ended by themselves inside their reasoning"),
     ],
 )
-def test_what_no_limit_cut_is_not_cured_by_max_tokens(
-    task: str, tmp_path: Path, reply: Reply, cause: str
-) -> None:
+def test_what_no_limit_cut_is_not_cured_by_max_tokens(task, tmp_path, reply, cause):
     with ReplayServer(lambda question, body: reply) as server:
         results = run(server, task, limit=2)
     told = results.to_json()["results"]["sums"]
@@ -202,9 +195,7 @@ def test_what_no_limit_cut_is_not_cured_by_max_tokens(
     assert "--max-tokens" not in warning
 
 
-def test_replies_that_the_context_cut_are_not_cured_by_max_tokens(
-    task: str, tmp_path: Path
-) -> None:
+def test_replies_that_the_context_cut_are_not_cured_by_max_tokens(task, tmp_path):
     with ReplayServer(lambda question, body: Reply("let me think and think", "length")) as server:
         results = run(server, task, max_tokens=10**6)
     (told, *_) = results.tasks["sums"].warnings()
@@ -215,10 +206,10 @@ def test_replies_that_the_context_cut_are_not_cured_by_max_tokens(
     ), told
 
 
-def test_failed_requests_are_left_out_and_asked_again(task: str, tmp_path: Path) -> None:
+def test_failed_requests_are_left_out_and_asked_again(task, tmp_path):
     broken = True
 
-    def answer(question: str, body: dict) -> Reply | str:
+    def answer(question, body):
         return (
             Reply("bad prompt", status=400)
             if broken and question.startswith("12")
@@ -239,9 +230,7 @@ def test_failed_requests_are_left_out_and_asked_again(task: str, tmp_path: Path)
         assert (second["n"], second["errors"], second["reused"]) == (4, 0, 3)
 
 
-def test_a_baseline_that_is_a_model_or_a_folder_gives_the_same_comparison(
-    task: str, tmp_path: Path
-) -> None:
+def test_a_baseline_that_is_a_model_or_a_folder_gives_the_same_comparison(task, tmp_path):
     good = ReplayServer(lambda question, body: f"</think>\\boxed{{{2 * int(question.split()[0])}}}")
     with good, ReplayServer(solve) as worse:
         live = run(worse, task, out=tmp_path / "a", baseline=good.url, repeats=3)
@@ -262,7 +251,7 @@ def test_a_baseline_that_is_a_model_or_a_folder_gives_the_same_comparison(
     assert (tmp_path / "a" / "baseline" / "completions").is_dir()
 
 
-def test_everything_is_refused_before_a_model_is_asked(task: str, tmp_path: Path) -> None:
+def test_everything_is_refused_before_a_model_is_asked(task, tmp_path):
     nobody = "http://127.0.0.1:9"
     for wrong, told in [
         ({"tasks": ["nope"]}, "task 'nope' is not known"),
@@ -290,7 +279,7 @@ def test_everything_is_refused_before_a_model_is_asked(task: str, tmp_path: Path
             run_evaluation(nobody, options.pop("tasks"), EvaluateOptions(**options))
 
 
-def test_a_missing_model_is_found_before_its_baseline_is_run(task: str, tmp_path: Path) -> None:
+def test_a_missing_model_is_found_before_its_baseline_is_run(task, tmp_path):
     with ReplayServer(solve) as server:
         for model, told in [
             ("http://127.0.0.1:9", "does not answer"),
@@ -307,7 +296,7 @@ def test_a_missing_model_is_found_before_its_baseline_is_run(task: str, tmp_path
         assert server.requests == []
 
 
-def test_running_the_models_programs_needs_consent(tmp_path: Path) -> None:
+def test_running_the_models_programs_needs_consent(tmp_path):
     row = {
         "task_id": "own/0",
         "prompt": "def two() -> int:\n",
@@ -330,7 +319,7 @@ def test_running_the_models_programs_needs_consent(tmp_path: Path) -> None:
     assert told["results"]["humaneval"]["reasons"] == {"passed": 2}
 
 
-def test_a_local_model_answers_in_process(tmp_path: Path) -> None:
+def test_a_local_model_answers_in_process(tmp_path):
     told = run_evaluation(
         "tiny-r1", ["tiny-math"], EvaluateOptions(limit=4, out=tmp_path / "out")
     ).to_json()
@@ -352,13 +341,11 @@ def test_a_local_model_answers_in_process(tmp_path: Path) -> None:
     assert again.tasks["tiny-math"].reused == 4
 
 
-def test_another_model_under_the_same_name_is_told_before_anything_is_asked(
-    task: str, tmp_path: Path
-) -> None:
-    def other(question: str, body: dict) -> str:
+def test_another_model_under_the_same_name_is_told_before_anything_is_asked(task, tmp_path):
+    def other(question, body):
         return f"No idea. {solve(question, body)}"
 
-    told: list[str] = []
+    told = []
     out = tmp_path / "out"
     with ReplayServer(solve) as before:
         run(before, task, out=out, limit=3, repeats=2)
@@ -380,17 +367,17 @@ def test_another_model_under_the_same_name_is_told_before_anything_is_asked(
     assert f"sums: 6 replies reused from {out}, 2 to generate" in told
 
 
-def test_a_server_that_samples_when_asked_greedily_is_told(task: str, tmp_path: Path) -> None:
+def test_a_server_that_samples_when_asked_greedily_is_told(task, tmp_path):
     count = itertools.count()
-    told: list[str] = []
+    told = []
     with ReplayServer(lambda question, body: f"{next(count)} {solve(question, body)}") as server:
         for _ in range(2):
             run(server, task, out=tmp_path / "out", limit=3, notice=told.append)
     assert any("gives different replies at temperature 0" in said for said in told)
 
 
-def test_too_many_errors_leave_no_verdict(task: str, tmp_path: Path) -> None:
-    def answer(question: str, body: dict) -> Reply | str:
+def test_too_many_errors_leave_no_verdict(task, tmp_path):
+    def answer(question, body):
         return (
             Reply("this prompt is not allowed", status=403)
             if question.startswith("12")
@@ -422,8 +409,8 @@ def test_too_many_errors_leave_no_verdict(task: str, tmp_path: Path) -> None:
     ]
 
 
-def test_a_refused_context_counts_as_a_miss(task: str, tmp_path: Path) -> None:
-    def answer(question: str, body: dict) -> Reply | str:
+def test_a_refused_context_counts_as_a_miss(task, tmp_path):
+    def answer(question, body):
         return (
             Reply("maximum context length is 16", status=400)
             if question.startswith("12")
@@ -453,7 +440,7 @@ def test_a_refused_context_counts_as_a_miss(task: str, tmp_path: Path) -> None:
         run(refusing, task, limit=4)
 
 
-def test_a_grown_run_is_looked_at_with_more_care(task: str, tmp_path: Path) -> None:
+def test_a_grown_run_is_looked_at_with_more_care(task, tmp_path):
     with (
         ReplayServer(
             lambda question, body: f"</think>\\boxed{{{2 * int(question.split()[0])}}}"
@@ -481,9 +468,7 @@ def test_a_grown_run_is_looked_at_with_more_care(task: str, tmp_path: Path) -> N
         (150, 0.5, None, 8, 10),
     ],
 )
-def test_the_tokens_left_are_known_after_a_minute(
-    mean: int, spread: float, limit: int | None, at_once: int, rate: int
-) -> None:
+def test_the_tokens_left_are_known_after_a_minute(mean, spread, limit, at_once, rate):
     """Replies of these lengths, `at_once` of them at `rate` tokens/s each: after 60 s the mean
     length is known within a factor of two."""
     rng = np.random.default_rng(0)
@@ -500,10 +485,10 @@ def test_the_tokens_left_are_known_after_a_minute(
     assert truth / 2 < expected_length(finished, running, limit) < 2 * truth
 
 
-def two_models(share: float) -> Callable[[str, dict], str]:
+def two_models(share):
     """Right nearly always, but `share` of the time in every third sum."""
 
-    def solve(question: str, body: dict) -> str:
+    def solve(question, body):
         left = int(question.split()[0])
         drawn = random.Random(f"{left} {body.get('seed')} {share}").random()
         wrong = drawn > (share if left % 3 == 0 else 0.97)
@@ -513,13 +498,11 @@ def two_models(share: float) -> Callable[[str, dict], str]:
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.6, "held"), (0.1, "lost")])
-def test_a_sequential_run_ends_when_its_verdict_is_known(
-    task: str, tmp_path: Path, share: float, verdict: str
-) -> None:
+def test_a_sequential_run_ends_when_its_verdict_is_known(task, tmp_path, share, verdict):
     options = EvaluateOptions(
         data_dir=tmp_path, out=tmp_path / "out", margin=0.2, repeats=16, sequential=True
     )
-    told: list[str] = []
+    told = []
     with ReplayServer(two_models(share)) as one, ReplayServer(two_models(0.65)) as other:
         options = replace(options, baseline=other.url)
         results = run_evaluation(one.url, [task], options, notice=told.append)

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from quantkit.cli import app
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.grading import programs
-from quantkit.evaluation.sandbox import Level, process
+from quantkit.evaluation.sandbox import process
 from quantkit.evaluation.sandbox import programs as sandbox_programs
 
 isolated = pytest.mark.skipif(
@@ -35,7 +34,7 @@ isolated = pytest.mark.skipif(
 )
 
 
-def fenced(source: str) -> str:
+def fenced(source):
     return f"Here:\n```python\n{source}\n```\n"
 
 
@@ -69,7 +68,7 @@ ENDLESS = {
 }
 
 
-def function_row(name: str) -> dict[str, Any]:
+def function_row(name):
     return {
         "task_id": name,
         "prompt": attacks.PROMPT.format(case=f"<{name}>"),
@@ -78,7 +77,7 @@ def function_row(name: str) -> dict[str, Any]:
     }
 
 
-def contest_row(name: str) -> dict[str, Any]:
+def contest_row(name):
     if name in SCRIPTS:
         tests = [{"input": "1 2 3\n", "output": "6\n"}, {"input": "4 6\n", "output": "10\n"}]
         metadata = "{}"
@@ -97,7 +96,7 @@ def contest_row(name: str) -> dict[str, Any]:
     }
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_rows(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -106,7 +105,7 @@ class Victim:
     """What the attacks reach for: a listener on loopback, a secret file in this user's home, a
     process with a secret in its environment."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.reached = threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -120,14 +119,14 @@ class Victim:
             f"{port}, {os.getpid()}\n"
         )
 
-    def _accept(self) -> None:
+    def _accept(self):
         try:
             self._listener.accept()
             self.reached.set()
         except OSError:
             pass
 
-    def close(self) -> None:
+    def close(self):
         del os.environ["QUANTKIT_SECRET"]
         self.secret.unlink()
         self._listener.close()
@@ -136,15 +135,13 @@ class Victim:
 
 
 @pytest.fixture(scope="module")
-def victim() -> Iterator[Victim]:
+def victim():
     victim = Victim()
     yield victim
     victim.close()
 
 
-def evaluate(
-    rows: dict[str, str], victim: Victim, folder: Path, *options: str
-) -> dict[str, dict[str, Any]]:
+def evaluate(rows, victim, folder, *options):
     """Samples by problem, of one run of `quantkit eval` against a server that answers a problem by
     the reply of that name."""
     write_rows(
@@ -156,7 +153,7 @@ def evaluate(
         [contest_row(name) for name in rows if name not in FUNCTIONS],
     )
 
-    def reply(question: str, body: dict[str, Any]) -> str:
+    def reply(question, body):
         found = re.search(r"<(\w+: [^<>]+)>", question)
         assert found, question
         return "</think>\n" + rows[found[1]].replace(
@@ -198,9 +195,7 @@ def evaluate(
 
 
 @isolated
-def test_every_attack_fails_and_every_idiom_passes(
-    tmp_path: Path, victim: Victim, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_attack_fails_and_every_idiom_passes(tmp_path, victim, monkeypatch):
     """Forgeries, crashes of the grader, walls, resources: wrong, and in the score. Beside them
     right programs in unusual dress: right."""
     rows, samples = FUNCTIONS | SCRIPTS | METHODS, dict[str, dict[str, Any]]()
@@ -231,7 +226,7 @@ def test_every_attack_fails_and_every_idiom_passes(
 
 
 @isolated
-def test_what_is_held_at_the_end_counts(victim: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_held_at_the_end_counts(victim, monkeypatch):
     """A busy machine does not look while the program runs; its processes still hold the memory when
     it answers."""
     monkeypatch.setattr(sandbox_programs, "WATCH_S", 60.0)
@@ -243,7 +238,7 @@ def test_what_is_held_at_the_end_counts(victim: Victim, monkeypatch: pytest.Monk
 
 
 @isolated
-def test_the_walls_are_what_holds(victim: Victim) -> None:
+def test_the_walls_are_what_holds(victim):
     """The same programs with limits alone: those that must get through do, so that `fails` above
     means something."""
     for name in ("home", "secret", "processes", "kill-caller", "environment-of-others"):
@@ -253,18 +248,18 @@ def test_the_walls_are_what_holds(victim: Victim) -> None:
 
 
 def run(
-    program: str,
-    tests: str = "assert f(2) == 4, 'not four'",
-    timeout_s: float = 6.0,
-    level: Level | None = None,
-) -> sandbox.ProgramRun:
+    program,
+    tests="assert f(2) == 4, 'not four'",
+    timeout_s=6.0,
+    level=None,
+):
     return sandbox.run_tests(
         sandbox.Program((program,), "f"), "", tests, timeout_s=timeout_s, level=level
     )
 
 
 @pytest.mark.parametrize("level", [pytest.param("namespaces", marks=isolated), "rlimits"])
-def test_verdicts(level: Level) -> None:
+def test_verdicts(level):
     assert run("def f(x): return x * 2", level=level).status == "passed"
     assert (found := run("def f(x): return x", level=level)).status == "failed"
     assert found.detail == "AssertionError: not four"
@@ -284,7 +279,7 @@ def test_verdicts(level: Level) -> None:
     assert run("def f(x):\n    while True: pass", timeout_s=0.7, level=level).status == "timeout"
 
 
-def test_tests_may_expect_an_exception_but_not_catch_a_fault() -> None:
+def test_tests_may_expect_an_exception_but_not_catch_a_fault():
     expecting = (
         "try: f(1)\nexcept ValueError as error: assert 'odd' in str(error)\nelse: assert False"
     )
@@ -303,7 +298,7 @@ def test_tests_may_expect_an_exception_but_not_catch_a_fault() -> None:
     assert run("def f(x): raise OSError", catching).status == "passed"
 
 
-def test_scripts() -> None:
+def test_scripts():
     echo = sandbox.run_script(
         "import sys\nfor line in sys.stdin: print(line.strip()[::-1])\nsys.exit(3)", "abc\nde\n"
     )
@@ -316,7 +311,7 @@ def test_scripts() -> None:
     assert "SyntaxError" in sandbox.run_script("int main() {}", "").detail
 
 
-def test_a_method_is_called_case_by_case() -> None:
+def test_a_method_is_called_case_by_case():
     program = sandbox.Program(
         ("class Solution:\n    def pair(self, a, b): return (a + b, None)",), "pair"
     )
@@ -333,7 +328,7 @@ def test_a_method_is_called_case_by_case() -> None:
 
 
 @isolated
-def test_the_program_sees_an_empty_world() -> None:
+def test_the_program_sees_an_empty_world():
     look = (
         "import os\nprint(os.getuid() == 0, os.environ['HOME'], *(sorted(os.listdir(place)) "
         "for place in ('.', '/', '/dev')))"
@@ -348,7 +343,7 @@ def test_the_program_sees_an_empty_world() -> None:
     )
 
 
-def test_nothing_of_the_tests_is_in_the_candidates_process() -> None:
+def test_nothing_of_the_tests_is_in_the_candidates_process():
     """It looks through its own memory, descriptors, directory and arguments, where limits alone
     leave it /proc to do so."""
     look = """
@@ -375,7 +370,7 @@ def f(word):
     assert told.status == "passed", told
 
 
-def test_many_at_once_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_at_once_leave_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = len(os.listdir("/proc/self/fd"))
     with ThreadPoolExecutor(4) as pool:
@@ -388,21 +383,21 @@ def test_many_at_once_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_sandbox_that_cannot_start_is_not_the_programs_fault(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(process, "_interpreter", lambda: "/nowhere/python")
     found = run("def f(x): return 4", level="rlimits")
     assert found.status == "sandbox-error"
     assert "/nowhere/python" in found.detail
 
 
-def test_the_level_is_found_by_trying_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_level_is_found_by_trying_again(monkeypatch):
     """Walls that fail three times out of four are still walls; walls that always fail are told with
     their reason."""
     tries = itertools.count(1)
     real = sandbox_programs._run_judged
 
-    def busy(*arguments: Any) -> sandbox.ProgramRun:
+    def busy(*arguments):
         if next(tries) < 4:
             raise process.SandboxError("unshare: Resource temporarily unavailable")
         return real(*arguments)
@@ -416,9 +411,7 @@ def test_the_level_is_found_by_trying_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert "this user's rights" in str(found)
 
 
-def test_limits_alone_are_refused_unless_asked_for(
-    victim: Victim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limits_alone_are_refused_unless_asked_for(victim, tmp_path, monkeypatch):
     weak = sandbox.IsolationLevel("rlimits", "unshare: Operation not permitted")
     monkeypatch.setattr(sandbox, "find_level", lambda: weak)
     monkeypatch.setattr(sandbox_programs, "find_level", lambda: weak)

@@ -6,15 +6,12 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 import pytest
 from commands import command
-from faulty_server import BROKEN, DONE, END, WHOLE, FaultyServer, Wire, chunk, event
+from faulty_server import BROKEN, DONE, END, WHOLE, FaultyServer, chunk, event
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.results.published import published_speeds_for
@@ -35,7 +32,7 @@ DELAY_S = 0.15
 GAP_S = 0.02
 
 
-def test_definitions_by_hand() -> None:
+def test_definitions_by_hand():
     """Two requests, one after the other: 1 s to the first token, then 10 ms (20 ms) for each of 100
     more."""
     times = [
@@ -54,7 +51,7 @@ def test_definitions_by_hand() -> None:
     assert row.to_json()["tpot_ms_p50"] == pytest.approx(15)
 
 
-def test_percentiles_are_those_of_the_requests_and_left_out_where_they_are_too_few() -> None:
+def test_percentiles_are_those_of_the_requests_and_left_out_where_they_are_too_few():
     row = summarize([RequestTimes(0, first, 10, 3, 5) for first in (3, 1, 4, 1, 5, 9, 2)], 3, 7)
     assert row.percentiles["ttft_s_p50"] == 3
     assert "ttft_s_p90" not in row.to_json()
@@ -65,7 +62,7 @@ def test_percentiles_are_those_of_the_requests_and_left_out_where_they_are_too_f
     assert [min_values(percent) for percent in (50, 90, 99)] == [2, 10, 100]
 
 
-def test_gaps_rates_and_goodput_by_hand() -> None:
+def test_gaps_rates_and_goodput_by_hand():
     """Three requests a second apart; the second's TTFT and the third's latency pass their
     limits."""
     times = [
@@ -97,7 +94,7 @@ def test_gaps_rates_and_goodput_by_hand() -> None:
         ("p.txt", "one\n\ntwo\n"),
     ],
 )
-def test_prompts_are_read_from_files(name: str, text: str, tmp_path: Path) -> None:
+def test_prompts_are_read_from_files(name, text, tmp_path):
     (tmp_path / name).write_text(text)
     assert read_prompts(tmp_path / name) == ["one", "two"]
 
@@ -112,13 +109,13 @@ def test_prompts_are_read_from_files(name: str, text: str, tmp_path: Path) -> No
         ("p.bin", ""),
     ],
 )
-def test_a_file_without_prompts_is_refused(name: str, text: str, tmp_path: Path) -> None:
+def test_a_file_without_prompts_is_refused(name, text, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(QuantkitError, match=f"prompts .*{name}"):
         read_prompts(tmp_path / name)
 
 
-def test_engine_grid(tiny_checkpoint: Path) -> None:
+def test_engine_grid(tiny_checkpoint):
     engine = Engine.load(tiny_checkpoint, device="cpu", max_batch=2, max_model_len=64)
     target = EngineTarget(engine, "tiny", max_batch=2)
     seen = []
@@ -152,7 +149,7 @@ def test_engine_grid(tiny_checkpoint: Path) -> None:
     assert given[0].goodput == pytest.approx(given[0].request_rate)
 
 
-def test_given_prompts_are_counted_in_tokens(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_given_prompts_are_counted_in_tokens(tiny_checkpoint, tmp_path):
     """A prompt of more characters than the model's context has tokens was refused."""
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
@@ -181,7 +178,7 @@ def test_given_prompts_are_counted_in_tokens(tiny_checkpoint: Path, tmp_path: Pa
     assert "tokens was requested, the model has 100" in refused.error
 
 
-def test_report_shows_ours_and_the_published_apart(tmp_path: Path) -> None:
+def test_report_shows_ours_and_the_published_apart(tmp_path):
     rows = [
         summarize([RequestTimes(0, 1, 1 + c, 8, 11)], input_len, c).to_json()
         for input_len in (8, 64)
@@ -214,10 +211,10 @@ class Server(BaseHTTPRequestHandler):
     """Streams max_tokens tokens: a role-only chunk at once, the first token after DELAY_S, the
     others GAP_S apart."""
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self._send(json.dumps({"data": [{"id": "m"}]}).encode())
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if "refuse" in body["messages"][0]["content"]:
             self.send_error(429)
@@ -234,22 +231,22 @@ class Server(BaseHTTPRequestHandler):
         )
         self.wfile.write(b"data: [DONE]\n\n")
 
-    def _event(self, event: dict) -> None:
+    def _event(self, event):
         self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
         self.wfile.flush()
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, data):
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, *arguments: object) -> None:
+    def log_message(self, *arguments):
         """Tests stay quiet."""
 
 
 @pytest.fixture
-def server() -> Iterator[str]:
+def server():
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     thread = threading.Thread(target=httpd.serve_forever)
     thread.start()
@@ -259,7 +256,7 @@ def server() -> Iterator[str]:
     httpd.server_close()
 
 
-def test_endpoint_times_and_usage(server: str) -> None:
+def test_endpoint_times_and_usage(server):
     target = EndpointTarget(server)
     assert target.model == "m"
     times = list(target.run(Workload(10, 5, requests=4, concurrency=2)))
@@ -274,7 +271,7 @@ def test_endpoint_times_and_usage(server: str) -> None:
         assert sum(one.gaps) == pytest.approx(one.last_token - one.first_token)
 
 
-def test_requests_that_arrive_wait_for_room(server: str) -> None:
+def test_requests_that_arrive_wait_for_room(server):
     """Four at once, one at a time: each waits for those before it, and its wait counts."""
     times = list(EndpointTarget(server).run(Workload(4, 2, requests=4, concurrency=1, rate=1e6)))
     waits = sorted(one.ttft_s for one in times)
@@ -286,7 +283,7 @@ def test_requests_that_arrive_wait_for_room(server: str) -> None:
     assert max(sent) - min(sent) >= 0.75 * max(Workload(4, 1, 4, 4, seed=2, rate=8.0).arrivals())
 
 
-def test_requests_arrive_as_a_poisson_process() -> None:
+def test_requests_arrive_as_a_poisson_process():
     """Gaps between arrivals are exponential: their mean is 1 / rate, and so is their deviation."""
     arrivals = list(Workload(1, 1, 4000, 1, rate=4.0).arrivals())
     gaps = [after - before for before, after in itertools.pairwise(arrivals)]
@@ -295,12 +292,12 @@ def test_requests_arrive_as_a_poisson_process() -> None:
     assert set(Workload(1, 1, 3, 1).arrivals()) == {0.0}
 
 
-def test_no_prompt_is_sent_twice() -> None:
+def test_no_prompt_is_sent_twice():
     """Not by a warm-up, not in a later cell, not in a later run: a server may keep what it
     computed, and would answer faster than it is."""
-    sent: list[str] = []
+    sent = []
 
-    def note(wire: Wire, body: dict) -> None:
+    def note(wire, body):
         sent.append(body["messages"][0]["content"])
         WHOLE["separators inside text"](wire, body)
 
@@ -314,10 +311,10 @@ def test_no_prompt_is_sent_twice() -> None:
 @pytest.mark.parametrize(
     "name", ["data null", "choices an object", "HTML", "bad gzip", "cut in a line", "reset"]
 )
-def test_a_broken_reply_is_one_failed_request(name: str) -> None:
+def test_a_broken_reply_is_one_failed_request(name):
     count = itertools.count()
 
-    def second_is_broken(wire: Wire, body: dict) -> None:
+    def second_is_broken(wire, body):
         (BROKEN[name] if next(count) == 1 else WHOLE["separators inside text"])(wire, body)
 
     with FaultyServer(second_is_broken) as faulty:
@@ -328,8 +325,8 @@ def test_a_broken_reply_is_one_failed_request(name: str) -> None:
 @pytest.mark.parametrize(
     "tokens", ["2", 2.5, True, float("nan"), 10**400, [2]], ids=lambda value: str(value)[:5]
 )
-def test_a_count_that_is_none_is_the_requests_fault(tokens: Any) -> None:
-    def reply(wire: Wire, body: dict) -> None:
+def test_a_count_that_is_none_is_the_requests_fault(tokens):
+    def reply(wire, body):
         wire.stream(
             chunk("a"),
             chunk("b"),
@@ -345,7 +342,7 @@ def test_a_count_that_is_none_is_the_requests_fault(tokens: Any) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(WHOLE) - {"gone behind the finish reason"}))
-def test_a_whole_reply_is_one_however_it_is_sent(name: str) -> None:
+def test_a_whole_reply_is_one_however_it_is_sent(name):
     """But one that is not streamed, of which it is not known when its tokens came, and one that is
     cut before its usage."""
     with FaultyServer(WHOLE[name]) as faulty:
@@ -354,7 +351,7 @@ def test_a_whole_reply_is_one_however_it_is_sent(name: str) -> None:
     assert times.prompt_tokens >= 0
 
 
-def test_pieces_that_nobody_counted_are_told() -> None:
+def test_pieces_that_nobody_counted_are_told():
     """vLLM with an MTP layer sends two tokens in a piece; without a usage nothing says so."""
     with FaultyServer(WHOLE["usage null"]) as faulty:
         answer = command(
@@ -392,11 +389,11 @@ def test_pieces_that_nobody_counted_are_told() -> None:
         ),
     ],
 )
-def test_a_reply_that_was_cut_is_no_reply(ending: tuple[bytes, ...], said: str) -> None:
+def test_a_reply_that_was_cut_is_no_reply(ending, said):
     """A server of HTTP/1.0 that dies in the middle closes the connection as it does at the end."""
     count = itertools.count()
 
-    def second_is_cut(wire: Wire, body: dict) -> None:
+    def second_is_cut(wire, body):
         wire.stream(chunk("a"), chunk("b"), *((END,) if next(count) != 1 else ending))
 
     with FaultyServer(second_is_cut) as faulty:
@@ -404,10 +401,10 @@ def test_a_reply_that_was_cut_is_no_reply(ending: tuple[bytes, ...], said: str) 
     assert [one.error for one in times] == [None, said, None]
 
 
-def test_a_reply_without_an_end_is_left() -> None:
+def test_a_reply_without_an_end_is_left():
     left = threading.Event()
 
-    def endless(wire: Wire, body: dict) -> None:
+    def endless(wire, body):
         wire.head()
         try:
             while True:
@@ -421,7 +418,7 @@ def test_a_reply_without_an_end_is_left() -> None:
         assert left.wait(10)
 
 
-def test_endpoint_failures_are_reported(server: str) -> None:
+def test_endpoint_failures_are_reported(server):
     target = EndpointTarget(server, truncate=lambda words, count: "refuse")
     with pytest.raises(QuantkitError, match="HTTP 429"):
         measure_grid(target, [4], [1], output_len=2)

@@ -6,7 +6,6 @@ import enum
 import math
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ Colour = enum.IntEnum("Colour", {"red": 3})
 
 
 class Liar(int):
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return True
 
     __hash__ = None  # type: ignore[assignment]
@@ -55,7 +54,7 @@ anything = st.recursive(
 )
 
 
-def kinds(value: Any) -> Any:
+def kinds(value):
     """The types of a value and of what it holds, in an order that two equal sets share."""
     if isinstance(value, dict):
         return type(value), sorted(str((kinds(key), kinds(item))) for key, item in value.items())
@@ -66,7 +65,7 @@ def kinds(value: Any) -> Any:
 
 @settings(max_examples=150, deadline=None)
 @given(anything)
-def test_values_cross_as_they_are(value: Any) -> None:
+def test_values_cross_as_they_are(value):
     back = values.loads(values.dumps(value))
     assert back == value
     assert kinds(back) == kinds(value)
@@ -102,7 +101,7 @@ def test_values_cross_as_they_are(value: Any) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_numpy_and_subclasses_arrive_as_plain_values(value: Any, arrives: Any) -> None:
+def test_numpy_and_subclasses_arrive_as_plain_values(value, arrives):
     back = values.loads(values.dumps(value))
     assert (back, kinds(back)) == (arrives, kinds(arrives))
 
@@ -120,15 +119,15 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("value", FOREIGN, ids=lambda value: type(value).__name__)
-def test_the_rest_does_not_cross(value: Any) -> None:
+def test_the_rest_does_not_cross(value):
     with pytest.raises(values.Unsupported, match="a value of type"):
         values.dumps(value)
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])
-def test_depth_is_bounded_both_ways(kind: type) -> None:
-    def nest(depth: int) -> Any:
-        made: Any = 1
+def test_depth_is_bounded_both_ways(kind):
+    def nest(depth):
+        made = 1
         for _ in range(depth):
             made = {1: made} if kind is dict else kind([made])
         return made
@@ -171,12 +170,12 @@ MALFORMED = r"""
 
 
 @pytest.mark.parametrize("text", MALFORMED.splitlines())
-def test_what_dumps_does_not_write_is_refused(text: str) -> None:
+def test_what_dumps_does_not_write_is_refused(text):
     with pytest.raises(ValueError):
         values.loads(text.encode())
 
 
-def test_iterators_and_views_arrive_as_such() -> None:
+def test_iterators_and_views_arrive_as_such():
     for value in (
         (n for n in range(3)),
         iter([0, 1, 2]),

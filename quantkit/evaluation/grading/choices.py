@@ -87,7 +87,7 @@ _CONCLUDED = re.compile(
 
 
 _TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+|[+/%<>=^-]|[^\w\s\x00-\x7f]")
-_BETWEEN = r"[^\w+/%<>=^-]*"
+_BETWEEN = r"(?:[^\w+/%<>=^-]|_)*"
 _ALONE = re.compile(r"[^\w?+/%<>=^-]*([A-Z])[^\w?+/%<>=^-]*")
 """A line that is nothing but a letter."""
 

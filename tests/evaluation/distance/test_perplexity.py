@@ -2,7 +2,6 @@ import json
 import math
 import shutil
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,14 +24,14 @@ TEXTS = [
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
+def text(tmp_path):
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXTS))
     return path
 
 
 @pytest.fixture(scope="module")
-def changed(tiny_dense_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def changed(tiny_dense_checkpoint, tmp_path_factory):
     """The dense model with one layer's attention output made a little larger."""
     copy = tmp_path_factory.mktemp("changed") / "model"
     shutil.copytree(tiny_dense_checkpoint, copy)
@@ -46,9 +45,7 @@ def changed(tiny_dense_checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
     return copy
 
 
-def test_perplexity_is_that_of_one_plain_forward_a_document(
-    tiny_dense_checkpoint: Path, text: Path
-) -> None:
+def test_perplexity_is_that_of_one_plain_forward_a_document(tiny_dense_checkpoint, text):
     loaded = load_model(tiny_dense_checkpoint)
     tokenizer, nll, tokens = ChatTokenizer(tiny_dense_checkpoint), 0.0, 0
     for line in TEXTS:
@@ -63,9 +60,7 @@ def test_perplexity_is_that_of_one_plain_forward_a_document(
     assert set(told.to_json()) == {"ppl", "tokens", "documents"}
 
 
-def test_a_perplexity_of_texts_that_are_too_long_says_so(
-    tiny_dense_checkpoint: Path, text: Path, tmp_path: Path
-) -> None:
+def test_a_perplexity_of_texts_that_are_too_long_says_so(tiny_dense_checkpoint, text, tmp_path):
     short = tmp_path / "model"
     shutil.copytree(tiny_dense_checkpoint, short)
     config = json.loads((short / "config.json").read_text())
@@ -79,7 +74,7 @@ def test_a_perplexity_of_texts_that_are_too_long_says_so(
         measure(str(short), text, PerplexityOptions(seq_len=16))
 
 
-def test_a_model_is_no_distance_from_itself(tiny_dense_checkpoint: Path, text: Path) -> None:
+def test_a_model_is_no_distance_from_itself(tiny_dense_checkpoint, text):
     told = measure(
         str(tiny_dense_checkpoint), text, PerplexityOptions(baseline=str(tiny_dense_checkpoint))
     )
@@ -88,9 +83,7 @@ def test_a_model_is_no_distance_from_itself(tiny_dense_checkpoint: Path, text: P
     assert told.layer_errors == [0.0] * len(told.layer_errors)
 
 
-def test_a_model_that_computes_no_numbers_fails(
-    tiny_dense_checkpoint: Path, text: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_computes_no_numbers_fails(tiny_dense_checkpoint, text, tmp_path):
     """Its perplexity was nan, or null in JSON, and the command succeeded."""
     broken = shutil.copytree(tiny_dense_checkpoint, tmp_path / "broken")
     (shard,) = broken.glob("*.safetensors")
@@ -109,9 +102,7 @@ def test_a_model_that_computes_no_numbers_fails(
         )
 
 
-def test_distance_is_what_the_definitions_say(
-    tiny_dense_checkpoint: Path, changed: Path, text: Path
-) -> None:
+def test_distance_is_what_the_definitions_say(tiny_dense_checkpoint, changed, text):
     models = [load_model(path) for path in (changed, tiny_dense_checkpoint)]
     tokenizer = ChatTokenizer(changed)
     kl, same, tokens = 0.0, 0, 0
@@ -145,9 +136,7 @@ def test_distance_is_what_the_definitions_say(
     }
 
 
-def test_short_passes_give_the_same_figures_as_long_ones(
-    tiny_dense_checkpoint: Path, changed: Path, text: Path
-) -> None:
+def test_short_passes_give_the_same_figures_as_long_ones(tiny_dense_checkpoint, changed, text):
     one = measure(
         str(changed), text, PerplexityOptions(baseline=str(tiny_dense_checkpoint), seq_len=2048)
     )
@@ -162,7 +151,7 @@ def test_short_passes_give_the_same_figures_as_long_ones(
     assert other.kl == pytest.approx(one.kl, rel=2e-2)
 
 
-def test_documents(tiny_dense_checkpoint: Path, tmp_path: Path, text: Path) -> None:
+def test_documents(tiny_dense_checkpoint, tmp_path, text):
     tokenizer = ChatTokenizer(tiny_dense_checkpoint)
     assert [len(ids) for ids in read_documents(text, tokenizer, seq_len=5)] == [5, 5, 5]
     assert len(read_documents(text, tokenizer, seq_len=99, limit=2)) == 2
@@ -195,8 +184,8 @@ def test_documents(tiny_dense_checkpoint: Path, tmp_path: Path, text: Path) -> N
 
 
 def test_a_conversation_is_plain_text_to_a_model_without_a_template(
-    tiny_dense_checkpoint: Path, tmp_path: Path
-) -> None:
+    tiny_dense_checkpoint, tmp_path
+):
     base = shutil.copytree(tiny_dense_checkpoint, tmp_path / "base")
     settings = json.loads((base / "tokenizer_config.json").read_text())
     del settings["chat_template"]
@@ -226,9 +215,7 @@ def test_a_conversation_is_plain_text_to_a_model_without_a_template(
         ('{"text": ""}\n', "nothing to predict"),
     ],
 )
-def test_unusable_text_is_named(
-    tiny_dense_checkpoint: Path, tmp_path: Path, content: str, told: str
-) -> None:
+def test_unusable_text_is_named(tiny_dense_checkpoint, tmp_path, content, told):
     path = tmp_path / "bad.jsonl"
     path.write_text(content)
     with pytest.raises(QuantkitError, match=told):
@@ -241,8 +228,6 @@ def test_unusable_text_is_named(
         measure(str(tiny_dense_checkpoint), tmp_path / "x.json")
 
 
-def test_models_with_other_tokenizers_are_not_compared(
-    tiny_dense_checkpoint: Path, text: Path
-) -> None:
+def test_models_with_other_tokenizers_are_not_compared(tiny_dense_checkpoint, text):
     with pytest.raises(QuantkitError, match="different tokenizers"):
         measure("tiny-r1", text, PerplexityOptions(baseline=str(tiny_dense_checkpoint)))

@@ -2,13 +2,12 @@
 texts that the source writes itself."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.distance.documents import Window, sliding_windows
+from quantkit.evaluation.distance.documents import sliding_windows
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.weights.load import load_model
@@ -16,7 +15,7 @@ from quantkit.models.context import CausalContext
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
-def scored(window: Window) -> list[int]:
+def scored(window):
     return window.ids[window.first :].tolist()
 
 
@@ -24,9 +23,7 @@ def scored(window: Window) -> list[int]:
     ("tokens", "length", "stride"),
     [(100, 16, 5), (100, 16, 15), (33, 16, 8), (16, 16, 4), (5, 16, 4), (18, 16, 16)],
 )
-def test_windows_score_every_token_but_first_ones_once(
-    tokens: int, length: int, stride: int
-) -> None:
+def test_windows_score_every_token_but_first_ones_once(tokens, length, stride):
     windows = list(sliding_windows(torch.arange(tokens), length, stride))
     seen = [token for window in windows for token in scored(window)]
     assert seen == [
@@ -38,16 +35,14 @@ def test_windows_score_every_token_but_first_ones_once(
 
 
 @pytest.mark.parametrize("stride", [0, 17])
-def test_a_stride_that_does_not_fit_is_refused(stride: int) -> None:
+def test_a_stride_that_does_not_fit_is_refused(stride):
     with pytest.raises(QuantkitError, match="stride"):
         list(sliding_windows(torch.arange(20), 16, stride))
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("stride", [5, 12])
-def test_perplexity_is_that_of_the_usual_recipe(
-    stride: int, tiny_dense_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_perplexity_is_that_of_the_usual_recipe(stride, tiny_dense_checkpoint, tmp_path):
     """The loop of transformers' page on perplexity over the same logits: labels of what was scored
     before are -100."""
     length = 12
@@ -84,9 +79,7 @@ def test_perplexity_is_that_of_the_usual_recipe(
     assert told.ppl == pytest.approx(math.exp(total / count), rel=1e-5)
 
 
-def test_distance_on_what_the_source_writes(
-    tiny_checkpoint: Path, tiny_dense_checkpoint: Path
-) -> None:
+def test_distance_on_what_the_source_writes(tiny_checkpoint, tiny_dense_checkpoint):
     options = {"sampled": "tiny-math", "limit": 3, "max_tokens": 6, "device": "cpu"}
     same = measure(
         str(tiny_checkpoint), options=PerplexityOptions(baseline=str(tiny_checkpoint), **options)
@@ -103,7 +96,7 @@ def test_distance_on_what_the_source_writes(
     assert other.to_json()["greedy"]["prompts"] == 3
 
 
-def test_what_is_asked_for_must_be_one_thing(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_what_is_asked_for_must_be_one_thing(tiny_checkpoint, tmp_path):
     with pytest.raises(QuantkitError, match="either a text or a task"):
         measure(str(tiny_checkpoint))
     with pytest.raises(QuantkitError, match="either a text or a task"):

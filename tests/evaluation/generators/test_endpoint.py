@@ -8,21 +8,21 @@ from replay_server import ReplayServer, Reply
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.endpoint import Endpoint, request_body
-from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
+from quantkit.evaluation.generators.generator import Generation, Prompt
 from quantkit.evaluation.openai_server import OpenAIServer, base_url, describe_error
 from quantkit.evaluation.options import EvaluateOptions
 
 
-def chat(text: str, seed: int = 0) -> Prompt:
+def chat(text, seed=0):
     return Prompt(messages=({"role": "user", "content": text},), seed=seed)
 
 
 def ask(
-    server: ReplayServer,
-    prompts: list[Prompt],
-    parameters: Generation | None = None,
-    **options: object,
-) -> list[ModelReply]:
+    server,
+    prompts,
+    parameters=None,
+    **options,
+):
     endpoint = Endpoint(server.url, backoff_s=0.01, **options)  # type: ignore[arg-type]
     return sorted(
         endpoint.generate(prompts, parameters or Generation()),
@@ -33,7 +33,7 @@ def ask(
 @pytest.mark.parametrize(
     "tail", ["", "/", "/v1", "/v1/", "/v1/chat/completions", "/v1/completions"]
 )
-def test_any_form_of_the_address_will_do(tail: str) -> None:
+def test_any_form_of_the_address_will_do(tail):
     assert base_url(f"http://h:8000{tail}") == "http://h:8000/v1"
 
 
@@ -41,7 +41,7 @@ def test_any_form_of_the_address_will_do(tail: str) -> None:
     ("sent", "read"),
     [("a \ud800 b", "a \ufffd b"), ("\udc00\ud83d", "\ufffd\ufffd"), ("\ud83d\ude00 4", "😀 4")],
 )
-def test_halves_of_characters_are_joined_or_replaced(sent: str, read: str) -> None:
+def test_halves_of_characters_are_joined_or_replaced(sent, read):
     """A server sends a character in two pieces, or only half of it: what is kept can be written to
     a file."""
     with ReplayServer(lambda question, body: sent) as server:
@@ -50,7 +50,7 @@ def test_halves_of_characters_are_joined_or_replaced(sent: str, read: str) -> No
     reply.text.encode()
 
 
-def test_replies_come_back_whole_and_in_their_place() -> None:
+def test_replies_come_back_whole_and_in_their_place():
     with ReplayServer(
         lambda question, body: f"你好 {question}\n</think>\n\n\\boxed{{{question}}}", delay_s=0.1
     ) as server:
@@ -67,11 +67,11 @@ def test_replies_come_back_whole_and_in_their_place() -> None:
     assert 1 < server.most_at_once <= 4
 
 
-def test_fields_are_sent_renamed_and_left_out() -> None:
+def test_fields_are_sent_renamed_and_left_out():
     """extra_body and its like decide over every field; a server that wants max_completion_tokens
     says so once."""
 
-    def answer(question: str, body: dict) -> Reply | str:
+    def answer(question, body):
         if "max_tokens" in body:
             message = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
             return Reply(status=400, text=message)
@@ -102,7 +102,7 @@ def test_fields_are_sent_renamed_and_left_out() -> None:
         _ = EvaluateOptions(extra_body="top_k=20").request_fields
 
 
-def test_a_reply_is_asked_for_within_the_servers_context() -> None:
+def test_a_reply_is_asked_for_within_the_servers_context():
     with ReplayServer(lambda question, body: "4") as server:
         endpoint = Endpoint(server.url)
         endpoint.context = 4096
@@ -114,7 +114,7 @@ def test_a_reply_is_asked_for_within_the_servers_context() -> None:
     assert second["max_tokens"] == 100
 
 
-def test_the_request_says_what_was_asked() -> None:
+def test_the_request_says_what_was_asked():
     parameters = Generation(temperature=0.6, top_p=0.95, max_tokens=7, stop=("\n",))
     with ReplayServer(lambda question, body: Reply("x", "length")) as server:
         replies = ask(
@@ -144,14 +144,14 @@ def test_the_request_says_what_was_asked() -> None:
         Reply("ab", fault="error"),
     ],
 )
-def test_passing_faults_are_retried(fault: Reply) -> None:
+def test_passing_faults_are_retried(fault):
     tries = itertools.count()
     with ReplayServer(lambda question, body: fault if next(tries) < 2 else "fine") as server:
         (reply,) = ask(server, [chat("q")])
     assert (reply.text, reply.error, len(server.requests)) == ("fine", None, 3)
 
 
-def test_a_server_that_goes_away_ends_the_run() -> None:
+def test_a_server_that_goes_away_ends_the_run():
     server = ReplayServer(lambda question, body: "fine")
     with server:
         endpoint = Endpoint(server.url, backoff_s=0.01)
@@ -162,7 +162,7 @@ def test_a_server_that_goes_away_ends_the_run() -> None:
         list(endpoint.generate([chat("q") for _ in range(50)], Generation()))
 
 
-def test_a_wrong_key_stops_at_once_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_key_stops_at_once_and_is_told_once(caplog):
     with ReplayServer(lambda question, body: "fine", api_key="sk-1") as server:
         with pytest.raises(QuantkitError, match="HTTP 401: wrong key"):
             ask(server, [chat("q") for _ in range(20)], concurrency=2)
@@ -182,14 +182,14 @@ def test_a_wrong_key_stops_at_once_and_is_told_once(caplog: pytest.LogCaptureFix
         (b'{"error": {"code": 7}}', "HTTP 401: {'code': 7}"),
     ],
 )
-def test_a_refusal_without_a_message_is_told_by_its_status(body: bytes, said: str) -> None:
+def test_a_refusal_without_a_message_is_told_by_its_status(body, said):
     answer = httpx.Response(401, content=body, request=httpx.Request("POST", "http://127.0.0.1/v1"))
     with pytest.raises(httpx.HTTPStatusError) as refused:
         answer.raise_for_status()
     assert describe_error(refused.value) == said
 
 
-def test_a_key_that_is_missing_is_asked_for() -> None:
+def test_a_key_that_is_missing_is_asked_for():
     """It was said to check the address and that a server is up."""
     with ReplayServer(lambda question, body: "fine", api_key="sk-1") as server:
         with pytest.raises(
@@ -199,7 +199,7 @@ def test_a_key_that_is_missing_is_asked_for() -> None:
         assert OpenAIServer(server.url, api_key="sk-1").models()
 
 
-def test_the_model_is_the_only_one_served_or_must_be_named() -> None:
+def test_the_model_is_the_only_one_served_or_must_be_named():
     with ReplayServer(lambda question, body: "x", models=("a", "b")) as server:
         with pytest.raises(QuantkitError, match="serves 2 models: a, b"):
             Endpoint(server.url)
@@ -208,7 +208,7 @@ def test_the_model_is_the_only_one_served_or_must_be_named() -> None:
         Endpoint("http://127.0.0.1:9", connect_timeout_s=1)
 
 
-def test_stopping_early_cancels_what_is_in_flight() -> None:
+def test_stopping_early_cancels_what_is_in_flight():
     with ReplayServer(lambda question, body: "fine", delay_s=0.05) as server:
         replies = Endpoint(server.url, concurrency=2).generate(
             [chat("q") for _ in range(200)], Generation()
@@ -220,7 +220,7 @@ def test_stopping_early_cancels_what_is_in_flight() -> None:
         assert len(server.requests) <= sent + 2 < 20  # those that were on their way
 
 
-def test_a_refused_prompt_is_not_asked_again() -> None:
+def test_a_refused_prompt_is_not_asked_again():
     with ReplayServer(lambda question, body: Reply("bad prompt", status=400)) as server:
         (reply,) = ask(server, [chat("q")])
     assert reply.error == "HTTP 400: bad prompt"

@@ -12,9 +12,7 @@ from faulty_server import (
     STOP,
     TEXT,
     WHOLE,
-    Behaviour,
     FaultyServer,
-    Wire,
     chunk,
     event,
 )
@@ -22,12 +20,12 @@ from faulty_server import (
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators import endpoint
 from quantkit.evaluation.generators.endpoint import Endpoint
-from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
+from quantkit.evaluation.generators.generator import Generation, Prompt
 
 
-def ask(behaviour: Behaviour, count: int = 1, **options: object) -> list[ModelReply]:
+def ask(behaviour, count=1, **options):
     """Replies to the prompts "0", "1", ..."""
-    settings: dict = {"backoff_s": 0.001, "retries": 1, "timeout_s": 0.5} | options
+    settings = {"backoff_s": 0.001, "retries": 1, "timeout_s": 0.5} | options
     with FaultyServer(behaviour) as server:
         prompts = [Prompt(messages=({"role": "user", "content": str(n)},)) for n in range(count)]
         return sorted(
@@ -37,14 +35,14 @@ def ask(behaviour: Behaviour, count: int = 1, **options: object) -> list[ModelRe
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_is_whole_is_read_whole(name: str) -> None:
+def test_what_is_whole_is_read_whole(name):
     (reply,) = ask(WHOLE[name], timeout_s=5.0)
     assert (reply.text, reply.finish_reason, reply.error) == (TEXT, "stop", None)
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_broken_fails_its_own_sample(name: str) -> None:
-    def one_of_three(wire: Wire, body: dict) -> None:
+def test_what_is_broken_fails_its_own_sample(name):
+    def one_of_three(wire, body):
         (BROKEN[name] if body["messages"][0]["content"] == "1" else WHOLE["plain"])(wire, body)
 
     first, broken, last = ask(one_of_three, 3)
@@ -53,7 +51,7 @@ def test_what_is_broken_fails_its_own_sample(name: str) -> None:
     assert broken.text == ""
 
 
-def test_a_burst_of_faults_passes() -> None:
+def test_a_burst_of_faults_passes():
     """Every kind of broken answer in turn, then whole ones: no sample is lost."""
     faults = iter(
         [
@@ -83,14 +81,14 @@ def test_a_burst_of_faults_passes() -> None:
         "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 4096",
     ],
 )
-def test_a_refused_context_is_a_miss_with_its_name(message: str) -> None:
+def test_a_refused_context_is_a_miss_with_its_name(message):
     (reply,) = ask(lambda wire, body: wire.refuse(400, message))
     assert (reply.finish_reason, reply.error) == ("context", None)
     assert reply.refusal
     assert message in reply.refusal
 
 
-def test_a_context_refused_inside_the_stream_is_a_miss_too() -> None:
+def test_a_context_refused_inside_the_stream_is_a_miss_too():
     (reply,) = ask(
         lambda wire, body: wire.stream(
             event({"error": {"message": "maximum context length is 4096 tokens"}})
@@ -99,10 +97,10 @@ def test_a_context_refused_inside_the_stream_is_a_miss_too() -> None:
     assert (reply.finish_reason, reply.error) == ("context", None)
 
 
-def test_a_time_to_wait_that_is_no_number_costs_no_sample() -> None:
+def test_a_time_to_wait_that_is_no_number_costs_no_sample():
     busy = iter(["²", "soon", "-5", "Mon, 01 Jan 1990 00:00:00 GMT"])
 
-    def answer(wire: Wire, body: dict) -> None:
+    def answer(wire, body):
         if (told := next(busy, None)) is None:
             return WHOLE["plain"](wire, body)
         wire.head(429, "application/json", Retry_After=told)
@@ -120,23 +118,23 @@ def test_a_time_to_wait_that_is_no_number_costs_no_sample() -> None:
         ("bananas", "bananas"),
     ],
 )
-def test_finish_reasons_are_read_or_kept(sent: str, read: str) -> None:
+def test_finish_reasons_are_read_or_kept(sent, read):
     (reply,) = ask(lambda wire, body: wire.stream(chunk("4", finish_reason=sent), DONE))
     assert (reply.text, reply.finish_reason) == ("4", read)
 
 
-def test_a_slow_reply_is_not_a_silent_one() -> None:
+def test_a_slow_reply_is_not_a_silent_one():
     (reply,) = ask(lambda wire, body: wire.stream(*[chunk("x")] * 8, END, every_s=0.1), retries=0)
     assert (reply.text, reply.error) == ("x" * 8, None)
 
 
 @pytest.mark.parametrize("sent", [b"", b": wait\n\n"], ids=["nothing", "comments"])
-def test_a_server_that_says_nothing_is_left(sent: bytes) -> None:
+def test_a_server_that_says_nothing_is_left(sent):
     (reply,) = ask(lambda wire, body: wire.stream(*[sent] * 8, every_s=0.2), retries=0)
     assert "no answer in time" in (reply.error or "")
 
 
-def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_without_end_is_cut_off(monkeypatch):
     monkeypatch.setattr(endpoint, "LARGEST_REPLY", 100_000)
     tracemalloc.start()
     (reply,) = ask(
@@ -147,7 +145,7 @@ def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None
     assert "a reply of more than" in (reply.error or "")
 
 
-def test_a_line_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_end_is_cut_off(monkeypatch):
     monkeypatch.setattr("quantkit.evaluation.openai_server.LONGEST_LINE", 100_000)
     (reply,) = ask(
         lambda wire, body: wire.stream(b"data: ", *itertools.repeat(b"x" * 10_000, 5_000)),
@@ -156,7 +154,7 @@ def test_a_line_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "a line of more than" in (reply.error or "")
 
 
-def test_retries_are_as_many_as_asked_for() -> None:
+def test_retries_are_as_many_as_asked_for():
     for retries in (0, 2):
         with FaultyServer(BROKEN["500"]) as server:
             list(
@@ -167,7 +165,7 @@ def test_retries_are_as_many_as_asked_for() -> None:
             assert len(server.requests) == 1 + retries
 
 
-def test_a_server_that_refuses_everything_ends_the_run() -> None:
+def test_a_server_that_refuses_everything_ends_the_run():
     with FaultyServer(BROKEN["403"]) as server:
         endpoint = Endpoint(server.url, concurrency=4)
         with pytest.raises(QuantkitError, match="HTTP 403: not this prompt; check the address"):
@@ -175,7 +173,7 @@ def test_a_server_that_refuses_everything_ends_the_run() -> None:
         assert len(server.requests) <= 8
 
 
-def test_a_server_that_fails_at_everything_ends_the_run() -> None:
+def test_a_server_that_fails_at_everything_ends_the_run():
     """Each sample would be tried again, with longer and longer pauses, to the last."""
     with FaultyServer(BROKEN["500"]) as server:
         endpoint = Endpoint(server.url, concurrency=4, retries=1, backoff_s=0.001)
@@ -187,12 +185,12 @@ def test_a_server_that_fails_at_everything_ends_the_run() -> None:
         assert len(server.requests) <= 20
 
 
-def test_prompts_that_are_refused_one_by_one_do_not() -> None:
+def test_prompts_that_are_refused_one_by_one_do_not():
     replies = ask(BROKEN["400"], 20, concurrency=4)
     assert all(reply.error for reply in replies)
 
 
-def test_large_replies_are_whole() -> None:
+def test_large_replies_are_whole():
     text = "x" * 3_000_000
     (reply,) = ask(
         lambda wire, body: wire.stream(

@@ -1,6 +1,5 @@
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -10,17 +9,15 @@ from quantkit.executor.options import EngineOptions
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint: Path) -> Local:
+def model(tiny_checkpoint):
     return Local(EngineOptions(tiny_checkpoint, max_batch=8), name="tiny")
 
 
-def chat(text: str, seed: int = 0, think: bool = True) -> Prompt:
+def chat(text, seed=0, think=True):
     return Prompt(messages=({"role": "user", "content": text},), seed=seed, think=think)
 
 
-def test_replies_keep_their_place_and_say_that_think_was_open(
-    model: Local, tiny_checkpoint: Path
-) -> None:
+def test_replies_keep_their_place_and_say_that_think_was_open(model, tiny_checkpoint):
     assert template_reasons(tiny_checkpoint)
     prompts = [chat(f"{n} + {n}") for n in range(5)]
     replies = sorted(
@@ -34,7 +31,7 @@ def test_replies_keep_their_place_and_say_that_think_was_open(
         assert reply.finish_reason == ("length" if reply.completion_tokens == 6 else "stop")
 
 
-def test_the_same_seed_draws_the_same_reply_whatever_else_is_asked(model: Local) -> None:
+def test_the_same_seed_draws_the_same_reply_whatever_else_is_asked(model):
     parameters = Generation(temperature=1.0, top_p=0.95, max_tokens=8)
     (alone,) = model.generate([chat("7 + 5", seed=3)], parameters)
     among = {
@@ -48,8 +45,8 @@ def test_the_same_seed_draws_the_same_reply_whatever_else_is_asked(model: Local)
 
 
 def test_a_prompt_that_does_not_fit_is_a_miss_with_its_name_and_spares_the_others(
-    model: Local,
-) -> None:
+    model,
+):
     long = chat("1 + 1 " * model.engine.max_model_len)
     replies = {
         reply.index: reply
@@ -61,8 +58,8 @@ def test_a_prompt_that_does_not_fit_is_a_miss_with_its_name_and_spares_the_other
 
 
 def test_what_servers_take_of_the_models_own_settings_is_taken_here_too(
-    model: Local, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+    model, tiny_checkpoint, tmp_path
+):
     """top_k 1 leaves one token to draw; a protocol does not name it, and servers apply it."""
     copy = tmp_path / "copy"
     shutil.copytree(tiny_checkpoint, copy)
@@ -79,9 +76,7 @@ def test_what_servers_take_of_the_models_own_settings_is_taken_here_too(
 
 
 @pytest.mark.parametrize("changed", ["*.safetensors", "tokenizer.json", "tokenizer_config.json"])
-def test_the_content_hash_follows_the_weights_and_the_tokenizer(
-    changed: str, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_the_content_hash_follows_the_weights_and_the_tokenizer(changed, tiny_checkpoint, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(tiny_checkpoint, copy)
     assert content_hash(copy) == content_hash(tiny_checkpoint)

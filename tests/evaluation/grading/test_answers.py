@@ -27,11 +27,11 @@ from quantkit.evaluation.grading.typesetting import normalize
         "12 = 13",
     ],
 )
-def test_what_is_not_one_value_is_refused(text: str) -> None:
+def test_what_is_not_one_value_is_refused(text):
     assert read_value(text) is None
 
 
-def test_normalize_leaves_superscripts_alone() -> None:
+def test_normalize_leaves_superscripts_alone():
     assert normalize("１０² − 答案：５") == "10² - 答案:5"
 
 
@@ -58,7 +58,7 @@ def test_normalize_leaves_superscripts_alone() -> None:
         (r"\boxed{\boxed{7}}", "7", False),
     ],
 )
-def test_last_box(text: str, box: str | None, is_open: bool) -> None:
+def test_last_box(text, box, is_open):
     found = last_box(text)
     assert (found.text, found.open_box) == (box, is_open)
 
@@ -89,7 +89,7 @@ def test_last_box(text: str, box: str | None, is_open: bool) -> None:
         ("nothing", None, None),
     ],
 )
-def test_find_number(text: str, value: str | None, where: str | None) -> None:
+def test_find_number(text, value, where):
     found = find_number(text)
     assert (found.value, found.found) == (value and Fraction(value), where)
 
@@ -126,6 +126,6 @@ def test_find_number(text: str, value: str | None, where: str | None) -> None:
         ("The options confuse me and so do I.", None, None),
     ],
 )
-def test_find_choice(text: str, letter: str | None, where: str | None) -> None:
+def test_find_choice(text, letter, where):
     found = find_choice(text, [f"thing {letter}" for letter in "abcdefghij"])
     assert (found.text, found.found) == (letter, where)

@@ -4,12 +4,11 @@ agrees with the reader nearly always, and of the rare ones it calls hardly any w
 
 import functools
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from answer_styles import TASKS, Style, styles
+from answer_styles import TASKS, styles
 
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.generators.generator import ModelReply
@@ -20,14 +19,14 @@ from quantkit.evaluation.tasks.definitions import Problem, find_setting, find_ta
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[MathJudge]:
+def judge():
     made = MathJudge()
     yield made
     made.close()
 
 
 @pytest.fixture
-def _each_program_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _each_program_once(monkeypatch):
     """Many styles hold the same program; the sandbox runs it once."""
     for name in ("run_tests", "run_script"):
         monkeypatch.setattr(sandbox, name, functools.cache(getattr(sandbox, name)))
@@ -35,11 +34,11 @@ def _each_program_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_each_program_once")
 @pytest.mark.parametrize("name", TASKS)
-def test_the_reader_is_agreed_with(name: str, judge: MathJudge) -> None:
+def test_the_reader_is_agreed_with(name, judge):
     task = find_task(name)
     grader = find_grader(find_setting(task, "r1").grader)
 
-    def correct(style: Style) -> bool:
+    def correct(style):
         fields = map_fields(task, style.row, 0)
         problem = Problem("p", fields, grader.gold(fields))
         return grade(grader, problem, ModelReply(0, style.reply), False, judge).correct
@@ -65,7 +64,7 @@ REAL = Path(__file__).with_name("real") / "smollm2.jsonl"
 
 
 @pytest.mark.parametrize(("name", "number"), [("gsm8k", 40), ("humaneval", 15), ("mmlu_pro", 40)])
-def test_replies_of_a_real_model(name: str, number: int, judge: MathJudge) -> None:
+def test_replies_of_a_real_model(name, number, judge):
     """SmolLM2-135M-Instruct's greedy replies of at most 256 tokens to the first questions; a person
     read every one and agrees with its reason."""
     task = find_task(name)
@@ -80,7 +79,7 @@ def test_replies_of_a_real_model(name: str, number: int, judge: MathJudge) -> No
         assert found.reason == row["reason"], row["reply"]
 
 
-def test_the_corpus_is_even() -> None:
+def test_the_corpus_is_even():
     found = [style for task in TASKS for style in styles(task)]
     assert len({(style.task, str(style.row), style.reply) for style in found}) >= 2000
     assert 0.35 < sum(not style.right for style in found) / len(found) < 0.6

@@ -4,7 +4,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.graders import GRADERS, find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge
-from quantkit.evaluation.tasks.definitions import Grade, Problem
+from quantkit.evaluation.tasks.definitions import Problem
 
 
 @pytest.fixture(scope="module")
@@ -14,9 +14,7 @@ def judge():
     made.close()
 
 
-def graded(
-    judge: MathJudge, grader: str, gold: str, completion: ModelReply | str, **fields: object
-) -> Grade:
+def graded(judge, grader, gold, completion, **fields):
     made = find_grader(grader)
     fields = {"answer": gold, **fields}
     reply = ModelReply(0, completion) if isinstance(completion, str) else completion
@@ -48,7 +46,7 @@ def graded(
         (r"<think> \boxed{204}", "unfinished", False),
     ],
 )
-def test_integer(judge: MathJudge, text: str, reason: str, strict: bool) -> None:
+def test_integer(judge, text, reason, strict):
     found = graded(judge, "integer", "204", text)
     assert (found.reason, found.strict, found.correct) == (
         reason,
@@ -57,7 +55,7 @@ def test_integer(judge: MathJudge, text: str, reason: str, strict: bool) -> None
     )
 
 
-def test_a_cut_reply_counts_only_with_a_complete_box(judge: MathJudge) -> None:
+def test_a_cut_reply_counts_only_with_a_complete_box(judge):
     assert (
         graded(judge, "integer", "204", ModelReply(0, "so far 204", finish_reason="length")).reason
         == "truncated"
@@ -70,7 +68,7 @@ def test_a_cut_reply_counts_only_with_a_complete_box(judge: MathJudge) -> None:
     )
 
 
-def test_a_failed_request_is_excluded(judge: MathJudge) -> None:
+def test_a_failed_request_is_excluded(judge):
     found = graded(judge, "integer", "204", ModelReply(0, error="HTTP 500"))
     assert found.excluded
     assert found.detail == "HTTP 500"
@@ -91,7 +89,7 @@ def test_a_failed_request_is_excluded(judge: MathJudge) -> None:
         (r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", "right"),
     ],
 )
-def test_number(judge: MathJudge, gold: str, text: str, reason: str) -> None:
+def test_number(judge, gold, text, reason):
     assert graded(judge, "number", gold, text).reason == reason
 
 
@@ -107,19 +105,17 @@ def test_number(judge: MathJudge, gold: str, text: str, reason: str) -> None:
         ("none", False, False),
     ],
 )
-def test_gsm8k_filters_of_lm_eval(
-    judge: MathJudge, text: str, strict: bool, flexible: bool
-) -> None:
+def test_gsm8k_filters_of_lm_eval(judge, text, strict, flexible):
     found = graded(judge, "gsm8k-filters", "x\n#### 1,234", text)
     assert (found.strict, found.correct) == (strict, flexible)
 
 
-def test_a_gold_that_is_no_integer_is_refused() -> None:
+def test_a_gold_that_is_no_integer_is_refused():
     with pytest.raises(QuantkitError, match="not an integer"):
         GRADERS["integer"].gold({"answer": "1/2"})
 
 
-def test_unknown_grader_lists_those_there_are() -> None:
+def test_unknown_grader_lists_those_there_are():
     with pytest.raises(QuantkitError, match="python-tests"):
         find_grader("nope")
 
@@ -135,15 +131,13 @@ def test_unknown_grader_lists_those_there_are() -> None:
         ("A) I only\nB) E\nC) It is not the case that no one can.", None),
     ],
 )
-def test_words_of_the_options_are_not_words_of_the_reply(
-    judge: MathJudge, text: str, letter: str | None
-) -> None:
+def test_words_of_the_options_are_not_words_of_the_reply(judge, text, letter):
     options = ["I only", "E", "It is not the case that no one can.", "I & II only", "I^2R"]
     for gold in "ABCDE":
         assert graded(judge, "choice", gold, text, options=options).correct is (gold == letter)
 
 
-def test_equal_answers_vote_together(judge: MathJudge) -> None:
+def test_equal_answers_vote_together(judge):
     votes = {
         graded(judge, "number", "#### 18", text).answer
         for text in (r"\boxed{18}", r"\boxed{18.00}", r"\boxed{\frac{36}{2}}", "so 18")

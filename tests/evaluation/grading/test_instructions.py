@@ -81,24 +81,24 @@ CASES = [
 @pytest.mark.parametrize(
     ("name", "given", "follows", "misses"), CASES, ids=[case[0] for case in CASES]
 )
-def test_every_kind(name: str, given: dict, follows: str, misses: str) -> None:
+def test_every_kind(name, given, follows, misses):
     assert check_instructions(follows, [name], [given], loose=False) == [True]
     assert check_instructions(misses, [name], [given], loose=False) == [False]
     assert check_instructions("  \n", [name], [given], loose=True) == [False]
 
 
-def test_all_25_kinds_are_here() -> None:
+def test_all_25_kinds_are_here():
     assert {case[0] for case in CASES} == set(CHECKS)
     assert len(CHECKS) == 25
 
 
-def test_loose_does_without_first_line_last_line_and_asterisks() -> None:
+def test_loose_does_without_first_line_last_line_and_asterisks():
     for reply in ('Sure:\n"Quoted."', '"Quoted."\nBye', 'Sure:\n"Quoted."\nBye', '*"Quoted."*'):
         assert check_instructions(reply, ["startend:quotation"], [{}], loose=False) == [False]
         assert check_instructions(reply, ["startend:quotation"], [{}], loose=True) == [True]
 
 
-def test_a_row_is_graded_by_prompt_and_by_instruction() -> None:
+def test_a_row_is_graded_by_prompt_and_by_instruction():
     fields = {
         "instructions": ["punctuation:no_comma", "startend:quotation"],
         "parameters": [{"keywords": None}, {}],
@@ -119,7 +119,7 @@ def test_a_row_is_graded_by_prompt_and_by_instruction() -> None:
     assert (unfinished.reason, unfinished.measures["instruction_loose"]) == ("unfinished", (0, 2))
 
 
-def test_a_row_that_cannot_be_checked_is_refused() -> None:
+def test_a_row_that_cannot_be_checked_is_refused():
     gold = find_grader("instructions").gold
     with pytest.raises(QuantkitError, match="not known"):
         gold({"instructions": ["keywords:rhyme"], "parameters": [{}]})
@@ -129,7 +129,7 @@ def test_a_row_that_cannot_be_checked_is_refused() -> None:
         gold({"instructions": ["punctuation:no_comma", "startend:quotation"], "parameters": [{}]})
 
 
-def test_sentences_words_and_languages() -> None:
+def test_sentences_words_and_languages():
     assert (
         count_sentences("Mr. Smith met J. K. Rowling at 3.30 p.m. They talked! Was it long?") == 3
     )

@@ -25,11 +25,11 @@ def judge():
         ("18", "", False),
     ],
 )
-def test_equality(judge: MathJudge, gold: str, answer: str, equal: bool) -> None:
+def test_equality(judge, gold, answer, equal):
     assert judge.equal(gold, answer) is equal
 
 
-def test_a_tower_of_powers_is_cut_off_and_the_next_comparison_works(judge: MathJudge) -> None:
+def test_a_tower_of_powers_is_cut_off_and_the_next_comparison_works(judge):
     assert judge.equal("1", "1") is True
     start = time.monotonic()
     assert judge.equal("18", "9^{9^{9^{9}}}") is None

@@ -23,7 +23,7 @@ FUNCTION = "def total(xs):\n    return sum(xs)\n"
 TEST = "def check(candidate):\n    assert candidate([1, 2]) == 3\n"
 
 
-def problem() -> Problem:
+def problem():
     return Problem("own/0", {"problem": PROMPT, "entry_point": "total", "test": TEST})
 
 
@@ -39,18 +39,18 @@ def problem() -> Problem:
         ("```python\ndef total(xs):\n    return (\n```", "failed"),
     ],
 )
-def test_the_rest_is_told_apart(text: str, reason: str) -> None:
+def test_the_rest_is_told_apart(text, reason):
     assert grade_with_tests(problem(), text).reason == reason
 
 
-def test_prompt_supplies_imports_and_helpers() -> None:
+def test_prompt_supplies_imports_and_helpers():
     assert completed_function(f"```python\n{FUNCTION}```", PROMPT, "total") == (PROMPT, FUNCTION)
     assert completed_function(f"```python\n{FUNCTION}```", "def total(xs):\n", "total") == (
         FUNCTION,
     )
 
 
-def test_tests_use_the_prompts_helpers_and_not_the_replys() -> None:
+def test_tests_use_the_prompts_helpers_and_not_the_replys():
     prompt = 'def double(x):\n    return 2 * x\n\ndef total(xs):\n    """ Sum. """\n'
     test = (
         "def check(candidate):\n    assert total([1, 2]) == 3\n    assert "
@@ -69,7 +69,7 @@ def test_tests_use_the_prompts_helpers_and_not_the_replys() -> None:
     )
 
 
-def test_tests_that_are_not_python_are_nobodys_fault() -> None:
+def test_tests_that_are_not_python_are_nobodys_fault():
     task = Problem(
         "own/2", {"problem": PROMPT, "entry_point": "total", "test": "def check(candidate) assert"}
     )
@@ -78,7 +78,7 @@ def test_tests_that_are_not_python_are_nobodys_fault() -> None:
     assert "the tests cannot be prepared" in grade.detail
 
 
-def test_blocks_are_dedented_and_an_open_one_counts() -> None:
+def test_blocks_are_dedented_and_an_open_one_counts():
     found = blocks("a\n```py\nx = 1\n```\n  ~~~ \n  y = 2\n  ~~~\n````Python title\nz = 3\n```\n")
     assert [(block.tag, block.source) for block in found] == [
         ("py", "x = 1\n"),
@@ -87,13 +87,13 @@ def test_blocks_are_dedented_and_an_open_one_counts() -> None:
     ]
 
 
-def test_a_program_may_begin_with_future_imports() -> None:
+def test_a_program_may_begin_with_future_imports():
     source = '"Doc."\nfrom __future__ import (\n    annotations)\nx: Missing = 1\nprint(gcd(4, 6))'
     found = sandbox.run_script(with_prelude(source), "")
     assert (found.status, found.output) == ("passed", "2\n")
 
 
-def contest(function: str | None, tests: list[tuple[str, str]]) -> Problem:
+def contest(function, tests):
     made = [
         {"input": i, "output": o, "testtype": "functional" if function else "stdin"}
         for i, o in tests
@@ -138,7 +138,7 @@ def contest(function: str | None, tests: list[tuple[str, str]]) -> Problem:
         ("raise ValueError", "failed", "ValueError"),
     ],
 )
-def test_contest_by_stdin(source: str, reason: str, told: str) -> None:
+def test_contest_by_stdin(source, reason, told):
     found = grade_contest(
         contest(None, [("3\n1 2 3\n", "6\n"), ("2\n-5 5\n", "0")]), f"```python\n{source}\n```"
     )
@@ -146,7 +146,7 @@ def test_contest_by_stdin(source: str, reason: str, told: str) -> None:
     assert told in found.detail
 
 
-def test_contest_by_call() -> None:
+def test_contest_by_call():
     task = contest("pair", [("[2, 7]\n9", "[0, 1]"), ("[3, 3]\n6", "[0, 1]")])
     right = "class Solution:\n    def pair(self, nums: List[int], target):\n        return (0, 1)"
     assert grade_contest(task, f"```python\n{right}\n```").reason == "passed"
@@ -169,15 +169,15 @@ def test_contest_by_call() -> None:
         ("sNaN", "1", False),
     ],
 )
-def test_outputs_compare_by_line(got: str, expected: str, same: bool) -> None:
+def test_outputs_compare_by_line(got, expected, same):
     assert same_output(got, expected) is same
 
 
-def packed(value: object) -> str:
+def packed(value):
     return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
 
 
-def test_private_tests_are_read_without_running_the_pickle() -> None:
+def test_private_tests_are_read_without_running_the_pickle():
     tests = [{"input": "1" * 300, "output": "2"}]
     for protocol in (2, 4, 5):
         text = base64.b64encode(
@@ -187,11 +187,11 @@ def test_private_tests_are_read_without_running_the_pickle() -> None:
 
 
 class Bomb:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
+    def __reduce__(self):
         return exec, ("raise SystemError('the pickle ran')",)
 
 
 @pytest.mark.parametrize("value", [Bomb(), ["[]", "[]"], 5, {"a": "b"}])
-def test_a_pickle_of_anything_else_is_refused(value: object) -> None:
+def test_a_pickle_of_anything_else_is_refused(value):
     with pytest.raises(QuantkitError, match="private_test_cases"):
         contest_tests({"public_tests": "[]", "private_tests": packed(value)})

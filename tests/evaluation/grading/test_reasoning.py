@@ -75,11 +75,11 @@ from quantkit.evaluation.grading.reasoning import Reply, split, thinks
         ),
     ],
 )
-def test_thinking_is_cut_off(completion: ModelReply, expected: bool, reply: Reply | None) -> None:
+def test_thinking_is_cut_off(completion, expected, reply):
     found = split(completion, expected)
     assert found == reply if reply is not None else (found.answer, found.finished) == ("6", True)
 
 
-def test_a_model_that_closes_what_it_did_not_open_thinks() -> None:
+def test_a_model_that_closes_what_it_did_not_open_thinks():
     assert thinks([ModelReply(0, "6"), ModelReply(1, "hm</think>6")])
     assert not thinks([ModelReply(0, "6"), ModelReply(1, "<think>hm</think>6")])

@@ -9,7 +9,6 @@ statement. The number of rows of each task is printed.
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from quantkit.evaluation.grading.choices import LETTERS
 from quantkit.evaluation.grading.graders import find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.tasks.data import problems, read_rows
-from quantkit.evaluation.tasks.definitions import Problem, find_setting, find_task
+from quantkit.evaluation.tasks.definitions import find_setting, find_task
 
 DATA = os.environ.get("QUANTKIT_DATA")
 SAMPLE = Path(__file__).with_name("rows")
@@ -29,7 +28,7 @@ Reply = tuple[str, bool]
 """What was replied, and whether it is right."""
 
 
-def read(name: str, capfd: pytest.CaptureFixture[str]) -> list[Problem]:
+def read(name, capfd):
     """All problems of a task; of the data set where it is there, all of its rows."""
     task = find_task(name)
     folder = Path(DATA or SAMPLE)
@@ -46,11 +45,11 @@ def read(name: str, capfd: pytest.CaptureFixture[str]) -> list[Problem]:
     return found
 
 
-def options_listed(options: list[str]) -> str:
+def options_listed(options):
     return "\n".join(f"{LETTERS[number]}) {option}" for number, option in enumerate(options))
 
 
-def choice_replies(problem: Problem) -> Iterator[Reply]:
+def choice_replies(problem):
     options = [str(option) for option in problem.fields["options"]]
     texts = [option.strip().casefold() for option in options]
     yield options_listed(options), False
@@ -78,7 +77,7 @@ def choice_replies(problem: Problem) -> Iterator[Reply]:
             yield text, right
 
 
-def number_replies(problem: Problem) -> Iterator[Reply]:
+def number_replies(problem):
     yield problem.fields["problem"] or "How many are there?", False
     for value in (int(problem.gold), int(problem.gold) + 1, -int(problem.gold) - 3):
         right = value == int(problem.gold)
@@ -108,7 +107,7 @@ def number_replies(problem: Problem) -> Iterator[Reply]:
             )
 
 
-def program_replies(problem: Problem, solution: str) -> Iterator[Reply]:
+def program_replies(problem, solution):
     prompt = problem.fields["problem"]
     name = problem.fields["entry_point"]
     draft = f"def {name}(*args):\n    return 'draft'\n"
@@ -132,12 +131,10 @@ def program_replies(problem: Problem, solution: str) -> Iterator[Reply]:
     yield prompt, False
 
 
-def misread(
-    name: str, replies: Callable[[Problem], Iterator[Reply]], found: list[Problem]
-) -> list[str]:
+def misread(name, replies, found):
     grader, judge = find_grader(find_setting(find_task(name), "r1").grader), MathJudge()
 
-    def one(problem: Problem) -> list[str]:
+    def one(problem):
         return [
             f"{problem.id}: {reply!r} is {verdict.reason}, reads {verdict.answer!r}"
             for reply, right in replies(problem)
@@ -152,22 +149,22 @@ def misread(
 
 
 @pytest.mark.parametrize(("name", "total"), [("aime24", 8762), ("aime25", 8344), ("gsm8k", None)])
-def test_numbers(name: str, total: int | None, capfd: pytest.CaptureFixture[str]) -> None:
+def test_numbers(name, total, capfd):
     found = read(name, capfd)
     assert DATA is None or total is None or sum(int(one.gold) for one in found) == total
     assert misread(name, number_replies, found) == []
 
 
-def test_choices(capfd: pytest.CaptureFixture[str]) -> None:
+def test_choices(capfd):
     assert misread("mmlu_pro", choice_replies, read("mmlu_pro", capfd)) == []
 
 
-def test_programs(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_programs(monkeypatch, capfd):
     monkeypatch.setattr(sandbox, "run_tests", functools.cache(sandbox.run_tests))
     rows = read_rows("humaneval", find_task("humaneval").data, Path(DATA or SAMPLE)).rows
-    solutions: dict[str, str] = {row["task_id"]: row["canonical_solution"] for row in rows}
+    solutions = {row["task_id"]: row["canonical_solution"] for row in rows}
 
-    def replies(problem: Problem) -> Iterator[Reply]:
+    def replies(problem):
         return program_replies(problem, solutions[problem.id])
 
     assert misread("humaneval", replies, read("humaneval", capfd)) == []

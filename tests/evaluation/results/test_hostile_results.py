@@ -4,7 +4,6 @@ written elsewhere, and no page can act."""
 import re
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 from hostile_results import changes
@@ -19,17 +18,17 @@ CPU_S = 20.0
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     write_runs(folder)
     return folder
 
 
-def _tree(folder: Path) -> set[Path]:
+def _tree(folder):
     return {path for path in folder.rglob("*") if "hostile" not in path.parts}
 
 
-def test_each_is_read_or_refused_in_one_line(runs: Path) -> None:
+def test_each_is_read_or_refused_in_one_line(runs):
     (runs / "outside").write_text("mine")
     hostile, faults, outcomes = runs / "hostile", [], {"read": 0, "refused": 0}
     before = _tree(runs.parent)

@@ -11,7 +11,7 @@ from quantkit.evaluation.results.published import (
 )
 
 
-def test_every_figure_has_its_source_and_hardware() -> None:
+def test_every_figure_has_its_source_and_hardware():
     for table in accuracy_tables():
         assert table.source
         assert table.hardware
@@ -22,7 +22,7 @@ def test_every_figure_has_its_source_and_hardware() -> None:
         assert all(len(row) == len(speed.columns) for row in speed.rows)
 
 
-def test_the_reports_speed_table_agrees_with_itself() -> None:
+def test_the_reports_speed_table_agrees_with_itself():
     """TPS is 1000 / TPOT and system throughput times latency is what the requests wrote: a typing
     error would show."""
     rows = speed_tables()[0].records()
@@ -36,7 +36,7 @@ def test_the_reports_speed_table_agrees_with_itself() -> None:
         ), row
 
 
-def test_speeds_stand_under_what_they_are_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_speeds_stand_under_what_they_are_of(capsys):
     tables = published_speeds()
     awq = next(table for table in tables if table["name"] == "r1-0528-w4a16-910b1")
     assert {"input_len": 128, "concurrency": 1, "tpot_ms": 22.8}.items() <= awq["rows"][0].items()
@@ -62,5 +62,5 @@ def test_speeds_stand_under_what_they_are_of(capsys: pytest.CaptureFixture[str])
         ("my-qwen", 0),
     ],
 )
-def test_speeds_are_shown_beside_the_model_that_they_are_of(model: str, count: int) -> None:
+def test_speeds_are_shown_beside_the_model_that_they_are_of(model, count):
     assert len(published_speeds_for(model)) == count

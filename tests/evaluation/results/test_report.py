@@ -15,12 +15,12 @@ VOID = {"meta", "br", "img", "link", "input", "hr"}
 class Balance(HTMLParser):
     """Every element closed in order; collects addresses that a page would load."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.open: list[str] = []
-        self.loads: list[str] = []
+        self.open = []
+        self.loads = []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.loads += [
             value or ""
             for name, value in attrs
@@ -29,16 +29,16 @@ class Balance(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         pass
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open
         assert self.open.pop() == tag
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory):
+def run(tmp_path_factory):
     """AIME-like problems, one lost against the baseline, with a hostile text in a reply."""
     place = tmp_path_factory.mktemp("report")
     rows = [
@@ -46,10 +46,10 @@ def run(tmp_path_factory: pytest.TempPathFactory):
     ]
     (place / "aime24.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def good(question: str, body: dict) -> str:
+    def good(question, body):
         return f"</think>\\boxed{{{question.split()[2]}}}"
 
-    def worse(question: str, body: dict) -> str:
+    def worse(question, body):
         return (
             "<script>alert(1)</script></think>\\boxed{77}"
             if question.startswith("What is 3")
@@ -74,7 +74,7 @@ def run(tmp_path_factory: pytest.TempPathFactory):
     return results, place / "out"
 
 
-def test_the_page_is_whole_self_contained_and_escaped(run) -> None:
+def test_the_page_is_whole_self_contained_and_escaped(run):
     _, out = run
     page = (out / "report.html").read_text()
     parser = Balance()
@@ -88,7 +88,7 @@ def test_the_page_is_whole_self_contained_and_escaped(run) -> None:
     assert ids
 
 
-def test_the_page_says_what_matters(run) -> None:
+def test_the_page_says_what_matters(run):
     _, out = run
     page = (out / "report.html").read_text()
     assert "cannot tell: -16.7 points" in page
@@ -101,7 +101,7 @@ def test_the_page_says_what_matters(run) -> None:
     )
 
 
-def test_the_export_has_evalscopes_shape(run) -> None:
+def test_the_export_has_evalscopes_shape(run):
     results, out = run
     told = json.loads((out / "evalscope" / "reports" / "quantized" / "aime24.json").read_text())
     assert told == report("quantized", results.tasks["aime24"])

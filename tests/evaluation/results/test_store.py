@@ -1,5 +1,3 @@
-from pathlib import Path
-
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.results.folder import ReplyJournal
 
@@ -16,7 +14,7 @@ FACTS = {
 }
 
 
-def test_replies_come_back_and_failures_do_not(tmp_path: Path) -> None:
+def test_replies_come_back_and_failures_do_not(tmp_path):
     journal = ReplyJournal.of(tmp_path, "t", FACTS)
     reply = ModelReply(3, "６ \n</think>\u2028", "length", 5, 7, 1.5, True, None)
     journal.add(("a", 0), reply)
@@ -27,7 +25,7 @@ def test_replies_come_back_and_failures_do_not(tmp_path: Path) -> None:
     assert again.changed == []
 
 
-def test_a_line_cut_by_a_kill_is_dropped_and_the_next_starts_clean(tmp_path: Path) -> None:
+def test_a_line_cut_by_a_kill_is_dropped_and_the_next_starts_clean(tmp_path):
     journal = ReplyJournal.of(tmp_path, "t", FACTS)
     journal.add(("a", 0), ModelReply(0, "one"))
     journal.add(("a", 1), ModelReply(0, "two"))
@@ -39,7 +37,7 @@ def test_a_line_cut_by_a_kill_is_dropped_and_the_next_starts_clean(tmp_path: Pat
     assert ReplyJournal.of(tmp_path, "t", FACTS).kept["a", 1].text == "three"
 
 
-def test_changed_facts_start_a_new_journal_and_are_named(tmp_path: Path) -> None:
+def test_changed_facts_start_a_new_journal_and_are_named(tmp_path):
     ReplyJournal.of(tmp_path, "t", FACTS).add(("a", 0), ModelReply(0, "one"))
     changed = ReplyJournal.of(
         tmp_path, "t", FACTS | {"prompt": "other", "model": {"checkpoint": "b"}}

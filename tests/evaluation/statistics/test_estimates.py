@@ -6,17 +6,17 @@ import pytest
 from quantkit.evaluation.statistics import estimates as st
 
 
-def test_accuracy_weighs_problems_not_samples() -> None:
+def test_accuracy_weighs_problems_not_samples():
     assert st.accuracy([[1, 1, 1, 1], [0]]) == 0.5
 
 
-def test_stderr_is_the_sample_deviation_over_root_n() -> None:
+def test_stderr_is_the_sample_deviation_over_root_n():
     table = [[1.0], [0.0], [1.0], [1.0]]
     assert st.clustered_stderr(table) == pytest.approx(math.sqrt(0.25 / 4))
     assert math.isnan(st.clustered_stderr([[1.0]]))
 
 
-def test_sampling_stderr_covers_what_repeats_do() -> None:
+def test_sampling_stderr_covers_what_repeats_do():
     rng = np.random.default_rng(0)
     p = rng.random(40)
     runs = [
@@ -31,11 +31,11 @@ def test_sampling_stderr_covers_what_repeats_do() -> None:
     assert told == pytest.approx(np.std(runs), rel=0.1)
 
 
-def test_sampling_stderr_is_not_defined_for_one_repeat() -> None:
+def test_sampling_stderr_is_not_defined_for_one_repeat():
     assert math.isnan(st.sampling_stderr([[1.0], [0.0, 1.0]]))
 
 
-def test_interval_covers_the_truth_and_does_not_collapse() -> None:
+def test_interval_covers_the_truth_and_does_not_collapse():
     low, high = st.interval([[1.0]] * 20)
     assert high == 1.0
     assert 0.8 < low < 0.9
@@ -48,14 +48,14 @@ def test_interval_covers_the_truth_and_does_not_collapse() -> None:
     assert hits / 200 >= 0.94
 
 
-def test_pass_at_k_counts_every_subset() -> None:
+def test_pass_at_k_counts_every_subset():
     assert st.pass_at_k([[1, 0, 0, 0]], 1) == 0.25
     assert st.pass_at_k([[1, 0, 0, 0]], 2) == 0.5
     assert st.pass_at_k([[1, 1, 0, 0]], 2) == pytest.approx(1 - 1 / 6)
     assert math.isnan(st.pass_at_k([[1.0]], 2))
 
 
-def test_majority() -> None:
+def test_majority():
     assert st.majority([("5", False), ("6", True), ("6", True)]) == 1.0
     assert st.majority([("5", False), ("5", False), ("6", True)]) == 0.0
     assert st.majority([("5", False), ("6", True)]) == 0.5
@@ -63,7 +63,7 @@ def test_majority() -> None:
     assert st.majority([(None, False)]) == 0.0
 
 
-def test_mcnemar_is_the_exact_binomial() -> None:
+def test_mcnemar_is_the_exact_binomial():
     assert st.mcnemar(0, 0) == 1.0
     assert st.mcnemar(5, 5) == 1.0
     assert st.mcnemar(0, 6) == pytest.approx(2 / 64)

@@ -14,9 +14,7 @@ from quantkit.evaluation.statistics.power import POWER
 
 @pytest.mark.parametrize("loss", [0.0, 0.065])
 @pytest.mark.parametrize(("stored", "tokens"), [(None, 0.85), (64, 0.6)])
-def test_a_sequential_plan_errs_as_fixed_repeats_do_and_takes_fewer_tokens(
-    loss: float, stored: int | None, tokens: float
-) -> None:
+def test_a_sequential_plan_errs_as_fixed_repeats_do_and_takes_fewer_tokens(loss, stored, tokens):
     runs = [
         verdicts.sequential_run(seed, 30, 0.8, 2.5, loss, 0.065, stored=stored)
         for seed in range(40)
@@ -28,7 +26,7 @@ def test_a_sequential_plan_errs_as_fixed_repeats_do_and_takes_fewer_tokens(
     assert np.mean([one[2] for one in runs]) < tokens
 
 
-def test_boundaries_spend_the_error() -> None:
+def test_boundaries_spend_the_error():
     bounds = sampling.boundaries(sampling.STAGES, 0.025)
     assert bounds == sorted(bounds, reverse=True)
     t = np.asarray(sampling.STAGES) / sampling.STAGES[-1]
@@ -37,7 +35,7 @@ def test_boundaries_spend_the_error() -> None:
     assert (walk >= bounds).any(axis=1).mean() == pytest.approx(0.025, abs=0.002)
 
 
-def test_repeats_go_where_answers_vary_and_are_short() -> None:
+def test_repeats_go_where_answers_vary_and_are_short():
     other = {"sure": [1, 1, 1, 1], "varies": [1, 0, 1, 0], "long": [1, 0, 1, 0]}
     lengths = {"sure": 100.0, "varies": 100.0, "long": 10_000.0}
     assert set(sampling.repeats_of_stage(other, lengths, 16, 0).values()) == {sampling.PILOT}
@@ -47,7 +45,7 @@ def test_repeats_go_where_answers_vary_and_are_short() -> None:
     assert all(a[name] <= b[name] for a, b in itertools.pairwise(found) for name in other)
 
 
-def test_the_margin_that_repeats_decide() -> None:
+def test_the_margin_that_repeats_decide():
     needed = sampling.repeats_for_margin(0.2, 30, 0.05)
     assert sampling.decidable_margin(0.2, 30, needed) <= 0.05
     assert sampling.decidable_margin(0.2, 30, needed - 1) > 0.05

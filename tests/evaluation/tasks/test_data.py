@@ -1,7 +1,6 @@
 import gzip
 import io
 import json
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -11,7 +10,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.grading.graders import find_grader
 from quantkit.evaluation.tasks import data
 from quantkit.evaluation.tasks.data import problems, read_rows
-from quantkit.evaluation.tasks.definitions import Setting, find_setting, find_task
+from quantkit.evaluation.tasks.definitions import find_setting, find_task
 
 ROWS = [
     {"question": "1 + 1?", "answer": "2\n#### 2"},
@@ -19,18 +18,18 @@ ROWS = [
 ]
 
 
-def write(path: Path, rows: list[dict]) -> None:
+def write(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row) + "\n" for row in rows)
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
 
 
-def setting(name: str = "gsm8k", protocol: str = "r1") -> Setting:
+def setting(name="gsm8k", protocol="r1"):
     return find_setting(find_task(name), protocol)
 
 
 @pytest.mark.parametrize("name", ["gsm8k/test.jsonl", "gsm8k_test.jsonl", "gsm8k/test.jsonl.gz"])
-def test_files_are_found_by_any_of_their_names(tmp_path: Path, name: str) -> None:
+def test_files_are_found_by_any_of_their_names(tmp_path, name):
     write(tmp_path / name, ROWS)
     read = read_rows("gsm8k", find_task("gsm8k").data, tmp_path)
     assert read.rows == ROWS
@@ -39,7 +38,7 @@ def test_files_are_found_by_any_of_their_names(tmp_path: Path, name: str) -> Non
     assert [(p.id, p.gold) for p in made] == [("0", "2"), ("1", "4")]
 
 
-def test_missing_data_say_where_to_get_them(tmp_path: Path) -> None:
+def test_missing_data_say_where_to_get_them(tmp_path):
     with pytest.raises(
         QuantkitError, match=r"put gsm8k/test\.jsonl .* below --data-dir \(grade_school_math"
     ):
@@ -53,7 +52,7 @@ def test_missing_data_say_where_to_get_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"), [("{}\nnot json\n", ":2 is not JSON"), ("[1]\n", ":1 is not a JSON object")]
 )
-def test_a_broken_line_is_named(tmp_path: Path, text: str, told: str) -> None:
+def test_a_broken_line_is_named(tmp_path, text, told):
     (tmp_path / "gsm8k_test.jsonl").write_text(text)
     with pytest.raises(QuantkitError, match=told):
         read_rows("gsm8k", find_task("gsm8k").data, tmp_path)
@@ -86,16 +85,14 @@ DEEP = b'{"question": "?", "x": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"
         ),
     ],
 )
-def test_a_file_that_is_something_else_is_named(
-    tmp_path: Path, name: str, data: bytes, told: str
-) -> None:
+def test_a_file_that_is_something_else_is_named(tmp_path, name, data, told):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(QuantkitError, match=told):
         read_rows("gsm8k", find_task("gsm8k").data, tmp_path)
 
 
 @pytest.mark.parametrize("answer", ["", "####", float("nan"), "work\n#### "])
-def test_a_right_answer_that_is_none_is_refused(answer: object) -> None:
+def test_a_right_answer_that_is_none_is_refused(answer):
     with pytest.raises(
         QuantkitError,
         match=r"row 1 of gsm8k: the right answer .* is none, and every reply would be wrong",
@@ -103,13 +100,13 @@ def test_a_right_answer_that_is_none_is_refused(answer: object) -> None:
         problems(setting(), find_grader("number"), [ROWS[0], {"question": "?", "answer": answer}])
 
 
-def test_ids_must_be_unique() -> None:
+def test_ids_must_be_unique():
     rows = [{"id": "a", "problem": "x", "answer": "1"}] * 2
     with pytest.raises(QuantkitError, match="'a' occurs twice"):
         problems(setting("aime24"), find_grader("integer"), rows)
 
 
-def _packed(name: str, rows: list[dict[str, str]]) -> bytes:
+def _packed(name, rows):
     text = "".join(json.dumps(row) + "\n" for row in rows).encode()
     if name.endswith(".gz"):
         return gzip.compress(text, mtime=0)
@@ -121,9 +118,7 @@ def _packed(name: str, rows: list[dict[str, str]]) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.parquet"])
-def test_a_small_file_cannot_unpack_to_much(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_file_cannot_unpack_to_much(tmp_path, name, monkeypatch):
     """The limits are lowered; the rows just within them are read."""
     monkeypatch.setattr(data, "_LONGEST_LINE", 10_000)
     monkeypatch.setattr(data, "_LARGEST_UNPACKED", 50_000)
@@ -138,12 +133,12 @@ def test_a_small_file_cannot_unpack_to_much(
             read_rows("gsm8k", source, tmp_path)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
     (tmp_path / "gsm8k_test.jsonl").write_text(json.dumps(ROWS[0]), encoding="utf-8-sig")
     assert read_rows("gsm8k", find_task("gsm8k").data, tmp_path).rows == ROWS[:1]
 
 
-def test_dates_are_inclusive() -> None:
+def test_dates_are_inclusive():
     row = {
         "question_content": "x",
         "public_test_cases": "[]",

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from quantkit.common.errors import QuantkitError, UsageError
@@ -15,7 +13,7 @@ from quantkit.evaluation.tasks.definitions import (
 TASKS = task_names()
 
 
-def test_the_shipped_tasks_are_all_there_and_whole() -> None:
+def test_the_shipped_tasks_are_all_there_and_whole():
     assert {"aime26", "bfcl", "gsm8k", "hmmt25", "mbpp_plus", "needle", "simpleqa"} <= set(TASKS)
     for name in TASKS:
         task = find_task(name)
@@ -26,13 +24,13 @@ def test_the_shipped_tasks_are_all_there_and_whole() -> None:
             assert setting.thinking == (protocol == "r1")
 
 
-def test_what_is_not_here_is_refused_by_name() -> None:
+def test_what_is_not_here_is_refused_by_name():
     for name in ABSENT:
         with pytest.raises(UsageError, match=f"task {name} is not in quantkit"):
             find_task(name)
 
 
-def test_r1_is_what_deepseek_published() -> None:
+def test_r1_is_what_deepseek_published():
     for name in TASKS:
         setting = find_setting(find_task(name), "r1", repeats=4)
         assert (setting.shots, setting.system, setting.raw) == (0, None, False)
@@ -42,13 +40,13 @@ def test_r1_is_what_deepseek_published() -> None:
     assert find_setting(find_task("aime24"), "r1").repeats == 64
 
 
-def test_one_pass_of_tiny_math_is_greedy_and_repeats_are_sampled() -> None:
+def test_one_pass_of_tiny_math_is_greedy_and_repeats_are_sampled():
     task = find_task("tiny-math")
     assert find_setting(task, "r1").generation.temperature == 0.0
     assert find_setting(task, "r1", repeats=2).generation.temperature == 0.6
 
 
-def test_overrides_win_and_greedy_repeats_are_refused() -> None:
+def test_overrides_win_and_greedy_repeats_are_refused():
     task = find_task("gsm8k")
     assert find_setting(task, "r1", overrides={"max_tokens": 7}).generation.max_tokens == 7
     with pytest.raises(QuantkitError, match="greedy"):
@@ -56,7 +54,7 @@ def test_overrides_win_and_greedy_repeats_are_refused() -> None:
     assert find_setting(task, "lm-eval").generation.stop == ("Question:", "</s>", "<|im_end|>")
 
 
-def test_what_is_missing_is_named() -> None:
+def test_what_is_missing_is_named():
     with pytest.raises(QuantkitError, match="aime24, aime25"):
         find_task("aime23")
     with pytest.raises(QuantkitError, match="r1, r1-0528, report, evalscope"):
@@ -66,7 +64,7 @@ def test_what_is_missing_is_named() -> None:
     assert {"r1", "r1-0528", "report", "evalscope", "lm-eval"} <= set(protocols())
 
 
-def test_r1_0528_is_what_its_card_says() -> None:
+def test_r1_0528_is_what_its_card_says():
     for name in TASKS:
         setting = find_setting(find_task(name), "r1-0528")
         assert (setting.repeats, setting.prompt) == (16, find_setting(find_task(name), "r1").prompt)
@@ -83,7 +81,7 @@ def test_r1_0528_is_what_its_card_says() -> None:
     )
 
 
-def test_a_new_task_is_one_file(tmp_path: Path) -> None:
+def test_a_new_task_is_one_file(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(
         "name: mine\nversion: 1\ntitle: Mine\nsummary: s\ndata: {files: [mine.jsonl]}\nfields: "

@@ -5,9 +5,7 @@ import hashlib
 import io
 import json
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import parse_qs, urlparse
 
 import pyarrow
@@ -19,7 +17,7 @@ from quantkit.evaluation.tasks.data import read_rows
 from quantkit.evaluation.tasks.definitions import find_task
 
 
-def parquet(rows: list[dict]) -> bytes:
+def parquet(rows):
     packed = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), packed)
     return packed.getvalue()
@@ -56,7 +54,7 @@ NAMES = {
 class Hubs(BaseHTTPRequestHandler):
     damaged = False
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         url, query = urlparse(self.path), parse_qs(urlparse(self.path).query)
         parts = url.path.strip("/").split("/")
         if parts[:2] == ["api", "datasets"]:  # huggingface.co
@@ -87,22 +85,20 @@ class Hubs(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body + b" " * (is_file and self.damaged))
 
-    def log_message(self, *args: object) -> None:
+    def log_message(self, *args):
         pass
 
 
-def sha(data: bytes) -> str:
+def sha(data):
     return hashlib.sha256(data).hexdigest()
 
 
-def git(data: bytes) -> str:
+def git(data):
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 @pytest.fixture(params=["huggingface", "modelscope"])
-def hub(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
+def hub(request, tmp_path, monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hubs)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
@@ -115,9 +111,7 @@ def hub(
     server.server_close()
 
 
-def test_the_files_of_a_split_are_loaded_and_kept(
-    hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_of_a_split_are_loaded_and_kept(hub, tmp_path, monkeypatch):
     gsm8k = find_task("gsm8k")
     read = read_rows("gsm8k", gsm8k.data, None)
     assert read.rows == GSM8K
@@ -133,9 +127,7 @@ def test_the_files_of_a_split_are_loaded_and_kept(
     assert read_rows("gsm8k", gsm8k.data, None).rows == GSM8K
 
 
-def test_what_is_not_as_listed_is_refused(
-    hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_as_listed_is_refused(hub, tmp_path, monkeypatch):
     source = find_task("gsm8k").data
     monkeypatch.setattr(Hubs, "damaged", True)
     with pytest.raises(QuantkitError, match="checksum differs"):

@@ -7,7 +7,6 @@ import io
 import json
 import pickle
 import zlib
-from pathlib import Path
 from typing import Any
 
 import pyarrow
@@ -18,7 +17,7 @@ from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.graders import find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.tasks.data import problems, read_rows
-from quantkit.evaluation.tasks.definitions import Problem, find_setting, find_task, task_names
+from quantkit.evaluation.tasks.definitions import find_setting, find_task, task_names
 from quantkit.evaluation.tasks.prompts import render
 
 Rows = list[dict[str, Any]]
@@ -86,7 +85,7 @@ IFEVAL = {
 }
 
 
-def contest(day: str) -> dict[str, Any]:
+def contest(day):
     """A row of code_generation_lite; its private tests are base64(zlib(pickle(JSON)))."""
     tests = [
         json.dumps([{"input": f"{n}\n", "output": f"{n * n}\n", "testtype": "stdin"}])
@@ -127,7 +126,7 @@ WEATHER = {
 }
 UNFIT = WEATHER | {"id": "irrelevance_0"}
 
-LAYOUTS: dict[str, tuple[dict[str, Rows], str, str]] = {
+LAYOUTS = {
     "aime24": (
         {
             "aime24/aime24.jsonl": [
@@ -229,7 +228,7 @@ LAYOUTS: dict[str, tuple[dict[str, Rows], str, str]] = {
 }
 
 
-def write(path: Path, rows: Rows) -> None:
+def write(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
@@ -245,20 +244,20 @@ def write(path: Path, rows: Rows) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def read(name: str, folder: Path) -> list[Problem]:
+def read(name, folder):
     setting = find_setting(find_task(name), "r1")
     return problems(
         setting, find_grader(setting.grader), read_rows(name, setting.task.data, folder).rows
     )
 
 
-def test_every_public_task_has_its_layout() -> None:
+def test_every_public_task_has_its_layout():
     made_here = {"needle", *(name for name in task_names() if name.startswith("tiny-math"))}
     assert set(LAYOUTS) == set(task_names()) - made_here
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_rows_as_published_are_read_shown_and_graded(name: str, tmp_path: Path) -> None:
+def test_rows_as_published_are_read_shown_and_graded(name, tmp_path):
     files, right, wrong = LAYOUTS[name]
     for path, rows in files.items():
         write(tmp_path / path, rows)
@@ -279,7 +278,7 @@ def test_rows_as_published_are_read_shown_and_graded(name: str, tmp_path: Path) 
     judge.close()
 
 
-def test_a_question_that_no_function_fits_wants_no_call(tmp_path: Path) -> None:
+def test_a_question_that_no_function_fits_wants_no_call(tmp_path):
     write(tmp_path / "bfcl/BFCL_v4_irrelevance.json", [UNFIT, UNFIT | {"id": "irrelevance_1"}])
     for problem in read("bfcl", tmp_path):
         for reply, right in (

@@ -4,7 +4,6 @@ C-Eval, CMMLU, BBH, GPQA."""
 import csv
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -16,14 +15,14 @@ from quantkit.evaluation.tasks.data import problems, read_rows, stratify
 from quantkit.evaluation.tasks.definitions import Problem, find_setting, find_task
 
 
-def read(name: str, folder: Path) -> list[Problem]:
+def read(name, folder):
     setting = find_setting(find_task(name), "r1")
     return problems(
         setting, find_grader(setting.grader), read_rows(name, setting.task.data, folder).rows
     )
 
 
-def write_csv(path: Path, rows: list[dict[str, str]]) -> None:
+def write_csv(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -31,7 +30,7 @@ def write_csv(path: Path, rows: list[dict[str, str]]) -> None:
         writer.writerows(rows)
 
 
-def test_an_index_is_a_letter_and_a_gold_that_is_no_option_is_refused(tmp_path: Path) -> None:
+def test_an_index_is_a_letter_and_a_gold_that_is_no_option_is_refused(tmp_path):
     row = {"question": "?", "subject": "logic", "choices": ["w", "x", "y", "z"], "answer": 2}
     (tmp_path / "mmlu_test.jsonl").write_text(json.dumps(row))
     assert [problem.gold for problem in read("mmlu", tmp_path)] == ["C"]
@@ -42,7 +41,7 @@ def test_an_index_is_a_letter_and_a_gold_that_is_no_option_is_refused(tmp_path: 
         read("mmlu", tmp_path)
 
 
-def test_gpqa_options_are_shuffled_by_the_question_alone(tmp_path: Path) -> None:
+def test_gpqa_options_are_shuffled_by_the_question_alone(tmp_path):
     rows = [
         {
             "Question": f"Which {n}?",
@@ -85,7 +84,7 @@ def test_gpqa_options_are_shuffled_by_the_question_alone(tmp_path: Path) -> None
         ("Yes", "So the answer is not Yes.", False),
     ],
 )
-def test_short_answers(tmp_path: Path, gold: str, reply: str, right: bool) -> None:
+def test_short_answers(tmp_path, gold, reply, right):
     (tmp_path / "bbh").mkdir()
     (tmp_path / "bbh/kind.json").write_text(
         json.dumps({"canary": "x", "examples": [{"input": "?", "target": gold}]})
@@ -128,9 +127,7 @@ TWO = [{"f": {"x": [1]}}, {"f": {"x": [2]}}]
         (None, "", False),
     ],
 )
-def test_function_calls(
-    tmp_path: Path, possible: list[dict] | None, reply: str, right: bool
-) -> None:
+def test_function_calls(tmp_path, possible, reply, right):
     row = {"id": "simple_0", "question": [[{"role": "user", "content": "?"}]], "function": []}
     (tmp_path / "bfcl/possible_answer").mkdir(parents=True)
     rows = "\n".join(json.dumps(row | {"id": f"simple_{n}"}) for n in range(2))
@@ -152,15 +149,15 @@ def test_function_calls(
         ("I am not sure", "error"),
     ],
 )
-def test_a_model_judges(said: str, reason: str) -> None:
-    asked: list[str] = []
+def test_a_model_judges(said, reason):
+    asked = []
     judge = MathJudge(ask=lambda prompt: asked.append(prompt) or said)
     problem = Problem("0", {"problem": "Who?", "answer": "Ada"}, "Ada")
     assert grade(find_grader("judged"), problem, ModelReply(0, "Bo"), False, judge).reason == reason
     assert all(word in asked[0] for word in ("Who?", "Ada", "Bo"))
 
 
-def test_a_limit_takes_from_every_subject_in_proportion() -> None:
+def test_a_limit_takes_from_every_subject_in_proportion():
     found = [
         Problem(f"{group}{n}", {}, group=group)
         for group, count in (("a", 60), ("b", 30), ("c", 10))

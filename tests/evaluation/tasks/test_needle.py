@@ -1,7 +1,6 @@
 """Texts with hidden numbers, counted by real tokenizers."""
 
 import json
-from pathlib import Path
 
 import pytest
 from commands import command
@@ -15,11 +14,11 @@ from quantkit.evaluation.tasks.definitions import find_setting, find_task
 from quantkit.evaluation.tasks.needle import KINDS, NEEDLES, needle_rows
 
 
-def words(text: str) -> int:
+def words(text):
     return len(text.split())
 
 
-def test_a_text_is_as_long_as_asked_and_made_from_the_seed_alone() -> None:
+def test_a_text_is_as_long_as_asked_and_made_from_the_seed_alone():
     rows = list(needle_rows(words, [300, 3000], list(KINDS), 4, 0))
     assert len(rows) == 2 * len(KINDS) * 4
     assert rows == list(needle_rows(words, [300, 3000], list(KINDS), 4, 0))
@@ -30,12 +29,12 @@ def test_a_text_is_as_long_as_asked_and_made_from_the_seed_alone() -> None:
 
 
 @pytest.mark.parametrize(("kind", "length"), [("single", 30), ("multikey", 60)])
-def test_a_needle_without_room_is_refused(kind: str, length: int) -> None:
+def test_a_needle_without_room_is_refused(kind, length):
     with pytest.raises(QuantkitError, match=f"a {kind} text has no room in {length} tokens"):
         list(needle_rows(words, [length], [kind], 1, 0))
 
 
-def test_the_asked_for_number_stands_once_at_its_depth_among_as_many_as_the_kind_says() -> None:
+def test_the_asked_for_number_stands_once_at_its_depth_among_as_many_as_the_kind_says():
     for row in needle_rows(words, [2000], list(KINDS), 5, 3):
         text = row["problem"]
         assert text.count(row["answer"]) == 1
@@ -45,7 +44,7 @@ def test_the_asked_for_number_stands_once_at_its_depth_among_as_many_as_the_kind
         assert hidden > 200 or row["kind"] != "keys"
 
 
-def test_the_command_makes_what_the_task_reads(tmp_path: Path) -> None:
+def test_the_command_makes_what_the_task_reads(tmp_path):
     made = command(
         "needle",
         "tiny-r1",
@@ -81,7 +80,7 @@ def test_the_command_makes_what_the_task_reads(tmp_path: Path) -> None:
         ("I forgot.", "no-answer"),
     ],
 )
-def test_retrieval(reply: str, reason: str) -> None:
+def test_retrieval(reply, reason):
     judge = MathJudge()
     grader = find_grader("retrieval")
     (task,) = problems(

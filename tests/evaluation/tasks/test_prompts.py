@@ -7,7 +7,7 @@ from quantkit.evaluation.tasks.prompts import render, sample_seed
 SHOTS = [{"problem": f"{n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(6)]
 
 
-def test_r1_asks_the_published_sentence_and_no_system_prompt() -> None:
+def test_r1_asks_the_published_sentence_and_no_system_prompt():
     prompt = render(
         find_setting(find_task("aime24"), "r1"),
         Problem("1", {"problem": "x?", "answer": "1"}),
@@ -25,7 +25,7 @@ def test_r1_asks_the_published_sentence_and_no_system_prompt() -> None:
     assert prompt.seed == 5
 
 
-def test_shots_of_the_same_group_only() -> None:
+def test_shots_of_the_same_group_only():
     setting = find_setting(find_task("mmlu_pro"), "lm-eval")
     shot = {
         "problem": "q",
@@ -43,7 +43,7 @@ def test_shots_of_the_same_group_only() -> None:
         render(setting, Problem("1", problem.fields, group="math"), shots, 0)
 
 
-def test_seeds_differ_by_problem_and_repeat_and_come_back() -> None:
+def test_seeds_differ_by_problem_and_repeat_and_come_back():
     seeds = {sample_seed(0, problem, repeat) for problem in "abc" for repeat in range(4)}
     assert len(seeds) == 12
     assert sample_seed(0, "a", 0) != sample_seed(1, "a", 0)
@@ -51,7 +51,7 @@ def test_seeds_differ_by_problem_and_repeat_and_come_back() -> None:
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
-def test_the_report_asks_as_evalscope_1_0_1_does() -> None:
+def test_the_report_asks_as_evalscope_1_0_1_does():
     """tests/judges/evalscope_1_0_1.py compares the prompts; the grader is its last number."""
     assert find_setting(find_task("gsm8k"), "report").grader == "last-number"
     with pytest.raises(QuantkitError, match="does not define protocol report"):
