@@ -32,7 +32,7 @@ test-numbers: $(VENV)/test.stamp
 	MKL_DYNAMIC=FALSE OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=16 $(BIN)/pytest $(NUMBERS)
 
 # In CI, minutes long: the wheel and the sdist, each installed in an environment of its own; a stranger's day on an NPU, and whole models, on the
-# double; 2,000 requests made at random; files damaged at random; hostile programs; answers read as evaluators read them; runs that are killed,
+# double; 800 requests made at random; files damaged at random; hostile programs; answers read as evaluators read them; runs that are killed,
 # and ranks, each a process; benchmarks of ranks; `go` from end to end; a ceiling of memory.
 LONG := tests/test_benchmarks.py tests/test_package.py tests/ascend/test_acceptance.py tests/ascend/test_executor.py tests/ascend/test_page.py tests/ascend/test_r1_attention.py \
 	tests/evaluation/test_sandbox.py tests/evaluation/grading/test_corpus.py tests/executor/server/test_fuzz.py tests/executor/test_parallel.py \

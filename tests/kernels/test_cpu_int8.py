@@ -23,7 +23,7 @@ def runs_here(level):
 
 def fresh():
     rng = torch.Generator()
-    rng.seed()
+    rng.manual_seed(0)
     return rng
 
 

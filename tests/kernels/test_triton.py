@@ -20,11 +20,13 @@ pytestmark = pytest.mark.skipif(
     reason="no GPU with Triton, and not interpreted",
 )
 PACKED = [grid for grid in GRIDS if grid != "dense"]
+ON_A_CARD = torch.cuda.is_available()
+"""Which takes every case; the interpreter, half."""
 
 
 def generator():
     rng = torch.Generator(DEVICE)
-    rng.seed()
+    rng.manual_seed(0)
     return rng
 
 
@@ -150,8 +152,10 @@ def ask(experts, *given, plan=None):
     [
         *(
             (grid, tokens, 2, 128, None)
-            for grid in ("int4-asym-32", "int4-sym-128", "int8", "w8a16-32", "w8a16-128", "fp4")
-            for tokens in (1, 20)
+            for at, grid in enumerate(
+                ("int4-asym-32", "int8", "int4-sym-128", "w8a16-32", "fp4", "w8a16-128")
+            )
+            for tokens in ((1, 20) if ON_A_CARD else (1, 20)[at % 2 :][:1])
         ),
         # Tiles of 8: one token whose pairs are tiles of their own; and twenty, all of which ask for
         # expert 4, so that it has three tiles.
@@ -163,8 +167,7 @@ def ask(experts, *given, plan=None):
                 256,
                 ExpertsPlan(LinearPlan(64, 8, 1, 2, 3), LinearPlan(128, 8, 1, 4, 3)),
             )
-            for grid in ("int4-asym-32", "int4-sym-128")
-            for tokens in (1, 20)
+            for grid, tokens in (("int4-asym-32", 20), ("int4-sym-128", 1))
         ),
         # Programs share K: gate and up are each added up.
         ("int4-asym-64", 1, 1, 128 * 15, None),
@@ -175,7 +178,7 @@ def ask(experts, *given, plan=None):
 def test_experts(grid, tokens, top_k, hidden, plan):
     """Ragged, empty and doubled: expert 5 is asked by none, and one token names an expert twice."""
     rng = torch.Generator()
-    rng.seed()
+    rng.manual_seed(0)
     weights = random_experts(grid, 6, hidden, 128 if hidden < 1000 else 64, rng)
     experts = layer(placed(weights, DEVICE), "triton", torch.bfloat16)
     assert isinstance(experts, TritonExperts)
@@ -199,14 +202,14 @@ GATES = {
 
 
 @pytest.mark.parametrize(("grid", "gate", "biased"), [
-    ("fp4", "gpt-oss", True), ("int4-asym-32", "gpt-oss", True), ("int8", "gpt-oss", True), ("int4-asym-128", "DeepSeek-V4", False),
-    ("fp4", "DeepSeek-V4", False), ("int8", "DeepSeek-V4", False), ("int4-sym-128", "SiLU", True), ("int4-asym-64", "shifted", False),
-])  # fmt: skip
+    ("fp4", "gpt-oss", True), ("int4-asym-32", "gpt-oss", True), ("int8", "DeepSeek-V4", False), ("int4-sym-128", "SiLU", True),
+    ("int8", "gpt-oss", True), ("int4-asym-128", "DeepSeek-V4", False), ("fp4", "DeepSeek-V4", False), ("int4-asym-64", "shifted", False),
+][: 8 if ON_A_CARD else 4])  # fmt: skip
 def test_experts_with_gates_and_biases(grid, gate, biased):
     """Of widths that are no whole strips: one token, whose programs share K, and many of a short K.
     Expert 2 is asked by none."""
     rng, gating = torch.Generator(), GATES[gate]
-    rng.seed()
+    rng.manual_seed(0)
     inner = {"64": 192, "128": 128}.get(grid.split("-")[-1], 96)
     for tokens, hidden in ((1, 128 * 15), (20, 128)):
         weights = random_experts(grid, 3, hidden, inner, rng)

@@ -16,7 +16,7 @@ import pytest
 from hostile_requests import KEY, request
 from sample_sizes import sized
 
-REQUESTS, CLIENTS = sized(2000, 3000), 24
+REQUESTS, CLIENTS = sized(800, 3000), 24
 ASKED = {"prompt": "What is 2+3?", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 SERVE = "from quantkit.cli import main; main()"
 
