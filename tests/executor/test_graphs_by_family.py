@@ -1,10 +1,10 @@
-"""What a decode step may not do where it is captured as a graph: take a number from the host, or
-have the host wait for one."""
+"""Decode steps of every kind of layer where they are captured as graphs, padded in rows and tables:
+they take no number from the host, do not have it wait for one, and change no token."""
 
 import make_model
 import pytest
 import torch
-from engines import capture, load
+from engines import capture, load, tokens
 from tiny_models import CONFIGS, PROMPTS, random_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,8 +52,11 @@ def test_a_step_has_no_traffic_with_the_host(name, tmp_path):
 
     path = make_model.write_dense(tmp_path / name, config, random_tensors(config))
     drafts = config.get("num_nextn_predict_layers", 0)
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    eager = tokens(load(path, max_batch=3, max_model_len=128), PROMPTS, params)
     engine = load(path, max_batch=3, max_model_len=128, draft_length=drafts)
     capture(engine, watched, drafts).runner.prefill_runner._capture = None
-    list(engine.generate(PROMPTS, SamplingParams(max_new_tokens=3, ignore_eos=True)))
+    assert tokens(engine, PROMPTS, params) == eager
+    assert engine.runner.why_eager == ""
     assert steps[0] > 0
     assert traffic.found == set()

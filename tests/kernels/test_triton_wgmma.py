@@ -11,11 +11,12 @@ from quantkit_kernels import triton
 from quantkit_kernels.linear import quantize_rows
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
 from quantkit_kernels.triton.layout import pack
+from sample_sizes import sized
 
 multiply = interpreted(Path(triton.__file__).parent / "wgmma_kernel.py", "multiply_int8")
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(sized(8, 24)))
 def test_products_of_any_shape_and_plan(seed):
     choose, rng = random.Random(seed), torch.Generator().manual_seed(seed)
     tokens, rows, stages, left = (

@@ -10,6 +10,7 @@ from gluon_interpreter import Descriptor, Pointer, interpreted
 from quantkit_kernels import PagedLatents, Prompts, Rotation, TopTokens, reference, triton
 from quantkit_kernels.samples import TOLERANCE, distance, grouped_attention
 from quantkit_kernels.triton.attention import prefill, wgmma
+from sample_sizes import sized
 from torch import Tensor
 
 KERNEL = interpreted(
@@ -55,7 +56,7 @@ def chosen(choose, monkeypatch):
     monkeypatch.setattr(wgmma, "_TOGETHER", choose.choice((1, 2, 4)))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(sized(8, 24)))
 def test_pages(seed, calls, monkeypatch):
     choose = random.Random(seed)
     torch.manual_seed(seed)
@@ -77,7 +78,7 @@ def test_pages(seed, calls, monkeypatch):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(sized(3, 8)))
 def test_latents_in_parts(seed, calls, monkeypatch):
     choose = random.Random(seed)
     torch.manual_seed(seed)

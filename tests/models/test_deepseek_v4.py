@@ -19,7 +19,6 @@ from ulp_bound import assert_near, movement
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.engine import Engine
-from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.weights.load import load_model, open_model
@@ -228,24 +227,6 @@ def test_guesses_change_no_token(easy, budget, options):
 def test_what_is_measured_at_load_is_in_no_answer(easy):
     """Passes over made-up tokens, behind a context too, leave entries and windows of nobody."""
     assert drafted(easy, 0, measure_steps=True)[0] == drafted(easy, 0)[0]
-
-
-def test_steps_that_are_captured_give_the_same_tokens(tmp_path):
-    """Over static buffers, padded in rows and tables, as graphs have them; a sequence that ends
-    gives its place to another."""
-    source, params = written(tmp_path / "model"), SamplingParams(max_new_tokens=9, ignore_eos=True)
-    prompts = [list(range(10 + i, 40 + 9 * i)) for i in range(4)]
-    engine = Engine.load(source, device="cpu", dtype="float32", max_batch=2, max_model_len=128)
-    eager = {one.index: one.token_ids for one in engine.generate(prompts, params)}
-    engine.runner = Runner(engine.loaded.model, engine.cache, lambda step, _: step)
-    assert {one.index: one.token_ids for one in engine.generate(prompts, params)} == eager
-    assert engine.runner.why_eager == ""
-    ids = torch.tensor([*prompts[3], *eager[3]])
-    with torch.inference_mode():
-        found = engine.loaded.model.logits(engine.loaded.model(ids, CausalContext([len(ids)])))[
-            len(prompts[3]) - 1 : -1
-        ].argmax(-1)
-    assert found.tolist() == eager[3]
 
 
 def _fp4(weight):

@@ -160,17 +160,7 @@ def test_a_text_is_the_same_however_it_is_cut(tmp_path, monkeypatch):
     assert furthest_from_whole(loaded, random.Random(7)) < 1e-4
 
 
-def test_steps_that_are_captured_give_the_same_tokens(tmp_path):
-    """Over static buffers, padded in rows and tables, as graphs have them."""
-    source, params = (
-        written(tmp_path / "model", vocab_size=320),
-        SamplingParams(max_new_tokens=6, ignore_eos=True),
-    )
-    prompts = [list(range(10 + i, 20 + 9 * i)) for i in range(3)]
-    engine = Engine.load(source, device="cpu", dtype="float32", max_batch=2, max_model_len=128)
-    eager = {one.index: one.token_ids for one in engine.generate(prompts, params)}
-    engine.runner = Runner(engine.loaded.model, engine.cache, lambda step, _: step)
-    assert {one.index: one.token_ids for one in engine.generate(prompts, params)} == eager
-    assert engine.runner.why_eager == ""
+def test_it_has_no_prefix_cache(tmp_path):
+    source = written(tmp_path / "model", vocab_size=320)
     with refused("--prefix-cache"):
         Engine.load(source, device="cpu", max_batch=1, max_model_len=64, prefix_cache=True)
