@@ -179,9 +179,8 @@ def loader_matrix() -> str:
                 ]
             )
         for rule in profile.mixtures:
-            where = f" on {rule.run_on}" if rule.run_on else ""
             known = (
-                f"run{where}: `{rule.run}`"
+                f"run on {rule.run_on}: `{rule.run}`"
                 if rule.run
                 else f"by source, {profile.read}: "
                 + "<br>".join(f"`{source}`" for source in rule.sources)

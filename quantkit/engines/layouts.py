@@ -348,19 +348,20 @@ def loader_results_of(profile: EngineProfile, load: LoadRule) -> tuple[LoaderRes
 
 def cache_evidence(profile: EngineProfile, codes: CacheCodes) -> str:
     """For a quantized cache with scales from the checkpoint, such as "loaded by vllm-ascend 0.23.0
-    on a CPU (deepseek_v3, qwen3)"; else "by source"."""
+    on a CPU, 2026-11-29 (deepseek_v3, qwen3)"; else "by source"."""
     found = [one for one in loader_results() if (one.engine, one.cache) == (profile.engine, codes)]
     if not found or not all(one.holds for one in found):
         return "by source"
     models = sorted({model for one in found for model in one.models})
-    return f"loaded by {profile.engine} {found[0].release} on a CPU ({', '.join(models)})"
+    loaded = f"loaded by {profile.engine} {found[0].release} on a CPU, {found[0].date}"
+    return f"{loaded} ({', '.join(models)})"
 
 
 def evidence(profile: EngineProfile, load: LoadRule | MixtureRule) -> str:
-    """Such as "run on H200, vLLM 0.22.1", "loaded by vllm-ascend 0.23.0, ranks 0 and 3 of 4", or
-    "by source"."""
+    """Such as "run on H200, vLLM 0.22.1, 2026-11-21", "loaded by vllm-ascend 0.23.0, ranks 0 and 3
+    of 4", or "by source"."""
     if load.run:
-        return f"run on {load.run_on}" if load.run_on else "run"
+        return f"run on {load.run_on}"
     found = loader_results_of(profile, load) if isinstance(load, LoadRule) else []
     if found and all(one.holds for one in found):
         return f"loaded by {profile.engine} {found[0].release} on a CPU, ranks {found[0].ranks}"

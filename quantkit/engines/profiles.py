@@ -47,8 +47,8 @@ class LoadProblem:
 class Rule(Strict):
     """What an engine loads of one format. `notes`: of the loader matrix. launch_notes,
     expert_launch_notes: what to know of a launch, the latter of a model with experts. `run`: the
-    command of this repository that demonstrates it, if any, and `run_on` where it was run if not on
-    a CPU by `release`."""
+    command of this repository that demonstrates it, if any, and `run_on` the machine, the release
+    and the date of that."""
 
     format: str
     variant: str
@@ -70,7 +70,7 @@ class Rule(Strict):
     notes: str = ""
     sources: tuple[str, ...]
     run: str | None = None
-    run_on: str | None = None
+    run_on: str | None = Field(None, pattern=r"^\w+, \S+ [\d.]+, \d{4}-\d\d-\d\d$")
 
 
 class LoadRule(Rule):

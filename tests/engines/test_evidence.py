@@ -1,5 +1,6 @@
 """What is said of an engine's loads is what the judge of loaders found."""
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -78,9 +79,9 @@ def test_evidence_is_loaded_if_all_loads_are_right_and_every_fault_is_found(int8
 
 def test_evidence_of_cache_scales(monkeypatch):
     ascend = find_engine("vllm-ascend")
-    assert (
-        cache_evidence(ascend, "int8")
-        == "loaded by vllm-ascend 0.23.0 on a CPU (deepseek_v3, qwen3)"
+    read = cache_evidence(ascend, "int8")
+    assert re.fullmatch(
+        r"loaded by vllm-ascend 0.23.0 on a CPU, [\d-]{10} \(deepseek_v3, qwen3\)", read
     )
     assert cache_evidence(find_engine("sglang"), "int8") == "by source"
     monkeypatch.setattr(
@@ -94,7 +95,7 @@ def test_evidence_of_cache_scales(monkeypatch):
 def test_a_run_counts_for_more():
     profile = find_engine("vllm")
     awq = next(load for load in profile.loads if load.format == "awq" and "cuda" in load.devices)
-    assert evidence(profile, awq) == "run on H200, vLLM 0.22.1"
+    assert evidence(profile, awq) == "run on H200, vLLM 0.22.1, 2026-11-21"
 
 
 def test_every_run_is_of_a_layout():
