@@ -14,7 +14,8 @@ import yaml
 
 from quantkit.common.bind import host_in_url
 from quantkit.common.errors import UsageError
-from quantkit.deploy.launch import API_KEY, Deployment, Launch, quoted
+from quantkit.deploy.launch import Deployment
+from quantkit.deploy.script import API_KEY, Launch, quoted
 from quantkit.engines.profiles import Device
 
 _NPU_DEVICES = ("davinci_manager", "devmm_svm", "hisi_hdc")

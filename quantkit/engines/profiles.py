@@ -363,24 +363,18 @@ def choose(
     )
 
 
-def choose_mixture(
-    engine: str, scheme: Scheme, *, device: Device | None = None, format: str | None = None
-) -> MixtureChoice:
+def choose_mixture(engine: str, scheme: Scheme, *, format: str | None = None) -> MixtureChoice:
     """The engine's first mixture that includes the scheme's grid, or its symmetric variant.
 
     Raises QuantkitError if it loads one grid per checkpoint, or no mixture with this one.
     """
     profile = find_engine(engine)
-    rules = [
-        rule
-        for rule in profile.mixtures
-        if (device is None or device in rule.devices) and (format is None or rule.format == format)
-    ]
+    rules = [rule for rule in profile.mixtures if format is None or rule.format == format]
     for rule in rules:
         for base in scheme.weight.substitutes:
             if base.engine_name in rule.grids:
                 return MixtureChoice(engine, rule, base)
-    where = (f" in format {format}" if format else "") + (f" on {device}" if device else "")
+    where = f" in format {format}" if format else ""
     mixtures = sorted({f"{rule.format} ({', '.join(rule.grids)})" for rule in profile.mixtures})
     if not mixtures:
         raise QuantkitError(

@@ -20,7 +20,8 @@ from packed_model import write_packed
 from quantkit.checkpoint.formats import compressed_int8
 from quantkit.common.errors import QuantkitError
 from quantkit.deploy.formats import find_format
-from quantkit.deploy.launch import Launch, deploy
+from quantkit.deploy.launch import deploy
+from quantkit.deploy.script import Launch
 from quantkit.engines.layouts import find_recipe, find_topology
 from quantkit.engines.profiles import Device
 from quantkit.grids.int_groups import IntGrid

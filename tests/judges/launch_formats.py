@@ -30,7 +30,8 @@ from vllm_server import APART, KEY, SETTINGS, Server
 from quantkit.checkpoint.formats import compressed_int8
 from quantkit.common.errors import UsageError
 from quantkit.deploy.formats import find_format
-from quantkit.deploy.launch import API_KEY, Deployment, deploy
+from quantkit.deploy.launch import Deployment, deploy
+from quantkit.deploy.script import API_KEY
 from quantkit.engines.layouts import recipes
 from quantkit.grids.int_groups import IntGrid
 

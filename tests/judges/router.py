@@ -20,7 +20,8 @@ from make_model import random_tensors, tiny_config
 from packed_model import write_packed
 
 from quantkit.checkpoint.formats import compressed_int8
-from quantkit.deploy.launch import API_KEY, deploy
+from quantkit.deploy.launch import deploy
+from quantkit.deploy.script import API_KEY
 from quantkit.grids.int_groups import IntGrid
 
 KEY = "the key of this run"

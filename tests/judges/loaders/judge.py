@@ -139,10 +139,13 @@ def write(case: Case, directory: Path) -> Path:
     if not source.exists():
         write_dense(source, MODELS[case.model], random_weights(MODELS[case.model]))
     if not (out / "config.json").exists():
-        # Loaders read what was written, whatever it was written from: rounded to nearest.
-        asked = replace(find_scheme(case.scheme), methods=())
+        # Loaders read what was written, whatever it was written from: rounded to nearest, but
+        # for the steps of a cache, which calibration finds.
+        scheme = find_scheme(case.scheme)
+        asked = replace(scheme, methods=("gptq",) if scheme.cache else ())
+        recipe = Recipe(scheme=case.scheme, samples=8, held_out=2, seq_len=64)
         options = {"engine": case.engine, "device": "cpu"}
-        quantize(source, out, asked, case.format, Recipe(scheme=case.scheme), **options)
+        quantize(source, out, asked, case.format, recipe, **options)
     return out
 
 
