@@ -121,7 +121,7 @@ class ReplyReader:
         )
 
 
-_KINDS: dict[type, str] = {dict: "an object", list: "a list of objects", str: "a string"}
+_KINDS: dict[Any, str] = {dict: "an object", list: "a list of objects", str: "a string"}
 
 
 def _field(holder: dict[str, Any], name: str, kind: type[T]) -> T:

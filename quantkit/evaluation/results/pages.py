@@ -84,6 +84,7 @@ def problems_plot(ours: Sequence[float], theirs: Sequence[float]) -> str:
     counts = Counter(zip(theirs, ours))
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=1)
     sizes = [12 + 6 * count**0.7 for count in counts.values()]
-    axes.scatter(*zip(*counts), s=sizes, color=OURS, alpha=0.6)
+    baseline, here = zip(*counts)
+    axes.scatter(baseline, here, s=sizes, color=OURS, alpha=0.6)
     label_axes(axes, "baseline, share right per problem", "here, share right per problem")
     return figure.svg()
