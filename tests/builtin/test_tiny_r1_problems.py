@@ -1,5 +1,4 @@
-"""tiny-math cannot occur in training, its answers are right, and the shipped texts are what the
-generator writes."""
+"""tiny-math cannot occur in training, and the shipped texts are what the generator writes."""
 
 import gzip
 import json
