@@ -233,8 +233,10 @@ SPELLED = {
     "checkpoint/formats/gptq.py": {"lm_head": "a key of GPTQ's description"},
     "diagnosis/behaviour.py": {"model.layers.": "what a report calls a sublayer"},
     "diagnosis/description.py": {"lm_head": "a key of GPTQ's description"},
-    "diagnosis/unquantized.py": {r".*?\blayers\.\d+\.": OTHERS},
-    "diagnosis/repair.py": {"model.layers.": OTHERS},
+    "diagnosis/unquantized.py": dict.fromkeys(
+        (r".*?\blayers\.\d+\.", "model.embed_tokens.weight"), OTHERS
+    ),
+    "diagnosis/corrections.py": {"model.layers.": OTHERS},
     "diagnosis/settings.py": {"model.embed_tokens.weight": OTHERS},
     "diagnosis/structure.py": dict.fromkeys(
         (
