@@ -111,7 +111,9 @@ def threshold(key, count):
 def highest(key, count):
     """Which of the keys are the `count` highest, the first of equal ones, and how many of these are
     before each."""
-    least = threshold(key, count)
+    least = tl.full((), -2147483648, tl.int32)
+    if tl.sum((key > least).to(tl.int32), 0) > count:
+        least = threshold(key, count)
     above, equal = (key > least).to(tl.int32), (key == least).to(tl.int32)
     room = count - tl.sum(above, 0)
     both = above + (equal << 16)
