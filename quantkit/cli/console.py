@@ -120,35 +120,6 @@ def print_error(problem: str, remedy: str, *, title: str = "error: ", as_json: b
         print_json({"error": {"message": problem, "remedy": remedy}})
 
 
-def show_prediction(predicted: dict[str, Any]) -> None:
-    levels = [one["level"] for one in predicted["predictions"][0]]
-    what = (
-        f"{predicted['scheme']} on {predicted['devices']} x {predicted['hardware']}, context "
-        f"{predicted['context']}"
-    )
-    title = f"TPOT in ms, {what}: predicted, never measured"
-    table = _table("concurrency", *levels)
-    for ladder in predicted["predictions"]:
-        table.add_row(str(ladder[0]["batch"]), *(f"{one['tpot_ms']:.1f}" for one in ladder))
-    _show(title, table)
-    for one in predicted["predictions"][0]:
-        parts = ", ".join(f"{name} {ms:.1f}" for name, ms in one["parts"].items() if ms >= 0.05)
-        note = f"{one['num_launches']} launches, {one['num_collectives']} collectives"
-        level = (
-            f"{one['level']}: {one['summary']}; at concurrency {one['batch']}: {parts} ms; {note}"
-        )
-        notify(level)
-    for ladder, between in (
-        (predicted["predictions"][at], predicted["steps"][at]) for at in (0, -1)
-    ):
-        for one in between:
-            added = ", ".join(f"{part} {ms:+.1f}" for part, ms in one["adds_ms"].items())
-            step = f"concurrency {ladder[0]['batch']}, {one['from']} to {one['to']}"
-            notify(f"{step}: {added} ms")
-    for assumption in predicted["assumptions"]:
-        notify(f"assumed: {assumption}")
-
-
 def show_diagnosis(model: str, about: dict[str, Any]) -> None:
     """The verdict in one line, then what was found, most harmful first."""
     colours = {"good": "bold green", "doubtful": "bold yellow", "bad": "bold red"}

@@ -54,9 +54,6 @@ def plan(
     if json_:
         return print_json(about.to_json())
     console.show(about)
-    if about.cost_model is not None:
-        console.show_prediction(about.cost_model)
-        console.show_published(about.cost_model["published"])
 
 
 def convert(

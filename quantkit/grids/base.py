@@ -51,7 +51,7 @@ class Grid(ABC):
     @property
     @abstractmethod
     def kind(self) -> str:
-        """int4, int8, fp4 or fp8: the element type, as kernels and the cost model name it."""
+        """int4, int8, fp4 or fp8: the element type, as kernels name it."""
 
     @property
     @abstractmethod
@@ -62,11 +62,6 @@ class Grid(ABC):
     def engine_name(self) -> str:
         """The name in engines' profiles (`GridName`); the label where they have none."""
         return self.label
-
-    @property
-    @abstractmethod
-    def bytes_per_weight(self) -> float:
-        """As the Ascend layouts hold it, scales and zero points included."""
 
     @abstractmethod
     def quantizer(self, amax: Tensor, scale_dtype: torch.dtype, fit_points: int) -> "Quantizer":

@@ -22,7 +22,6 @@ class Fp8BlockGrid(Grid):
     activation_bits = 16
     needs_rounding = False
     kind = label = "fp8"
-    bytes_per_weight = 1.0
 
     def quantizer(self, amax: Tensor, scale_dtype: torch.dtype, fit_points: int) -> Quantizer:
         raise AssertionError(f"nothing is rounded to {self}")

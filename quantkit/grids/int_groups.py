@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _SMALLEST_GROUP, _LARGEST_GROUP = 32, 128
 """Groups of the int4 operators."""
 _OPERATOR_GROUPS = (32, 64, 128)
-_SCALE_BYTES = 2
 _SHRINK = {4: 0.05, 8: 0.02}
 """Spacing of the fractions of a group's range that a fit tries, by bits."""
 
@@ -78,10 +77,6 @@ class IntGrid(Grid):
             case 4, _, False, 16:
                 return "int4-asymmetric"
         return self.label
-
-    @property
-    def bytes_per_weight(self) -> float:
-        return self.bits / 8 + (2 * _SCALE_BYTES / self.group_size if self.group_size else 0.0)
 
     @property
     def substitutes(self) -> tuple[Grid, ...]:

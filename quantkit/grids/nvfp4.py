@@ -54,10 +54,6 @@ class Fp4Grid(Grid):
     coarse_scales = True
     kind = "fp4"
 
-    @property
-    def bytes_per_weight(self) -> float:
-        return 0.5 + 1 / self.group_size
-
     def check_inputs(self, name: str, width: int) -> None:
         check_group(name, math.gcd(self.group_size, width), self.group_size, self.group_size, width)
 

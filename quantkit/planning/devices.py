@@ -1,4 +1,4 @@
-"""The devices of `--devices`: their number, memory and kind, and what is known of their speed."""
+"""The devices of `--devices`: their number, memory and kind."""
 
 import re
 from dataclasses import dataclass, field
@@ -8,10 +8,9 @@ import psutil
 from quantkit.common.assets import asset
 from quantkit.common.devices import find_device
 from quantkit.common.errors import QuantkitError, UsageError
-from quantkit.common.settings import Strict, find_yaml, read_yaml
+from quantkit.common.settings import Strict, read_yaml
 from quantkit.common.sizes import parse_bytes
 from quantkit.engines.profiles import Device
-from quantkit.planning.hardware import Hardware, load_hardware
 
 STANDARD_DEVICES = "8x64GiB"
 """The default of `plan`."""
@@ -23,13 +22,11 @@ _SYNTAX = "write 8x64GiB, 8xH100, 8x910B1 or cpu"
 
 @dataclass(frozen=True)
 class Devices:
-    """`count` devices of `memory_bytes` each; 0 where only a number was given. hardware: the speed
-    of one, if known. device: their kind; None where only number and memory were given. name: in
-    words."""
+    """`count` devices of `memory_bytes` each; 0 where only a number was given. device: their
+    kind; None where only number and memory were given. name: in words."""
 
     count: int
     memory_bytes: int = 0
-    hardware: Hardware | None = None
     device: Device | None = None
     name: str = field(default="", compare=False)
 
@@ -55,8 +52,7 @@ def accelerators() -> dict[str, Accelerator]:
 
 
 def read_devices(text: str) -> Devices:
-    """ "8x64GiB", "8xH100" by a name of recipes/go/devices.yaml, "8x910B1" or "8xFILE.yaml" of
-    hardware whose speed is known too, "8" of unknown memory, or "cpu": this machine's memory.
+    """ "8x64GiB", "8xH100" by a name of recipes/go/devices.yaml, "8" of unknown memory, or "cpu": this machine's memory.
     Raises QuantkitError for anything else."""
     if text.lower() in ("cpu", "1xcpu"):
         return _cpu()
@@ -73,18 +69,11 @@ def read_devices(text: str) -> Devices:
         return Devices(count, memory, name=f"{count} x {memory / _GIB:g} GiB")
     listed = accelerators()
     known = listed.get(kind.lower())
-    if known is not None and find_yaml(kind.lower(), "recipes", "hardware") is None:
-        hardware, gib = None, known.memory_gib
-    else:
-        try:
-            hardware = load_hardware(kind)
-        except UsageError as error:
-            names = ", ".join(one.name for one in listed.values())
-            raise UsageError(error.problem, f"{error.remedy}; known are {names}") from error
-        gib = round(hardware.memory_gb)
-    # Hardware files describe Ascend NPUs: their rates are those of cube and vector cores.
-    name = f"{count} x {kind if known is None else known.name} of {gib} GiB"
-    return Devices(count, gib * _GIB, hardware, "npu" if known is None else known.device, name)
+    if known is None:
+        names = ", ".join(one.name for one in listed.values())
+        raise UsageError(f"devices {kind} are not known", f"write 8x64GiB; known are {names}")
+    name = f"{count} x {known.name} of {known.memory_gib} GiB"
+    return Devices(count, known.memory_gib * _GIB, known.device, name)
 
 
 def find_devices(text: str | None) -> Devices:

@@ -19,13 +19,11 @@ from quantkit.common.errors import QuantkitError
 from quantkit.common.result import Result
 from quantkit.common.sizes import format_bytes, format_duration
 from quantkit.engines.memory import NO_DRAFT, DraftSizes, ParallelSizes, draft_sizes, fit_rows
-from quantkit.evaluation.results.published import published_speeds
 from quantkit.executor.cache.cache import cache_dtype
 from quantkit.executor.ranks.expert_parallel import check_experts
 from quantkit.grids.schemes import Scheme
 from quantkit.models.architecture import CacheBits
 from quantkit.models.table import Parameter
-from quantkit.planning.cost_model import predict
 from quantkit.planning.devices import STANDARD_DEVICES, Devices, read_devices
 from quantkit.planning.layouts import PlannedLayout, plan_layout
 from quantkit.planning.options import PlanOptions
@@ -48,10 +46,6 @@ MEMORY_FRACTION = 0.9
 RESERVE_GIB = 4.0
 """Part of that for activations, graphs and communication."""
 _CACHE_NAMES: dict[CacheBits, str] = {8: "8-bit", 16: "BF16"}
-PREDICTED_BATCHES = (1, 2, 4, 8, 16, 32)
-PREDICTED_CONTEXT = 384
-"""Tokens that each sequence of a predicted decode step attends to at most: 128 of the prompt and,
-on average, half of 512 generated ones."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +83,7 @@ class DeviceShare:
     context: tokens of the request that must fit; cache_tokens: tokens of all requests that fit next
     to the weights; state_bytes_per_request: linear attention state, independent of the length.
     cache_tokens, cache_bytes_per_token and state_bytes_per_request are None for an unknown
-    architecture. workspace_bytes: known parts of the reserve by purpose, empty for unknown
-    hardware.
+    architecture. workspace_bytes: known parts of the reserve by purpose, of Ascend NPUs.
     """
 
     count: int
@@ -133,8 +126,7 @@ class Plan(Result):
     """What a quantization needs and writes. Bytes are of tensors; disk_bytes is the free space
     needed for the output and the state that a run resumes from.
 
-    cost_model: predicted decode times, if the devices are known hardware and all linears are on one
-    grid. sizes: alternatives for other --bits, if grids are chosen. layout: what each device holds
+    sizes: alternatives for other --bits, if grids are chosen. layout: what each device holds
     in an engine's layout, if one was requested; `fits` then refers to it. description: as in
     `Inventory`.
     """
@@ -157,7 +149,6 @@ class Plan(Result):
     work: RunWork
     faster: Faster | None
     time: tuple[TimeEstimate, ...]
-    cost_model: dict[str, Any] | None = None
     sizes: tuple[PlannedSize, ...] = ()
     layout: PlannedLayout | None = None
     description: str = ""
@@ -165,7 +156,7 @@ class Plan(Result):
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
         found["told"] = found.pop("description")  # key of the stored JSON
-        for name in ("sizes", "cost_model", "layout", "told"):
+        for name in ("sizes", "layout", "told"):
             if not found[name]:
                 del found[name]
         return found
@@ -279,7 +270,6 @@ def plan(
         work=work,
         faster=faster_run(job, stored + output, tokens),
         time=_time_estimates(work),
-        cost_model=None if choice or serving.data else _predicted(job, target, context),
         sizes=choice.sizes(target.count) if choice else (),
         layout=planned_layout,
         description=job.note,
@@ -356,8 +346,8 @@ def _by_part(rows: list[tuple[Parameter, int]]) -> dict[str, int]:
 
 
 def _workspaces(job: Job, devices: Devices, context: int) -> dict[str, int]:
-    """Workspaces on known hardware; empty for other devices."""
-    if devices.hardware is None or job.inventory.by_name:
+    """Workspaces on Ascend NPUs; empty for other devices."""
+    if devices.device != "npu" or job.inventory.by_name:
         return {}
     grid, config = job.request.scheme.weight, job.inventory.config
     return workspace_bytes(job.rows, config, grid, devices=devices.count, context=context)
@@ -448,22 +438,3 @@ def _time_estimates(work: RunWork) -> tuple[TimeEstimate, ...]:
         TimeEstimate(rate.name, round(expected_seconds(work, rate)), rate.assumption)
         for rate in (measure_rate(Path.cwd()), H200)
     )
-
-
-def _predicted(job: Job, devices: Devices, context: int) -> dict[str, Any] | None:
-    """Decode times on known hardware, with the speeds that others published for it."""
-    if devices.hardware is None:
-        return None
-    attended = min(context, PREDICTED_CONTEXT)
-    predicted = predict(
-        job.checkpoint.config,
-        job.request.scheme,
-        devices.hardware,
-        devices=devices.count,
-        batches=PREDICTED_BATCHES,
-        context=attended,
-    )
-    published = [
-        table for table in published_speeds() if devices.hardware.name in table["hardware"]
-    ]
-    return predicted | {"published": published}

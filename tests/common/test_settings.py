@@ -13,10 +13,9 @@ from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError
 from quantkit.common.settings import Strict, find_yaml, read_yaml
 from quantkit.evaluation.tasks.definitions import find_task
-from quantkit.planning.hardware import load_hardware
 
 CPU_S = 10.0
-READERS = (load_recipe, load_hardware, find_task)
+READERS = (load_recipe, find_task)
 
 
 class Part(Strict):
