@@ -3,6 +3,7 @@
 data, documents      calibration sequences from the built-in text, a file or a `datasets` data set
 recipe               all settings of a run
 source_model         the source's parameters, work units and tensors in float32
+output               writes work units in one format, and accounts for every tensor of the source
 walk                 the loop over layers: observe, scale, solve, propagate
 layer_weights, sublayer, hidden_states, ranks     running one sublayer over all tokens
 input_statistics     1. Hessians of all linear inputs

@@ -15,11 +15,11 @@ import json
 import random
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from quantkit.calibrate.documents import (
 )
 from quantkit.common.assets import calibration_text
 from quantkit.common.errors import QuantkitError
+from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.reasoning_tags import END_THINK, THINK
 
 _SHOWN = 100
@@ -134,35 +135,12 @@ def data_warnings(
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-class Encoder(Protocol):
-    """The part of a tokenizer that is used here."""
-
-    @property
-    def templates(self) -> Mapping[str, Any]:
-        """Chat templates by name; empty for a base model."""
-
-    @property
-    def eos(self) -> str | None:
-        """Text of the end-of-sequence token."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of plain text."""
-
-    def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of rendered template text."""
-
-    def render(
-        self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
-        """Text of a conversation. Raises QuantkitError if the template refuses it."""
-
-
 @dataclass
 class Templating:
     """simplified: documents that the template only accepted in a simpler form; refusal: why it
     refused the first of them."""
 
-    encoder: Encoder
+    encoder: ChatTokenizer
     simplified: int = 0
     refusal: str = field(default="")
 
@@ -337,7 +315,7 @@ class _Drawn:
 
 def load_sequences(
     source: str | None,
-    encoder: Encoder,
+    encoder: ChatTokenizer,
     *,
     samples: int,
     held_out: int,
@@ -428,7 +406,7 @@ def is_shipped(text: Path) -> bool:
     return text.name == SHIPPED_TEXT and (text.parent / "config.json").exists()
 
 
-def _split_text(path: Path, encoder: Encoder, wanted: int, seq_len: int, seed: int) -> _Drawn:
+def _split_text(path: Path, encoder: ChatTokenizer, wanted: int, seq_len: int, seed: int) -> _Drawn:
     """Sequences of one long text."""
     text = read_text(path)
     sequences = split_text(encoder, text, seq_len)
@@ -439,7 +417,7 @@ def _split_text(path: Path, encoder: Encoder, wanted: int, seq_len: int, seed: i
     return drawn
 
 
-def split_text(encoder: Encoder, text: str, length: int) -> list[Tensor]:
+def split_text(encoder: ChatTokenizer, text: str, length: int) -> list[Tensor]:
     """Token ids of a text in pieces of 2 to `length` tokens, int64. Each begins with the tokens that
     the model expects before a text, such as BOS: attention sinks on them."""
     ids, empty = encoder.encode(text), encoder.encode("")
@@ -480,7 +458,7 @@ def _interleave_kinds(documents: list[tuple[str, Document]]) -> list[tuple[str, 
 
 
 def _foreign_scripts_last(
-    documents: list[tuple[str, Document]], encoder: Encoder
+    documents: list[tuple[str, Document]], encoder: ChatTokenizer
 ) -> list[tuple[str, Document]]:
     """Documents last whose script the tokenizer encodes nearly byte by byte: the model hardly
     learned it."""

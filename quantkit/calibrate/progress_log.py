@@ -11,7 +11,8 @@ from torch import Tensor
 
 from quantkit.calibrate.hidden_states import trim_heap
 from quantkit.calibrate.linear_solver import LinearResult
-from quantkit.calibrate.source_model import ParameterReader, UnitStore
+from quantkit.calibrate.output import Output
+from quantkit.calibrate.source_model import ParameterReader
 from quantkit.common.progress import Note, OnEvent, Progress
 from quantkit.grids.base import Weight
 from quantkit.models.table import Parameter
@@ -83,7 +84,7 @@ class ProgressLog:
         self,
         units: Mapping[str, Sequence[Parameter]],
         source: ParameterReader,
-        store: UnitStore,
+        store: Output,
         on_event: OnEvent,
         shares: Mapping[str, float],
     ) -> None:

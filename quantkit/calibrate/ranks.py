@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quantkit.calibrate.hidden_states import TokenBatch
 from quantkit.calibrate.layer_weights import Observer
-from quantkit.calibrate.source_model import UnitStore
+from quantkit.calibrate.output import Output
 from quantkit.models.weights import ExpertsOp
 
 _PATIENCE = timedelta(days=7)
@@ -62,7 +62,7 @@ class Ranks:
     def owns(self, number: int) -> bool:
         return self.owner(number) == self.rank
 
-    def sync(self, store: UnitStore) -> None:
+    def sync(self, store: Output) -> None:
         """Wait until every rank has written its units, and reload `store`."""
         store.settle()
         self.barrier()

@@ -16,12 +16,14 @@ sublayer its weights; one expert. Nothing depends on the number of experts. The 
 after each layer, so a stopped pass resumes there.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.calibrate.embed_and_head import EmbedAndHead, TableEmbedAndHead
@@ -39,6 +41,8 @@ from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.output_cost import BLOCK_ROWS, ResidualStream, compare_paths
 from quantkit.calibrate.source_model import SourceModel, attend_unit, feed_forward_unit
 from quantkit.calibrate.sublayer import Sublayer, run_attention, run_feed_forward, sublayer_of
+from quantkit.checkpoint.header import save_tensors
+from quantkit.common.progress import OnEvent, Progress, peak_memory
 from quantkit.grids.base import Grid, grid_label
 from quantkit.models.activation_quant import ActivationQuant
 from quantkit.models.table import GatedMlp, Parameter
@@ -96,17 +100,33 @@ class Sensitivities:
     tokens: int
 
 
-class SensitivityStore(Protocol):
-    """State of a pass, for a restart."""
+@dataclass
+class PassState:
+    """The paths of a pass, in a file that is replaced atomically. key: identifies the pass; total:
+    bytes of the source."""
+
+    path: Path
+    key: str
+    total: int
+    on_event: OnEvent
 
     def save(self, layer: int, hidden: Tensor, facts: dict[str, object]) -> None:
         """hidden float32 [paths, T, H] at the input of `layer`, and the results so far, replacing
         those saved before."""
+        metadata = {"key": self.key, "layer": str(layer), "facts": json.dumps(facts)}
+        save_tensors(self.path, {"hidden": hidden.cpu().contiguous()}, metadata)
 
-    def load(self) -> tuple[int, Tensor, dict[str, object]] | None: ...
+    def load(self) -> tuple[int, Tensor, dict[str, object]] | None:
+        if not self.path.exists():
+            return None
+        with safe_open(self.path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("key") != self.key:
+                return None
+            return int(metadata["layer"]), file.get_tensor("hidden"), json.loads(metadata["facts"])
 
     def report(self, unit: str, share: float) -> None:
-        """Report progress: `unit` is in work, and `share` of the pass is done."""
+        self.on_event(Progress("measuring", unit, 0, self.total, 0.0, peak_memory(), 0.0))
 
 
 @dataclass
@@ -144,7 +164,7 @@ class SensitivityPass:
         model: SourceModel,
         solvers: SolverTable,
         choices: Mapping[LinearGroup, Sequence[Grid]],
-        store: SensitivityStore,
+        store: PassState,
         embed_and_head: EmbedAndHead | None = None,
     ) -> None:
         self.embed_and_head = embed_and_head or TableEmbedAndHead(

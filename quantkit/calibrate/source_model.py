@@ -7,7 +7,6 @@ expert, one sublayer of a decoder layer without its experts, or one large table.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,42 +48,6 @@ def _unit_of(row: Parameter, attention: set[str]) -> str:
     if row.block == "attention" or row.module in attention:
         return attend_unit(row.layer)
     return feed_forward_unit(row.layer)
-
-
-class UnitStore(Protocol):
-    """Storage of finished units."""
-
-    def done(self, unit: str) -> bool:
-        """Whether the unit is written, by this run or the one it resumes."""
-
-    def write(
-        self,
-        unit: str,
-        quantized: dict[str, Weight],
-        plain: dict[str, Tensor],
-        facts: dict[str, Any],
-    ) -> None:
-        """Write a unit, possibly in the background. quantized: by module. plain: by tensor name;
-        absent tensors of the unit are copied from the source."""
-
-    def settle(self) -> None:
-        """Wait until all units are written: other ranks may then read them."""
-
-    def reread(self) -> None:
-        """Load what other ranks have written since."""
-
-    def load(self, unit: str) -> tuple[dict[str, Weight], dict[str, Tensor], dict[str, Any]]:
-        """A finished unit: its weights on the device, its unquantized tensors, and its facts."""
-
-    def facts(self, unit: str) -> dict[str, Any]:
-        """Only the facts of a finished unit."""
-
-    def save_state(self, layer: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Save the hidden states at the input of a layer and the findings so far for a restart,
-        replacing those saved before."""
-
-    def load_state(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
-        """The layer whose input was saved last, with the saved states and facts."""
 
 
 class ParameterReader:

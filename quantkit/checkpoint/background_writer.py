@@ -1,7 +1,8 @@
 """A background thread that runs jobs in order, with a bounded number of queued bytes."""
 
+from collections import deque
 from collections.abc import Callable
-from threading import Condition, Thread
+from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class BackgroundWriter:
@@ -12,33 +13,26 @@ class BackgroundWriter:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._jobs: list[tuple[Callable[[], None], int]] = []  # the first one is running
-        self._changed = Condition()
+        self._capacity, self._jobs = capacity, deque[tuple[Future[None], int]]()
+        self._pool = ThreadPoolExecutor(1, "background-writer")
         self._failure: BaseException | None = None
         self._failure_raised = False
-        self._closed = False
-        self._thread = Thread(target=self._run, name="background-writer", daemon=True)
-        self._thread.start()
 
     def submit(self, job: Callable[[], None], nbytes: int) -> None:
         """Queue a job; blocks while the queue is full, and until the job has run where `nbytes`
         exceeds the capacity."""
-        with self._changed:
-            self._wait(
-                lambda: (
-                    not self._jobs or sum(size for _, size in self._jobs) + nbytes <= self._capacity
-                )
-            )
-            self._jobs.append((job, nbytes))
-            self._changed.notify_all()
+        while self._jobs and sum(size for _, size in self._jobs) + nbytes > self._capacity:
+            self._jobs.popleft()[0].result()
+        self._check()
+        self._jobs.append((self._pool.submit(self._run, job), nbytes))
         if nbytes > self._capacity:
             self.wait()
 
     def wait(self) -> None:
         """Block until every queued job has run."""
-        with self._changed:
-            self._wait(lambda: not self._jobs)
+        while self._jobs:
+            self._jobs.popleft()[0].result()
+        self._check()
 
     def close(self) -> None:
         """Wait for all jobs and end the thread. A failure is raised only once."""
@@ -46,28 +40,16 @@ class BackgroundWriter:
             if not self._failure_raised:
                 self.wait()
         finally:
-            with self._changed:
-                self._closed = True
-                self._changed.notify_all()
-            self._thread.join()
+            self._pool.shutdown()
 
-    def _wait(self, ready: Callable[[], bool]) -> None:
-        self._changed.wait_for(lambda: self._failure is not None or ready())
+    def _check(self) -> None:
         if self._failure is not None:
             self._failure_raised = True
             raise self._failure
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._jobs) or self._closed)
-                if not self._jobs or self._failure is not None:
-                    return
-                job, _ = self._jobs[0]
-            try:
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            if self._failure is None:
                 job()
-            except BaseException as failure:
-                self._failure = failure
-            with self._changed:
-                del self._jobs[0]
-                self._changed.notify_all()
+        except BaseException as failure:
+            self._failure = failure

@@ -1,7 +1,7 @@
 """From a checkpoint to a quantized checkpoint, and from one format to another.
 
 run               quantize(); job: the validated request, also for plan(); checks: validation of the source
-rtn, output       round-to-nearest without calibration; writing work units
+rtn               round-to-nearest without calibration
 mixed_precision   --keep and --preset; bit_allocation, allocation: --bits and --size
 pruning           removing routed experts
 memory, cost      expected peak memory and run time

@@ -6,12 +6,12 @@ import psutil
 import torch
 
 from quantkit.calibrate.linear_solver import LinearSolution, SolverTable
+from quantkit.calibrate.output import Output
 from quantkit.calibrate.progress_log import Findings
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.common.progress import OnEvent, Progress
 from quantkit.models.table import Parameter
-from quantkit.quantization.output import Output
 
 
 @torch.inference_mode()

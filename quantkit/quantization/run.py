@@ -18,6 +18,7 @@ from quantkit.calibrate.cache_scales import Int8Cache
 from quantkit.calibrate.data import OWN_TEXT, Sequences, load_sequences
 from quantkit.calibrate.hidden_states import Batches
 from quantkit.calibrate.linear_solver import SolverTable
+from quantkit.calibrate.output import Output
 from quantkit.calibrate.progress_log import Findings, ProgressLog
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe
@@ -56,7 +57,6 @@ from quantkit.quantization.memory import Peak, check_memory, expected_peak
 from quantkit.quantization.mixed_precision import Mixture
 from quantkit.quantization.model_card import NAME as CARD
 from quantkit.quantization.model_card import model_card
-from quantkit.quantization.output import Output
 from quantkit.quantization.pruning import FILE_NAME as PRUNING
 from quantkit.quantization.pruning import PrunedExperts, describe_pruning, prune, prune_as
 from quantkit.quantization.report import (

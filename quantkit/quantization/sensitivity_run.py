@@ -10,16 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.calibrate.data import Sequences
 from quantkit.calibrate.linear_solver import SolverTable
-from quantkit.calibrate.sensitivity import Sensitivities, SensitivityPass, pieces
+from quantkit.calibrate.sensitivity import PassState, Sensitivities, SensitivityPass, pieces
 from quantkit.calibrate.source_model import ParameterReader, SourceModel
-from quantkit.checkpoint.header import save_tensors
 from quantkit.common.atomic_write import write_atomic
-from quantkit.common.progress import Note, OnEvent, Progress, peak_memory
+from quantkit.common.progress import Note, OnEvent
 from quantkit.quantization.bit_allocation import (
     GridOptions,
     read_sensitivities,
@@ -56,7 +54,7 @@ def find_sensitivities(
             return read_sensitivities(path, source)
     total = sum(tensor.nbytes for tensor in options.job.checkpoint.tensors.values())
     out.parent.mkdir(parents=True, exist_ok=True)
-    state = _State(
+    state = PassState(
         out.with_name(f"{out.name}.sensitivities.safetensors"),
         json.dumps(key, sort_keys=True),
         total,
@@ -97,27 +95,3 @@ def _is_of(path: Path, key: Mapping[str, str]) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(facts, dict) and all(facts.get(name) == value for name, value in key.items())
-
-
-class _State:
-    """The paths of a pass, in a file that is replaced atomically. key: identifies the pass; total:
-    bytes of the source."""
-
-    def __init__(self, path: Path, key: str, total: int, on_event: OnEvent) -> None:
-        self.path, self.key, self.total, self.on_event = path, key, total, on_event
-
-    def save(self, layer: int, hidden: Tensor, facts: dict[str, object]) -> None:
-        metadata = {"key": self.key, "layer": str(layer), "facts": json.dumps(facts)}
-        save_tensors(self.path, {"hidden": hidden.cpu().contiguous()}, metadata)
-
-    def load(self) -> tuple[int, Tensor, dict[str, object]] | None:
-        if not self.path.exists():
-            return None
-        with safe_open(self.path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("key") != self.key:
-                return None
-            return int(metadata["layer"]), file.get_tensor("hidden"), json.loads(metadata["facts"])
-
-    def report(self, unit: str, share: float) -> None:
-        self.on_event(Progress("measuring", unit, 0, self.total, 0.0, peak_memory(), 0.0))

@@ -45,7 +45,7 @@ def test_a_failure_reaches_the_maker_and_ends_it():
             call()
     writer.close()
     assert ran == []
-    assert not writer._thread.is_alive()
+    assert not any(thread.is_alive() for thread in writer._pool._threads)
 
 
 def test_a_failure_that_nobody_saw_is_raised_at_the_end():

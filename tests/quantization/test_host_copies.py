@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import load_file
 
+from quantkit.calibrate.output import HostCopies, Output
 from quantkit.checkpoint.background_writer import BackgroundWriter
-from quantkit.quantization.output import HostCopies, Output
 
 
 def test_memory_is_used_again():

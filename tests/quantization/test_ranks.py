@@ -14,10 +14,10 @@ from quantkit.calibrate import input_statistics
 from quantkit.calibrate import ranks as ranks_module
 from quantkit.calibrate.expert_layer import ExpertLayer, expert_batches
 from quantkit.calibrate.input_statistics import DriftAccumulator, StatisticsAccumulator
+from quantkit.calibrate.output import Output
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.models.table import GatedMlp, Parameter
-from quantkit.quantization.output import Output
 
 
 @pytest.fixture(scope="module")

@@ -25,13 +25,12 @@ from quantkit.checkpoint.formats.base import (
     Plain,
     Shape,
     Specs,
-    StoredPart,
     Tensors,
-    along_groups,
-    groups,
+    group_axis,
     ignore_list,
     plain_linears,
     require_multiple,
+    stored_part,
     stored_scale,
 )
 from quantkit.common.errors import QuantkitError
@@ -90,16 +89,12 @@ class Awq(Format):
 
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         assert grid is not None, module
-        rows, columns = shape
-        require_multiple(module, "outputs", rows, 8)
-        count = groups(module, columns, grid)
-        along = along_groups(columns, count)
+        require_multiple(module, "outputs", shape[0], 8)
+        along = group_axis(module, shape[1], grid)
         return (
-            StoredPart(".qweight", (torch.int32,), (columns, rows // 8), axes=(("K", 1), ("N", 8))),
-            StoredPart(".qzeros", (torch.int32,), (count, rows // 8), axes=(along, ("N", 8))),
-            StoredPart(
-                ".scales", (torch.float16, *FLOAT_DTYPES), (count, rows), axes=(along, ("N", 1))
-            ),
+            stored_part(".qweight", (torch.int32,), shape, ("K", 1), ("N", 8)),
+            stored_part(".qzeros", (torch.int32,), shape, along, ("N", 8)),
+            stored_part(".scales", (torch.float16, *FLOAT_DTYPES), shape, along, ("N", 1)),
         )
 
     def stored(self, module: str, tensors: Specs, grid: Grid | None) -> tuple[Shape, Grid | None]:

@@ -70,6 +70,16 @@ class StoredPart:
 
 Shape = tuple[int, int]
 """(N, K) of a linear."""
+
+
+def stored_part(
+    suffix: str, dtypes: tuple[torch.dtype, ...], shape: Shape, *axes: Along, required: bool = True
+) -> StoredPart:
+    """The part of a linear of `shape` whose dimensions run along `axes`; None: a size of 1."""
+    sizes = (1 if along is None else -(-shape["NK".index(along[0])] // along[1]) for along in axes)
+    return StoredPart(suffix, dtypes, tuple(sizes), required, axes)
+
+
 Parts = tuple[StoredPart, ...]
 Specs = Mapping[str, TensorSpec]
 Tensors = Mapping[str, Tensor]
@@ -261,11 +271,12 @@ def stored_scale(module: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return stored
 
 
-def groups(module: str, columns: int, grid: Grid) -> int:
-    """Number of scale groups along K."""
+def group_axis(module: str, columns: int, grid: Grid) -> Along:
+    """Of a dimension with the scale groups along K. Raises QuantkitError where they do not divide
+    it."""
     size = grid.group_size or columns
     require_multiple(module, "input channels", columns, size)
-    return columns // size
+    return along_groups(columns, columns // size)
 
 
 def along_groups(columns: int, count: int) -> Along:

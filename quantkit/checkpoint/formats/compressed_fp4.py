@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed
 from quantkit.checkpoint.formats.base import Grids, Json, Parts, Plain, Shape, StoredPart, Tensors
-from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, GROUP_SCALES, Nvfp4, code_shapes, is_fp4
+from quantkit.checkpoint.formats.nvfp4 import Nvfp4, code_parts, is_fp4
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Weight
 from quantkit.quant.packing import pack_pairs, unpack_pairs
@@ -29,10 +29,8 @@ class CompressedFp4(compressed.Compressed, Nvfp4):
     own_suffixes = (".weight_packed", ".weight_scale", ".weight_global_scale")
 
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
-        codes, scales = code_shapes(module, shape)
         return (
-            StoredPart(".weight_packed", (torch.uint8,), codes, axes=CODE_PAIRS),
-            StoredPart(".weight_scale", (torch.float8_e4m3fn,), scales, axes=GROUP_SCALES),
+            *code_parts(module, shape, self.marker),
             StoredPart(".weight_global_scale", (torch.float32,), (1,)),
             StoredPart(".input_global_scale", (torch.float32,), (1,), required=self.rounds_inputs),
         )

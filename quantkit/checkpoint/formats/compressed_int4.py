@@ -24,9 +24,9 @@ from quantkit.checkpoint.formats.base import (
     Shape,
     StoredPart,
     Tensors,
-    along_groups,
-    groups,
+    group_axis,
     require_multiple,
+    stored_part,
     stored_scale,
 )
 from quantkit.grids.base import Grid, Weight
@@ -55,35 +55,18 @@ class CompressedInt4(compressed.Compressed):
 
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         assert grid is not None
-        rows, columns = shape
-        require_multiple(module, "input channels", columns, self.per_element)
-        count = groups(module, columns, grid)
-        along = along_groups(columns, count)
+        require_multiple(module, "input channels", shape[1], self.per_element)
+        along, packed = group_axis(module, shape[1], grid), self.per_element
         parts = (
-            StoredPart(
-                ".weight_packed",
-                (torch.int32,),
-                (rows, columns // self.per_element),
-                axes=(("N", 1), ("K", self.per_element)),
-            ),
-            StoredPart(
-                ".weight_scale",
-                (self.scale_dtype, *FLOAT_DTYPES),
-                (rows, count),
-                axes=(("N", 1), along),
-            ),
+            stored_part(".weight_packed", (torch.int32,), shape, ("N", 1), ("K", packed)),
+            stored_part(".weight_scale", (self.scale_dtype, *FLOAT_DTYPES), shape, ("N", 1), along),
             StoredPart(".weight_shape", (torch.int64, torch.int32), (2,)),
         )
         if grid.symmetric:
             return parts
-        require_multiple(module, "outputs", rows, self.per_element)
-        points = StoredPart(
-            ".weight_zero_point",
-            (torch.int32,),
-            (rows // self.per_element, count),
-            axes=(("N", self.per_element), along),
-        )
-        return (*parts, points)
+        require_multiple(module, "outputs", shape[0], packed)
+        points = (torch.int32,)
+        return (*parts, stored_part(".weight_zero_point", points, shape, ("N", packed), along))
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         weight = IntWeight.of(weight)

@@ -27,8 +27,8 @@ from quantkit.checkpoint.formats.base import (
     Shape,
     StoredPart,
     Tensors,
-    along_groups,
-    groups,
+    group_axis,
+    stored_part,
     stored_scale,
 )
 from quantkit.grids.base import Grid, Weight
@@ -48,13 +48,8 @@ class CompressedInt8(compressed.Compressed):
 
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         return (
-            StoredPart(".weight", (torch.int8,), shape, axes=CODES),
-            StoredPart(
-                ".weight_scale",
-                (torch.float32, *FLOAT_DTYPES),
-                (shape[0], 1),
-                axes=(("N", 1), None),
-            ),
+            stored_part(".weight", (torch.int8,), shape, *CODES),
+            stored_part(".weight_scale", (torch.float32, *FLOAT_DTYPES), shape, ("N", 1), None),
         )
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
@@ -118,13 +113,12 @@ class CompressedInts(CompressedInt8):
 
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         assert grid is not None
-        codes = StoredPart(".weight", (torch.int8,), shape, axes=CODES)
+        codes = stored_part(".weight", (torch.int8,), shape, *CODES)
         if self.per_tensor:
             return codes, StoredPart(".weight_scale", FLOAT_DTYPES, (1,))
-        count = groups(module, shape[1], grid)
-        along: tuple[Along, ...] = (("N", 1), along_groups(shape[1], count))
-        scale = StoredPart(".weight_scale", FLOAT_DTYPES, (shape[0], count), axes=along)
-        points = StoredPart(".weight_zero_point", (torch.int8,), (shape[0], count), axes=along)
+        along: tuple[Along, ...] = (("N", 1), group_axis(module, shape[1], grid))
+        scale = stored_part(".weight_scale", FLOAT_DTYPES, shape, *along)
+        points = stored_part(".weight_zero_point", (torch.int8,), shape, *along)
         return (codes, scale) if grid.symmetric else (codes, scale, points)
 
     def unpack(self, module: str, tensors: Tensors) -> Weight:

@@ -28,6 +28,7 @@ from quantkit.checkpoint.formats import (
     compressed_int8,
     compressed_mxfp4,
     fp8,
+    fp8_block,
 )
 from quantkit.checkpoint.formats.base import (
     CODES,
@@ -38,8 +39,8 @@ from quantkit.checkpoint.formats.base import (
     Parts,
     Plain,
     Shape,
-    StoredPart,
     Tensors,
+    stored_part,
 )
 from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat, Placed
 from quantkit.checkpoint.header import TensorSpec
@@ -55,15 +56,9 @@ class _Fp8Blocks(fp8.CompressedFp8):
         return grid == Fp8BlockGrid()
 
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
-        blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
         return (
-            StoredPart(".weight", (torch.float8_e4m3fn,), shape, axes=CODES),
-            StoredPart(
-                ".weight_scale",
-                (torch.float32, *FLOAT_DTYPES),
-                blocks,
-                axes=(("N", FP8_BLOCK), ("K", FP8_BLOCK)),
-            ),
+            stored_part(".weight", (torch.float8_e4m3fn,), shape, *CODES),
+            stored_part(".weight_scale", (torch.float32, *FLOAT_DTYPES), shape, *fp8_block.BLOCKS),
         )
 
     def grid(self, config: Json, side: Json) -> Grid | None:

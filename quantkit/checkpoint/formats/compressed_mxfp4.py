@@ -11,7 +11,6 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed
 from quantkit.checkpoint.formats.base import (
-    Along,
     Format,
     Grids,
     Json,
@@ -21,13 +20,18 @@ from quantkit.checkpoint.formats.base import (
     StoredPart,
     Tensors,
     require_multiple,
+    stored_part,
 )
 from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, is_fp4
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.mxfp4 import MX_GROUP, Mxfp4Grid, Mxfp4Weight
 from quantkit.quant.packing import pack_pairs, unpack_pairs
 
-GROUP_EXPONENTS: tuple[Along, ...] = (("N", 1), ("K", MX_GROUP))
+
+def exponents(suffix: str, shape: Shape) -> StoredPart:
+    """An exponent of each group, as a byte or as a power of two."""
+    dtypes = (torch.uint8, torch.float8_e8m0fnu)
+    return stored_part(suffix, dtypes, shape, ("N", 1), ("K", MX_GROUP))
 
 
 class Mxfp4Pairs(Format):
@@ -37,18 +41,10 @@ class Mxfp4Pairs(Format):
     per_element = 2
 
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
-        rows, columns = shape
-        codes, exponents = self.own_suffixes
-        require_multiple(module, "input channels", columns, MX_GROUP)
-        return (
-            StoredPart(codes, (torch.uint8,), (rows, columns // 2), axes=CODE_PAIRS),
-            StoredPart(
-                exponents,
-                (torch.uint8, torch.float8_e8m0fnu),
-                (rows, columns // MX_GROUP),
-                axes=GROUP_EXPONENTS,
-            ),
-        )
+        codes, scales = self.own_suffixes
+        require_multiple(module, "input channels", shape[1], MX_GROUP)
+        codes_part = stored_part(codes, (torch.uint8,), shape, *CODE_PAIRS)
+        return codes_part, exponents(scales, shape)
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         weight = Mxfp4Weight.of(weight)
@@ -56,8 +52,8 @@ class Mxfp4Pairs(Format):
         return {module + suffix: tensor for suffix, tensor in zip(self.own_suffixes, stored)}
 
     def unpack(self, module: str, tensors: Tensors) -> Weight:
-        codes, exponents = (tensors[module + suffix] for suffix in self.own_suffixes)
-        return Mxfp4Weight(unpack_pairs(codes), exponents.view(torch.uint8))
+        codes, scales = (tensors[module + suffix] for suffix in self.own_suffixes)
+        return Mxfp4Weight(unpack_pairs(codes), scales.view(torch.uint8))
 
 
 class CompressedMxfp4(compressed.Compressed, Mxfp4Pairs):

@@ -15,9 +15,9 @@ from quantkit.checkpoint.formats.base import (
     Parts,
     Plain,
     Shape,
-    StoredPart,
     Tensors,
     is_cache_alone,
+    stored_part,
 )
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.grids.base import Grid, Weight
@@ -29,7 +29,7 @@ class DenseFormat(Format):
     is_source = True
 
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
-        return (StoredPart(".weight", FLOAT_DTYPES, shape, axes=CODES),)
+        return (stored_part(".weight", FLOAT_DTYPES, shape, *CODES),)
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         assert isinstance(weight, Tensor), type(weight)

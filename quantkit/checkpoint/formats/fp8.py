@@ -26,6 +26,7 @@ from quantkit.checkpoint.formats.base import (
     Shape,
     StoredPart,
     Tensors,
+    stored_part,
 )
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.fp8_block import FP8_BLOCK, Fp8BlockWeight
@@ -58,19 +59,16 @@ class Fp8(Format):
 
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         tall, wide = self._block(shape)
-        scales: tuple[int, ...] = (-(-shape[0] // tall), -(-shape[1] // wide))
         axes: tuple[Along, ...] = (
             ("N", tall) if self.layout.rows else None,
             ("K", wide) if self.layout.columns else None,
         )
-        if self.layout == TENSOR:
-            scales, axes = (1,), ()
-        elif self.layout == CHANNEL and self.flat_channels:
-            scales, axes = scales[:1], axes[:1]
         dtypes = _EXPONENTS if self.layout == MX else (*FLOAT_DTYPES, *_EXPONENTS)
+        flat = self.layout == CHANNEL and self.flat_channels
+        scale = stored_part(".weight_scale", dtypes, shape, *(axes[:1] if flat else axes))
         return (
-            StoredPart(".weight", (torch.float8_e4m3fn,), shape, axes=CODES),
-            StoredPart(".weight_scale", dtypes, scales, axes=axes),
+            stored_part(".weight", (torch.float8_e4m3fn,), shape, *CODES),
+            StoredPart(".weight_scale", dtypes, (1,)) if self.layout == TENSOR else scale,
             StoredPart(".input_scale", FLOAT_DTYPES, (1,), required=False),
         )
 

@@ -13,20 +13,22 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats.base import (
     CODES,
+    Along,
     Format,
     Grids,
     Json,
     Parts,
     Plain,
     Shape,
-    StoredPart,
     Tensors,
+    stored_part,
 )
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.fp8_block import FP8_BLOCK, Fp8BlockWeight
 
 _BLOCK_SIZE = [FP8_BLOCK, FP8_BLOCK]
+BLOCKS: tuple[Along, ...] = (("N", FP8_BLOCK), ("K", FP8_BLOCK))
 _SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
@@ -39,12 +41,9 @@ class Fp8Block(Format):
     with_fp4 = False
 
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
-        blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
         return (
-            StoredPart(".weight", (torch.float8_e4m3fn,), shape, axes=CODES),
-            StoredPart(
-                ".weight_scale_inv", _SCALES, blocks, axes=(("N", FP8_BLOCK), ("K", FP8_BLOCK))
-            ),
+            stored_part(".weight", (torch.float8_e4m3fn,), shape, *CODES),
+            stored_part(".weight_scale_inv", _SCALES, shape, *BLOCKS),
         )
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:

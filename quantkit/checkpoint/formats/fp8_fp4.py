@@ -8,6 +8,8 @@ E2M1 codes lie two to a byte along the inputs, the even one in the low bits. The
 the two a linear is. The release writes .scale for .weight_scale_inv (checkpoint/tensor_aliases.py).
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -15,11 +17,11 @@ from quantkit.checkpoint.formats.base import (
     Parts,
     Shape,
     Specs,
-    StoredPart,
     Tensors,
     require_multiple,
+    stored_part,
 )
-from quantkit.checkpoint.formats.compressed_mxfp4 import GROUP_EXPONENTS
+from quantkit.checkpoint.formats.compressed_mxfp4 import exponents
 from quantkit.checkpoint.formats.fp8_block import Fp8Block
 from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS
 from quantkit.checkpoint.header import TensorSpec
@@ -36,15 +38,10 @@ class Fp8BlockFp4(Fp8Block):
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         if grid != Mxfp4Grid():
             return super().parts(module, shape, grid)
-        rows, columns = shape
-        require_multiple(module, "input channels", columns, MX_GROUP)
-        scales = (torch.float8_e8m0fnu, torch.uint8)
-        return (
-            StoredPart(".weight", (torch.int8, torch.uint8), (rows, columns // 2), axes=CODE_PAIRS),
-            StoredPart(
-                ".weight_scale_inv", scales, (rows, columns // MX_GROUP), axes=GROUP_EXPONENTS
-            ),
-        )
+        require_multiple(module, "input channels", shape[1], MX_GROUP)
+        codes = stored_part(".weight", (torch.int8, torch.uint8), shape, *CODE_PAIRS)
+        scales = exponents(".weight_scale_inv", shape)
+        return codes, replace(scales, dtypes=scales.dtypes[::-1])
 
     def quantized_module(self, tensor: TensorSpec) -> str | None:
         if tensor.dtype in (torch.int8, torch.uint8) and tensor.name.endswith(self.marker):

@@ -9,6 +9,7 @@ stores it as it is. With desc_act the groups are those of GPTQ's own order of
 inputs: such a weight has no groups of neighbours, and is decoded to float32 as it is read.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import regex
@@ -26,12 +27,11 @@ from quantkit.checkpoint.formats.base import (
     Plain,
     Shape,
     Specs,
-    StoredPart,
     Tensors,
-    along_groups,
-    groups,
+    group_axis,
     plain_linears,
     require_multiple,
+    stored_part,
     stored_scale,
 )
 from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat
@@ -43,6 +43,7 @@ from quantkit.quant.packing import pack_words, unpack_words
 
 _METHOD, _FIRST, _SECOND = "gptq", "gptq", "gptq_v2"
 _BITS = (4, 8)
+_BY_GROUP = (".qzeros", ".scales")
 
 
 class Gptq(Format):
@@ -68,26 +69,20 @@ class Gptq(Format):
         (rows, columns), per_word = shape, 32 // grid.bits
         require_multiple(module, "outputs", rows, per_word)
         require_multiple(module, "input channels", columns, per_word)
-        count = groups(module, columns, grid)
+        along = group_axis(module, columns, grid)
+        found = (
+            stored_part(".qweight", (torch.int32,), shape, ("K", per_word), ("N", 1)),
+            stored_part(".qzeros", (torch.int32,), shape, along, ("N", per_word)),
+            stored_part(".scales", (torch.float16, *FLOAT_DTYPES), shape, along, ("N", 1)),
+            stored_part(".g_idx", (torch.int32, torch.int64), shape, ("K", 1), required=False),
+        )
+        if not self.desc_act:
+            return found
         # In GPTQ's own order any input may be of any group: all of them are needed for a share of
         # the inputs.
-        along = None if self.desc_act else along_groups(columns, count)
-        return (
-            StoredPart(
-                ".qweight",
-                (torch.int32,),
-                (columns // per_word, rows),
-                axes=(("K", per_word), ("N", 1)),
-            ),
-            StoredPart(
-                ".qzeros", (torch.int32,), (count, rows // per_word), axes=(along, ("N", per_word))
-            ),
-            StoredPart(
-                ".scales", (torch.float16, *FLOAT_DTYPES), (count, rows), axes=(along, ("N", 1))
-            ),
-            StoredPart(
-                ".g_idx", (torch.int32, torch.int64), (columns,), required=False, axes=(("K", 1),)
-            ),
+        return tuple(
+            replace(part, axes=(None, part.axes[1])) if part.suffix in _BY_GROUP else part
+            for part in found
         )
 
     def stored(self, module: str, tensors: Specs, grid: Grid | None) -> tuple[Shape, Grid | None]:

@@ -33,7 +33,7 @@ from quantkit.checkpoint.formats.base import (
     ignore_list,
     plain_linears,
 )
-from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, GROUP_SCALES, Nvfp4, code_shapes, is_fp4
+from quantkit.checkpoint.formats.nvfp4 import Nvfp4, code_parts, is_fp4
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Weight
@@ -62,13 +62,8 @@ class ModelOpt(Nvfp4):
     own_suffixes = (".weight_scale", ".weight_scale_2")
 
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
-        codes, scales = code_shapes(module, shape)
         return (
-            StoredPart(".weight", (torch.uint8,), codes, axes=CODE_PAIRS),
-            # chitu declares the same bytes as uint8
-            StoredPart(
-                ".weight_scale", (torch.float8_e4m3fn, torch.uint8), scales, axes=GROUP_SCALES
-            ),
+            *code_parts(module, shape, self.marker, torch.uint8),  # chitu declares them so
             StoredPart(".weight_scale_2", (torch.float32,), ()),
             StoredPart(".input_scale", (torch.float32,), (), required=self.rounds_inputs),
         )

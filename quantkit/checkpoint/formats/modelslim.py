@@ -30,10 +30,10 @@ from quantkit.checkpoint.formats.base import (
     Plain,
     Shape,
     Specs,
-    StoredPart,
     Tensors,
     along_groups,
     require_multiple,
+    stored_part,
     stored_scale,
 )
 from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat, Placed
@@ -98,22 +98,19 @@ class ModelSlim(Format):
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         rows, columns = shape
         scales = (
-            StoredPart(".weight_scale", _FLOATS, (rows, 1), axes=(("N", 1), None)),
-            StoredPart(".weight_offset", _FLOATS, (rows, 1), axes=(("N", 1), None)),
+            stored_part(".weight_scale", _FLOATS, shape, ("N", 1), None),
+            stored_part(".weight_offset", _FLOATS, shape, ("N", 1), None),
         )
         if grid == _INT8:
-            return (StoredPart(".weight", (torch.int8,), shape, axes=CODES), *scales)
+            return (stored_part(".weight", (torch.int8,), shape, *CODES), *scales)
         slices = bias_slices(module)
         require_multiple(module, "outputs", rows, 2)
         require_multiple(module, "input channels", columns, slices)
         return (
-            StoredPart(".weight", (torch.int8,), (rows // 2, columns), axes=(("N", 2), ("K", 1))),
+            stored_part(".weight", (torch.int8,), shape, ("N", 2), ("K", 1)),
             *scales,
-            StoredPart(
-                ".scale_bias",
-                (torch.float32,),
-                (rows, slices),
-                axes=(("N", 1), along_groups(columns, slices)),
+            stored_part(
+                ".scale_bias", (torch.float32,), shape, ("N", 1), along_groups(columns, slices)
             ),
         )
 

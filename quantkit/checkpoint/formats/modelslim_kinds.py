@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats.base import (
-    CODES,
     FLOAT_DTYPES,
     Along,
     Format,
@@ -29,6 +28,7 @@ from quantkit.checkpoint.formats.base import (
     Tensors,
     along_groups,
     require_multiple,
+    stored_part,
 )
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Grid, Weight
@@ -38,6 +38,8 @@ from quantkit.quant.packing import from_twos_complement, unpack_pairs
 Packed = Literal["", "N", "K"]
 """Along which axis two codes share a byte."""
 _OFFSETS = (*FLOAT_DTYPES, torch.int8, torch.int32, torch.int64)
+_SCALES = (".weight_scale", ".weight_offset")
+_ROWS: tuple[Along, ...] = (("N", 1), None)
 
 
 SLICES = 16
@@ -91,42 +93,23 @@ class SlimLinear(Format):
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         assert grid is not None
         rows, columns = shape
-        stored = (
-            rows // (2 if self.packed == "N" else 1),
-            columns // (2 if self.packed == "K" else 1),
-        )
-        axes: tuple[Along, ...] = (
-            ("N", 2 if self.packed == "N" else 1),
-            ("K", 2 if self.packed == "K" else 1),
-        )
-        count = columns // (grid.group_size or columns)
-        codes = StoredPart(".weight", (torch.int8,), stored, axes=axes if self.packed else CODES)
+        axes = (("N", 2 if self.packed == "N" else 1), ("K", 2 if self.packed == "K" else 1))
+        codes = stored_part(".weight", (torch.int8,), shape, *axes)
         if self.static:
-            return codes, *_static_parts(rows)
-        groups = 1 if self.second else count
-        along: tuple[Along, ...] = (("N", 1), along_groups(columns, groups))
+            return codes, *_static_parts(shape)
+        along = along_groups(columns, columns // (grid.group_size or columns))
+        own = None if self.second else along
         found = (
             codes,
-            *(
-                StoredPart(suffix, _OFFSETS, (rows, groups), axes=along)
-                for suffix in (".weight_scale", ".weight_offset")
-            ),
+            *(stored_part(suffix, _OFFSETS, shape, ("N", 1), own) for suffix in _SCALES),
         )
         if not self.second:
             return found
-        along = (("N", 1), along_groups(columns, count))
         seconds = (
-            StoredPart(f"{suffix}_second", _OFFSETS, (rows, count), axes=along)
-            for suffix in (".weight_scale", ".weight_offset")
+            stored_part(f"{suffix}_second", _OFFSETS, shape, ("N", 1), along) for suffix in _SCALES
         )
-        sums = StoredPart(
-            ".scale_bias",
-            FLOAT_DTYPES,
-            (rows, bias_slices(module)),
-            required=False,
-            axes=(("N", 1), None),
-        )
-        return (*found, *seconds, sums)
+        sums = (rows, bias_slices(module))
+        return (*found, *seconds, StoredPart(".scale_bias", FLOAT_DTYPES, sums, False, _ROWS))
 
     def unpack(self, module: str, tensors: Tensors) -> Weight:
         codes = self._codes(tensors[f"{module}.weight"])
@@ -171,16 +154,12 @@ class SlimLinear(Format):
         )
 
 
-def _static_parts(rows: int) -> Parts:
-    one = (StoredPart(suffix, _OFFSETS, (1,)) for suffix in (".input_scale", ".input_offset"))
+def _static_parts(shape: Shape) -> Parts:
     return (
-        StoredPart(".deq_scale", (torch.float32, torch.int64), (rows,), axes=(("N", 1),)),
-        StoredPart(".quant_bias", (torch.int32,), (rows,), axes=(("N", 1),)),
-        *one,
-        *(
-            StoredPart(suffix, _OFFSETS, (rows, 1), required=False, axes=(("N", 1), None))
-            for suffix in (".weight_scale", ".weight_offset")
-        ),
+        stored_part(".deq_scale", (torch.float32, torch.int64), shape, ("N", 1)),
+        stored_part(".quant_bias", (torch.int32,), shape, ("N", 1)),
+        *(StoredPart(suffix, _OFFSETS, (1,)) for suffix in (".input_scale", ".input_offset")),
+        *(stored_part(suffix, _OFFSETS, shape, *_ROWS, required=False) for suffix in _SCALES),
     )
 
 

@@ -5,12 +5,18 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.formats.base import Along, Format, Shape, require_multiple
+from quantkit.checkpoint.formats.base import (
+    Along,
+    Format,
+    Shape,
+    StoredPart,
+    require_multiple,
+    stored_part,
+)
 from quantkit.grids.base import Grid
 from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Grid
 
 CODE_PAIRS: tuple[Along, ...] = (("N", 1), ("K", 2))
-GROUP_SCALES: tuple[Along, ...] = (("N", 1), ("K", FP4_GROUP))
 
 
 class Nvfp4(Format):
@@ -43,8 +49,13 @@ def is_fp4(args: Any, group: int = FP4_GROUP) -> bool:
     return isinstance(args, dict) and tuple(map(args.get, keys)) == (4, "float", group)
 
 
-def code_shapes(module: str, shape: Shape) -> tuple[Shape, Shape]:
-    """Shapes of the bytes of codes and of the group scales of a linear [N, K]."""
-    rows, columns = shape
-    require_multiple(module, "input channels", columns, FP4_GROUP)
-    return (rows, columns // 2), (rows, columns // FP4_GROUP)
+def code_parts(
+    module: str, shape: Shape, codes: str, *scale_dtypes: torch.dtype
+) -> tuple[StoredPart, StoredPart]:
+    """Bytes of codes, and group scales in X.weight_scale, of a linear [N, K]."""
+    require_multiple(module, "input channels", shape[1], FP4_GROUP)
+    scales = (torch.float8_e4m3fn, *scale_dtypes)
+    return (
+        stored_part(codes, (torch.uint8,), shape, *CODE_PAIRS),
+        stored_part(".weight_scale", scales, shape, ("N", 1), ("K", FP4_GROUP)),
+    )

@@ -1,12 +1,13 @@
 """The output: work units written in one format, and the fate of every tensor of the source.
 
-The `UnitStore` of a calibrated run. A unit is packed by the format, written and journaled in one
-step; hidden states are stored next to the journal until the output is complete.
+A unit is packed by the format, written and journaled in one step; hidden states are stored next to
+the journal until the output is complete.
 """
 
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,36 +48,24 @@ class HostCopies:
         return host_memory(like.shape, like.dtype, like.device)
 
 
-NO_EXTRA_SPECS: Mapping[str, tuple[TensorSpec, ...]] = {}
-
-
+@dataclass
 class Output:
     """Writes units of parameters in one format. grids: of modules it holds packed. dropped: tensors
     of the source left out, with the reason. described: its config.json, apart from its
     quantization. extra_specs: tensors added to a parameter, by its name, such as cache scales."""
 
-    def __init__(
-        self,
-        source: ParameterReader,
-        format: Format,
-        grids: Mapping[str, Grid],
-        units: dict[str, list[Parameter]],
-        dropped: dict[str, str],
-        described: Mapping[str, Any],
-        extra_specs: Mapping[str, tuple[TensorSpec, ...]] = NO_EXTRA_SPECS,
-    ) -> None:
-        self.source, self.format, self.grids, self.units, self.dropped = (
-            source,
-            format,
-            grids,
-            units,
-            dropped,
-        )
-        self.described, self.extra_specs = described, extra_specs
-        self.rows = {row.name: row for rows in units.values() for row in rows}
-        self._writer: CheckpointWriter | None = None
-        self._run = ""
-        self._copies, self._saving = HostCopies(), False
+    source: ParameterReader
+    format: Format
+    grids: Mapping[str, Grid]
+    units: dict[str, list[Parameter]]
+    dropped: dict[str, str]
+    described: Mapping[str, Any]
+    extra_specs: Mapping[str, tuple[TensorSpec, ...]] = field(default_factory=dict)
+    _writer: CheckpointWriter | None = None
+
+    def __post_init__(self) -> None:
+        self.rows = {row.name: row for rows in self.units.values() for row in rows}
+        self._run, self._copies, self._saving = "", HostCopies(), False
 
     def specs(self, row: Parameter) -> list[TensorSpec]:
         """The tensors of one parameter, extra ones included."""
@@ -140,14 +129,12 @@ class Output:
         assert self._writer is not None, "output is not open"
         return self._writer
 
-    # --- UnitStore
-    # ------------------------------------------------------------------------------------------------------------
-
     def rounds(self, row: Parameter) -> bool:
         """Whether the parameter is quantized, not copied packed from the source."""
         return row.module in self.grids and self.grids[row.module].needs_rounding
 
     def done(self, unit: str) -> bool:
+        """Whether the unit is written, by this run or the one it resumes."""
         return self.writer.is_done(unit)
 
     def write(
@@ -157,6 +144,8 @@ class Output:
         plain: dict[str, Tensor],
         facts: dict[str, Any],
     ) -> None:
+        """Write a unit in the background. quantized: by module. plain: by tensor name; absent
+        tensors of the unit are copied from the source."""
         tensors: dict[str, Tensor] = {}
         for row in self.units[unit]:
             if row.module in quantized:
@@ -170,9 +159,11 @@ class Output:
         self.writer.write(unit, tensors, {**facts, "changed": sorted(plain)})
 
     def settle(self) -> None:
+        """Wait until all units are written: other ranks may then read them."""
         self.writer.wait()
 
     def reread(self) -> None:
+        """Load what other ranks have written since."""
         self.writer.refresh()
 
     def facts(self, unit: str) -> dict[str, Any]:
@@ -180,6 +171,7 @@ class Output:
         return self.writer.facts(unit)
 
     def load(self, unit: str) -> tuple[dict[str, Weight], dict[str, Tensor], dict[str, Any]]:
+        """A finished unit: its weights on the device, its unquantized tensors, and its facts."""
         tensors, facts = self.writer.read(unit), self.writer.facts(unit)
         weights, plain = {}, {}
         for row in self.units[unit]:
@@ -196,6 +188,8 @@ class Output:
         return weights, plain, facts
 
     def save_state(self, layer: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Save the hidden states at the input of a layer and the findings so far for a restart,
+        replacing those saved before."""
         metadata = {"run": self._run, "layer": str(layer), "facts": json.dumps(facts)}
         on_host = self.source.device.type == "cpu"
         if self._saving:  # the previous layer's copies may still be being written
@@ -216,6 +210,7 @@ class Output:
             self.writer.wait()
 
     def load_state(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
+        """The layer whose input was saved last, with the saved states and facts."""
         path = self.writer.state_dir / "hidden.safetensors"
         if not path.exists():
             return None
@@ -225,9 +220,6 @@ class Output:
                 return None
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return int(metadata["layer"]), tensors, json.loads(metadata["facts"])
-
-    # --- the end
-    # ---------------------------------------------------------------------------------------------------------
 
     def finish(self, grid: Grid, more: dict[str, bytes]) -> None:
         """Write config, manifest, auxiliary files, and `more`; OUT exists when this returns. grid:
