@@ -2,10 +2,11 @@
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from codecs import getincrementaldecoder
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, ClassVar
 
 from quantkit.executor.scheduler.sequence import Completion, TokenLogprob
 from quantkit.executor.server.intake import Prepared
@@ -16,35 +17,8 @@ from quantkit.executor.server.tools.stream_parser import CallDelta, ToolCallSpli
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.reasoning_tags import THINK
 
-
-class Envelope:
-    """The fields that all parts of one answer share."""
-
-    def __init__(self, kind: Literal["chat.completion", "text_completion"], model: str) -> None:
-        self.kind, self.model = kind, model
-        self.id = f"{'chatcmpl' if kind == 'chat.completion' else 'cmpl'}-{uuid.uuid4().hex}"
-        self.created = int(time.time())
-
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": self.kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            "usage": usage,
-        }
-
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.kind == "chat.completion" else self.kind
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            **more,
-        }
+Choice = dict[str, Any]
+"""In the JSON of OpenAI."""
 
 
 def usage(
@@ -215,52 +189,101 @@ class AnswerReader:
         return self._readers[choice]
 
 
-class ChatAnswer:
-    """The choices of a chat request."""
+class Answer(ABC):
+    """The choices of one request, at once or as streamed chunks."""
+
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    prefix: ClassVar[str]
 
     def __init__(
-        self, prepared: Prepared, body: ChatRequest, tokenizer: ChatTokenizer, model: str
+        self,
+        prepared: Prepared,
+        body: ChatRequest | CompletionRequest,
+        tokenizer: ChatTokenizer,
+        model: str,
     ) -> None:
-        self.body, self.tokenizer = body, tokenizer
-        self.envelope = Envelope("chat.completion", model)
-        self.id = self.envelope.id
-        self._separates = body.separate_reasoning and tokenizer.end_think is not None
-        self._reading, self._inside = (
-            AnswerReader(prepared, separates=self._separates),
-            prepared.inside,
+        self._prepared, self._include_usage, self.tokenizer = (
+            prepared,
+            body.include_usage,
+            tokenizer,
         )
+        self.model, self.created = model, int(time.time())
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
 
     async def whole(self, stream: AnswerStream) -> dict[str, Any]:
-        completions = await collected(stream)
-        whole = self.envelope.whole(
-            [self._choice(one) for one in completions], self._usage(completions)
-        )
-        scored = completions[0].prompt_logprobs
-        return (
-            whole
-            if scored is None
-            else {**whole, "prompt_logprobs": prompt_logprobs(scored, self.tokenizer)}
-        )
+        done: dict[int, Completion] = {}
+        async for piece in stream:
+            if piece.completion is not None:
+                done[piece.choice] = piece.completion
+        completions = [done[choice] for choice in sorted(done)]
+        choices = [self._choice(one) for one in completions]
+        return self._part(self.kind, choices, usage=self._usage(completions))
 
     async def events(self, stream: AnswerStream) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a streamed answer; with include_usage a last one without choices."""
-        roles = [{"role": "assistant", "content": ""} for _ in stream.sequences]
-        yield self.envelope.chunk(
-            [{"index": i, "delta": role, "finish_reason": None} for i, role in enumerate(roles)]
-        )
+        if first := self._first(len(stream.sequences)):
+            yield self._part(self.chunk_kind, first)
         done: list[Completion] = []
         async for piece in stream:
             if piece.completion is not None:
                 done.append(piece.completion)
-            choice = self._delta(piece)
-            if choice is not None:
-                yield self.envelope.chunk([choice])
-        if self.body.include_usage:
-            yield self.envelope.chunk(
-                [], usage=self._usage(sorted(done, key=lambda one: one.index))
-            )
+            for choice in self._deltas(piece, stream):
+                yield self._part(self.chunk_kind, [choice])
+        if self._include_usage:
+            done.sort(key=lambda one: one.index)
+            yield self._part(self.chunk_kind, [], usage=self._usage(done))
 
-    def _choice(self, one: Completion) -> dict[str, Any]:
+    def _part(self, kind: str, choices: list[Choice], **more: Any) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **more,
+        }
+
+    def _first(self, count: int) -> list[Choice]:
+        """Of the chunk before the first token."""
+        return []
+
+    @abstractmethod
+    def _choice(self, one: Completion) -> Choice:
+        """A whole choice."""
+
+    @abstractmethod
+    def _deltas(self, piece: Piece, stream: AnswerStream) -> Iterator[Choice]:
+        """Choices of the chunks that a piece makes."""
+
+    @abstractmethod
+    def _usage(self, completions: list[Completion]) -> dict[str, Any]:
+        """See `usage`."""
+
+
+class ChatAnswer(Answer):
+    """The choices of a chat request."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(
+        self, prepared: Prepared, body: ChatRequest, tokenizer: ChatTokenizer, model: str
+    ) -> None:
+        super().__init__(prepared, body, tokenizer, model)
+        self._separates = body.separate_reasoning and tokenizer.end_think is not None
+        self._reading = AnswerReader(prepared, separates=self._separates)
+
+    async def whole(self, stream: AnswerStream) -> dict[str, Any]:
+        whole, scored = await super().whole(stream), stream.sequences[0].prompt_logprobs
+        if self._prepared.body.prompt_logprobs is None:
+            return whole
+        return {**whole, "prompt_logprobs": prompt_logprobs(scored or [], self.tokenizer)}
+
+    def _first(self, count: int) -> list[Choice]:
+        roles = [{"role": "assistant", "content": ""} for _ in range(count)]
+        return [{"index": i, "delta": role, "finish_reason": None} for i, role in enumerate(roles)]
+
+    def _choice(self, one: Completion) -> Choice:
         parts = self._reading.push(one.index, one.text, last=True)
         message: dict[str, Any] = {"role": "assistant", "content": parts.content}
         if self._separates:
@@ -276,11 +299,11 @@ class ChatAnswer:
             "message": message,
         }
 
-    def _delta(self, piece: Piece) -> dict[str, Any] | None:
-        """A chunk's choice; None where the piece holds nothing to send yet."""
+    def _deltas(self, piece: Piece, stream: AnswerStream) -> Iterator[Choice]:
+        """None where the piece holds nothing to send yet."""
         parts = self._reading.push(piece.choice, piece.text, last=piece.completion is not None)
         if not (parts or piece.logprobs or piece.completion):
-            return None
+            return
         delta: dict[str, Any] = {}
         if parts.reasoning:
             delta["reasoning_content"] = parts.reasoning
@@ -289,104 +312,62 @@ class ChatAnswer:
         if parts.calls:
             delta["tool_calls"] = [call_delta(call) for call in parts.calls]
         reason = self._reading.reason(piece.completion) if piece.completion else None
-        choice: dict[str, Any] = {"index": piece.choice, "finish_reason": reason, "delta": delta}
-        return (
-            {**choice, "logprobs": chat_logprobs(piece.logprobs, self.tokenizer)}
-            if piece.logprobs
-            else choice
-        )
+        choice: Choice = {"index": piece.choice, "finish_reason": reason, "delta": delta}
+        if piece.logprobs:
+            choice["logprobs"] = chat_logprobs(piece.logprobs, self.tokenizer)
+        yield choice
 
     def _usage(self, completions: list[Completion]) -> dict[str, Any]:
-        return usage(completions, 1, self.tokenizer.end_think, inside=self._inside)
+        return usage(completions, 1, self.tokenizer.end_think, inside=self._prepared.inside)
 
 
-class CompletionAnswer:
-    """The choices of a completions request."""
+class CompletionAnswer(Answer):
+    """The choices of a completions request; with echo a stream begins with the prompt's chunk."""
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
 
     def __init__(
         self, prepared: Prepared, body: CompletionRequest, tokenizer: ChatTokenizer, model: str
     ) -> None:
-        self.body, self.tokenizer, self._prepared = body, tokenizer, prepared
-        self.envelope = Envelope("text_completion", model)
-        self.id = self.envelope.id
+        super().__init__(prepared, body, tokenizer, model)
+        self.body = body
         self._silent = body.max_tokens == 0
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
         self._echoed: set[int] = set()
 
-    async def whole(self, stream: AnswerStream) -> dict[str, Any]:
-        completions = await collected(stream)
-        return self.envelope.whole(
-            [self._choice(one) for one in completions], self._usage(completions)
-        )
-
-    async def events(self, stream: AnswerStream) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of a streamed answer, with echo first the prompt's; with include_usage a last
-        one without choices."""
-        done: list[Completion] = []
-        async for piece in stream:
-            if piece.completion is not None:
-                done.append(piece.completion)
-            for choice in self._chunks(piece, stream):
-                yield self.envelope.chunk([choice])
-        if self.body.include_usage:
-            yield self.envelope.chunk(
-                [], usage=self._usage(sorted(done, key=lambda one: one.index))
-            )
-
-    def _choice(self, one: Completion) -> dict[str, Any]:
+    def _choice(self, one: Completion) -> Choice:
         text = "" if self._silent else one.text
-        logprobs = self._logprobs(
-            one.index, one.logprobs, one.prompt_logprobs if self.body.echo else None
-        )
-        scored = (
-            None
-            if self.body.prompt_logprobs is None
-            else prompt_logprobs(one.prompt_logprobs or [], self.tokenizer)
-        )
-        shown = {} if scored is None else {"prompt_logprobs": scored}
-        text = self._prompt(one.index) + text if self.body.echo else text
-        return {
+        scored = one.prompt_logprobs if self.body.echo else None
+        choice: Choice = {
             "index": one.index,
             "finish_reason": self._reason(one),
-            "logprobs": logprobs,
-            "text": text,
-            **shown,
+            "logprobs": self._logprobs(one.index, one.logprobs, scored),
+            "text": self._prompt(one.index) + text if self.body.echo else text,
         }
+        if self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(one.prompt_logprobs or [], self.tokenizer)
+        return choice
 
-    def _chunks(self, piece: Piece, stream: AnswerStream) -> list[dict[str, Any]]:
-        chunks = []
+    def _deltas(self, piece: Piece, stream: AnswerStream) -> Iterator[Choice]:
         if self.body.echo and piece.choice not in self._echoed:
             self._echoed.add(piece.choice)
-            scored = (
-                stream.sequences[piece.choice].prompt_logprobs
-                if self.body.logprobs is not None
-                else None
-            )
-            logprobs = self._logprobs(piece.choice, [], scored)
-            chunks.append(
-                {
-                    "index": piece.choice,
-                    "finish_reason": None,
-                    "text": self._prompt(piece.choice),
-                    "logprobs": logprobs,
-                }
-            )
+            shown = self.body.logprobs is not None
+            scored = stream.sequences[piece.choice].prompt_logprobs if shown else None
+            yield {
+                "index": piece.choice,
+                "finish_reason": None,
+                "text": self._prompt(piece.choice),
+                "logprobs": self._logprobs(piece.choice, [], scored),
+            }
         reason = self._reason(piece.completion) if piece.completion else None
         text, found = ("", []) if self._silent else (piece.text, piece.logprobs)
         if text or found or reason:
-            logprobs = (
-                {
-                    "logprobs": completion_logprobs(
-                        found, self.tokenizer, self._offsets[piece.choice]
-                    )
-                }
-                if found
-                else {}
-            )
-            chunks.append(
-                {"index": piece.choice, "finish_reason": reason, "text": text, **logprobs}
-            )
-        return chunks
+            choice: Choice = {"index": piece.choice, "finish_reason": reason, "text": text}
+            if found:
+                offsets = self._offsets[piece.choice]
+                choice["logprobs"] = completion_logprobs(found, self.tokenizer, offsets)
+            yield choice
 
     def _logprobs(
         self, choice: int, found: list[TokenLogprob] | None, scored: list[TokenLogprob] | None
@@ -407,15 +388,5 @@ class CompletionAnswer:
         return "length" if self._silent else one.finish_reason
 
     def _usage(self, completions: list[Completion]) -> dict[str, Any]:
-        return usage(
-            completions, len(self.body.prompts), self.tokenizer.end_think, silent=self._silent
-        )
-
-
-async def collected(stream: AnswerStream) -> list[Completion]:
-    """Every choice, when all are done."""
-    done: dict[int, Completion] = {}
-    async for piece in stream:
-        if piece.completion is not None:
-            done[piece.choice] = piece.completion
-    return [done[choice] for choice in sorted(done)]
+        count, end_think = len(self.body.prompts), self.tokenizer.end_think
+        return usage(completions, count, end_think, silent=self._silent)

@@ -11,7 +11,7 @@ read, a body has a largest size and a type, and every refusal has one shape: {"e
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -86,18 +86,14 @@ class Api:
     async def chat(self, request: Request) -> Response:
         prepared = await self._prepared(request, self.intake.chat)
         assert isinstance(prepared.body, ChatRequest)
-        return await self._answered(
-            request, prepared, ChatAnswer(prepared, prepared.body, self.tokenizer, self.model_name)
-        )
+        answer = ChatAnswer(prepared, prepared.body, self.tokenizer, self.model_name)
+        return await self._answered(request, prepared, answer)
 
     async def completions(self, request: Request) -> Response:
         prepared = await self._prepared(request, self.intake.completions)
         assert not isinstance(prepared.body, ChatRequest)
-        return await self._answered(
-            request,
-            prepared,
-            CompletionAnswer(prepared, prepared.body, self.tokenizer, self.model_name),
-        )
+        answer = CompletionAnswer(prepared, prepared.body, self.tokenizer, self.model_name)
+        return await self._answered(request, prepared, answer)
 
     async def responses(self, request: Request) -> Response:
         def prepare(raw: bytes) -> tuple[ResponsesRequest, Prepared]:
@@ -254,20 +250,25 @@ def create_app(
     app = FastAPI(
         lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
-    for path, answer in (
-        ("/v1/chat/completions", api.chat),
-        ("/v1/completions", api.completions),
-        ("/v1/responses", api.responses),
-        ("/tokenize", api.tokenize),
-        ("/detokenize", api.detokenize),
+    for method, path, answer in (
+        ("POST", "/v1/chat/completions", api.chat),
+        ("POST", "/v1/completions", api.completions),
+        ("POST", "/v1/responses", api.responses),
+        ("POST", "/tokenize", api.tokenize),
+        ("POST", "/detokenize", api.detokenize),
+        ("GET", "/v1/models", api.models),
+        ("GET", "/v1/models/{name:path}", api.model),
+        ("GET", "/version", api.version),
+        ("GET", "/health", api.health),
+        ("GET", "/metrics", api.metrics),
     ):
-        app.add_api_route(path, answer, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/models", api.models, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"], response_model=None)
-    app.add_api_route("/version", api.version, methods=["GET"], response_model=None)
-    app.add_api_route("/health", api.health, methods=["GET"], response_model=None)
-    app.add_api_route("/metrics", api.metrics, methods=["GET"], response_model=None)
-    on_error = _refusals(service)
+        app.add_api_route(path, answer, methods=[method], response_model=None)
+
+    async def on_error(request: Request, fault: Exception) -> Response:
+        refusal = _refusal(request, fault)
+        service.refused.add(1, str(refusal.status_code))
+        return refusal
+
     for kind in _FAULTS:
         app.add_exception_handler(kind, on_error)
 
@@ -299,44 +300,26 @@ _FAULTS = (
 )
 
 
-def _refusals(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """What answers a fault of each kind, in OpenAI's shape, and counts it."""
-
-    def refuse(
-        status: int,
-        message: str,
-        code: str,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> Response:
-        service.refused.add(1, str(status))
-        return WireJson(
-            error_body(status, message, code, param), status_code=status, headers=headers
-        )
-
-    async def on_error(request: Request, fault: Exception) -> Response:
-        match fault:
-            case ApiError():
-                return refuse(fault.status, str(fault), fault.code, fault.param)
-            case QuantkitError():
-                return refuse(400, str(fault), "invalid_request")
-            case QueueFull():
-                return refuse(429, str(fault), "queue_full", headers={"Retry-After": "1"})
-            case RequestFault():
-                return refuse(fault.status, str(fault), "request_fault")
-            case EngineFault():
-                return refuse(503, str(fault), "engine_fault")
-            case HTTPException():
-                asked = f"{request.method} {request.url.path[:200]}"
-                return refuse(
-                    fault.status_code,
-                    f"{fault.detail}: {asked}",
-                    "http_error",
-                    headers=fault.headers,
-                )
-            case ClientDisconnect():
-                return refuse(499, "the client closed the request", "client_closed")
-            case _:
-                raise fault
-
-    return on_error
+def _refusal(request: Request, fault: Exception) -> Response:
+    """What answers a fault of each kind, in OpenAI's shape."""
+    said, param = str(fault), None
+    headers: Mapping[str, str] | None = None
+    match fault:
+        case ApiError():
+            status, code, param = fault.status, fault.code, fault.param
+        case QuantkitError():
+            status, code = 400, "invalid_request"
+        case QueueFull():
+            status, code, headers = 429, "queue_full", {"Retry-After": "1"}
+        case RequestFault():
+            status, code = fault.status, "request_fault"
+        case EngineFault():
+            status, code = 503, "engine_fault"
+        case HTTPException():
+            said = f"{fault.detail}: {request.method} {request.url.path[:200]}"
+            status, code, headers = fault.status_code, "http_error", fault.headers
+        case ClientDisconnect():
+            status, code, said = 499, "client_closed", "the client closed the request"
+        case _:
+            raise fault
+    return WireJson(error_body(status, said, code, param), status_code=status, headers=headers)

@@ -2,7 +2,7 @@
 hand: there are a dozen of them."""
 
 from bisect import bisect_left
-from collections.abc import Callable
+from dataclasses import dataclass
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
@@ -27,16 +27,17 @@ class Counter:
         ]
 
 
+@dataclass
 class Gauge:
-    """A number read when it is asked for."""
+    """A number as it is now."""
 
-    def __init__(
-        self, name: str, text: str, read: Callable[[], float], kind: str = "gauge"
-    ) -> None:
-        self.name, self.text, self.read, self.kind = name, text, read, kind
+    name: str
+    text: str
+    value: float
+    kind: str = "gauge"
 
     def lines(self) -> list[str]:
-        return [f"{self.name} {_number(self.read())}"]
+        return [f"{self.name} {_number(self.value)}"]
 
 
 class Histogram:

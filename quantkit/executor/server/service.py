@@ -168,39 +168,21 @@ class Service:
     def metrics(self) -> list[Metric]:
         scheduler = self.engine.scheduler
         acceptance = self.engine.speculation.acceptance
+        now = (
+            ("requests_running", "Requests being computed.", len(scheduler.running)),
+            ("requests_waiting", "Requests in the queue.", len(scheduler.waiting)),
+            ("cache_usage_ratio", "Share of the cache in use.", scheduler.cache_usage),
+        )
+        counted = (
+            ("preemptions", "Requests put back for lack of cache.", scheduler.num_preempted),
+            ("drafted_tokens", "Tokens guessed, of any source.", acceptance.drafted),
+            ("accepted_tokens", "Guessed tokens that were kept.", acceptance.accepted),
+        )
         return [
-            Gauge(
-                "quantkit_requests_running",
-                "Requests being computed.",
-                lambda: len(scheduler.running),
-            ),
-            Gauge(
-                "quantkit_requests_waiting",
-                "Requests in the queue.",
-                lambda: len(scheduler.waiting),
-            ),
-            Gauge(
-                "quantkit_cache_usage_ratio",
-                "Share of the cache in use.",
-                lambda: scheduler.cache_usage,
-            ),
-            Gauge(
-                "quantkit_preemptions_total",
-                "Requests put back for lack of cache.",
-                lambda: scheduler.num_preempted,
-                "counter",
-            ),
-            Gauge(
-                "quantkit_drafted_tokens_total",
-                "Tokens guessed, of any source.",
-                lambda: acceptance.drafted,
-                "counter",
-            ),
-            Gauge(
-                "quantkit_accepted_tokens_total",
-                "Guessed tokens that were kept.",
-                lambda: acceptance.accepted,
-                "counter",
+            *(Gauge(f"quantkit_{name}", text, value) for name, text, value in now),
+            *(
+                Gauge(f"quantkit_{name}_total", text, value, "counter")
+                for name, text, value in counted
             ),
             self.prompt_tokens,
             self.generated_tokens,
