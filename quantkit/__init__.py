@@ -29,7 +29,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from quantkit.api import convert, inspect, plan, quantize
-    from quantkit.calibrate.rounding import register_rounding
+    from quantkit.calibrate.recipe import register_rounding
     from quantkit.common.errors import QuantkitError
     from quantkit.evaluation.api import evaluate, perplexity
     from quantkit.executor.engine import Engine
@@ -45,7 +45,7 @@ else:  # hidden from type checkers, which would then accept any name
         "perplexity": "quantkit.evaluation.api",
         "plan": "quantkit.api",
         "quantize": "quantkit.api",
-        "register_rounding": "quantkit.calibrate.rounding",
+        "register_rounding": "quantkit.calibrate.recipe",
     }
 
     def __getattr__(name: str) -> object:

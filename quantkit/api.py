@@ -144,7 +144,7 @@ def inspect(model: str | Path, *, engine: str | None = None) -> "Inspection":
     engine: adds `problems`: what prevents that engine from loading the checkpoint, or is lost
     there.
     """
-    from quantkit.checkpoint.remote import open_headers
+    from quantkit.checkpoint.reader import open_headers
     from quantkit.diagnosis.inspect import describe
     from quantkit.engines.check import check_checkpoint
 

@@ -227,7 +227,7 @@ SPELLED = {
         r"(?:.*\.)?(?:embed|embed_in|embed_tokens\w*|tok_embeddings|word_embeddings|wte)": "the "
         "description names classes, which headers do not"
     },
-    "checkpoint/formats/modelslim_kinds.py": dict.fromkeys(
+    "checkpoint/formats/modelslim.py": dict.fromkeys(
         ("o_proj", "down_proj"), "the format slices scale_bias of these two, for vllm-ascend"
     ),
     "checkpoint/formats/gptq.py": {"lm_head": "a key of GPTQ's description"},

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from quantkit.calibrate.hidden_states import PIECE_VALUES
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.recipe import Recipe
-from quantkit.calibrate.rounding import ROUNDINGS
+from quantkit.calibrate.recipe import ROUNDINGS, Recipe
 from quantkit.checkpoint.formats.base import Format
 from quantkit.grids.base import (
     Grid,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.header import TensorInfo, read_at
-from quantkit.checkpoint.manifest import MANIFEST
+from quantkit.checkpoint.output_dir import MANIFEST
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.atomic_write import new_file
 from quantkit.common.errors import QuantkitError

@@ -40,10 +40,15 @@ from quantkit.checkpoint.header import (
     read_at,
     write_at,
 )
-from quantkit.checkpoint.journal import Journal, JournalEntry, JournalReader, lock_path
-from quantkit.checkpoint.lock import check_unlocked
-from quantkit.checkpoint.manifest import MANIFEST, file_entries
+from quantkit.checkpoint.journal import (
+    Journal,
+    JournalEntry,
+    JournalReader,
+    check_unlocked,
+    lock_path,
+)
 from quantkit.checkpoint.output_dir import (
+    MANIFEST,
     STATE,
     absolute,
     check_disjoint,
@@ -51,6 +56,7 @@ from quantkit.checkpoint.output_dir import (
     check_partial,
     check_run,
     check_target,
+    file_entries,
     partial_path,
     register_files,
     remove_leftovers,

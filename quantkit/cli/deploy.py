@@ -30,7 +30,7 @@ def deploy(
 
     Where it cannot be served so, nothing is printed but the reason, and the exit code is 1.
     """
-    from quantkit.checkpoint.remote import open_headers
+    from quantkit.checkpoint.reader import open_headers
     from quantkit.deploy.formats import find_format
     from quantkit.deploy.launch import deploy as plan
     from quantkit.planning.devices import read_devices

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.hub import find_local
-from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.remote import HeaderCheckpoint, open_headers
+from quantkit.checkpoint.reader import Checkpoint, HeaderCheckpoint, open_headers
 from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.behaviour import SublayerError, compare_behaviour, read_compared
 from quantkit.diagnosis.description import Description, describe

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quantkit.checkpoint.check import CACHE_SCALES
-from quantkit.checkpoint.manifest import MANIFEST
+from quantkit.checkpoint.output_dir import MANIFEST
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.devices import dtype_name
 from quantkit.common.model_files import LARGEST, is_there, read_json

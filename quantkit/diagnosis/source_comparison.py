@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES
-from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.remote import open_headers
+from quantkit.checkpoint.reader import Checkpoint, open_headers
 from quantkit.diagnosis.description import Description
 from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.measures import ORDERS, reordered

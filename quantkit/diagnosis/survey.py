@@ -24,8 +24,7 @@ from quantkit.checkpoint.containers import (
 from quantkit.checkpoint.formats.base import SIDE_FILES
 from quantkit.checkpoint.header import TensorInfo
 from quantkit.checkpoint.hub import fetch_small, find_local, read_shard_header
-from quantkit.checkpoint.reader import read_shard
-from quantkit.checkpoint.remote import remote_tensor
+from quantkit.checkpoint.reader import read_shard, remote_tensor
 from quantkit.checkpoint.shards import Shards
 from quantkit.checkpoint.stacked_experts import split_stacked_experts
 from quantkit.checkpoint.tensor_aliases import aliases

@@ -18,7 +18,7 @@ from quantkit import api
 from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.hub import find_model, model_basename
-from quantkit.checkpoint.manifest import MANIFEST
+from quantkit.checkpoint.output_dir import MANIFEST
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.atomic_write import write_atomic
 from quantkit.common.devices import default_dtype, find_device, free_bytes

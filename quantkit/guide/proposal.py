@@ -23,9 +23,8 @@ from quantkit.models import find_architecture
 from quantkit.planning.devices import Devices
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import Plan, plan
-from quantkit.quantization.cost import expected_seconds
+from quantkit.quantization.cost import Rate, expected_seconds
 from quantkit.quantization.job import JobRequest, open_job, read_request, read_scheme
-from quantkit.quantization.machine import Rate
 from quantkit.quantization.report import FAR
 
 QUANTKIT = "quantkit"

@@ -9,14 +9,14 @@ import psutil
 
 from quantkit.calibrate.data import load_sequences
 from quantkit.checkpoint.hub import find_local
-from quantkit.checkpoint.remote import open_headers
+from quantkit.checkpoint.reader import open_headers
 from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import format_bytes
 from quantkit.evaluation.run import prepare
 from quantkit.guide.job import GoRequest
 from quantkit.guide.proposal import Proposal, SchemeCandidate, candidates, choose_candidate
 from quantkit.planning.plan import Plan
-from quantkit.quantization.machine import measure_rate
+from quantkit.quantization.cost import measure_rate
 from quantkit.tokenizer.chat import ChatTokenizer
 
 TIME_FACTOR = 2.0

@@ -30,8 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.remote import open_headers
+from quantkit.checkpoint.reader import Checkpoint, open_headers
 from quantkit.common.atomic_write import check_writable, write_atomic
 from quantkit.common.errors import QuantkitError
 from quantkit.common.result import Result

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from quantkit.checkpoint.manifest import complete_manifest
+from quantkit.checkpoint.output_dir import complete_manifest
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.source_guard import SourceGuard
 from quantkit.checkpoint.writer import CheckpointWriter, prepare

@@ -50,9 +50,15 @@ from quantkit.quantization.fitting import (
     describe_fit,
     fit_grids,
 )
-from quantkit.quantization.mixed_precision import Mixture, engine_subset, kept_grids, read_mixture
+from quantkit.quantization.mixed_precision import (
+    Mixture,
+    check_fits,
+    engine_subset,
+    kept_grids,
+    overridden_grids,
+    read_mixture,
+)
 from quantkit.quantization.options import SchemeOptions
-from quantkit.quantization.overrides import check_fits, overridden_grids
 from quantkit.quantization.pruning import open_pruned
 
 _NAMED = 6

@@ -25,7 +25,7 @@ from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.source_model import ParameterReader, SourceModel
 from quantkit.calibrate.walk import Walk
 from quantkit.checkpoint.aux_files import has_tokenizer
-from quantkit.checkpoint.manifest import complete_manifest
+from quantkit.checkpoint.output_dir import complete_manifest
 from quantkit.checkpoint.pruned import PrunedCheckpoint
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
@@ -49,10 +49,10 @@ from quantkit.quantization.cost import (
     expected_seconds,
     faster_run,
     job_work,
+    measure_rate,
     unit_shares,
 )
 from quantkit.quantization.job import NO_MIXTURE, Coverage, Job, JobRequest, open_job, read_request
-from quantkit.quantization.machine import measure_rate
 from quantkit.quantization.memory import Peak, check_memory, expected_peak
 from quantkit.quantization.mixed_precision import Mixture
 from quantkit.quantization.model_card import NAME as CARD

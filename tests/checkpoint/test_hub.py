@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.checkpoint.hub import find_local, find_model
-from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.remote import open_headers
+from quantkit.checkpoint.reader import Checkpoint, open_headers
 from quantkit.diagnosis.diagnose import diagnose
 
 NAME = "org/model"

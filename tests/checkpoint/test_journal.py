@@ -8,11 +8,11 @@ from quantkit.checkpoint.journal import (
     Journal,
     JournalEntry,
     JournalReader,
+    check_unlocked,
     journal_files,
     lock_path,
     read_fingerprint,
 )
-from quantkit.checkpoint.lock import check_unlocked
 from quantkit.common.errors import QuantkitError
 
 _FIRST = JournalEntry("layer 0", ("a", "b"), "00ff", {"error": 0.25})

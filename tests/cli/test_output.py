@@ -19,7 +19,7 @@ from commands import Answer, command
 from replay_server import ReplayServer, Reply
 
 from quantkit import __version__, cli
-from quantkit.checkpoint.lock import Lock
+from quantkit.checkpoint.journal import Lock
 from quantkit.checkpoint.output_dir import partial_path
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter

@@ -5,7 +5,7 @@ import torch
 from nearest import quantize_fp4, quantize_fp8_block, quantize_int
 from refused import refused
 
-from quantkit.executor.weights.split import share_range
+from quantkit.executor.weights.weights import share_range
 from quantkit.grids.base import cut_columns, cut_rows, dequantize
 from quantkit.grids.int_groups import IntGrid, IntWeight
 

@@ -5,7 +5,7 @@ import time
 import torch
 
 from quantkit.common.progress import Note
-from quantkit.quantization.machine import measure_rate
+from quantkit.quantization.cost import measure_rate
 from quantkit.quantization.usage import RunUsage
 
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.lock import Lock
+from quantkit.checkpoint.journal import Lock
 from quantkit.checkpoint.output_dir import check_results_folder
 from quantkit.common.assets import BUILTIN_MODELS, builtin_model
 from quantkit.common.atomic_write import make_folder, write_atomic

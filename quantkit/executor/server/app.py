@@ -30,8 +30,8 @@ from quantkit.executor.server.asgi import (
     error_body,
     internal_error,
     note_of,
+    until_disconnect,
 )
-from quantkit.executor.server.disconnect import until_disconnect
 from quantkit.executor.server.guard import Faults, LoopbackOnly
 from quantkit.executor.server.intake import (
     ApiError,

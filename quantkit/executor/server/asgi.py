@@ -1,9 +1,12 @@
-"""HTTP messages: JSON responses, server-sent events, and one log line for each request."""
+"""HTTP messages: JSON responses, server-sent events, and one log line for each request.
+
+Cancellation of work whose client disconnects.
+"""
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +14,28 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quantkit.executor.server.disconnect import until_disconnect
 from quantkit.executor.server.guard import log_fault
 from quantkit.executor.server.service import AnswerStream, EngineFault, RequestFault
+
+
+async def until_disconnect(work: Coroutine[Any, Any, Any], receive: Receive) -> Any:
+    """The result of `work`. If the client disconnects first, `work` is cancelled and
+    ClientDisconnect raised. The request body must have been read."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
 
 
 class WireJson(JSONResponse):

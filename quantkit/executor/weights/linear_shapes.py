@@ -8,8 +8,7 @@ from quantkit_kernels.sizes import ExpertsSize, LinearSize, Products
 from quantkit_kernels.weights import kind
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.executor.weights.split import share_range
-from quantkit.executor.weights.weights import operand
+from quantkit.executor.weights.weights import operand, share_range
 from quantkit.models.stored_parameters import Model, read_model
 from quantkit.models.table import Parameter, routed_experts
 

@@ -10,6 +10,14 @@ a buffer of them.
 Where no operator of this machine takes a packed weight as it is (FP4 on any CPU, int4 on one
 without bfloat16), the reference would expand it at every call. A model small enough is expanded
 once instead, with the same values.
+
+The range of a linear's features that one tensor-parallel rank holds: columns of the output (rows
+of W) or of the input, as the model's table says.
+
+The weight cuts itself (`quantkit.grids.base`), packed as it is: along K on group boundaries. FP8
+blocks are expanded first, as their operator would. Where activations are rounded too (int8, a scale
+per token), each rank rounds its own inputs with their own scale: finer than one rank's, which takes
+the largest of them all.
 """
 
 import math
@@ -27,16 +35,31 @@ from torch import Tensor
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.shards import CPU
 from quantkit.common.devices import free_bytes
-from quantkit.common.errors import QuantkitError
+from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.executor.ranks.expert_parallel import NO_RANKS, ExpertRanks, ExpertShare
 from quantkit.executor.ranks.parallel import SINGLE, Parallel
 from quantkit.executor.weights.fallback_warning import warn_slow
 from quantkit.executor.weights.prefetch import find_prefetcher
-from quantkit.executor.weights.split import share_range
 from quantkit.grids.base import Weight, cut_columns, cut_rows, dequantize
 from quantkit.models.rope import Rope
 from quantkit.models.table import GatedMlp, Parameter
 from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
+
+
+def share_range(
+    features: int, what: str, name: str, rank: int, size: int, heads: int = 0
+) -> tuple[int, int]:
+    """From where to where the features of a rank go. heads: of keys, that they are; more ranks than
+    these hold copies."""
+    if 0 < heads < size and size % heads == 0:
+        rank, size = rank * heads // size, heads
+    if features % size:
+        raise UsageError(
+            f"{name} has {features} {what}, which {size} ranks cannot share evenly",
+            "use another --tp",
+        )
+    return rank * features // size, (rank + 1) * features // size
+
 
 _EXPANDED_SHARE = 0.25
 """Share of the free memory that a model may take expanded."""

@@ -10,7 +10,7 @@ def test_exposition():
     histogram = Histogram("c_seconds", "Cs.", (0.1, 1.0))
     for value in (0.05, 0.1, 0.5, 1234567.25):
         histogram.observe(value)
-    page = exposition([counter, labelled, histogram, Gauge("d", "Ds.", lambda: 1.5)])
+    page = exposition([counter, labelled, histogram, Gauge("d", "Ds.", 1.5)])
     assert page.splitlines() == [
         "# HELP a_total As.",
         "# TYPE a_total counter",
