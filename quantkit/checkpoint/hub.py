@@ -13,13 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.checkpoint.containers import check_files, foreign_files
 from quantkit.checkpoint.gguf import unpack as unpack_gguf
 from quantkit.common.assets import BUILTIN_MODELS, builtin_model
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST, is_there, read_json
+
+if TYPE_CHECKING:
+    from huggingface_hub.utils import TensorInfo
 
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "tokenization_*.py")
 _INDEX = "model.safetensors.index.json"
@@ -30,16 +33,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
-class RemoteTensor:
-    """One entry of a safetensors header: dtype as the header spells it, byte range [begin, end)
-    relative to the end of the header."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, int]
-
-
-@dataclass(frozen=True)
 class RemoteHeaders:
     """Headers of a Hub model. names: all its files. files: parsed JSON files by name. shards:
     shard -> tensor name -> entry."""
@@ -47,7 +40,7 @@ class RemoteHeaders:
     name: str
     names: frozenset[str]
     files: dict[str, dict[str, Any]]
-    shards: dict[str, dict[str, RemoteTensor]]
+    shards: dict[str, dict[str, "TensorInfo"]]
 
 
 def find_model(name: str) -> Path:
@@ -106,13 +99,7 @@ def read_headers(name: str, wanted: tuple[str, ...]) -> RemoteHeaders:
             f"hub model {name} has no safetensors file",
             "give a model that is published as safetensors",
         )
-    entries = {
-        shard: {
-            key: RemoteTensor(one.dtype, tuple(one.shape), one.data_offsets)
-            for key, one in header.tensors.items()
-        }
-        for shard, header in zip(shards, headers)
-    }
+    entries = {shard: header.tensors for shard, header in zip(shards, headers)}
     return RemoteHeaders(name, frozenset(listed), files, entries)
 
 
@@ -140,7 +127,7 @@ def fetch_small(name: str, wanted: tuple[str, ...]) -> tuple[Path, dict[str, int
     return folders[0], sizes
 
 
-def read_shard_header(name: str, shard: str, size: int) -> dict[str, RemoteTensor]:
+def read_shard_header(name: str, shard: str, size: int) -> dict[str, "TensorInfo"]:
     """The header of one shard of `size` bytes, by range requests. Raises QuantkitError for one that
     cannot be read, or that describes more bytes than the file has."""
     from huggingface_hub import HfApi, get_session, hf_hub_url
@@ -165,10 +152,7 @@ def read_shard_header(name: str, shard: str, size: int) -> dict[str, RemoteTenso
             f"{size}",
             "upload it again",
         )
-    return {
-        key: RemoteTensor(one.dtype, tuple(one.shape), one.data_offsets)
-        for key, one in header.tensors.items()
-    }
+    return header.tensors
 
 
 def _shards(name: str, listed: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from quantkit.checkpoint.containers import (
 from quantkit.checkpoint.formats import detect_format, fp8_block
 from quantkit.checkpoint.formats.base import CODES, SIDE_FILES, Axis, Format, StoredPart, lifted
 from quantkit.checkpoint.header import DTYPES, TensorInfo, read_at, read_header
-from quantkit.checkpoint.hub import RemoteTensor, find_local, read_headers
+from quantkit.checkpoint.hub import find_local, read_headers
 from quantkit.checkpoint.shards import CPU, Block, Shards
 from quantkit.checkpoint.stacked_experts import Stack, split_stacked_experts
 from quantkit.checkpoint.tensor_aliases import apply_aliases
@@ -43,6 +43,9 @@ from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST, is_inside, is_there, read_json
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.schemes import SCHEMES, Scheme
+
+if TYPE_CHECKING:
+    from huggingface_hub.utils import TensorInfo as HubTensor
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
@@ -440,7 +443,7 @@ class HeaderCheckpoint(Checkpoint):
     shards_type = _NoShards
 
 
-def remote_tensor(model: str, shard: str, name: str, entry: RemoteTensor) -> TensorInfo:
+def remote_tensor(model: str, shard: str, name: str, entry: "HubTensor") -> TensorInfo:
     """The tensor `name` of a Hub model as a header describes it. Raises QuantkitError for an
     invalid header."""
     if entry.dtype not in DTYPES:
@@ -448,8 +451,9 @@ def remote_tensor(model: str, shard: str, name: str, entry: RemoteTensor) -> Ten
             f"{name} of hub model {model} has dtype {entry.dtype}",
             f"quantkit reads {', '.join(DTYPES)}",
         )
-    tensor = TensorInfo(name, DTYPES[entry.dtype], entry.shape, shard, entry.offsets[0])
-    if entry.offsets[1] - entry.offsets[0] != tensor.nbytes:
+    begin, end = entry.data_offsets
+    tensor = TensorInfo(name, DTYPES[entry.dtype], tuple(entry.shape), shard, begin)
+    if end - begin != tensor.nbytes:
         raise QuantkitError(
             f"{shard} of hub model {model} has a header that makes no sense for {name}",
             "give another revision",

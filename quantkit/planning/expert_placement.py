@@ -147,7 +147,7 @@ def place(
         if held_out is None
         else _loads(ExpertCounts.read(held_out), held_out, checkpoint, read)
     )
-    experts = len(next(iter(loads.values())))
+    experts = _experts(loads)
     _check_slots(experts, number, redundant)
     fits = None if isinstance(devices, int) else _check_fits(checkpoint, devices, redundant)
     target = out or Path(f"expert-placement-{engine}{layout.suffix}")
@@ -157,29 +157,28 @@ def place(
         read.config.num_hidden_layers,
         experts,
     )
-    write_atomic(target, layout.write(placed))
-    found = {layer: balance(slots, loads[layer]) for layer, slots in placed.layers.items()}
-    mean = float(np.mean(list(found.values())))
+    content, options = layout.write(placed, target)
+    write_atomic(target, content)
+    found = _balances(placed.layers, loads)
+    mean = float(np.mean(found))
     expert_bytes, total = _expert_bytes(checkpoint, read)
     held = sum(slots.shape[1] for slots in placed.layers.values()) * expert_bytes
     return ExpertPlacement(
         model=str(checkpoint.path),
         engine=engine,
         file=target,
-        options=layout.options(placed, target),
+        options=options,
         note=layout.note,
         devices=number,
         experts=experts,
         redundant=redundant,
         slots=tuple(slots.shape[1] for slots in placed.layers.values()),
         balance=mean,
-        worst_balance=min(found.values()),
+        worst_balance=min(found),
         in_order_balance=_default_balance(loads, number),
         held_out_balance=None
         if held_out_loads is None
-        else float(
-            np.mean([balance(s, held_out_loads[layer]) for layer, s in placed.layers.items()])
-        ),
+        else float(np.mean(_balances(placed.layers, held_out_loads))),
         expert_bytes=expert_bytes,
         device_bytes=held,
         copies_bytes=max(held - total // number, 0),
@@ -193,10 +192,15 @@ def place_layers(
 ) -> dict[int, Slots]:
     """Slots of each layer. uneven: layers may have different numbers of slots, with `redundant`
     copies on average."""
-    slots = (len(next(iter(loads.values()))) + redundant) // devices
+    slots = (_experts(loads) + redundant) // devices
     cache = _PlacementCache(loads, devices)
     chosen = _distribute_slots(cache, slots) if uneven else dict.fromkeys(loads, slots)
     return {layer: cache.placed(layer, count) for layer, count in chosen.items()}
+
+
+def _balances(placed: Mapping[int, Slots], loads: Mapping[int, Loads]) -> list[float]:
+    """By layer."""
+    return [balance(slots, loads[layer]) for layer, slots in placed.items()]
 
 
 class _PlacementCache:
@@ -204,7 +208,7 @@ class _PlacementCache:
 
     def __init__(self, loads: Mapping[int, Loads], devices: int) -> None:
         self.loads, self.devices = loads, devices
-        self.experts = len(next(iter(loads.values())))
+        self.experts = _experts(loads)
         self._placed: dict[tuple[int, int], Slots] = {}
 
     def placed(self, layer: int, slots: int) -> Slots:
@@ -254,21 +258,14 @@ def _loads(
             f"{checkpoint.path} has no routed experts to place", "give a mixture of experts"
         )
     layers = [layer for layer in range(config.num_hidden_layers) if config.is_moe(layer)]
-    counted = {
-        "model_type": counts.model_type,
-        "hidden_size": counts.hidden_size,
-        "experts": counts.experts,
-    }
-    expected = {
-        "model_type": model_type,
-        "hidden_size": config.hidden_size,
-        "experts": config.routing.n_routed_experts,
-    }
-    for name, value in expected.items():
-        if counted[name] != value:
+    for name, counted, value in (
+        ("model_type", counts.model_type, model_type),
+        ("hidden_size", counts.hidden_size, config.hidden_size),
+        ("experts", counts.experts, config.routing.n_routed_experts),
+    ):
+        if counted != value:
             raise QuantkitError(
-                f"{file} is of a model with {name} {counted[name]}, and {checkpoint.path} has "
-                f"{value}",
+                f"{file} is of a model with {name} {counted}, and {checkpoint.path} has {value}",
                 remedy,
             )
     missing = [layer for layer in layers if layer not in counts.layers]
@@ -351,9 +348,13 @@ def _expert_bytes(checkpoint: Checkpoint, model: Model) -> tuple[int, int]:
     return max(stored.values()), sum(stored.values())
 
 
+def _experts(loads: Mapping[int, Loads]) -> int:
+    return len(next(iter(loads.values())))
+
+
 def _default_balance(loads: Mapping[int, Loads], devices: int) -> float | None:
     """Balance of the engines' default placement."""
-    experts = len(next(iter(loads.values())))
+    experts = _experts(loads)
     if experts % devices:
         return None
     return float(
@@ -363,13 +364,12 @@ def _default_balance(loads: Mapping[int, Loads], devices: int) -> float | None:
 
 def _advise_redundancy(loads: Mapping[int, Loads], devices: int, redundant: int) -> int | None:
     """The next redundancy that reaches ENOUGH, searched up to four times the number of experts."""
-    experts = len(next(iter(loads.values())))
+    experts = _experts(loads)
     for more in range(redundant + devices, min(4 * experts, experts * (devices - 1)) + 1, devices):
         bound = np.mean([_bound(load, devices, experts + more) for load in loads.values()])
         if bound < ENOUGH:
             continue
-        placed = place_layers(loads, devices, more)
-        if np.mean([balance(placed[layer], load) for layer, load in loads.items()]) >= ENOUGH:
+        if np.mean(_balances(place_layers(loads, devices, more), loads)) >= ENOUGH:
             return more
     return None
 
@@ -394,15 +394,18 @@ class PlacedLayers:
         """Copies in the layer that has the most."""
         return max(slots.size for slots in self.layers.values()) - self.experts
 
+    @property
+    def devices(self) -> int:
+        return len(next(iter(self.layers.values())))
+
 
 @dataclass(frozen=True)
 class PlacementFormat:
-    """An engine's placement file. write: its bytes; options: the engine options that load it.
-    uneven: layers may have different numbers of slots. note: shown to the user."""
+    """An engine's placement file. write: its bytes, and the engine options that load it. uneven:
+    layers may have different numbers of slots. note: shown to the user."""
 
     suffix: str
-    write: Callable[[PlacedLayers], bytes]
-    options: Callable[[PlacedLayers, Path], str]
+    write: Callable[[PlacedLayers, Path], tuple[bytes, str]]
     uneven: bool = False
     note: str = ""
 
@@ -415,21 +418,28 @@ def find_layout(engine: str) -> PlacementFormat:
     return LAYOUTS[engine]
 
 
-def _vllm(placed: PlacedLayers) -> bytes:
-    return _json([slots.ravel().tolist() for slots in placed.layers.values()])
+def _vllm(placed: PlacedLayers, file: Path) -> tuple[bytes, str]:
+    config = {"num_redundant_experts": placed.redundant, "initial_expert_map_path": str(file)}
+    options = f"--enable-eplb --eplb-config {shlex.quote(json.dumps(config))}"
+    slots = [slots.ravel().tolist() for slots in placed.layers.values()]
+    return _json(slots), f"--enable-expert-parallel {options}"
 
 
-def _sglang(placed: PlacedLayers) -> bytes:
+def _sglang(placed: PlacedLayers, file: Path) -> tuple[bytes, str]:
     count = next(iter(placed.layers.values())).size
     default = [slot % placed.experts for slot in range(count)]
     rows = [
         placed.layers[layer].ravel().tolist() if layer in placed.layers else default
         for layer in range(placed.num_layers)
     ]
-    return _json({"physical_to_logical_map": rows})
+    copies = f"--ep-num-redundant-experts {placed.redundant} " if placed.redundant else ""
+    return _json({"physical_to_logical_map": rows}), (
+        f"--ep-size {placed.devices} {copies}--ep-dispatch-algorithm static "
+        f"--init-expert-location {shlex.quote(str(file))}"
+    )
 
 
-def _vllm_ascend(placed: PlacedLayers) -> bytes:
+def _vllm_ascend(placed: PlacedLayers, file: Path) -> tuple[bytes, str]:
     layers = [
         {
             "layer_id": number,
@@ -441,59 +451,37 @@ def _vllm_ascend(placed: PlacedLayers) -> bytes:
         }
         for number, slots in enumerate(placed.layers.values())
     ]
-    return _json({"moe_layer_count": len(layers), "layer_list": layers})
+    config = {
+        "eplb_config": {"expert_map_path": str(file), "num_redundant_experts": placed.redundant}
+    }
+    return _json({"moe_layer_count": len(layers), "layer_list": layers}), (
+        f"--enable-expert-parallel --additional-config {shlex.quote(json.dumps(config))}"
+    )
 
 
-def _omni(placed: PlacedLayers) -> bytes:
-    devices = len(next(iter(placed.layers.values())))
-    pattern = np.zeros((devices, len(placed.layers), placed.experts), dtype=np.int32)
+def _omni(placed: PlacedLayers, file: Path) -> tuple[bytes, str]:
+    pattern = np.zeros((placed.devices, len(placed.layers), placed.experts), dtype=np.int32)
     for number, slots in enumerate(placed.layers.values()):
-        pattern[np.arange(devices)[:, None], number, slots] = 1
-    file = io.BytesIO()
-    np.save(file, pattern, allow_pickle=False)
-    return file.getvalue()
+        pattern[np.arange(placed.devices)[:, None], number, slots] = 1
+    content = io.BytesIO()
+    np.save(content, pattern, allow_pickle=False)
+    return content.getvalue(), (
+        f"pattern_path: {json.dumps(str(file))}, max_moe_layer_num: {len(placed.layers)} "
+        "(omni_placement's YAML)"
+    )
 
 
 def _json(value: object) -> bytes:
     return (json.dumps(value) + "\n").encode()
 
 
-def _vllm_options(placed: PlacedLayers, file: Path) -> str:
-    config = {"num_redundant_experts": placed.redundant, "initial_expert_map_path": str(file)}
-    return f"--enable-expert-parallel --enable-eplb --eplb-config {shlex.quote(json.dumps(config))}"
-
-
-def _sglang_options(placed: PlacedLayers, file: Path) -> str:
-    redundant = f"--ep-num-redundant-experts {placed.redundant} " if placed.redundant else ""
-    devices = len(next(iter(placed.layers.values())))
-    return (
-        f"--ep-size {devices} {redundant}--ep-dispatch-algorithm static --init-expert-location "
-        f"{shlex.quote(str(file))}"
-    )
-
-
-def _vllm_ascend_options(placed: PlacedLayers, file: Path) -> str:
-    config = {
-        "eplb_config": {"expert_map_path": str(file), "num_redundant_experts": placed.redundant}
-    }
-    return f"--enable-expert-parallel --additional-config {shlex.quote(json.dumps(config))}"
-
-
-def _omni_options(placed: PlacedLayers, file: Path) -> str:
-    return (
-        f"pattern_path: {json.dumps(str(file))}, max_moe_layer_num: {len(placed.layers)} "
-        "(omni_placement's YAML)"
-    )
-
-
 LAYOUTS = {
     "vllm": PlacementFormat(
         ".json",
         _vllm,
-        _vllm_options,
         note="no release of vLLM reads a placement yet; this is the file of its pull request 49572",
     ),
-    "sglang": PlacementFormat(".json", _sglang, _sglang_options),
-    "vllm-ascend": PlacementFormat(".json", _vllm_ascend, _vllm_ascend_options),
-    "omni-infer": PlacementFormat(".npy", _omni, _omni_options, uneven=True),
+    "sglang": PlacementFormat(".json", _sglang),
+    "vllm-ascend": PlacementFormat(".json", _vllm_ascend),
+    "omni-infer": PlacementFormat(".npy", _omni, uneven=True),
 }

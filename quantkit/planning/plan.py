@@ -52,7 +52,7 @@ from quantkit.quantization.cost import (
     measure_rate,
 )
 from quantkit.quantization.job import Job, open_job, read_request, read_scheme
-from quantkit.quantization.memory import expected_peak
+from quantkit.quantization.memory import Peak, expected_peak
 
 PREFILL_TOKENS = 2048
 """Prompt tokens per step, the executor's default."""
@@ -124,16 +124,6 @@ MEMORY_FRACTION = 0.9
 RESERVE_GIB = 4.0
 """Part of that for activations, graphs and communication."""
 _CACHE_NAMES: dict[CacheBits, str] = {8: "8-bit", 16: "BF16"}
-
-
-@dataclass(frozen=True)
-class HostPeak:
-    """Bytes of host memory at the peak of the run, reached at work unit `where`."""
-
-    process: int
-    hidden_states: int
-    work: int
-    where: str
 
 
 @dataclass(frozen=True)
@@ -220,7 +210,7 @@ class Plan(Result):
     devices: DeviceShare
     host_peak_bytes: int
     host_least_bytes: int
-    host_peak: HostPeak
+    host_peak: Peak
     disk_bytes: int
     disk_free_bytes: int
     parameters: int
@@ -328,7 +318,9 @@ def plan(
     peak, least = (expected_peak(job, memory)[0] for memory in (None, 0))
     stored = sum(tensor.nbytes for tensor in job.checkpoint.unpruned.tensors.values())
     work = job_work(job, job.linears, stored + output, tokens)
-    state = 2 * peak.hidden  # of the last finished layer, and of the next one while it is written
+    state = (
+        2 * peak.hidden_states
+    )  # of the last finished layer, and of the next one while it is written
     return Plan(
         model=str(job.checkpoint.path),
         scheme=request.scheme.name,
@@ -341,7 +333,7 @@ def plan(
         devices=device_share,
         host_peak_bytes=peak.total,
         host_least_bytes=least.total,
-        host_peak=HostPeak(peak.process, peak.hidden, peak.work, peak.where),
+        host_peak=peak,
         disk_bytes=output + state,
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
         parameters=sum(math.prod(row.shape) for row in job.rows),

@@ -78,17 +78,16 @@ class RunSizes:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes alive together at peak: `process`, `hidden` states, and the sublayer or experts in
-    `work`. where: the unit."""
+    """Bytes of host memory alive together at the peak, which is reached at the unit `where`."""
 
     process: int
-    hidden: int
+    hidden_states: int
     work: int
     where: str
 
     @property
     def total(self) -> int:
-        return self.process + self.hidden + self.work
+        return self.process + self.hidden_states + self.work
 
 
 def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:

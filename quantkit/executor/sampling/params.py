@@ -9,6 +9,7 @@ differently in another batch (drafts, other requests), and in the order of proba
 equal tokens would then swap, and with them every random number that selects one of them.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,26 @@ MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 MAX_BIAS, MAX_BIASED = 100.0, 1024
 MAX_STOP_TOKENS = 64
 """Bounds of request parameters: what is within them fits the tensors it is put into."""
+
+_PENALTY = (-MAX_PENALTY, MAX_PENALTY, f"use {-MAX_PENALTY:g} to {MAX_PENALTY:g}")
+_LOGPROBS = (0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}")
+_BOUNDS: dict[str, tuple[float, float, str]] = {
+    "temperature": (0, MAX_TEMPERATURE, f"use 0 (greedy) to {MAX_TEMPERATURE:g}"),
+    "top_p": (math.ulp(0.0), 1, "use a number above 0 and at most 1"),
+    "top_k": (0, MAX_TOP_K, f"use 0 (all tokens) to {MAX_TOP_K}"),
+    "min_p": (0, 1, "use 0 (all tokens) to 1"),
+    "seed": (-MAX_SEED - 1, MAX_SEED, "use a number of 64 bits"),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": (
+        MIN_REPETITION,
+        MAX_REPETITION,
+        f"use {MIN_REPETITION:g} to {MAX_REPETITION:g}; 1 is none",
+    ),
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+}
+"""Of each parameter that is given: the least, the most, and the remedy."""
 
 _NO_LIMIT = 1 << 62
 """A top_k that keeps every token."""
@@ -95,36 +116,12 @@ class SamplingParams:
                 "a grammar decides where the output ends, and min_new_tokens forbids it",
                 "leave one of them out",
             )
-        if not 0 <= self.temperature <= MAX_TEMPERATURE:
-            raise QuantkitError(
-                f"temperature is {self.temperature}", f"use 0 (greedy) to {MAX_TEMPERATURE:g}"
-            )
-        if not 0 < self.top_p <= 1:
-            raise QuantkitError(f"top_p is {self.top_p}", "use a number above 0 and at most 1")
-        if not 0 <= self.top_k <= MAX_TOP_K:
-            raise QuantkitError(f"top_k is {self.top_k}", f"use 0 (all tokens) to {MAX_TOP_K}")
-        if not 0 <= self.min_p <= 1:
-            raise QuantkitError(f"min_p is {self.min_p}", "use 0 (all tokens) to 1")
-        if self.seed is not None and not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
-            raise QuantkitError(f"seed is {self.seed}", "use a number of 64 bits")
+        for name, (least, most, remedy) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise QuantkitError(f"{name} is {value}", remedy)
         if "" in self.stop:
             raise QuantkitError("a stop string is empty", "leave it out")
-        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if count is not None and not 0 <= count <= MAX_LOGPROBS:
-                raise QuantkitError(f"{name} is {count}", f"use 0 to {MAX_LOGPROBS}")
-        self._check_penalties()
-
-    def _check_penalties(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -MAX_PENALTY <= getattr(self, name) <= MAX_PENALTY:
-                raise QuantkitError(
-                    f"{name} is {getattr(self, name)}", f"use {-MAX_PENALTY:g} to {MAX_PENALTY:g}"
-                )
-        if not MIN_REPETITION <= self.repetition_penalty <= MAX_REPETITION:
-            raise QuantkitError(
-                f"repetition_penalty is {self.repetition_penalty}",
-                f"use {MIN_REPETITION:g} to {MAX_REPETITION:g}; 1 is none",
-            )
         if len(self.logit_bias) > MAX_BIASED or not all(
             -MAX_BIAS <= bias <= MAX_BIAS for _, bias in self.logit_bias
         ):
