@@ -11,7 +11,7 @@ group_size; a scale per channel is G = 1.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
 
 import torch
@@ -178,6 +178,28 @@ class QuantizedWeight(ABC):
         """The weight with row n divided by divisor[n]: the same codes with other scales, rounded to
         `dtype`, which stores them. Exact for a power of two within `divisor_range`."""
         raise AssertionError(f"rows of {type(self).__name__} are not scaled")
+
+
+class GroupedWeight(QuantizedWeight):
+    """A weight with scales of rows and groups: every 2-D tensor of it has its rows."""
+
+    @abstractmethod
+    def levels(self) -> Levels: ...
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        found = self.levels()
+        values = found.values.unflatten(1, (-1, found.group_size))
+        if found.zero_point is not None:
+            values -= found.zero_point.unsqueeze(-1)
+        return values.mul_(found.scale.unsqueeze(-1)).flatten(1).to(dtype)
+
+    def matrices(self) -> dict[str, Tensor]:
+        """Its codes, and what has an element for each row and group, by the names of fields."""
+        parts = {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return {name: part for name, part in parts.items() if part.dim() == 2}
+
+    def rows(self, start: int, stop: int) -> Self:
+        return replace(self, **{name: part[start:stop] for name, part in self.matrices().items()})  # type: ignore[type-var]
 
 
 Weight: TypeAlias = Tensor | QuantizedWeight

@@ -15,8 +15,8 @@ from torch import Tensor
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import (
     Grid,
+    GroupedWeight,
     Levels,
-    QuantizedWeight,
     Quantizer,
     Scales,
     Weight,
@@ -102,7 +102,7 @@ class IntGrid(Grid):
 
 
 @dataclass(frozen=True, eq=False)
-class IntWeight(QuantizedWeight):
+class IntWeight(GroupedWeight):
     """w = (codes - zero_point) * scale, a scale per row and group of K / G input channels.
 
     codes int8 [N, K] in -8..7 or -127..127; scale float32 [N, G], already rounded to what the
@@ -147,16 +147,6 @@ class IntWeight(QuantizedWeight):
         """`zero_point`, zeros for a symmetric grid."""
         zeros = torch.zeros_like(self.scale, dtype=torch.int8)
         return zeros if self.zero_point is None else self.zero_point
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        values = self.codes.float().unflatten(1, (-1, self.group_size))
-        if self.zero_point is not None:
-            values -= self.zero_point.unsqueeze(-1)
-        return values.mul_(self.scale.unsqueeze(-1)).flatten(1).to(dtype)
-
-    def rows(self, start: int, stop: int) -> "IntWeight":
-        points = None if self.zero_point is None else self.zero_point[start:stop]
-        return IntWeight(self.codes[start:stop], self.scale[start:stop], points, self.bits)
 
     def columns(self, name: str, start: int, stop: int) -> "IntWeight":
         codes = self.codes[:, start:stop].contiguous()

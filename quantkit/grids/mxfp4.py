@@ -9,16 +9,13 @@ from torch import Tensor
 
 from quantkit.grids.base import (
     Grid,
-    Levels,
-    QuantizedWeight,
-    Quantizer,
     Scales,
     Weight,
     dequantize,
     relative_error,
 )
-from quantkit.grids.e2m1 import decode_e2m1, encode_e2m1, round_e2m1
-from quantkit.grids.nvfp4 import FP4_GROUP, Fp4Grid, Nvfp4Grid, Nvfp4Weight
+from quantkit.grids.e2m1 import Fp4Grid, Fp4Quantizer, Fp4Weight, decode_e2m1, encode_e2m1
+from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Grid, Nvfp4Weight
 
 if TYPE_CHECKING:
     from quantkit_kernels import Weight as KernelWeight
@@ -57,7 +54,7 @@ class Mxfp4Grid(Fp4Grid):
 
 
 @dataclass(frozen=True, eq=False)
-class Mxfp4Weight(QuantizedWeight):
+class Mxfp4Weight(Fp4Weight):
     """w = e2m1[codes] * 2 ** (exponent - 127), an exponent per row and group of 32 input channels.
 
     codes uint8 [N, K] in 0..15, bit 3 the sign; exponent uint8 [N, K / 32], the bits of
@@ -66,6 +63,8 @@ class Mxfp4Weight(QuantizedWeight):
 
     codes: Tensor
     exponent: Tensor
+
+    group_size = MX_GROUP
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
@@ -80,21 +79,8 @@ class Mxfp4Weight(QuantizedWeight):
     def grid(self) -> Mxfp4Grid:
         return Mxfp4Grid()
 
-    @property
-    def group_size(self) -> int:
-        return MX_GROUP
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        values = decode_e2m1(self.codes).unflatten(1, (-1, MX_GROUP))
-        return values.mul_(decode_e8m0(self.exponent).unsqueeze(-1)).flatten(1).to(dtype)
-
-    def rows(self, start: int, stop: int) -> "Mxfp4Weight":
-        return Mxfp4Weight(self.codes[start:stop], self.exponent[start:stop])
-
-    def columns(self, name: str, start: int, stop: int) -> "Mxfp4Weight":
-        self.grid.check_inputs(name, stop - start)
-        exponent = self.exponent[:, start // MX_GROUP : stop // MX_GROUP].contiguous()
-        return Mxfp4Weight(self.codes[:, start:stop].contiguous(), exponent)
+    def scales(self) -> Tensor:
+        return decode_e8m0(self.exponent)
 
     def kernel_weight(
         self, dtype: torch.dtype, activation_bits: int = 16, *, in_groups: bool = False
@@ -103,10 +89,6 @@ class Mxfp4Weight(QuantizedWeight):
         if self.is_nvfp4():
             return self.to_nvfp4().kernel_weight(dtype)
         return super().kernel_weight(dtype)
-
-    def levels(self) -> Levels:
-        scale = torch.exp2(self.exponent.float() - _BIAS)
-        return Levels(decode_e2m1(self.codes), None, scale, MX_GROUP, 4, is_e2m1=True)
 
     def difference(self, name: str, stored: Weight) -> float:
         return relative_error(self.dequantize(), dequantize(stored))
@@ -170,7 +152,7 @@ class Mxfp4Weight(QuantizedWeight):
 
 
 @dataclass(frozen=True)
-class Mxfp4Quantizer(Quantizer):
+class Mxfp4Quantizer(Fp4Quantizer):
     """E2M1 with a power of two per 32 channels: the largest under which the group's largest value
     stays above 4, and those `raised` by.
 
@@ -191,16 +173,12 @@ class Mxfp4Quantizer(Quantizer):
         ]
         return self.best(candidates, groups, importance)
 
-    def quantize(self, w: Tensor, scales: Scales) -> Tensor:
-        return round_e2m1(w, scales.scale)
-
     def nearest_scale(self, scale: Tensor) -> Tensor:
         return scale.log2().round().clamp(*_E8M0_RANGE).exp2()
 
     def encode(self, values: Tensor, scales: Scales) -> Mxfp4Weight:
-        levels = values.unflatten(-1, (-1, MX_GROUP)) / scales.scale.unsqueeze(-1)
         exponent = (scales.scale.frexp().exponent - 1 + _BIAS).to(torch.uint8)
-        return Mxfp4Weight(encode_e2m1(levels).flatten(-2), exponent)
+        return Mxfp4Weight(self.codes(values, scales), exponent)
 
 
 def decode_e8m0(exponent: Tensor) -> Tensor:

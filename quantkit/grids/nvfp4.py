@@ -9,7 +9,6 @@ Linears that an engine fuses (gate and up; q_a and kv_a) must share the global s
 `global_scale` of the amax over both and pass it in.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,16 +17,11 @@ from torch import Tensor
 
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import (
-    Grid,
-    Levels,
-    QuantizedWeight,
-    Quantizer,
     Scales,
     Weight,
-    check_group,
     relative_error,
 )
-from quantkit.grids.e2m1 import E2M1_MAX, decode_e2m1, encode_e2m1, round_e2m1
+from quantkit.grids.e2m1 import E2M1_MAX, Fp4Grid, Fp4Quantizer, Fp4Weight
 from quantkit.grids.int_groups import scale_divisor_range
 
 if TYPE_CHECKING:
@@ -43,19 +37,6 @@ changes no other rounding: e4m3 has room for it as long as a group's largest val
 _NEIGHBOURS = (0, -1, 1, -2, 2, 3, 4)
 """e4m3 codes around amax / 6 that a fit tries: from a quarter below to a half above, which is amax
 / 4."""
-
-
-class Fp4Grid(Grid):
-    """E2M1 values in groups of one size."""
-
-    group_size: int
-    bits = 4
-    symmetric = True
-    coarse_scales = True
-    kind = "fp4"
-
-    def check_inputs(self, name: str, width: int) -> None:
-        check_group(name, math.gcd(self.group_size, width), self.group_size, self.group_size, width)
 
 
 @dataclass(frozen=True)
@@ -81,7 +62,7 @@ class Nvfp4Grid(Fp4Grid):
 
 
 @dataclass(frozen=True, eq=False)
-class Nvfp4Weight(QuantizedWeight):
+class Nvfp4Weight(Fp4Weight):
     """w = e2m1[codes] * scale * global_scale, a scale per row and group of 16 input channels.
 
     codes uint8 [N, K] in 0..15, bit 3 the sign; scale float8_e4m3fn [N, K / 16]; global_scale
@@ -95,6 +76,8 @@ class Nvfp4Weight(QuantizedWeight):
     scale: Tensor
     global_scale: Tensor
     input_divisor: Tensor | None = None
+
+    group_size = FP4_GROUP
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
@@ -115,22 +98,8 @@ class Nvfp4Weight(QuantizedWeight):
     def grid(self) -> Nvfp4Grid:
         return Nvfp4Grid(activation_bits=16 if self.input_divisor is None else 4)
 
-    @property
-    def group_size(self) -> int:
-        return FP4_GROUP
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        values = decode_e2m1(self.codes).unflatten(1, (-1, FP4_GROUP))
-        scale = self.scale.float() * self.global_scale
-        return values.mul_(scale.unsqueeze(-1)).flatten(1).to(dtype)
-
-    def rows(self, start: int, stop: int) -> "Nvfp4Weight":
-        return replace(self, codes=self.codes[start:stop], scale=self.scale[start:stop])
-
-    def columns(self, name: str, start: int, stop: int) -> "Nvfp4Weight":
-        self.grid.check_inputs(name, stop - start)
-        scale = self.scale[:, start // FP4_GROUP : stop // FP4_GROUP].contiguous()
-        return replace(self, codes=self.codes[:, start:stop].contiguous(), scale=scale)
+    def scales(self) -> Tensor:
+        return self.scale.float() * self.global_scale
 
     def kernel_weight(
         self, dtype: torch.dtype, activation_bits: int = 16, *, in_groups: bool = False
@@ -139,10 +108,6 @@ class Nvfp4Weight(QuantizedWeight):
         from quantkit_kernels import Fp4
 
         return Fp4(self.codes, self.scale, self.global_scale, self.input_divisor)
-
-    def levels(self) -> Levels:
-        scale = self.scale.float() * self.global_scale
-        return Levels(decode_e2m1(self.codes), None, scale, FP4_GROUP, 4, is_e2m1=True)
 
     def difference(self, name: str, stored: Weight) -> float:
         other = Nvfp4Weight.of(stored)
@@ -166,7 +131,7 @@ class Nvfp4Weight(QuantizedWeight):
 
 
 @dataclass(frozen=True)
-class Nvfp4Quantizer(Quantizer):
+class Nvfp4Quantizer(Fp4Quantizer):
     """E2M1 with an e4m3 scale per 16 channels under `global_scale` float32 [] or [..., N].
 
     `fit` starts from amax / 6 and tries the e4m3 values `neighbours` codes away: a smaller scale
@@ -191,9 +156,6 @@ class Nvfp4Quantizer(Quantizer):
             candidates.append(Scales(scale.float() * self.global_scale, None))
         return self.best(candidates, groups, importance)
 
-    def quantize(self, w: Tensor, scales: Scales) -> Tensor:
-        return round_e2m1(w, scales.scale)
-
     def nearest_scale(self, scale: Tensor) -> Tensor:
         codes = (scale / self.global_scale).clamp(E4M3_MIN, E4M3_MAX).to(torch.float8_e4m3fn)
         return codes.float() * self.global_scale
@@ -206,9 +168,8 @@ class Nvfp4Quantizer(Quantizer):
     def encode(self, values: Tensor, scales: Scales) -> Nvfp4Weight:
         """All rows of one tensor share one global scale."""
         multiplier = self.global_scale.flatten()[0]
-        levels = values.unflatten(-1, (-1, FP4_GROUP)) / scales.scale.unsqueeze(-1)
         scale = (scales.scale / multiplier).to(torch.float8_e4m3fn)
-        return Nvfp4Weight(encode_e2m1(levels).flatten(-2), scale, multiplier)
+        return Nvfp4Weight(self.codes(values, scales), scale, multiplier)
 
 
 def global_scale(amax: Tensor) -> Tensor:
