@@ -78,34 +78,26 @@ class ExpertWeights:
         return self.gating.is_linear_in_up and self.biases is None
 
 
+@dataclass(eq=False)
 class ExpertSolver:
     """Quantizes experts of one layer. read: their input, whose scale is folded into the layer's
     norm; importance [H] and outputs: see `Sublayer`; original: routing of the calibration tokens on
     the original path, if they run through it; counts [T, 1]: weight of an error of each token in
     addition to its routing weight, for the scales inside experts; None: uniform."""
 
-    def __init__(
-        self,
-        solver: LinearSolver,
-        routed: RoutedTokens,
-        read: LinearInput,
-        importance: Tensor | None,
-        outputs: Curvature | None,
-        original: RoutedTokens | None = None,
-        counts: Tensor | None = None,
-    ) -> None:
-        self.original, self.counts = original, counts
-        self.solver, self.routed, self.read, self.importance, self.outputs = (
-            solver,
-            routed,
-            read,
-            importance,
-            outputs,
-        )
-        self.exact = solver.grid.coarse_scales
-        fitted = routed.x[: routed.fitted]
-        self.activation_quant = ActivationQuant(solver.activation_bits, input_divisor(read.largest))
-        self.layer_rows = self.activation_quant(_of_layer(fitted) / read.scale)
+    solver: LinearSolver
+    routed: RoutedTokens
+    read: LinearInput
+    importance: Tensor | None
+    outputs: Curvature | None
+    original: RoutedTokens | None = None
+    counts: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.exact, divisor = self.solver.grid.coarse_scales, input_divisor(self.read.largest)
+        self.activation_quant = ActivationQuant(self.solver.activation_bits, divisor)
+        fitted = self.routed.x[: self.routed.fitted]
+        self.layer_rows = self.activation_quant(_of_layer(fitted) / self.read.scale)
 
     @tensor_core_products()
     def solve(

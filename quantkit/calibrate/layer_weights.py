@@ -6,7 +6,7 @@ Routed experts are not included: `experts` is any operator that the caller passe
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from quantkit_kernels import SILU, Gating, UnsummedPairs, add_rms_norm
@@ -123,29 +123,21 @@ name."""
 NO_ACTIVATION_QUANTS: Mapping[str, ActivationQuant] = {}
 
 
+@dataclass(eq=False)
 class LayerWeights:
     """tensors: by full name, float32, on one device. Looked up at every call, so a caller may
     replace a weight between calls.
 
-    activation_quants: of linears with quantized inputs. product: of an input and a weight.
+    activation_quants: of linears with quantized inputs. product: of an input and a weight. sites:
+    linears that read one input, by the name it is observed under.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        experts: ExpertsOp | None = None,
-        observer: Observer | None = None,
-        activation_quants: Mapping[str, ActivationQuant] = NO_ACTIVATION_QUANTS,
-        product: Callable[[Tensor, Tensor], Tensor] = F.linear,
-    ) -> None:
-        """"""
-        self.product = product
-        self.tensors = tensors
-        self.routed = experts
-        self.observer = observer
-        self.activation_quants = activation_quants
-        self.sites: dict[str, tuple[str, ...]] = {}
-        """Linears that read one input, by the name it is observed under."""
+    tensors: Mapping[str, Tensor]
+    routed: ExpertsOp | None = None
+    observer: Observer | None = None
+    activation_quants: Mapping[str, ActivationQuant] = field(default_factory=dict)
+    product: Callable[[Tensor, Tensor], Tensor] = F.linear
+    sites: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False)
 
     def tensor(self, name: str) -> Tensor:
         return self.tensors[name]

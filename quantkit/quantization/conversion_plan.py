@@ -142,16 +142,12 @@ class Change:
     """Change of one part of the model: number of weights, and the largest relative difference of
     any stored value."""
 
-    weights: int
-    max_relative_error: float
+    weights: int = 0
+    max_relative_error: float = 0.0
 
-
-def merge_changes(one: Change | None, other: Change) -> Change:
-    if one is None:
-        return other
-    return Change(
-        one.weights + other.weights, max(one.max_relative_error, other.max_relative_error)
-    )
+    def __add__(self, other: "Change") -> "Change":
+        largest = max(self.max_relative_error, other.max_relative_error)
+        return Change(self.weights + other.weights, largest)
 
 
 @dataclass(frozen=True)
@@ -285,7 +281,7 @@ class ConversionPlan:
         for item in unit:
             made, error = self._convert(item)
             tensors |= made
-            changes[item.key] = merge_changes(changes.get(item.key), Change(1, error))
+            changes[item.key] = changes.get(item.key, Change()) + Change(1, error)
         return tensors, changes
 
     def _convert(self, item: Item) -> tuple[dict[str, Tensor], float]:

@@ -30,7 +30,6 @@ from quantkit.quantization.conversion_plan import (
     ConversionPlan,
     Item,
     activation_bits,
-    merge_changes,
     target_name,
 )
 from quantkit.quantization.model_card import NAME as CARD
@@ -179,7 +178,7 @@ def _write(
             noted = {key: asdict(change) for key, change in facts.items()}
             writer.write(name, tensors, {"changes": noted})
         for key, change in noted.items():
-            changes[key] = merge_changes(changes.get(key), Change(**change))
+            changes[key] = changes.get(key, Change()) + Change(**change)
         done += sum(plan.source_bytes(item) for item in unit)
         worst = max((change.max_relative_error for change in changes.values()), default=0.0)
         on_event(

@@ -200,22 +200,21 @@ class Parallel:
 
     def broadcast(self, message: Any) -> None:
         """From rank 0: a JSON value to all ranks."""
-        channel = self._channel
-        assert channel is not None, "connect first"
-        self._guard(lambda: channel.send(message))
+        self._guard(lambda: self._connected.send(message))
 
     def listen(self) -> Any:
         """The next message of rank 0; waits for it."""
-        channel = self._channel
-        assert channel is not None, "connect first"
-        return self._guard(channel.receive)
+        return self._guard(self._connected.receive)
 
     def report(self, message: Any) -> list[Any]:
         """A JSON value of each rank, on rank 0 in the order of ranks; nothing on the others."""
-        channel = self._channel
-        assert channel is not None, "connect first"
-        messages: list[Any] = self._guard(lambda: channel.collect(message))
+        messages: list[Any] = self._guard(lambda: self._connected.collect(message))
         return messages
+
+    @property
+    def _connected(self) -> Channel:
+        assert self._channel is not None, "connect first"
+        return self._channel
 
     def close(self) -> None:
         """Leave the others; those that were started from here end. Nothing happens where there are

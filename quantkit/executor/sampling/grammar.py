@@ -13,6 +13,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -135,15 +136,15 @@ class Grammars:
         )
 
 
+@dataclass(eq=False)
 class Guide:
     """Allowed next tokens of one output. after: the token after which the grammar begins; until
     then every token is allowed but `eos_ids`, as an output that ends there would not match."""
 
-    def __init__(
-        self, matcher: Any, vocab_size: int, after: int | None, eos_ids: Sequence[int]
-    ) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
-        self._after, self._eos_ids = after, eos_ids
+    _matcher: Any
+    _vocab_size: int
+    _after: int | None
+    _eos_ids: Sequence[int]
 
     @property
     def words(self) -> int:

@@ -148,11 +148,7 @@ class Intake:
         form = self.tools.form if use else None
         shown: dict[str, Any] = {"tools": list(use.shown)} if use else {}
         shown |= body.chat_template_kwargs
-        messages = self.tools.messages(messages)
-        text = or_refuse(
-            partial(self.tokenizer.render, messages, **shown),
-            "the chat template fails on this request",
-        )
+        text = self.rendered(messages, shown)
         check_roles(messages, text)
         prompt = self.encoded(text, self.tokenizer.encode_rendered)
         inside = self.tokenizer.opens_think(text)
@@ -161,6 +157,11 @@ class Intake:
         return Prepared(
             body, [(prompt, one) for one in params], inside=inside, tool_use=use, tool_format=form
         )
+
+    def rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        """The chat template's text of checked messages."""
+        render = partial(self.tokenizer.render, self.tools.messages(messages), **variables)
+        return or_refuse(render, "the chat template fails on this request")
 
     def completions(self, raw: bytes) -> Prepared:
         """Raises ApiError, or QuantkitError, for what cannot be answered."""

@@ -55,11 +55,7 @@ def tokenize(intake: Intake, raw: bytes) -> dict[str, Any]:
             **body.chat_template_kwargs,
         }
         variables |= {"tools": body.tools} if body.tools else {}
-        messages = intake.tools.messages(chat_messages(body.messages))
-        text = or_refuse(
-            partial(tokenizer.render, messages, **variables),
-            "the chat template fails on this request",
-        )
+        text = intake.rendered(chat_messages(body.messages), variables)
         ids = intake.encoded(text, tokenizer.encode_rendered)
     else:
         encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_rendered

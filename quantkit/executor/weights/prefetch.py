@@ -8,6 +8,7 @@ again.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -87,17 +88,14 @@ class Prefetcher:
         return summed
 
 
+@dataclass(eq=False)
 class Followed:
     """An operator whose calls a prefetcher sees."""
 
-    def __init__(
-        self,
-        prefetcher: Prefetcher,
-        operator: Callable[..., Tensor],
-        number: int,
-        held: list[Tensor],
-    ) -> None:
-        self.prefetcher, self.operator, self.number, self.held = prefetcher, operator, number, held
+    prefetcher: Prefetcher
+    operator: Callable[..., Tensor]
+    number: int
+    held: list[Tensor]
 
     def __call__(self, *arguments: Any, **options: Any) -> Tensor:
         self.prefetcher.called(self.number, self.held)
