@@ -17,8 +17,7 @@ from quantkit_kernels.codes import LARGEST
 from torch import Tensor
 
 from quantkit.calibrate.hidden_states import HiddenStates, TokenBatch
-from quantkit.calibrate.layer_weights import LayerWeights, no_experts
-from quantkit.calibrate.sublayer import Run, Sublayer
+from quantkit.calibrate.sublayer import LayerWeights, Run, Sublayer, no_experts
 from quantkit.models.activation_quant import ActivationQuant
 from quantkit.models.architecture import KeyValueCache, LatentCache
 from quantkit.models.cache_scales import (

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from quantkit.calibrate.data import Sequences
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
-from quantkit.calibrate.layer_weights import LayerWeights, no_experts
 from quantkit.calibrate.source_model import ParameterReader, SourceModel
+from quantkit.calibrate.sublayer import LayerWeights, no_experts
 from quantkit.common.errors import QuantkitError
 from quantkit.models.architecture import ModelConfig, MtpModel
 from quantkit.models.hyper_connections import (

@@ -11,14 +11,13 @@ from torch import Tensor
 from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, add_weighted, quantized_outputs
 from quantkit.calibrate.hidden_states import Batches, HiddenStatePair, HiddenStates
 from quantkit.calibrate.input_statistics import token_weights
-from quantkit.calibrate.layer_weights import RoutedTokens
 from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.progress_log import ProgressLog
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.reference_runs import ReferenceRun, RtnRun
 from quantkit.calibrate.scales import Consumer, LinearInput, sample_rows
 from quantkit.calibrate.source_model import SourceModel, expert_unit
-from quantkit.calibrate.sublayer import Sublayer
+from quantkit.calibrate.sublayer import RoutedTokens, Sublayer
 from quantkit.grids.base import Weight, dequantize
 from quantkit.models.table import GatedMlp
 

@@ -2,7 +2,7 @@
 memory."""
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,6 +11,11 @@ LARGEST_KEPT = 2**28
 """Bytes of a block. Larger ones (Hessians, the weights of a dense MLP) are returned to the system
 at once: they make up a run's peak."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
+
+
+Observer = Callable[[str, Tensor], None]
+"""(module, its input [T, K]). Linears that share an input are observed once, under the first one's
+name."""
 
 
 def keep_freed_blocks() -> None:

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, TokenBatch
-from quantkit.calibrate.layer_weights import LayerWeights, RoutedTokens, RoutingRecorder
-from quantkit.calibrate.layer_weights import Observer as InputHook
+from quantkit.calibrate.hidden_states import Observer as InputHook
 from quantkit.calibrate.ranks import BatchParallel, Ranks
-from quantkit.calibrate.sublayer import Sublayer
+from quantkit.calibrate.sublayer import LayerWeights, RoutedTokens, RoutingRecorder, Sublayer
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.weights import ExpertsOp
 from quantkit.quant.tensor_cores import sample_linear, sample_products

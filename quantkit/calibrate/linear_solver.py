@@ -29,8 +29,7 @@ from quantkit.grids.base import (
 from quantkit.grids.nvfp4 import Nvfp4Weight, input_divisor
 from quantkit.models.activation_quant import ActivationQuant
 from quantkit.quant.compensation import compensate, compensate_both, sample_output_directions
-from quantkit.quant.descent import Descent
-from quantkit.quant.gptq import Curvature, scaled_losses
+from quantkit.quant.gptq import Curvature, Descent, scaled_losses
 from quantkit.quant.tensor_cores import tensor_core_products
 
 NO_COSTS: Mapping[str, Curvature] = {}

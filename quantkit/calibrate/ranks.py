@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quantkit.calibrate.hidden_states import TokenBatch
-from quantkit.calibrate.layer_weights import Observer
+from quantkit.calibrate.hidden_states import Observer, TokenBatch
 from quantkit.calibrate.output import Output
 from quantkit.models.weights import ExpertsOp
 

@@ -15,17 +15,18 @@ from torch import Tensor
 from quantkit.calibrate.cache_scales import Int8Cache
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import HiddenStates
-from quantkit.calibrate.layer_weights import (
+from quantkit.calibrate.linear_solver import LinearSolver, SolverTable
+from quantkit.calibrate.ranks import Ranks
+from quantkit.calibrate.source_model import ParameterReader
+from quantkit.calibrate.sublayer import (
     NO_ACTIVATION_QUANTS,
     LayerWeights,
     RoutedTokens,
     RoutingRecorder,
+    Sublayer,
+    advance,
     no_experts,
 )
-from quantkit.calibrate.linear_solver import LinearSolver, SolverTable
-from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.source_model import ParameterReader
-from quantkit.calibrate.sublayer import Sublayer, advance
 from quantkit.models.table import GatedMlp, Parameter
 from quantkit.quant.tensor_cores import sample_products
 

@@ -30,17 +30,20 @@ from quantkit.calibrate.embed_and_head import EmbedAndHead, TableEmbedAndHead
 from quantkit.calibrate.expert_layer import expert_weights
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import BATCH_TOKENS, HiddenStates
-from quantkit.calibrate.layer_weights import (
+from quantkit.calibrate.linear_solver import SolverTable
+from quantkit.calibrate.output_cost import BLOCK_ROWS, ResidualStream, compare_paths
+from quantkit.calibrate.source_model import SourceModel, attend_unit, feed_forward_unit
+from quantkit.calibrate.sublayer import (
     NO_ACTIVATION_QUANTS,
     LayerWeights,
     RoutedTokens,
     RoutingRecorder,
+    Sublayer,
     no_experts,
+    run_attention,
+    run_feed_forward,
+    sublayer_of,
 )
-from quantkit.calibrate.linear_solver import SolverTable
-from quantkit.calibrate.output_cost import BLOCK_ROWS, ResidualStream, compare_paths
-from quantkit.calibrate.source_model import SourceModel, attend_unit, feed_forward_unit
-from quantkit.calibrate.sublayer import Sublayer, run_attention, run_feed_forward, sublayer_of
 from quantkit.checkpoint.header import save_tensors
 from quantkit.common.progress import OnEvent, Progress, peak_memory
 from quantkit.grids.base import Grid, grid_label

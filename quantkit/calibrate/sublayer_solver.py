@@ -27,6 +27,7 @@ from quantkit.calibrate.hidden_states import (
     TokenBatch,
     mean_row_distance,
 )
+from quantkit.calibrate.hidden_states import Observer as InputHook
 from quantkit.calibrate.input_statistics import (
     HELD_OUT_ROWS,
     DriftAccumulator,
@@ -35,13 +36,11 @@ from quantkit.calibrate.input_statistics import (
     PartialRun,
     enough,
 )
-from quantkit.calibrate.layer_weights import LayerWeights, no_experts
-from quantkit.calibrate.layer_weights import Observer as InputHook
 from quantkit.calibrate.linear_solver import LinearResult, LinearSolver
 from quantkit.calibrate.ranks import BatchParallel, Ranks
 from quantkit.calibrate.scales import FoldedTensors, LinearInput, SublayerScales, linear_input
 from quantkit.calibrate.source_model import ParameterReader
-from quantkit.calibrate.sublayer import batch_product
+from quantkit.calibrate.sublayer import LayerWeights, batch_product, no_experts
 from quantkit.grids.base import Weight, dequantize
 from quantkit.models.table import Parameter, Projection
 from quantkit.quant.gptq import Curvature

@@ -29,7 +29,6 @@ from quantkit.calibrate.hidden_states import (
     mean_row_distance,
 )
 from quantkit.calibrate.input_statistics import SublayerStatistics, collect_statistics
-from quantkit.calibrate.layer_weights import NO_ACTIVATION_QUANTS, RoutedTokens, RoutingUpdater
 from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.output_cost import (
     BLOCK_ROWS,
@@ -45,6 +44,9 @@ from quantkit.calibrate.reference_runs import ReferenceRun, RtnRun
 from quantkit.calibrate.scales import LinearInput, linear_input, scale_in_effect, scale_sublayer
 from quantkit.calibrate.source_model import SourceModel, attend_unit, feed_forward_unit
 from quantkit.calibrate.sublayer import (
+    NO_ACTIVATION_QUANTS,
+    RoutedTokens,
+    RoutingUpdater,
     Run,
     Sublayer,
     advance,

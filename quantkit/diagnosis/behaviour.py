@@ -19,9 +19,8 @@ from torch.nn import functional as F
 from quantkit.calibrate.data import SHIPPED_TEXT
 from quantkit.calibrate.embed_and_head import TableEmbedAndHead
 from quantkit.calibrate.experts import ExpertWeights
-from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.source_model import ParameterReader
-from quantkit.calibrate.sublayer import Run, run_attention, run_feed_forward
+from quantkit.calibrate.sublayer import LayerWeights, Run, run_attention, run_feed_forward
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.shards import CPU
 from quantkit.common.assets import calibration_text

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from quantkit.grids.base import Quantizer, Scales, fit_scales
 from quantkit.quant.block_rounding import GroupScales, group_of_columns, take
-from quantkit.quant.descent import Descent, descend
-from quantkit.quant.gptq import Curvature, gptq, put_back
+from quantkit.quant.gptq import Curvature, Descent, descend, gptq, put_back
 from quantkit.quant.tensor_cores import error_product
 
 

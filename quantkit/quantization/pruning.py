@@ -35,14 +35,20 @@ from quantkit.calibrate.hidden_states import (
     HiddenStates,
     keep_freed_blocks,
 )
-from quantkit.calibrate.layer_weights import LayerWeights, RoutedTokens, RoutingRecorder
 from quantkit.calibrate.source_model import (
     ParameterReader,
     SourceModel,
     attend_unit,
     feed_forward_unit,
 )
-from quantkit.calibrate.sublayer import Run, feed_forward, run_attention
+from quantkit.calibrate.sublayer import (
+    LayerWeights,
+    RoutedTokens,
+    RoutingRecorder,
+    Run,
+    feed_forward,
+    run_attention,
+)
 from quantkit.checkpoint.header import save_tensors
 from quantkit.checkpoint.pruned import PrunedCheckpoint, TensorSelection
 from quantkit.checkpoint.reader import Checkpoint

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers.core_model_loading import revert_weight_conversion
 from transformers_peers import CASES, LATENT, SHARED, SPARSE
 
-from quantkit.calibrate.layer_weights import LayerWeights
+from quantkit.calibrate.sublayer import LayerWeights
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.hf_traced.architecture import TracedArchitecture

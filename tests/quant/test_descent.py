@@ -7,8 +7,7 @@ from rounding_problem import QUANTIZERS, K, loss, problem, spread
 
 from quantkit.grids.base import dequantize
 from quantkit.quant.compensation import compensate
-from quantkit.quant.descent import Descent
-from quantkit.quant.gptq import Curvature, damp_
+from quantkit.quant.gptq import Curvature, Descent, damp_
 
 
 def settled(name):

@@ -15,12 +15,10 @@ from quantkit.checkpoint.formats import (
     dense,
     fp8,
     fp8_block,
-    fp8_fp4,
     gptq,
     modelopt,
     modelopt_mixed,
     modelslim,
-    mxfp4,
 )
 from quantkit.checkpoint.formats.base import Format
 from quantkit.common.errors import QuantkitError, UsageError
@@ -28,7 +26,7 @@ from quantkit.grids.schemes import Scheme
 
 FORMATS: tuple[Format, ...] = (
     dense.FORMAT,
-    fp8_fp4.FORMAT,
+    fp8_block.WITH_FP4,
     fp8_block.FORMAT,
     awq.FORMAT,
     *gptq.FORMATS,
@@ -46,7 +44,7 @@ FORMATS: tuple[Format, ...] = (
     modelopt.W4A4,
     modelopt_mixed.FORMAT,
     modelslim.FORMAT,
-    mxfp4.FORMAT,
+    compressed_mxfp4.PUBLISHED,
     auto_round.FORMAT,
 )
 

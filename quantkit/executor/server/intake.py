@@ -27,8 +27,7 @@ from quantkit.executor.server.protocol import (
     sampling_params,
 )
 from quantkit.executor.server.service import QueueFull
-from quantkit.executor.server.tools.definitions import ToolUse
-from quantkit.executor.server.tools.formats import ToolFormat
+from quantkit.executor.server.tools.formats import ToolFormat, ToolUse
 from quantkit.executor.server.tools.template import ToolTemplate
 from quantkit.executor.server.tools.tool_choice import calls_grammar
 from quantkit.tokenizer.chat import ChatTokenizer

@@ -25,7 +25,7 @@ from quantkit.executor.sampling.params import (
     SamplingParams,
 )
 from quantkit.executor.server.structured_output import Structured
-from quantkit.executor.server.tools.definitions import MAX_TOOLS, ToolUse, declared_tools
+from quantkit.executor.server.tools.formats import MAX_TOOLS, ToolUse, declared_tools
 
 _ROLES = ("system", "user", "assistant", "tool")
 MAX_MESSAGES = 4096

@@ -18,7 +18,7 @@ from quantkit.executor.server.intake import Prepared
 from quantkit.executor.server.protocol import HARMLESS, MAX_MESSAGES, first_unsupported
 from quantkit.executor.server.reasoning import AnswerParts
 from quantkit.executor.server.service import AnswerStream
-from quantkit.executor.server.tools.definitions import MAX_TOOLS
+from quantkit.executor.server.tools.formats import MAX_TOOLS
 from quantkit.tokenizer.chat import ChatTokenizer
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -10,8 +10,12 @@ from refused import refused
 
 from quantkit.executor.sampling.grammar import Grammars
 from quantkit.executor.server.reasoning import joined
-from quantkit.executor.server.tools.definitions import declared_tools
-from quantkit.executor.server.tools.formats import FORMATS, named_format, template_format
+from quantkit.executor.server.tools.formats import (
+    FORMATS,
+    declared_tools,
+    named_format,
+    template_format,
+)
 from quantkit.executor.server.tools.parsers import takes_text
 from quantkit.executor.server.tools.stream_parser import ToolCallSplitter
 from quantkit.executor.server.tools.template import ToolTemplate

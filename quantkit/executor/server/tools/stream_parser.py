@@ -3,8 +3,7 @@
 import uuid
 from dataclasses import dataclass
 
-from quantkit.executor.server.tools.definitions import ToolUse
-from quantkit.executor.server.tools.formats import ToolFormat
+from quantkit.executor.server.tools.formats import ToolFormat, ToolUse
 from quantkit.executor.server.tools.parsers import CallReader
 
 

@@ -7,8 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from quantkit.executor.sampling.grammar import SPACES, lark
-from quantkit.executor.server.tools.definitions import Tool, ToolUse
-from quantkit.executor.server.tools.formats import ToolFormat
+from quantkit.executor.server.tools.formats import Tool, ToolFormat, ToolUse
 from quantkit.executor.server.tools.parsers import takes_text
 
 _TEXT = "TEXT: /(.|\\n)*/"
