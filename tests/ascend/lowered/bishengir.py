@@ -28,7 +28,6 @@ BISHENGIR = Path(sys.prefix) / "bishengir/ascendnpuir/bin/bishengir-compile"
 BYTES = {"i1": 1, "i8": 1, "i16": 2, "f16": 2, "bf16": 2, "i32": 4, "f32": 4, "i64": 8}
 BUFFERS = {"ub": "UB", "cbuf": "L1", "cc": "L0C"}
 FUNCTION = re.compile(r"(?m)^  func\.func @(\w+)\(.*\{$")
-EVENT_IDS = 8
 
 
 class NotCompiled(Exception):
@@ -114,42 +113,10 @@ class Part:
                 pairs.append((first[a][0], first[b][0], first[a][1] - first[a][0]))
         return pairs
 
-    def unbalanced(self) -> list[str]:
-        """Where flags that are set are not those that are waited for: the regions of a function
-        each by themselves, for a loop ends as often as it began. The cube's product waits for its
-        operands in L1, and says when it has read them, by the events among its arguments."""
-        found, open_regions = [], [Counter[str]()]
-        numbers = self.numbers()
-
-        def count(source: str, target: str, event: str, change: int) -> None:
-            static = re.fullmatch(r"<EVENT_ID(\d)>", event)
-            number = int(static[1]) if static else numbers.get(event)
-            if number != -1:
-                which = "one of two" if number is None else number
-                open_regions[-1][f"{source} to {target}, {which}"] += change
-
-        for line in map(str.strip, self.lines):
-            if line.startswith("}"):
-                found += [f"{flag}: {left:+d}" for flag, left in open_regions.pop().items() if left]
-            if flag := re.match(r"hivm\.hir\.(set|wait)_flag\[<(\w+)>, <(\w+)>, (.*?)\]", line):
-                count(flag[2], flag[3], flag[4], 1 if flag[1] == "set" else -1)
-            if product := re.match(r"func\.call @mma_tile\w*\((.*?)\) :", line):
-                arguments = product[1].split(", ")
-                for event in arguments[7:9]:
-                    count("PIPE_MTE2", "PIPE_MTE1", event, -1)
-                for event in arguments[9:11]:
-                    count("PIPE_MTE1", "PIPE_MTE2", event, 1)
-            if line.endswith("{"):
-                open_regions.append(Counter())
-        return found
-
     def numbers(self) -> dict[str, int]:
         """Constants of 64 bits."""
         found = re.findall(r"(%[\w-]+) = arith\.constant (-?\d+) : i64", "\n".join(self.lines))
         return {name: int(value) for name, value in found}
-
-    def events(self) -> set[int]:
-        return {int(number) for number in re.findall(r"<EVENT_ID(\d+)>", "\n".join(self.lines))}
 
 
 def parts(form: str) -> list[Part]:
@@ -160,16 +127,6 @@ def parts(form: str) -> list[Part]:
         if "hivm." in body:
             found.append(Part(match[1], (*body.splitlines(), "  }")))
     return found
-
-
-def cross_flags(form: str) -> tuple[Counter[str], Counter[str]]:
-    """Flags between the cores: who sets each, and who waits for it."""
-    return tuple(  # type: ignore[return-value]
-        Counter(
-            re.findall(rf"hivm\.hir\.sync_block_{way}\[<\w+>, <\w+>, <\w+>\] flag = (\d+)", form)
-        )
-        for way in ("set", "wait")
-    )
 
 
 def spec(form: str) -> dict[str, int]:
