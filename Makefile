@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo real wheel test test-numbers test-long check-long test-families lint test-ascend test-triton test-engines test-vllm-cuda test-vllm-topologies test-faults test-loaders test-placement test-placement-loaders test-packers test-evalscope test-styles test-lm-eval test-clients test-router test-launch-formats mutants mutants-ascend acceptance-npu ascendc test-datasets clean gallery demo-real
+.PHONY: demo real wheel test test-numbers test-long check-long test-families lint test-ascend test-aarch64 test-triton test-engines test-vllm-cuda test-vllm-topologies test-faults test-loaders test-placement test-placement-loaders test-packers test-evalscope test-styles test-lm-eval test-clients test-router test-launch-formats mutants mutants-ascend acceptance-npu ascendc test-datasets clean gallery demo-real
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -84,6 +84,15 @@ test-ascend: .venv-ascend/stamp .venv-ascend/bishengir/stamp .venv-npu/stamp
 	OMP_NUM_THREADS=1 .venv-ascend/bin/python -m pytest tests/ascend/lowered
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-ascend/bin/python -m pytest tests/quant/test_block_kernel.py
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python -m pytest tests/ascend/schemas
+
+# The CPU's products compiled for aarch64, as a Kunpeng host compiles them, and judged against float64 under qemu-user.
+AARCH64 := g++-aarch64-linux-gnu qemu-user-static
+test-aarch64:
+	command -v aarch64-linux-gnu-g++ qemu-aarch64-static > /dev/null || { apt-get update --quiet=2 && apt-get install --quiet=2 --yes --no-install-recommends $(AARCH64); }
+	mkdir -p out/aarch64
+	set -e; for flags in "" "-march=armv8.2-a+dotprod"; do \
+	aarch64-linux-gnu-g++ -O3 -std=c++17 $$flags -static -o out/aarch64/products tests/ascend/aarch64.cpp $(addprefix kernels/quantkit_kernels/cpu/,int8.cpp w8a16.cpp dense.cpp); \
+	qemu-aarch64-static -cpu max out/aarch64/products; done
 
 # Triton's kernels in its interpreter, and compiled ahead for cards that are not here. QUANTKIT_EVERY_CELL=1: for every architecture.
 test-triton: .venv-triton/stamp

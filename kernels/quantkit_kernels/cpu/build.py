@@ -18,6 +18,7 @@ _FLAGS = {
     "AVX512": ("-mavx512f", "-mfma"),
     "VNNI": ("-mavx512f", "-mfma", "-mavx512bw", "-mavx512vnni"),
     "PORTABLE": (),
+    "DOTPROD": ("-march=armv8.2-a+dotprod",),
     "BF16": ("-mavx512f", "-mfma", "-mavx512bw", "-mavx512vnni", "-mavx512bf16"),
 }
 _LEVELS = {
@@ -26,7 +27,7 @@ _LEVELS = {
     "int8_experts": ("VNNI",),
     **dict.fromkeys(
         ("dense", "gqa", "int4", "int8", "norm", "prompts", "round_block", "silu", "w8a16"),
-        ("AVX2", "AVX512", "VNNI", "PORTABLE"),
+        ("AVX2", "AVX512", "VNNI", "PORTABLE", "DOTPROD"),
     ),
 }
 """Which processors each source is for."""
@@ -64,7 +65,19 @@ def level() -> str:
     capability = torch.backends.cpu.get_cpu_capability()
     if capability == "AVX512" and torch.cpu._is_vnni_supported():
         return "VNNI"
-    return capability if capability in _FLAGS else "PORTABLE"
+    if capability in _FLAGS:
+        return capability
+    return "DOTPROD" if "asimddp" in _arm_features() else "PORTABLE"
+
+
+@functools.cache
+def _arm_features() -> list[str]:
+    """Of the first core of an aarch64 processor, as Linux names them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    return next((line.split() for line in lines if line.startswith("Features")), [])
 
 
 def level_of(name: str) -> str:

@@ -11,6 +11,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 #endif
 
 namespace {
@@ -55,6 +57,7 @@ template <class X, class Code> float quantize(const X* x, Code* codes, int k, in
 #if defined(__AVX2__)
 // Products of bytes, added in pairs, would saturate in 16 bits: both sides are that wide before.
 struct Lanes {
+  using Code = int16_t;  // of a token
   static constexpr int count = 16;
   using Codes = __m256i;
   using Sums = __m256i;
@@ -67,9 +70,21 @@ struct Lanes {
     return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
   }
 };
+#elif defined(__ARM_FEATURE_DOTPROD)
+// Four products of bytes are added in 32 bits at once.
+struct Lanes {
+  using Code = int8_t;
+  static constexpr int count = 16;
+  using Codes = int8x16_t;
+  using Sums = int32x4_t;
+  static Codes load(const int8_t* at) { return vld1q_s8(at); }
+  static Sums multiply_add(Codes a, Codes b, Sums sums) { return vdotq_s32(sums, a, b); }
+  static int32_t total(Sums sums) { return vaddvq_s32(sums); }
+};
 #else
 // Arrays, in the vectors that the compiler finds for them.
 struct Lanes {
+  using Code = int16_t;
   static constexpr int count = 16;
   struct Codes { int16_t at[count]; };
   struct Sums { int32_t at[count]; };
@@ -101,7 +116,7 @@ inline int in_fours(int k) { return (k + 3) / 4 * 4; }
 
 // M tokens with `rows` rows from `row` on, of which the weight may not have the last; their sums into `found`.
 struct Rows {
-  using Code = int16_t;
+  using Code = Lanes::Code;
   static constexpr int rows = 4, offset = 0, tokens = 4;
   template <int M> static void sum(const Weight& w, const Code* x, int row, int32_t (*found)[rows]) {
     constexpr int some = M < 3 ? rows : rows / 2;  // as many as AVX2 has registers for
