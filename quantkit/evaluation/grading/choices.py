@@ -103,13 +103,12 @@ def _printed(options: tuple[str, ...]) -> re.Pattern[str]:
     """An option as it is printed: its letter and its own text."""
     found = []
     for letter, option in zip(LETTERS, options):
-        own = _tokens(option)
+        own = _TOKEN.findall(normalize(option))
         mark = r"\s?[).\]:}>]" if len("".join(own)) < 3 else ""
         text = _BETWEEN.join(map(re.escape, own))
         if own:
-            found.append(
-                rf"(?P<{letter}>(?<![^\W_]){letter}(?![^\W_]){mark}{_BETWEEN}[-=]?{_BETWEEN}{text}(?![^\W_]))"
-            )
+            label = rf"(?<![^\W_]){letter}(?![^\W_]){mark}{_BETWEEN}[-=]?{_BETWEEN}"
+            found.append(rf"(?P<{letter}>{label}{text}(?![^\W_])[?!]*)")
     return re.compile("|".join(found) or "(?!)", re.IGNORECASE)
 
 
