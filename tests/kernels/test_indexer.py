@@ -17,7 +17,7 @@ PAGE = 16
 @pytest.mark.parametrize(("backend", "dtype"), backends_of("index_prepare"))
 def test_keys_are_normed_and_both_sides_rotated(
     backend, dtype, heads, width, rotary, centred, interleaved
-) -> None:
+):
     torch.manual_seed(1)
     device, tokens = device_of(backend), 5
     both = torch.randn(tokens, (heads + 1) * width, device=device).to(dtype)
@@ -57,7 +57,7 @@ def test_keys_are_normed_and_both_sides_rotated(
 @pytest.mark.parametrize("heads", [16, 64, 5])
 @pytest.mark.parametrize("one_sequence", [True, False])
 @pytest.mark.parametrize(("backend", "dtype"), backends_of("index_topk"))
-def test_the_highest_scores_are_selected(backend, dtype, one_sequence, heads, monkeypatch) -> None:
+def test_the_highest_scores_are_selected(backend, dtype, one_sequence, heads, monkeypatch):
     """In segments, too; over unwritten tokens, with scores of 0 and fewer tokens than topk."""
     from quantkit_kernels.triton import indexer
 
@@ -99,7 +99,7 @@ def test_the_highest_scores_are_selected(backend, dtype, one_sequence, heads, mo
 
 
 @pytest.mark.parametrize("backend", backends_of("index_topk", dtypes=False))
-def test_of_equal_scores_the_first_are_selected(backend) -> None:
+def test_of_equal_scores_the_first_are_selected(backend):
     """However many tokens there are: with one head half of the scores are 0."""
     device, topk = device_of(backend), 70
     torch.manual_seed(3)

@@ -5,14 +5,13 @@ import torch
 from kernel_backends import backends_of, device_of
 from quantkit_kernels import StreamProduct, merge_streams, mix_streams, weigh_streams
 from quantkit_kernels.samples import TOLERANCE, distance
-from torch import Tensor
 
 
-def normed(x: Tensor, gain: Tensor | float, eps: float) -> Tensor:
+def normed(x, gain, eps):
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * gain
 
 
-def exact(streams: Tensor, product: StreamProduct, gain: Tensor) -> tuple[Tensor, ...]:
+def exact(streams, product, gain):
     """Input, its weights in the streams, and the matrix, each entry by its own sum."""
     tokens, n, _ = streams.shape
     projected = normed(streams.double().flatten(1), 1.0, product.norm_eps) @ product.fn.double().T
