@@ -21,9 +21,11 @@ from quantkit_kernels.codes import CODES, CodedKeys, CodedLatents, CodeSteps, Ke
 from quantkit_kernels.compressed import (
     ChosenEntries,
     EntryPages,
+    EntryPool,
     HeadNorm,
     RecentTokens,
     compressed_attend,
+    pool_entries,
     rotate_heads,
 )
 from quantkit_kernels.delta import (
@@ -132,6 +134,7 @@ __all__ = [
     "DeltaWeights",
     "Dense",
     "EntryPages",
+    "EntryPool",
     "ExpertBiases",
     "Experts",
     "ExpertsBuilder",
@@ -195,6 +198,7 @@ __all__ = [
     "mla_queries",
     "moe_gate",
     "pairs_apart",
+    "pool_entries",
     "prefer",
     "prepare",
     "prepare_dense",

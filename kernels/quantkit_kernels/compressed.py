@@ -4,6 +4,7 @@ are one vector, shared by all heads; an entry pools the vectors of `rate` tokens
 Symbols: T tokens, D head_dim, R channels rotated, the last ones, E entries, r rate.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,26 @@ class ChosenEntries(NamedTuple):
     counts: Tensor
 
 
+class EntryPool(NamedTuple):
+    """How entries of some pages are pooled. bias float32 [r, D]: of the tokens' weights; [r, 2 D]
+    with overlap, where a token contributes two halves, to the group after its own and to its own.
+    gain [D] and eps of the norm after it."""
+
+    bias: Tensor
+    gain: Tensor
+    eps: float
+    pages: EntryPages
+
+    @property
+    def overlap(self) -> bool:
+        return self.bias.shape[1] > self.gain.shape[0]
+
+    @property
+    def reach(self) -> int:
+        """Tokens pooled to one entry."""
+        return self.pages.rate * (1 + self.overlap)
+
+
 class HeadNorm(NamedTuple):
     """RMSNorm over each head's channels, with gain [D] or without."""
 
@@ -85,6 +106,34 @@ def rotate_heads(
     found = backends.find("rotate_heads", backend, x.device)
     result: Tensor = found.rotate_heads(x, rotation, norm, back)
     return result
+
+
+def pool_entries(
+    raw: RecentTokens,
+    positions: Tensor,
+    pools: Sequence[EntryPool],
+    rotation: Rotation,
+    *,
+    backend: str = "auto",
+) -> None:
+    """Write the entries of groups that end at positions int64 [T] to their pages; a position that
+    ends none may write to block 0. raw.kv float [S, C]: values and weights of each pool, one after
+    the other; its window is not used. rotation: of the groups' first tokens, by which the last R
+    channels of an entry are rotated. All pools have one rate and one table."""
+    check_tensor("positions", positions, (None,), (torch.int64,))
+    check_rotation(rotation, len(positions))
+    width = sum(2 * pool.bias.shape[1] for pool in pools)
+    check_tensor("raw.kv", raw.kv, (None, width), FLOAT_DTYPES)
+    check_tensor("raw.first", raw.first, (len(positions),), (torch.int64,))
+    for pool in pools:
+        dim = pool.gain.shape[0]
+        wide = dim * (1 + pool.overlap)
+        check_tensor("bias", pool.bias, (pool.pages.rate, wide), (torch.float32,))
+        check_tensor("pages.kv", pool.pages.kv, (None, dim), (raw.kv.dtype,))
+        require(pool.reach == pools[0].reach, "pools: of different groups")
+    backends.find("pool_entries", backend, raw.kv.device).pool_entries(
+        raw, positions, pools, rotation
+    )
 
 
 def compressed_attend(

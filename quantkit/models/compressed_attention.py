@@ -17,11 +17,11 @@ import torch
 from quantkit_kernels import (
     ChosenEntries,
     EntryPages,
-    HeadNorm,
+    EntryPool,
     RecentTokens,
     Rotation,
     compressed_attend,
-    rotate_heads,
+    pool_entries,
 )
 from torch import Tensor
 
@@ -48,14 +48,6 @@ class CompressedInputs(NamedTuple):
         return CompressedInputs(*(side[rows] for side in self))
 
 
-class CompressedKv(NamedTuple):
-    """kv [E, D], keys of the indexer [E, index D]; numbers int64 [E]: of their groups."""
-
-    kv: Tensor
-    keys: Tensor
-    numbers: Tensor
-
-
 @dataclass(frozen=True)
 class Pooling:
     """Pooling of compressed KV entries. bias [r, D], or [r, 2 D] with overlap; gain [D] and eps of
@@ -69,32 +61,12 @@ class Pooling:
     rope: Rope
 
     @property
-    def width(self) -> int:
-        """Values that a token contributes."""
-        return 2 * self.bias.shape[1]
-
-    @property
     def reach(self) -> int:
         """Tokens pooled to one entry."""
         return 2 * self.rate if self.overlap else self.rate
 
-    def __call__(self, raw: Tensor, numbers: Tensor) -> Tensor:
-        """raw [n, reach, width] of the tokens of n entries, numbers int64 [n] of their groups ->
-        [n, D]. The first group has no tokens before it."""
-        values, weights = raw.chunk(2, dim=-1)
-        if self.overlap:
-            dim, r = self.gain.shape[0], self.rate
-            weights = weights + torch.cat((self.bias, self.bias))
-            values = torch.cat((values[:, :r, :dim], values[:, r:, dim:]), dim=1)
-            weights = torch.cat((weights[:, :r, :dim], weights[:, r:, dim:]), dim=1)
-            before = (numbers == 0)[:, None] & (torch.arange(2 * r, device=raw.device) < r)
-            values = values.masked_fill(before[..., None], 0.0)
-            weights = weights.masked_fill(before[..., None], -torch.inf)
-        else:
-            weights = weights + self.bias
-        pooled = (values * weights.softmax(dim=1, dtype=torch.float32).to(values.dtype)).sum(dim=1)
-        rotation = Rotation(*self.rope.cos_sin(numbers * self.rate), self.rope.interleaved)
-        return rotate_heads(pooled[:, None], rotation, HeadNorm(self.gain, self.eps))[:, 0]
+    def of(self, pages: EntryPages) -> EntryPool:
+        return EntryPool(self.bias, self.gain, self.eps, pages)
 
 
 @dataclass(frozen=True)
@@ -116,16 +88,24 @@ class CompressedAttention:
     def rate(self) -> int:
         return self.pooling.rate if self.pooling else 0
 
-    def compress(self, raw: Tensor, numbers: Tensor) -> CompressedKv:
-        """raw [n, reach, C] -> n entries."""
+    def pool(
+        self,
+        raw: RecentTokens,
+        positions: Tensor,
+        pages: EntryPages,
+        index: EntryPages,
+        rotation: Rotation | None = None,
+    ) -> None:
+        """Write the entries of groups that end at positions int64 [n], and keys of the indexer.
+        rotation: of the groups' first tokens, where known."""
         assert self.pooling is not None, "a layer without entries"
-        own = self.pooling.width
-        kv = self.pooling(raw[..., :own], numbers)
-        return CompressedKv(
-            kv,
-            self.index_pooling(raw[..., own:], numbers) if self.index_pooling else kv[:, :0],
-            numbers,
-        )
+        if rotation is None:
+            rope = self.pooling.rope
+            firsts = positions // self.rate * self.rate
+            rotation = Rotation(*rope.cos_sin(firsts), rope.interleaved)
+        pools = [self.pooling.of(pages)]
+        pools += [self.index_pooling.of(index)] if self.index_pooling else []
+        pool_entries(raw, positions, pools, rotation)
 
     def choose(
         self, inputs: CompressedInputs, positions: Tensor, index: EntryPages, count: int
@@ -178,43 +158,14 @@ def buffer_index(layer: int, part: int) -> int:
 def attend_full_sequence(inputs: CompressedInputs, attention: CompressedAttention) -> Tensor:
     """A whole sequence -> [T, heads, D]."""
     positions = torch.arange(len(inputs.kv), device=inputs.kv.device)
-    entries = compress_groups(inputs.raw, 0, 0, len(positions), attention)
-    recent = RecentTokens(
-        inputs.kv, torch.zeros_like(positions), max(1, len(positions)), attention.window
-    )
-    pages = chosen = None
-    if len(entries.numbers):
-        pages = EntryPages(entries.kv, entries.numbers[None], attention.rate, attention.rate)
-        chosen = replace(attention, in_order=False).choose(
-            inputs, positions, pages._replace(kv=entries.keys), len(entries.numbers)
-        )
+    first, length = torch.zeros_like(positions), max(1, len(positions))
+    recent, pages, chosen = RecentTokens(inputs.kv, first, length, attention.window), None, None
+    rate, pooling = attention.rate, attention.pooling
+    if pooling is not None and len(positions) >= rate:
+        ends = positions[rate - 1 :: rate]
+        widths = (inputs.kv.shape[1], inputs.index_q.shape[2])
+        room = (inputs.kv.new_empty(len(ends), width) for width in widths)
+        pages, index = (EntryPages(one, (ends // rate)[None], rate, rate) for one in room)
+        attention.pool(recent._replace(kv=inputs.raw, first=first[: len(ends)]), ends, pages, index)
+        chosen = replace(attention, in_order=False).choose(inputs, positions, index, len(ends))
     return attention.attend(inputs, positions, recent, pages, chosen)
-
-
-def compress_groups(
-    raw: Tensor, first: int, start: int, stop: int, attention: CompressedAttention
-) -> CompressedKv:
-    """The entries whose groups end among the tokens start .. stop - 1. raw [n, C]: of the tokens
-    first .. stop - 1, which include all that they need."""
-    rate = attention.rate
-    numbers = (
-        torch.arange(start // rate, stop // rate, device=raw.device)
-        if rate
-        else torch.zeros(0, dtype=torch.int64, device=raw.device)
-    )
-    if not len(numbers):
-        return CompressedKv(
-            raw.new_zeros(0, _dim(attention.pooling)),
-            raw.new_zeros(0, _dim(attention.index_pooling)),
-            numbers,
-        )
-    assert attention.pooling is not None, "a rate without what makes entries"
-    reach = attention.pooling.reach
-    at = (
-        (numbers[:, None] + 1) * rate - reach + torch.arange(reach, device=raw.device) - first
-    ).clamp(min=0)
-    return attention.compress(raw[at], numbers)
-
-
-def _dim(pooling: Pooling | None) -> int:
-    return 0 if pooling is None else pooling.gain.shape[0]

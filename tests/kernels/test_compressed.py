@@ -6,10 +6,12 @@ from kernel_backends import backends_of, device_of
 from quantkit_kernels import (
     ChosenEntries,
     EntryPages,
+    EntryPool,
     HeadNorm,
     RecentTokens,
     Rotation,
     compressed_attend,
+    pool_entries,
     rotate_heads,
 )
 from quantkit_kernels.samples import TOLERANCE, distance
@@ -118,3 +120,52 @@ def test_attention(backend, dtype, heads, width, rate, few, poisoned_memory):
         q[one], positions[one], recent, pages, chosen, sinks, scale=0.3, backend=backend
     )
     assert distance(alone, exact[-1][None]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("backend", "dtype"), backends_of("pool_entries"))
+@pytest.mark.parametrize(("rate", "overlap", "widths"), [(4, True, (40, 24)), (9, False, (32,))])
+def test_pooled_entries(backend, dtype, rate, overlap, widths, poisoned_memory):
+    """Tokens in rings, of which some end a group, the first one too."""
+    device, rotary, halves = device_of(backend), 8, 1 + overlap
+    ends = [rate - 1, 5 * rate - 1, 7 * rate - 1]
+    positions = torch.tensor([*ends, 2 * rate], device=device)
+    tokens, reach, period, most = 4, rate * halves, rate * halves + 3, 7 * rate
+    whole = torch.randn(tokens, most, sum(2 * halves * one for one in widths), device=device)
+    whole, first = whole.to(dtype), torch.arange(tokens, device=device) * period
+    rings = torch.full((tokens * period, whole.shape[2]), torch.nan, device=device).to(dtype)
+    for token, position in enumerate(positions.tolist()):
+        for at in range(max(0, position - reach + 1), position + 1):
+            rings[token * period + at % period] = whole[token, at]
+    angles = torch.randn(tokens, rotary // 2, device=device)
+    rotation = Rotation(angles.cos(), angles.sin(), True)
+    blocks, per = -(-most // BLOCK), -(-BLOCK // rate)
+    table = 1 + torch.randperm(tokens * blocks, device=device).view(tokens, blocks).int()
+    pools = []
+    for width in widths:
+        bias, gain = torch.randn(rate, halves * width, device=device), torch.rand(width)
+        rows = torch.zeros((1 + tokens * blocks) * per, width, device=device, dtype=dtype)
+        pages = EntryPages(rows, table, BLOCK, rate)
+        pools.append(EntryPool(bias, gain.to(device, dtype), 1e-5, pages))
+    pool_entries(RecentTokens(rings, first, period, 0), positions, pools, rotation, backend=backend)
+    begin = 0
+    for pool, width in zip(pools, widths):
+        wide, written = halves * width, 0
+        for token, end in enumerate(ends):
+            values, weights = [], []
+            for at in range(max(0, end - reach + 1), end + 1):
+                half = slice(width, None) if overlap and at > end - rate else slice(width)
+                own = whole[token, at, begin : begin + 2 * wide].double()
+                values.append(own[:wide][half])
+                weights.append((own[wide:] + pool.bias[at % rate].double())[half])
+            exact = (torch.stack(weights).softmax(0) * torch.stack(values)).sum(0)
+            exact *= (exact.square().mean() + 1e-5).rsqrt() * pool.gain.double()
+            one, other = exact[-rotary:].clone().view(-1, 2).unbind(1)
+            cos, sin = rotation.cos[token].double(), rotation.sin[token].double()
+            exact[-rotary:] = torch.stack(
+                (one * cos - other * sin, one * sin + other * cos), 1
+            ).flatten()
+            row = pool.pages.rows(torch.tensor([[end // rate]] * tokens, device=device))[token, 0]
+            assert distance(pool.pages.kv[row], exact) < TOLERANCE[dtype]
+            written += 1
+        assert (pool.pages.kv[per:] != 0).any(1).sum() == written
+        begin += 2 * wide

@@ -1,10 +1,18 @@
 """Attention over a window and compressed KV entries (quantkit_kernels/compressed.py) in plain
 torch."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from quantkit_kernels.compressed import ChosenEntries, EntryPages, HeadNorm, RecentTokens
+from quantkit_kernels.compressed import (
+    ChosenEntries,
+    EntryPages,
+    EntryPool,
+    HeadNorm,
+    RecentTokens,
+)
 from quantkit_kernels.paged import Rotation
 from quantkit_kernels.reference.functional import rotated
 
@@ -20,6 +28,30 @@ def rotate_heads(x: Tensor, rotation: Rotation, norm: HeadNorm | None, back: boo
     width = 2 * rotation.cos.shape[1]
     by = rotation._replace(sin=-rotation.sin) if back else rotation
     return torch.cat((x[..., :-width], rotated(x[..., -width:], by)), dim=-1)
+
+
+def pool_entries(
+    raw: RecentTokens, positions: Tensor, pools: Sequence[EntryPool], rotation: Rotation
+) -> None:
+    rate, reach = pools[0].pages.rate, pools[0].reach
+    numbers, step = positions // rate, torch.arange(reach, device=positions.device)
+    at = (numbers[:, None] + 1) * rate - reach + step
+    tokens = raw.kv[raw.first[:, None] + at % raw.period].float()
+    parts = tokens.split([2 * pool.bias.shape[1] for pool in pools], dim=-1)
+    for pool, (values, weights) in zip(pools, (part.chunk(2, dim=-1) for part in parts)):
+        dim, ends = pool.gain.shape[0], (positions + 1) % rate == 0
+        weights = weights + pool.bias.repeat(reach // rate, 1)
+        if pool.overlap:
+            values, weights = (
+                torch.cat((one[:, :rate, :dim], one[:, rate:, dim:]), dim=1)
+                for one in (values, weights)
+            )
+        before = (at < 0)[..., None]  # the first group has no tokens before it
+        shares = weights.masked_fill(before, -torch.inf).softmax(dim=1)
+        pooled = (shares * values.masked_fill(before, 0.0)).sum(dim=1).to(raw.kv.dtype)
+        entries = rotate_heads(pooled[:, None], rotation, HeadNorm(pool.gain, pool.eps), False)
+        rows = pool.pages.rows(numbers[:, None])[:, 0].where(ends, 0)
+        pool.pages.kv[rows] = entries[:, 0]
 
 
 def compressed_attend(

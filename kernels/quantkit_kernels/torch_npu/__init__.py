@@ -92,9 +92,9 @@ def unusable(
 ) -> str | None:
     if operator == "gate_and_mul":
         return "silu_and_mul only"
-    if operator.startswith(("delta_", "compressed_", "rotate_", "route_")) or operator.endswith(
-        "_streams"
-    ):
+    if operator.startswith(
+        ("delta_", "compressed_", "pool_", "rotate_", "route_")
+    ) or operator.endswith("_streams"):
         return "no operator of torch_npu's"
     if operator.startswith("index_"):
         return "torch's own: CANN's lightning indexer is not called"

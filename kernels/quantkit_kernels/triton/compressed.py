@@ -1,11 +1,19 @@
 """Launches of attention over a window and compressed KV entries. What the kernels cannot take,
 float32 queries above all, the reference computes."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from quantkit_kernels import reference
-from quantkit_kernels.compressed import ChosenEntries, EntryPages, HeadNorm, RecentTokens
+from quantkit_kernels.compressed import (
+    ChosenEntries,
+    EntryPages,
+    EntryPool,
+    HeadNorm,
+    RecentTokens,
+)
 from quantkit_kernels.paged import Rotation
 from quantkit_kernels.triton.attention.decode import merge_shares
 from quantkit_kernels.triton.cards import (
@@ -21,6 +29,8 @@ _LOG2E = 1.4426950408889634
 _HALF = (torch.bfloat16, torch.float16)
 _TURNED = 2048
 """Numbers that a program rotates."""
+_POOLED = 8
+"""Tokens that a program pools at a time."""
 _HEADS, _FEW_HEADS, _MOST_KEYS, _MOST_SPLITS = 64, 16, 32, 32
 """Heads of a program, where there are tokens for all multiprocessors and where not; keys that it
 takes at a time, and programs that share those of a token."""
@@ -46,6 +56,32 @@ def rotate_heads(x: Tensor, rotation: Rotation, norm: HeadNorm | None, back: boo
         **overlapped(x.device),
     )  # fmt: skip
     return y
+
+
+def pool_entries(
+    raw: RecentTokens, positions: Tensor, pools: Sequence[EntryPool], rotation: Rotation
+) -> None:
+    from quantkit_kernels.triton.compressed_kernel import pool_entries as kernel
+
+    first, last, whole = pools[0], pools[-1], all(one.pages.kv.is_contiguous() for one in pools)
+    if raw.kv.dtype not in _HALF or len(pools) > 2 or not whole:
+        return reference.pool_entries(raw, positions, pools, rotation)
+    if len(positions) == 0:
+        return None
+    (width, more), table = (len(one.gain) for one in (first, last)), first.pages.table.contiguous()
+    sides = [(one.bias.contiguous(), one.gain.contiguous(), one.pages.kv) for one in (first, last)]
+    kernel[(len(positions), len(pools))](
+        raw.kv.contiguous(), raw.first.contiguous(), positions.contiguous(), table,
+        rotation.cos.contiguous(), rotation.sin.contiguous(), *sides[0], *sides[1], raw.period,
+        table.shape[1] if len(table) > 1 else 0, first.eps, last.eps,
+        C=raw.kv.shape[1], D=width, WIDTH=power_of_two(width),
+        MORE_D=more if len(pools) > 1 else 0, MORE_WIDTH=power_of_two(more),
+        R=2 * rotation.cos.shape[1], RATE=first.pages.rate, REACH=first.reach,
+        TOKENS=min(power_of_two(first.reach), _POOLED), BLOCK=first.pages.block_size,
+        PER_BLOCK=first.pages.rows_per_block, INTERLEAVED=rotation.interleaved,
+        **overlapped(raw.kv.device),
+    )  # fmt: skip
+    return None
 
 
 def compressed_attend(

@@ -50,6 +50,81 @@ def rotate_heads(
 
 
 @triton.jit
+def pool_entries(
+    raw, firsts, positions, table, cosines, sines, bias, gain, pages, more_bias, more_gain,
+    more_pages, period, table_row, eps, more_eps,
+    C: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, MORE_D: tl.constexpr,
+    MORE_WIDTH: tl.constexpr, R: tl.constexpr, RATE: tl.constexpr, REACH: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, PER_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program per position and pool, one or two. TOKENS: taken at a time."""
+    wait_for_input(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token)
+    if (position + 1) % RATE == 0:
+        number = position // RATE
+        block = position // BLOCK
+        row = tl.load(table + token * table_row + block).to(tl.int64) * PER_BLOCK
+        row += number - block * BLOCK // RATE
+        raw += tl.load(firsts + token) * C
+        angle = token * (R // 2)
+        if tl.program_id(1) == 0:
+            pool_entry(
+                raw, period, number, bias, gain, pages + row * D, cosines + angle, sines + angle,
+                eps, C, D, WIDTH, R, RATE, REACH, TOKENS, INTERLEAVED,
+            )  # fmt: skip
+        elif MORE_D > 0:
+            pool_entry(
+                raw + 2 * D * (REACH // RATE), period, number, more_bias, more_gain,
+                more_pages + row * MORE_D, cosines + angle, sines + angle,
+                more_eps, C, MORE_D, MORE_WIDTH, R, RATE, REACH, TOKENS, INTERLEAVED,
+            )  # fmt: skip
+
+
+@triton.jit
+def pool_entry(
+    raw, period, number, bias, gain, to, cosines, sines, eps,
+    C: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, RATE: tl.constexpr,
+    REACH: tl.constexpr, TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """The entry of one group, by an online softmax over its tokens."""
+    TYPE: tl.constexpr = to.dtype.element_ty
+    WIDE: tl.constexpr = D * (REACH // RATE)
+    channel, step = tl.arange(0, WIDTH), tl.arange(0, TOKENS)
+    inside = channel < D
+    largest = tl.full((WIDTH,), float("-inf"), tl.float32)
+    total = tl.zeros((WIDTH,), tl.float32)
+    sums = tl.zeros((WIDTH,), tl.float32)
+    for start in range(0, REACH, TOKENS):
+        own = start + step
+        at = (number + 1) * RATE - REACH + own
+        there = ((own < REACH) & (at >= 0))[:, None] & inside[None, :]
+        half = (own // RATE * D)[:, None] + channel[None, :]
+        place = raw + (tl.maximum(at, 0) % period)[:, None] * C + half
+        weights = tl.load(place + WIDE, mask=there, other=0.0).to(tl.float32)
+        weights += tl.load(bias + (own % RATE * WIDE)[:, None] + half, mask=there, other=0.0)
+        weights = tl.where(there, weights, float("-inf"))
+        top = tl.maximum(largest, tl.max(weights, 0))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        shares, less = tl.exp(weights - base[None, :]), tl.exp(largest - base)
+        total = total * less + tl.sum(shares, 0)
+        values = tl.load(place, mask=there, other=0.0).to(tl.float32)
+        sums = sums * less + tl.sum(shares * values, 0)
+        largest = top
+    pooled = rounded(tl.where(inside, sums / total, 0.0), TYPE).to(tl.float32)
+    pooled *= tl.rsqrt(tl.sum(pooled * pooled, 0) / D + eps)
+    pooled *= tl.load(gain + channel, mask=inside, other=0.0).to(tl.float32)
+    pooled = rounded(pooled, TYPE).to(tl.float32)
+    turns = (channel >= D - R) & inside
+    partner, pair, sign = partner_of(tl.maximum(channel - (D - R), 0), R, INTERLEAVED)
+    other = tl.gather(pooled, tl.where(turns, D - R + partner, channel), 0)
+    cosine = tl.load(cosines + pair, mask=turns, other=1.0)
+    sine = tl.load(sines + pair, mask=turns, other=0.0) * sign
+    tl.store(to + channel, rounded(pooled * cosine + other * sine, TYPE), mask=inside)
+
+
+@triton.jit
 def add_keys(query, keys, there, scale, largest, total, sums):
     """The state of an online softmax after keys at the pointers [TOKENS, D], those that are
     `there`."""

@@ -7,7 +7,7 @@ Block 0 is never allocated: padding rows of a captured batch write there.
 """
 
 import torch
-from quantkit_kernels import EntryPages, RecentTokens
+from quantkit_kernels import EntryPages, RecentTokens, Rotation
 from torch import Tensor
 
 from quantkit.executor.cache.sequence_state import RotatingCache
@@ -16,7 +16,6 @@ from quantkit.models.compressed_attention import (
     CompressedAttention,
     CompressedInputs,
     buffer_index,
-    compress_groups,
 )
 
 
@@ -69,9 +68,9 @@ class CompressedKVCache:
             begin = max(0, (start // rate + 1) * rate - attention.pooling.reach)
             raw = self._window.chunk(buffer_index(layer, 1), place, begin, start, inputs.raw)
             pages, index = self._pages(layer, rate, blocks[None])
-            new = compress_groups(raw, begin, start, stop, attention)
-            rows = pages.rows(new.numbers[None])[0]
-            pages.kv[rows], index.kv[rows] = new.kv, new.keys
+            ends = self._span(start // rate, stop // rate) * rate + rate - 1
+            tokens = RecentTokens(raw, torch.full_like(ends, -begin), stop, 0)
+            attention.pool(tokens, ends, pages, index)
             chosen = attention.choose(inputs, positions, index, stop // rate)
         return attention.attend(inputs, positions, recent, pages, chosen)
 
@@ -83,23 +82,18 @@ class CompressedKVCache:
         positions: Tensor,
         tables: Tensor,
         places: Tensor,
+        rotation: Rotation | None = None,
     ) -> Tensor:
         """Tokens at positions [B] of sequences with block tables [B, n] and places [B]; those of
-        one sequence have rising positions -> [B, heads, head_dim]."""
+        one sequence have rising positions -> [B, heads, head_dim]. rotation: by the first token of
+        each one's group."""
         recent = self._window.step(buffer_index(layer, 0), places, positions, inputs.kv)
         window = RecentTokens(*recent, attention.window)
         pages = chosen = None
         if attention.pooling is not None:
-            raw = self._window.rows(
-                buffer_index(layer, 1), places, positions, inputs.raw, attention.pooling.reach
-            )
-            numbers = positions // attention.rate
-            # Written to block 0 unless a group ends here.
-            new = attention.compress(raw, numbers)
+            raw = self._window.step(buffer_index(layer, 1), places, positions, inputs.raw)
             pages, index = self._pages(layer, attention.rate, tables)
-            ends = (positions + 1) % attention.rate == 0
-            rows = pages.rows(numbers[:, None])[:, 0].where(ends, 0)
-            pages.kv[rows], index.kv[rows] = new.kv, new.keys
+            attention.pool(RecentTokens(*raw, 0), positions, pages, index, rotation)
             chosen = attention.choose(inputs, positions, index, index.most)
         return attention.attend(inputs, positions, window, pages, chosen)
 

@@ -301,6 +301,8 @@ class DecodeContext(CachedContext):
     ) -> None:
         super().__init__(cache, positions, slots)
         self.block_table, self.states = block_table, states
+        self._groups: dict[int, Positions] = {}
+        """Positions of the first tokens of groups, by their size."""
         self.seq_lens, self.lengths = positions + 1, lengths
 
     def latents(self, layer: int) -> PagedLatents:
@@ -340,8 +342,15 @@ class DecodeContext(CachedContext):
     ) -> Tensor:
         """As `models.context.Context.attend_compressed`."""
         assert self.states is not None, "rows without state places"
+        rotation = None
+        if attention.pooling is not None:
+            if attention.rate not in self._groups:
+                self._groups[attention.rate] = Positions(
+                    self.positions // attention.rate * attention.rate
+                )
+            rotation = self._groups[attention.rate].rotation(attention.pooling.rope)
         return self.cache.compressed_kv.attend_rows(
-            layer, inputs, attention, self.positions, self.block_table, self.states
+            layer, inputs, attention, self.positions, self.block_table, self.states, rotation
         )
 
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
