@@ -27,6 +27,7 @@ from quantkit_kernels.compressed import (
     compressed_attend,
     pool_entries,
     rotate_heads,
+    store_recent,
 )
 from quantkit_kernels.delta import (
     DeltaInputs,
@@ -216,6 +217,7 @@ __all__ = [
     "route_chosen",
     "silu_and_mul",
     "stack",
+    "store_recent",
     "table",
     "takes_selected",
     "weigh_streams",

@@ -40,6 +40,7 @@ OPERATORS = (
     "delta_step",
     "delta_prefill",
     "rotate_heads",
+    "store_recent",
     "pool_entries",
     "compressed_attend",
     "weigh_streams",

@@ -108,6 +108,30 @@ def rotate_heads(
     return result
 
 
+def store_recent(
+    x: Tensor,
+    rings: Tensor,
+    ends: Tensor,
+    places: Tensor,
+    positions: Tensor,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Store x float [B, W] of tokens at positions int64 [B] of the sequences at places int64 [B];
+    rows of one sequence have rising positions. rings float [2, P, L, W]: the last tokens of each
+    sequence, at their position modulo L, held twice; ends int64 [2, P]: how many tokens each copy
+    is of, of which the larger is read and written here. Returns int64 [B]: where the ring of each
+    row begins among all 2 P L."""
+    check_tensor("x", x, (len(positions), None), FLOAT_DTYPES)
+    check_tensor("rings", rings, (2, None, None, x.shape[1]), FLOAT_DTYPES)
+    check_tensor("ends", ends, (2, rings.shape[1]), (torch.int64,))
+    check_tensor("places", places, (len(x),), (torch.int64,))
+    check_tensor("positions", positions, (len(x),), (torch.int64,))
+    found = backends.find("store_recent", backend, x.device)
+    first: Tensor = found.store_recent(x, rings, ends, places, positions)
+    return first
+
+
 def pool_entries(
     raw: RecentTokens,
     positions: Tensor,

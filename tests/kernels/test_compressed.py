@@ -13,6 +13,7 @@ from quantkit_kernels import (
     compressed_attend,
     pool_entries,
     rotate_heads,
+    store_recent,
 )
 from quantkit_kernels.samples import TOLERANCE, distance
 
@@ -169,3 +170,23 @@ def test_pooled_entries(backend, dtype, rate, overlap, widths, poisoned_memory):
             written += 1
         assert (pool.pages.kv[per:] != 0).any(1).sum() == written
         begin += 2 * wide
+
+
+@pytest.mark.parametrize(("backend", "dtype"), backends_of("store_recent"))
+def test_recent_tokens(backend, dtype):
+    """Sequences whose current copy is the first or the second one, two rows of one, and what was
+    rejected overwritten."""
+    device, spaces, length, width = device_of(backend), 5, 7, 12
+    rings = torch.zeros(2, spaces, length, width, device=device, dtype=dtype)
+    ends = torch.tensor([[-1, 9, 4, -1, 0], [-1, 3, 20, 6, -1]], device=device)
+    places = torch.tensor([1, 1, 2, 3], device=device)
+    for positions, newest in (([9, 10, 20, 6], 11), ([8, 9, 21, 7], 10)):
+        at = torch.tensor(positions, device=device)
+        x = torch.randn(4, width + 4, device=device).to(dtype)[:, :width]
+        first = store_recent(x, rings, ends, places, at, backend=backend)
+        copies = torch.tensor([0, 0, 1, 1], device=device)
+        assert first.equal((copies * spaces + places) * length)
+        assert rings.flatten(0, 2)[first + at % length].equal(x)
+        assert ends[1 - copies, places].eq(-1).all()
+        assert ends[0, 1] in (newest, newest - 1)
+        assert ends[1, 2:4].tolist() == [positions[2] + 1, positions[3] + 1]

@@ -25,6 +25,7 @@ from quantkit_kernels import (  # noqa: E402
     DeltaStates,
     DeltaWeights,
     EntryPages,
+    EntryPool,
     ExpertBiases,
     ExpertsBuilder,
     Gating,
@@ -58,6 +59,7 @@ from quantkit_kernels import (  # noqa: E402
     mla_prefill,
     mla_prepare,
     moe_gate,
+    pool_entries,
     prepare,
     rms_norm,
     rope,
@@ -65,7 +67,11 @@ from quantkit_kernels import (  # noqa: E402
     route,
     route_chosen,
     silu_and_mul,
+<<<<<<< HEAD
     takes_selected,
+=======
+    store_recent,
+>>>>>>> 591f6924 (The last tokens of sequences are stored in their rings by one launch)
     weigh_streams,
 )
 from quantkit_kernels.codes import empty_keys, empty_latents  # noqa: E402
@@ -361,6 +367,33 @@ def windows(tokens):
             ),
         )  # fmt: skip
     norm, rotation = HeadNorm(None, 1e-6), angles(tokens, 64)
+    rings, single = zeros(2, 3, 128, 2560), torch.float32
+    for width, more in ((512, 128), (512, 0)):
+        raw = zeros(tokens, 4 * (width + more) if more else 2 * width)
+        rate = 4 if more else 128
+        pools = [
+            EntryPool(
+                zeros(rate, one * (2 if more else 1), dtype=single), zeros(one), 1e-6,
+                EntryPages(zeros(64, one), table, 64, rate),
+            )
+            for one in (width, more)[: 1 + (more > 0)]
+        ]  # fmt: skip
+        where = RecentTokens(raw, positions, 137, 0)
+        yield (
+            "pool_entries",
+            partial(pool_entries, where, positions, pools, rotation, backend="triton"),
+        )
+    yield (
+        "store_recent",
+        lambda: store_recent(
+            zeros(tokens, 2560),
+            rings,
+            zeros(2, 3, dtype=ints),
+            positions,
+            positions,
+            backend="triton",
+        ),
+    )
     yield "rotate_heads", lambda: rotate_heads(q, rotation, norm, backend="triton")
     yield "rotate_heads", lambda: rotate_heads(q, rotation, back=True, backend="triton")
 

@@ -8,7 +8,12 @@ Nothing here is meant to be fast.
 import torch
 
 from quantkit_kernels.backends import SINKS, Shape
-from quantkit_kernels.reference.compressed import compressed_attend, pool_entries, rotate_heads
+from quantkit_kernels.reference.compressed import (
+    compressed_attend,
+    pool_entries,
+    rotate_heads,
+    store_recent,
+)
 from quantkit_kernels.reference.delta import delta_prefill, delta_step
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.reference.functional import (

@@ -30,6 +30,17 @@ def rotate_heads(x: Tensor, rotation: Rotation, norm: HeadNorm | None, back: boo
     return torch.cat((x[..., :-width], rotated(x[..., -width:], by)), dim=-1)
 
 
+def store_recent(
+    x: Tensor, rings: Tensor, ends: Tensor, places: Tensor, positions: Tensor
+) -> Tensor:
+    which, length = (ends[1, places] > ends[0, places]).long(), rings.shape[2]
+    rings[which, places, positions % length] = x.to(rings.dtype)
+    ends[which, places] = positions + 1
+    # A tensor, because captures do not take numbers of the host.
+    ends[1 - which, places] = torch.full_like(positions, -1)
+    return (which * rings.shape[1] + places) * length
+
+
 def pool_entries(
     raw: RecentTokens, positions: Tensor, pools: Sequence[EntryPool], rotation: Rotation
 ) -> None:

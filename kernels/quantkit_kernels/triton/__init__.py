@@ -19,7 +19,12 @@ from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.triton.attention.decode import gqa_decode, mla_decode
 from quantkit_kernels.triton.attention.prefill import gqa_prefill, mla_prefill, takes_selected
 from quantkit_kernels.triton.cards import architecture, interpreted, why_no_dense
-from quantkit_kernels.triton.compressed import compressed_attend, pool_entries, rotate_heads
+from quantkit_kernels.triton.compressed import (
+    compressed_attend,
+    pool_entries,
+    rotate_heads,
+    store_recent,
+)
 from quantkit_kernels.triton.delta import delta_prefill, delta_step
 from quantkit_kernels.triton.dense_experts import DenseExpertsLayout
 from quantkit_kernels.triton.experts import TritonExpertsLayout

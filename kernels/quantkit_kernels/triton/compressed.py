@@ -58,6 +58,24 @@ def rotate_heads(x: Tensor, rotation: Rotation, norm: HeadNorm | None, back: boo
     return y
 
 
+def store_recent(
+    x: Tensor, rings: Tensor, ends: Tensor, places: Tensor, positions: Tensor
+) -> Tensor:
+    from quantkit_kernels.triton.compressed_kernel import store_recent as kernel
+
+    (rows, width), first = x.shape, torch.empty_like(positions)
+    if x.dtype != rings.dtype or not rings.is_contiguous():
+        return reference.store_recent(x, rings, ends, places, positions)
+    if rows:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        kernel[(rows,)](
+            x, rings, ends, places.contiguous(), positions.contiguous(), first, x.stride(0),
+            rings.shape[1], rings.shape[2], W=width, WIDTH=power_of_two(width),
+            **overlapped(x.device),
+        )  # fmt: skip
+    return first
+
+
 def pool_entries(
     raw: RecentTokens, positions: Tensor, pools: Sequence[EntryPool], rotation: Rotation
 ) -> None:

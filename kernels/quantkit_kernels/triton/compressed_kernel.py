@@ -50,6 +50,25 @@ def rotate_heads(
 
 
 @triton.jit
+def store_recent(
+    x, rings, ends, places, positions, first, x_row, spaces, length, W: tl.constexpr,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program per row. Whichever of a sequence's rows have been stored, the larger end is that of
+    the same copy, so programs need no order."""
+    wait_for_input(PDL)
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    place, position = tl.load(places + row), tl.load(positions + row)
+    copy = (tl.load(ends + spaces + place) > tl.load(ends + place)).to(tl.int64)
+    begin = (copy * spaces + place) * length
+    some = tl.load(x + row * x_row + at, mask=at < W, other=0.0).to(rings.dtype.element_ty)
+    tl.store(rings + (begin + position % length) * W + at, some, mask=at < W)
+    tl.store(ends + copy * spaces + place, position + 1)
+    tl.store(ends + (1 - copy) * spaces + place, -1)
+    tl.store(first + row, begin)
+
+
+@triton.jit
 def pool_entries(
     raw, firsts, positions, table, cosines, sines, bias, gain, pages, more_bias, more_gain,
     more_pages, period, table_row, eps, more_eps,

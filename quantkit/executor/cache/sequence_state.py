@@ -10,7 +10,7 @@ padding rows of a captured batch write there.
 from collections.abc import Mapping
 
 import torch
-from quantkit_kernels import DeltaStates
+from quantkit_kernels import DeltaStates, store_recent
 from torch import Tensor
 
 from quantkit.common.errors import QuantkitError
@@ -67,13 +67,9 @@ class RotatingCache:
         """Store x [B, W] of tokens at positions int64 [B] of the sequences at places [B]; rows of
         one sequence have rising positions -> all rings [S, W]; where each row's begins, int64 [B];
         and their length."""
-        ring, ends = self._rings[number], self._ends[number]
-        which, length = (ends[1, places] > ends[0, places]).long(), ring.shape[2]
-        ring[which, places, positions % length] = x.to(ring.dtype)
-        ends[which, places] = positions + 1
-        # A tensor, because captures do not take numbers of the host.
-        ends[1 - which, places] = torch.full_like(positions, -1)
-        return ring.flatten(0, 2), (which * ring.shape[1] + places) * length, length
+        ring = self._rings[number]
+        first = store_recent(x, ring, self._ends[number], places, positions)
+        return ring.flatten(0, 2), first, ring.shape[2]
 
     def rows(self, number: int, places: Tensor, positions: Tensor, x: Tensor, reach: int) -> Tensor:
         """As `step` -> [B, reach, W]: of the tokens up to each."""
