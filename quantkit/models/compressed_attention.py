@@ -18,9 +18,11 @@ from quantkit_kernels import (
     ChosenEntries,
     EntryPages,
     EntryPool,
+    IndexPages,
     RecentTokens,
     Rotation,
     compressed_attend,
+    index_topk,
     pool_entries,
 )
 from torch import Tensor
@@ -114,6 +116,11 @@ class CompressedAttention:
         pages; None for all."""
         if self.index_pooling is None or count <= self.topk:
             return None
+        if self.in_order and index.block_size % self.rate == 0:
+            keys = index.kv.unflatten(0, (-1, index.rows_per_block))
+            last, pages = (positions + 1) // self.rate - 1, IndexPages(keys, index.table)
+            top = index_topk(inputs.index_q, inputs.index_weights, pages, last, self.topk)
+            return ChosenEntries(top.slots, top.counts)
         numbers = torch.arange(count, device=positions.device)
         rows = index.rows(numbers.expand(len(index.table), -1))
         found, step = [], max(1, _SCORES // (count * inputs.index_q.shape[1]))

@@ -67,11 +67,8 @@ from quantkit_kernels import (  # noqa: E402
     route,
     route_chosen,
     silu_and_mul,
-<<<<<<< HEAD
-    takes_selected,
-=======
     store_recent,
->>>>>>> 591f6924 (The last tokens of sequences are stored in their rings by one launch)
+    takes_selected,
     weigh_streams,
 )
 from quantkit_kernels.codes import empty_keys, empty_latents  # noqa: E402
