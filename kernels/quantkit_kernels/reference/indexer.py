@@ -49,8 +49,8 @@ def index_topk(
         at = torch.where(chosen, places, seen - 1).topk(count, dim=1, largest=False).values
         blocks = rows.expand(len(at), -1).gather(1, at // size)
         found.append((at.int(), (blocks * size + at % size).int()))
-    both = (torch.cat(side) for side in zip(*found))
-    return TopTokens(*both, (positions + 1).clamp(max=count).int())
+    columns, slots = (torch.cat(side) for side in zip(*found))
+    return TopTokens(columns, slots, (positions + 1).clamp(max=count).int())
 
 
 def highest(scores: Tensor, count: int) -> Tensor:

@@ -55,10 +55,8 @@ def index_topk(
     q, weights, table = q.contiguous(), weights.contiguous(), pages.block_table.contiguous()
     seen = table.shape[1] * pages.keys.shape[1]
     count = min(topk, seen)
-    found = TopTokens(
-        *torch.empty(2, tokens, count, dtype=torch.int32, device=q.device),
-        torch.empty(tokens, dtype=torch.int32, device=q.device),
-    )
+    columns, slots = torch.empty(2, tokens, count, dtype=torch.int32, device=q.device)
+    found = TopTokens(columns, slots, torch.empty(tokens, dtype=torch.int32, device=q.device))
     step = max(1, _SCORES // (4 * seen))
     for first in range(0, tokens, step):
         part = slice(first, first + step)

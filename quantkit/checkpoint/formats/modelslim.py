@@ -122,8 +122,8 @@ class SlimLinear(Format):
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         assert grid is not None
         rows, columns = shape
-        axes = (("N", 2 if self.packed == "N" else 1), ("K", 2 if self.packed == "K" else 1))
-        codes = stored_part(".weight", (torch.int8,), shape, *axes)
+        n, k = (2 if self.packed == axis else 1 for axis in "NK")
+        codes = stored_part(".weight", (torch.int8,), shape, ("N", n), ("K", k))
         if self.static:
             return codes, *_static_parts(shape)
         along = along_groups(columns, columns // (grid.group_size or columns))
