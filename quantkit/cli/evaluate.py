@@ -164,16 +164,18 @@ def ppl(
     ] = False,
     json_: AsJson = False,
 ) -> None:
-    """Perplexity of a text; with a baseline also the distance from it, by token and by layer."""
+    """Perplexity of a text; with a baseline also the distance from it, by token and by layer. One
+    of the two may be a server."""
     from quantkit.checkpoint.hub import find_model
     from quantkit.evaluation.distance.perplexity import measure
+    from quantkit.evaluation.openai_server import is_url
     from quantkit.executor.hf_engine import slow
 
     if options.sampled is None:
         for flag, value in (("--data-dir", options.data_dir), ("--max-tokens", options.max_tokens)):
             if value is not None:
                 raise typer.BadParameter("it is only for --sampled", param_hint=flag)
-    warned = False
+    warned = is_url(model)
     with bars.samples_bar() as bar:
         counts = bars.counts(bar)
 

@@ -54,7 +54,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "ppl": (
         "quantkit ppl out/awq --text text.jsonl --baseline tiny-r1",
         "quantkit ppl tiny-r1 --text eval/data/tiny-heldout.jsonl --limit 20",
-        "quantkit ppl out/awq --sampled tiny-math --limit 64 --baseline tiny-r1",
+        "quantkit ppl http://127.0.0.1:8000 --sampled tiny-math --baseline tiny-r1",
     ),
     "bench": (
         "quantkit bench out/awq --input-len 128,1024 --concurrency 1,8",

@@ -50,7 +50,8 @@ def perplexity(
     **keywords: Any,
 ) -> Quality:
     """Perplexity over the documents of `text` (.txt, or .jsonl of {"text": ...}); with a baseline
-    also how far `model` is from it."""
+    also how far `model` is from it. If a task is `sampled`, one of the two may be the URL of a
+    server."""
     options = read_options(PerplexityOptions, options, keywords)
     with _counting(f"tokens through {model}") as show:
         progress = None if show is None else lambda p: show(p.stage, p.done, p.total)

@@ -144,7 +144,7 @@ def _json_object(flag: str, text: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class PerplexityOptions(ModelOptions):
+class PerplexityOptions(ServerModelOptions, ModelOptions):
     """Options of `perplexity`."""
 
     baseline: str | Path | None = option(
@@ -161,7 +161,7 @@ class PerplexityOptions(ModelOptions):
     )
     sampled: str | None = option(
         None,
-        "Instead of a text: a task on whose prompts the baseline samples reasoning.",
+        "Instead of a text: a task on whose prompts the baseline, or the server, samples reasoning.",
     )
     data_dir: Path | None = option(None, "Folder with that task's data files.")
     max_tokens: int | None = option(None, "Longest sampled reply, tokens.", min=1)

@@ -35,10 +35,12 @@ from quantkit.evaluation.distance.quality import (
 )
 from quantkit.evaluation.distance.replies import (
     greedy_paths,
+    measure_endpoint,
     sample_replies,
     task_prompts,
 )
 from quantkit.evaluation.distance.tracing import Trace, make_expert_counter, open_traced
+from quantkit.evaluation.generators.generator import reject_cache_option
 from quantkit.evaluation.openai_server import is_url
 from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.cache.cache import check_cache_dtype
@@ -63,8 +65,10 @@ def measure(
 
     Without a text, the baseline's replies to the prompts of the task `sampled` are scored (protocol
     r1), and the greedy replies of the two models are compared as well. `cache` is that of `model`;
-    the baseline, which may be the same model, has 16 bits. Raises QuantkitError where the text is
-    unusable or the two models do not belong together.
+    the baseline, which may be the same model, has 16 bits. One of the two may be the URL of a
+    server if a task is sampled: the server then samples, and KL is from its log-probabilities
+    (replies.py). Raises QuantkitError where the text is unusable or the two models do not belong
+    together.
     """
     sampled, cache = options.sampled, options.cache
     baseline = None if options.baseline is None else str(options.baseline)
@@ -78,9 +82,11 @@ def measure(
         raise QuantkitError(
             "--sampled needs a model that samples", "give the original with --baseline"
         )
-    if any(map(is_url, (model, baseline or ""))):
-        raise QuantkitError(
-            "a server does not say what it thinks of given tokens", "give a model to load here"
+    if is_url(model) or (baseline is not None and is_url(baseline)):
+        baseline = _check_endpoint(model, baseline, options)
+        local, served = (baseline, model) if is_url(model) else (model, baseline)
+        return measure_endpoint(
+            local, served, options, is_baseline=served is baseline, progress=progress
         )
     path, base = find_model(model), find_model(baseline) if baseline is not None else None
     if base is not None:
@@ -147,6 +153,27 @@ def _warn_of_length(path: Path, tokens: int) -> None:
             f"perplexity beyond it says nothing of the model; give --seq-len {longest}",
             stacklevel=2,
         )
+
+
+def _check_endpoint(model: str, baseline: str | None, options: PerplexityOptions) -> str:
+    """The baseline. Refuses what a server cannot do."""
+    if baseline is None or options.sampled is None:
+        raise QuantkitError(
+            "a server returns log-probabilities of its own replies only",
+            "give --sampled TASK, and a local model as the other",
+        )
+    if is_url(model) and is_url(baseline):
+        raise QuantkitError(
+            "two servers cannot score each other's tokens",
+            "load one of the two models here, by its folder or name",
+        )
+    if is_url(model):
+        reject_cache_option(model, options.cache)
+    if options.count_experts is not None:
+        raise QuantkitError(
+            "experts are not counted in a comparison with a server", "leave --count-experts out"
+        )
+    return baseline
 
 
 def _windows(text: Path | list[Tensor], model: Path, options: PerplexityOptions) -> list[Window]:

@@ -48,7 +48,9 @@ class Quality(Result):
 
     expert_agree: share of the baseline's routed experts, over (token, MoE layer, slot), that the
     model chose too; None without experts. layer_errors: |h - h_baseline| / |h_baseline| (Frobenius,
-    all tokens) of the hidden state after each layer. expert_counts: tokens routed to the model's experts, where requested; not in the JSON.
+    all tokens) of the hidden state after each layer. named_share: probability mass of the tokens
+    for which a server returned log-probabilities; KL is then over those and all others as one.
+    expert_counts: tokens routed to the model's experts, where requested; not in the JSON.
     """
 
     ppl: float
@@ -61,11 +63,12 @@ class Quality(Result):
     expert_agree: float | None = None
     layer_errors: list[float] = field(default_factory=list)
     greedy: GreedyPaths | None = None
+    named_share: float | None = None
     expert_counts: ExpertCounts | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Metrics that do not apply are omitted."""
-        names = "ppl tokens documents baseline_ppl kl kl_stderr top1_agree expert_agree"
+        names = "ppl tokens documents baseline_ppl kl kl_stderr top1_agree expert_agree named_share"
         found: dict[str, Any] = {
             name: value for name in names.split() if (value := getattr(self, name)) is not None
         }
@@ -92,6 +95,13 @@ class Quality(Result):
                 ("KL from the baseline", f"{self.kl:.3e}{spread} nats a token"),
                 ("same likeliest token", f"{self.top1_agree:.2%}"),
             ]
+        if self.named_share is not None:
+            rows.append(
+                (
+                    "tokens named by the server",
+                    f"{self.named_share:.4%} of the probability; the KL is a lower bound",
+                )
+            )
         if self.greedy is not None:
             paths = (
                 f"{self.greedy.tokens_until_apart:g} tokens (median), {self.greedy.same:.1%} "

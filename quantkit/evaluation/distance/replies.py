@@ -1,23 +1,47 @@
-"""Distance of two models on replies to a task's prompts: the baseline samples, and both models score
-its tokens; their greedy replies are compared as well."""
+"""Distance of two models on replies to a task's prompts, sampled by the baseline or by a server.
 
+Locally the baseline samples, and both models score its tokens; their greedy replies are compared as
+well.
+
+With a server only log-probabilities of its own replies are available: it samples at temperature 1,
+where raw and scaled log-probabilities are the same, and returns the most likely tokens at every
+position. The local model scores the same tokens. KL is taken over the returned tokens and all
+others as one outcome; merging outcomes never increases KL (data processing inequality), so the
+result is a lower bound, tight where the returned tokens have nearly all probability.
+"""
+
+import math
 import operator
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from quantkit.checkpoint.hub import find_model
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.documents import Window
-from quantkit.evaluation.distance.quality import GreedyPaths
+from quantkit.evaluation.distance.quality import (
+    GreedyPaths,
+    Quality,
+    TextProgress,
+    TokenSums,
+    summarize,
+)
+from quantkit.evaluation.distance.tracing import open_traced
 from quantkit.evaluation.generation import TaskRun, prepare
-from quantkit.evaluation.generators.generator import Generation
+from quantkit.evaluation.generators.endpoint import Endpoint
+from quantkit.evaluation.generators.generator import Generation, ModelReply
 from quantkit.evaluation.generators.local import Local
 from quantkit.evaluation.options import PerplexityOptions
 from quantkit.evaluation.tasks.prompts import Prompt
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.sampling.params import SamplingParams
+from quantkit.tokenizer.chat import ChatTokenizer
 
 
 def task_prompts(options: PerplexityOptions) -> tuple[TaskRun, list[Prompt]]:
@@ -99,3 +123,153 @@ def _generate(
         return [(ids, replies[number]) for number, ids in enumerate(encoded)]
     finally:
         model.close()
+
+
+TOP = 20
+"""Requested top log-probabilities per position; 20 is the maximum of OpenAI's interface."""
+_MIN_REMAINDER = 1e-6  # minimum probability of all others; less is rounding of the server's values
+_MAX_LOST = 0.02  # share of replies that may fail
+
+
+@dataclass(frozen=True)
+class ScoredReply:
+    """A reply as `window`; for each of its tokens the server's top log-probabilities by token id
+    (`top`) and its own (`own`)."""
+
+    window: Window
+    top: list[dict[int, float]]
+    own: list[float]
+
+
+@torch.inference_mode()
+def measure_endpoint(
+    local: str,
+    url: str,
+    options: PerplexityOptions,
+    *,
+    is_baseline: bool,
+    progress: Callable[[TextProgress], None] | None = None,
+) -> Quality:
+    """KL(baseline || model) over the replies of the server at `url` to the prompts of
+    `options.sampled`. is_baseline: the server's model is the baseline.
+
+    Raises QuantkitError where more than 2 % of the replies are lost, or none can be compared.
+    """
+    path, report = find_model(local), progress or (lambda _: None)
+    replies = _replies(path, url, options)
+    traced = open_traced(path, options.device, options.backend, options.cache)
+    total, done = sum(len(reply.window.ids) for reply in replies), 0
+    sums, named = TokenSums(), 0.0
+    for reply in replies:
+        window = reply.window
+        rows = traced([window.ids]).final[window.first - 1 : -1]
+        logs = torch.cat(
+            [traced.head(part).float().log_softmax(dim=-1) for part in rows.split(128)]
+        ).cpu()
+        named += add_reply(sums, reply, logs, is_baseline)
+        done += len(window.ids)
+        report(TextProgress("model", done, total))
+    return replace(summarize(sums, len(replies), True), named_share=named / sums.tokens)
+
+
+def _replies(path: Path, url: str, options: PerplexityOptions) -> list[ScoredReply]:
+    work, prompts = task_prompts(options)
+    tokenizer = ChatTokenizer(path)
+    endpoint = Endpoint(url, model=options.served_model, api_key=options.api_key, top_logprobs=TOP)
+    sampling = Generation(temperature=1.0, top_p=1.0, max_tokens=work.setting.generation.max_tokens)
+    texts, replies, lost = _ids_by_text(tokenizer), [], ""
+    for reply in sorted(endpoint.generate(prompts, sampling), key=lambda reply: reply.index):
+        try:
+            prompt = prompts[reply.index]
+            ids = (
+                tokenizer.encode(prompt.text)
+                if prompt.text is not None
+                else tokenizer.encode_chat(list(prompt.messages))
+            )
+            replies.append(_scored_reply(reply, ids, texts))
+        except ValueError as error:
+            lost = str(error)
+    if len(replies) < (1 - _MAX_LOST) * len(prompts):
+        raise QuantkitError(
+            f"{len(prompts) - len(replies)} of {len(prompts)} replies of {url} cannot be "
+            f"compared: {lost}",
+            "compare with a server that returns log-probabilities (top_logprobs) and applies the "
+            "same tokenizer and chat template",
+        )
+    return replies
+
+
+def _ids_by_text(tokenizer: ChatTokenizer) -> dict[str | bytes, int]:
+    """Token ids by text and by bytes, for those that belong to exactly one token."""
+    ids = defaultdict[str | bytes, list[int]](list)
+    for token in range(tokenizer.tokenizer.get_vocab_size()):
+        for key in (tokenizer.token_text(token), tokenizer.token_bytes(token)):
+            ids[key].append(token)
+    return {key: found[0] for key, found in ids.items() if len(found) == 1}
+
+
+def _key(entry: dict[str, Any]) -> str | bytes:
+    """The bytes of a token where they say more than its text: it is a part of a character."""
+    text, own = entry["token"], bytes(entry.get("bytes") or ())
+    return own if own and own != text.encode() else text
+
+
+def _scored_reply(
+    reply: ModelReply, prompt: list[int], texts: dict[str | bytes, int]
+) -> ScoredReply:
+    """The server's log-probabilities of a reply, up to the first token that is not unique. Raises
+    ValueError where there are none."""
+    if reply.error is not None or not reply.logprobs:
+        raise ValueError(reply.error or reply.refusal or "the reply has no log-probabilities")
+    if reply.prompt_tokens and reply.prompt_tokens != len(prompt):
+        raise ValueError(
+            f"the server counts {reply.prompt_tokens} tokens in a prompt that has {len(prompt)} "
+            "here"
+        )
+    ids: list[int] = []
+    top: list[dict[int, float]] = []
+    own: list[float] = []
+    for place in reply.logprobs:
+        token = texts.get(_key(place))
+        if token is None:
+            break
+        named = {
+            texts[_key(one)]: float(one["logprob"])
+            for one in place.get("top_logprobs") or []
+            if _key(one) in texts
+        }
+        ids.append(token)
+        own.append(float(place["logprob"]))
+        top.append(named | {token: own[-1]})
+    if not ids:
+        raise ValueError(
+            f"its first token {reply.logprobs[0]['token']!r} is not in the local tokenizer"
+        )
+    return ScoredReply(Window(torch.tensor(prompt + ids, dtype=torch.int64), len(prompt)), top, own)
+
+
+def add_reply(sums: TokenSums, reply: ScoredReply, logs: Tensor, is_baseline: bool) -> float:
+    """Add a reply's metrics; returns the probability of the returned tokens, summed over places.
+    logs: float32 [reply tokens, vocabulary], of the local model."""
+    divergences, local_nll, named_mass = list[float](), 0.0, 0.0
+    targets = reply.window.ids[reply.window.first :].tolist()
+    for place, (named, target) in enumerate(zip(reply.top, targets)):
+        ids, served = torch.tensor(list(named)), torch.tensor(list(named.values())).double()
+        theirs, ours = _with_remainder(served), _with_remainder(logs[place, ids].double())
+        base, model = (theirs, ours) if is_baseline else (ours, theirs)
+        divergences.append(max(0.0, float((base.exp() * (base - model)).sum())))
+        local_nll -= float(logs[place, target])
+        sums.same_top1 += int(logs[place].argmax()) == max(named, key=lambda token: named[token])
+        named_mass += min(1.0, float(served.exp().sum()))
+    sides = (-math.fsum(reply.own), local_nll)
+    sums.baseline_nll += sides[not is_baseline]
+    sums.nll += sides[is_baseline]
+    sums.tokens += len(divergences)
+    sums.document_kl.append(divergences)
+    return named_mass
+
+
+def _with_remainder(logs: Tensor) -> Tensor:
+    """Log-probabilities of the returned tokens, and of all others as one."""
+    rest = (1 - logs.exp().sum()).clamp(min=_MIN_REMAINDER)
+    return torch.cat([logs, rest.log()[None]])

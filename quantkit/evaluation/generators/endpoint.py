@@ -54,6 +54,7 @@ class ReplyReader:
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -79,6 +80,7 @@ class ReplyReader:
         )
         if (text or thought) and self.finish_reason is not None:
             raise StreamError("the server sent text after the end of the reply")
+        self.logprobs += _field(_field(choice, "logprobs", dict), "content", list)
         self.text.append(text)
         self.reasoning.append(thought)
         self.size += len(text) + len(thought)
@@ -102,6 +104,7 @@ class ReplyReader:
             completion_tokens=self.completion_tokens,
             latency_s=latency_s,
             reasoning="".join(self.reasoning) or None,
+            logprobs=tuple(self.logprobs),
         )
 
     def _finish_reason(self) -> str:
@@ -198,7 +201,7 @@ class Endpoint:
 
     `identity` describes the model, not the address: its name, and `revision` if given, else what
     the server reports. retries: further attempts after a transient failure. timeout_s: longest wait
-    for the next event.
+    for the next event. top_logprobs: alternatives returned at every position of a chat reply.
     fields: of every request, in place of quantkit's own; None leaves one out. `context`: what the
     server says its longest prompt and reply are together, in tokens, or None.
     """
@@ -217,6 +220,7 @@ class Endpoint:
         timeout_s: float = TIMEOUT_S,
         retries: int = RETRIES,
         backoff_s: float = 1.0,
+        top_logprobs: int = 0,
         fields: dict[str, Any] | None = None,
     ) -> None:
         self.server = OpenAIServer(
@@ -225,7 +229,9 @@ class Endpoint:
         self._concurrency = concurrency
         self._retries = retries
         self._backoff_s = backoff_s
-        self._fields = fields or {}
+        self._fields: dict[str, Any] = (
+            {"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}
+        ) | (fields or {})
         self._limit_name = "max_tokens"
         entry = self.server.find_model(model)
         self.name: str = entry["id"]

@@ -46,7 +46,8 @@ class ModelReply:
     length, content_filter, context (the request did not fit the model's context; `refusal` is the
     server's message, and there is no text), or a server's own. Texts are made encodable
     (`whole_text`). error: the request failed and there
-    is no reply. latency_s in seconds.
+    is no reply. latency_s in seconds. logprobs: of every token, in OpenAI's format, where
+    requested; not stored.
     """
 
     index: int
@@ -59,6 +60,7 @@ class ModelReply:
     reasoning: str | None = None
     error: str | None = None
     refusal: str | None = None
+    logprobs: tuple[dict[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -231,9 +231,3 @@ def test_unusable_text_is_named(tiny_dense_checkpoint, tmp_path, content, told):
 def test_models_with_other_tokenizers_are_not_compared(tiny_dense_checkpoint, text):
     with pytest.raises(QuantkitError, match="different tokenizers"):
         measure("tiny-r1", text, PerplexityOptions(baseline=str(tiny_dense_checkpoint)))
-
-
-@pytest.mark.parametrize(("model", "baseline"), [("http://a", None), ("tiny-r1", "http://a")])
-def test_a_server_has_no_perplexity(text, model, baseline):
-    with pytest.raises(QuantkitError, match="give a model to load here"):
-        measure(model, text, PerplexityOptions(baseline=baseline))
