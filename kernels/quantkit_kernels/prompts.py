@@ -207,16 +207,21 @@ def mla_prefill(
     if selected is None:
         result: Tensor = found.mla_prefill(q, kv_b, rotation, cache, prompts, scale)
         return result
-    require(takes_selected(q, kv_b, rope_dim, backend=backend), "selected: of no such attention")
+    cached = sum(start + length for start, length in prompts.spans)
+    taken = takes_selected(q, kv_b, rope_dim, cached, backend=backend)
+    require(taken, "selected: of no such attention")
     result = found.mla_prefill(q, kv_b, rotation, cache, prompts, scale, selected)
     return result
 
 
-def takes_selected(q: Tensor, kv_b: Tensor, rotary: int, *, backend: str = "auto") -> bool:
-    """Whether `mla_prefill` of q and kv_b reads a selection of tokens."""
+def takes_selected(
+    q: Tensor, kv_b: Tensor, rotary: int, cached: int, *, backend: str = "auto"
+) -> bool:
+    """Whether `mla_prefill` of q and kv_b reads a selection among `cached` tokens, those of all
+    sequences."""
     found = backends.find("mla_prefill", backend, q.device)
     check = getattr(found, "takes_selected", None)
-    return check is not None and bool(check(q, kv_b, rotary))
+    return check is not None and bool(check(q, kv_b, rotary, cached))
 
 
 def _check_prompts(q: Tensor, prompts: Prompts) -> None:

@@ -413,7 +413,7 @@ def selected_prompt() -> None:
     """Attention of DeepSeek-V3.2's prompts, where it reads a selection."""
     q, kv_b, rotation = zeros(64, 16, 192), zeros(16, 256, 512), angles(64, 64)
     prompts = Prompts.of([(0, 64)], zeros(1, 1, dtype=torch.int32))
-    if takes_selected(q, kv_b, 64, backend="triton"):
+    if takes_selected(q, kv_b, 64, 64, backend="triton"):
         places = zeros(64, 16, dtype=torch.int32)
         selected = TopTokens(places, places, places[:, 0])
         cache = zeros(1, 64, 576)

@@ -149,6 +149,9 @@ def test_latents_of_selected_tokens(calls, monkeypatch):
     )
     assert distance(out, exact.double()) < 2 * TOLERANCE[torch.float16]
     assert calls[0]["SELECTED"]
+    assert prefill.takes_selected(q, kv_b, rotary, 320 + 140)
+    monkeypatch.setattr(prefill, "_EXPANDED_BYTES", 459 * heads * (nope + value) * 2)
+    assert not prefill.takes_selected(q, kv_b, rotary, 320 + 140), "in parts"
 
 
 def packed_bits(selected, seen):

@@ -177,20 +177,25 @@ def mla_prefill(
             **_limits(part, lse),
         )
 
-    room = _EXPANDED_BYTES // (kv_b.shape[0] * kv_b.shape[1] * q.element_size())
-    return _in_parts(q, value, prompts.parts(parts_of(cache)[0].shape[1], room), attend)
+    parts = prompts.parts(parts_of(cache)[0].shape[1], _room(q, kv_b))
+    return _in_parts(q, value, parts, attend)
 
 
-def takes_selected(q: Tensor, kv_b: Tensor, rotary: int) -> bool:
-    """Whether `mla_prefill` reads a selection: on Hopper, over keys in blocks of 128."""
+def takes_selected(q: Tensor, kv_b: Tensor, rotary: int, cached: int) -> bool:
+    """Whether `mla_prefill` reads a selection: on Hopper, over keys in blocks of 128, of as many
+    tokens as are expanded at once."""
     nope = q.shape[2] - rotary
     sizes = (nope, rotary, kv_b.shape[1] - nope)
-    if q.dtype not in _HALF or any(
-        power_of_two(one) != one or not 16 <= one <= 128 for one in sizes
-    ):
+    fits = all(power_of_two(one) == one and 16 <= one <= 128 for one in sizes)
+    if q.dtype not in _HALF or not fits or cached > _room(q, kv_b):
         return False
     cut = wgmma_cut(q.device, *sizes, 0, 0)
     return cut is not None and cut.keys == 128
+
+
+def _room(q: Tensor, kv_b: Tensor) -> int:
+    """Tokens whose latents are expanded at a time."""
+    return _EXPANDED_BYTES // (kv_b.shape[0] * kv_b.shape[1] * q.element_size())
 
 
 def _in_parts(
@@ -243,11 +248,11 @@ def _launch(
     **given: Any,
 ) -> None:
     sunk = "sinks" in given
-    names = ("q_pe", "k_pe", "sinks", "lse", "table", "firsts", "lasts", "key_rows", "words")
+    selection = {"words": given.pop("words", prompts.starts), "word_row": given.pop("word_row", 0)}
+    names = ("q_pe", "k_pe", "sinks", "lse", "table", "firsts", "lasts", "key_rows")
     pointers = {name: given.pop(name, prompts.starts) for name in names}
     numbers = {
-        name: given.pop(name, 0)
-        for name in ("pe_token", "k_pe_token", "table_width", "window", "word_row")
+        name: given.pop(name, 0) for name in ("pe_token", "k_pe_token", "table_width", "window")
     }
     rotary, page = given.pop("R", 0), given.pop("PAGE", 0)
     padded = {
@@ -263,6 +268,7 @@ def _launch(
             **numbers,
             **given,
             **padded,
+            **selection,
             "R": rotary,
             "PAGE": page,
             "SUNK": sunk,
@@ -270,8 +276,6 @@ def _launch(
         attend(q, keys, values, out, prompts, scale * _LOG2E, width, by_wgmma, **launched)
         return
     from quantkit_kernels.triton.attention.prefill_kernel import attend_prompts
-
-    pointers.pop("words"), numbers.pop("word_row")  # of what `takes_selected` says alone
 
     cut = prefill_cut(q.device, padded["D_PADDED"] + rotary)
     grid = (-(-prompts.longest // cut.queries), q.shape[1], len(prompts.spans))
