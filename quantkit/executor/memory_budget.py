@@ -38,6 +38,9 @@ _ROWS, _MLP_ROWS, _EXPERT_ROWS, _EXPANDED_BYTES = 8, 16, 2.6, 1 << 30
 (gate, up and their product: Qwen3-8B has 9); per (token, expert) pair, padding included; and
 latent KV expanded at a time. 3.7 GB for R1: one of four ranks took 2.4 in prompts of 8192 to 61,440
 tokens."""
+_SELECTION_BYTES = 3 << 28
+"""Of sparse attention: an indexer's scores, held 256 MiB at a time, and twice 2,048 selected tokens
+for each of a step."""
 _MAX_STEP_SHARE = 0.25
 """The largest share of free memory that a cache leaves to long steps."""
 
@@ -71,9 +74,9 @@ def long_step_bytes(loaded: LoadedModel) -> int | None:
         return None
     row, at_once = config.hidden_size * loaded.dtype.itemsize, 0
     if isinstance(cache, LatentCache):
-        if cache.index_dim or config.routing is None:
+        if config.routing is None:
             return None
-        at_once = _EXPANDED_BYTES
+        at_once = _EXPANDED_BYTES + (_SELECTION_BYTES if cache.index_dim else 0)
     elif not isinstance(cache, KeyValueCache):
         return None
     mlp_rows: float = _MLP_ROWS

@@ -67,11 +67,20 @@ def test_others_have_the_steps_that_their_device_has(loaded):
     for kind in ("cpu", "npu"):
         assert long_step_bytes(replace(loaded, device=SimpleNamespace(type=kind))) is None
     asked = loaded.config.routing
-    others = [(replace(cache, index_dim=32), asked, None), (cache, None, None)]
-    others += [(KeyValueCache(2, 16), None, ShortConvolutions), (CompressedCache, asked, None)]
+    others = [
+        (cache, None, None),
+        (KeyValueCache(2, 16), None, ShortConvolutions),
+        (CompressedCache, asked, None),
+    ]
     for held, routing, recurrent in others:
         config = SimpleNamespace(cache=held, routing=routing, recurrent=recurrent, hidden_size=256)
         assert long_step_bytes(replace(loaded, config=config)) is None
+    config = SimpleNamespace(
+        cache=replace(cache, index_dim=32), routing=asked, recurrent=None, hidden_size=256
+    )
+    sparse = long_step_bytes(replace(loaded, config=config))
+    config.cache = cache
+    assert sparse - long_step_bytes(replace(loaded, config=config)) > 1 << 29
 
 
 def test_models_with_keys_and_values_have_long_steps_too(loaded, monkeypatch):
