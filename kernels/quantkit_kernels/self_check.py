@@ -14,26 +14,10 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import functional, grouped, prompts
+from quantkit_kernels.attention_cases import attention_cases
 from quantkit_kernels.backends import ASKED_ONLY, BACKENDS, module, why_unusable
-from quantkit_kernels.compressed import (
-    EntryPages,
-    HeadNorm,
-    RecentTokens,
-    compressed_attend,
-    rotate_heads,
-)
-from quantkit_kernels.delta import (
-    DeltaInputs,
-    DeltaSpan,
-    DeltaSpans,
-    DeltaStates,
-    DeltaWeights,
-    delta_prefill,
-    delta_step,
-)
 from quantkit_kernels.experts import ExpertsBuilder
 from quantkit_kernels.gating import Gating
-from quantkit_kernels.indexer import IndexNorm, IndexPages, index_prepare, index_topk
 from quantkit_kernels.linear import prepare
 from quantkit_kernels.paged import (
     Latents,
@@ -60,13 +44,6 @@ from quantkit_kernels.samples import (
     random_weight,
 )
 from quantkit_kernels.sizes import R1_LINEARS
-from quantkit_kernels.streams import (
-    MixingWeights,
-    StreamProduct,
-    merge_streams,
-    mix_streams,
-    weigh_streams,
-)
 from quantkit_kernels.timing import copies_beyond_cache, read_bandwidth, seconds_per_call
 from quantkit_kernels.weights import Weight, rows, shape
 
@@ -374,100 +351,7 @@ def _small_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
     joined = replace(rule, num_joined_experts=1)
     yield case("likeliest", functional.likeliest, logits)
     yield case("float32_linear", functional.float32_linear, x, router)
-    heads, group, single = (16, 2, 128), (16, 128), torch.float32
-    weights = DeltaWeights(
-        random(8192, 4, dtype=single), random(32, dtype=single).exp(), random(32, dtype=single),
-        random(128), 1e-6,
-    )  # fmt: skip
-    states = DeltaStates(
-        random(2, tokens + 1, 3, 8192, dtype=single),
-        random(2, tokens + 1, 32, 128, 128, dtype=single),
-        torch.full((2, tokens + 1), tokens, device=device),
-    )
-    places = torch.arange(1, tokens + 1, device=device)
-    spans = DeltaSpans.of([DeltaSpan(1, tokens, tokens)], device)
-
-    def step(*inputs: Tensor, backend: str) -> Tensor:
-        where = (places, torch.full_like(places, tokens))
-        return delta_step(DeltaInputs(*inputs), weights, states, *where, backend=backend)
-
-    def prompt(*inputs: Tensor, backend: str) -> Tensor:
-        return delta_prefill(DeltaInputs(*inputs), weights, states, spans, backend=backend)
-
-    inputs = DeltaInputs(
-        random(tokens, *group), random(tokens, *group), random(tokens, *heads),
-        random(tokens, *heads), random(tokens, 16, 2, dtype=single),
-        random(tokens, 16, 2, dtype=single),
-    )  # fmt: skip
-    yield case("delta_step", step, *inputs, nbytes=tokens * states.memory[0, 0].nbytes * 2)
-    yield case("delta_prefill", prompt, *inputs)
-    turned = Rotation(random(tokens, 32, dtype=single), random(tokens, 32, dtype=single), True)
-    first, table = (
-        torch.arange(tokens, device=device) * 128,
-        torch.arange(tokens * 4, device=device),
-    )
-
-    def rotated(x: Tensor, backend: str) -> Tensor:
-        return rotate_heads(x, turned, HeadNorm(None, 1e-6), backend=backend)
-
-    def attended(q: Tensor, kv: Tensor, entries: Tensor, backend: str) -> Tensor:
-        recent = RecentTokens(kv, first, 128, 128)
-        pages = EntryPages(entries, table.view(tokens, 4), 64, 4)
-        at = torch.full_like(first, 255)
-        return compressed_attend(q, at, recent, pages, None, bias[:64], scale=0.1, backend=backend)
-
-    yield case("rotate_heads", rotated, random(tokens, 64, 512))
-    yield case(
-        "compressed_attend", attended, random(tokens, 64, 512), random(tokens * 128, 512),
-        random(tokens * 64, 512),
-    )  # fmt: skip
-    streams, (count, wide) = random(tokens, 4, 1024), (24, 4096)
-    product = StreamProduct(
-        random(count, wide, dtype=single) / wide**0.5, random(count, dtype=single),
-        random(3, dtype=single), 1e-6, 1e-6, 20,
-    )  # fmt: skip
-    end, gain = product._replace(fn=product.fn[:4], base=bias[:4], scale=bias[:1]), random(1024)
-
-    def weighed(streams: Tensor, gain: Tensor, backend: str) -> tuple[Tensor, ...]:
-        normed, weights = weigh_streams(streams, product, gain, 1e-6, backend=backend)
-        return normed, *weights
-
-    def merged(streams: Tensor, gain: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-        return merge_streams(streams, end, gain, 1e-6, backend=backend)
-
-    def mixed(streams: Tensor, output: Tensor, *weights: Tensor, backend: str) -> Tensor:
-        return mix_streams(streams, output, MixingWeights(*weights), backend=backend)
-
-    _, weights_now = weigh_streams(streams, product, gain, 1e-6, backend="reference")
-    yield case("weigh_streams", weighed, streams, gain, nbytes=product.fn.nbytes)
-    yield case("merge_streams", merged, streams, gain)
-    yield case("mix_streams", mixed, streams, streams[:, 0], *weights_now)
-    width, seen = 128, 4096
-    norm = IndexNorm(random(width, dtype=single), random(width, dtype=single), 1e-6)
-    keys, slots = random(seen // 64, 64, width), torch.arange(tokens, device=device)
-    table = torch.arange(seen // 64, device=device, dtype=torch.int32)[None]
-    angles = random(tokens, 32, dtype=single)
-
-    def prepare_index(q: Tensor, k: Tensor, *, backend: str) -> tuple[Tensor, Tensor]:
-        cache, rotation = (
-            torch.zeros_like(keys[:1]).to(q.dtype),
-            Rotation(angles.cos(), angles.sin()),
-        )
-        out = index_prepare(q, k, norm, rotation, cache, slots, backend=backend)
-        return out, cache[0, :tokens]
-
-    def select(q: Tensor, weights: Tensor, *, backend: str) -> Tensor:
-        """The scores of what is selected: tokens of nearly equal ones may change places."""
-        pages = IndexPages(keys.to(q.dtype), table)
-        found = index_topk(q, weights, pages, slots + seen - tokens, 2048, backend=backend)
-        picked = pages.keys.flatten(0, 1)[found.slots.long()].float()
-        return (weights[:, None] @ (q.float() @ picked.mT).relu_()).sort().values
-
-    yield case("index_prepare", prepare_index, random(tokens, 64, width), random(tokens, width))
-    yield case(
-        "index_topk", select, random(tokens, 64, width), random(tokens, 64, dtype=single),
-        nbytes=keys.nbytes,
-    )  # fmt: skip
+    yield from attention_cases(case, random, tokens)
     yield case("route", partial(route, routing=rule), logits, bias, first=1)
     chosen = logits.topk(TOP_K).indices
 
