@@ -96,7 +96,7 @@ test-aarch64:
 
 # Triton's kernels in its interpreter, and compiled ahead for cards that are not here. QUANTKIT_EVERY_CELL=1: for every architecture.
 test-triton: .venv-triton/stamp
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest tests/kernels/test_triton.py tests/kernels/test_attention.py tests/kernels/test_prepare.py tests/kernels/test_functional.py tests/kernels/test_dense_experts.py tests/kernels/test_triton_dense.py tests/kernels/test_delta.py -k 'triton or dense' --numprocesses 2 -W ignore
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest tests/kernels/test_triton.py tests/kernels/test_attention.py tests/kernels/test_prepare.py tests/kernels/test_functional.py tests/kernels/test_dense_experts.py tests/kernels/test_triton_dense.py tests/kernels/test_delta.py tests/kernels/test_indexer.py tests/kernels/test_compressed.py tests/kernels/test_streams.py -k 'triton or dense' --numprocesses 2 -W ignore
 	OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest tests/kernels/test_triton_targets.py --numprocesses 2
 
 .venv-triton/stamp: $(VENV)/test.stamp

@@ -110,7 +110,7 @@ def test_latents_in_parts(seed, calls, monkeypatch):
     prompts = Prompts.of(spans, torch.randperm(blocks * len(spans)).view(len(spans), blocks))
     scale = (nope + rotary) ** -0.5
     exact = reference.mla_prefill(q.float(), kv_b.float(), rotation, cache.float(), prompts, scale)
-    out = prefill.mla_prefill(q, kv_b, rotation, cache, prompts, scale, reference.rope)
+    out = prefill.mla_prefill(q, kv_b, rotation, cache, prompts, scale, rope=reference.rope)
     assert distance(out, exact.double()) < 2 * TOLERANCE[torch.float16]
     assert calls
 
