@@ -27,8 +27,8 @@ from sample_sizes import sized
 from quantkit import cli
 
 COMMANDS = typer.main.get_command(cli.app)
-CPU_S = 5.0
-"""Of the processor, for a command that refuses."""
+CPU_S = 30.0
+"""Of the processor, for a command: ten times what one takes, for the machine may be busy."""
 BLOCKED_S = 120.0
 """By the clock: it waits for something that never comes."""
 SIZES = make_model.NARROW | {
