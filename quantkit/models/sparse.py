@@ -73,6 +73,8 @@ def topk_columns(scores: Tensor, hidden: Tensor, count: int, order: Tensor | Non
 
 def concat_selected(parts: list[TopTokens]) -> TopTokens:
     """Selections of several sequences concatenated."""
+    if len(parts) == 1:
+        return parts[0]
     width = max(one.slots.shape[1] for one in parts)
     wide = [
         [F.pad(side, (0, width - side.shape[1])) for side in one[:2]] + [one.counts]
@@ -87,19 +89,17 @@ def attend_selected(
     """As `mla_decode`, each token over the cached latents selected for it: q [T, heads, N + R] ->
     [T, heads, V]. Every token of the cache is a page of its own, so that nothing is copied, except
     of caches in two tensors, whose operators read whole pages."""
-    out = []
+    out, single = [], None if len(parts_of(cache)) == 2 else _pages_of_one(cache)
     step = max(1, _SELECTED // selected.slots.shape[1])
     for first in range(0, len(q), step):
         slots, counts = (side[first : first + step] for side in selected[1:])
         cos, sin = (side[first : first + step] for side in rotation[:2])
         pages = (
-            _copied(cache, slots, counts)
-            if len(parts_of(cache)) == 2
-            else PagedLatents(_pages_of_one(cache), slots, counts)
+            _copied(cache, slots, counts) if single is None else PagedLatents(single, slots, counts)
         )
         turned = Rotation(cos, sin, rotation.interleaved)
         out.append(mla_decode(q[first : first + step], kv_b, turned, pages, scale=scale))
-    return torch.cat(out)
+    return out[0] if len(out) == 1 else torch.cat(out)
 
 
 def _pages_of_one(cache: Latents) -> Latents:
