@@ -5,7 +5,7 @@ Keys and values are one vector, shared by all heads. `rate` tokens are pooled to
 of their values, weighted per channel by a softmax over the tokens' weights plus a bias per
 position. With overlap a token contributes two halves, one to its own group and one to the next, so
 an entry pools 2 rate tokens. A token sees entries of groups that end at it or before. The operators
-are quantkit_kernels/compressed.py; pooling and scores of the indexer are plain torch.
+are quantkit_kernels/compressed.py, and those of the indexer indexer.py.
 
 Symbols: T tokens, D head_dim, E entries, r rate.
 """
@@ -137,10 +137,9 @@ class CompressedAttention:
     ) -> Tensor:
         """Places in numbers [E] of the entries with the highest scores for each token, int64 [T,
         topk]; entries that a token does not see come last. keys [T or 1, E, index D]."""
-        products = (inputs.index_q.float() @ keys.float().mT).relu_()
-        scores = (inputs.index_weights[:, None] @ products)[:, 0]
         hidden = numbers >= (positions[:, None] + 1) // self.rate
-        return topk_columns(scores, hidden, self.topk, numbers if self.in_order else None)
+        order = numbers if self.in_order else None
+        return topk_columns(inputs.index_q, inputs.index_weights, keys, hidden, self.topk, order)
 
     def attend(
         self,

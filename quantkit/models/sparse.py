@@ -50,22 +50,31 @@ def select_topk(
     places = torch.arange(seen, device=positions.device)
     for first in range(0, len(positions), step):
         part = slice(first, first + step)
-        products = (queries[part].float() @ keys.float().mT).relu_()
-        scores = (weights[part, None] @ products)[:, 0]
-        found.append(topk_columns(scores, places > positions[part, None], count, None))
+        hidden = places > positions[part, None]
+        found.append(topk_columns(queries[part], weights[part], keys, hidden, count, None))
     places = torch.cat(found).int()
     return TopTokens(places, places, (positions + 1).clamp(max=count).int())
 
 
-def topk_columns(scores: Tensor, hidden: Tensor, count: int, order: Tensor | None) -> Tensor:
-    """Columns of the `count` highest scores of each row, highest first: scores float32 [T, S],
-    hidden bool [T, S] masks columns -> int64 [T, count].
+def topk_columns(
+    queries: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    hidden: Tensor,
+    count: int,
+    order: Tensor | None,
+) -> Tensor:
+    """Columns of the `count` highest scores of each row, highest first, int64 [T, count]: queries
+    [T, heads, D], weights float32 [T, heads], keys [S, D] or [T or 1, S, D]; hidden bool [T, S]
+    masks columns.
 
     A score is exactly 0 where all of an indexer's products are negative, as in one of 2^heads
     random cases. order [S] or [T, S]: among equal zeros the first columns are taken. None leaves
     ties to torch, which matches transformers on a whole text; but torch's choice depends on S, and
     so on chunking and batching.
     """
+    products = (queries.float() @ keys.float().mT).relu_()
+    scores = (weights[:, None] @ products)[:, 0]
     if order is not None:
         scores = torch.where(scores == 0, order.float() * -_FIRST_OF_EQUALS, scores)
     return scores.masked_fill_(hidden, -torch.inf).topk(count, dim=-1).indices
