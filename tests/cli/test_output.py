@@ -211,7 +211,8 @@ def test_tables_are_whole_where_nobody_looks(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
     convert = [*quantkit, "convert", str(name), str(name.with_suffix(".new")), "--dtype", "fp32"]
     done = subprocess.run(convert, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.count("long") == str(name).count("long")
+    letters = re.sub(r"[^a-z]", "", done.stdout)  # a fold may split a word
+    assert letters.count("long") == str(name).count("long")
     with subprocess.Popen(
         [*quantkit, "inspect", str(name)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
