@@ -24,6 +24,7 @@ _SAVED_AGAIN = (
     "writes safetensors"
 )
 _ORIGINAL = "give the model that it was made from{base}"
+_A_MODEL = "give that of a model: config.json, tokenizer.json and *.safetensors"
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,11 @@ STACKED_REMEDY = (
 
 
 def check_files(path: Path) -> None:
-    """Raise QuantkitError if a folder is recognized by its files as something else than a
+    """Raise QuantkitError if a folder is empty, or recognized by its files as something else than a
     checkpoint."""
     names = [file.name for file in path.iterdir()]
+    if not names:
+        raise QuantkitError(f"{path} is an empty folder", _A_MODEL)
     names += [f"{file.parent.name}/{file.name}" for file in path.glob("onnx/*.onnx")]
     if _has_weights(names):
         return

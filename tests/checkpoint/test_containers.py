@@ -18,6 +18,7 @@ from quantkit.diagnosis.diagnose import diagnose
 
 CONFIG = good_checkpoints.QWEN3 | {"num_hidden_layers": 1}
 FILES = {
+    "": r"is an empty folder; give that of a model: config\.json",
     "adapter_model.safetensors": r"a LoRA adapter \(adapter_.*peft .* base model, org/base$",
     "model.Q4_K_M.gguf": r"weights in GGUF .*give the file itself, .*/model\.Q4_K_M\.gguf$",
     "model_index.json": r"a pipeline of diffusers",
@@ -60,11 +61,12 @@ def tensors():
 @pytest.mark.parametrize("file", FILES)
 def test_a_folder_is_named_by_its_files(file, tmp_path):
     (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_bytes(b"{}")
+    if file:
+        (tmp_path / file).write_bytes(b"{}")
     if file.startswith("adapter"):
         said = {"base_model_name_or_path": "org/base"}
         (tmp_path / "adapter_config.json").write_text(json.dumps(said))
-    for files in range(2):  # without, and with a config.json
+    for files in range(2 if file else 1):  # without, and with a config.json
         if files and not file.startswith("adapter"):
             (tmp_path / "config.json").write_text(json.dumps(CONFIG))
         answers = {
