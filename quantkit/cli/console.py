@@ -229,17 +229,16 @@ def show_comparison(table: dict[str, Any]) -> None:
 def show_speed(result: dict[str, Any]) -> None:
     columns = [
         "input",
-        "concurrency",
+        "at a time",
         "TTFT s",
         "TPOT ms",
         "ITL ms",
-        "tokens/s",
-        "system tokens/s",
-        "requests/s",
-        "latency s",
-        "failed",
+        "tok/s",
+        "system tok/s",
+        "req/s",
     ]
-    table = _table(*columns, *(["goodput/s"] if result["goodput_limits_ms"] else []))
+    columns += ["latency s", "failed"]
+    table = _table(*columns, *(["goodput /s"] if result["goodput_limits_ms"] else []))
     for row in result["rows"]:
         tpot, itl, tps = (
             "-" if row[key] is None else f"{row[key]:.1f}" for key in ("tpot_ms", "itl_ms", "tps")

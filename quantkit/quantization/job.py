@@ -79,7 +79,7 @@ class Coverage:
         names = [
             f"{name} ({count / 1e6:.3g} M)" for name, count in list(self.left.items())[:_NAMED]
         ]
-        more = f" and {len(self.left) - _NAMED} kinds more" if len(self.left) > _NAMED else ""
+        more = f" and {len(self.left) - _NAMED} more" if len(self.left) > _NAMED else ""
         count = self.quantized + sum(self.left.values())
         digits = ",.0f" if count >= 10**8 else ".3g"
         return (

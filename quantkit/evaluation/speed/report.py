@@ -52,6 +52,7 @@ def _curves(rows: list[dict[str, Any]], key: str, label: str) -> str:
             axes.plot(
                 *zip(*points),
                 marker="o",
+                clip_on=False,
                 label=f"{input_len} tokens in" if input_len else "prompts given",
             )
     ticks = sorted({row[across] for row in rows})
