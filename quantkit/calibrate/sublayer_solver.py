@@ -175,6 +175,8 @@ def attention_costs(scaled: SublayerScales, folded: FoldedTensors) -> dict[str, 
     ):
         return {}
     costs: dict[str, Tensor] = {}
+    if "kv_b" in rows and "q" in rows:  # queries without a low-rank projection
+        rows["q_b"] = rows.pop("q")
     if {"kv_a", "kv_b", "q_b"} <= rows.keys():
         latent = _Latent.of(scaled, folded, rows, sublayer.outputs)
         costs = (

@@ -215,7 +215,7 @@ def find_split_problem(
             continue
         stored = grid(row.module)
         step = 1 if stored is None else stored.rank_multiple(inputs=row.split == "row")
-        size = row.shape[0] if row.split == "column" else row.shape[1]
+        size = row.shape[row.output_axis if row.split == "column" else 1]
         if size % (ranks * step):
             what = "outputs" if row.split == "column" else "input channels"
             problem = (

@@ -19,6 +19,7 @@ ARCHITECTURES = (
     "hy_v3",
     "kimi_k2",
     "kimi_k25",
+    "kimi_linear",
     "llama",
     "minimax_m2",
     "mistral",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:  # mypy checks that every file implements the protocol
         hy_v3,
         kimi_k2,
         kimi_k25,
+        kimi_linear,
         llama,
         minimax_m2,
         mistral,
@@ -79,6 +81,7 @@ if TYPE_CHECKING:  # mypy checks that every file implements the protocol
         hy_v3,
         kimi_k2,
         kimi_k25,
+        kimi_linear,
         llama,
         minimax_m2,
         mistral,
@@ -119,8 +122,7 @@ def _file(model_type: str) -> ModuleType:
 
 
 def check_missing(config: Mapping[str, Any], stored: Iterable[str]) -> None:
-    """Raise QuantkitError where a null field of config.json contradicts the `stored` tensors; the
-    field decides whether transformers computes the model."""
+    """Raise QuantkitError where a null field of config.json contradicts the `stored` tensors."""
     if fallback := _fallback(config):
         fallback.check_stored(config, stored)
 

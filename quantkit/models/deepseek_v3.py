@@ -7,13 +7,12 @@ rope, v.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quantkit_kernels import Norms, Routing
 from torch import Tensor
 
-from quantkit.common.errors import QuantkitError
 from quantkit.models import decoder, mtp
 from quantkit.models.architecture import LatentCache, ModelConfig
 from quantkit.models.config import (
@@ -39,15 +38,14 @@ from quantkit.models.mlp import (
     moe_scale_groups,
 )
 from quantkit.models.rope import Rope
-from quantkit.models.table import Block, Parameter, Projection, Role, ScaleGroup, Split, ValueHeads
-from quantkit.models.weights import Weights
+from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split, ValueHeads
+from quantkit.models.weights import PrologOp, Weights
 
 FALLBACK = HfFallback(
     null_fields={"q_lora_rank": ".q_a_proj."},
     true_fields=("attention_bias", "tie_word_embeddings"),
 )
-"""Moonlight's queries have no low-rank projection; the published models have no biases and untied
-heads."""
+"""The published models have no biases and untied heads."""
 
 _COMPUTED = {
     "hidden_act": "silu",
@@ -61,7 +59,8 @@ MIXTURE = MixtureNames(bias="gate.e_score_correction_bias", shared="shared_exper
 
 @dataclass(frozen=True)
 class Config(ModelConfig):
-    """Fields as config.json names them."""
+    """Fields as config.json names them. q_lora_rank: 0 where queries have no low-rank projection,
+    as in Moonlight; null in config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -75,7 +74,7 @@ class Config(ModelConfig):
     n_group: int
     topk_group: int
     first_k_dense_replace: CountOrNone
-    q_lora_rank: int
+    q_lora_rank: CountOrNone
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
@@ -94,12 +93,7 @@ class Config(ModelConfig):
         not computed by this file."""
         refuse_other_values(config, _COMPUTED, "DeepSeek-V3")
         refuse_attention_bias(config)
-        if config.get("q_lora_rank", 0) is None:
-            raise QuantkitError(
-                "config.json has q_lora_rank null",
-                "quantkit needs the low-rank query projection of V3 and R1",
-            )
-        values = read_fields(cls, config)
+        values = read_fields(cls, without_null_rank(config))
         rope = Rope.from_dict(
             config,
             values["qk_rope_head_dim"],
@@ -141,6 +135,11 @@ class Config(ModelConfig):
         return layer >= self.first_k_dense_replace
 
 
+def without_null_rank(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json with q_lora_rank 0 for null."""
+    return {**config, "q_lora_rank": 0} if config.get("q_lora_rank", 0) is None else config
+
+
 def parameters(config: Config) -> list[Parameter]:
     """Every tensor of the checkpoint, MTP layers included, in the order of a forward pass."""
     h, vocab = config.hidden_size, config.vocab_size
@@ -157,18 +156,37 @@ def parameters(config: Config) -> list[Parameter]:
 
 
 def _layer_parameters(config: Config, layer: int, mtp: bool) -> Iterator[Parameter]:
-    h, heads = config.hidden_size, config.num_attention_heads
-    p = f"model.layers.{layer}"
-    a = f"{p}.self_attn"
+    h, p = config.hidden_size, f"model.layers.{layer}"
+    norm = Parameter(f"{p}.input_layernorm.weight", (h,), "norm", layer=layer, mtp=mtp)
+    yield norm
+    yield from attention_parameters(config, layer, mtp=mtp)
+    yield replace(norm, name=f"{p}.post_attention_layernorm.weight")
+    if not config.is_moe(layer):
+        yield from mlp_parameters(f"{p}.mlp", h, config.intermediate_size, layer, mtp=mtp)
+        return
+    width, experts = config.moe_intermediate_size, config.n_routed_experts
+    shared = width * config.n_shared_experts
+    yield from moe_parameters(
+        f"{p}.mlp", h, width, layer, experts, shared_width=shared, mtp=mtp, names=MIXTURE
+    )
 
-    def row(name: str, shape: tuple[int, ...], role: Role, block: Block | None = None) -> Parameter:
-        return Parameter(name, shape, role, layer=layer, mtp=mtp, block=block)
+
+def attention_parameters(config: Config, layer: int, *, mtp: bool = False) -> Iterator[Parameter]:
+    """Every tensor of one layer's latent attention."""
+    h, heads = config.hidden_size, config.num_attention_heads
+    a = f"model.layers.{layer}.self_attn"
+
+    def norm(name: str, width: int) -> Parameter:
+        return Parameter(
+            f"{a}.{name}.weight", (width,), "norm", layer=layer, mtp=mtp, block="attention"
+        )
 
     def attention(
         name: str, projection: Projection, shape: tuple[int, int], split: Split = "replicate"
     ) -> Parameter:
         role: Role = "kv_b" if projection == "kv_b" else "linear"
-        fused = f"{a}.fused_qkv_a_proj" if projection in ("q_a", "kv_a") else None
+        down = config.q_lora_rank and projection in ("q_a", "kv_a")
+        fused = f"{a}.fused_qkv_a_proj" if down else None
         return Parameter(
             f"{a}.{name}.weight",
             shape,
@@ -182,14 +200,17 @@ def _layer_parameters(config: Config, layer: int, mtp: bool) -> Iterator[Paramet
             projection=projection,
         )
 
-    yield row(f"{p}.input_layernorm.weight", (h,), "norm")
-    yield attention("q_a_proj", "q_a", (config.q_lora_rank, h))
-    yield row(f"{a}.q_a_layernorm.weight", (config.q_lora_rank,), "norm", "attention")
-    yield attention("q_b_proj", "q_b", (heads * config.qk_head_dim, config.q_lora_rank), "column")
+    if config.q_lora_rank:
+        yield attention("q_a_proj", "q_a", (config.q_lora_rank, h))
+        yield norm("q_a_layernorm", config.q_lora_rank)
+        width = config.q_lora_rank
+        yield attention("q_b_proj", "q_b", (heads * config.qk_head_dim, width), "column")
+    else:
+        yield attention("q_proj", "q", (heads * config.qk_head_dim, h), "column")
     yield attention(
         "kv_a_proj_with_mqa", "kv_a", (config.kv_lora_rank + config.qk_rope_head_dim, h)
     )
-    yield row(f"{a}.kv_a_layernorm.weight", (config.kv_lora_rank,), "norm", "attention")
+    yield norm("kv_a_layernorm", config.kv_lora_rank)
     yield attention(
         "kv_b_proj",
         "kv_b",
@@ -197,62 +218,57 @@ def _layer_parameters(config: Config, layer: int, mtp: bool) -> Iterator[Paramet
         "column",
     )
     yield attention("o_proj", "o", (h, heads * config.v_head_dim), "row")
-    yield row(f"{p}.post_attention_layernorm.weight", (h,), "norm")
-    if not config.is_moe(layer):
-        yield from mlp_parameters(f"{p}.mlp", h, config.intermediate_size, layer, mtp=mtp)
-        return
-    width, experts = config.moe_intermediate_size, config.n_routed_experts
-    shared = width * config.n_shared_experts
-    yield from moe_parameters(
-        f"{p}.mlp", h, width, layer, experts, shared_width=shared, mtp=mtp, names=MIXTURE
-    )
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     """The foldable scales of one decoder layer (MTP layers included), producers before their
     consumers' own groups."""
     p = f"model.layers.{layer}"
-    a = f"{p}.self_attn"
-    values = ValueHeads(config.num_attention_heads, 1, config.v_head_dim, config.qk_nope_head_dim)
-    groups = [
-        ScaleGroup(
-            f"{a}.qkv_a",
-            f"{p}.input_layernorm",
-            True,
-            (f"{a}.q_a_proj", f"{a}.kv_a_proj_with_mqa"),
-            f"{a}.q_a_proj",
-        ),
-        ScaleGroup(f"{a}.q_b", f"{a}.q_a_layernorm", True, (f"{a}.q_b_proj",), f"{a}.q_b_proj"),
-        ScaleGroup(f"{a}.kv_b", f"{a}.kv_a_layernorm", True, (f"{a}.kv_b_proj",), f"{a}.kv_b_proj"),
-        ScaleGroup(
-            f"{a}.v_o", f"{a}.kv_b_proj", False, (f"{a}.o_proj",), f"{a}.o_proj", heads=values
-        ),
-    ]
-    norm = f"{p}.post_attention_layernorm"
+    groups, norm = attention_scale_groups(config, layer), f"{p}.post_attention_layernorm"
     if not config.is_moe(layer):
         return [*groups, *mlp_scale_groups(f"{p}.mlp", norm)]
     return [*groups, *moe_scale_groups(f"{p}.mlp", norm, config.n_routed_experts, MIXTURE)]
+
+
+def attention_scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
+    """The foldable scales of latent attention: the norm before it, those on latents, values to
+    o_proj."""
+    p = f"model.layers.{layer}"
+    a = f"{p}.self_attn"
+    q = f"{a}.q_a_proj" if config.q_lora_rank else f"{a}.q_proj"
+    readers = (q, f"{a}.kv_a_proj_with_mqa")
+    values = ValueHeads(config.num_attention_heads, 1, config.v_head_dim, config.qk_nope_head_dim)
+    groups = [ScaleGroup(f"{a}.qkv_a", f"{p}.input_layernorm", True, readers, q)]
+    latents = ("q", "kv") if config.q_lora_rank else ("kv",)
+    for side in latents:
+        up = f"{a}.{side}_b_proj"
+        groups.append(ScaleGroup(f"{a}.{side}_b", f"{a}.{side}_a_layernorm", True, (up,), up))
+    o = f"{a}.o_proj"
+    return [*groups, ScaleGroup(f"{a}.v_o", f"{a}.kv_b_proj", False, (o,), o, heads=values)]
 
 
 class Attention:
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         a = f"model.layers.{layer}.self_attn"
         self.config, self.layer = config, layer
-        gains = (
-            weights.tensor(f"{a}.q_a_layernorm.weight"),
-            weights.tensor(f"{a}.kv_a_layernorm.weight"),
-        )
-        self.norms = Norms(*gains, config.rms_norm_eps)
-        q_a, q_b, kv_a = f"{a}.q_a_proj", f"{a}.q_b_proj", f"{a}.kv_a_proj_with_mqa"
         self.kv_b = weights.dequantized(f"{a}.kv_b_proj").view(
             -1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank
         )
+        self.o = weights.linear(f"{a}.o_proj")
+        kv_a, k_gain = f"{a}.kv_a_proj_with_mqa", weights.tensor(f"{a}.kv_a_layernorm.weight")
+        self.prolog: PrologOp | None = None
+        if not config.q_lora_rank:
+            self.norms = Norms(k_gain[:0], k_gain, config.rms_norm_eps)
+            self.q, self.kv_a = weights.linear(f"{a}.q_proj"), weights.linear(kv_a)
+            return
+        gains = (weights.tensor(f"{a}.q_a_layernorm.weight"), k_gain)
+        self.norms = Norms(*gains, config.rms_norm_eps)
+        q_a, q_b = f"{a}.q_a_proj", f"{a}.q_b_proj"
         self.prolog = prolog = weights.mla_prolog(
             (q_a, q_b, kv_a), self.kv_b, gains, config.rms_norm_eps, config.rope
         )
         self.qkv_a = prolog.qkv_a if prolog else weights.fused_linear((q_a, kv_a))
         self.q_b = prolog.q_b if prolog else weights.linear(q_b)
-        self.o = weights.linear(f"{a}.o_proj")
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
@@ -260,11 +276,17 @@ class Attention:
         if self.prolog is not None:
             attended = context.decode_mla(self.layer, x, self.prolog, c.rope, c.softmax_scale)
         if attended is None:
-            q = context.query_mla(self.layer, self.qkv_a(x), self.norms, self.q_b, c.rope)
-            attended = context.attend_mla(
-                self.layer, q.unflatten(-1, (-1, c.qk_head_dim)), self.kv_b, c.rope, c.softmax_scale
-            )
+            q = self._queries(x, context).unflatten(-1, (-1, c.qk_head_dim))
+            attended = context.attend_mla(self.layer, q, self.kv_b, c.rope, c.softmax_scale)
         return self.o(attended.flatten(1))
+
+    def _queries(self, x: Tensor, context: Context) -> Tensor:
+        """Stores latents and keys, and returns the queries [T, heads * qk_head_dim]."""
+        rope = self.config.rope
+        if self.config.q_lora_rank:
+            return context.query_mla(self.layer, self.qkv_a(x), self.norms, self.q_b, rope)
+        context.store_mla(self.layer, self.kv_a(x), self.norms, rope)
+        return self.q(x)
 
 
 class DecoderLayer(decoder.DecoderLayer):

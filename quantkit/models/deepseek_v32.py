@@ -16,6 +16,7 @@ from quantkit.models.architecture import LatentCache
 from quantkit.models.config import (
     DECIDED,
     check_at_most,
+    check_count,
     check_layer_kinds,
     refusal,
     refuse_other_values,
@@ -72,6 +73,7 @@ class Config(deepseek_v3.Config):
             raise refusal("layer_types", config["layer_types"], "indexed_attention for each layer")
         made = super().from_dict(_with_experts(config))
         assert isinstance(made, cls), made
+        check_count("q_lora_rank", made.q_lora_rank)
         check_at_most(
             "qk_rope_head_dim", made.qk_rope_head_dim, "index_head_dim", made.index_head_dim
         )

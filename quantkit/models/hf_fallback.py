@@ -24,18 +24,15 @@ _ACTIVATIONS = (
 
 @dataclass(frozen=True)
 class HfFallback:
-    """An activation other than SiLU, rotary frequencies that depend on the text length, and fields
-    of config.json: null_fields that are null, each with a part of the names of tensors that exist
-    where it is not; true_fields that are true."""
+    """An activation other than SiLU, rotary frequencies that depend on the text length, and
+    true_fields: fields of config.json that are true. null_fields: those that may be null, each with
+    a part of the names of tensors that exist where it is not."""
 
     null_fields: Mapping[str, str] = field(default_factory=dict)
     true_fields: tuple[str, ...] = ()
 
     def reason(self, config: Mapping[str, Any]) -> str:
         """The first of these that a config.json has; empty for none."""
-        for name in self.null_fields:
-            if config.get(name, 0) is None:
-                return f"{name} null"
         for name in self.true_fields:
             if config.get(name) is True:
                 return f"{name} true"

@@ -47,8 +47,8 @@ class MixtureNames:
 
     bias: of the router, used for selection but not as a weight; logit_bias: added to the router's
     logits. shared_gate: linear [1, H] whose sigmoid scales the shared expert's output. linears: of
-    the routed and shared experts. gating: their activation. expert_bias: whether routed experts
-    have biases.
+    the routed experts, and of the shared one without shared_linears. gating: their activation.
+    expert_bias: whether routed experts have biases.
     """
 
     router: str = "gate"
@@ -59,6 +59,12 @@ class MixtureNames:
     linears: MlpNames = PROJ_NAMES
     gating: Gating = SILU
     expert_bias: bool = False
+    shared_linears: MlpNames | None = None
+
+    @property
+    def of_shared(self) -> MlpNames:
+        """Names of the shared expert's linears."""
+        return self.shared_linears or self.linears
 
 
 DEFAULT_MIXTURE = MixtureNames()
@@ -193,7 +199,13 @@ def moe_parameters(
     if names.shared:
         shared = f"{prefix}.{names.shared}"
         rows += mlp_parameters(
-            shared, hidden, shared_width, layer, block="shared_expert", mtp=mtp, names=names.linears
+            shared,
+            hidden,
+            shared_width,
+            layer,
+            block="shared_expert",
+            mtp=mtp,
+            names=names.of_shared,
         )
     if names.shared_gate:
         rows.append(replace(router, name=f"{prefix}.{names.shared_gate}.weight", shape=(1, hidden)))
@@ -216,7 +228,7 @@ def moe_scale_groups(
     """norm to the router and to gate and up of the shared and all routed experts; up to down in
     each expert whose activation is linear in up."""
     shared = f"{prefix}.{names.shared}" if names.shared else None
-    own = names.linears.modules(shared)[:2] if shared else ()
+    own = names.of_shared.modules(shared)[:2] if shared else ()
     gates = (f"{prefix}.{names.shared_gate}",) if names.shared_gate else ()
     prefixes = [f"{prefix}.experts.{expert}" for expert in range(experts)]
     routed = [module for one in prefixes for module in names.linears.modules(one)[:2]]
@@ -232,7 +244,7 @@ def moe_scale_groups(
         )
     ]
     if shared and names.gating.is_linear_in_up:
-        groups.append(up_down_group(shared, names=names.linears))
+        groups.append(up_down_group(shared, names=names.of_shared))
     if names.gating.is_linear_in_up and not names.expert_bias:
         groups += [up_down_group(one, expert, names.linears) for expert, one in enumerate(prefixes)]
     return groups
@@ -316,7 +328,7 @@ class MoeMlp:
                 self.router = torch.cat((self.router, self.shared_gate))
         self.experts = weights.experts(*routed, names.gating) if joined is None else joined
         self.shared = (
-            Mlp(shared, weights, names.linears, gating=names.gating)
+            Mlp(shared, weights, names.of_shared, gating=names.gating)
             if shared and joined is None
             else None
         )

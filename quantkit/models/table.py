@@ -127,6 +127,11 @@ class Parameter:
         return 1 if self.split == "replicate" else min(ranks, self.key_heads or ranks)
 
     @property
+    def output_axis(self) -> int:
+        """The dimension that column parallelism splits: the first of more than one."""
+        return next((axis for axis, size in enumerate(self.shape) if size > 1), 0)
+
+    @property
     def within_layer(self) -> str:
         """The module's name inside its layer: `self_attn.o_proj` of
         `model.layers.3.self_attn.o_proj`, `attn.wkv` of `mtp.0.attn.wkv`."""

@@ -76,8 +76,8 @@ def take_inventory(checkpoint: Checkpoint, *, calibrated: bool = True) -> Invent
             f"{checkpoint.path} is already quantized ({checkpoint.format.name}, by its config.json)",
             "quantize the model it was made from, not a rounded copy",
         )
+    check_missing(checkpoint.config, checkpoint.tensors)
     if not is_known(checkpoint.config):
-        check_missing(checkpoint.config, checkpoint.tensors)
         return _watched_inventory(checkpoint) if calibrated else _inventory_by_name(checkpoint)
     model = read_model(checkpoint)
     check_stored(checkpoint, model.rows)

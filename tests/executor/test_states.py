@@ -22,23 +22,24 @@ from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.stored_parameters import read_model
 
-CONFIG = make_model.CONFIGS["states"]
 PROMPTS = [
     [7 + i] * 3 + list(range(20, 20 + length)) for i, length in enumerate((1, 9, 100, 30, 70))
 ]
 PARAMS = SamplingParams(max_new_tokens=10, ignore_eos=True, logprobs=0)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    architecture, rng = find_architecture(CONFIG), torch.Generator().manual_seed(3)
+@pytest.fixture(scope="module", params=["states", "latent_states"])
+def model(request, tmp_path_factory):
+    """Linear attention next to keys and values of heads, and next to latents."""
+    config = make_model.CONFIGS[request.param]
+    architecture, rng = find_architecture(config), torch.Generator().manual_seed(3)
     tensors = {}
-    for row in architecture.parameters(architecture.Config.from_dict(CONFIG)):
+    for row in architecture.parameters(architecture.Config.from_dict(config)):
         noise = torch.randn(row.shape, generator=rng)
         tensors[row.name] = (
             noise * 0.1 if row.role == "norm" else 2 * noise / row.shape[-1] ** 0.5
         ).bfloat16()
-    return make_model.write_dense(tmp_path_factory.mktemp("models") / "next", CONFIG, tensors)
+    return make_model.write_dense(tmp_path_factory.mktemp("models") / "next", config, tensors)
 
 
 def answers(model, budget=None, **options):
@@ -149,11 +150,10 @@ def test_plans_count_the_states_of_each_request(model):
     """Three requests of 50 tokens fit, and not one more; with a byte less two of them, and some
     tokens."""
     checkpoint, whole = Checkpoint.open(model), ParallelSizes(1)
-    net = read_model(checkpoint).config.recurrent
+    config = read_model(checkpoint).config
+    net = config.recurrent
     weights = fit(checkpoint, whole, 50, 1.0, 1.0, 0.0).weight_bytes
-    request = (
-        50 * 2 * 2 * 2 * 16 + net.state_bytes()
-    )  # keys and values of two heads of 16, in one layer of four
+    request = 50 * config.num_cached_layers * config.cache.token_bytes(16) + net.state_bytes()
     assert net.state_bytes() == recurrent_state_bytes(net, 0, 1) > 0
     enough = fit(checkpoint, whole, 50, (weights + 3 * request) / 2**30, 1.0, 0.0)
     assert (enough.tokens, enough.state_bytes_per_request) == (150, net.state_bytes())

@@ -74,13 +74,13 @@ def test_rope(backend, dtype, interleaved):
         assert distance(y, rotated(x, angles[positions], interleaved)) < TOLERANCE[dtype]
 
 
-SMALL, R1 = (24, 40, 16), (1536, 512, 64)
+SMALL, R1, ALONE = (24, 40, 16), (1536, 512, 64), (0, 40, 16)
 LATENTS = {
-    "reference": [(SMALL, 3)],
-    "triton": [(SMALL, 3)],
-    "cuda": [(SMALL, 300), *((R1, tokens) for tokens in (1, 3, 40, 300))],
+    "reference": [(SMALL, 3), (ALONE, 2)],
+    "triton": [(SMALL, 3), (ALONE, 2)],
+    "cuda": [(SMALL, 300), (ALONE, 2), *((R1, tokens) for tokens in (1, 3, 40, 300))],
 }
-"""By backend: q_lora_rank, kv_lora_rank and rotary channels, and tokens."""
+"""By backend: q_lora_rank, 0 without, kv_lora_rank and rotary channels, and tokens."""
 
 
 @CACHES
@@ -105,7 +105,9 @@ def test_mla_prepare(backend, dtype, interleaved, codes, poisoned_memory):
         q_a = mla_prepare(qkv_a, Norms(*gains, EPS), rotation, cache, slots, backend=backend)
         q, latent, key = qkv_a.split(sizes, dim=-1)
         assert q_a.dtype == dtype
-        assert distance(q_a, normed_in_double(q, gains[0])) < TOLERANCE[dtype]
+        exact_q = normed_in_double(q, gains[0])
+        assert q_a.shape == q.shape
+        assert not q_a.numel() or distance(q_a, exact_q) < TOLERANCE[dtype]
         found = (cache if codes is None else decoded(cache)).flatten(0, 1)[slots]
         exact = normed_in_double(latent, gains[1])
         turned = rotated(key.unsqueeze(1), angles, interleaved).squeeze(1)

@@ -104,7 +104,7 @@ def test_layers_that_config_does_not_count_are_told_of(layers, mtp, told, tmp_pa
     assert bool(found) == bool(told)
 
 
-def test_a_null_that_leaves_a_model_to_transformers_is_held_against_the_tensors(tmp_path):
+def test_a_null_field_is_held_against_the_tensors(tmp_path):
     path = written(tmp_path / "model", lambda config: config.update(q_lora_rank=None))
     with pytest.raises(
         QuantkitError,
@@ -112,11 +112,6 @@ def test_a_null_that_leaves_a_model_to_transformers_is_held_against_the_tensors(
         r"use the config",
     ):
         take_inventory(Checkpoint.open(path), calibrated=False)
-    with pytest.raises(
-        QuantkitError,
-        match=r"quantkit's file of deepseek_v3 does not compute that; .*by transformers",
-    ):
-        read_model(Checkpoint.open(path))
 
 
 def test_one_missing_tensor_of_the_mtp_layer_is_a_missing_tensor(tmp_path):

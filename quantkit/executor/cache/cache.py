@@ -162,7 +162,7 @@ class PagedCache:
         return bool(self.parts) and self.codes is None
 
     def latents(self, layer: int) -> Latents:
-        stored = self.layers[layer]
+        stored = self.layers[layer if self._layer_index is None else self._layer_index[layer]]
         assert not isinstance(stored, CodedKeys), "a cache of latents"
         return stored
 

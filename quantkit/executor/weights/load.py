@@ -68,7 +68,7 @@ def check_shares(
         raise UsageError("compressed attention was never run with --dp", "use --tp")
     for row in rows if tp > 1 else ():
         if row.split == "column":
-            for size in row.segments or row.shape[:1]:
+            for size in row.segments or (row.shape[row.output_axis],):
                 share_range(size, "output features", row.module, 0, tp, row.key_heads)
         elif row.split == "row" and len(row.shape) > 1:
             width = share_range(row.shape[1], "input features", row.module, 0, tp)[1]

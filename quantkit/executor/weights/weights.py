@@ -120,8 +120,10 @@ class ExecutorWeights:
         """As `Weights.tensor`: float32 for `_WIDE` roles, the compute dtype for the rest."""
         parameter, value = self._parameters[name], self.checkpoint.read(name, self._unpacked_on)
         if parameter.split == "column":
+            value = value.transpose(0, parameter.output_axis)
             parts = value.split(list(parameter.segments)) if parameter.segments else [value]
             value = torch.cat([part[slice(*self._rows(parameter, len(part)))] for part in parts])
+            value = value.transpose(0, parameter.output_axis)
         elif parameter.split == "row" and self.parallel.rank:
             value = torch.zeros_like(value)  # a bias of partial sums counts once
         value = value.to(self.device, torch.float32 if parameter.role in _WIDE else self.dtype)
