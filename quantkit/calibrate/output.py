@@ -260,11 +260,10 @@ class Output:
         entries: dict[str, dict[str, Any]] = {}
         for row in self.rows.values():
             became = [spec.name for spec in self.specs(row)]
-            for name in self.source.parts(row):
-                entries[self.source.checkpoint.stored_info(name).name] = {
-                    "became": became,
-                    **self._fate(row, changed),
-                }
+            for part in self.source.parts(row):
+                for info in self.source.checkpoint.stored(part):
+                    fate = {"became": list[str](), **self._fate(row, changed)}
+                    entries.setdefault(info.name, fate)["became"].extend(became)
         dropped = self.dropped | dict.fromkeys(
             self.source.checkpoint.pruned, "a routed expert that was pruned"
         )
@@ -279,6 +278,8 @@ class Output:
             return {"status": "quantized", "grid": grid_label(self.grids[row.module])}
         if row.module in self.grids:
             return {"status": "copied", "reason": "packed as the source has it"}
+        if self.source.checkpoint.is_rotated(row.name):
+            return {"status": "transformed", "reason": "rotated"}
         if row.name in changed:
             return {"status": "transformed", "reason": "scales folded in"}
         if self.source.parts(row) != (row.name,):

@@ -6,7 +6,7 @@ place of gptq (docs/python.md, "A method of your own").
 
 import hashlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field, ValidationError
 
@@ -24,6 +24,9 @@ Rounding = Callable[["Tensor", "Quantizer", "Curvature"], "tuple[Tensor, Scales]
 """From a linear's weight float32 [..., N, K], its grid and the curvature of its inputs (`diagonal`
 [..., K]: mean square of each channel) to values on the grid [..., N, K] and their scales
 [..., N, G]. Leading dimensions are experts."""
+
+RotationKind = Literal["residual", "values"]
+"""Of the residual stream, and of each head's values."""
 
 ROUNDINGS: dict[str, Rounding] = {}
 
@@ -118,6 +121,9 @@ class Recipe(Strict):
         description="share of every layer's routed experts that is removed, those that contribute "
         "least",
     )
+    rotation: tuple[RotationKind, ...] = Field(
+        (), description="rotations folded into the weights before they are quantized"
+    )
     ignore: tuple[str, ...] = Field((), description="modules left at 16 bits, as --ignore")
     override: dict[str, dict[str, str | int]] = Field(
         {}, description="other grids by pattern, as --override"
@@ -145,8 +151,10 @@ class Recipe(Strict):
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of all settings, but for patterns, of which the grids are known."""
-        settings = self.model_dump_json(exclude={"ignore", "override"})
+        """sha256 of all settings, but for patterns, of which the grids are known, and an empty
+        rotation, which older versions do not have."""
+        left_out = {"ignore", "override"} | ({"rotation"} if not self.rotation else set())
+        settings = self.model_dump_json(exclude=left_out)
         return hashlib.sha256(settings.encode()).hexdigest()
 
 

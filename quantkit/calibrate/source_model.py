@@ -80,7 +80,7 @@ class ParameterReader:
             else dequantize(self.checkpoint.weight(row.module), torch.bfloat16)
         )
         check_finite(row.name, value)
-        return value
+        return value.to(self.dtype(row))
 
     def dequantized(self, row: Parameter) -> Tensor:
         """float32 on the device."""

@@ -50,11 +50,11 @@ class PrunedCheckpoint(Checkpoint):
         return self.base.fingerprint
 
     @property
-    def unpruned(self) -> Checkpoint:
+    def source(self) -> Checkpoint:
         return self.base
 
-    def stored_info(self, name: str) -> TensorInfo:
-        return self.base.tensors[self._selection.names[name]]
+    def stored(self, name: str) -> tuple[TensorInfo, ...]:
+        return (self.base.tensors[self._selection.names[name]],)
 
     @property
     def pruned(self) -> set[str]:

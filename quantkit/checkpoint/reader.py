@@ -160,15 +160,19 @@ class Checkpoint:
             digest.update(buffer[:count])
         return digest.hexdigest()
 
-    def stored_info(self, name: str) -> TensorInfo:
-        """The tensor `name` as the file has it; a pruned view shows it under another name or in
-        part."""
-        return self._info(name)
+    def stored(self, name: str) -> tuple[TensorInfo, ...]:
+        """What the file has of the tensor `name`: a pruned view shows it under another name or in
+        part, and a rotated one unpacked."""
+        return (self._info(name),)
 
     @property
-    def unpruned(self) -> "Checkpoint":
-        """The underlying checkpoint of a pruned view."""
+    def source(self) -> "Checkpoint":
+        """The underlying checkpoint of a pruned or rotated view."""
         return self
+
+    def is_rotated(self, name: str) -> bool:
+        """Whether a view shows the tensor rotated."""
+        return False
 
     @property
     def pruned(self) -> set[str]:

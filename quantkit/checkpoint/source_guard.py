@@ -46,7 +46,7 @@ class SourceGuard:
     def set_units(self, checkpoint: Checkpoint, units: Mapping[str, Iterable[str]]) -> None:
         """Replace the source tensors of the units, within the same shards."""
         self._parts = {
-            unit: _by_shard(checkpoint.stored_info(name) for name in names)
+            unit: _by_shard(info for name in names for info in checkpoint.stored(name))
             for unit, names in units.items()
         }
 

@@ -243,8 +243,10 @@ def attention_scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     for side in latents:
         up = f"{a}.{side}_b_proj"
         groups.append(ScaleGroup(f"{a}.{side}_b", f"{a}.{side}_a_layernorm", True, (up,), up))
-    o = f"{a}.o_proj"
-    return [*groups, ScaleGroup(f"{a}.v_o", f"{a}.kv_b_proj", False, (o,), o, heads=values)]
+    o, made = f"{a}.o_proj", f"{a}.kv_b_proj"
+    width = config.v_head_dim
+    group = ScaleGroup(f"{a}.v_o", made, False, (o,), o, heads=values, head_width=width)
+    return [*groups, group]
 
 
 class Attention:

@@ -321,7 +321,13 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
         )
         groups.append(
             ScaleGroup(
-                f"{a}.v_o", f"{a}.v_proj", False, (f"{a}.o_proj",), f"{a}.o_proj", heads=values
+                f"{a}.v_o",
+                f"{a}.v_proj",
+                False,
+                (f"{a}.o_proj",),
+                f"{a}.o_proj",
+                heads=values,
+                head_width=0 if config.output_gate else config.head_dim,
             )
         )
     norm = f"{p}.post_attention_layernorm"

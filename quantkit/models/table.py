@@ -160,7 +160,9 @@ class ScaleGroup:
     or not: leaving one out changes the function. observe: the module whose input is the scaled
     activation. expert: set where producer and consumer belong to one expert. reaches_experts: the
     routed experts are among the consumers. biased: the producer's bias, `producer`.bias, is divided
-    too. heads: set where o_proj's columns are not the producer's rows one by one.
+    too. heads: set where o_proj's columns are not the producer's rows one by one. head_width: width
+    of value heads that reach o_proj as weighted sums over tokens alone, so that a rotation of each
+    moves as a scale does; 0 elsewhere.
     """
 
     name: str
@@ -172,6 +174,7 @@ class ScaleGroup:
     reaches_experts: bool = False
     biased: bool = False
     heads: ValueHeads | None = None
+    head_width: int = 0
 
 
 @dataclass(frozen=True)

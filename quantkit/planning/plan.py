@@ -316,7 +316,7 @@ def plan(
     fits, device_share = _fit_devices(rows, job, target, serving)
     planned_layout = None if layout is None else _plan_layout(rows, job, options, serving)
     peak, least = (expected_peak(job, memory)[0] for memory in (None, 0))
-    stored = sum(tensor.nbytes for tensor in job.checkpoint.unpruned.tensors.values())
+    stored = sum(tensor.nbytes for tensor in job.checkpoint.source.tensors.values())
     work = job_work(job, job.linears, stored + output, tokens)
     state = (
         2 * peak.hidden_states

@@ -60,6 +60,7 @@ from quantkit.quantization.mixed_precision import (
 )
 from quantkit.quantization.options import SchemeOptions
 from quantkit.quantization.pruning import open_pruned
+from quantkit.quantization.rotation import RotatedCheckpoint, open_rotated
 
 _NAMED = 6
 """Kinds of tensors listed."""
@@ -276,6 +277,8 @@ def read_request(
                 f"the recipe's methods have {method} without {before}, on which it is based",
                 f"add {before} before it",
             )
+    if recipe.rotation and recipe.prune:
+        raise QuantkitError("a model that is pruned is not rotated", "give --prune or rotation")
     if mixture.chooses:
         return _mixed_request(scheme, named_format, engine, recipe, mixture)
     choice = choose(engine, scheme, format=named_format) if engine else None
@@ -362,7 +365,12 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
         check_companions(path, calibrated=bool(request.methods or prune))
     if prune:
         checkpoint = open_pruned(checkpoint, prune)
+    if rotation := request.recipe.rotation:
+        checkpoint = open_rotated(checkpoint, rotation, request.recipe.seed)
     inventory = take_inventory(checkpoint, calibrated=bool(request.methods))
+    if isinstance(checkpoint, RotatedCheckpoint):
+        notes = filter(None, (inventory.note, checkpoint.note))
+        inventory = replace(inventory, note="; ".join(notes))
     if request.methods:
         check_length(inventory, request.recipe.seq_len)
     if checkpoint.has_weights:

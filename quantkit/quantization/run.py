@@ -406,7 +406,7 @@ def _report(
         out=out,
         scheme=run.job.request.scheme.name,
         format=run.job.request.format,
-        source_bytes=sum(tensor.nbytes for tensor in run.job.checkpoint.unpruned.tensors.values()),
+        source_bytes=sum(tensor.nbytes for tensor in run.job.checkpoint.source.tensors.values()),
         output_bytes=sum(output.bytes_by_part()[1].values()),
         seconds=seconds,
         peak_memory=peak,
@@ -532,6 +532,8 @@ def _card(run: _Run, account: RunDescription, found: Findings) -> bytes:
         ("size", f"{sizes[0]}, from {sizes[1]}"),
         ("quantized", str(run.job.coverage)),
     ]
+    if rotation := run.job.request.recipe.rotation:
+        facts.append(("rotated", " and ".join(rotation)))
     if account.calibration is not None:
         tokens = f"{account.calibration_tokens:,} tokens of {account.calibration}"
         facts.append(("calibration", tokens))

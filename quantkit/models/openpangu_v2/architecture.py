@@ -91,9 +91,9 @@ def _attention_extras(config: Config, layer: int) -> Iterator[Parameter]:
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
-    """openPangu-Ultra-MoE's groups; an indexer reads the input of the first linears, and the
-    queries' latent."""
-    groups = pangu_ultra_moe.scale_groups(config, layer)
+    """openPangu-Ultra-MoE's groups, with a convolution of each channel before o_proj; an indexer
+    reads the input of the first linears, and the queries' latent."""
+    groups = [replace(group, head_width=0) for group in pangu_ultra_moe.scale_groups(config, layer)]
     return (
         with_indexer(groups, f"model.layers.{layer}.self_attn.indexer")
         if layer in config.indexed

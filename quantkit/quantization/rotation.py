@@ -1,0 +1,315 @@
+"""Rotations folded into the weights before anything is quantized (QuaRot, arXiv 2404.00456; R1 and
+R2 of SpinQuant, arXiv 2405.16406). The model computes what it did, and its outliers are spread over
+all channels.
+
+residual: the residual stream h becomes h Q. The gain of a norm g is folded into its readers W,
+which become W diag(g) Q; embedding and writers W become Q^T W; a tied head is stored apart. values:
+a head's values v become v R, in the rows that make them and the columns of o_proj that read them.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.calibrate.recipe import RotationKind
+from quantkit.checkpoint.formats.base import Axis
+from quantkit.checkpoint.header import TensorInfo
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.shards import CPU
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.base import Weight, dequantize
+from quantkit.models import is_known
+from quantkit.models.stored_parameters import Model, check_stored_head, read_model
+from quantkit.models.table import Parameter, ScaleGroup
+
+_LARGEST_FACTOR = 64
+
+
+class Rotation:
+    """The orthogonal matrix diag(signs) (O x H x H ...), [width, width]: Kronecker factors are
+    Hadamard matrices of at most 64 rows, and for an odd factor of the width a random O. Signs and O
+    are drawn with the seed."""
+
+    def __init__(self, width: int, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        power = width & -width
+        self.signs = torch.randint(0, 2, (width,), generator=draw) * 2.0 - 1
+        self.factors: list[Tensor] = []
+        if power < width:
+            odd = torch.randn(width // power, width // power, generator=draw, dtype=torch.float64)
+            self.factors.append(torch.linalg.qr(odd)[0])
+        while power > 1:
+            self.factors.append(_hadamard(min(power, _LARGEST_FACTOR)))
+            power //= len(self.factors[-1])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., width] Q."""
+        sizes = [len(factor) for factor in self.factors]
+        rotated = (x * self.signs.to(x)).unflatten(-1, sizes)
+        for axis, factor in enumerate(self.factors, start=x.dim() - 1):
+            rotated = (rotated.transpose(axis, -1) @ factor.to(x)).transpose(axis, -1)
+        return rotated.reshape(x.shape)
+
+
+def _hadamard(size: int) -> Tensor:
+    """Sylvester's matrix divided by the root of its size, which makes it orthogonal."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
+    return matrix / size**0.5
+
+
+@dataclass(frozen=True)
+class _Fold:
+    """What a tensor becomes.
+
+    gains: of columns that read the residual stream, for each block of them as wide as the stream
+    the norms whose gains they take; None for others. writes: whether its rows, or a bias, are added
+    to the stream. made: width of the heads whose values its rows make, after `before` other rows of
+    each; read: of those that its columns read; 0 for none. unit: a norm, whose gain becomes 1.
+    """
+
+    gains: tuple[tuple[Parameter, ...], ...] | None = None
+    writes: bool = False
+    made: int = 0
+    before: int = 0
+    read: int = 0
+    unit: bool = False
+
+
+class RotatedCheckpoint(Checkpoint):
+    """A view of `base` whose tensors are rotated as they are read, in float32; nothing is packed.
+    Its fingerprint is that of `base`, because the rest follows from the recipe."""
+
+    def __init__(
+        self,
+        base: Checkpoint,
+        config: dict[str, Any],
+        rows: Sequence[Parameter],
+        folds: Mapping[str, _Fold],
+        seed: int,
+    ) -> None:
+        self.base, self._folds, self._seed = base, folds, seed
+        self._rows = {row.name: row for row in rows}
+        self._embedding = next(row for row in rows if row.role == "embedding")
+        packed = {name for linear in base.linears.values() for name in linear.tensors}
+        tensors = {name: info for name, info in base.tensors.items() if name not in packed}
+        for row in rows:
+            info = self.stored(row.name)[0]
+            dtype = torch.bfloat16 if row.module in base.linears else info.dtype
+            tensors[row.name] = TensorInfo(row.name, dtype, row.shape, info.shard, info.offset)
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
+        super().__init__(base.path, config, {}, tensors)
+        self.has_weights = base.has_weights
+
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        return self.base.fingerprint
+
+    @property
+    def source(self) -> Checkpoint:
+        return self.base
+
+    @property
+    def bytes_read(self) -> int:
+        return self.base.bytes_read
+
+    @property
+    def note(self) -> str:
+        """A line for the user."""
+        kinds = [
+            kind
+            for kind, there in (
+                ("the residual stream", any(fold.writes for fold in self._folds.values())),
+                ("heads of values", any(fold.read for fold in self._folds.values())),
+            )
+            if there
+        ]
+        drafts = (
+            ", and MTP layers draft by hidden states without the final norm's gain"
+            if any(len(fold.gains or ()) > 1 for fold in self._folds.values())
+            else ""
+        )
+        return f"rotated: {' and '.join(kinds)}{drafts}"
+
+    def is_rotated(self, name: str) -> bool:
+        return name in self._folds
+
+    def stored(self, name: str) -> tuple[TensorInfo, ...]:
+        row = self._rows.get(name)
+        if row is not None and row.module in self.base.linears:
+            return tuple(self.base.tensors[part] for part in self.base.parts(row.module))
+        return (self.base.tensors[name if self.base.has(name) else self._embedding.name],)
+
+    def prefetch(self, name: str, device: torch.device = CPU) -> None:
+        for info in self.stored(name):
+            self.base.prefetch(info.name, device)
+
+    def read(self, name: str, device: torch.device = CPU) -> Tensor:
+        """float32 where it is rotated."""
+        row, fold = self._rows.get(name), self._folds.get(name)
+        if row is not None and fold is not None:
+            return self._folded(fold, row, self._source(row, device))
+        if row is not None and row.module in self.base.linears:
+            return dequantize(self.base.weight(row.module, device), torch.bfloat16)
+        return self.base.read(name, device)
+
+    def weight_slice(
+        self, module: str, axis: Axis, start: int, stop: int, device: torch.device = CPU
+    ) -> tuple[Weight, int]:
+        """Of the head and embedding only rows start..stop are rotated."""
+        name = f"{module}.weight"
+        row = self._rows[name]
+        if axis == "N" and row.role in ("embedding", "head"):
+            source = name if self.base.has(name) else self._embedding.name
+            weight, first = self.base.weight_slice(
+                source.removesuffix(".weight"), axis, start, stop, device
+            )
+            return self._folded(self._folds[name], row, dequantize(weight)), first
+        weight = self.read(name, device)
+        return weight[start:stop] if axis == "N" else weight[:, start:stop], start
+
+    def _source(self, row: Parameter, device: torch.device) -> Tensor:
+        """float32."""
+        if row.module in self.base.linears:
+            return dequantize(self.base.weight(row.module, device))
+        return dequantize(self.base.read(self.stored(row.name)[0].name, device))
+
+    def _folded(self, fold: _Fold, row: Parameter, value: Tensor) -> Tensor:
+        if fold.unit:
+            return torch.full_like(value, 1 - row.gain_offset)
+        if fold.made:
+            heads = value.unflatten(0, (-1, fold.before + fold.made)).clone()
+            heads[:, fold.before :] = self._values(heads[:, fold.before :].mT).mT
+            value = heads.flatten(0, 1)
+        if fold.read:
+            value = self._values(value.unflatten(-1, (-1, fold.read))).flatten(-2)
+        if fold.gains is not None:
+            blocks = value.unflatten(-1, (len(fold.gains), -1))
+            gains = torch.stack([self._gain(norms, value) for norms in fold.gains])
+            value = self._stream(blocks * gains).flatten(-2)
+        if not fold.writes:
+            return value
+        return self._stream(value) if value.dim() == 1 else self._stream(value.mT).mT.contiguous()
+
+    def _gain(self, norms: Sequence[Parameter], like: Tensor) -> Tensor:
+        """float32 [H] for what is read after these norms, of which the last one divides by the size
+        of what the others leave."""
+        gain = like.new_ones(self._embedding.shape[1])
+        for norm in norms:
+            own = self._source(norm, like.device) + norm.gain_offset
+            gain = gain / gain.square().mean().sqrt() * own
+        return gain
+
+    @cached_property
+    def _stream(self) -> Rotation:
+        return Rotation(self._embedding.shape[1], self._seed)
+
+    @cached_property
+    def _values(self) -> Rotation:
+        width = next(fold.read for fold in self._folds.values() if fold.read)
+        return Rotation(width, self._seed + 1)
+
+
+def open_rotated(
+    checkpoint: Checkpoint, rotations: Collection[RotationKind], seed: int
+) -> RotatedCheckpoint:
+    """`checkpoint` rotated. Raises QuantkitError where its table does not say that this leaves the
+    model as it is."""
+    config = checkpoint.config
+    if not is_known(config):
+        raise _refusal(checkpoint, f"quantkit has no table of {config.get('model_type')!r}")
+    model = read_model(checkpoint)
+    check_stored_head(checkpoint, model.rows)
+    rows, folds = model.rows, dict[str, _Fold]()
+    if "residual" in rotations:
+        if not any(row.role == "head" and not row.mtp for row in rows):
+            config = _untied(config)
+            made = model.architecture.parameters(model.architecture.Config.from_dict(config))
+            rows = [*rows, next(row for row in made if row.role == "head" and not row.mtp)]
+        folds = _residual_folds(checkpoint, model, rows)
+    if "values" in rotations:
+        for name, fold in _value_folds(checkpoint, model).items():
+            own = folds.get(name, _Fold())
+            folds[name] = replace(fold, gains=own.gains, writes=own.writes)
+    return RotatedCheckpoint(checkpoint, config, rows, folds, seed)
+
+
+def _refusal(checkpoint: Checkpoint, why: str) -> QuantkitError:
+    return QuantkitError(
+        f"{checkpoint.path} cannot be rotated: {why}", "leave rotation out of the recipe"
+    )
+
+
+def _untied(config: dict[str, Any]) -> dict[str, Any]:
+    own = {**config, "tie_word_embeddings": False}
+    text = config.get("text_config")
+    return own | {"text_config": _untied(text)} if isinstance(text, dict) else own
+
+
+def _layers(model: Model) -> list[int]:
+    return sorted({row.layer for row in model.rows if row.layer is not None})
+
+
+def _groups(model: Model) -> Iterator[ScaleGroup]:
+    for layer in _layers(model):
+        yield from model.architecture.scale_groups(model.config, layer)
+
+
+def _residual_folds(
+    checkpoint: Checkpoint, model: Model, rows: Sequence[Parameter]
+) -> dict[str, _Fold]:
+    """Every norm of the residual stream, which have no block, must have its readers in the table:
+    those of a group, or the head after the last norm, and after the first two of an MTP layer its
+    projection."""
+    if model.config.stream_count > 1:
+        raise _refusal(checkpoint, "it has several residual streams")
+    if any(row.role == "copied" for row in rows):
+        raise _refusal(checkpoint, "another model in it writes to the residual stream")
+    readers: dict[str, list[str]] = {}
+    for group in _groups(model):
+        if group.producer_is_norm:
+            readers.setdefault(group.producer, []).extend(group.consumers)
+    modules = {row.module: row for row in rows}
+    folds: dict[str, _Fold] = {}
+    final = [row for row in rows if row.layer is None and row.role == "norm"][-1:]
+    for layer in (None, *_layers(model)):
+        own = [row for row in rows if row.layer == layer]
+        stream = [row for row in own if row.role == "norm" and row.block is None]
+        ends = [row for row in stream if row.module not in readers]
+        heads = [row for row in own if row.role == "head"]
+        projections = [row for row in own if row.role == "mtp_proj"]
+        if len(ends) != len(heads) + 2 * len(projections) or any(row.after_experts for row in own):
+            raise _refusal(checkpoint, f"{(ends or own)[-1].name} is not read by linears alone")
+        for norm in stream:
+            folds[norm.name] = _Fold(unit=True)
+            for module in readers.get(norm.module, ()):
+                folds[modules[module].name] = _Fold(gains=((norm,),))
+        for row in heads:
+            folds[row.name] = _Fold(gains=((ends[-1],),))
+        for row in projections:
+            folds[row.name] = _Fold(gains=((ends[0],), (*final, ends[1])), writes=True)
+        for row in own:
+            if row.role == "embedding":
+                folds[row.name] = _Fold(gains=((),))
+            elif row.split == "row":
+                folds[row.name] = _Fold(writes=True)
+                if row.bias in modules:
+                    folds[row.bias] = _Fold(writes=True)
+    return folds
+
+
+def _value_folds(checkpoint: Checkpoint, model: Model) -> dict[str, _Fold]:
+    folds: dict[str, _Fold] = {}
+    for group in _groups(model):
+        if width := group.head_width:
+            before = 0 if group.heads is None else group.heads.before
+            folds[f"{group.producer}.weight"] = _Fold(made=width, before=before)
+            folds |= {f"{module}.weight": _Fold(read=width) for module in group.consumers}
+    if not folds:
+        raise _refusal(checkpoint, "no layer passes its values on as attention sums them")
+    return folds

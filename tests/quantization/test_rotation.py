@@ -1,0 +1,137 @@
+"""Rotations folded into weights: the rotated model computes what the source does, on every table
+that allows it."""
+
+import json
+
+import make_model
+import pytest
+import tiny_models
+import torch
+from plain_weights import PlainWeights
+from quantkit_kernels.backends import asked
+from refused import refused
+from tied_model import TIED, tied_tensors
+
+from quantkit.calibrate.recipe import Recipe
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.executor.weights.load import load_model
+from quantkit.grids.schemes import find_scheme
+from quantkit.models.context import CausalContext
+from quantkit.models.stored_parameters import read_model
+from quantkit.quantization import quantize
+from quantkit.quantization.rotation import Rotation, open_rotated
+
+STREAMS, NORM, VALUES = (
+    "several residual streams",
+    "not read by linears alone",
+    "no layer passes its values",
+)
+REFUSED = {
+    "residual": {
+        "deepseek_v4": STREAMS,
+        "openpangu_v2": STREAMS,
+        "pangu_ultra_moe": NORM,  # norms after sublayers
+        "hy_v3": NORM,  # an MTP layer with its own last norm and the main model's head
+    },
+    "values": dict.fromkeys(
+        [
+            *("llama", "PanguEmbedded", "qwen2", "qwen2_moe", "glm4_moe", "solar_open", "gpt_oss"),
+            *("qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v4", "openpangu_v2"),
+        ],
+        VALUES,  # biases, gates, or a convolution of each channel
+    ),
+}
+
+
+@torch.inference_mode()
+def outputs(checkpoint):
+    """Logits [T, vocab] in float32, and those of an MTP layer's drafts."""
+    found = read_model(checkpoint)
+    config, architecture = found.config, found.architecture
+    tensors = {row.name: checkpoint.read(row.name) for row in found.rows}
+    tensors = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+    names, ids = getattr(config, "mixture", None), torch.arange(7, 47)
+    weights = PlainWeights(tensors, *([] if names is None else [names.linears]))
+    with asked("reference"):
+        model = architecture.Model(config, weights)
+        hidden = model(ids, CausalContext([len(ids)]))
+        logits = [model.logits(hidden)]
+        if config.num_nextn_predict_layers and architecture.MtpLayer:
+            mtp = architecture.MtpLayer(config, weights, 0)
+            mtp.follow(model)
+            logits.append(mtp.logits(mtp(ids.roll(-1), hidden, CausalContext([len(ids)]))))
+    return logits
+
+
+def check_rotated(path, name, kinds, close):
+    source = Checkpoint.open(path)
+    expected, rotated = outputs(source), open_rotated(source, kinds, 3)
+    norms = [row.name for row in read_model(source).rows if row.role == "norm" and not row.block]
+    if "residual" in kinds:
+        assert all(len(rotated.read(norm).unique()) == 1 for norm in norms)
+    for ours, theirs, bound in zip(outputs(rotated), expected, close):
+        assert (ours - theirs).norm() < bound * theirs.norm()
+
+
+@pytest.mark.parametrize("name", tiny_models.CONFIGS)
+def test_a_rotated_model_is_the_source(tmp_path, name):
+    """Of an MTP layer that reads hidden states after the final norm drafts are near those of the
+    source, and equal where that norm's gain is one number."""
+    tiny_models.write(tmp_path / "source", name)
+    kinds = []
+    for kind, names in REFUSED.items():
+        if name in names:
+            with refused(names[name]):
+                open_rotated(Checkpoint.open(tmp_path / "source"), [kind], 3)
+        else:
+            kinds.append(kind)
+    if kinds:
+        check_rotated(tmp_path / "source", name, kinds, (1e-4, 0.1))
+
+
+def test_drafts_are_the_sources_under_a_final_norm_of_one_gain(tmp_path):
+    config = tiny_models.CONFIGS["glm4_moe"]
+    tensors = tiny_models.random_tensors(config)
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], 1.5)
+    make_model.write_dense(tmp_path / "source", config, tensors)
+    check_rotated(tmp_path / "source", "glm4_moe", ["residual"], (1e-4, 1e-4))
+
+
+@pytest.mark.parametrize("width", [9, 64, 576])
+def test_a_rotation_is_orthogonal_and_spreads_a_channel_over_all(width):
+    matrix = Rotation(width, 5)(torch.eye(width, dtype=torch.float64))
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(width, dtype=torch.float64))
+    assert (matrix != 0).all()
+
+
+def test_the_output_is_a_plain_checkpoint_whose_head_is_its_own(tmp_path):
+    """Of a model whose head is its embedding, in int8: what is rounded is within 0.05, and what is
+    rotated is in the manifest."""
+    source = make_model.write_dense(tmp_path / "source", TIED, tied_tensors())
+    scheme, ids = find_scheme("w8a16"), torch.arange(8, 40)
+    recipe = Recipe(scheme=scheme.name, methods=(), rotation=("residual", "values"))
+    quantize(source, tmp_path / "out", scheme, "auto", recipe, device="cpu")
+    config, manifest = (
+        json.loads((tmp_path / "out" / name).read_text())
+        for name in ("config.json", "manifest.json")
+    )
+    assert config["tie_word_embeddings"] is False
+    entry = manifest["tensors"]["model.embed_tokens.weight"]
+    assert entry["became"] == ["model.embed_tokens.weight", "lm_head.weight"]
+    assert entry["reason"] == "rotated"
+    assert "residual and values" in (tmp_path / "out/README.md").read_text()
+    with torch.inference_mode():
+        theirs, ours = (
+            loaded.model.logits(loaded.model(ids, CausalContext([len(ids)])))
+            for loaded in (
+                load_model(path, device="cpu", dtype="float32", backend="reference")
+                for path in (source, tmp_path / "out")
+            )
+        )
+    assert 0 < (ours - theirs).norm() < 0.05 * theirs.norm()
+    again = quantize(source, tmp_path / "out", scheme, "auto", recipe, device="cpu")
+    assert again.done_already
+    with refused("pruned is not rotated"):
+        quantize(
+            source, tmp_path / "no", scheme, "auto", recipe.with_given(prune=0.5), device="cpu"
+        )
