@@ -322,6 +322,13 @@ class ModelSlim(Format):
     def of_checkpoint(self, config: Json, side: Json) -> Format:
         """Itself for what it writes; else each linear by its own type."""
         described = _described(side)
+        if rotated := _rotated_online(described):
+            raise QuantkitError(
+                f"{_SIDE_FILE} says that inputs of {rotated[0]} are rotated as the model runs "
+                "(metadata.quarot)",
+                "quantkit reads rotations that are folded into the weights: export it with "
+                "online: False",
+            )
         types = {said for said in described.values() if isinstance(said, str)} - {"FLOAT"}
         if (
             "version" in described
@@ -375,6 +382,18 @@ class ModelSlim(Format):
 
 def _described(side: Json) -> Json:
     found: Json = next(side[name] for name in SLIM_FILES if name in side)
+    return found
+
+
+def _rotated_online(described: Json) -> list[str]:
+    """Modules whose inputs QuaRot's matrices rotate as the model runs. What is under `optional` is
+    folded into the weights."""
+    found = []
+    for kind in ("heads_rotation", "kronecker_rotation"):
+        said: Any = described
+        for key in ("metadata", "quarot", kind, "layers"):
+            said = said.get(key) if isinstance(said, dict) else None
+        found += said if isinstance(said, list) else []
     return found
 
 

@@ -84,6 +84,19 @@ def test_an_asymmetric_weight_is_refused():
         FORMAT.unpack("m", tensors)
 
 
+@pytest.mark.parametrize("kind", ["heads_rotation", "kronecker_rotation"])
+def test_rotations_as_the_model_runs_are_refused_and_folded_ones_read(kind):
+    config, files = make_quantized.description(FORMAT, _INT8)
+    side = {name: json.loads(text) for name, text in files.items()}
+    described = side["quant_model_description.json"]
+    described["optional"] = {"quarot": {"rotation_map": {"global_rotation": "a.safetensors"}}}
+    described["metadata"] = {"quarot": {"max_tp_size": 4, kind: {"layers": []}}}
+    assert FORMAT.of_checkpoint(config, side) is FORMAT
+    described["metadata"]["quarot"][kind]["layers"] = ["model.layers.0.self_attn.o_proj"]
+    with refused(r"inputs of model\.layers\.0\.self_attn\.o_proj are rotated"):
+        FORMAT.of_checkpoint(config, side)
+
+
 def test_types_that_are_not_read_are_refused():
     with refused("model_quant_type W4A4_MXFP4; quantkit reads W8A8_DYNAMIC, W4A8_DYNAMIC, W8A8,"):
         FORMAT.grid({}, {"quant_model_description.json": {"model_quant_type": "W4A4_MXFP4"}})
