@@ -117,13 +117,13 @@ def quantized_linear(
             raise QuantkitError(
                 f"{name} in {path / tensor.shard} has shape {_shape(tensor.shape)}, expected "
                 f"{_shape(part.shape)}",
-                _AGAIN,
+                f"quantkit check {path} says whether the files are wrong or config.json",
             )
         if tensor.dtype not in part.dtypes:
             raise QuantkitError(
                 f"{name} in {path / tensor.shard} is {dtype_name(tensor.dtype)}, expected "
                 f"{' or '.join(map(dtype_name, part.dtypes))}",
-                _AGAIN,
+                f"quantkit check {path} says whether the files are wrong or config.json",
             )
         names.append(name)
     return QuantizedLinear(format, shape, own_grid, tuple(names))

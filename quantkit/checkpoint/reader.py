@@ -361,13 +361,13 @@ def _find_index(path: Path) -> Path | None:
 
 def _only_shard(path: Path) -> str:
     shards = sorted(path.glob("*.safetensors"))
-    if len(shards) == 1:
+    problem, remedy = numbering_fault([file.name for file in shards])
+    if len(shards) == 1 and not problem:
         return shards[0].name
     # As transformers reads it; other files are another copy, such as Mistral's
     # consolidated.safetensors.
     if is_there(path / _SINGLE_FILE):
         return _SINGLE_FILE
-    problem, remedy = numbering_fault([file.name for file in shards])
     if problem:
         raise QuantkitError(f"{path} holds {problem}, and there is no {_INDEX}", remedy)
     if shards:

@@ -216,8 +216,42 @@ def _read_format(
             f"it says {_format_label(survey)}, and the tensors are {kinds}",
         )
         return False
+    grid = description.grid
+    tried = _tried(survey, format, shapes) if one_grid and grid is not None else []
+    if (
+        grid is not None
+        and tried
+        and not any(
+            _fits(survey, format, one, module, shapes[module])
+            for module in tried
+            for one in (grid, _with_stored_groups(survey, format, grid, module))
+        )
+        and (kind := _fitting(survey, [format, *detected], shapes))
+    ):
+        said = f"it says {_format_label(survey)}, {grid_label(grid)}"
+        evidence = f"{said}, and the tensors are those of {kind}"
+        findings.add("description-wrong", _description_file(survey), evidence)
+        return False
     description.format = format
     return True
+
+
+def _tried(survey: Survey, format: Format, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Linears of the table that are stored in the format, as many as are tried."""
+    named = (format.quantized_module(tensor) for tensor in survey.tensors.values())
+    return [one for one in named if one is not None and one in shapes][:_NUM_TRIED]
+
+
+def _fitting(survey: Survey, formats: list[Format], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """The first format and grid in which the linears are complete and have the model's shapes;
+    empty if there is none."""
+    for format in formats:
+        modules = _tried(survey, format, shapes)
+        for grid in _grids(survey, format, modules):
+            if all(_fits(survey, format, grid, one, shapes[one]) for one in modules):
+                label = f", {grid_label(grid)}" if grid is not None else ""
+                return f"{format.name} {format.variant}{label}"
+    return ""
 
 
 def _report_unread(
@@ -229,26 +263,10 @@ def _report_unread(
 ) -> None:
     """Add a finding for a description that is not read: it is wrong if the tensors are, complete
     and in the model's shapes, those of a supported format."""
-    for format in detected:
-        named = (format.quantized_module(tensor) for tensor in survey.tensors.values())
-        modules = [module for module in named if module is not None and module in shapes][
-            :_NUM_TRIED
-        ]
-        grids = [
-            grid
-            for grid in _grids(survey, format, modules)
-            if all(_fits(survey, format, grid, module, shapes[module]) for module in modules)
-        ]
-        if grids:
-            kind = f"{format.name} {format.variant}" + (
-                f", {grid_label(grids[0])}" if grids[0] is not None else ""
-            )
-            findings.add(
-                "description-wrong",
-                _description_file(survey),
-                f"{reason}; the tensors are those of {kind}",
-            )
-            return
+    if kind := _fitting(survey, detected, shapes):
+        evidence = f"{reason}; the tensors are those of {kind}"
+        findings.add("description-wrong", _description_file(survey), evidence)
+        return
     findings.add("not-read", _description_file(survey), reason)
 
 
@@ -444,6 +462,12 @@ def _corrected_grid(
     return corrected
 
 
+def _with_stored_groups(survey: Survey, format: Format, grid: Grid, module: str) -> Grid:
+    """The grid with the group size of a linear's scales, if both have one."""
+    size = _group_size(survey, format, grid, module) if grid.is_integer else None
+    return (grid.with_group_size(size) if size else None) or grid
+
+
 def _group_size(survey: Survey, format: Format, grid: Grid, module: str) -> int | None:
     """Input channels per scale, from the shapes of the scales."""
     scale = next(
@@ -482,6 +506,10 @@ def _find_orphans(
     unexpected = [
         tensor for tensor in rest if not is_unquantized(tensor) and not tensor.name.endswith(parts)
     ]
+    doubled = [one.name for one in rest if one.name.removesuffix(".weight") in description.linears]
+    if doubled:
+        evidence = "the module has codes as well: engines stop at one of the two, or load either"
+        findings.add("tensors-unknown", doubled, evidence)
     if orphans:
         findings.add("part-orphan", orphans, "part of a quantized weight whose codes are missing")
     if unexpected:

@@ -107,6 +107,7 @@ CATALOGUE: dict[str, Kind] = {
     "act-order-wrong": Kind("error", _ASK),
     "transposed": Kind("error", _ASK),
     "gate-up-exchanged": Kind("error", _ASK),
+    "linears-exchanged": Kind("error", _ASK),
     "experts-exchanged": Kind("error", _ASK),
     "layers-exchanged": Kind("error", _ASK),
     "linears-equal": Kind("error", _ASK),
@@ -198,7 +199,7 @@ _CONSEQUENCES = (
     *("tensors-missing", "head-missing", "mtp-missing", "mtp-incomplete", "part-missing"),
     *("part-orphan", "nothing-quantized", "experts-mixed", "siblings-mixed", "experts-plain"),
 )
-"""Findings that say nothing of a checkpoint of which shards could not be read."""
+"""Findings that say nothing of a checkpoint of which tensors are known to be lost."""
 
 Verdict = Literal["good", "doubtful", "bad"]
 EXIT_CODES: dict[Verdict, int] = {"good": 0, "doubtful": 1, "bad": 2}
@@ -227,12 +228,15 @@ class Findings:
     of evidence."""
 
     found: list[Finding] = field(default_factory=list)
+    are_lost: bool = False
+    """Whether tensors that the index or the shards' numbers promise could not be read."""
 
     def add(self, name: str, where: str | Iterable[str], evidence: str, remedy: str = "") -> None:
         """where: one name, or all that share the evidence. remedy: replaces that of the
         catalogue."""
-        if name in _CONSEQUENCES and self.has("shard-missing", "shard-damaged"):
+        if name in _CONSEQUENCES and self.are_lost:
             return
+        self.are_lost |= name in ("shard-missing", "shard-damaged")
         kind = CATALOGUE[name]
         places = where if isinstance(where, str) else join_names(where)
         self.found.append(Finding(name, kind.severity, places, evidence, remedy or kind.remedy))

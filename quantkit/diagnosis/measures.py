@@ -254,6 +254,14 @@ def not_finite(values: Tensor) -> int:
     )
 
 
+def fp8_at_end(codes: Tensor) -> float:
+    """Share of float8_e4m3fn codes, of any shape, whose magnitude is the largest finite one; 0 in
+    other dtypes."""
+    if codes.dtype != torch.float8_e4m3fn:
+        return 0.0
+    return float((codes.view(torch.uint8) & 0x7F == 0x7E).float().mean())
+
+
 def squares(values: Tensor) -> float:
     """The sum of squares of values of any shape in float32, piece by piece so that memory is
     reused."""
@@ -368,15 +376,24 @@ def code_faults(
     if found.commonest > _CONSTANT:
         yield "codes-constant", f"{found.commonest:.1%} of its codes are one value"
         return
-    for share, what in ((found.constant_rows, "rows"), (found.constant_columns, "columns")):
-        if share > CONSTANT_SHARE:
-            yield "codes-constant", f"{share:.1%} of its {what} hold one code each"
-    if found.dead_bit is not None:
+    largest = float(rows.codes.abs().max())
+    if grid is not None and grid.is_integer and largest > 2 ** (rows.bits - 1):
+        yield "description-wrong", f"it says {rows.bits} bits, and codes reach {largest:.0f}"
+        return
+    constant = ((found.constant_rows, "rows"), (found.constant_columns, "columns"))
+    if evidence := [
+        f"{share:.1%} of its {what}" for share, what in constant if share > CONSTANT_SHARE
+    ]:
+        yield "codes-constant", f"{' and '.join(evidence)} hold one code each"
+        return
+    spread = list(_spread_faults(linear, rows, found))
+    yield from spread
+    # Without signs the highest bit is the same in all codes.
+    if found.dead_bit is not None and (found.dead_bit < rows.bits - 1 or not spread):
         yield (
             "codes-constant",
             f"bit {found.dead_bit} of its codes is the same in all of them: it was lost",
         )
-    yield from _spread_faults(linear, rows, found)
     if found.follows is not None and found.follows < _FOLLOWS:
         yield from _order_faults(rows, found.follows)
 

@@ -120,12 +120,15 @@ def _vocabulary(survey: Survey, findings: Findings) -> tuple[dict[str, int], dic
     return vocabulary, added_tokens(tokenizer)
 
 
+_SPECIAL_TOKENS = ("special_tokens", "added_tokens_decoder")
+
+
 def _special_tokens(tokenizer_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Special tokens by role (`mask_token`, say), and those in a list or an object by role."""
     for key, value in tokenizer_config.items():
         if key.endswith("_token"):
             yield key, content_of(value)
-        elif key.endswith("special_tokens") and isinstance(value, list | dict):
+        elif key.endswith(_SPECIAL_TOKENS) and isinstance(value, list | dict):
             for token in value.values() if isinstance(value, dict) else value:
                 yield key, content_of(token)
 
@@ -147,11 +150,11 @@ def _check_end_tokens(
                 f"eos_token_id {outside[0]!r}, and the embedding has {rows} rows",
             )
     tokenizer_config = survey.settings.get("tokenizer_config.json", {})
+    named = survey.settings.get("special_tokens_map.json", {}) | tokenizer_config
+    more = survey.settings.get("added_tokens.json", {})
     unknown = [
         f"{name} {token!r}"
-        for name, token in _special_tokens(
-            survey.settings.get("special_tokens_map.json", {}) | tokenizer_config
-        )
+        for name, token in [*_special_tokens(named), *(("added_tokens.json", one) for one in more)]
         if token and tokens and token not in tokens
     ]
     if unknown:
@@ -168,7 +171,8 @@ def _check_end_tokens(
             "neither it nor generation_config.json has an end-of-text token, and the "
             f"tokenizer has {end!r}",
         )
-    if end in tokens and model_ends and str(tokens[end]) not in model_ends:
+    is_known = end in tokens and not findings.has("eos-outside", "tokenizer-broken")
+    if is_known and model_ends and str(tokens[end]) not in model_ends:
         evidence = (
             f"the tokenizer's end-of-text token is {end!r}, id {tokens[end]}, and the "
             f"model's is {', '.join(sorted(model_ends))}"

@@ -54,6 +54,8 @@ _ALIKE = 2.0
 """Factor over the usual square error of a row or column up to which a small one is only small."""
 _ON_GRID = 0.3
 """Error of an unquantized matrix whose values were rounded before."""
+_CORRECTED_BIAS = 0.5
+"""Relative error of a bias up to which it may make up for what rounding moved in the mean."""
 _FOLD_TOLERANCE = 0.05
 """Median distance of the logarithms of what a norm lost and its consumer gained."""
 _NOISE = 6.0
@@ -216,7 +218,8 @@ class SourceComparison:
         if square and cosine(rows.values, theirs.T.contiguous()) > _SAME_MATRIX:
             return "transposed", f"{evidence}; it is the source's matrix transposed"
         if other := self._find_match(module, rows):
-            return _name_exchange(module, other), f"{evidence}; it is the source's {other}"
+            name = _name_exchange(self.rows[module], self.rows[other])
+            return name, f"{evidence}; it is the source's {other}"
         if found.error > 0.9:
             self.unrelated.append(module)
         return "error-large", evidence
@@ -306,11 +309,17 @@ class SourceComparison:
             self._check_sizes()
 
     def _compare_tables(self) -> None:
-        """Embedding, head, norms outside the layers and router biases, which writers do not
-        change."""
+        """What writers do not change: embedding, head, norms outside the layers, states, and biases
+        but for corrections, and for the scales of their linear's outputs."""
         for row in self.structure.rows:
             outside = row.role in ("embedding", "head") or (row.layer is None and not row.mtp)
-            unchanged = outside or row.role == "router_bias" or self._is_unscaled_norm(row)
+            linear = row.module.removesuffix(".bias")
+            scaled = self.row_factors.get(linear) if linear in self.producers else None
+            unchanged = row.role == "router_bias" or self._is_unscaled_norm(row)
+            unchanged |= row.role == "state" and len(row.shape) != 2  # matrices read scaled inputs
+            unchanged |= outside or (
+                row.role == "bias" and (linear not in self.producers or linear in self.matching)
+            )
             info = self.survey.tensors.get(row.name)
             if not unchanged or info is None or row.module in self.description.linears:
                 continue
@@ -327,10 +336,17 @@ class SourceComparison:
                 theirs = self.checkpoint.read(row.name).float()
             if theirs is None or not bool(torch.isfinite(ours).all()):
                 continue
+            if scaled is not None:
+                ours, theirs = (
+                    torch.cat([one[start:stop] for start, stop in scaled[1]])
+                    for one in (ours, theirs)
+                )
+                theirs = theirs * scaled[0]  # which leave one factor for all rows free
+                theirs *= (ours * theirs).sum() / theirs.square().sum().clamp(min=1e-20)
             error = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-20))
             if len(row.shape) == 2 and 0.02 < error < _ON_GRID and is_on_grid(ours):
                 self._report_on_grid(row.name, error)
-            elif error > 0.02:
+            elif error > (_CORRECTED_BIAS if row.role == "bias" else 0.02):
                 evidence = f"stored unquantized, and {error:.0%} off the source's"
                 self._fault("error-large", row.name, evidence)
 
@@ -380,9 +396,11 @@ class SourceComparison:
             ratio, off, moved = gained / lost, spread_of(gained / lost), spread_of(lost)
             noise = _NOISE * self.noise.get(module, 0.0)
             follows = off < _FOLLOWS * moved or moved < max(_FOLD_TOLERANCE, noise)
-            # The size of a linear whose outputs were scaled too is free here; see `size_faults`.
+            # The size of a linear whose outputs were scaled too, or of one whose norm is the
+            # source's, is free here; see `size_faults`.
             resized = (
                 module not in self.producers
+                and not bool(torch.isclose(lost.median(), torch.ones(()), atol=_FOLD_TOLERANCE))
                 and abs(float(ratio.abs().clamp(min=1e-6).log().median())) > 0.7
             )
             if off > max(_FOLD_TOLERANCE, noise) or resized or not follows:
@@ -458,15 +476,11 @@ class SourceComparison:
         )
 
 
-def _name_exchange(module: str, other: str) -> str:
-    if module.rpartition(".")[0] == other.rpartition(".")[0]:
-        return "gate-up-exchanged"
-    if (
-        module.rpartition(".")[2] == other.rpartition(".")[2]
-        and module.split(".")[:3] == other.split(".")[:3]
-    ):
-        return "experts-exchanged"
-    return "layers-exchanged"
+def _name_exchange(one: Parameter, other: Parameter) -> str:
+    if (one.layer, one.expert) == (other.layer, other.expert):
+        is_gated = {one.projection, other.projection} == {"gate", "up"}
+        return "gate-up-exchanged" if is_gated else "linears-exchanged"
+    return "experts-exchanged" if one.layer == other.layer else "layers-exchanged"
 
 
 def is_matrix(row: Parameter) -> bool:

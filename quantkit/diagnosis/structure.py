@@ -74,10 +74,16 @@ def rename(survey: Survey, structure: Structure, findings: Findings) -> None:
         row.other_name or row.name for row in structure.rows
     }
     unknown = [name for name in survey.tensors if not _is_of(name, modules)]
+    # Where no name is the table's, all may have a prefix that no one knows.
+    is_wrapped = len(unknown) == len(survey.tensors)
+    usual = {usual_name(f"{one}.weight").removesuffix(".weight"): one for one in modules}
+    usual |= {one: one for one in modules}
     names: dict[str, str] = {}
     for name in unknown:
-        new = usual_name(name)
-        if new != name and new not in survey.tensors and _is_of(new, modules):
+        tails = [name[dot.end() :] for dot in re.finditer(r"\.", name) if is_wrapped]
+        spelled = (new for tail in (name, *tails) for new in (tail, usual_name(tail)))
+        new = next(filter(None, (_in_table(one, usual) for one in spelled)), name)
+        if new != name and new not in survey.tensors:
             names[name] = new
     if names:
         old, new = next(iter(names.items()))
@@ -87,6 +93,13 @@ def rename(survey: Survey, structure: Structure, findings: Findings) -> None:
             f"{len(names)} tensors have other names than engines expect: {old} is {new}",
         )
         survey.rename(names)
+
+
+def _in_table(name: str, usual: Mapping[str, str]) -> str:
+    """The table's name of a module's weight or a part of it; empty if it has none. usual: the
+    table's names of modules by the usual ones."""
+    module, _, part = name.rpartition(".")
+    return usual.get(name, f"{usual[module]}.{part}" if module in usual else "")
 
 
 def _is_of(name: str, modules: Collection[str]) -> bool:
@@ -185,6 +198,10 @@ def _report_missing(survey: Survey, structure: Structure, findings: Findings) ->
     # transformers writes no copy of embedding and head in an MTP layer; engines share the main
     # ones.
     needed = [row for row in mtp if row.role not in ("embedding", "head")]
+    # What the decoder's layers lack as well, config.json asks of every layer.
+    lacking = {row.within_layer for row in missing if row.layer is not None and not row.mtp}
+    everywhere = [row for row in needed if row.within_layer in lacking]
+    needed = [row for row in needed if row.within_layer not in lacking]
     if mtp and len(mtp) == mtp_rows:
         evidence = (
             "config.json has an MTP layer (num_nextn_predict_layers, num_mtp_layers), and "
@@ -204,7 +221,8 @@ def _report_missing(survey: Survey, structure: Structure, findings: Findings) ->
             head[0].name,
             "config.json does not tie it to the embedding, and it is not stored",
         )
-    rest = [row for row in missing if not row.mtp and row not in head]
+    of_mtp = [] if len(mtp) == mtp_rows else everywhere
+    rest = [row for row in missing if not row.mtp and row not in head] + of_mtp
     if rest:
         experts = sum(row.expert is not None for row in rest)
         of_experts = f", {experts} of them of routed experts" if experts else ""
@@ -254,10 +272,23 @@ def _report_unknown(survey: Survey, structure: Structure, findings: Findings) ->
         findings.add("layers-beyond", experts, "more experts than config.json has")
     beyond |= set(experts)
     rest = [name for name in known_layers if name not in beyond]
+    if adapters := [name for name in rest if ".lora_" in name]:
+        findings.add(
+            "tensors-unknown",
+            adapters,
+            f"{len(adapters)} tensors of an adapter that was not merged",
+            "merge_and_unload() of peft merges it; quantize the result",
+        )
+        rest = [name for name in rest if name not in set(adapters)]
     kinds = Counter(
         _LAYER.sub(".N.", name) for name in rest if name.endswith(".weight") and _LAYER.search(name)
     )
-    unexpected = [kind for kind, count in kinds.items() if count >= layers]
+    within = {f"{row.within_layer}.weight" for row in structure.rows if row.layer is not None}
+    unexpected = [
+        kind
+        for kind, count in kinds.items()
+        if count >= layers and kind.partition(".N.")[2] not in within
+    ]
     if unexpected:
         evidence = (
             f"all {layers} layers hold {unexpected[0].partition('.N.')[2]}, and a model of "
@@ -421,7 +452,8 @@ def check_fields(survey: Survey, structure: Structure, findings: Findings) -> No
         return
     _check_class(config, findings)
     dtype = config.get("dtype", config.get("torch_dtype"))
-    if isinstance(dtype, str) and dtype.removeprefix("torch.") not in _DTYPES:
+    is_one = dtype is not None and not isinstance(dtype, dict)  # of several parts of a model
+    if is_one and str(dtype).removeprefix("torch.") not in _DTYPES:
         evidence = f"torch_dtype {dtype!r} is not a dtype that models compute in"
         findings.add("config-field", "config.json", evidence, "write float16, bfloat16 or float32")
     epsilon = _LARGEST_EPSILON if structure.config is None else structure.config.rms_norm_eps

@@ -36,6 +36,8 @@ INDEX = "model.safetensors.index.json"
 TEMPLATE = "chat_template.jinja"
 _SETTINGS_FILES = (*JSON_AUX_FILES, "tokenizer.json")
 """JSON files next to the weights that are checked."""
+_UNREADABLE = {"generation_config.json": "sampling-wrong", "chat_template.json": "template-broken"}
+"""Findings of files that cannot be read, by name; of all others they are the tokenizer's."""
 _OLDER_KEY = "compression_config"
 BLOCK = 16 << 20
 """Bytes of an unquantized tensor in memory at a time."""
@@ -153,7 +155,7 @@ def _survey(
     config = _with_newer_key(config, findings)
     side = {name: _json(folder, name, findings) for name in SIDE_FILES if name in names}
     settings = {
-        name: _json(folder, name, findings, "tokenizer-broken")
+        name: _json(folder, name, findings, _UNREADABLE.get(name, "tokenizer-broken"))
         for name in _SETTINGS_FILES
         if name in names
     }
@@ -196,12 +198,12 @@ def _json(
         return {}
 
 
-def _text(path: Path, name: str, findings: Findings) -> str:
+def _text(path: Path, name: str, findings: Findings) -> str | None:
     try:
         return read_text(path / name, LARGEST)
     except QuantkitError as fault:
-        findings.add("tokenizer-broken", name, fault.problem)
-        return ""
+        findings.add("template-broken", name, fault.problem)
+        return None
 
 
 def _tensors(
@@ -224,11 +226,11 @@ def _tensors(
         evidence = f"it names {min(wanted)}, and none of the {len(present)} shards that are here"
         findings.add("index-wrong", INDEX, evidence)
         weight_map, wanted = {}, present
-    elif not weight_map and len(present) > 1:
+    elif not weight_map and present:
         problem, remedy = numbering_fault(present)
         if problem and "missing" in problem:
             findings.add("shard-missing", str(path), problem, remedy)
-        elif not findings.has("index-wrong"):
+        elif len(present) > 1 and not findings.has("index-wrong"):
             evidence = problem or f"{len(present)} shards"
             findings.add("index-missing", INDEX, f"{evidence} and no index", remedy)
     elif unused := sorted(name for name in present - wanted if name.startswith("model")):
@@ -321,6 +323,7 @@ def _compare_index(
             f"the index says {weight_map[missing_tensors[0]]}, and no shard holds it",
             "download that shard and the index",
         )
+        findings.are_lost = True
     if unindexed:
         findings.add(
             "index-wrong",

@@ -5,7 +5,7 @@ One linear is in memory at a time, and survey.BLOCK bytes of unquantized tensors
 """
 
 from collections.abc import Container
-from statistics import median
+from statistics import median, median_low
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from quantkit.diagnosis.measures import (
     LARGEST_GAIN,
     Measures,
     code_faults,
+    fp8_at_end,
     measure,
     not_finite,
     outlier_block,
@@ -51,6 +52,8 @@ _RELATIVE_FINDINGS = (
     "codes-saturated",
 )
 """Findings by comparison with what is usual: not faults if the source is the same."""
+_FP8_AT_END = 0.04
+"""Share of FP8 codes at the end of the range; a block or a row of 64 has one."""
 _RUN = 512
 """Bytes of codes that are not all zero by chance."""
 
@@ -126,7 +129,8 @@ class TensorCheck:
         """Check the parts of a quantized linear and its sampled rows. None if they cannot be
         decoded."""
         tensors = read_parts(self.survey, linear)
-        self._check_parts(module, tensors)
+        if not self._are_finite(tensors):
+            return None  # what they measure follows from that
         self._check_index(module, linear, tensors)
         try:
             rows = sample_rows(module, linear, tensors)
@@ -135,6 +139,9 @@ class TensorCheck:
             return None
         live = rows.live
         found = measure(live, tensors)
+        codes = tensors[linear.format.main_tensor(module, tensors)]
+        if live.codes is None and (share := fp8_at_end(codes)) > _FP8_AT_END:
+            self.record("codes-saturated", module, f"{share:.1%} of its codes are the largest")
         self.measures[module] = found
         padding = 1 - live.values.numel() / rows.values.numel()
         self._check_lost(module, linear, rows)
@@ -155,14 +162,15 @@ class TensorCheck:
             evidence = f"{share:.2%} of its scales are zero, and their codes are not"
             self.record("scales-zero", module, evidence)
 
-    def _check_parts(self, module: str, tensors: dict[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if not tensor.dtype.is_floating_point:
-                continue
-            if bad := not_finite(tensor):
-                self.record("values-not-finite", name, f"{bad} values are NaN or infinite")
-            elif IS_ACTIVATION_SCALE.fullmatch(name):
-                self.activation_scales.add(name, tensor)
+    def _are_finite(self, tensors: dict[str, Tensor]) -> bool:
+        floats = {name: one for name, one in tensors.items() if one.dtype.is_floating_point}
+        bad = {name: count for name, one in floats.items() if (count := not_finite(one))}
+        for name, count in bad.items():
+            self.record("values-not-finite", name, f"{count} values are NaN or infinite")
+        for name in floats.keys() - bad.keys():
+            if IS_ACTIVATION_SCALE.fullmatch(name):
+                self.activation_scales.add(name, tensors[name])
+        return not bad
 
     def _is_filled(
         self, module: str, linear: QuantizedLinear, tensors: dict[str, Tensor], padding: float
@@ -261,6 +269,9 @@ class TensorCheck:
                 module,
                 f"{negative:.2%} of its scales are negative, and FP4 scales have no sign",
             )
+        are_ones = rows.scale.numel() > 1 and bool((rows.scale == 1).all())
+        if integer and are_ones and found.rms > 0:
+            self.record("scales-absurd", module, "all its scales are 1: they were not written")
         size = rows.scale.abs()
         usual = float(size.median())
         if usual > 0 and float(size.max()) > _ABSURD * usual:
@@ -309,7 +320,7 @@ class TensorCheck:
     def _compare_zeros(self) -> None:
         """Inputs that are padding are so in all layers."""
         for modules in self._kinds().values():
-            usual = median(self.measures[module].zero_columns for module in modules)
+            usual = median_low(self.measures[module].zero_columns for module in modules)
             for module in modules:
                 zeros = self.measures[module].zero_columns
                 if zeros > usual + CONSTANT_SHARE:

@@ -76,7 +76,8 @@ def load_tokenizer(survey: Survey, findings: Findings) -> Tokenizer | None:
 def check_added_tokens(survey: Survey, rows: int, findings: Findings) -> None:
     """Added tokens have unique ids within the embedding, the same in both files."""
     added = added_tokens(survey.settings.get("tokenizer.json", {}))
-    by_number: dict[int, str] = {}
+    vocabulary = vocabulary_of(survey.settings.get("tokenizer.json", {}))
+    by_number = {number: token for token, number in vocabulary.items()}
     for token, number in added.items():
         other = by_number.setdefault(number, token)
         if other != token:
@@ -210,9 +211,11 @@ _QUESTION, _ANSWER, _FOLLOW_UP = (
     "What of the pears",
 )
 """User and model messages that every template must render."""
-_MARKER = re.compile(r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]>")
-"""Special tokens between messages, as families spell them: <|im_start|>, and DeepSeek's with
-fullwidth bars."""
+_MARKER = re.compile(
+    r"<[|\uff5c][^<>|\uff5c\s]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>|<\|turn>|<turn\|>|\[gMASK\]"
+)
+"""Special tokens between messages, as families spell them: <|im_start|>, DeepSeek's with fullwidth
+bars, Gemma's and GLM's."""
 _SHOWN = 3
 
 

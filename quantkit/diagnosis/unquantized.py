@@ -4,7 +4,7 @@ bytes of another dtype, an unused head or bias; and of activation and cache scal
 import hashlib
 import re
 from collections.abc import Container, Iterable, Mapping
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 import torch
@@ -34,8 +34,9 @@ _NEAR, _NEAR_SHARE, _HEAVY = 1 / 8, 0.002, 30.0
 """For weights, a tenth of the values is below an eighth of the RMS, but none if the exponents were
 misread. RMS over the median magnitude is 1.5 for weights, up to 3 with outliers."""
 _SMALLEST = 1e-9
-_LARGEST = 1e6
-"""Limit of the gains of a norm, absolute and relative to the median."""
+_LARGEST, _LARGEST_MEAN = 1e6, 1e4
+"""Limits of the gains of a norm: of one, absolute and relative to the median, and of their root mean
+square."""
 
 
 def _misread_matrix(rows: Tensor) -> str:
@@ -166,14 +167,10 @@ class UnquantizedCheck:
                 self.absurd[name] = f"{self._repeats} of {self._seen} rows equal the row before"
         elif self._misread:
             self.absurd[name] = self._misread
-        elif (
-            row is not None
-            and row.role == "norm"
-            and self._sum / self._count + row.gain_offset <= 0
-        ):
-            self.absurd[name] = (
-                f"a norm has a mean gain of {self._sum / self._count + row.gain_offset:.2g}"
-            )
+        elif row is not None and row.role == "norm":
+            mean = self._sum / self._count + row.gain_offset
+            if mean <= 0 or size > _LARGEST_MEAN:
+                self.absurd[name] = f"a norm has a mean gain of {mean:.2g}"
 
     def finish(self, matching: Container[str] = ()) -> None:
         """Report the faults. matching: modules that equal the source."""
@@ -201,7 +198,7 @@ class UnquantizedCheck:
                         f"its values are {size / usual:.3g} times the size of others of its kind"
                     )
         for shares in self.empty.values():
-            usual = median(shares.values())
+            usual = median_low(shares.values())
             for name, share in shares.items():
                 if share > usual + _REPEATS and name not in self.absurd:
                     self.absurd[name] = (

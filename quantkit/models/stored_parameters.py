@@ -22,7 +22,7 @@ _MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 """config.json's names of the number of MTP layers."""
 _WRAPPERS = (
     r"(?:(?:module|_orig_mod|base_model|transformer|language_model|text_model|thinker|llm|backbone|"
-    r"model)\.)*"
+    r"decoder|model)\.)*"
 )
 """Modules that writers put around a decoder, in any order and number."""
 _OTHER_NAMES: tuple[tuple[str, str], ...] = (
@@ -223,7 +223,8 @@ def check_stored(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
     for row in rows:
         if not is_stored(checkpoint, row):
             for name in checkpoint.tensors:
-                if usual_name(name) in (row.name, row.other_name):
+                is_row = usual_name(name) in (usual_name(row.name), row.other_name)
+                if is_row or name.endswith(f".{row.name}"):
                     raise QuantkitError(
                         f"{checkpoint.path} has {name} where {row.name} is expected",
                         f"quantkit check {checkpoint.path} --repair OUT writes a copy with the "

@@ -756,7 +756,7 @@ for finds, name, apply in (
         edited("tokenizer.json", lambda t: t["model"].update(merges=[["zzzz", "yyyy"]])),
     ),
     (
-        "tokenizer-broken",
+        "template-broken",
         "a_file_that_is_a_pointer_hides_the_template",
         lambda c: c.files.update({"chat_template.jinja": POINTER.encode()}),
     ),
