@@ -95,7 +95,7 @@ class ExpertSolver:
 
     def __post_init__(self) -> None:
         self.exact, divisor = self.solver.grid.coarse_scales, input_divisor(self.read.largest)
-        self.activation_quant = ActivationQuant(self.solver.activation_bits, divisor)
+        self.activation_quant = replace(self.solver.activation_quant(), divisor=divisor)
         fitted = self.routed.x[: self.routed.fitted]
         self.layer_rows = self.activation_quant(_of_layer(fitted) / self.read.scale)
 

@@ -103,9 +103,11 @@ class LinearSolver:
     ) -> "tuple[ActivationQuant, ActivationQuant]":
         """Activation quantization of an expert's input and of its down projection's; the quantized
         linears hold the input divisors."""
-        return ActivationQuant.of(inside, self.activation_bits), ActivationQuant.of(
-            after, self.activation_bits
-        )
+        return self.activation_quant(inside), self.activation_quant(after)
+
+    def activation_quant(self, weight: Weight | None = None) -> ActivationQuant:
+        """Of a linear's input; `weight`, quantized, holds the input divisor."""
+        return ActivationQuant.of(weight, self.activation_bits, self.grid)
 
     def with_input_divisor(self, solved: LinearSolution, largest: Tensor) -> LinearSolution:
         """With the divisor of its inputs if they are quantized to NVFP4. largest: their largest
@@ -173,7 +175,7 @@ class LinearSolver:
         for number, (module, w) in enumerate(linears.items()):
             quantizer = self.quantizer(amax[module])
             if ranks.owns(number):
-                most = _most_rows(w, self.piece_values)
+                most = _most_rows(w, self.piece_values, self.grid)
                 found[module] = compensate_both(
                     w, curvature, outputs[module], quantizer, most, self.descent
                 )
@@ -203,7 +205,7 @@ class LinearSolver:
         `outputs` is given."""
         judge = None if outputs is None else sample_output_directions(outputs, JUDGED_OUTPUTS)
         parts: dict[str, list[_Part]] = {module: [] for module in weights}
-        for piece in _pieces(weights, self.piece_values):
+        for piece in _pieces(weights, self.piece_values, self.grid):
             stacked = [weights[module][rows] for module, rows in piece]
             per_row = torch.cat(
                 [amax[module].expand(len(w)) for (module, _), w in zip(piece, stacked)]
@@ -361,18 +363,23 @@ def _exceeds(a: Tensor, b: Tensor) -> bool:
     return len(a) > 1 and float(difference.mean()) > 2 * float(difference.std()) / len(a) ** 0.5
 
 
-def _most_rows(w: Tensor, values: int) -> int:
-    """Rows of W to be solved together: all; on a CPU, where memory is short, a few."""
-    return max(1, values // w.shape[1]) if w.device.type == "cpu" else len(w)
+def _most_rows(w: Tensor, values: int, grid: Grid) -> int:
+    """Rows of W to be solved together: all; on a CPU, where memory is short, a few, with all that
+    share a scale."""
+    shared = grid.scale_rows
+    most = max(1, values // w.shape[1] // shared) * shared
+    return most if w.device.type == "cpu" else len(w)
 
 
-def _pieces(weights: dict[str, Tensor], values: int) -> Iterator[list[tuple[str, slice]]]:
+def _pieces(
+    weights: dict[str, Tensor], values: int, grid: Grid
+) -> Iterator[list[tuple[str, slice]]]:
     """(module, rows) to be solved together."""
-    if next(iter(weights.values())).device.type != "cpu":
+    if grid.scale_rows == 1 and next(iter(weights.values())).device.type != "cpu":
         yield [(module, slice(0, len(w))) for module, w in weights.items()]
         return
     for module, w in weights.items():
-        count = _most_rows(w, values)
+        count = _most_rows(w, values, grid)
         for start in range(0, len(w), count):
             yield [(module, slice(start, min(start + count, len(w))))]
 
@@ -419,7 +426,7 @@ class SolverTable:
                 self.format.scale_dtype_of(grid),
                 self.recipe,
                 self.methods,
-                self.format.activation_bits_of(grid),
+                min(self.format.activation_bits_of(grid), grid.activation_bits),
                 self.piece_values,
             )
         return self._by_grid[grid]
@@ -436,9 +443,9 @@ class SolverTable:
     ) -> dict[str, ActivationQuant]:
         """Activation quantization of those modules that have it. weights: quantized ones, by
         module."""
-        bits = {module: self.of(module).activation_bits for module in modules}
+        solvers = {module: self.of(module) for module in modules}
         return {
-            module: ActivationQuant.of((weights or {}).get(module), own)
-            for module, own in bits.items()
-            if own < 16
+            module: own.activation_quant((weights or {}).get(module))
+            for module, own in solvers.items()
+            if own.activation_bits < 16
         }

@@ -131,7 +131,8 @@ class Output:
 
     def rounds(self, row: Parameter) -> bool:
         """Whether the parameter is quantized, not copied packed from the source."""
-        return row.module in self.grids and self.grids[row.module].needs_rounding
+        on = self.grids.get(row.module)
+        return on is not None and not self.source.checkpoint.is_on(row.module, on)
 
     def done(self, unit: str) -> bool:
         """Whether the unit is written, by this run or the one it resumes."""

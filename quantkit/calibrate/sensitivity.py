@@ -263,7 +263,7 @@ class SensitivityPass:
                     {one.module: tensors[one.name] for one in choice.rows}, fused
                 )
                 values = {f"{module}.weight": one.values for module, one in solved.items()}
-                reads = dict.fromkeys(modules, ActivationQuant(solver.activation_bits))
+                reads = dict.fromkeys(modules, solver.activation_quant())
                 error = _run(sublayer, tensors | values, base, lengths, no_experts, reads) - exact
                 found.costs.setdefault(choice.name, {})[grid_label(grid)] = _cost_of(error, cost)
                 found.units[choice.name] = sublayer.name

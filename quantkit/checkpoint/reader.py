@@ -196,6 +196,11 @@ class Checkpoint:
         own = linear.format.member(module)
         return own.activation_bits if linear.grid is None else own.activation_bits_of(linear.grid)
 
+    def is_on(self, module: str, grid: Grid) -> bool:
+        """Whether a linear is stored on the grid: a copy of it is exact."""
+        linear = self.linears.get(module)
+        return linear is not None and linear.grid == grid
+
     def parts(self, module: str) -> tuple[str, ...]:
         """Names of the stored tensors of a module's weight."""
         if module in self.linears:

@@ -334,7 +334,7 @@ def choose(
     profile = find_engine(engine)
     has_cache = scheme.cache is None or scheme.cache in profile.caches
     wanted = scheme.weight.engine_name
-    grids = {grid.engine_name: grid for grid in scheme.weight.substitutes}
+    grids = {grid.engine_name: grid for grid in reversed(scheme.weight.substitutes)}
     for load in profile.loads:
         matches = (
             has_cache

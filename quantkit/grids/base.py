@@ -12,7 +12,7 @@ group_size; a scale per channel is G = 1.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,8 +41,8 @@ class Grid(ABC):
     symmetric: bool
     activation_bits: int
 
-    needs_rounding = True
-    """False for a grid that quantkit only copies from a source that is on it."""
+    scale_rows = 1
+    """Output channels that share a scale."""
     coarse_scales = False
     """Scales so coarse that rows can be divided exactly by powers of two alone."""
     power_scales = False
@@ -271,8 +271,10 @@ class Quantizer(ABC):
 
     group_size: int | None
     """Input channels that share a scale; None for the whole row."""
+    kind: ClassVar[str] = "int"
+    """int, fp4 (E2M1) or fp8 (e4m3)."""
     code_range: tuple[int, int] | None = None
-    """Smallest and largest integer code; None for E2M1."""
+    """Smallest and largest integer code; None for floats."""
 
     @abstractmethod
     def fit(self, groups: Tensor, importance: Tensor | None = None) -> Scales:

@@ -85,6 +85,7 @@ class Fp4Quantizer(Quantizer):
     """E2M1 under scales [..., G]."""
 
     group_size: int
+    kind = "fp4"
 
     def quantize(self, w: Tensor, scales: Scales) -> Tensor:
         return round_e2m1(w, scales.scale)

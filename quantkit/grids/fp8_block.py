@@ -1,30 +1,54 @@
-"""FP8 in blocks: e4m3 values, an FP32 scale per block of rows x columns. Read and copied, never
-rounded to."""
+"""FP8: e4m3 values, an FP32 scale per block of rows x columns, or per output channel."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from quantkit.grids.base import Grid, QuantizedWeight, Quantizer, Weight
+from quantkit.grids.base import (
+    Grid,
+    QuantizedWeight,
+    Quantizer,
+    Scales,
+    Weight,
+    relative_error,
+)
+from quantkit.grids.int_groups import scale_divisor_range
+from quantkit.grids.nvfp4 import E4M3_MAX
 
 FP8_BLOCK = 128
 
 
 @dataclass(frozen=True)
 class Fp8BlockGrid(Grid):
-    """Blocks of 128 x 128 (DeepSeek's). Such linears stay as the source has them."""
+    """scale_rows x group_size weights share a scale: blocks of 128 x 128 (DeepSeek's), or one
+    output channel. Inputs are rounded to e4m3, too, under a scale per token and group_size
+    channels."""
 
-    group_size: None = None
+    scale_rows: int = FP8_BLOCK
+    group_size: int | None = FP8_BLOCK
 
     bits = 8
     symmetric = True
-    activation_bits = 16
-    needs_rounding = False
-    kind = label = "fp8"
+    activation_bits = 8
+    kind = engine_name = "fp8"
 
-    def quantizer(self, amax: Tensor, scale_dtype: torch.dtype, fit_points: int) -> Quantizer:
-        raise AssertionError(f"nothing is rounded to {self}")
+    @property
+    def label(self) -> str:
+        return "fp8" if self == Fp8BlockGrid() else "fp8-channel"
+
+    @property
+    def substitutes(self) -> tuple[Grid, ...]:
+        return tuple(dict.fromkeys((self, FP8_CHANNEL)))
+
+    def rank_multiple(self, *, inputs: bool) -> int:
+        return (self.group_size or 1) if inputs else self.scale_rows
+
+    def quantizer(self, amax: Tensor, scale_dtype: torch.dtype, fit_points: int) -> "Fp8Quantizer":
+        return Fp8Quantizer(self.scale_rows, self.group_size, max(fit_points, 1))
+
+
+FP8_CHANNEL = Fp8BlockGrid(1, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +74,9 @@ class Fp8BlockWeight(QuantizedWeight):
 
     @property
     def grid(self) -> Fp8BlockGrid:
-        return Fp8BlockGrid()
+        rows, columns = self.block
+        whole = rows == 1 and columns == self.shape[1]
+        return Fp8BlockGrid(rows, None if whole else columns)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         values = self.codes.float()
@@ -63,4 +89,59 @@ class Fp8BlockWeight(QuantizedWeight):
         return values.to(dtype)
 
     def difference(self, name: str, stored: Weight) -> float:
-        raise AssertionError("FP8 blocks convert to plain weights only")
+        other = Fp8BlockWeight.of(stored)
+        same = torch.equal(self.codes.view(torch.uint8), other.codes.view(torch.uint8))
+        assert same, f"codes of {name} differ"
+        return relative_error(self.scale, other.scale)
+
+    def divisor_range(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """1 where rows share a scale."""
+        if self.block[0] == 1:
+            return scale_divisor_range(self.scale, torch.finfo(dtype))
+        ones = torch.ones(self.shape[0], device=self.scale.device)
+        return ones, ones
+
+    def divide_rows(self, divisor: Tensor, dtype: torch.dtype) -> "Fp8BlockWeight":
+        return replace(self, scale=self.scale / divisor[:: self.block[0], None])
+
+
+@dataclass(frozen=True)
+class Fp8Quantizer(Quantizer):
+    """e4m3 under the scale that maps the largest value of `scale_rows` rows to 448; of one row, the
+    best of `points` scales from there to twice that, under which mantissas differ."""
+
+    scale_rows: int
+    group_size: int | None
+    points: int = 1
+
+    kind = "fp8"
+
+    def fit(self, groups: Tensor, importance: Tensor | None = None) -> Scales:
+        least = self._of_rows(groups.abs().amax(-1)) / E4M3_MAX
+        least = torch.where(least > 0, least, torch.ones_like(least))
+        points = self.points if self.scale_rows == 1 else 1
+        candidates = [Scales(least * 2 ** (i / points), None) for i in range(points)]
+        return self.best(candidates, groups, importance)
+
+    def _of_rows(self, amax: Tensor) -> Tensor:
+        """The largest of amax [..., N] in each run of `scale_rows`, for every row."""
+        rows = amax.shape[-1]
+        parts = amax.split(self.scale_rows, dim=-1) if self.scale_rows > 1 else ()
+        shared = [part.amax(-1, keepdim=True).expand_as(part) for part in parts]
+        return torch.cat(shared, dim=-1) if shared and rows else amax
+
+    def quantize(self, w: Tensor, scales: Scales) -> Tensor:
+        level = (w / scales.scale).clamp_(-E4M3_MAX, E4M3_MAX)
+        return level.to(torch.float8_e4m3fn).float().mul_(scales.scale)
+
+    def nearest_scale(self, scale: Tensor) -> Tensor:
+        return scale
+
+    def encode(self, values: Tensor, scales: Scales) -> Fp8BlockWeight:
+        columns = values.shape[-1]
+        wide = self.group_size or columns
+        levels = values.unflatten(-1, (-1, wide)) / scales.scale.unsqueeze(-1)
+        codes = levels.flatten(-2).to(torch.float8_e4m3fn)
+        # One of a single row counts as contiguous whatever its strides, which writing asks for.
+        scale = scales.scale[:: self.scale_rows].clone(memory_format=torch.contiguous_format)
+        return Fp8BlockWeight(codes, scale, (self.scale_rows, wide))

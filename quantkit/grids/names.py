@@ -29,9 +29,11 @@ SchemeName = Literal[
     "int4-w4a8",
     "int4-w4a8-groups",
     "w8a16",
+    "fp8-w8a8",
+    "fp8-block-w8a8",
 ]
 
-WritableFormat = Literal["awq", "compressed-tensors", "modelopt", "modelslim", "gptq"]
+WritableFormat = Literal["awq", "compressed-tensors", "modelopt", "modelslim", "gptq", "fp8-block"]
 """Formats that some scheme is written in."""
 
 CacheCodes = Literal["int8", "fp8"]

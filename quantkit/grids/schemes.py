@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.grids.base import Grid
+from quantkit.grids.fp8_block import FP8_CHANNEL, Fp8BlockGrid
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.mxfp4 import Mxfp4Grid
 from quantkit.grids.names import CacheCodes, Method
@@ -131,6 +132,22 @@ SCHEMES: dict[str, Scheme] = {
             ("awq", "gptq", "drift", "descent"),
             ("compressed-tensors", "gptq"),
             "int8 in groups of 128, 16-bit activations",
+        ),
+        Scheme(
+            "fp8-w8a8",
+            FP8_CHANNEL,
+            8,
+            ("gptq", "drift", "descent"),
+            ("compressed-tensors",),
+            "FP8 weights per channel, FP8 activations per token",
+        ),
+        Scheme(
+            "fp8-block-w8a8",
+            Fp8BlockGrid(),
+            8,
+            ("gptq", "drift", "descent"),
+            ("fp8-block", "compressed-tensors"),
+            "FP8 weights in blocks of 128 x 128, FP8 activations per token and 128 channels",
         ),
     )
 }

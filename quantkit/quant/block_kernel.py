@@ -4,7 +4,7 @@ per column.
 
 A program holds all columns of ROWS rows and processes them in order: look up the scale, round,
 store the error, and update the remaining columns. The operations are those of
-`IntQuantizer.quantize` and `Nvfp4Quantizer.quantize`; clamping precedes rounding, which is the same
+`quantize` of `IntQuantizer`, `Fp4Quantizer` and `Fp8Quantizer`; clamping precedes rounding, which is the same
 if the limits are whole levels, and keeps every number where adding and subtracting 1.5 * 2^23
 rounds to even.
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quantkit.grids.base import Quantizer
 from quantkit.grids.e2m1 import E2M1_MAX
+from quantkit.grids.nvfp4 import E4M3_MAX
 from quantkit.quant.block_rounding import BlockParts, ColumnScales
 
 ROWS, FEW_ROWS = 16, 8
@@ -27,6 +28,7 @@ FEW = 2048
 """Rows, over a batch, up to which programs have FEW_ROWS."""
 HALF_EVEN = tl.constexpr(12582912.0)
 FP4_END = tl.constexpr(E2M1_MAX)
+FP8_END = tl.constexpr(E4M3_MAX)
 
 
 @triton.jit
@@ -41,7 +43,7 @@ def _round_block(
     rows_all, steps_batch, groups_batch, values_batch, before_batch, apart_batch, seen_batch, low,
     high,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, FP4: tl.constexpr,
-    ZERO: tl.constexpr, SEEN: tl.constexpr,
+    FP8: tl.constexpr, ZERO: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -90,6 +92,12 @@ def _round_block(
             level = tl.minimum(tl.maximum(level, -FP4_END), FP4_END)
             spacing = tl.where(tl.abs(level) < 2, 0.5, tl.where(tl.abs(level) < 4, 1.0, 2.0))
             level = _whole(level / spacing) * spacing
+        elif FP8:
+            level = tl.minimum(tl.maximum(level, -FP8_END), FP8_END)
+            power = level.to(tl.int32, bitcast=True) & 0x7F800000
+            # an eighth of the level's power of two, at least 2^-9
+            spacing = tl.maximum(power - (3 << 23), 118 << 23).to(tl.float32, bitcast=True)
+            level = _whole(level / spacing) * spacing
         elif ZERO:
             level = _whole(tl.minimum(tl.maximum(level, low - nought), high - nought))
         else:
@@ -134,8 +142,8 @@ def round_block(
         *map(_batch_stride, in_all),
         float(low), float(high),
         COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), ROWS=own,
-        FP4=quantizer.code_range is None, ZERO=zero is not None,
-        SEEN=parts.factored_error is not None, num_warps=1,
+        FP4=quantizer.kind == "fp4", FP8=quantizer.kind == "fp8",
+        ZERO=zero is not None, SEEN=parts.factored_error is not None, num_warps=1,
     )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ class RoundBlock(Protocol):
     ) -> None: ...
 
 
-_INTEGER, _INTEGER_WITH_ZERO, _E2M1 = range(3)
+_INTEGER, _INTEGER_WITH_ZERO, _E2M1, _E4M3 = range(4)
 STRIP = 16
 _MOST_COLUMNS = 128
 """Limit of the C++."""
@@ -130,7 +130,7 @@ def round_block_cpp(
     assert values.stride()[-2:] == (rows, 1), f"not whole columns of one memory: {values.stride()}"
     batch, difference = (len(target), values.stride(0)) if target.dim() == 3 else (1, 0)
     integer = _INTEGER if scales.zero_point is None else _INTEGER_WITH_ZERO
-    grid = _E2M1 if quantizer.code_range is None else integer
+    grid = {"fp4": _E2M1, "fp8": _E4M3}.get(quantizer.kind, integer)
     low, high = quantizer.code_range or (0, 0)
     loaded = once("round_block")
     assert loaded is not None, "has_cpp() was called before"

@@ -243,7 +243,7 @@ class GridOptions:
 
 def _exact(grid: Grid | None) -> bool:
     """Whether a linear on this grid equals the source's."""
-    return grid is None or not grid.needs_rounding
+    return grid is None or grid == FP8
 
 
 def _lacks(what: str) -> QuantkitError:

@@ -101,6 +101,8 @@ def find_target(checkpoint: Checkpoint, name: str, grid: Grid | None) -> Format:
         return compressed_int4.FP16_SCALES if exact else format
     holders = ", ".join(dict.fromkeys(format.name for format in able))
     fault = f"{name} cannot hold the weights of {checkpoint.path} ({grid_label(grid)})"
+    if source.is_source:
+        raise QuantkitError(fault, f"{holders} can; to round it, use quantkit quantize")
     raise QuantkitError(
         fault, f"formats that can: {holders}" if holders else "--dtype bf16 makes it plain"
     )

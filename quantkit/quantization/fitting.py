@@ -53,9 +53,17 @@ class Allowed(NamedTuple):
         return self.format.split_fault(row.module, grid, row_parallel=row.split == "row") is None
 
     def first(self, group: LinearGroup, candidates: Sequence[Grid]) -> Grid | None:
-        """The first grid that holds all linears of a group; None: 16 bits."""
+        """The first grid that holds all linears of a group; None: 16 bits. Rows that share a scale
+        are of one linear where engines stack several."""
+        stacked = [row.shape[0] for row in group.rows[:-1] if row.fused]
         return next(
-            (grid for grid in candidates if all(self.holds(row, grid) for row in group.rows)), None
+            (
+                grid
+                for grid in candidates
+                if all(self.holds(row, grid) for row in group.rows)
+                and not any(size % grid.scale_rows for size in stacked)
+            ),
+            None,
         )
 
 

@@ -32,7 +32,7 @@ from quantkit.engines.profiles import (
     choose_mixture,
     find_engine,
 )
-from quantkit.grids.base import Grid
+from quantkit.grids.base import Grid, grid_label
 from quantkit.grids.schemes import SCHEMES, Scheme, check_pair, find_scheme
 from quantkit.models.cache_scales import cache_scale_specs, supports_cache_scales
 from quantkit.models.stored_parameters import check_stored_head
@@ -172,7 +172,8 @@ class Job:
         return [
             row
             for row in self.rows
-            if row.module in self.grids and self.grids[row.module].needs_rounding
+            if row.module in self.grids
+            and not self.checkpoint.is_on(row.module, self.grids[row.module])
         ]
 
     def stored_bytes(self, row: Parameter, grid: Grid | None) -> int:
@@ -385,9 +386,17 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
             raise QuantkitError(unfit.problem, unfit.remedy)
         target = engine_subset(target, request.choice, inventory.rows)
     scheme = request.scheme
-    linears = [row for row in inventory.rows if target.quantizes(row.module, row.role, mtp=row.mtp)]
     grids: dict[str, Grid] = {
-        row.module: scheme.grid(expert=row.expert is not None, mtp=row.mtp) for row in linears
+        row.module: scheme.grid(expert=row.expert is not None, mtp=row.mtp)
+        for row in inventory.rows
+        if target.quantizes(row.module, row.role, mtp=row.mtp)
+    }
+    # Formats of sources hold kv_b and indexers, too, which are copied and never rounded.
+    grids = {
+        row.module: grids[row.module]
+        for row in inventory.rows
+        if row.module in grids
+        and (row.role == "linear" or checkpoint.is_on(row.module, grids[row.module]))
     }
     if scheme.outside is not None and all(row.expert is None for row in inventory.rows):
         raise QuantkitError(
@@ -397,6 +406,11 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     _check_cache(request.scheme, inventory)
     job = Job(request, inventory.cut or checkpoint, inventory, target, grids)
     _check_choice(job)
+    if grids and not job.linears:
+        raise QuantkitError(
+            f"every linear of {path} is in {grid_label(scheme.weight)} already",
+            "use it as it is, or another scheme; convert --format writes it in another format",
+        )
     if request.mixture.keep or request.mixture.preset:
         job = _without_kept(job)
     if request.mixture.ignore or request.mixture.override:

@@ -18,7 +18,6 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 from quantkit.calibrate.sensitivity import linear_groups
-from quantkit.checkpoint.formats import fp8_block
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
@@ -415,8 +414,7 @@ def _rest(
 
 def is_fp8(checkpoint: Checkpoint, row: Parameter) -> bool:
     """Whether the source has the linear in FP8 blocks of 128 x 128."""
-    linear = checkpoint.linears.get(row.module)
-    return linear is not None and linear.format is fp8_block.FORMAT
+    return checkpoint.is_on(row.module, FP8)
 
 
 def engine_subset(

@@ -81,7 +81,7 @@ def test_weights_are_decoded(tiny_checkpoint):
     values = make_model.fp8_values(make_model.random_tensors(config))
     checkpoint = Checkpoint.open(tiny_checkpoint)
     assert checkpoint.format is fp8_block.FORMAT
-    assert checkpoint.scheme is None
+    assert checkpoint.scheme.name == "fp8-block-w8a8"
     assert checkpoint.config["model_type"] == "deepseek_v3"
     for module in module_names(checkpoint):
         assert torch.equal(

@@ -4,6 +4,7 @@ operations."""
 import torch
 
 from quantkit.grids.base import Scales
+from quantkit.grids.fp8_block import Fp8Quantizer
 from quantkit.grids.int_groups import IntGrid, IntQuantizer
 from quantkit.grids.mxfp4 import Mxfp4Quantizer
 from quantkit.grids.nvfp4 import Nvfp4Quantizer
@@ -15,6 +16,7 @@ GRIDS = {
     "int8": IntQuantizer(IntGrid(8, None, True), torch.float32),
     "fp4": Nvfp4Quantizer(torch.tensor(0.01)),
     "mxfp4": Mxfp4Quantizer(),
+    "fp8": Fp8Quantizer(1, None),
 }
 SHAPES = [(128, 20), (128, 1), (3, 40, 9), (2, 48, 20), (2, 2100)]
 

@@ -12,11 +12,12 @@ import json
 from dataclasses import replace
 
 import torch
-from nearest import quantize_fp4, quantize_fp8_block, quantize_int
+from nearest import quantize_fp4, quantize_fp8, quantize_int
 from safetensors.torch import save_file
 
 from quantkit.checkpoint.formats.base import output_config
 from quantkit.checkpoint.header import TensorSpec
+from quantkit.grids.fp8_block import Fp8BlockGrid
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import Nvfp4Grid, input_divisor
 
@@ -54,8 +55,10 @@ def quantize(format, grid, w):
                 if bits == 16
                 else replace(weight, input_divisor=input_divisor(torch.tensor(3.7)))
             )
+        case Fp8BlockGrid():
+            return quantize_fp8(w, grid)
         case _:
-            return quantize_fp8_block(w) if format.name == "fp8-block" else w.bfloat16()
+            return w.bfloat16()
 
 
 def quantized_tensors(format, grid, seed=0):

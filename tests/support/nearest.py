@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.e2m1 import E2M1_MAX, encode_e2m1
-from quantkit.grids.fp8_block import FP8_BLOCK, Fp8BlockWeight
+from quantkit.grids.fp8_block import Fp8BlockGrid, Fp8BlockWeight
 from quantkit.grids.int_groups import IntWeight, int_params, round_int
 from quantkit.grids.nvfp4 import E4M3_MAX, E4M3_MIN, FP4_GROUP, Nvfp4Weight
 from quantkit.grids.nvfp4 import global_scale as fused_scale
@@ -56,15 +56,19 @@ def quantize_fp4(w, *, global_scale=None):
 
 
 def quantize_fp8_block(w):
-    """Round W float32 [N, K] to the nearest e4m3 values, scale = amax / 448 of each block, 1 for a
-    block of zeros."""
+    return quantize_fp8(w, Fp8BlockGrid())
+
+
+def quantize_fp8(w, grid):
+    """Round W float32 [N, K] to the nearest e4m3 values, scale = amax / 448 of each block of the
+    grid, 1 for a block of zeros."""
     rows, columns = w.shape
-    w = w.float()
-    padded = functional.pad(w, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
-    blocks = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(
-        0, (-1, FP8_BLOCK)
-    )  # [row block, 128, column block, 128]
+    tall, wide = grid.scale_rows, grid.group_size or columns
+    padded = functional.pad(w.float(), (0, -columns % wide, 0, -rows % tall))
+    # [row block, rows, column block, columns]
+    blocks = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, tall))
     scale = blocks.abs().amax(dim=(1, 3)) / E4M3_MAX
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     codes = (blocks / scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return Fp8BlockWeight(codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scale)
+    codes = codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
+    return Fp8BlockWeight(codes, scale, (tall, wide))

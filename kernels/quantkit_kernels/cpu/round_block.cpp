@@ -7,11 +7,11 @@
 
 namespace {
 
-enum Grid { kInteger, kIntegerWithZero, kE2m1 };
+enum Grid { kInteger, kIntegerWithZero, kE2m1, kE4m3 };
 constexpr int kVectors = 4;  // sums that wait for each other's latency
 constexpr int kRows = kVectors * kLanes;
 constexpr int kColumns = 128;  // at most
-constexpr float kE2m1Max = 6.f;
+constexpr float kE2m1Max = 6.f, kE4m3Max = 448.f;
 
 inline Vector least(Vector a, Vector b) { return a > b ? b : a; }  // NaN of a stays
 inline Vector most(Vector a, Vector b) { return a < b ? b : a; }
@@ -24,6 +24,12 @@ template <Grid G> inline Vector snapped(Vector level, Vector zero, float low, fl
   if (G == kE2m1) {
     level = least(most(level, none - kE2m1Max), none + kE2m1Max);
     const Vector size = size_of(level), spacing = size < 2.f ? none + 0.5f : size < 4.f ? none + 1.f : none + 2.f;
+    return whole(level / spacing) * spacing;
+  }
+  if (G == kE4m3) {  // an eighth of the level's power of two, at least 2^-9
+    level = least(most(level, none - kE4m3Max), none + kE4m3Max);
+    const Vector eighth = (Vector)(((Bits)level & 0x7f800000) - (3 << 23)), least_one = none + 0x1p-9f;
+    const Vector spacing = (Bits)eighth > (Bits)least_one ? eighth : least_one;
     return whole(level / spacing) * spacing;
   }
   const Vector shift = G == kIntegerWithZero ? zero : none;
@@ -67,11 +73,11 @@ void round_rows(const float* target, const float* reaction, const float* step, c
 }  // namespace
 
 // target, step, zero, missed [batch, columns, rows]; reaction [batch, columns, columns], by how much column i changes for an error of 1 in column j;
-// values [columns, rows] of each matrix, `apart` numbers from one to the next. grid: 0 integers from low to high, 1 with zero points, 2 E2M1.
+// values [columns, rows] of each matrix, `apart` numbers from one to the next. grid: 0 integers from low to high, 1 with zero points, 2 E2M1, 3 e4m3.
 extern "C" void qk_round_block(const float* target, const float* reaction, const float* step, const float* zero, float* values, float* missed, int grid,
                                int batch, int columns, int rows, int apart, int low, int high, int threads) {
   const int parts = (rows + kRows - 1) / kRows;
-  const auto round = grid == kE2m1 ? round_rows<kE2m1> : grid == kIntegerWithZero ? round_rows<kIntegerWithZero> : round_rows<kInteger>;
+  const auto round = grid == kE4m3 ? round_rows<kE4m3> : grid == kE2m1 ? round_rows<kE2m1> : grid == kIntegerWithZero ? round_rows<kIntegerWithZero> : round_rows<kInteger>;
 #pragma omp parallel for num_threads(threads)
   for (int part = 0; part < batch * parts; ++part) {
     const int64_t matrix = part / parts, first = (int64_t)(part % parts) * kRows, own = matrix * columns * rows + first;

@@ -4,7 +4,7 @@ the format of its own grid stores it.
     int4            pack-quantized         X.weight_packed int32
     NVFP4           nvfp4-pack-quantized   X.weight_packed uint8
     int8            int-quantized          X.weight int8
-    FP8 in blocks   float-quantized        X.weight float8_e4m3fn [N, K]   X.weight_scale float32 [ceil(N / 128), ceil(K / 128)]
+    FP8             float-quantized        X.weight float8_e4m3fn [N, K]   X.weight_scale float32 [ceil(N / 128), ceil(K / 128)] or [N, 1]
 
 config.json has a config group for each grid, with a format of its own, and names the modules of
 each: engines go by the names, so they must say what the tensors are. Read, too, are groups of every
@@ -28,11 +28,8 @@ from quantkit.checkpoint.formats import (
     compressed_int8,
     compressed_mxfp4,
     fp8,
-    fp8_block,
 )
 from quantkit.checkpoint.formats.base import (
-    CODES,
-    FLOAT_DTYPES,
     Format,
     Grids,
     Json,
@@ -40,43 +37,12 @@ from quantkit.checkpoint.formats.base import (
     Plain,
     Shape,
     Tensors,
-    stored_part,
 )
 from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat, Placed
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Grid, QuantizedWeight, Weight
-from quantkit.grids.fp8_block import FP8_BLOCK, Fp8BlockGrid
 
-
-class _Fp8Blocks(fp8.CompressedFp8):
-    """float-quantized with blocks of 128 x 128, written too."""
-
-    def holds(self, grid: Grid) -> bool:
-        return grid == Fp8BlockGrid()
-
-    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
-        return (
-            stored_part(".weight", (torch.float8_e4m3fn,), shape, *CODES),
-            stored_part(".weight_scale", (torch.float32, *FLOAT_DTYPES), shape, *fp8_block.BLOCKS),
-        )
-
-    def grid(self, config: Json, side: Json) -> Grid | None:
-        return Fp8BlockGrid()
-
-    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
-        shared = {"num_bits": 8, "type": "float", "symmetric": True}
-        weights = {
-            **shared,
-            "strategy": "block",
-            "block_structure": [FP8_BLOCK, FP8_BLOCK],
-            "dynamic": False,
-        }
-        activations = {**shared, "strategy": "group", "group_size": FP8_BLOCK, "dynamic": True}
-        return compressed.config_block(self.variant, weights, activations, quantized, plain)
-
-
-_FP8 = _Fp8Blocks(fp8.BLOCK)
 _MEMBERS: tuple[Format, ...] = (
     compressed_int4.FORMAT,
     compressed_fp4.FORMAT,
@@ -85,7 +51,8 @@ _MEMBERS: tuple[Format, ...] = (
     compressed_int4.INT8_WORDS,
     compressed_int4.W4A8,
     compressed_mxfp4.FORMAT,
-    _FP8,
+    fp8.COMPRESSED_BLOCK,
+    fp8.COMPRESSED_CHANNEL,
 )
 
 
@@ -98,8 +65,7 @@ _READ: tuple[Format, ...] = (
     compressed_mxfp4.FORMAT,
     compressed_int8.FORMAT,
     *compressed_int8.OTHERS,
-    _FP8,
-    *(one for one in fp8.FORMATS if isinstance(one, fp8.CompressedFp8) and one.layout != fp8.BLOCK),
+    *(one for one in fp8.FORMATS if isinstance(one, fp8.CompressedFp8)),
 )
 """Of a group, by what it says of itself."""
 
@@ -149,6 +115,10 @@ class CompressedMixed(compressed.Compressed):
             member = compressed_mxfp4.FORMAT
         elif member is compressed_fp4.FORMAT and f"{module}.input_global_scale" in tensors:
             member = compressed_fp4.W4A4
+        elif member is fp8.COMPRESSED_BLOCK and len(tensors[f"{module}.weight_scale"]) == len(
+            tensors[f"{module}.weight"]
+        ):
+            member = fp8.COMPRESSED_CHANNEL
         return member.unpack(module, tensors)
 
     def of_checkpoint(self, config: Json, side: Json) -> Format:

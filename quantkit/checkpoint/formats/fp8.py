@@ -1,5 +1,5 @@
 """FP8 with a scale per tensor, channel, block or group of inputs, as compressed-tensors, ModelOpt
-and vLLM's fp8 have it. Read only.
+and vLLM's fp8 have it. Written in compressed-tensors, per channel and block; the others are read only.
 
     X.weight float8_e4m3fn [N, K]   X.weight_scale, a multiplier: a float, or of a power of two the exponent, uint8 or float8_e8m0fnu
     X.input_scale (static activations) is accepted and not used
@@ -9,7 +9,7 @@ identify its block. DeepSeek's own FP8 has another name for its scale (fp8_block
 """
 
 from abc import abstractmethod
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,16 +20,18 @@ from quantkit.checkpoint.formats.base import (
     FLOAT_DTYPES,
     Along,
     Format,
+    Grids,
     Ignored,
     Json,
     Parts,
+    Plain,
     Shape,
     StoredPart,
     Tensors,
     stored_part,
 )
 from quantkit.grids.base import Grid, Weight
-from quantkit.grids.fp8_block import FP8_BLOCK, Fp8BlockWeight
+from quantkit.grids.fp8_block import FP8_BLOCK, FP8_CHANNEL, Fp8BlockGrid, Fp8BlockWeight
 from quantkit.grids.mxfp4 import MX_GROUP, decode_e8m0
 
 
@@ -43,6 +45,7 @@ class Fp8Layout(NamedTuple):
 TENSOR, CHANNEL = Fp8Layout(0, 0), Fp8Layout(1, 0)
 BLOCK, MX = Fp8Layout(FP8_BLOCK, FP8_BLOCK), Fp8Layout(1, MX_GROUP)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+_GRIDS = {CHANNEL: FP8_CHANNEL, BLOCK: Fp8BlockGrid()}
 
 
 class Fp8(Format):
@@ -63,7 +66,7 @@ class Fp8(Format):
             ("N", tall) if self.layout.rows else None,
             ("K", wide) if self.layout.columns else None,
         )
-        dtypes = _EXPONENTS if self.layout == MX else (*FLOAT_DTYPES, *_EXPONENTS)
+        dtypes = _EXPONENTS if self.layout == MX else (torch.float32, *FLOAT_DTYPES, *_EXPONENTS)
         flat = self.layout == CHANNEL and self.flat_channels
         scale = stored_part(".weight_scale", dtypes, shape, *(axes[:1] if flat else axes))
         return (
@@ -96,6 +99,9 @@ class Fp8(Format):
     def detect(self, config: Json, side: Json) -> bool:
         return self.declared(config, side) == self.layout
 
+    def grid(self, config: Json, side: Json) -> Grid | None:
+        return _GRIDS.get(self.layout)
+
     @abstractmethod
     def declared(self, config: Json, side: Json) -> Fp8Layout | None:
         """The layout that a checkpoint of this container declares; None where it declares none of
@@ -110,6 +116,18 @@ class CompressedFp8(Fp8):
     variant = "float-quantized"
     variants: ClassVar[tuple[str, ...]] = ("float-quantized", "naive-quantized")
     """What the config says: the second where activations stay in 16 bits."""
+
+    def holds(self, grid: Grid) -> bool:
+        return grid == _GRIDS.get(self.layout)
+
+    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
+        shared = {"num_bits": 8, "type": "float", "symmetric": True}
+        weights = shared | {"strategy": "channel", "dynamic": False}
+        activations = shared | {"strategy": "token", "dynamic": True}
+        if self.layout == BLOCK:
+            weights |= {"strategy": "block", "block_structure": [FP8_BLOCK, FP8_BLOCK]}
+            activations |= {"strategy": "group", "group_size": FP8_BLOCK}
+        return compressed.config_block(self.variant, weights, activations, quantized, plain)
 
     def declared(self, config: Json, side: Json) -> Fp8Layout | None:
         if not any(compressed.detect(config, variant) for variant in self.variants):
@@ -164,8 +182,11 @@ class PlainFp8(Fp8):
         )
 
 
+COMPRESSED_CHANNEL, COMPRESSED_BLOCK = CompressedFp8(CHANNEL), CompressedFp8(BLOCK)
 FORMATS: tuple[Fp8, ...] = (
-    *(CompressedFp8(layout) for layout in (TENSOR, CHANNEL, BLOCK)),
+    CompressedFp8(TENSOR),
+    COMPRESSED_CHANNEL,
+    COMPRESSED_BLOCK,
     CompressedMxfp8(MX),
     *(ModelOptFp8(layout) for layout in (TENSOR, CHANNEL, MX)),
     PlainFp8(TENSOR),

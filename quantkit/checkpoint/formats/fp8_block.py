@@ -32,6 +32,7 @@ from quantkit.checkpoint.formats.base import (
     Shape,
     Specs,
     Tensors,
+    plain_linears,
     require_multiple,
     stored_part,
 )
@@ -40,7 +41,7 @@ from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Grid, QuantizedWeight, Weight
-from quantkit.grids.fp8_block import FP8_BLOCK, Fp8BlockWeight
+from quantkit.grids.fp8_block import FP8_BLOCK, Fp8BlockGrid, Fp8BlockWeight
 from quantkit.grids.mxfp4 import MX_GROUP, Mxfp4Grid, Mxfp4Weight
 from quantkit.quant.packing import pack_pairs, unpack_pairs
 
@@ -56,6 +57,9 @@ class Fp8Block(Format):
     own_suffixes = (".weight_scale_inv",)
     is_source = True
     with_fp4 = False
+
+    def holds(self, grid: Grid) -> bool:
+        return not self.with_fp4 and grid == Fp8BlockGrid()
 
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         return (
@@ -88,7 +92,7 @@ class Fp8Block(Format):
                 f"the checkpoint is FP8 with weight_block_size {block_size}",
                 f"quantkit reads FP8 with {_BLOCK_SIZE}",
             )
-        return None
+        return None if self.with_fp4 else Fp8BlockGrid()
 
     def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
         return {
@@ -96,6 +100,7 @@ class Fp8Block(Format):
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
             "weight_block_size": _BLOCK_SIZE,
+            "modules_to_not_convert": plain_linears(plain, quantized),
         }
 
     def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:

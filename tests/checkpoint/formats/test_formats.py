@@ -14,7 +14,7 @@ from refused import refused
 from quantkit.checkpoint.formats import FORMATS, detect_format, find_format
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.grids.base import dequantize
-from quantkit.grids.fp8_block import Fp8BlockWeight
+from quantkit.grids.fp8_block import FP8_CHANNEL, Fp8BlockGrid, Fp8BlockWeight
 from quantkit.grids.int_groups import IntGrid, IntWeight
 from quantkit.grids.nvfp4 import Nvfp4Grid, Nvfp4Weight
 from quantkit.grids.schemes import SCHEMES
@@ -26,9 +26,11 @@ _GRIDS = (
     IntGrid(4, None, False),
     IntGrid(8, None, True),
     Nvfp4Grid(),
+    FP8_CHANNEL,
+    Fp8BlockGrid(),
 )
 CASES = [(format, grid) for format in FORMATS for grid in _GRIDS if format.holds(grid)]
-CASES += [(format, None) for format in FORMATS if format.name in ("fp8-block", "dense")]
+CASES += [(format, None) for format in FORMATS if format.name == "dense"]
 _IDS = [f"{format.name}-{format.variant}-{index}" for index, (format, _) in enumerate(CASES)]
 every_case = pytest.mark.parametrize(("format", "grid"), CASES, ids=_IDS)
 

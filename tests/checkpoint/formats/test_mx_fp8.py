@@ -14,11 +14,12 @@ from packed_model import write_packed
 from refused import refused
 from safetensors.torch import save_file
 
-from quantkit.checkpoint.formats import compressed_mxfp4
+from quantkit.checkpoint.formats import compressed_mxfp4, fp8
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.base import dequantize, round_to_nearest
-from quantkit.grids.mxfp4 import Mxfp4Grid, Mxfp4Quantizer
+from quantkit.grids.fp8_block import FP8_CHANNEL, Fp8BlockGrid
+from quantkit.grids.mxfp4 import Mxfp4Grid
 from quantkit.models.context import CausalContext
 from quantkit.quantization.convert import convert
 
@@ -92,17 +93,32 @@ def test_what_compressed_tensors_writes_is_read_as_it_reads_it(tmp_path, case):
     assert torch.equal(dequantize(part)[:, 160 - first :], expected[:, 160:])
 
 
-def test_what_is_rounded_to_mxfp4_is_what_compressed_tensors_reads():
-    quantizer, w = Mxfp4Quantizer((0, 1)), random_weight()
-    values, scales = round_to_nearest(w, quantizer)
-    packed = compressed_mxfp4.FORMAT.pack(MODULE, quantizer.encode(values, scales))
+@pytest.mark.parametrize(
+    ("case", "format", "grid", "most"),
+    [
+        ("mxfp4", compressed_mxfp4.FORMAT, Mxfp4Grid(), 0.2),
+        ("channel", fp8.COMPRESSED_CHANNEL, FP8_CHANNEL, 0.03),
+        ("block", fp8.COMPRESSED_BLOCK, Fp8BlockGrid(), 0.03),
+    ],
+)
+def test_what_is_rounded_is_what_compressed_tensors_reads(case, format, grid, most):
+    """Blocks are partial at the outputs' end. A fit is closer, of blocks the same."""
+    w = random_weight()[:, :256]
+    scheme = preset_name_to_scheme(CASES[case][0], ["Linear"])
+    fitted, nearest = (grid.quantizer(w.abs().amax(), torch.float32, points) for points in (8, 0))
+    values, scales = round_to_nearest(w, fitted)
+    packed = format.pack(MODULE, fitted.encode(values, scales))
     named = {name.removeprefix(f"{MODULE}."): tensor for name, tensor in packed.items()}
-    read = MXFP4PackedCompressor.decompress(named, preset_name_to_scheme("MXFP4A16", ["Linear"]))[
-        "weight"
-    ]
+    read = CASES[case][1].decompress(named, scheme)["weight"]
     assert torch.equal(read.float(), values)
-    nearest, _ = round_to_nearest(w, Mxfp4Quantizer())
-    assert (values - w).norm() < (nearest - w).norm() < 0.2 * w.norm()
+    error, plain = (values - w).norm(), (round_to_nearest(w, nearest)[0] - w).norm()
+    assert plain < most * w.norm()
+    assert error == plain if case == "block" else error < plain
+    written = format.config_block(grid, {MODULE: grid}, ())["config_groups"]["group_0"]
+    described = json.loads(scheme.model_dump_json())
+    for part in ("weights", "input_activations") if case != "mxfp4" else ():
+        said = {key: described[part][key] for key in written[part]}
+        assert written[part] == said, "as llm-compressor describes it"
 
 
 @pytest.mark.parametrize(
