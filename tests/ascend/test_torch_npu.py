@@ -20,6 +20,10 @@ from quantkit_kernels import (
 )
 from quantkit_kernels.samples import distance, exact_linear, random_weight
 from quantkit_kernels.torch_npu import calls, layout, rules
+from quantkit_kernels.torch_npu.vllm_plugin import WeightOnlyLinear
+
+from quantkit.checkpoint.formats.compressed_int4 import FORMAT, INT8_WORDS
+from quantkit.grids.int_groups import IntWeight
 
 EPS = 0.7
 """Next to activations of one: an operator that takes its default instead is 30 % off."""
@@ -196,3 +200,31 @@ def test_unusable_names_the_reason():
         torch_npu.unusable("rms_norm", torch.device("cuda"), None, ()) or ""
     )
     assert torch_npu.unusable("experts_dense", cpu, torch.float32, ()) is None
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [64, 0])
+def test_the_plugin_of_vllm_computes_what_the_format_stores(bits, symmetric, group):
+    """Of a linear as compressed-tensors packs it; group 0: one scale per output channel."""
+    (n, k), most = (128, 256), 2 ** (bits - 1)
+    shapes = ((n, k), (n, k // (group or k)))
+    codes, points = (torch.randint(-most, most, shape, dtype=torch.int8) for shape in shapes)
+    scale = (torch.rand(shapes[1]) + 0.5).bfloat16().float()
+    weight = IntWeight(codes, scale, None if symmetric else points, bits)
+    scheme, layer_of_vllm = WeightOnlyLinear(bits, group, symmetric), torch.nn.Module()
+    for name, value in {4: FORMAT, 8: INT8_WORDS}[bits].pack("m", weight).items():
+        own = torch.nn.Parameter(value, requires_grad=False)
+        layer_of_vllm.register_parameter(name.removeprefix("m."), own)
+    made = {
+        **scheme.get_weight(k, n, torch.bfloat16),
+        **scheme.get_pergroup_param(k, n, torch.bfloat16),
+        **scheme.get_pertensor_param(torch.bfloat16),
+    }
+    assert {name: one.shape for name, one in made.items() if not name.startswith("_")} == {
+        name: one.shape for name, one in layer_of_vllm.named_parameters()
+    }
+    scheme.process_weights_after_loading(layer_of_vllm)
+    x, bias = random(2, 3, k), random(n)
+    exact = x.double() @ weight.dequantize(torch.float64).t() + bias.double()
+    assert distance(scheme.apply(layer_of_vllm, x, bias), exact) < 1e-2

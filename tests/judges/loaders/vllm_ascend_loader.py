@@ -3,7 +3,7 @@ what came of it.
 
     python vllm_ascend_loader.py npu < jobs.json
 
-jobs: [{"path", "rank", "of", "device", "quantization", "out"}]. For each, OUT.json has {"error"} or
+jobs: [{"path", "rank", "of", "device", "quantization", "plugin", "out"}]. For each, OUT.json has {"error"} or
 {"unread": tensors of the checkpoint that were written to no parameter, "untouched": parameters not
 written in full}, and OUT.safetensors what the parameters mean, by the checkpoint's modules, after
 vllm-ascend laid them out for the device (`pieces.py`).
@@ -104,6 +104,8 @@ def start(config: Any, rank: int, of: int) -> None:
 
 
 def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
+    if job["plugin"]:
+        os.environ["VLLM_PLUGINS"] = "ascend,quantkit_ascend"
     has_mtp = json.loads((Path(job["path"]) / "config.json").read_text()).get(
         "num_nextn_predict_layers", 0
     )
@@ -183,6 +185,12 @@ def linear(name: str, module: LinearBase) -> Pieces:
     method = scheme_of(module)
     if method is None:
         parts = {"value": module.weight}
+    elif method == "WeightOnlyLinear":
+        four = module.weight.dtype == torch.int32
+        codes = int4_along_last(module.weight) if four else module.weight
+        parts = {"codes": codes.T, "scale": module.weight_scale.T}
+        if not module.quant_method.quant_method.symmetric:
+            parts["zero"] = (-module.weight_offset).T.to(torch.int8)
     else:
         assert method == "AscendW8A8DynamicLinearMethod", method
         parts = {"codes": module.weight.T, "scale": module.weight_scale.reshape(-1, 1)}
