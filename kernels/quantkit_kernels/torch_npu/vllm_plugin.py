@@ -28,7 +28,7 @@ def register() -> None:
     from vllm_ascend.quantization.method_adapters import AscendLinearMethod
 
     class LinearMethod(AscendLinearMethod):  # type: ignore[misc]
-        def create_weights(self, layer: nn.Module, *sizes: Any, **attributes: Any) -> None:
+        def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
             super().create_weights(layer, *sizes, **attributes)
             zero_points = getattr(layer, "weight_zero_point", None)
             if zero_points is not None:  # the adapter splits what is packed along rows only there
@@ -36,8 +36,8 @@ def register() -> None:
 
     @register_quantization_config(_METHOD)
     class Config(AscendCompressedTensorsConfig):  # type: ignore[misc]
-        def get_quant_method(self, layer: nn.Module, prefix: str, *rest: Any) -> Any:
-            method = super().get_quant_method(layer, prefix, *rest)
+        def get_quant_method(self, layer: Any, prefix: str, **tables: Any) -> Any:
+            method = super().get_quant_method(layer, prefix, **tables)
             scheme = getattr(method, "quant_method", None)
             return LinearMethod(scheme) if isinstance(scheme, WeightOnlyLinear) else method
 
@@ -98,7 +98,7 @@ class WeightOnlyLinear:
     def get_pertensor_param(self, dtype: torch.dtype, layer_type: str = "") -> dict[str, Any]:
         return {"weight_shape": torch.empty(2, dtype=torch.int64)}
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         codes = self._unpacked(layer.weight_packed).t()
         scale = layer.weight_scale.t().contiguous()
         offset = torch.zeros_like(scale)
@@ -115,7 +115,7 @@ class WeightOnlyLinear:
             layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def apply(
-        self, layer: nn.Module, x: Tensor, bias: Tensor | None = None, tp_rank: int | None = 0
+        self, layer: Any, x: Tensor, bias: Tensor | None = None, tp_rank: int | None = 0
     ) -> Tensor:
         """x [..., K] -> [..., N]."""
         rows = x.flatten(0, -2)
