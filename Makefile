@@ -45,7 +45,7 @@ test-long: $(VENV)/test.stamp
 # every family with every scheme, every format in other engines. Hours.
 CHECK_LONG := tests/evaluation/test_sandbox.py tests/evaluation/test_hostile_server.py tests/evaluation/results/test_hostile_results.py \
 	tests/executor/server/test_fuzz.py tests/checkpoint/test_damaged_files.py tests/common/test_power_cuts.py tests/common/test_settings.py \
-	tests/diagnosis/test_many_tensors.py tests/diagnosis/test_good_outputs.py tests/test_pages_in_browser.py tests/ascend/test_executor.py \
+	tests/diagnosis/test_many_tensors.py tests/diagnosis/test_good_outputs.py tests/test_package.py tests/test_pages_in_browser.py tests/ascend/test_executor.py \
 	tests/quantization/test_watched_run.py tests/kernels/test_triton_wgmma.py tests/kernels/test_triton_wgmma_prompts.py
 check-long: $(VENV)/test.stamp .venv-ascend/stamp .venv-ascend/bishengir/stamp
 	OMP_NUM_THREADS=1 QUANTKIT_EVERY_CASE=1 $(BIN)/pytest $(CHECK_LONG) --numprocesses 2 --dist loadscope --no-loadscope-reorder

@@ -4,9 +4,6 @@ input gets."""
 import json
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
@@ -18,14 +15,14 @@ from small_recipe import SMALL
 from quantkit.checkpoint.reader import Checkpoint
 
 
-def answer(line: str) -> dict[str, Any]:
+def answer(line):
     """The one JSON object that a command prints."""
     done = typed(f"{line} --json")
     assert done.code == 0, done.err
     return done.json
 
 
-def refusal(line: str) -> str:
+def refusal(line):
     """The one line that a refused command prints."""
     done = typed(line)
     assert done.code == 1, done
@@ -34,7 +31,7 @@ def refusal(line: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def calibration(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "calibration.txt"
     words = ["the", "one", "who", "asks", "is", "told", "what", "many", "have", "found"]
     path.write_text(
@@ -57,7 +54,7 @@ int8-a8w8c16 modelslim
 
 
 @pytest.fixture(scope="module")
-def few_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def few_experts(tmp_path_factory):
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     return make_model.write_fp8(
         tmp_path_factory.mktemp("models") / "few-experts", config, make_model.random_tensors(config)
@@ -65,9 +62,7 @@ def few_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES.strip().splitlines())
-def test_quantize_writes_what_it_says(
-    few_experts: Path, calibration: Path, tmp_path: Path, case: str
-) -> None:
+def test_quantize_writes_what_it_says(few_experts, calibration, tmp_path, case):
     """That the bytes are those of the format is held by tests/checkpoint/formats."""
     (scheme, format_name), out, recipe = case.split(), tmp_path / "out", tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps({"scheme": scheme, **SMALL}))
@@ -79,15 +74,13 @@ def test_quantize_writes_what_it_says(
     assert len(Checkpoint.open(out).linears) > 20
 
 
-def test_run_answers_as_json(tiny_checkpoint: Path) -> None:
+def test_run_answers_as_json(tiny_checkpoint):
     reply = answer(f"run {tiny_checkpoint} --prompt hello --max-new-tokens 4")
     assert reply["tokens"] <= 4
     assert {"text", "prompt_tokens", "tokens_per_second"} <= reply.keys()
 
 
-def test_a_base_model_is_run_raw_and_scored_by_its_protocol(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_base_model_is_run_raw_and_scored_by_its_protocol(tiny_checkpoint, tmp_path):
     base = _copy(tiny_checkpoint, tmp_path / "base")
     _change(base / "tokenizer_config.json", lambda settings: settings.pop("chat_template"))
     reply = answer(f"run {base} --raw --prompt hello --max-new-tokens 4")
@@ -99,7 +92,7 @@ def test_a_base_model_is_run_raw_and_scored_by_its_protocol(
     assert "no chat template" in said
 
 
-def test_kernels_and_deploy_answer(tiny_checkpoint: Path) -> None:
+def test_kernels_and_deploy_answer(tiny_checkpoint):
     rows = answer("kernels --device cpu")["rows"]
     assert all(row["usable"] or row["reason"] for row in rows)
     table = typed("kernels --device cpu").out
@@ -127,11 +120,11 @@ def test_kernels_and_deploy_answer(tiny_checkpoint: Path) -> None:
     assert close == apart
 
 
-def test_deploy_takes_devices_as_plan_does(tiny_checkpoint: Path) -> None:
+def test_deploy_takes_devices_as_plan_does(tiny_checkpoint):
     """A number alone is of the recipe's memory; a size, or a name, says how much a device has, and
     a name of which kind it is."""
 
-    def told(engine: str, devices: str) -> tuple[str, str, float]:
+    def told(engine, devices):
         made = answer(f"deploy {tiny_checkpoint} --engine {engine} --devices {devices}")
         ((_, words),) = made["launches"][0]["commands"]
         option = "--tensor-parallel-size" if engine == "vllm" else "--tp-size"
@@ -152,7 +145,7 @@ def test_deploy_takes_devices_as_plan_does(tiny_checkpoint: Path) -> None:
         assert said in refused.error
 
 
-def test_deploy_fails_where_the_engine_does_not_load_the_checkpoint(tiny_checkpoint: Path) -> None:
+def test_deploy_fails_where_the_engine_does_not_load_the_checkpoint(tiny_checkpoint):
     for more in ("", "--json"):
         refused = typed(f"deploy {tiny_checkpoint} --engine vllm-ascend --boxes 1 {more}")
         assert refused.code == 1
@@ -162,7 +155,7 @@ def test_deploy_fails_where_the_engine_does_not_load_the_checkpoint(tiny_checkpo
         assert told in refused.json["error"]["message"] if more else refused.out == ""
 
 
-def test_usage_errors_exit_2() -> None:
+def test_usage_errors_exit_2():
     for line in (
         "quantize",
         "bench tiny-r1 --input-len many",
@@ -187,9 +180,7 @@ def test_usage_errors_exit_2() -> None:
         "inspect ''",
     ],
 )
-def test_what_a_shell_left_empty_is_not_taken_for_the_default(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_shell_left_empty_is_not_taken_for_the_default(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ended = typed(line)
     assert (ended.code, ended.errors, ended.out) == (2, 1, "")
@@ -198,8 +189,8 @@ def test_what_a_shell_left_empty_is_not_taken_for_the_default(
 
 
 def test_a_home_that_the_shell_left_is_not_a_folder_of_its_name(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_checkpoint, tmp_path, monkeypatch
+):
     """Shells leave --out=~/model as it is."""
     (tmp_path / "home").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -210,7 +201,7 @@ def test_a_home_that_the_shell_left_is_not_a_folder_of_its_name(
     assert not (tmp_path / "~").exists()
 
 
-def test_a_recipe_that_is_no_yaml_is_told_so(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_recipe_that_is_no_yaml_is_told_so(tiny_checkpoint, tmp_path):
     """It was said not to exist."""
     recipe = tmp_path / "recipe.txt"
     recipe.write_text("{")
@@ -218,18 +209,18 @@ def test_a_recipe_that_is_no_yaml_is_told_so(tiny_checkpoint: Path, tmp_path: Pa
     assert f"{recipe} is not valid: line " in said
 
 
-def _copy(source: Path, target: Path) -> Path:
+def _copy(source, target):
     shutil.copytree(source, target)
     return target
 
 
-def _change(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def _change(file, change):
     content = json.loads(file.read_text())
     change(content)
     file.write_text(json.dumps(content))
 
 
-def test_bad_requests(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_bad_requests(tiny_checkpoint, tmp_path):
     for asked, code, said in (
         ("awq-w4a16 --format modelopt", 1, "no engine loads awq-w4a16 in format modelopt"),
         ("awq-w4a16 --calibration text.pdf", 1, "text.pdf"),
@@ -242,9 +233,7 @@ def test_bad_requests(tiny_checkpoint: Path, tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
 
 
-def test_bench_says_that_its_folder_cannot_be_before_it_opens_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_says_that_its_folder_cannot_be_before_it_opens_a_model(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "quantkit.evaluation.speed.engine.open_target", lambda *_, **__: pytest.fail("opened")
     )
@@ -252,11 +241,11 @@ def test_bench_says_that_its_folder_cannot_be_before_it_opens_a_model(
     assert f"{tmp_path}/file" in refusal(f"bench tiny-r1 --out {tmp_path}/file/results")
 
 
-def test_bad_sources(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_bad_sources(tiny_checkpoint, tmp_path):
     """Each fault is one line that names the thing, and leaves nothing behind."""
     out, index = tmp_path / "out", "model.safetensors.index.json"
 
-    def said(path: Path, scheme: str = "rtn-w4a16") -> str:
+    def said(path, scheme="rtn-w4a16"):
         line = refusal(f"quantize {path} --scheme {scheme} --out {out}")
         assert not out.exists()
         return line
@@ -292,7 +281,7 @@ def test_bad_sources(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert (out / "config.json").read_text() == "{}"
 
 
-def test_a_source_without_a_tokenizer_is_told(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_source_without_a_tokenizer_is_told(tiny_checkpoint, tmp_path):
     source = _copy(tiny_checkpoint, tmp_path / "source")
     (source / "tokenizer.json").unlink()
     made = typed(f"quantize {source} --scheme rtn-w4a16 --out {tmp_path}/out")
@@ -300,7 +289,7 @@ def test_a_source_without_a_tokenizer_is_told(tiny_checkpoint: Path, tmp_path: P
     assert f"warning: {source} has no tokenizer, and so the output has none" in made.err
 
 
-def test_damaged_weights(tmp_path: Path) -> None:
+def test_damaged_weights(tmp_path):
     """A scale that is missing or of the wrong shape, NaN in a weight, a group size that does not
     divide."""
     config = make_model.tiny_config()
@@ -308,7 +297,7 @@ def test_damaged_weights(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.2.down_proj.weight"
     scale = f"{name}_scale_inv"
 
-    def said(path: Path, more: str = "") -> str:
+    def said(path, more=""):
         line = refusal(f"quantize {path} --scheme rtn-w4a16 --out {tmp_path}/out {more}")
         assert not (tmp_path / "out").exists()
         return line
@@ -343,7 +332,7 @@ def test_damaged_weights(tmp_path: Path) -> None:
         "chitu fp4-w4a16 modelopt",
     ],
 )
-def test_quantize_for_an_engine(tiny_checkpoint: Path, tmp_path: Path, case: str) -> None:
+def test_quantize_for_an_engine(tiny_checkpoint, tmp_path, case):
     """What is written for an engine passes that engine's own checks."""
     engine, scheme, format_name = case.split()
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "out"
@@ -356,13 +345,13 @@ def test_quantize_for_an_engine(tiny_checkpoint: Path, tmp_path: Path, case: str
     assert about["quantized_linears"] > 20
 
 
-def test_a_server_whose_cache_holds_no_whole_request_is_refused() -> None:
+def test_a_server_whose_cache_holds_no_whole_request_is_refused():
     told = refusal("serve tiny-r1 --device cpu --cache-tokens 64 --max-model-len 128")
     assert "the cache holds 64 tokens, fewer than the context of 128; raise --cache-tokens" in told
 
 
 @pytest.mark.parametrize("option", ["--prompt-lookup", "--draft-length"])
-def test_more_guesses_than_a_step_can_choose_from_are_refused(option: str) -> None:
+def test_more_guesses_than_a_step_can_choose_from_are_refused(option):
     """With 100,000 a server answered nobody: it chose how many to make."""
     done = typed(f"serve tiny-r1 --device cpu {option} 100000")
     assert done.code == 2

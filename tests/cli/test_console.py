@@ -3,12 +3,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 
-def test_a_table_that_is_not_a_terminals_has_100_columns() -> None:
+def test_a_table_that_is_not_a_terminals_has_100_columns():
     words = " ".join(["word"] * 60)
     code = f"from quantkit.cli.console import facts; facts('title', [('name', '{words}')])"
     environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
@@ -19,7 +18,7 @@ def test_a_table_that_is_not_a_terminals_has_100_columns() -> None:
     assert max(map(len, done.stdout.splitlines())) == 100
 
 
-def _shell(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def _shell(line, folder):
     python = f"{sys.executable} -m quantkit"
     return subprocess.run(
         ["bash", "-c", line.replace("quantkit", python, 1)],
@@ -48,9 +47,7 @@ def _shell(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
         ("quantkit serve tiny-r1 --port 99999", 2, "error: Invalid value for '--port'"),
     ],
 )
-def test_streams_and_folders_that_are_not_there(
-    line: str, code: int, said: str, tmp_path: Path
-) -> None:
+def test_streams_and_folders_that_are_not_there(line, code, said, tmp_path):
     ended = _shell(line, tmp_path)
     assert ended.returncode == code, ended.stderr
     assert "Traceback" not in ended.stderr

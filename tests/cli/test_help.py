@@ -18,12 +18,12 @@ GROUP = typer.main.get_command(app)
 assert isinstance(GROUP, TyperGroup)
 
 
-def test_every_command_has_examples() -> None:
+def test_every_command_has_examples():
     assert EXAMPLES.keys() == {name for name, _ in COMMANDS}
 
 
 @pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
-def test_examples_are_commands(line: str) -> None:
+def test_examples_are_commands(line):
     program, name, *arguments = shlex.split(line)
     assert program == "quantkit"
     assert line in EXAMPLES[name]
@@ -32,7 +32,7 @@ def test_examples_are_commands(line: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_help_ends_with_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_ends_with_them(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     said = typed(f"{name} --help")
     assert said.code == 0
@@ -48,26 +48,24 @@ def test_help_ends_with_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         ("quantkit convert a b --format m", {"modelopt", "modelslim"}),
     ],
 )
-def test_a_shell_completes_names(
-    typed: str, offered: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shell_completes_names(typed, offered, monkeypatch):
     monkeypatch.setenv("COMP_WORDS", typed)
     monkeypatch.setenv("COMP_CWORD", str(len(typed.split(" ")) - 1))
     monkeypatch.setenv("_QUANTKIT_COMPLETE", "complete_bash")
     assert set(command().out.split()) == offered
 
 
-def test_engines_are_those_with_a_profile() -> None:
+def test_engines_are_those_with_a_profile():
     assert tuple(names_of_engines()) == engine_names()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_every_option_says_what_it_is_for(name: str) -> None:
+def test_every_option_says_what_it_is_for(name):
     silent = [one.opts[0] for one in GROUP.commands[name].params if not getattr(one, "help", None)]
     assert not silent
 
 
-def test_an_answers_length_has_the_name_of_eval_too() -> None:
+def test_an_answers_length_has_the_name_of_eval_too():
     context = GROUP.commands["run"].make_context("run", ["tiny-r1", "--max-tokens", "7"])
     assert context.params["max_new_tokens"] == 7
 
@@ -82,19 +80,19 @@ nope -> No such command 'nope'; see quantkit --help
 
 
 @pytest.mark.parametrize("case", IGNORED.strip().splitlines())
-def test_what_would_be_ignored_is_refused(case: str) -> None:
+def test_what_would_be_ignored_is_refused(case):
     line, said = case.split(" -> ")
     answer = typed(line)
     assert (answer.code, answer.out) == (2, "")
     assert answer.error.startswith(f"error: {said}")
 
 
-def test_the_short_name_of_help() -> None:
+def test_the_short_name_of_help():
     assert command("-h").out == command("--help").out
     assert typed("run -h").out == typed("run --help").out
 
 
-def test_sampling_is_checked_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_is_checked_before_a_model_is_loaded(monkeypatch):
     monkeypatch.setattr(
         "quantkit.executor.engine.Engine.open", lambda *_: pytest.fail("a model is loaded")
     )
@@ -113,9 +111,7 @@ def test_sampling_is_checked_before_a_model_is_loaded(monkeypatch: pytest.Monkey
         ("deploy out --engine vllm --mtp 2", "--mtp", 2),
     ],
 )
-def test_an_old_flag_works_and_names_the_new_one(
-    line: str, name: str, value: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_old_flag_works_and_names_the_new_one(line, name, value, capsys):
     command, *words = line.split()
     context = GROUP.commands[command].make_context(command, words)
     assert context.params["draft_length"] == value

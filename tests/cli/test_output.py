@@ -4,18 +4,17 @@ they are stopped."""
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import make_model
 import numpy as np
 import pytest
-from commands import Answer, command
+from commands import command
 from replay_server import ReplayServer, Reply
 
 from quantkit import __version__, cli
@@ -33,7 +32,7 @@ UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hostile(tmp_path_factory):
     """A model whose folder's name is markup and control characters."""
     config = make_model.tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
     folder = tmp_path_factory.mktemp("models") / HOSTILE.replace("/", "_")
@@ -41,13 +40,13 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("a b c d e f g h\n\n" * 40)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def as_seen(name: str) -> str:
+def as_seen(name):
     return (
         name.replace("\x1b", r"\x1b")
         .replace("\x07", r"\x07")
@@ -56,57 +55,23 @@ def as_seen(name: str) -> str:
     )
 
 
-COMMANDS = {
-    "inspect": ["inspect", "MODEL", "--engine", "vllm"],
-    "plan": ["plan", "MODEL", "--scheme", "rtn-w4a16"],
-    "quantize": ["quantize", "MODEL", "--scheme", "rtn-w4a16", "--out", "o[v1][/b]"],
-    "convert": ["convert", "MODEL", "c[v1][/b]", "--dtype", "fp32"],
-    "run": ["run", "MODEL", "--prompt", "[/INST] \x1b[31m", "--max-new-tokens", "3"],
-    "ppl": ["ppl", "MODEL", "--text", "text.txt", "--limit", "2"],
-    "eval": [
-        "eval",
-        "MODEL",
-        "--tasks",
-        "tiny-math",
-        "--limit",
-        "1",
-        "--max-tokens",
-        "2",
-        "--out",
-        "e[v1][/b]",
-    ],
-    "bench": [
-        "bench",
-        "MODEL",
-        "--input-len",
-        "4",
-        "--concurrency",
-        "1",
-        "--output-len",
-        "2",
-        "--warmup",
-        "0",
-        "--requests",
-        "1",
-    ],
-    "deploy": [
-        "deploy",
-        "MODEL",
-        "--engine",
-        "vllm",
-        "--hosts",
-        "a",
-        "--nic",
-        "a[b]",
-        "--devices",
-        "2",
-    ],
-    "kernels": ["kernels", "--device", "cpu"],
-}
+LINES = """
+inspect MODEL --engine vllm
+plan MODEL --scheme rtn-w4a16
+quantize MODEL --scheme rtn-w4a16 --out o[v1][/b]
+convert MODEL c[v1][/b] --dtype fp32
+run MODEL --prompt "[/INST] \x1b[31m" --max-new-tokens 3
+ppl MODEL --text text.txt --limit 2
+eval MODEL --tasks tiny-math --limit 1 --max-tokens 2 --out e[v1][/b]
+bench MODEL --input-len 4 --concurrency 1 --output-len 2 --warmup 0 --requests 1
+deploy MODEL --engine vllm --hosts a --nic a[b] --devices 2
+kernels --device cpu
+"""
+COMMANDS = {line.split()[0]: shlex.split(line) for line in LINES.strip().split("\n")}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_values_are_printed_as_they_are(hostile: Path, here: Path, name: str) -> None:
+def test_values_are_printed_as_they_are(hostile, here, name):
     said = command(*(str(hostile) if part == "MODEL" else part for part in COMMANDS[name]))
     assert said.code == 0, said
     assert not UNSEEN.search(said.out + said.err)
@@ -122,7 +87,7 @@ def test_values_are_printed_as_they_are(hostile: Path, here: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "serve"])
-def test_errors_name_things_as_they_are(here: Path, name: str) -> None:
+def test_errors_name_things_as_they_are(here, name):
     """One line; with --json one object, too, and the same exit code."""
     arguments = [
         HOSTILE if part == "MODEL" else part for part in COMMANDS.get(name, ["serve", "MODEL"])
@@ -151,7 +116,7 @@ def test_errors_name_things_as_they_are(here: Path, name: str) -> None:
         [HOSTILE],
     ],
 )
-def test_bad_usage(arguments: list[str]) -> None:
+def test_bad_usage(arguments):
     said = command(*arguments)
     assert (said.code, said.errors, said.out) == (2, 1, "")
     assert "--help" in said.error
@@ -160,7 +125,7 @@ def test_bad_usage(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("task", ["eval", "bench"])
-def test_a_servers_texts(here: Path, task: str) -> None:
+def test_a_servers_texts(here, task):
     """Its name, its answers and its errors."""
     arguments = COMMANDS[task][2:]
     with ReplayServer(lambda question, body: Reply(HOSTILE), models=(HOSTILE,)) as server:
@@ -176,33 +141,29 @@ def test_a_servers_texts(here: Path, task: str) -> None:
     assert not UNSEEN.search(said.out + said.err)
 
 
-def test_every_value_that_json_has_not_is_null(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_value_that_json_has_not_is_null(here, capsys):
     from quantkit.cli.console import print_json
 
     print_json({"a": [float("nan"), 1.5], "b": {"c": float("-inf")}})
     assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": {"c": None}}
 
 
-def test_version() -> None:
+def test_version():
     assert command("--version").out == f"quantkit {__version__}\n"
 
 
 @pytest.mark.parametrize("debug", [(), ("--debug",)])
-def test_what_libraries_warn_of_is_for_debug(
-    debug: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_libraries_warn_of_is_for_debug(debug, monkeypatch):
     """NumPy's line on an overflow would precede the one that names the damaged file."""
 
-    def overflow(*_: bool) -> int:
+    def overflow(*_):
         return int(np.isfinite(np.full(1, 1e38, np.float32) * 100).all())
 
     monkeypatch.setattr(cli, "_run", overflow)
     assert ("overflow" in command(*debug).err) == bool(debug)
 
 
-def test_tables_are_whole_where_nobody_looks(tmp_path: Path) -> None:
+def test_tables_are_whole_where_nobody_looks(tmp_path):
     """A long name is folded, not cut, and who closes a pipe early gets no traceback."""
     name = tmp_path / ("long " * 40).strip()
     config = make_model.tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
@@ -227,19 +188,19 @@ def test_tables_are_whole_where_nobody_looks(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     config = make_model.tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
     return make_model.write_dense(tmp_path / "model", config, make_model.random_tensors(config))
 
 
 JOBS = {
-    "quantize": ["quantize", "model", "--scheme", "rtn-w4a16", "--out", "an out"],
-    "convert": ["convert", "model", "an out", "--dtype", "fp32"],
+    "quantize": shlex.split("quantize model --scheme rtn-w4a16 --out 'an out'"),
+    "convert": shlex.split("convert model 'an out' --dtype fp32"),
 }
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_terminal() -> Iterator[None]:
+def as_in_a_terminal():
     """A shell starts what it runs in the background with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -247,17 +208,15 @@ def as_in_a_terminal() -> Iterator[None]:
 
 
 @pytest.fixture
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_units(monkeypatch):
     monkeypatch.setattr(convert_module, "UNIT_BYTES", 200_000)
 
 
-def stop_after(
-    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, calls: int, number: int
-) -> None:
+def stop_after(monkeypatch, owner, method, calls, number):
     """Send this process a signal when `method` was called so many times."""
     original, seen = getattr(owner, method), 0
 
-    def counted(self: object, *rest: object) -> object:
+    def counted(self, *rest):
         nonlocal seen
         result = original(self, *rest)
         seen += 1
@@ -270,9 +229,7 @@ def stop_after(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("name", JOBS)
-def test_a_stopped_run_says_how_to_go_on(
-    source: Path, here: Path, small_units: None, name: str, number: int
-) -> None:
+def test_a_stopped_run_says_how_to_go_on(source, here, small_units, name, number):
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, CheckpointWriter, "write", 3, number)
         said = command(*JOBS[name])
@@ -295,23 +252,10 @@ def test_a_stopped_run_says_how_to_go_on(
     assert "done already: an out" in said.err
 
 
-def test_a_stopped_evaluation_says_how_to_go_on(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ask(url: str, *more: str) -> Answer:
-        return command(
-            "eval",
-            url,
-            "--tasks",
-            "tiny-math",
-            "--limit",
-            "8",
-            "--concurrency",
-            "1",
-            "--api-key",
-            "secret",
-            *more,
-        )
+def test_a_stopped_evaluation_says_how_to_go_on(here, monkeypatch):
+    def ask(url, *more):
+        asked = "--tasks tiny-math --limit 8 --concurrency 1 --api-key secret"
+        return command("eval", url, *asked.split(), *more)
 
     with ReplayServer(lambda question, body: "no") as server:
         with monkeypatch.context() as patch:
@@ -332,9 +276,7 @@ def test_a_stopped_evaluation_says_how_to_go_on(
         )  # one asks whether it is still the same model
 
 
-def test_stopped_before_anything_is_there(
-    source: Path, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_before_anything_is_there(source, here, monkeypatch):
     stop_after(monkeypatch, CheckpointWriter, "check_source", 1, signal.SIGINT)
     said = command(*JOBS["quantize"], "--json")
     assert said.code == 130
@@ -351,9 +293,7 @@ def test_stopped_before_anything_is_there(
         ("bench", "tiny-r1"),
     ],
 )
-def test_stopped_while_a_model_loads(
-    typed: tuple[str, ...], number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_while_a_model_loads(typed, number, monkeypatch):
     stop_after(monkeypatch, Checkpoint, "open", 1, number)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -371,7 +311,7 @@ def test_stopped_while_a_model_loads(
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_second_process_stops_at_once(source: Path, here: Path, name: str) -> None:
+def test_the_second_process_stops_at_once(source, here, name):
     """With the same settings, with others and with --overwrite."""
     out = here / "an out"
     with CheckpointWriter(out, [], fingerprint={}, overwrite=False):
@@ -390,7 +330,7 @@ def test_the_second_process_stops_at_once(source: Path, here: Path, name: str) -
     assert command(*JOBS[name]).code == 0
 
 
-def test_the_second_evaluation_stops_at_once(here: Path) -> None:
+def test_the_second_evaluation_stops_at_once(here):
     (here / "e").mkdir()
     with (
         Lock(here / "e" / ".lock", here / "e"),
@@ -407,7 +347,7 @@ def test_the_second_evaluation_stops_at_once(here: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def test_advice_works_for_the_command_that_gives_it(source: Path, here: Path) -> None:
+def test_advice_works_for_the_command_that_gives_it(source, here):
     """An unknown architecture can be rounded to nearest, and that can be planned, and nothing
     else."""
     config = json.loads((source / "config.json").read_text())

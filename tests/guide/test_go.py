@@ -5,15 +5,13 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import make_model
 import pytest
 import r1_headers
-from commands import Answer, typed
+from commands import typed
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
@@ -47,7 +45,7 @@ NO_DEVICES = (
 )
 
 
-def test_devices_are_read() -> None:
+def test_devices_are_read():
     for case in DEVICES.split(", "):
         text, count, gib, device = case.split()
         found = find_devices(text)
@@ -55,13 +53,13 @@ def test_devices_are_read() -> None:
         assert size == (int(count), int(gib) * GIB, device)
 
 
-def test_what_this_machine_has() -> None:
+def test_what_this_machine_has():
     assert find_devices("cpu").device == "cpu"
     assert find_devices(None).count >= 1
 
 
 @pytest.mark.parametrize("text", NO_DEVICES.split("|"))
-def test_bad_devices_are_one_line_with_a_remedy(text: str) -> None:
+def test_bad_devices_are_one_line_with_a_remedy(text):
     with pytest.raises(QuantkitError) as caught:
         find_devices(text)
     assert caught.value.remedy
@@ -72,9 +70,7 @@ def test_bad_devices_are_one_line_with_a_remedy(text: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def proposed(
-    path: Path, devices: str, scheme: str | None = None, **options: Any
-) -> tuple[str, str, int]:
+def proposed(path, devices, scheme=None, **options):
     """scheme, engine, devices"""
     box = find_devices(devices)
     found = candidates(Checkpoint.open(path), box, PlanOptions(**options), scheme)
@@ -83,7 +79,7 @@ def proposed(
 
 
 @pytest.fixture(scope="module")
-def r1(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def r1(tmp_path_factory):
     cut = r1_headers.r1_config(
         num_hidden_layers=3,
         first_k_dense_replace=1,
@@ -93,7 +89,7 @@ def r1(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return r1_headers.write_headers(tmp_path_factory.mktemp("r1") / "r1", cut, shards=4)
 
 
-def test_a_box_of_each_kind(r1: Path) -> None:
+def test_a_box_of_each_kind(r1):
     """Three layers of R1 in FP8. Eight bits are no smaller, so an NVIDIA box gets four; an NPU
     reads no FP8."""
     assert proposed(r1, "8xH100") == ("fp4-w4a16", "vllm", 8)
@@ -102,7 +98,7 @@ def test_a_box_of_each_kind(r1: Path) -> None:
     assert proposed(r1, "8xH100", scheme="awq-w4a16") == ("awq-w4a16", "vllm", 8)
 
 
-def test_eight_bits_that_do_not_fit_are_passed_over(r1: Path) -> None:
+def test_eight_bits_that_do_not_fit_are_passed_over(r1):
     """On devices between what int8 and what the next scheme needs."""
     checkpoint, wanted = Checkpoint.open(r1), PlanOptions(context=128)
     roomy = {
@@ -123,7 +119,7 @@ def test_eight_bits_that_do_not_fit_are_passed_over(r1: Path) -> None:
     assert "int8-a8w8c16 would not fit" in why
 
 
-def test_a_processor_gets_int4_unless_the_model_is_small(r1: Path, tiny_checkpoint: Path) -> None:
+def test_a_processor_gets_int4_unless_the_model_is_small(r1, tiny_checkpoint):
     roomy = Devices(1, 512 * GIB, device="cpu", name="a processor")
     for path, claimed in ((r1, True), (tiny_checkpoint, False)):
         found = candidates(Checkpoint.open(path), roomy, PlanOptions())
@@ -143,19 +139,19 @@ def test_a_processor_gets_int4_unless_the_model_is_small(r1: Path, tiny_checkpoi
     )
 
 
-def test_a_model_that_fits_nowhere_says_what_it_needs(r1: Path) -> None:
+def test_a_model_that_fits_nowhere_says_what_it_needs(r1):
     with pytest.raises(
         QuantkitError, match=r"no scheme fits 1 x 8 GiB.*needs \d+\.\d GB of each of 1 devices"
     ):
         proposed(r1, "1x8GiB")
 
 
-def test_devices_that_cannot_share_a_model_are_left_out(tiny_checkpoint: Path) -> None:
+def test_devices_that_cannot_share_a_model_are_left_out(tiny_checkpoint):
     """256 input channels in groups of 128 are cut in two at most."""
     assert proposed(tiny_checkpoint, "8xH100", scheme="awq-w4a16") == ("awq-w4a16", "vllm", 1)
 
 
-def test_an_architecture_that_nothing_serves_is_refused(tmp_path: Path) -> None:
+def test_an_architecture_that_nothing_serves_is_refused(tmp_path):
     config = make_model.tiny_config(model_type="mamba")
     source = make_model.write_dense(tmp_path / "source", config, make_model.random_tensors(config))
     for devices in ("8xH100", "cpu"):
@@ -163,7 +159,7 @@ def test_an_architecture_that_nothing_serves_is_refused(tmp_path: Path) -> None:
             proposed(source, devices)
 
 
-def test_a_fault_of_the_source_keeps_its_remedy(tmp_path: Path) -> None:
+def test_a_fault_of_the_source_keeps_its_remedy(tmp_path):
     config = make_model.tiny_config()
     tensors = make_model.random_tensors(config)
     del tensors["model.norm.weight"]
@@ -174,7 +170,7 @@ def test_a_fault_of_the_source_keeps_its_remedy(tmp_path: Path) -> None:
         proposed(source, "cpu")
 
 
-def test_engines_have_launches_and_schemes_have_expected_losses(tiny_checkpoint: Path) -> None:
+def test_engines_have_launches_and_schemes_have_expected_losses(tiny_checkpoint):
     for device, engines in ENGINES.items():
         for engine in engines:
             if engine != QUANTKIT:
@@ -188,7 +184,7 @@ def test_engines_have_launches_and_schemes_have_expected_losses(tiny_checkpoint:
 
 
 @pytest.fixture
-def here(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["the", "one", "who", "asks", "is", "told", "what", "many", "have", "found"]
     lines = (
@@ -200,18 +196,18 @@ def here(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_terminal() -> Iterator[None]:
+def as_in_a_terminal():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def go(model: Path, more: str = "") -> Answer:
+def go(model, more=""):
     asked = "--calibration text.jsonl --out out --yes --devices 2xH100 --samples 4 --seq-len 48"
     return typed(f"go {model} {asked} {more}")
 
 
-def test_the_whole_job(tiny_checkpoint: Path, here: Path) -> None:
+def test_the_whole_job(tiny_checkpoint, here):
     said = go(tiny_checkpoint, "--score --limit 1 --json")
     assert said.code == 0, said
     made = said.json
@@ -241,9 +237,7 @@ def test_the_whole_job(tiny_checkpoint: Path, here: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["quantize", "measure", "launch", "a unit"])
-def test_stopped_anywhere_it_goes_on(
-    tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_stopped_anywhere_it_goes_on(tiny_checkpoint, here, monkeypatch, step):
     """Just before a step is entered as done, and within quantizing. Nothing that was entered is
     done again."""
     with monkeypatch.context() as patch:
@@ -256,7 +250,7 @@ def test_stopped_anywhere_it_goes_on(
     assert "to resume: quantkit go " in said.err
     assert not list((here / "out").glob("go.json.*"))
     entered = list(json.loads((here / "out" / "go.json").read_text())["steps"])
-    begun: list[str] = []
+    begun = []
     with monkeypatch.context() as patch:
         patch.setattr(job_module, "measure", counted(job_module.measure, begun, "measure"))
         said = go(tiny_checkpoint)
@@ -274,10 +268,10 @@ def test_stopped_anywhere_it_goes_on(
     ]
 
 
-def stop_before_entering(patch: pytest.MonkeyPatch, step: str) -> None:
+def stop_before_entering(patch, step):
     original = Record.finish
 
-    def finish(self: Record, name: str, found: dict[str, Any]) -> None:
+    def finish(self, name, found):
         if name == step:
             os.kill(os.getpid(), signal.SIGINT)
         original(self, name, found)
@@ -285,10 +279,10 @@ def stop_before_entering(patch: pytest.MonkeyPatch, step: str) -> None:
     patch.setattr(Record, "finish", finish)
 
 
-def stop_after_units(patch: pytest.MonkeyPatch, count: int) -> None:
+def stop_after_units(patch, count):
     original, seen = CheckpointWriter.write, 0
 
-    def write(self: CheckpointWriter, *rest: Any) -> None:
+    def write(self, *rest):
         nonlocal seen
         original(self, *rest)
         seen += 1
@@ -298,17 +292,15 @@ def stop_after_units(patch: pytest.MonkeyPatch, count: int) -> None:
     patch.setattr(CheckpointWriter, "write", write)
 
 
-def counted(function: Any, begun: list[str], name: str) -> Any:
-    def call(*given: Any, **options: Any) -> Any:
+def counted(function, begun, name):
+    def call(*given, **options):
         begun.append(name)
         return function(*given, **options)
 
     return call
 
 
-def test_refused_before_work(
-    tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_before_work(tiny_checkpoint, here, monkeypatch):
     """One line each, and nothing is left behind."""
     faults = {
         "--devices 8*64 --yes": "devices '8*64' make no sense",
@@ -328,9 +320,7 @@ def test_refused_before_work(
         assert not (here / "out").exists(), arguments
 
 
-def test_a_disk_that_is_too_small(
-    tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_too_small(tiny_checkpoint, here, monkeypatch):
     usage = shutil.disk_usage(here)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     said = go(tiny_checkpoint)
@@ -340,7 +330,7 @@ def test_a_disk_that_is_too_small(
     assert not (here / "out").exists()
 
 
-def test_a_damaged_record_is_named(tiny_checkpoint: Path, here: Path) -> None:
+def test_a_damaged_record_is_named(tiny_checkpoint, here):
     (here / "out").mkdir()
     whole = {"quantkit": "0", "asked": {}, "choice": None, "steps": {}}
     damaged = ({"choice": {"x": 1}}, {"steps": {"plan": {"at": 1}}}, {"steps": []}, {"asked": 5})
@@ -352,7 +342,7 @@ def test_a_damaged_record_is_named(tiny_checkpoint: Path, here: Path) -> None:
         assert "go.json" in said.error
 
 
-def test_it_asks(tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_asks(tiny_checkpoint, here, monkeypatch):
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True, readline=lambda: "n\n"))
     monkeypatch.setattr("builtins.input", lambda: "n")
     asked = "--calibration text.jsonl --out out --devices cpu --samples 4 --seq-len 48"
@@ -364,8 +354,8 @@ def test_it_asks(tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_proposal_without_a_terminal_takes_the_options_of_quantize(
-    tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_checkpoint, here, monkeypatch
+):
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
     asked = (
         f"go {tiny_checkpoint} --out out --devices cpu --calibration text.jsonl --dry-run --json"
