@@ -15,6 +15,8 @@ from quantkit.common.errors import QuantkitError
 Settings = TypeVar("Settings")
 _LARGEST = 1 << 20
 """Limit in bytes of a file."""
+_SHOWN = 3
+"""Faults that one error names."""
 
 
 class Strict(BaseModel):
@@ -85,8 +87,14 @@ def checked(value: Any, kind: type[Settings], source: str, remedy: str) -> Setti
 
 def _fault(error: Exception) -> str:
     if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+        faults = dict[Any, str]()  # the first of each key
+        for one in error.errors():
+            place, message = (
+                ".".join(map(str, one["loc"])),
+                one["msg"].removeprefix("Value error, "),
+            )
+            faults.setdefault(one["loc"][:1], f"{place}: {message}" if place else message)
+        return "; ".join([*faults.values()][:_SHOWN])
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
     return str(error).splitlines()[0] if str(error) else type(error).__name__

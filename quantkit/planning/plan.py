@@ -240,11 +240,14 @@ class Plan(Result):
 
     def facts(self) -> list[tuple[str, str]]:
         host = self.host_peak
+        smaller = self.output_bytes_without_mtp
+        without_mtp = (
+            f", without MTP {format_bytes(smaller)}" if smaller < self.output_bytes else ""
+        )
         return [
             (
                 "output",
-                f"{format_bytes(self.output_bytes)} ({self.format}), without MTP "
-                f"{format_bytes(self.output_bytes_without_mtp)}",
+                f"{format_bytes(self.output_bytes)} ({self.format}){without_mtp}",
             ),
             *(
                 (f"  {part}", format_bytes(count))
@@ -464,18 +467,18 @@ def _fit_devices(
             found.tokens * (devices.count if request.data else 1),
         )
         state = found.state_bytes_per_request
-        assumption = (
-            f"{'data and expert' if request.data else 'tensor'} parallel over {devices.count}, MTP "
-            f"layer not loaded, {memory}, "
-            f"{_CACHE_NAMES[request.bits]} cache; "
-        )
+        shards = job.inventory.config.cache.tp_shards(devices.count)
+        mode = "data and expert" if request.data else "tensor"
+        split = f"{mode} parallel over {devices.count}, " if devices.count > 1 else ""
+        left_out = "MTP layer not loaded, " if any(row.mtp for row, _ in rows) else ""
+        assumption = f"{split}{left_out}{memory}, {_CACHE_NAMES[request.bits]} cache"
         if request.data:
             assumption += (
-                "attention and shared experts whole on every device, and each request's "
+                "; attention and shared experts whole on every device, and each request's "
                 "cache on one"
             )
-        else:
-            assumption += "MLA's latent is whole on every device"
+        elif shards < devices.count:
+            assumption += f"; each part of the cache on {devices.count // shards} devices"
         if state:
             assumption += (
                 f"; {format_bytes(state)} of states for each request of {context:,} tokens"

@@ -51,7 +51,7 @@ class Rate:
     def assumption(self) -> str:
         return (
             f"{self.flops / 1e9:,.0f} GFLOP/s in large products, "
-            f"{self.values / 1e9:,.1f} G values/s rounded, {self.disk / 1e9:.1f} GB/s disk"
+            f"{self.values / 1e9:,.1f} G values/s rounded, {self.disk / 1e9:.2g} GB/s disk"
         )
 
 
