@@ -23,7 +23,7 @@ from quantkit.checkpoint.shards import CPU
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Weight, dequantize
 from quantkit.models import is_known
-from quantkit.models.stored_parameters import Model, check_stored_head, read_model
+from quantkit.models.stored_parameters import Model, check_stored_head, is_stored, read_model
 from quantkit.models.table import Parameter, ScaleGroup
 
 _LARGEST_FACTOR = 64
@@ -83,7 +83,8 @@ class _Fold:
 
 class RotatedCheckpoint(Checkpoint):
     """A view of `base` whose tensors are rotated as they are read, in float32; nothing is packed.
-    Its fingerprint is that of `base`, because the rest follows from the recipe."""
+    Its fingerprint is that of `base`, because the rest follows from the recipe. note: a line for
+    the user."""
 
     def __init__(
         self,
@@ -92,16 +93,17 @@ class RotatedCheckpoint(Checkpoint):
         rows: Sequence[Parameter],
         folds: Mapping[str, _Fold],
         seed: int,
+        note: str,
     ) -> None:
-        self.base, self._folds, self._seed = base, folds, seed
-        self._rows = {row.name: row for row in rows}
+        self.base, self.note, self._folds, self._seed = base, note, folds, seed
         self._embedding = next(row for row in rows if row.role == "embedding")
+        self._rows = {row.name: row if is_stored(base, row) else self._embedding for row in rows}
         packed = {name for linear in base.linears.values() for name in linear.tensors}
         tensors = {name: info for name, info in base.tensors.items() if name not in packed}
-        for row in rows:
-            info = self.stored(row.name)[0]
+        for name, row in self._rows.items():
+            info = self.stored(name)[0]
             dtype = torch.bfloat16 if row.module in base.linears else info.dtype
-            tensors[row.name] = TensorInfo(row.name, dtype, row.shape, info.shard, info.offset)
+            tensors[name] = TensorInfo(name, dtype, row.shape, info.shard, info.offset)
         config = {key: value for key, value in config.items() if key != "quantization_config"}
         super().__init__(base.path, config, {}, tensors)
         self.has_weights = base.has_weights
@@ -118,32 +120,15 @@ class RotatedCheckpoint(Checkpoint):
     def bytes_read(self) -> int:
         return self.base.bytes_read
 
-    @property
-    def note(self) -> str:
-        """A line for the user."""
-        kinds = [
-            kind
-            for kind, there in (
-                ("the residual stream", any(fold.writes for fold in self._folds.values())),
-                ("heads of values", any(fold.read for fold in self._folds.values())),
-            )
-            if there
-        ]
-        drafts = (
-            ", and MTP layers draft by hidden states without the final norm's gain"
-            if any(len(fold.gains or ()) > 1 for fold in self._folds.values())
-            else ""
-        )
-        return f"rotated: {' and '.join(kinds)}{drafts}"
-
     def is_rotated(self, name: str) -> bool:
         return name in self._folds
 
     def stored(self, name: str) -> tuple[TensorInfo, ...]:
+        """A tied head is the embedding."""
         row = self._rows.get(name)
         if row is not None and row.module in self.base.linears:
             return tuple(self.base.tensors[part] for part in self.base.parts(row.module))
-        return (self.base.tensors[name if self.base.has(name) else self._embedding.name],)
+        return (self.base.tensors[name if row is None else row.name],)
 
     def prefetch(self, name: str, device: torch.device = CPU) -> None:
         for info in self.stored(name):
@@ -151,9 +136,9 @@ class RotatedCheckpoint(Checkpoint):
 
     def read(self, name: str, device: torch.device = CPU) -> Tensor:
         """float32 where it is rotated."""
-        row, fold = self._rows.get(name), self._folds.get(name)
-        if row is not None and fold is not None:
-            return self._folded(fold, row, self._source(row, device))
+        row = self._rows.get(name)
+        if name in self._folds and row is not None:
+            return self._folded(self._folds[name], row, self._source(row, device))
         if row is not None and row.module in self.base.linears:
             return dequantize(self.base.weight(row.module, device), torch.bfloat16)
         return self.base.read(name, device)
@@ -161,23 +146,21 @@ class RotatedCheckpoint(Checkpoint):
     def weight_slice(
         self, module: str, axis: Axis, start: int, stop: int, device: torch.device = CPU
     ) -> tuple[Weight, int]:
-        """Of the head and embedding only rows start..stop are rotated."""
+        """Only these rows are read, if none are rotated together, as in the head."""
         name = f"{module}.weight"
-        row = self._rows[name]
-        if axis == "N" and row.role in ("embedding", "head"):
-            source = name if self.base.has(name) else self._embedding.name
-            weight, first = self.base.weight_slice(
-                source.removesuffix(".weight"), axis, start, stop, device
-            )
-            return self._folded(self._folds[name], row, dequantize(weight)), first
-        weight = self.read(name, device)
-        return weight[start:stop] if axis == "N" else weight[:, start:stop], start
+        row, fold = self._rows[name], self._folds.get(name, _Fold())
+        if axis == "N" and not (fold.writes or fold.made):
+            weight, first = self.base.weight_slice(row.module, axis, start, stop, device)
+            return self._folded(fold, row, dequantize(weight)), first
+        value = self.read(name, device)
+        return value[start:stop] if axis == "N" else value[:, start:stop], start
 
     def _source(self, row: Parameter, device: torch.device) -> Tensor:
         """float32."""
-        if row.module in self.base.linears:
-            return dequantize(self.base.weight(row.module, device))
-        return dequantize(self.base.read(self.stored(row.name)[0].name, device))
+        packed = row.module in self.base.linears
+        return dequantize(
+            self.base.weight(row.module, device) if packed else self.base.read(row.name, device)
+        )
 
     def _folded(self, fold: _Fold, row: Parameter, value: Tensor) -> Tensor:
         if fold.unit:
@@ -226,17 +209,20 @@ def open_rotated(
     model = read_model(checkpoint)
     check_stored_head(checkpoint, model.rows)
     rows, folds = model.rows, dict[str, _Fold]()
+    note = f"rotated: {' and '.join(rotations)}"
     if "residual" in rotations:
         if not any(row.role == "head" and not row.mtp for row in rows):
             config = _untied(config)
             made = model.architecture.parameters(model.architecture.Config.from_dict(config))
             rows = [*rows, next(row for row in made if row.role == "head" and not row.mtp)]
         folds = _residual_folds(checkpoint, model, rows)
+        if any(row.role == "mtp_proj" for row in rows):
+            note += "; MTP layers read hidden states without the final norm's gain, and draft worse"
     if "values" in rotations:
         for name, fold in _value_folds(checkpoint, model).items():
             own = folds.get(name, _Fold())
             folds[name] = replace(fold, gains=own.gains, writes=own.writes)
-    return RotatedCheckpoint(checkpoint, config, rows, folds, seed)
+    return RotatedCheckpoint(checkpoint, config, rows, folds, seed, note)
 
 
 def _refusal(checkpoint: Checkpoint, why: str) -> QuantkitError:

@@ -69,6 +69,9 @@ def check_rotated(path, name, kinds, close):
     norms = [row.name for row in read_model(source).rows if row.role == "norm" and not row.block]
     if "residual" in kinds:
         assert all(len(rotated.read(norm).unique()) == 1 for norm in norms)
+    head = [row for row in read_model(rotated).rows if row.role in ("head", "embedding")][-1]
+    part, first = rotated.weight_slice(head.module, "N", 64, 128)
+    torch.testing.assert_close(part[64 - first :][:64], rotated.read(head.name)[64:128].float())
     for ours, theirs, bound in zip(outputs(rotated), expected, close):
         assert (ours - theirs).norm() < bound * theirs.norm()
 
