@@ -1,11 +1,12 @@
-"""Scales of an int8 cache, calibrated on what the calibration tokens store with quantized weights,
+"""Scales of an 8-bit cache, calibrated on what the calibration tokens store with quantized weights,
 and used from then on.
 
 A layer of latent attention has one scale for all channels, so channels are first brought to a
 similar size: the norm's gain is divided by powers of two and the columns of kv_b, which is 16-bit,
 are multiplied by them, which is exact. Keys and values have one scale per channel. Scales from the
 one that clips nothing to half of it are tried, and the one with the least squared error is used;
-latents' errors are weighted by kv_b's columns.
+latents' errors are weighted by kv_b's columns. In FP8 keys and values have one scale each, of those
+that map the largest value to 448 or, with room for larger ones, to half of it, the best.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,11 +14,13 @@ from dataclasses import dataclass
 
 import torch
 from quantkit_kernels import CodeSteps, KeySteps
-from quantkit_kernels.codes import LARGEST
+from quantkit_kernels.codes import CODES, LARGEST, encode_by
 from torch import Tensor
 
 from quantkit.calibrate.hidden_states import HiddenStates, TokenBatch
 from quantkit.calibrate.sublayer import LayerWeights, Run, Sublayer, no_experts
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.grids.names import CacheCodes
 from quantkit.models.activation_quant import ActivationQuant
 from quantkit.models.architecture import KeyValueCache, LatentCache
 from quantkit.models.cache_scales import (
@@ -35,18 +38,23 @@ from quantkit.models.table import Parameter
 TOKENS = 16384
 """Approximate number of calibration tokens whose cache contents are used."""
 _SHARES = tuple(1 - 0.05 * i for i in range(11))
+_FLOAT_SHARES = (2.0, 1.75, 1.5, 1.25, 1.0)
 
 
 @dataclass(frozen=True)
-class Int8Cache:
-    """The int8 cache of one model. device: of the layers."""
+class QuantizedCache:
+    """The 8-bit cache of one model. device: of the layers."""
 
     cache: LatentCache | KeyValueCache
     device: torch.device
+    codes: CacheCodes
 
     def covers(self, sublayer: Sublayer) -> bool:
         """Whether the sublayer has a cache with scales."""
-        return bool(cache_scale_specs(self.cache, sublayer.rows))
+        return bool(self._specs(sublayer))
+
+    def _specs(self, sublayer: Sublayer) -> dict[str, tuple[TensorSpec, ...]]:
+        return cache_scale_specs(self.cache, sublayer.rows, self.codes)
 
     def find(
         self,
@@ -66,11 +74,14 @@ class Int8Cache:
         if isinstance(self.cache, LatentCache):
             return self._latents(sublayer, tensors, seen[0][:, : self.cache.kv_lora_rank])
         steps = KeySteps(
-            *(best_scales(side.flatten(1)).unflatten(0, side.shape[1:]) for side in seen)
+            *(
+                _whole_scale(side, _FLOAT_SHARES)
+                if self.codes == "fp8"
+                else best_scales(side.flatten(1)).unflatten(0, side.shape[1:])
+                for side in seen
+            )
         )
-        return cache_scale_tensors(
-            cache_scale_specs(self.cache, sublayer.rows), sublayer.rows, steps
-        )
+        return cache_scale_tensors(self._specs(sublayer), sublayer.rows, steps)
 
     def _latents(
         self, sublayer: Sublayer, tensors: Mapping[str, Tensor], latents: Tensor
@@ -84,7 +95,7 @@ class Int8Cache:
         }
         counts = changed[kv_b.name].float().square().sum(0)
         step = best_scale(latents / divisors, counts)
-        specs = cache_scale_specs(self.cache, sublayer.rows)
+        specs = self._specs(sublayer)
         return {name: one.cpu() for name, one in changed.items()} | cache_scale_tensors(
             specs, sublayer.rows, step
         )
@@ -93,7 +104,7 @@ class Int8Cache:
         """The sublayer with a cache by the scales among its stored tensors."""
         rows = sublayer.rows
         return self._by(
-            parse_cache_scales(self.cache, cache_scale_specs(self.cache, rows), rows, plain),
+            parse_cache_scales(self.cache, self._specs(sublayer), rows, plain),
             sublayer,
         )
 
@@ -111,6 +122,8 @@ class Int8Cache:
                 ),
                 sublayer,
             )
+        if self.codes == "fp8":
+            return self._by(KeySteps(*(_whole_scale(side, (1.0,)) for side in seen)), sublayer)
         largest = (side.abs().amax(0).clamp(min=1e-30) for side in seen)
         return self._by(
             KeySteps(*(_stored(side / LARGEST[torch.int8]) for side in largest)), sublayer
@@ -146,7 +159,7 @@ class Int8Cache:
 
         def attend(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
             return block.attend(
-                hidden, CausalContext(lengths, hidden.device, torch.int8, {layer: placed})
+                hidden, CausalContext(lengths, hidden.device, CODES[self.codes], {layer: placed})
             )
 
         return attend
@@ -158,6 +171,17 @@ def latent_norm(sublayer: Sublayer) -> tuple[Parameter, Parameter]:
     kv_b = next(row for row in sublayer.rows if row.projection == "kv_b")
     group = next(group for group in sublayer.groups if group.consumers == (kv_b.module,))
     return rows[group.producer], kv_b
+
+
+def _whole_scale(side: Tensor, shares: tuple[float, ...]) -> Tensor:
+    """The FP8 scale for all of keys or values [n, heads, K], for each channel, float32 [heads, K]:
+    of those under which the largest value is 448 over a share, the one with the least squared
+    error."""
+    dtype = torch.float8_e4m3fn
+    largest = side.abs().amax().clamp(min=1e-30) / LARGEST[dtype]
+    scales = [_stored(largest * share) for share in shares]
+    errors = [(encode_by(side, one, dtype).float() * one - side).square().sum() for one in scales]
+    return scales[int(torch.stack(errors).argmin())].expand(side.shape[1:])
 
 
 def best_scale(x: Tensor, counts: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from quantkit.calibrate.cache_scales import Int8Cache
+from quantkit.calibrate.cache_scales import QuantizedCache
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import HiddenStates
 from quantkit.calibrate.linear_solver import LinearSolver, SolverTable
@@ -63,13 +63,13 @@ class ReferenceRun:
 @dataclass
 class RtnRun:
     """states: of the held-out tokens at the input of the next sublayer. solvers: only their grids
-    are used. cache: of a scheme with an int8 cache. routed: routing in the last sublayer; None
+    are used. cache: of a scheme with an 8-bit cache. routed: routing in the last sublayer; None
     without experts."""
 
     states: HiddenStates
     source: ParameterReader
     solvers: SolverTable
-    cache: Int8Cache | None = None
+    cache: QuantizedCache | None = None
     routed: RoutedTokens | None = None
 
     def advance(self, sublayer: Sublayer, ranks: Ranks) -> None:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.cache_scales import Int8Cache
+from quantkit.calibrate.cache_scales import QuantizedCache
 from quantkit.calibrate.data import Sequences
 from quantkit.calibrate.embed_and_head import EmbedAndHead, TableEmbedAndHead, mtp_layer, mtp_states
 from quantkit.calibrate.expert_layer import ExpertLayer
@@ -75,7 +75,7 @@ class SublayerResult:
 
 class Walk:
     """One calibrated run over one model. embed_and_head: if the table does not define them. cache:
-    of a scheme with an int8 cache."""
+    of a scheme with an 8-bit cache."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Walk:
         ranks: Ranks,
         batches: Batches,
         embed_and_head: EmbedAndHead | None = None,
-        cache: Int8Cache | None = None,
+        cache: QuantizedCache | None = None,
     ) -> None:
         self.embed_and_head = embed_and_head or TableEmbedAndHead(
             model.weights, model.rows, model.config

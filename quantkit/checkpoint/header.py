@@ -247,8 +247,9 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Raw bytes of a contiguous CPU tensor."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    """Raw bytes of a contiguous CPU tensor: dimensions of size 1 may have any stride."""
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy().data)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

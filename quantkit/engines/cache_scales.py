@@ -18,7 +18,7 @@ def check_cache(
     return [
         LoadProblem.error(
             f"{profile.engine} reads no scales of an {codes} cache of {model_type}",
-            f"quantize to int8-a8w8c16; it reads them for {', '.join(supported)}"
+            f"use --scheme int8-a8w8c16, or leave --kv-cache out; it reads them for {', '.join(supported)}"
             if supported
             else "use another engine",
         )

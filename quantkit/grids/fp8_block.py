@@ -142,6 +142,5 @@ class Fp8Quantizer(Quantizer):
         wide = self.group_size or columns
         levels = values.unflatten(-1, (-1, wide)) / scales.scale.unsqueeze(-1)
         codes = levels.flatten(-2).to(torch.float8_e4m3fn)
-        # One of a single row counts as contiguous whatever its strides, which writing asks for.
-        scale = scales.scale[:: self.scale_rows].clone(memory_format=torch.contiguous_format)
+        scale = scales.scale[:: self.scale_rows].contiguous()
         return Fp8BlockWeight(codes, scale, (self.scale_rows, wide))

@@ -1,4 +1,4 @@
-"""Calibrated static scales of an int8 KV cache, and the tensors that store them.
+"""Calibrated static scales of an 8-bit KV cache, and the tensors that store them.
 
 ModelSlim's names, as vllm-ascend 0.23.0 reads them (quantization/methods/kv_c8.py,
 patch/worker/patch_weight_utils.py and patch_gqa_c8.py):
@@ -9,9 +9,11 @@ patch/worker/patch_weight_utils.py and patch_gqa_c8.py):
 
 Scales of keys apply after rotation. vllm-ascend reads but does not use the other names for latent
 KV, fa_q and fa_v: queries are quantized dynamically, and a latent is key and value at once. Scales
-are stored in bfloat16, like vllm-ascend's own parameters.
+are stored in bfloat16, like vllm-ascend's own parameters. Of FP8, as llm-compressor writes and
+vLLM and SGLang read them, ATTENTION.k_scale [1] and ATTENTION.v_scale [1].
 """
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
+from quantkit.grids.names import CacheCodes
 from quantkit.models.architecture import KeyValueCache, LatentCache
 from quantkit.models.table import Parameter, Projection
 
@@ -40,7 +43,7 @@ def supports_cache_scales(cache: object) -> bool:
 
 
 def cache_scale_specs(
-    cache: LatentCache | KeyValueCache, rows: Iterable[Parameter]
+    cache: LatentCache | KeyValueCache, rows: Iterable[Parameter], codes: CacheCodes = "int8"
 ) -> dict[str, tuple[TensorSpec, ...]]:
     """The tensors that store scales, by the name of the parameter that they belong to: kv_a, or k
     and v."""
@@ -49,12 +52,16 @@ def cache_scale_specs(
         for row in rows
         if row.role == "linear" and row.block == "attention" and row.projection in _OWNERS
     )
-    return {row.name: _specs(cache, row) for row in owners}
+    return {row.name: _specs(cache, row, codes) for row in owners}
 
 
-def _specs(cache: LatentCache | KeyValueCache, row: Parameter) -> tuple[TensorSpec, ...]:
+def _specs(
+    cache: LatentCache | KeyValueCache, row: Parameter, codes: CacheCodes
+) -> tuple[TensorSpec, ...]:
+    stem = row.module.rpartition(".")[0]
+    if codes == "fp8":
+        return (TensorSpec(f"{stem}.{row.projection}_scale", STORED, (1,)),)
     if isinstance(cache, LatentCache):
-        stem = row.module.rpartition(".")[0]
         return TensorSpec(f"{stem}.fa_k.scale", STORED, (1, 1)), TensorSpec(
             f"{stem}.fa_k.offset", torch.int8, (1, 1)
         )
@@ -81,7 +88,8 @@ def cache_scale_tensors(
                     if row.projection == "k"
                     else steps.values
                 )
-                tensors[spec.name] = own.to(spec.dtype).reshape(spec.shape).cpu()
+                first = own.flatten()[: math.prod(spec.shape)]
+                tensors[spec.name] = first.to(spec.dtype).reshape(spec.shape).cpu()
     return tensors
 
 
@@ -99,7 +107,8 @@ def parse_cache_scales(
     }
     if isinstance(cache, LatentCache):
         return scales["kv_a"].reshape(())
-    return KeySteps(*(scales[side].reshape(cache.kv_heads, cache.head_dim) for side in ("k", "v")))
+    shape = cache.kv_heads, cache.head_dim
+    return KeySteps(*(scales[side].expand(math.prod(shape)).reshape(shape) for side in ("k", "v")))
 
 
 def read_cache_scales(

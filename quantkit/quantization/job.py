@@ -21,7 +21,7 @@ from quantkit.checkpoint.formats import compressed_mixed, find_format, modelslim
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.common.errors import QuantkitError
+from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.common.sizes import parse_share
 from quantkit.engines.cache_scales import check_cache
 from quantkit.engines.check import check_model
@@ -34,6 +34,7 @@ from quantkit.engines.profiles import (
 )
 from quantkit.grids.base import Grid, grid_label
 from quantkit.grids.schemes import SCHEMES, Scheme, check_pair, find_scheme
+from quantkit.models.architecture import KeyValueCache
 from quantkit.models.cache_scales import cache_scale_specs, supports_cache_scales
 from quantkit.models.stored_parameters import check_stored_head
 from quantkit.models.table import Parameter
@@ -110,6 +111,7 @@ def coverage(
 
 
 NO_MIXTURE = Mixture()
+_WITHOUT_CACHE = "use --scheme int8-a8w8c16, or leave --kv-cache out"
 MIXING: dict[str, Format] = {
     format.name: format for format in (compressed_mixed.FORMAT, modelslim.FORMAT)
 }
@@ -192,13 +194,13 @@ class Job:
 
     @cached_property
     def extra_specs(self) -> Mapping[str, tuple[TensorSpec, ...]]:
-        """Tensors added to a parameter, by its name: the scales of an int8 cache, in calibrated
+        """Tensors added to a parameter, by its name: the scales of an 8-bit cache, in calibrated
         layers. An MTP layer without quantized linears is not calibrated."""
         calibrated = {row.layer for row in self.linears}
         rows = [row for row in self.rows if row.layer in calibrated or not row.mtp]
         return (
-            cache_scale_specs(self.inventory.config.cache, rows)
-            if self.request.scheme.cache
+            cache_scale_specs(self.inventory.config.cache, rows, codes)
+            if (codes := self.request.scheme.cache)
             else {}
         )
 
@@ -243,6 +245,13 @@ def read_scheme(
             if registered
             else Recipe.model_validate({"scheme": chosen.name})
         )
+    if options.kv_cache not in (None, "fp8"):
+        raise UsageError(
+            f"--kv-cache {options.kv_cache!r} is not known",
+            "use fp8; int8 is part of --scheme int8-a8w8c8",
+        )
+    if options.kv_cache is not None:
+        chosen = replace(chosen, cache="fp8")
     settings = recipe.with_given(
         prune=parse_share(share) if isinstance(share, str) else share,
         samples=options.samples,
@@ -257,6 +266,15 @@ def read_request(
 ) -> JobRequest:
     """format: a command-line name, or "auto" for the scheme's first. Raises QuantkitError if no
     engine, or not `engine`, loads it."""
+    if scheme.cache == "fp8":
+        name = compressed_mixed.FORMAT.name
+        if format not in ("auto", name) or name not in scheme.formats:
+            raise QuantkitError(
+                f"FP8 scales of a KV cache are written in {name}, not with {scheme.name} in "
+                f"{scheme.formats[0] if format == 'auto' else format}",
+                f"use --format {name}, with a scheme that has it, or leave --kv-cache out",
+            )
+        format = name
     named_format = None if format == "auto" else format
     if scheme.activation_bits == 4 and recipe.methods == ():
         message = (
@@ -269,9 +287,7 @@ def read_request(
             f"{scheme.name} has cache scales, which calibration determines, and the recipe has "
             "no methods"
         )
-        raise QuantkitError(
-            message, "leave methods out of the recipe, or use --scheme int8-a8w8c16"
-        )
+        raise QuantkitError(message, f"leave methods out of the recipe, or {_WITHOUT_CACHE}")
     for method, before in (("drift", "gptq"), ("descent", "gptq"), ("steps", "descent")):
         if method in (recipe.methods or ()) and before not in (recipe.methods or ()):
             raise QuantkitError(
@@ -559,19 +575,21 @@ def _as_mixture(job: Job, grids: Mapping[str, Grid]) -> Job:
 
 
 def _check_cache(scheme: Scheme, inventory: Inventory) -> None:
-    """Raise QuantkitError if the scheme has an int8 cache that does not fit the model."""
+    """Raise QuantkitError if the scheme has an 8-bit cache that does not fit the model."""
     if scheme.cache is None:
         return
     if (
         inventory.by_name
         or inventory.config.recurrent is not None
         or not supports_cache_scales(inventory.config.cache)
+        or (scheme.cache == "fp8" and not isinstance(inventory.config.cache, KeyValueCache))
     ):
+        kept = "latents, or of keys" if scheme.cache == "int8" else "keys"
         message = (
-            f"{scheme.name} has an {scheme.cache} cache of latents, or of keys and values in "
-            "every layer, and this model keeps another"
+            f"{scheme.name} has an {scheme.cache} cache of {kept} and values in every layer, and "
+            "this model keeps another"
         )
-        raise QuantkitError(message, "use --scheme int8-a8w8c16")
+        raise QuantkitError(message, _WITHOUT_CACHE)
 
 
 def _check_choice(job: Job) -> None:

@@ -91,6 +91,9 @@ class SchemeOptions:
     group_size: int | None = option(
         None, "Input channels of int4 that share a scale: 128, 64 or 32; 128 by default.", min=1
     )
+    kv_cache: str | None = option(
+        None, "fp8: calibrated FP8 scales of keys and values, in compressed-tensors."
+    )
     prune: str | float | None = option(
         None,
         "Remove this share of each layer's routed experts, those that contribute least: 25%.",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quantkit import __version__
-from quantkit.calibrate.cache_scales import Int8Cache
+from quantkit.calibrate.cache_scales import QuantizedCache
 from quantkit.calibrate.data import OWN_TEXT, Sequences, load_sequences
 from quantkit.calibrate.hidden_states import Batches
 from quantkit.calibrate.linear_solver import SolverTable
@@ -357,6 +357,8 @@ def _checked(
     )
     if batches != Batches():
         fingerprint["batches for --memory"] = str(batches)
+    if request.scheme.cache == "fp8":
+        fingerprint["cache"] = request.scheme.cache
     if request.mixture != NO_MIXTURE or job.fit:
         fingerprint["grids"] = _grids_digest(job)
     return _Run(job, sequences, peak, batches, fingerprint, options)
@@ -461,8 +463,8 @@ def _round(
     )
     log = ProgressLog(model.units, output.source, output, on_event, unit_shares(job))
     cache = (
-        Int8Cache(job.inventory.config.cache, output.source.device)
-        if job.request.scheme.cache
+        QuantizedCache(job.inventory.config.cache, output.source.device, codes)
+        if (codes := job.request.scheme.cache)
         else None
     )
     walk = Walk(

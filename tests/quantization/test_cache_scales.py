@@ -8,6 +8,7 @@ import make_model
 import pytest
 import small_recipe
 import torch
+from compressed_tensors.quantization import QuantizationConfig
 from packed_model import GROUPED, write_random
 from paged_pass import PROMPTS, causal_pass, paged_pass
 from quantkit_kernels import KeySteps
@@ -31,6 +32,8 @@ from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
 from quantkit.quantization.convert import convert
+from quantkit.quantization.job import read_scheme
+from quantkit.quantization.options import QuantizeOptions
 
 SMALL = small_recipe.SMALL | {"samples": 10, "held_out": 4, "seq_len": 48, "min_expert_tokens": 32}
 
@@ -149,6 +152,45 @@ def test_the_kl_that_is_told_is_that_of_the_int8_cache(
         for path in (outputs["latents"], coarse)
     ]
     assert told[1] > 1.5 * told[0]
+
+
+def test_fp8_scales_go_with_any_scheme_of_compressed_tensors(sources, text, tmp_path, monkeypatch):
+    """Described as llm-compressor does, and used in the KL that is told: values beyond them are cut
+    off."""
+    options = QuantizeOptions(kv_cache="fp8")
+
+    def made(name, source="keys"):
+        scheme, _, _ = read_scheme("w8a16", options)
+        recipe = Recipe(scheme="w8a16", calibration=str(text), methods=("gptq",), **SMALL)
+        out = tmp_path / name
+        quantize(sources[source], out, scheme, "auto", recipe, device="cpu")
+        kl = json.loads((out / "report.json").read_text())["held_out"]["kl"]
+        return Checkpoint.open(out), kl
+
+    checkpoint, kl = made("out")
+    scales = [
+        checkpoint.read(f"model.layers.{n}.self_attn.{s}_scale") for n in (0, 1) for s in "kv"
+    ]
+    assert all(scale.shape == (1,) for scale in scales)
+    said = QuantizationConfig.model_validate(checkpoint.config["quantization_config"])
+    cache = said.kv_cache_scheme
+    assert (cache.num_bits, cache.type, cache.strategy, cache.dynamic) == (
+        8,
+        "float",
+        "tensor",
+        False,
+    )
+    assert describe(checkpoint).cache == "FP8, 4 stored scales, one for each tensor"
+    assert check_checkpoint("vllm", checkpoint) == []
+    monkeypatch.setattr(cache_scales, "_FLOAT_SHARES", (2.0**-6,))
+    small, coarse = made("coarse")
+    assert small.read("model.layers.0.self_attn.k_scale") < scales[0] / 32
+    assert coarse > 1.5 * kl
+    with refused("this model keeps another"):
+        made("latents", "latents")
+    with refused("are written in compressed-tensors"):
+        scheme = read_scheme("awq-w4a16", options)[0]
+        quantize(sources["keys"], tmp_path / "a", scheme, "awq", Recipe(scheme="awq-w4a16"))
 
 
 @pytest.mark.parametrize(

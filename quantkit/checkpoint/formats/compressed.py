@@ -21,6 +21,7 @@ from quantkit.checkpoint.formats.base import (
     ignore_list,
     plain_linears,
 )
+from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
 
 _DEADLINE_S = 1.0
@@ -48,6 +49,14 @@ INT8_TOKENS = {
     "dynamic": True,
 }
 """How activations are described that are quantized so."""
+FP8_CACHE = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor",
+    "dynamic": False,
+}
+"""How a cache is described whose scales are stored."""
 _CLASSES = ("Linear", "Expert", "MLP", "Moe", "MoE")
 """In the name of a class that a group is for: it has linears."""
 _EMBEDDING = "Embedding"
@@ -181,6 +190,10 @@ def _found(pattern: regex.Pattern[str], module: str) -> bool:
         raise QuantkitError(message, "write a simpler expression") from error
 
 
+def _is_cache_scale(spec: TensorSpec) -> bool:
+    return spec.name.endswith((".k_scale", ".v_scale"))
+
+
 def config_block(
     variant: str,
     weights: dict[str, Any],
@@ -199,7 +212,7 @@ def config_block(
         "format": variant,
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": FP8_CACHE if any(map(_is_cache_scale, plain)) else None,
         "ignore": ignore_list(quantized, plain_linears(plain, quantized), _SPELLING),
         "config_groups": {"group_0": group},
     }
