@@ -294,8 +294,11 @@ def read_request(
                 f"the recipe's methods have {method} without {before}, on which it is based",
                 f"add {before} before it",
             )
-    if recipe.rotation and recipe.prune:
-        raise QuantkitError("a model that is pruned is not rotated", "give --prune or rotation")
+    if recipe.rotation and (recipe.prune or mixture.chooses):
+        raise QuantkitError(
+            "a model that is pruned, or whose grids are chosen, is not rotated",
+            "leave out rotation, or --prune, --bits and --size",
+        )
     if mixture.chooses:
         return _mixed_request(scheme, named_format, engine, recipe, mixture)
     choice = choose(engine, scheme, format=named_format) if engine else None

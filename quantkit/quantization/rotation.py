@@ -207,7 +207,8 @@ def open_rotated(
     if not is_known(config):
         raise _refusal(checkpoint, f"quantkit has no table of {config.get('model_type')!r}")
     model = read_model(checkpoint)
-    check_stored_head(checkpoint, model.rows)
+    if checkpoint.has_weights:
+        check_stored_head(checkpoint, model.rows)
     rows, folds = model.rows, dict[str, _Fold]()
     note = f"rotated: {' and '.join(rotations)}"
     if "residual" in rotations:
