@@ -72,7 +72,8 @@ def declared_tools(tools: list[Any], choice: Any, parallel: bool) -> ToolUse:
             "tool_choice asks for a tool and tools holds none",
             "send tools, or leave tool_choice out",
         )
-    return ToolUse(tuple(known), tuple(tools), _forced(known, choice), parallel)
+    once = isinstance(choice, dict)  # a named function is called once, as by OpenAI and vLLM
+    return ToolUse(tuple(known), tuple(tools), _forced(known, choice), parallel and not once)
 
 
 def _tool(given: Any, where: str) -> Tool:
