@@ -8,8 +8,9 @@ under the engine's own names.
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,10 +104,8 @@ def _set_group_size(examined: ExaminedCheckpoint, plan: Repair) -> None:
 
 def _block(plan: Repair) -> dict[str, Any]:
     """A mutable copy of quantization_config."""
-    plan.config["quantization_config"] = json.loads(
-        json.dumps(plan.config.get("quantization_config") or {})
-    )
-    found: dict[str, Any] = plan.config["quantization_config"]
+    found: dict[str, Any] = copy.deepcopy(plan.config.get("quantization_config") or {})
+    plan.config["quantization_config"] = found
     return found
 
 
@@ -143,10 +142,8 @@ def _set_lists(examined: ExaminedCheckpoint, plan: Repair) -> dict[str, Any]:
 def _set_targets(plan: Repair, rewritten: dict[str, Any]) -> None:
     """A single group targets all linears except the listed ones; with several groups the targets
     are unknown."""
-    groups, whole = (
-        (plan.config.get("quantization_config") or {}).get("config_groups"),
-        rewritten.get("config_groups"),
-    )
+    groups = (plan.config.get("quantization_config") or {}).get("config_groups")
+    whole = rewritten.get("config_groups")
     if not isinstance(groups, dict) or whole is None or len(groups) != 1 or len(whole) != 1:
         return
     (number,), (wanted,) = groups, whole.values()
@@ -170,48 +167,38 @@ def _fix_zero_points(examined: ExaminedCheckpoint, plan: Repair) -> None:
             f"checkpoint_format in config.json is {version}, as the zero points are stored"
         )
         return
-    for module, offset in offsets.items():
-        name = next(
-            (
-                name
-                for name in description.linears[module].tensors
-                if name.endswith((".qzeros", ".weight_zero_point"))
-            ),
-            None,
-        )
-        if name is not None:
-            plan.changed[name] = _shifted(examined.survey, name, 1 if offset > 0 else -1)
+    for name, module in _parts(examined, offsets, ".qzeros", ".weight_zero_point").items():
+        grid, step = description.linears[module].grid, 1 if offsets[module] > 0 else -1
+        assert grid is not None
+        plan.changed[name] = partial(_shifted, examined.survey, name, step, grid.bits)
     if plan.changed:
         plan.changes.append(f"zero points of {len(plan.changed)} linears were shifted by one")
 
 
-def _shifted(survey: Survey, name: str, sign: int) -> Callable[[], Tensor]:
-    def make() -> Tensor:
-        words = survey.shards.read(survey.tensors[name])
-        nibbles = torch.stack([(words >> (4 * place)) & 15 for place in range(8)], -1)
-        moved = (nibbles.long() + sign) % 16
-        packed = sum(moved[..., place] << (4 * place) for place in range(8))
-        assert isinstance(packed, Tensor)
-        return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+def _parts(examined: ExaminedCheckpoint, modules: Iterable[str], *endings: str) -> dict[str, str]:
+    """The modules' tensors with one of these endings, each with its module."""
+    linears = examined.description.linears
+    named = ((name, module) for module in modules for name in linears[module].tensors)
+    return {name: module for name, module in named if name.endswith(endings)}
 
-    return make
+
+def _shifted(survey: Survey, name: str, step: int, bits: int) -> Tensor:
+    """Packed zero points of so many bits, each `step` more."""
+    words, places = survey.shards.read(survey.tensors[name]).long(), range(0, 32, bits)
+    moved = [((words >> place) + step) % 2**bits << place for place in places]
+    packed = torch.stack(moved).sum(0)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
 def _invert_global_scales(examined: ExaminedCheckpoint, plan: Repair) -> None:
-    survey = examined.survey
-    names = [
-        name
-        for module in examined.inverted
-        for name in examined.description.linears[module].tensors
-        if name.endswith((".weight_scale_2", ".weight_global_scale"))
-    ]
+    names = _parts(examined, examined.inverted, ".weight_scale_2", ".weight_global_scale")
     for name in names:
-        plan.changed[name] = _reciprocal(survey, name)
+        plan.changed[name] = partial(_reciprocal, examined.survey, name)
     plan.changes.append(f"global scales of {len(names)} linears were inverted")
 
 
-def _reciprocal(survey: Survey, name: str) -> Callable[[], Tensor]:
-    return lambda: survey.shards.read(survey.tensors[name]).reciprocal()
+def _reciprocal(survey: Survey, name: str) -> Tensor:
+    return survey.shards.read(survey.tensors[name]).reciprocal()
 
 
 def _announce_mtp(examined: ExaminedCheckpoint, plan: Repair) -> None:
@@ -315,14 +302,12 @@ def _restore_tensors(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> 
     wanted = [row for row in wanted if origin.has(row.name) or row.module in origin.linears]
     quantized = _modules_to_quantize(examined, wanted)
     unquantized = [row for row in wanted if row.module not in quantized]
-    plan.added += [
-        AddedTensors([_unquantized_spec(origin, row)], _read_unquantized(origin, row))
-        for row in unquantized
-    ]
-    plan.added += [
-        _round_to_nearest(examined, origin, rows)
-        for rows in _group_fused([row for row in wanted if row.module in quantized])
-    ]
+    plan.added += [_unquantized(origin, row) for row in unquantized]
+    fused: dict[str, list[Parameter]] = {}  # siblings share an FP4 global scale
+    for row in wanted:
+        if row.module in quantized:
+            fused.setdefault(row.fused or row.module, []).append(row)
+    plan.added += [_round_to_nearest(examined, origin, rows) for rows in fused.values()]
     if wanted:
         _extend_lists(
             examined,
@@ -357,26 +342,15 @@ def _modules_to_quantize(examined: ExaminedCheckpoint, wanted: list[Parameter]) 
     }
 
 
-def _group_fused(rows: list[Parameter]) -> list[list[Parameter]]:
-    """Fused siblings share an FP4 global scale, so they are rounded together."""
-    groups: dict[str, list[Parameter]] = {}
-    for row in rows:
-        groups.setdefault(row.fused or row.module, []).append(row)
-    return list(groups.values())
-
-
-def _unquantized_spec(origin: Checkpoint, row: Parameter) -> TensorSpec:
-    dtype = torch.bfloat16 if row.module in origin.linears else origin.tensors[row.name].dtype
-    return TensorSpec(row.name, dtype, row.shape)
-
-
-def _read_unquantized(origin: Checkpoint, row: Parameter) -> Callable[[], dict[str, Tensor]]:
+def _unquantized(origin: Checkpoint, row: Parameter) -> AddedTensors:
     packed = row.module in origin.linears
-    return lambda: {
-        row.name: dequantize(origin.weight(row.module), torch.bfloat16)
-        if packed
-        else origin.read(row.name)
-    }
+    dtype = torch.bfloat16 if packed else origin.tensors[row.name].dtype
+
+    def make() -> dict[str, Tensor]:
+        stored = dequantize(origin.weight(row.module), dtype) if packed else origin.read(row.name)
+        return {row.name: stored}
+
+    return AddedTensors([TensorSpec(row.name, dtype, row.shape)], make)
 
 
 def _round_to_nearest(

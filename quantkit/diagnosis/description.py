@@ -89,9 +89,8 @@ def describe(
     try:
         check_description(survey.path, survey.config, survey.side)
     except QuantkitError as fault:
-        findings.add(
-            "description-unreadable", _description_file(survey), fault.problem, fault.remedy
-        )
+        file = _description_file(survey)
+        findings.add("description-unreadable", file, fault.problem, fault.remedy)
         return description
     is_described = bool(
         survey.config.get("quantization_config") or survey.side
@@ -105,12 +104,8 @@ def describe(
             f"{len(packed)} tensors such as {packed[0]} ({kinds}), and no quantization_config",
         )
         return description
-    if (
-        is_described
-        and survey.tensors
-        and not packed
-        and not any(tensor.dtype.itemsize == 1 for tensor in survey.tensors.values())
-    ):
+    in_bytes = any(tensor.dtype.itemsize == 1 for tensor in survey.tensors.values())
+    if is_described and survey.tensors and not packed and not in_bytes:
         evidence = f"it says {_format_label(survey)}, and no tensor is quantized"
         findings.add("nothing-quantized", "config.json", evidence)
         return description
@@ -146,15 +141,12 @@ def _detect_formats(tensors: Mapping[str, TensorInfo]) -> list[Format]:
             any(ending.endswith(suffix) for ending in endings) for suffix in needed
         ):
             continue
-        for tensor in tensors.values():
-            module = format.quantized_module(tensor)
-            if (
-                module is not None
-                and all(module + suffix in tensors for suffix in needed)
-                and _is_laid_out(format, tensors, module)
-            ):
-                found.append(format)
-                break
+        modules = filter(None, map(format.quantized_module, tensors.values()))
+        if any(
+            all(one + suffix in tensors for suffix in needed) and _is_laid_out(format, tensors, one)
+            for one in modules
+        ):
+            found.append(format)
     return found
 
 
@@ -192,13 +184,8 @@ def _read_format(
             findings.add("descriptions-disagree", list(survey.side), fault.problem)
         else:
             unknown = "does not read" in fault.problem
-            _report_unread(
-                survey,
-                detected,
-                shapes,
-                f"it says {_format_label(survey)}" if unknown else fault.problem,
-                findings,
-            )
+            reason = f"it says {_format_label(survey)}" if unknown else fault.problem
+            _report_unread(survey, detected, shapes, reason, findings)
         return False
     try:
         description.grid = format.grid(survey.config, survey.side)
@@ -210,43 +197,56 @@ def _read_format(
     one_grid = format.declared_grids(survey.config) is None
     if detected and format not in detected and format.own_suffixes and one_grid:
         kinds = " or ".join(f"{one.name} {one.variant}" for one in detected)
-        findings.add(
-            "description-wrong",
-            _description_file(survey),
-            f"it says {_format_label(survey)}, and the tensors are {kinds}",
-        )
-        return False
-    grid = description.grid
-    tried = _tried(survey, format, shapes) if one_grid and grid is not None else []
-    if (
-        grid is not None
-        and tried
-        and not any(
-            _fits(survey, format, one, module, shapes[module])
-            for module in tried
-            for one in (grid, _with_stored_groups(survey, format, grid, module))
-        )
-        and (kind := _fitting(survey, [format, *detected], shapes))
-    ):
-        said = f"it says {_format_label(survey)}, {grid_label(grid)}"
-        evidence = f"{said}, and the tensors are those of {kind}"
+        evidence = f"it says {_format_label(survey)}, and the tensors are {kinds}"
         findings.add("description-wrong", _description_file(survey), evidence)
+        return False
+    if one_grid and not _is_on_grid(survey, format, detected, shapes, description, findings):
         return False
     description.format = format
     return True
 
 
-def _tried(survey: Survey, format: Format, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Linears of the table that are stored in the format, as many as are tried."""
-    named = (format.quantized_module(tensor) for tensor in survey.tensors.values())
-    return [one for one in named if one is not None and one in shapes][:_NUM_TRIED]
+def _is_on_grid(
+    survey: Survey,
+    format: Format,
+    detected: list[Format],
+    shapes: Mapping[str, tuple[int, ...]],
+    description: Description,
+    findings: Findings,
+) -> bool:
+    """Whether linears have the model's shapes on the described grid, or with other groups, which
+    are corrected; else a finding, where they have them on another grid."""
+    grid = description.grid
+    if grid is None:
+        return True
+    modules = _modules(survey, format)
+    stored = _with_stored_groups(survey, format, grid, modules)
+    tried = [one for one in modules if one in shapes][:_NUM_TRIED]
+    is_other = not any(_fits(survey, format, stored, one, shapes[one]) for one in tried)
+    if tried and is_other and (kind := _fitting(survey, [format, *detected], shapes)):
+        said = f"it says {_format_label(survey)}, {grid_label(grid)}"
+        evidence = f"{said}, and the tensors are those of {kind}"
+        findings.add("description-wrong", _description_file(survey), evidence)
+        return False
+    if stored != grid:
+        size = description.corrections["group_size"] = stored.group_size
+        evidence = f"it says {grid.group_size}, and the scales of linears have {size}"
+        findings.add("group-size-wrong", _description_file(survey), evidence)
+        description.grid = stored
+    return True
+
+
+def _modules(survey: Survey, format: Format) -> list[str]:
+    """Modules whose main tensor is stored in the format."""
+    named = map(format.quantized_module, survey.tensors.values())
+    return [module for module in named if module is not None]
 
 
 def _fitting(survey: Survey, formats: list[Format], shapes: Mapping[str, tuple[int, ...]]) -> str:
     """The first format and grid in which the linears are complete and have the model's shapes;
     empty if there is none."""
     for format in formats:
-        modules = _tried(survey, format, shapes)
+        modules = [one for one in _modules(survey, format) if one in shapes][:_NUM_TRIED]
         for grid in _grids(survey, format, modules):
             if all(_fits(survey, format, grid, one, shapes[one]) for one in modules):
                 label = f", {grid_label(grid)}" if grid is not None else ""
@@ -319,23 +319,17 @@ def _compare_files(survey: Survey, description: Description, findings: Findings)
             "modules_to_not_convert lists them as unquantized, and their tensors are quantized",
         )
     slim = next((survey.side[name] for name in SLIM_FILES if name in survey.side), {})
-    unquantized = [
-        tensor.name
-        for tensor in survey.tensors.values()
-        if tensor.dtype in FLOAT_DTYPES and tensor.name.endswith(".weight")
-    ]
     wrong = [
         name
-        for name in unquantized
-        if slim.get(name, "FLOAT") != "FLOAT"
+        for name, tensor in survey.tensors.items()
+        if tensor.dtype in FLOAT_DTYPES
+        and name.endswith(".weight")
+        and slim.get(name, "FLOAT") != "FLOAT"
         and not description.is_quantized(name.removesuffix(".weight"))
     ]
     if wrong:
-        findings.add(
-            "plain-not-listed",
-            wrong,
-            f"stored in 16 or 32 bits, and the description says {slim[wrong[0]]}",
-        )
+        evidence = f"stored in 16 or 32 bits, and the description says {slim[wrong[0]]}"
+        findings.add("plain-not-listed", wrong, evidence)
     other = [
         module
         for module, linear in description.linears.items()
@@ -365,26 +359,17 @@ def _compare_opt_files(
     if not block or not isinstance(opt, dict) or description.format is None:
         return
     ours, other = description.ignored, description.format.ignored({}, survey.side)
-    differ = [
-        key
-        for key in ("quant_algo", "group_size")
-        if key in opt and key in block and opt[key] != block[key]
-    ]
-    linears = [
+    both = opt.keys() & block.keys()
+    differ = [key for key in ("quant_algo", "group_size") if key in both and opt[key] != block[key]]
+    linears = (
         name.removesuffix(".weight")
         for name in survey.tensors
         if has_linear_suffix(name) or name == f"{HEAD}.weight"
-    ]
-    different = [
-        module
-        for module in linears
-        if ours is not None and other is not None and other(module) != ours(module)
-    ]
+    )
+    different = [one for one in linears if ours and other and other(one) != ours(one)]
     if differ or different:
-        evidence = (
-            f"{OPT_FILE} and config.json differ in "
-            f"{', '.join(differ) or 'the list of unquantized modules'}"
-        )
+        keys = ", ".join(differ) or "the list of unquantized modules"
+        evidence = f"{OPT_FILE} and config.json differ in {keys}"
         findings.add("descriptions-disagree", different or OPT_FILE, evidence)
 
 
@@ -409,7 +394,6 @@ def _collect(survey: Survey, description: Description, findings: Findings) -> No
                 evidence = f"codes in {dtype_name(tensor.dtype)}, which {format.name} does not have"
                 faults.setdefault("part-malformed", []).append((module, evidence))
                 description.broken.add(module)
-    description.grid = _corrected_grid(survey, description, modules, findings)
     for module, own in modules.items():
         try:
             description.linears[module] = _linear(survey, own, description.grid, module)
@@ -432,59 +416,22 @@ def _linear(survey: Survey, format: Format, grid: Grid | None, module: str) -> Q
     return quantized_linear(survey.path, format, grid, survey.tensors, module)
 
 
-def _corrected_grid(
-    survey: Survey, description: Description, modules: Mapping[str, Format], findings: Findings
-) -> Grid | None:
-    """The described grid; if no linear has its group size, the grid with the group size of most
-    linears' scales."""
-    grid, format = description.grid, description.format
-    if grid is None or format is None or not grid.is_integer:
+def _with_stored_groups(survey: Survey, format: Format, grid: Grid, modules: list[str]) -> Grid:
+    """The grid; if no linear has its group size, with that of most linears' scales."""
+    if not grid.is_integer or any(_fits(survey, format, grid, module) for module in modules):
         return grid
-    sizes = Counter(
-        size
-        for module, own in modules.items()
-        if own is format and (size := _group_size(survey, format, grid, module))
-    )
-    if not sizes:
+    sizes = Counter(filter(None, (_group_size(survey, format, grid, one) for one in modules)))
+    stored = grid.with_group_size(sizes.most_common(1)[0][0]) if sizes else None
+    if stored is None or not any(_fits(survey, format, stored, module) for module in modules):
         return grid
-    size, count = sizes.most_common(1)[0]
-    corrected, own = grid.with_group_size(size), [m for m, one in modules.items() if one is format]
-    if corrected is None or any(_fits(survey, format, grid, module) for module in own):
-        return grid
-    if not any(_fits(survey, format, corrected, module) for module in own):
-        return grid
-    description.corrections["group_size"] = size
-    findings.add(
-        "group-size-wrong",
-        _description_file(survey),
-        f"it says {grid.group_size}, and the scales of {count} linears have {size}",
-    )
-    return corrected
-
-
-def _with_stored_groups(survey: Survey, format: Format, grid: Grid, module: str) -> Grid:
-    """The grid with the group size of a linear's scales, if both have one."""
-    size = _group_size(survey, format, grid, module) if grid.is_integer else None
-    return (grid.with_group_size(size) if size else None) or grid
+    return stored
 
 
 def _group_size(survey: Survey, format: Format, grid: Grid, module: str) -> int | None:
     """Input channels per scale, from the shapes of the scales."""
-    scale = next(
-        (
-            survey.tensors[module + suffix]
-            for suffix in (".scales", ".weight_scale")
-            if module + suffix in survey.tensors
-        ),
-        None,
-    )
-    if (
-        scale is None
-        or len(scale.shape) != 2
-        or len(survey.tensors[module + format.marker].shape) != 2
-    ):
-        return None
-    if 0 in scale.shape or 0 in survey.tensors[module + format.marker].shape:
+    named = (survey.tensors.get(module + suffix) for suffix in (".scales", ".weight_scale"))
+    scale, codes = next(filter(None, named), None), survey.tensors[module + format.marker]
+    if scale is None or any(len(one.shape) != 2 or 0 in one.shape for one in (scale, codes)):
         return None
     (_, columns), _ = format.stored(module, survey.tensors, grid)
     count = scale.shape[0] if format.marker == ".qweight" else scale.shape[1]
@@ -535,11 +482,8 @@ def compare_lists(
         if linear.format is description.format and ignored(module)
     ]
     if quantized:
-        findings.add(
-            "listed-but-quantized",
-            quantized,
-            f"{where} lists them as unquantized, and their tensors are quantized",
-        )
+        evidence = f"{where} lists them as unquantized, and their tensors are quantized"
+        findings.add("listed-but-quantized", quantized, evidence)
     unlisted = [module for module in unquantized if not ignored(module)]
     if unlisted:
         findings.add(

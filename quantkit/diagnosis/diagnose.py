@@ -219,7 +219,9 @@ def check_tensors(
     survey, description, findings = examined.survey, examined.description, diagnosis.findings
     compare_copy_values(survey, findings)
     check = TensorCheck(survey, examined.structure, description, findings)
-    comparison = _comparison(examined, source, findings)
+    comparison = None
+    if source is not None and find_local(source) is not None:
+        comparison = SourceComparison(source, survey, examined.structure, description, findings)
     owner = {
         name: module for module, linear in description.linears.items() for name in linear.tensors
     }
@@ -246,16 +248,6 @@ def check_tensors(
         examined.offsets |= comparison.offsets
     examined.offsets |= check.offsets
     examined.inverted += check.inverted
-
-
-def _comparison(
-    examined: ExaminedCheckpoint, source: str | None, findings: Findings
-) -> SourceComparison | None:
-    if source is None or find_local(source) is None:
-        return None
-    return SourceComparison(
-        source, examined.survey, examined.structure, examined.description, findings
-    )
 
 
 def examine(model: str, findings: Findings) -> ExaminedCheckpoint:

@@ -485,4 +485,4 @@ def _name_exchange(one: Parameter, other: Parameter) -> str:
 
 def is_matrix(row: Parameter) -> bool:
     """Whether an unquantized tensor of the table is compared with the source."""
-    return len(row.shape) == 2 and row.role in ("linear", "kv_b", "router", "mtp_proj")
+    return len(row.shape) == 2 and row.role in ("linear", "kv_b", "router", "mtp_proj", "indexer")

@@ -272,7 +272,8 @@ def _report_unknown(survey: Survey, structure: Structure, findings: Findings) ->
         findings.add("layers-beyond", experts, "more experts than config.json has")
     beyond |= set(experts)
     rest = [name for name in known_layers if name not in beyond]
-    if adapters := [name for name in rest if ".lora_" in name]:
+    adapters = [name for name in survey.tensors if ".lora_" in name and name not in modules]
+    if adapters:
         findings.add(
             "tensors-unknown",
             adapters,

@@ -304,6 +304,8 @@ class TensorCheck:
             if len(modules) > 2 and usual > 0:
                 sizes |= {module: self.measures[module].rms / usual for module in modules}
         for module, found in self.measures.items():
+            if module in self.inverted:
+                continue
             size = sizes.get(module, 1.0)
             # What scales moved from one linear to the next, both have together.
             if _SMALL < size * sizes.get(self.chained.get(module, ""), 1.0) < 1 / _SMALL:

@@ -85,7 +85,7 @@ def test_a_fault_is_found(
     "name",
     [
         *("config_is_no_json", "the_index_lists_nothing", "an_adapters_wrapper_was_kept"),
-        *("codes_are_in_another_dtype", "token_of_a_role_is_not_there"),
+        *("codes_are_in_another_dtype", "token_of_a_role_is_not_there", "eight_bits_are_said"),
     ],
 )
 def test_no_other_cause_is_named(

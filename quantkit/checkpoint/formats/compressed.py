@@ -151,7 +151,8 @@ def unreadable(args: Json, readable: str) -> QuantkitError:
 
 def ignored(config: Json) -> Callable[[str], bool]:
     """Whether a module is listed as unquantized, or no group is for it."""
-    listed = matcher(config["quantization_config"].get("ignore") or [])
+    entries = config["quantization_config"].get("ignore") or []
+    listed, no_linears = matcher(entries), "Linear" in entries
     groups = (config["quantization_config"].get("config_groups") or {}).values()
     targets = [
         str(target)
@@ -160,7 +161,11 @@ def ignored(config: Json) -> Callable[[str], bool]:
         for target in group.get("targets", _CLASSES)
     ]
     meant, of_class = matcher(targets), class_matcher(targets)
-    return lambda module: listed(module) or not (meant(module) or of_class(module))
+    return lambda module: (
+        listed(module)
+        or (no_linears and not _EMBEDDINGS.fullmatch(module))
+        or not (meant(module) or of_class(module))
+    )
 
 
 def class_matcher(targets: Iterable[str]) -> Callable[[str], bool]:

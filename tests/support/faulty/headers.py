@@ -261,7 +261,7 @@ fault(
 fault(
     "names-wrong",
     "an_adapters_wrapper_was_kept",
-    lambda c: rename(c, lambda name: f"base_model.model.{name}"),
+    lambda c: rename(c, lambda name: f"student.base_model.model.{name}"),
     replays="peft: a merged model that was saved without unloading",
 )
 fault(
@@ -500,10 +500,17 @@ def gate_is_quantized_and_up_is_not(c):
         relist(c, [*listed(c), up])
 
 
-@named("description-wrong", of_format("compressed-tensors pack", "awq", "gptq"))
-def three_bits_are_said(c):
-    said = bits_of(c)
-    said["num_bits" if "num_bits" in said else "bits"] = 3
+def other_bits(bits):
+    def say(c):
+        said = bits_of(c)
+        said["num_bits" if "num_bits" in said else "bits"] = bits
+
+    return say
+
+
+for bits, name in ((3, "three_bits_are_said"), (8, "eight_bits_are_said")):
+    kinds = of_format("compressed-tensors pack", "awq", "gptq")
+    fault("description-wrong", name, other_bits(bits), kinds)
 
 
 @named("description-wrong", has_block)
@@ -843,7 +850,29 @@ def share_a_number(tokenizer):
     vocab[one] = vocab[other]
 
 
+def add_token(tokenizer):
+    first = tokenizer["added_tokens"][0]
+    tokenizer["added_tokens"].append(first | {"content": "<|tool|>", "id": 50})
+
+
+def lone_shard(folder):
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / SHARD.format(2)).unlink()
+
+
+def lora(c):
+    c.tensors["model.layers.0.self_attn.o_proj.lora_magnitude_vector"] = torch.ones(256)
+
+
 fault("tokenizer-broken", "two_tokens_share_a_number", edited("tokenizer.json", share_a_number))
+fault("tokenizer-broken", "an_added_token_has_a_words_number", edited("tokenizer.json", add_token))
+fault("shard-missing", "a_shard_of_two_is_alone", breaks(lone_shard))
+fault("tensors-unknown", "an_adapter_was_not_merged", lora)
+fault(
+    "sampling-wrong",
+    "the_generation_settings_are_cut",
+    lambda c: c.files.update({"generation_config.json": b'{"eos_'}),
+)
 
 
 @named("tokenizer-broken")

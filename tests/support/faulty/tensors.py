@@ -410,6 +410,14 @@ def last_layers(c):
     return one, other
 
 
+def keys_and_values(c):
+    return tuple(f"model.layers.1.self_attn.{one}_proj" for one in "kv")
+
+
+def has_keys(c):
+    return is_quantized(c) and keys_and_values(c)[0] in c.linears
+
+
 def gate_and_up(c):
     gate = c.linear("gate_proj")
     return gate, gate.replace("gate_proj", "up_proj")
@@ -435,6 +443,7 @@ for finds, label, apply, suits in (
         has_four_bits,
     ),
     ("gate-up-exchanged", "gate_and_up_are_exchanged", exchanged(gate_and_up), is_quantized),
+    ("linears-exchanged", "keys_are_values", exchanged(keys_and_values), has_keys),
     (
         "experts-exchanged",
         "two_experts_are_exchanged",
