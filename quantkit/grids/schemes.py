@@ -146,7 +146,7 @@ SCHEMES: dict[str, Scheme] = {
             Fp8BlockGrid(),
             8,
             ("gptq", "drift", "descent"),
-            ("fp8-block", "compressed-tensors"),
+            ("compressed-tensors", "fp8-block"),
             "FP8 weights in blocks of 128 x 128, FP8 activations per token and 128 channels",
         ),
     )
