@@ -142,11 +142,14 @@ def _score(
 
 
 def _warn_of_length(path: Path, tokens: int) -> None:
-    """Before hours of work. A model computed by transformers refuses longer texts by itself."""
+    """Before hours of work."""
     config = read_json(path / "config.json")
-    if not is_known(config):
-        return
-    longest = longest_text(find_architecture(config).Config.from_dict(config))
+    if is_known(config):
+        longest = longest_text(find_architecture(config).Config.from_dict(config))
+    else:  # by transformers, which refuses longer texts where positions are learned only
+        text = config.get("text_config")
+        found = (text if isinstance(text, dict) else config).get("max_position_embeddings")
+        longest = found if type(found) is int else 0
     if 0 < longest < tokens:
         warnings.warn(
             f"the longest text has {tokens:,} tokens, and max_position_embeddings is {longest:,}: "
