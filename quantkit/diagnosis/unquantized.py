@@ -306,7 +306,8 @@ def check_activation_scales(survey: Survey, description: Description, findings: 
     cache = block.get("kv_cache_scheme")
     has_cache = isinstance(cache, dict) and cache.get("dynamic") is False
     unread = [name for name in survey.tensors if name.endswith(_INPUT_SCALES)]
-    if unread and inputs and not any(inputs):
+    of_groups = block.get("quant_method") == "compressed-tensors" and inputs
+    if unread and of_groups and not any(inputs):
         evidence = "config.json says that inputs are not quantized, and a scale of inputs is stored"
         findings.add("part-orphan", unread, evidence)
     for is_said, name, evidence, endings in (
