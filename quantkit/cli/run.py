@@ -134,7 +134,7 @@ def _answer(engine: Any, ids: list[int], params: Any, json_: bool) -> str:
     else:
         out.print()
         console.notify(
-            f"{tokens} tokens, {tokens / seconds:.0f} tokens/s, "
+            f"{tokens} token{'s' * (tokens != 1)}, {tokens / seconds:.0f} tokens/s, "
             f"{completion.finish_reason}{_acceptance(engine)}"
         )
     return str(completion.text)
