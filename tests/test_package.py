@@ -23,9 +23,9 @@ PACKAGES = {
     "quantkit_kernels": ROOT / "kernels" / "quantkit_kernels",
 }
 DATA = {"quantkit/_assets/recipes": ROOT / "recipes", "quantkit/_assets/eval": ROOT / "eval"}
-MACHINE = {"torch_npu", "triton", "IPython"}
-"""They belong to a device, and come with the torch that is made for it; or to a notebook, which is
-asked only where one runs."""
+MACHINE = {"torch_npu", "triton", "IPython", "vllm", "vllm_ascend"}
+"""They belong to a device, and come with the torch that is made for it; to a notebook, which is
+asked only where one runs; or to an engine that loads a plugin of ours."""
 
 
 def normal(distribution):

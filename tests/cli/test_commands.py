@@ -92,7 +92,7 @@ def test_a_base_model_is_run_raw_and_scored_by_its_protocol(tiny_checkpoint, tmp
     assert "no chat template" in said
 
 
-def test_kernels_and_deploy_answer(tiny_checkpoint):
+def test_kernels_and_deploy_answer(tiny_dense_checkpoint):
     rows = answer("kernels --device cpu")["rows"]
     assert all(row["usable"] or row["reason"] for row in rows)
     table = typed("kernels --device cpu").out
@@ -114,18 +114,18 @@ def test_kernels_and_deploy_answer(tiny_checkpoint):
         ("--check --backend cpu", "--backend is for the table"),
     ):
         assert said in typed(f"kernels --device cpu {more}").error
-    launch = f"deploy {tiny_checkpoint} --engine vllm --devices 2 --boxes"
+    launch = f"deploy {tiny_dense_checkpoint} --engine vllm --devices 2 --boxes"
     assert answer(f"{launch} 1")["launches"]
     close, apart = (answer(f"{launch} 2 --hosts '10.0.0.1,{space}10.0.0.2'") for space in ("", " "))
     assert close == apart
 
 
-def test_deploy_takes_devices_as_plan_does(tiny_checkpoint):
+def test_deploy_takes_devices_as_plan_does(tiny_checkpoint, tiny_dense_checkpoint):
     """A number alone is of the recipe's memory; a size, or a name, says how much a device has, and
     a name of which kind it is."""
 
     def told(engine, devices):
-        made = answer(f"deploy {tiny_checkpoint} --engine {engine} --devices {devices}")
+        made = answer(f"deploy {tiny_dense_checkpoint} --engine {engine} --devices {devices}")
         ((_, words),) = made["launches"][0]["commands"]
         option = "--tensor-parallel-size" if engine == "vllm" else "--tp-size"
         usable = made["memory"]["server"]["usable_bytes"]
@@ -140,6 +140,7 @@ def test_deploy_takes_devices_as_plan_does(tiny_checkpoint):
         ("sglang", "2x910B1", "sglang does not load fp8-block e4m3-128x128 of fp8 on npu"),
         ("vllm-ascend", "2xH100", "no deployment recipe for vllm-ascend on cuda"),
         ("vllm-ascend", "0", "devices '0' make no sense; write 8, 8x64GiB"),
+        ("vllm", "2", "192 outputs, which 2 ranks cannot share in steps of 128"),
     ):
         refused = typed(f"deploy {tiny_checkpoint} --engine {engine} --devices {devices}")
         assert said in refused.error
