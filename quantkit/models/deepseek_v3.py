@@ -6,7 +6,7 @@ checkpoints. Symbols: T tokens, H hidden_size, k num_experts_per_tok; attention 
 rope, v.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,6 +131,15 @@ class Config(ModelConfig):
             self.routed_scaling_factor,
         )
 
+    @property
+    def mixture(self) -> MixtureNames:
+        return MIXTURE
+
+    @property
+    def mixture_module(self) -> str:
+        """A layer's module of the mixture of experts."""
+        return "mlp"
+
     def is_moe(self, layer: int) -> bool:
         return layer >= self.first_k_dense_replace
 
@@ -142,39 +151,49 @@ def without_null_rank(config: dict[str, Any]) -> dict[str, Any]:
 
 def parameters(config: Config) -> list[Parameter]:
     """Every tensor of the checkpoint, MTP layers included, in the order of a forward pass."""
+    return stack_parameters(config, lambda layer: attention_parameters(config, layer))
+
+
+def stack_parameters(
+    config: Config, attention: Callable[[int], Iterable[Parameter]]
+) -> list[Parameter]:
+    """As `parameters`, with the rows of a layer's attention."""
     h, vocab = config.hidden_size, config.vocab_size
+
+    def rows_of(layer: int) -> list[Parameter]:
+        p, drafts = f"model.layers.{layer}", layer >= config.num_hidden_layers
+        norm = Parameter(f"{p}.input_layernorm.weight", (h,), "norm", layer=layer, mtp=drafts)
+        after = replace(norm, name=f"{p}.post_attention_layernorm.weight")
+        rows = [norm, *attention(layer), after]
+        if not config.is_moe(layer):
+            return rows + mlp_parameters(f"{p}.mlp", h, config.intermediate_size, layer, mtp=drafts)
+        return rows + moe_parameters(
+            f"{p}.{config.mixture_module}",
+            h,
+            config.moe_intermediate_size,
+            layer,
+            config.n_routed_experts,
+            shared_width=config.moe_intermediate_size * config.n_shared_experts,
+            mtp=drafts,
+            names=config.mixture,
+        )
+
     rows = [Parameter("model.embed_tokens.weight", (vocab, h), "embedding")]
     for layer in range(config.num_hidden_layers):
-        rows += _layer_parameters(config, layer, mtp=False)
+        rows += rows_of(layer)
     rows += [
         Parameter("model.norm.weight", (h,), "norm"),
         Parameter("lm_head.weight", (vocab, h), "head", "gathered"),
     ]
     for layer in mtp.mtp_layers(config):
-        rows += mtp.mtp_parameters(h, vocab, layer, _layer_parameters(config, layer, mtp=True))
+        rows += mtp.mtp_parameters(h, vocab, layer, rows_of(layer))
     return rows
 
 
-def _layer_parameters(config: Config, layer: int, mtp: bool) -> Iterator[Parameter]:
-    h, p = config.hidden_size, f"model.layers.{layer}"
-    norm = Parameter(f"{p}.input_layernorm.weight", (h,), "norm", layer=layer, mtp=mtp)
-    yield norm
-    yield from attention_parameters(config, layer, mtp=mtp)
-    yield replace(norm, name=f"{p}.post_attention_layernorm.weight")
-    if not config.is_moe(layer):
-        yield from mlp_parameters(f"{p}.mlp", h, config.intermediate_size, layer, mtp=mtp)
-        return
-    width, experts = config.moe_intermediate_size, config.n_routed_experts
-    shared = width * config.n_shared_experts
-    yield from moe_parameters(
-        f"{p}.mlp", h, width, layer, experts, shared_width=shared, mtp=mtp, names=MIXTURE
-    )
-
-
-def attention_parameters(config: Config, layer: int, *, mtp: bool = False) -> Iterator[Parameter]:
+def attention_parameters(config: Config, layer: int) -> Iterator[Parameter]:
     """Every tensor of one layer's latent attention."""
     h, heads = config.hidden_size, config.num_attention_heads
-    a = f"model.layers.{layer}.self_attn"
+    a, mtp = f"model.layers.{layer}.self_attn", layer >= config.num_hidden_layers
 
     def norm(name: str, width: int) -> Parameter:
         return Parameter(
@@ -223,11 +242,16 @@ def attention_parameters(config: Config, layer: int, *, mtp: bool = False) -> It
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     """The foldable scales of one decoder layer (MTP layers included), producers before their
     consumers' own groups."""
+    return [*attention_scale_groups(config, layer), *feed_forward_scale_groups(config, layer)]
+
+
+def feed_forward_scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
+    """The foldable scales of a layer's MLP or experts."""
     p = f"model.layers.{layer}"
-    groups, norm = attention_scale_groups(config, layer), f"{p}.post_attention_layernorm"
+    norm, experts = f"{p}.post_attention_layernorm", f"{p}.{config.mixture_module}"
     if not config.is_moe(layer):
-        return [*groups, *mlp_scale_groups(f"{p}.mlp", norm)]
-    return [*groups, *moe_scale_groups(f"{p}.mlp", norm, config.n_routed_experts, MIXTURE)]
+        return mlp_scale_groups(f"{p}.mlp", norm)
+    return moe_scale_groups(experts, norm, config.n_routed_experts, config.mixture)
 
 
 def attention_scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
@@ -295,11 +319,17 @@ class DecoderLayer(decoder.DecoderLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
         mlp = (
-            MoeMlp(config.routing, f"{p}.mlp", weights, MIXTURE)
+            MoeMlp(config.routing, f"{p}.{config.mixture_module}", weights, config.mixture)
             if config.is_moe(layer)
             else Mlp(f"{p}.mlp", weights)
         )
-        super().__init__(p, config.rms_norm_eps, weights, Attention(config, layer, weights), mlp)
+        attention = self.attention_of(config, layer, weights)
+        super().__init__(p, config.rms_norm_eps, weights, attention, mlp)
+
+    def attention_of(
+        self, config: Any, layer: int, weights: Weights
+    ) -> Callable[[Tensor, Context], Tensor]:
+        return Attention(config, layer, weights)
 
 
 class Model(decoder.Model):

@@ -23,7 +23,6 @@ from quantkit.models.config import (
 )
 from quantkit.models.context import Context
 from quantkit.models.indexer import Indexer, IndexerSizes, indexer_parameters, with_indexer
-from quantkit.models.mlp import Mlp, MoeMlp
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
 
@@ -180,15 +179,9 @@ class Attention(deepseek_v3.Attention):
         )
 
 
-class DecoderLayer(decoder.DecoderLayer):
-    def __init__(self, config: Config, layer: int, weights: Weights) -> None:
-        p, moe = f"model.layers.{layer}", config.is_moe(layer)
-        mlp = (
-            MoeMlp(config.routing, f"{p}.mlp", weights, deepseek_v3.MIXTURE)
-            if moe
-            else Mlp(f"{p}.mlp", weights)
-        )
-        super().__init__(p, config.rms_norm_eps, weights, Attention(config, layer, weights), mlp)
+class DecoderLayer(deepseek_v3.DecoderLayer):
+    def attention_of(self, config: Config, layer: int, weights: Weights) -> Attention:
+        return Attention(config, layer, weights)
 
 
 class Model(decoder.Model):

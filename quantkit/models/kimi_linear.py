@@ -4,6 +4,7 @@ DeepSeek-V3's routing.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -22,17 +23,7 @@ from quantkit.models.config import (
 )
 from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.kimi_delta import KimiDeltaAttention, delta_parameters, delta_scale_groups
-from quantkit.models.mlp import (
-    MixtureNames,
-    Mlp,
-    MlpNames,
-    MoeMlp,
-    check_groups,
-    mlp_parameters,
-    mlp_scale_groups,
-    moe_parameters,
-    moe_scale_groups,
-)
+from quantkit.models.mlp import MixtureNames, MlpNames, check_groups
 from quantkit.models.rope import DEFAULT_THETA, Rope
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
@@ -61,7 +52,6 @@ _DEFAULTS = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 """transformers' defaults."""
 _LATENT_EPS = 1e-6
 """Of the norm of latents, as in the release's code and transformers, whatever rms_norm_eps is."""
-_MIXTURE = "block_sparse_moe"
 _PARTS = MixtureNames(
     bias="gate.e_score_correction_bias",
     shared="shared_experts",
@@ -107,6 +97,10 @@ class Config(deepseek_v3.Config):
     @property
     def mixture(self) -> MixtureNames:
         return _PARTS
+
+    @property
+    def mixture_module(self) -> str:
+        return "block_sparse_moe"
 
     @property
     def num_cached_layers(self) -> int:
@@ -159,42 +153,14 @@ def _read_delta_net(config: dict[str, Any], num_layers: int) -> DeltaNet | None:
 
 def parameters(config: Config) -> list[Parameter]:
     """Every tensor of the checkpoint, in the order of a forward pass."""
-    h, vocab = config.hidden_size, config.vocab_size
-    rows = [Parameter("model.embed_tokens.weight", (vocab, h), "embedding")]
-    for layer in range(config.num_hidden_layers):
-        rows += _layer_parameters(config, layer)
-    return [
-        *rows,
-        Parameter("model.norm.weight", (h,), "norm"),
-        Parameter("lm_head.weight", (vocab, h), "head", "gathered"),
-    ]
 
+    def attention(layer: int) -> Iterable[Parameter]:
+        if (net := config.delta(layer)) is None:
+            return deepseek_v3.attention_parameters(config, layer)
+        decay, a = (1, 1, net.value_heads, 1), f"model.layers.{layer}.self_attn"
+        return delta_parameters(net, a, config.hidden_size, layer, decay)
 
-def _layer_parameters(config: Config, layer: int) -> list[Parameter]:
-    h, p = config.hidden_size, f"model.layers.{layer}"
-    before, after = (
-        Parameter(f"{p}.{name}_layernorm.weight", (h,), "norm", layer=layer)
-        for name in ("input", "post_attention")
-    )
-    net = config.delta(layer)
-    attention = (
-        deepseek_v3.attention_parameters(config, layer)
-        if net is None
-        else delta_parameters(net, f"{p}.self_attn", h, layer, (1, 1, net.value_heads, 1))
-    )
-    rows = [before, *attention, after]
-    if not config.is_moe(layer):
-        return rows + mlp_parameters(f"{p}.mlp", h, config.intermediate_size, layer)
-    width = config.moe_intermediate_size
-    return rows + moe_parameters(
-        f"{p}.{_MIXTURE}",
-        h,
-        width,
-        layer,
-        config.n_routed_experts,
-        shared_width=width * config.n_shared_experts,
-        names=config.mixture,
-    )
+    return deepseek_v3.stack_parameters(config, attention)
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
@@ -205,11 +171,7 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
         if config.delta(layer) is None
         else delta_scale_groups(f"{p}.self_attn", f"{p}.input_layernorm")
     )
-    norm = f"{p}.post_attention_layernorm"
-    if not config.is_moe(layer):
-        return [*groups, *mlp_scale_groups(f"{p}.mlp", norm)]
-    experts = moe_scale_groups(f"{p}.{_MIXTURE}", norm, config.n_routed_experts, config.mixture)
-    return [*groups, *experts]
+    return [*groups, *deepseek_v3.feed_forward_scale_groups(config, layer)]
 
 
 class Attention(deepseek_v3.Attention):
@@ -218,20 +180,14 @@ class Attention(deepseek_v3.Attention):
         self.norms: Norms = self.norms._replace(eps=_LATENT_EPS)
 
 
-class DecoderLayer(decoder.DecoderLayer):
-    def __init__(self, config: Config, layer: int, weights: Weights) -> None:
-        p, net = f"model.layers.{layer}", config.delta(layer)
-        attention = (
-            Attention(config, layer, weights)
-            if net is None
-            else KimiDeltaAttention(net, layer, f"{p}.self_attn", config.rms_norm_eps, weights)
-        )
-        mlp = (
-            MoeMlp(config.routing, f"{p}.{_MIXTURE}", weights, config.mixture)
-            if config.is_moe(layer)
-            else Mlp(f"{p}.mlp", weights)
-        )
-        super().__init__(p, config.rms_norm_eps, weights, attention, mlp)
+class DecoderLayer(deepseek_v3.DecoderLayer):
+    def attention_of(
+        self, config: Config, layer: int, weights: Weights
+    ) -> Attention | KimiDeltaAttention:
+        if (net := config.delta(layer)) is None:
+            return Attention(config, layer, weights)
+        prefix = f"model.layers.{layer}.self_attn"
+        return KimiDeltaAttention(net, layer, prefix, config.rms_norm_eps, weights)
 
 
 class Model(decoder.Model):
