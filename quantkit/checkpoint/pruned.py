@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.header import TensorInfo
-from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.reader import Checkpoint, CheckpointView
 from quantkit.checkpoint.shards import CPU
 
 
@@ -22,18 +22,14 @@ class TensorSelection:
     rows: Mapping[str, Sequence[int]]
 
 
-class PrunedCheckpoint(Checkpoint):
-    """`base` with `config` and the tensors of `selection`.
-
-    Its fingerprint is that of `base`, because the selection follows from the other inputs of a run.
-    """
+class PrunedCheckpoint(CheckpointView):
+    """`base` with `config` and the tensors of `selection`."""
 
     def __init__(
         self, base: Checkpoint, config: dict[str, Any], selection: TensorSelection
     ) -> None:
-        self.base, self._selection = base, selection
-        super().__init__(base.path, config, base.side, _select(base, selection))
-        self.has_weights = base.has_weights
+        self._selection = selection
+        super().__init__(base, config, base.side, _select(base, selection))
 
     def select(self, selection: TensorSelection) -> None:
         """Replace the selection by another one with the same names and shapes."""
@@ -44,14 +40,6 @@ class PrunedCheckpoint(Checkpoint):
             )
         self._selection = selection
         self.tensors.update(selected)
-
-    @property
-    def fingerprint(self) -> str:  # type: ignore[override]
-        return self.base.fingerprint
-
-    @property
-    def source(self) -> Checkpoint:
-        return self.base
 
     def stored(self, name: str) -> tuple[TensorInfo, ...]:
         return (self.base.tensors[self._selection.names[name]],)

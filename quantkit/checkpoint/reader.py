@@ -452,6 +452,30 @@ class HeaderCheckpoint(Checkpoint):
     shards_type = _NoShards
 
 
+class CheckpointView(Checkpoint):
+    """`base` with another config.json and other tensors. Its fingerprint is that of `base`, because
+    the rest follows from the other inputs of a run."""
+
+    def __init__(
+        self,
+        base: Checkpoint,
+        config: dict[str, Any],
+        side: dict[str, Any],
+        tensors: dict[str, TensorInfo],
+    ) -> None:
+        self.base = base
+        super().__init__(base.path, config, side, tensors)
+        self.has_weights = base.has_weights
+
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        return self.base.fingerprint
+
+    @property
+    def source(self) -> Checkpoint:
+        return self.base
+
+
 def remote_tensor(model: str, shard: str, name: str, entry: "HubTensor") -> TensorInfo:
     """The tensor `name` of a Hub model as a header describes it. Raises QuantkitError for an
     invalid header."""

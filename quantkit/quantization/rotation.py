@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.calibrate.recipe import RotationKind
 from quantkit.checkpoint.formats.base import Axis
 from quantkit.checkpoint.header import TensorInfo
-from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.reader import Checkpoint, CheckpointView
 from quantkit.checkpoint.shards import CPU
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Weight, dequantize
@@ -81,10 +81,9 @@ class _Fold:
     unit: bool = False
 
 
-class RotatedCheckpoint(Checkpoint):
+class RotatedCheckpoint(CheckpointView):
     """A view of `base` whose tensors are rotated as they are read, in float32; nothing is packed.
-    Its fingerprint is that of `base`, because the rest follows from the recipe. note: a line for
-    the user."""
+    note: a line for the user."""
 
     def __init__(
         self,
@@ -105,16 +104,7 @@ class RotatedCheckpoint(Checkpoint):
             dtype = torch.bfloat16 if row.module in base.linears else info.dtype
             tensors[name] = TensorInfo(name, dtype, row.shape, info.shard, info.offset)
         config = {key: value for key, value in config.items() if key != "quantization_config"}
-        super().__init__(base.path, config, {}, tensors)
-        self.has_weights = base.has_weights
-
-    @property
-    def fingerprint(self) -> str:  # type: ignore[override]
-        return self.base.fingerprint
-
-    @property
-    def source(self) -> Checkpoint:
-        return self.base
+        super().__init__(base, config, {}, tensors)
 
     @property
     def bytes_read(self) -> int:

@@ -76,11 +76,13 @@ class WeightOnlyLinear:
         self.bits, self.group_size, self.symmetric = bits, max(group_size, 0), symmetric
         self.per_word = _WORD // bits
 
+    def _groups(self, inputs: int) -> int:
+        return inputs // (self.group_size or inputs)
+
     def get_weight(self, inputs: int, outputs: int, dtype: torch.dtype) -> dict[str, Any]:
-        groups = inputs // self.group_size if self.group_size else 1
         return {
             "weight_packed": torch.empty(outputs, inputs // self.per_word, dtype=torch.int32),
-            "weight_scale": torch.empty(outputs, groups, dtype=dtype),
+            "weight_scale": torch.empty(outputs, self._groups(inputs), dtype=dtype),
         }
 
     def get_pergroup_param(
@@ -88,8 +90,8 @@ class WeightOnlyLinear:
     ) -> dict[str, Any]:
         if self.symmetric:
             return {}
-        groups = inputs // self.group_size if self.group_size else 1
-        packed = torch.empty(outputs // self.per_word, groups, dtype=torch.int32)
+        shape = (outputs // self.per_word, self._groups(inputs))
+        packed = torch.empty(shape, dtype=torch.int32)
         return {"weight_zero_point": packed, "_packed_dim": 0, "_packed_factor": self.per_word}
 
     def get_perchannel_param(self, outputs: int, dtype: torch.dtype) -> dict[str, Any]:
