@@ -111,7 +111,7 @@ def test_prompts_are_read_from_files(name, text, tmp_path):
 )
 def test_a_file_without_prompts_is_refused(name, text, tmp_path):
     (tmp_path / name).write_text(text)
-    with pytest.raises(QuantkitError, match=f"prompts .*{name}"):
+    with pytest.raises(QuantkitError, match=name):
         read_prompts(tmp_path / name)
 
 

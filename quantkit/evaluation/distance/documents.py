@@ -1,11 +1,10 @@
 """Texts to score, as token ids: one document per sequence, so that no context contains two
 documents, and sliding windows over long ones."""
 
-import json
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from quantkit.calibrate.data import plain, split_text
 from quantkit.calibrate.documents import UnknownRecordFormat, read_document
 from quantkit.common.errors import QuantkitError
+from quantkit.evaluation.rows import Row, json_lines, read_text
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
@@ -68,22 +68,11 @@ def read_documents(
             f"text {path} is a single JSON value",
             "write its documents as a .jsonl, one object a line, or as a .txt",
         )
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise QuantkitError(
-            f"text {path} cannot be read: {getattr(error, 'strerror', error)}",
-            "give a UTF-8 .txt or .jsonl file",
-        ) from error
-    if path.suffix == ".jsonl":
-        lines = [
-            (number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()
-        ]
-        documents = [
-            _encode(path, number, line, tokenizer)[:seq_len] for number, line in lines[:limit]
-        ]
+    if path.suffix == ".jsonl" and path.is_file():
+        rows = itertools.islice(json_lines(path), limit)
+        documents = [_encode(place, row, tokenizer)[:seq_len] for place, row in rows]
     else:
-        documents = split_text(tokenizer, text, seq_len)[:limit]
+        documents = split_text(tokenizer, read_text(path, "text"), seq_len)[:limit]
     documents = [document for document in documents if len(document) > 1]
     if not documents:
         raise QuantkitError(
@@ -92,36 +81,21 @@ def read_documents(
     return documents
 
 
-def _encode(path: Path, number: int, line: str, tokenizer: ChatTokenizer) -> Tensor:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise QuantkitError(
-            f"{path}:{number} is not JSON ({error})", "one JSON object per line is expected"
-        ) from error
-    if isinstance(record, dict) and isinstance(record.get("text"), str):
-        ids = tokenizer.encode(record["text"])
-    elif isinstance(record, dict) and _is_conversation(messages := record.get("messages")):
+def _encode(place: str, row: Row, tokenizer: ChatTokenizer) -> Tensor:
+    text, messages = row.get("text"), row.get("messages")
+    if not isinstance(text, str):
+        if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+            raise QuantkitError(
+                f"{place} has neither text nor messages",
+                'each line is {"text": ...} or {"messages": [...]}',
+            )
         if tokenizer.templates:
             ids = tokenizer.encode_chat(messages, add_generation_prompt=False)
-        else:
-            ids = tokenizer.encode(_conversation_text(path, number, messages))
-    else:
-        raise QuantkitError(
-            f"{path}:{number} has neither text nor messages",
-            'each line is {"text": ...} or {"messages": [...]}',
-        )
-    return torch.tensor(ids, dtype=torch.int64)
-
-
-def _conversation_text(path: Path, number: int, messages: list[dict[str, Any]]) -> str:
-    try:
-        return plain(read_document({"messages": messages}))
-    except UnknownRecordFormat as error:
-        raise QuantkitError(
-            f"{path}:{number} is not a conversation: {error}", "each message has a role and content"
-        ) from error
-
-
-def _is_conversation(messages: Any) -> TypeGuard[list[dict[str, Any]]]:
-    return isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+            return torch.tensor(ids, dtype=torch.int64)
+        try:
+            text = plain(read_document({"messages": messages}))
+        except UnknownRecordFormat as error:
+            raise QuantkitError(
+                f"{place} is not a conversation: {error}", "each message has a role and content"
+            ) from error
+    return torch.tensor(tokenizer.encode(text), dtype=torch.int64)

@@ -2,7 +2,6 @@
 version. What is not as quantkit writes it is refused in one line that names the place."""
 
 import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -10,15 +9,14 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from quantkit.common.errors import QuantkitError
-from quantkit.common.model_files import open_file, parse_json, read_json, read_text
+from quantkit.common.model_files import parse_json, read_json, read_text
 from quantkit.common.settings import checked
 from quantkit.evaluation.generators.generator import ModelReply, Prompt
+from quantkit.evaluation.rows import json_lines
 from quantkit.evaluation.tasks.definitions import REASONS
 
 T = TypeVar("T")
 _REMEDY = "give the --out folder of an evaluation, as quantkit wrote it"
-_LONGEST_LINE = 256 << 20
-"""Limit in bytes of one sample."""
 
 
 class _Stored(BaseModel):
@@ -102,7 +100,7 @@ def read_results(path: Path) -> dict[str, Any]:
 def read_samples(path: Path) -> list[dict[str, Any]]:
     """samples.jsonl. Raises QuantkitError."""
     rows = []
-    for where, row in _lines(path):
+    for where, row in json_lines(path):
         checked(row, _Sample, where, _REMEDY)
         rows.append(row)
     return rows
@@ -118,7 +116,7 @@ def read_list(path: Path, kind: type[T]) -> T:
 
 def read_journal_head(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(facts, request) of a journal of replies. Raises QuantkitError."""
-    for where, head in _lines(path):
+    for where, head in json_lines(path):
         checked(head, _JournalHead, where, _REMEDY)
         return head["facts"], head.get("request", {})
     raise QuantkitError(f"{path} is empty", _REMEDY)
@@ -127,7 +125,7 @@ def read_journal_head(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def read_journal_rows(path: Path) -> Iterator[tuple[tuple[str, int] | Prompt, ModelReply]]:
     """Every reply with its problem and repeat, or with the prompt by which the model is recognised.
     Raises QuantkitError."""
-    for where, row in itertools.islice(_lines(path), 1, None):
+    for where, row in itertools.islice(json_lines(path), 1, None):
         probe = row.pop("probe", None)
         key: tuple[str, int] | Prompt
         if probe is None:
@@ -137,27 +135,3 @@ def read_journal_rows(path: Path) -> Iterator[tuple[tuple[str, int] | Prompt, Mo
         reply = row if probe is None else probe
         reply = {"index": -1} | reply if isinstance(reply, dict) else reply
         yield key, checked(reply, ModelReply, where, _REMEDY)
-
-
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of all lines, each with its place; only LF ends a line."""
-    with os.fdopen(open_file(path), "rb") as file:
-        for number in itertools.count(1):
-            where, line = f"{path}, line {number}", file.readline(_LONGEST_LINE + 1)
-            if not line:
-                return
-            if len(line) > _LONGEST_LINE:
-                raise QuantkitError(f"{where} has more than {_LONGEST_LINE >> 20} MiB", _REMEDY)
-            try:
-                row = parse_json(line.decode()) if line.strip() else None
-            except ValueError as error:
-                raise QuantkitError(
-                    f"{where} is damaged ({error})", "restore the file, or remove that line"
-                ) from error
-            if row is not None and not isinstance(row, dict):
-                raise QuantkitError(
-                    f"{where} is damaged (it is not a JSON object)",
-                    "restore the file, or remove that line",
-                )
-            if row is not None:
-                yield where, row

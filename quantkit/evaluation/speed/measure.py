@@ -15,7 +15,6 @@ requests arrive at a rate with exponential intervals (Poisson, as `vllm bench se
 """
 
 import itertools
-import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from quantkit.common.errors import QuantkitError
+from quantkit.evaluation.rows import Row, read_file, read_text
 
 
 @dataclass(frozen=True)
@@ -69,19 +69,10 @@ def read_prompts(path: Path) -> list[str]:
     Of a conversation, the first user message. Raises QuantkitError where the file cannot be read or
     holds no prompt.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        lines = [line for line in text.split("\n") if line.strip()]
-        records = json.loads(text) if path.suffix == ".json" else lines
-        if path.suffix == ".jsonl":
-            records = [json.loads(line) for line in lines]
-    except (OSError, ValueError, RecursionError) as error:
-        raise QuantkitError(
-            f"prompts {path} cannot be read: {getattr(error, 'strerror', error)}",
-            "give a .jsonl, a .json like ShareGPT's, or a .txt",
-        ) from error
-    found = [_prompt(record) for record in (records if isinstance(records, list) else [])]
-    found = [prompt for prompt in found if prompt]
+    if path.suffix in (".json", ".jsonl") and path.is_file():
+        found = [prompt for row in read_file(path) if (prompt := _prompt(row))]
+    else:
+        found = [line.strip() for line in read_text(path, "prompts").split("\n") if line.strip()]
     if not found:
         raise QuantkitError(
             f"prompts {path} holds no prompt",
@@ -91,11 +82,7 @@ def read_prompts(path: Path) -> list[str]:
     return found
 
 
-def _prompt(record: Any) -> str:
-    if isinstance(record, str):
-        return record.strip()
-    if not isinstance(record, dict):
-        return ""
+def _prompt(record: Row) -> str:
     turns = record.get("messages") or record.get("conversations")
     said = [
         turn.get("content", turn.get("value"))

@@ -1,30 +1,24 @@
 """Rows of a task: shipped with quantkit, from a file below --data-dir, or from a hub (hubs.py).
 quantkit ships no public data set.
 
-Files may be .jsonl, .jsonl.gz, .json, .csv or .parquet. The hash of the data goes into every
-result, so that two scores are known to use the same questions.
+The hash of the data goes into every result, so that two scores are known to use the same
+questions.
 """
 
-import csv
-import gzip
 import hashlib
 import os
 import random
 import re
-import zlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError
-from quantkit.common.model_files import parse_json
 from quantkit.evaluation.grading.graders import Grader
+from quantkit.evaluation.rows import Row, read_file
 from quantkit.evaluation.tasks.definitions import DataSource, Dates, Problem, Setting, Task
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -57,12 +51,12 @@ def read_rows(task: str, source: DataSource, data_dir: Path | None) -> TaskRows:
         )
     digests = [hashlib.sha256(path.read_bytes()).digest() for path in paths]
     if len(paths) == 1 and (origin or not any("*" in one for one in source.files)):
-        return TaskRows(list(_read_file(paths[0])), origin or str(paths[0]), digests[0].hex())
-    rows = [{"file": _subject(path)} | row for path in paths for row in _read_file(path)]
+        return TaskRows(list(read_file(paths[0])), origin or str(paths[0]), digests[0].hex())
+    rows = [{"file": _subject(path)} | row for path in paths for row in read_file(path)]
     if source.answers:
         further = _find_files(source.answers, source, data_dir)
         digests += [hashlib.sha256(path.read_bytes()).digest() for path in further]
-        answers = {row.get("id"): row for path in further for row in _read_file(path)}
+        answers = {row.get("id"): row for path in further for row in read_file(path)}
         rows = [row | answers.get(row.get("id"), {}) for row in rows]
     return TaskRows(
         rows,
@@ -182,99 +176,3 @@ def _subject(path: Path) -> str:
     stem = path.name.split(".")[0]
     by_folder = re.match(r"(?:test|val|validation|dev|train)(?:-|$)", stem)
     return path.parent.name if by_folder else re.sub(r"_(?:test|val|dev)$", "", stem)
-
-
-def _read_file(path: Path) -> Iterator[Row]:
-    """Raises QuantkitError with the file, and the line where it applies."""
-    try:
-        yield from _read_parquet(path) if path.suffix == ".parquet" else _read_text(path)
-    except UnicodeDecodeError as error:
-        raise QuantkitError(
-            f"{path} is not UTF-8 ({error.reason}: byte {error.start})", "save it as UTF-8"
-        ) from error
-    except (OSError, EOFError, zlib.error, csv.Error) as error:
-        raise QuantkitError(f"{path} cannot be read ({error})", "download it again") from error
-
-
-def _read_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        groups = map(file.metadata.row_group, range(file.num_row_groups))
-        if sum(group.total_byte_size for group in groups) > _LARGEST_UNPACKED:
-            raise _too_large(path)
-        yield from file.read().to_pylist()
-    except pyarrow.ArrowException as error:
-        raise QuantkitError(
-            f"{path} is not Parquet ({str(error).splitlines()[0]})", "download it again"
-        ) from error
-
-
-_LONGEST_LINE = 256 << 20
-"""Limit in characters of a row; LiveCodeBench's reach tens of millions."""
-_LARGEST_UNPACKED = 4 << 30
-"""Limit in bytes of a compressed file's contents: all rows are in memory."""
-
-
-def _too_large(path: Path) -> QuantkitError:
-    return QuantkitError(
-        f"{path} unpacks to more than {_LARGEST_UNPACKED >> 30} GiB, or has a row of more than "
-        f"{_LONGEST_LINE >> 20} MiB",
-        "split it, or use the files as published",
-    )
-
-
-def _read_text(path: Path) -> Iterator[Row]:
-    """Files saved on Windows may begin with a byte order mark."""
-    if path.suffix == ".csv":
-        with path.open(encoding="utf-8-sig", newline="") as table:
-            yield from csv.DictReader(table)
-        return
-    if path.suffix == ".json":
-        yield from _read_examples(path)
-        return
-    with (
-        gzip.open(path, "rt", encoding="utf-8-sig")
-        if path.suffix == ".gz"
-        else path.open(encoding="utf-8-sig") as file
-    ):
-        lines = iter(lambda: file.readline(_LONGEST_LINE), "")
-        size = 0
-        for number, line in enumerate(lines, start=1):
-            size += len(line)
-            if len(line) == _LONGEST_LINE or (path.suffix == ".gz" and size > _LARGEST_UNPACKED):
-                raise _too_large(path)
-            if not line.strip():
-                continue
-            try:
-                row, fault = parse_json(line), "a JSON object"
-            except ValueError as error:
-                row, fault = None, f"JSON ({error})"
-            if not isinstance(row, dict):
-                raise QuantkitError(
-                    f"{path}:{number} is not {fault}", "one JSON object per line is expected"
-                )
-            yield row
-
-
-def _read_examples(path: Path) -> Iterator[Row]:
-    """A list of objects, or BIG-Bench's {"examples": [...]}."""
-    try:
-        text = path.read_text(encoding="utf-8-sig").strip()
-        is_lines = text.startswith("{") and "}\n{" in text
-        content = [parse_json(line) for line in text.split("\n")] if is_lines else parse_json(text)
-    except UnicodeDecodeError:
-        raise
-    except ValueError as error:
-        raise QuantkitError(
-            f"{path} is not JSON ({error})", "a list of objects is expected"
-        ) from error
-    rows = content.get("examples", [content]) if isinstance(content, dict) else content
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise QuantkitError(
-            f"{path} is not a list of objects",
-            "a list of objects, or one below `examples`, is expected",
-        )
-    yield from rows

@@ -7,8 +7,8 @@ import pyarrow.parquet
 import pytest
 
 from quantkit.common.errors import QuantkitError
+from quantkit.evaluation import rows as rows_of_files
 from quantkit.evaluation.grading.graders import find_grader
-from quantkit.evaluation.tasks import data
 from quantkit.evaluation.tasks.data import problems, read_rows
 from quantkit.evaluation.tasks.definitions import find_setting, find_task
 
@@ -120,8 +120,8 @@ def _packed(name, rows):
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.parquet"])
 def test_a_small_file_cannot_unpack_to_much(tmp_path, name, monkeypatch):
     """The limits are lowered; the rows just within them are read."""
-    monkeypatch.setattr(data, "_LONGEST_LINE", 10_000)
-    monkeypatch.setattr(data, "_LARGEST_UNPACKED", 50_000)
+    monkeypatch.setattr(rows_of_files, "_LONGEST_LINE", 10_000)
+    monkeypatch.setattr(rows_of_files, "_LARGEST_UNPACKED", 50_000)
     source = find_task("gsm8k").data.model_copy(update={"files": [name]})
     few = [{"question": str(n) * 40} for n in range(100)]
     (tmp_path / name).write_bytes(_packed(name, few))
