@@ -50,7 +50,6 @@ class OpenAIServer:
         url: str,
         *,
         api_key: str | None = None,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
@@ -65,7 +64,7 @@ class OpenAIServer:
         self.base = base_url(url)
         self.timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._timeout = httpx.Timeout(timeout_s, connect=min(connect_timeout_s, timeout_s))
+        self._timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
 
     def models(self) -> list[dict[str, Any]]:
         """The served models, one entry each. Raises QuantkitError where the server does not

@@ -233,7 +233,7 @@ def test_what_is_held_at_the_end_counts(victim, monkeypatch):
     program = sandbox.Program(
         (attacks.PROMPT, victim.names + wall(RESOURCES["memory-of-many"])), "total"
     )
-    run = sandbox.run_tests(program, "", f"{attacks.TESTS}\ncheck(total)", timeout_s=60.0)
+    run = sandbox.run_function(program, "", f"{attacks.TESTS}\ncheck(total)", timeout_s=60.0)
     assert (run.status, run.detail) == ("failed", "more than 2048 MiB of memory")
 
 
@@ -243,7 +243,7 @@ def test_the_walls_are_what_holds(victim):
     means something."""
     for name in ("home", "secret", "processes", "kill-caller", "environment-of-others"):
         program = sandbox.Program((attacks.PROMPT, victim.names + wall(WALLS[name])), "total")
-        run = sandbox.run_tests(program, "", f"{attacks.TESTS}\ncheck(total)", level="rlimits")
+        run = sandbox.run_function(program, "", f"{attacks.TESTS}\ncheck(total)", level="rlimits")
         assert run.status == "passed", (name, run)
 
 
@@ -253,7 +253,7 @@ def run(
     timeout_s=6.0,
     level=None,
 ):
-    return sandbox.run_tests(
+    return sandbox.run_function(
         sandbox.Program((program,), "f"), "", tests, timeout_s=timeout_s, level=level
     )
 
@@ -316,13 +316,16 @@ def test_a_method_is_called_case_by_case():
         ("class Solution:\n    def pair(self, a, b): return (a + b, None)",), "pair"
     )
     assert (
-        sandbox.run_calls(program, [([[1], [2]], [[1, 2], None])], timeout_s=6.0).status == "passed"
+        sandbox.run_function(program, cases=[([[1], [2]], [[1, 2], None])], timeout_s=6.0).status
+        == "passed"
     )
-    wrong = sandbox.run_calls(program, [([1, 2], [3, None]), ([1, 2], [4, None])], timeout_s=6.0)
+    wrong = sandbox.run_function(
+        program, cases=[([1, 2], [3, None]), ([1, 2], [4, None])], timeout_s=6.0
+    )
     assert wrong.detail == "test 2: got '[3, null]', expected '[4, null]'"
     slow = sandbox.Program(("import time\ndef f(x): time.sleep(x)",), "f")
     assert (
-        sandbox.run_calls(slow, [([0], None), ([9], None)], timeout_s=0.8).detail
+        sandbox.run_function(slow, cases=[([0], None), ([9], None)], timeout_s=0.8).detail
         == "test 2: no answer after 0.8 s"
     )
 

@@ -37,9 +37,6 @@ class GreedyPaths:
     same: float
     tokens_until_apart: float
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, repr=False)
 class Quality(Result):
@@ -73,7 +70,7 @@ class Quality(Result):
             name: value for name in names.split() if (value := getattr(self, name)) is not None
         }
         found |= {"layer_errors": self.layer_errors} if self.layer_errors else {}
-        return found | ({"greedy": self.greedy.to_json()} if self.greedy else {})
+        return found | ({"greedy": asdict(self.greedy)} if self.greedy else {})
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each layer."""

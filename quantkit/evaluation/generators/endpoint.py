@@ -23,7 +23,6 @@ from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import Drafts, Generation, ModelReply, Prompt
 from quantkit.evaluation.openai_server import (
     ABORT_REASONS,
-    CONNECT_TIMEOUT_S,
     REQUEST_ERRORS,
     TIMEOUT_S,
     OpenAIServer,
@@ -187,14 +186,6 @@ _CONTEXT_ERRORS = (
 )
 
 
-class _Fatal(Exception):
-    """An error that every further request would meet too, and its remedy."""
-
-    def __init__(self, problem: str, remedy: str) -> None:
-        super().__init__(problem)
-        self.remedy = remedy
-
-
 class Endpoint:
     """`url` is the server, with or without /v1 or a method. `model` defaults to the only model
     listed.
@@ -216,16 +207,13 @@ class Endpoint:
         revision: str | None = None,
         api_key: str | None = None,
         concurrency: int = 8,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
         timeout_s: float = TIMEOUT_S,
         retries: int = RETRIES,
         backoff_s: float = 1.0,
         top_logprobs: int = 0,
         fields: dict[str, Any] | None = None,
     ) -> None:
-        self.server = OpenAIServer(
-            url, api_key=api_key, connect_timeout_s=connect_timeout_s, timeout_s=timeout_s
-        )
+        self.server = OpenAIServer(url, api_key=api_key, timeout_s=timeout_s)
         self._concurrency = concurrency
         self._retries = retries
         self._backoff_s = backoff_s
@@ -262,8 +250,6 @@ class Endpoint:
         thread.start()
         try:
             while (item := arrived.get()) is not None:
-                if isinstance(item, _Fatal):
-                    raise QuantkitError(f"{self.server.base}: {item}", item.remedy)
                 if isinstance(item, BaseException):
                     raise item
                 yield item
@@ -315,8 +301,8 @@ class Endpoint:
         """One reply, or its error."""
         try:
             reply = await self._ask(client, prompt, parameters)
-        except _Fatal:
-            raise
+        except QuantkitError:
+            raise  # every further request would meet it too
         except Exception as error:  # any error caused by the server fails this sample only
             reply = ModelReply(index=-1, error=describe_error(error))
         self._answered += reply.error is None
@@ -355,29 +341,29 @@ class Endpoint:
         else:
             self._count_failure(problem)
         if unreachable == self._retries + 1:
-            raise _Fatal(
-                "the server is not reachable any more",
+            raise QuantkitError(
+                f"{self.server.base}: the server is not reachable any more",
                 "start it and repeat the command; replies in --out are stored",
             )
         return ModelReply(index=-1, error=problem)
 
     def _count_failure(self, problem: str) -> None:
-        """Raise _Fatal where every request so far failed after all retries."""
+        """Raise QuantkitError where every request so far failed after all retries."""
         self._failed += 1
         if not self._answered and self._failed > max(_MIN_FAILURES, self._concurrency):
-            message = (
-                f"none of the first {self._failed} requests got a reply; last error: {problem}"
-            )
-            raise _Fatal(
-                message,
+            raise QuantkitError(
+                f"{self.server.base}: none of the first {self._failed} requests got a reply; last "
+                f"error: {problem}",
                 "fix the server and repeat the command; `quantkit regrade` grades stored replies",
             )
 
     def _count_refusal(self, status: int, problem: str) -> None:
-        """Raise _Fatal where every request so far was refused."""
+        """Raise QuantkitError where every request so far was refused."""
         self._refused += status in _REFUSAL_STATUS
         if not self._answered and self._refused >= max(_MIN_FAILURES, self._concurrency):
-            raise _Fatal(problem, "check the address, the model name and --api-key")
+            raise QuantkitError(
+                f"{self.server.base}: {problem}", "check the address, the model name and --api-key"
+            )
 
     async def _stream(
         self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation
@@ -386,20 +372,15 @@ class Endpoint:
         reader = ReplyReader()
         self._open.add(reader)
         try:
-            return await self._read(client, path, self._body(prompt, parameters), reader)
-        finally:
-            self._open.discard(reader)
-
-    async def _read(
-        self, client: httpx.AsyncClient, path: str, body: dict[str, Any], reader: ReplyReader
-    ) -> ReplyReader:
-        async with aclosing(self.server.stream(client, path, body)) as events:
-            try:
+            body = self._body(prompt, parameters)
+            async with aclosing(self.server.stream(client, path, body)) as events:
                 async for event in events:
                     reader.add(event)
-            except (httpx.TransportError, TimeoutError):
-                if reader.finish_reason is None:  # with a finish reason the reply is complete
-                    raise
+        except (httpx.TransportError, TimeoutError):
+            if reader.finish_reason is None:  # with a finish reason the reply is complete
+                raise
+        finally:
+            self._open.discard(reader)
         return reader
 
     def _body(self, prompt: Prompt, parameters: Generation) -> dict[str, Any]:

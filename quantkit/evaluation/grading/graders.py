@@ -118,6 +118,10 @@ def _plain_verdict(correct: bool, answer: str | None) -> Grade:
     return Grade("right" if correct else "wrong", correct, correct, answer)
 
 
+def _nothing_said(cut: bool) -> Grade:
+    return Grade("truncated" if cut else "no-answer")
+
+
 def _read_integer(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
     found = answers.find_number(text, letters=False)
     if (
@@ -211,7 +215,7 @@ def _read_retrieval(problem: Problem, text: str, cut: bool, judge: MathJudge) ->
     """The asked-for number is in the reply, and no other of its length."""
     named = set(re.findall(rf"(?<!\d)\d{{{len(problem.gold)}}}(?!\d)", text))
     if not named:
-        return Grade("truncated" if cut else "no-answer")
+        return _nothing_said(cut)
     return _plain_verdict(named == {problem.gold}, ", ".join(sorted(named)))
 
 
@@ -244,7 +248,7 @@ def _read_gsm8k_filters(problem: Problem, text: str, cut: bool, judge: MathJudge
         loose_right = bool(loose) and _as_lm_eval_compares(loose[-1]) == gold
         return Grade("right" if loose_right else "wrong-loose", loose_right, True, strict[1])
     if not loose:
-        return Grade("truncated" if cut else "no-answer")
+        return _nothing_said(cut)
     correct = _as_lm_eval_compares(loose[-1]) == gold
     return Grade("right-loose" if correct else "wrong-loose", correct, False, loose[-1])
 
@@ -254,7 +258,7 @@ def _read_last_number(problem: Problem, text: str, cut: bool, judge: MathJudge) 
     text with the row's answer."""
     found = [first or second for first, second in re.findall(r"(-?[0-9.,]{2,})|(-?[0-9]+)", text)]
     if not found:
-        return Grade("truncated" if cut else "no-answer")
+        return _nothing_said(cut)
     answer = found[-1].replace(",", "").strip().strip(".")
     gold = str(problem.fields["answer"]).rpartition("####")[2].strip()
     return _plain_verdict(answer == gold, answer)
@@ -270,7 +274,7 @@ def _read_calls(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Gra
     calls = read_calls(text)
     possible = problem.fields["ground_truth"] or []
     if calls is None and (possible or not text.strip()):
-        return Grade("truncated" if cut else "no-answer")
+        return _nothing_said(cut)
     shown = json.dumps(calls, default=str) if calls is not None else None
     return _plain_verdict(same_calls(calls or [], possible), shown)
 

@@ -151,7 +151,7 @@ def grade_with_tests(problem: Problem, text: str) -> Grade:
         return Grade("no-code")
     helpers = next((source for source in (prompt, f"{prompt}\n    pass\n") if parses(source)), "")
     tests = f"{problem.fields['test']}\ncheck({entry_point})"
-    return _grade(sandbox.run_tests(sandbox.Program(parts, entry_point), helpers, tests))
+    return _grade(sandbox.run_function(sandbox.Program(parts, entry_point), helpers, tests))
 
 
 def _grade(run: sandbox.ProgramRun) -> Grade:
@@ -172,7 +172,7 @@ def grade_with_asserts(problem: Problem, text: str) -> Grade:
     program = whole_program(text, name)
     if program is None:
         return Grade("no-code")
-    return _grade(sandbox.run_tests(sandbox.Program((program,), name), "", tests))
+    return _grade(sandbox.run_function(sandbox.Program((program,), name), "", tests))
 
 
 # ------------------------------------------------------------------------------------------------------------------- contests
@@ -245,10 +245,8 @@ def grade_contest(problem: Problem, text: str) -> Grade:
     tests = contest_tests(problem.fields)
     if function is not None:
         cases = [(_arguments(test["input"]), json.loads(test["output"])) for test in tests]
-        run = sandbox.run_calls(
-            sandbox.Program((PRELUDE, program), function), cases, timeout_s=CONTEST_TIMEOUT_S
-        )
-        return _grade(run)
+        whole = sandbox.Program((PRELUDE, program), function)
+        return _grade(sandbox.run_function(whole, cases=cases, timeout_s=CONTEST_TIMEOUT_S))
     source = with_prelude(program)
     for number, test in enumerate(tests, start=1):
         run = sandbox.run_script(source, test["input"], timeout_s=CONTEST_TIMEOUT_S)

@@ -42,9 +42,6 @@ class SpeedTable(Strict):
     columns: list[str]
     rows: list[list[float | None]]
 
-    def records(self) -> list[dict[str, float | None]]:
-        return [dict(zip(self.columns, row)) for row in self.rows]
-
 
 @cache
 def accuracy_tables() -> tuple[AccuracyTable, ...]:
@@ -67,8 +64,8 @@ def published_speeds() -> list[dict[str, Any]]:
         table.model_dump(exclude={"columns", "rows"})
         | {
             "rows": [
-                {name: value for name, value in row.items() if value is not None}
-                for row in table.records()
+                {name: value for name, value in zip(table.columns, row) if value is not None}
+                for row in table.rows
             ]
         }
         for table in speed_tables()

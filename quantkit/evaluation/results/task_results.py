@@ -3,9 +3,10 @@ score needs explanation."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 from quantkit.common.result import Result
@@ -245,7 +246,7 @@ class TaskResult:
             "unfinished": reasons["unfinished"] / len(graded),
             "no_answer": sum(reasons[name] for name in _WITHOUT_ANSWER) / len(graded),
             "no_answer_interval": list(self._no_answer_interval()),
-            "truncated": _mean(cut),
+            "truncated": fmean(cut),
             "strict": statistics.accuracy(list(strict.values())),
             "interval": list(statistics.interval(scores)),
             "sampling_stderr": _finite(statistics.sampling_stderr(scores)),
@@ -253,14 +254,14 @@ class TaskResult:
             "samples": len(graded),
             "reused": self.reused,
             "correct": sum(sample.grade.correct for sample in graded),
-            "per_repeat": [_mean(row) for _, row in sorted(by_repeat.items())],
+            "per_repeat": [fmean(row) for _, row in sorted(by_repeat.items())],
             "measures": self._measures(),
             "pass_at_k": {
                 str(k): _finite(statistics.pass_at_k(scores, k)) for k in _POWERS if k <= repeats
             },
             "majority": self._majority() if self.votes and repeats > 1 else None,
             "reasons": dict(Counter(sample.grade.reason for sample in self.samples).most_common()),
-            "tokens": {"mean": _mean(tokens), "max": max(tokens), "total": sum(tokens)},
+            "tokens": {"mean": fmean(tokens), "max": max(tokens), "total": sum(tokens)},
             "seconds": self.seconds,
             "speed": self.speed,
             "protocol": self.setting.protocol,
@@ -311,7 +312,7 @@ class TaskResult:
             )
             for one in self.graded
         )
-        return _mean([statistics.majority(row) for row in votes.values()])
+        return fmean([statistics.majority(row) for row in votes.values()])
 
 
 def _group_place(group: tuple[str, Any]) -> tuple[float, str]:
@@ -384,10 +385,6 @@ class EvalResults(Result):
         return [
             sample.to_json(name) for name, task in self.tasks.items() for sample in task.samples
         ]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
 
 
 def _finite(value: float) -> float | None:

@@ -22,9 +22,8 @@ from quantkit.evaluation.sandbox.programs import (
     ProgramRun,
     active_level,
     find_level,
-    run_calls,
+    run_function,
     run_script,
-    run_tests,
     workers,
 )
 
@@ -35,8 +34,7 @@ __all__ = [
     "ProgramRun",
     "active_level",
     "find_level",
-    "run_calls",
+    "run_function",
     "run_script",
-    "run_tests",
     "workers",
 ]

@@ -31,6 +31,8 @@ TIMEOUT_S = 10.0
 _TRIES, _PAUSE_S, _POLL_S = 3, 0.3, 0.005
 _TAIL = 1 << 16  # bytes of stderr searched for an exception
 T = TypeVar("T")
+Cases = Sequence[tuple[list[Any], Any]]
+"""Arguments of a call, and its result."""
 
 
 @dataclass(frozen=True)
@@ -52,42 +54,20 @@ class Program:
     entry_point: str
 
 
-def run_tests(
+def run_function(
     program: Program,
-    helpers: str,
-    tests: str,
+    helpers: str = "",
+    tests: str = "",
     *,
+    cases: Cases = (),
     timeout_s: float | None = None,
     level: Level | None = None,
 ) -> ProgramRun:
-    """Passed if `tests`, which call the function by its name, return in the judge's process;
-    `helpers` is trusted source that they use."""
-    return _run_judged_with_retries(program, level, timeout_s or TIMEOUT_S, helpers, tests)
-
-
-def run_calls(
-    program: Program,
-    cases: list[tuple[list[Any], Any]],
-    *,
-    timeout_s: float,
-    level: Level | None = None,
-) -> ProgramRun:
-    """Passed if every call of the function with a case's arguments returns the case's result, as
-    JSON values, each within `timeout_s`."""
-    return _run_judged_with_retries(program, level, timeout_s, cases=cases)
-
-
-def _run_judged_with_retries(
-    program: Program,
-    level: Level | None,
-    timeout_s: float,
-    helpers: str = "",
-    tests: str = "",
-    cases: Sequence[tuple[list[Any], Any]] = (),
-) -> ProgramRun:
-    request = {"helpers": helpers, "tests": tests, "cases": cases, "call_timeout_s": timeout_s}
-    whole_s = timeout_s * (1 + len(cases))
-    return _run_with_retries(lambda found: _run_judged(program, request, whole_s, found), level)
+    """Passed if `tests`, which call the function by its name, return in the judge's process
+    (`helpers` is trusted source that they use), and every call with a case's arguments returns the
+    case's result, as JSON values, each within `timeout_s`."""
+    attempt = partial(_run_judged, program, helpers, tests, cases, timeout_s or TIMEOUT_S)
+    return _run_with_retries(attempt, level)
 
 
 def run_script(
@@ -132,10 +112,12 @@ def _pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
 
 
 def _run_judged(
-    program: Program, request: dict[str, Any], timeout_s: float, level: Level
+    program: Program, helpers: str, tests: str, cases: Cases, call_s: float, level: Level
 ) -> ProgramRun:
     """The judge starts first and waits; the program begins when both are isolated and the judge
     requests it."""
+    request = {"helpers": helpers, "tests": tests, "cases": cases, "call_timeout_s": call_s}
+    timeout_s = call_s * (1 + len(cases))
     with contextlib.ExitStack() as stack:
         pipes = [_pipe(stack) for _ in range(3)]
         (calls_in, calls), (replies, replies_out), (report, report_out) = pipes
@@ -290,11 +272,10 @@ def find_level() -> IsolationLevel:
     """Runs a trivial program in namespaces, with retries, since a busy machine may fail; falls
     back to rlimits."""
     reason = ""
-    request = {"helpers": "", "tests": "", "cases": [([1], 1)], "call_timeout_s": TIMEOUT_S}
     for number in range(_PROBES):
         time.sleep(number * _PROBE_PAUSE_S)
         try:
-            run = _run_judged(_PROBE, request, TIMEOUT_S, "namespaces")
+            run = _run_judged(_PROBE, "", "", [([1], 1)], TIMEOUT_S, "namespaces")
         except (SandboxError, OSError) as fault:
             reason = str(fault)
             if NO_NAMESPACES in reason:

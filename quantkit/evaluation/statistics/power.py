@@ -39,6 +39,23 @@ def bound_distance(
     return mean - (centre + deviation * (z + (z * z - 1) * skew / 6))
 
 
+def chances(
+    difference: float,
+    variance: float,
+    problems: int,
+    margin: float,
+    uncertainty: float | None = None,
+    one_sided: float = ONE_SIDED,
+) -> tuple[float, float]:
+    """Probabilities of held and of lost where the observed mean is normal around `difference` with
+    the variance `uncertainty`, that of the mean where None; `variance` is that of one problem."""
+    deviation = math.sqrt(variance / problems if uncertainty is None else uncertainty)
+    held = bound_distance(difference, variance, problems, one_sided) - margin
+    lost = -bound_distance(-difference, variance, problems, one_sided)
+    above, below = (_normal_cdf(bound, difference, deviation) for bound in (held, lost))
+    return 1 - above, below
+
+
 @dataclass(frozen=True)
 class UndecidedLook:
     """An inconclusive look: the difference on `problems`, each sampled `repeats` times from both
@@ -60,15 +77,13 @@ class UndecidedLook:
         fresh, doubt = drawn / (repeats * problems), drawn / (self.repeats * self.problems)
 
         def power(difference: float, uncertainty: float) -> float:
-            """Of held or lost where the observed mean is normal around `difference`."""
-            held = bound_distance(difference, variance, problems, one_sided) - margin
-            lost = -bound_distance(-difference, variance, problems, one_sided)
-            above, below = (_normal_cdf(bound, difference, uncertainty) for bound in (held, lost))
-            return 1 - max(0.0, above - below)
+            return min(
+                1.0, sum(chances(difference, variance, problems, margin, uncertainty, one_sided))
+            )
 
-        if self.no_loss_plausible and power(0.0, math.sqrt(fresh)) < POWER_OF_NO_LOSS:
+        if self.no_loss_plausible and power(0.0, fresh) < POWER_OF_NO_LOSS:
             return False
-        return power(self.difference, math.sqrt(fresh + doubt)) >= POWER
+        return power(self.difference, fresh + doubt) >= POWER
 
 
 def needed(
@@ -116,8 +131,8 @@ def plan(accuracy: float, margin: float, sampling: float | None = None) -> list[
         same = noise / repeats
         worse = same + margin * (1 - margin)
         enough = (
-            lambda count, v=same: _p_held(v, count, margin) >= POWER,
-            lambda count, v=worse: _p_lost(v, count, margin) >= POWER,
+            lambda count, v=same: chances(0.0, v, count, margin)[0] >= POWER,
+            lambda count, v=worse: chances(-margin, v, count, margin)[1] >= POWER,
         )
         rows.append(
             PlannedRow(
@@ -131,20 +146,10 @@ def repeats_for_held(problems: int, margin: float, sampling: float) -> int | Non
     """Repeats of both models that give `held` on `problems` where nothing is lost, with probability
     POWER; None where there are too few problems."""
     return _smallest(
-        lambda repeats: _p_held(sampling / repeats, problems, margin) >= POWER, 1, MAX_REPEATS
+        lambda repeats: chances(0.0, sampling / repeats, problems, margin)[0] >= POWER,
+        1,
+        MAX_REPEATS,
     )
-
-
-def _p_held(variance: float, problems: int, margin: float) -> float:
-    """Probability of `held` where nothing is lost."""
-    bound = margin - bound_distance(0.0, variance, problems)
-    return _normal_cdf(bound, 0.0, math.sqrt(variance / problems))
-
-
-def _p_lost(variance: float, problems: int, margin: float) -> float:
-    """Probability of `lost` where `margin` is lost."""
-    bound = -bound_distance(margin, variance, problems)
-    return _normal_cdf(bound, -margin, math.sqrt(variance / problems))
 
 
 def _normal_cdf(bound: float, mean: float, deviation: float) -> float:

@@ -36,9 +36,7 @@ def read_rows(task: str, source: DataSource, data_dir: Path | None) -> TaskRows:
         from quantkit.evaluation.tasks import hubs  # httpx: nothing else here needs it
 
         hub = hubs.hub_name()
-        repo = (
-            source.modelscope or source.hub["path"] if hub == "modelscope" else source.hub["path"]
-        )
+        repo = (source.modelscope if hub == "modelscope" else None) or source.hub["path"]
         cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "quantkit"
         name, split = source.hub.get("name"), source.hub["split"]
         paths = hubs.download(repo, name, split, cache / "datasets", hub)
@@ -49,13 +47,13 @@ def read_rows(task: str, source: DataSource, data_dir: Path | None) -> TaskRows:
             f"data of {task} not found: {place}",
             f"put {' or '.join(source.files)} below --data-dir ({source.where})",
         )
-    digests = [hashlib.sha256(path.read_bytes()).digest() for path in paths]
+    digests = [_digest(path) for path in paths]
     if len(paths) == 1 and (origin or not any("*" in one for one in source.files)):
         return TaskRows(list(read_file(paths[0])), origin or str(paths[0]), digests[0].hex())
     rows = [{"file": _subject(path)} | row for path in paths for row in read_file(path)]
     if source.answers:
         further = _find_files(source.answers, source, data_dir)
-        digests += [hashlib.sha256(path.read_bytes()).digest() for path in further]
+        digests += [_digest(path) for path in further]
         answers = {row.get("id"): row for path in further for row in read_file(path)}
         rows = [row | answers.get(row.get("id"), {}) for row in rows]
     return TaskRows(
@@ -63,6 +61,11 @@ def read_rows(task: str, source: DataSource, data_dir: Path | None) -> TaskRows:
         origin or f"{paths[0].parent} ({len(paths)} files)",
         hashlib.sha256(b"".join(digests)).hexdigest(),
     )
+
+
+def _digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def problems(setting: Setting, grader: Grader, rows: list[Row]) -> list[Problem]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from quantkit.common.atomic_write import write_atomic
+from quantkit.common.atomic_write import new_file
 from quantkit.common.errors import QuantkitError
 
 _DATA = re.compile(r"\.(?:jsonl|jsonl\.gz|json|csv|parquet)$")
@@ -32,11 +32,15 @@ class HubFile:
     sha256: str | None
     git: str | None = None
 
-    def is_same(self, data: bytes) -> bool:
-        if self.sha256 is not None:
-            return hashlib.sha256(data).hexdigest() == self.sha256
-        blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False)
-        return blob.hexdigest() == self.git
+    def is_at(self, path: Path) -> bool:
+        """Whether the file at `path` is this one; they may have gigabytes."""
+        if not path.is_file():
+            return False
+        head = b"blob %d\0" % path.stat().st_size
+        digest = hashlib.sha256() if self.sha256 else hashlib.sha1(head, usedforsecurity=False)
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, lambda: digest).hexdigest()
+        return found == (self.sha256 or self.git)
 
 
 @dataclass(frozen=True)
@@ -100,10 +104,10 @@ def hub_name() -> str:
 
 
 def split_files(files: list[HubFile], name: str | None, split: str) -> list[HubFile]:
-    """The data files of a configuration and split, by the names that hubs' repositories use:
-    main/test-00000-of-00001.parquet, test.jsonl, val/law.csv, gpqa_diamond.csv."""
+    """The data files of a configuration and split, a pattern, by the names that hubs' repositories
+    use: main/test-00000-of-00001.parquet, test.jsonl, val/law.csv, gpqa_diamond.csv."""
     data = [one for one in files if _DATA.search(one.path) and not _NOT_DATA.search(one.path)]
-    part = re.compile(rf"(?:^|[/_-]){re.escape(split)}(?:[/_.-]|$)")
+    part = re.compile(rf"(?:^|[/_-])(?:{split})(?:[/_.-]|$)")
     found = [one for one in data if part.search(one.path)]
     if name:
         whole = [one for one in data if one.path.rpartition("/")[2].split(".")[0] == name]
@@ -128,22 +132,24 @@ def download(repo: str, name: str | None, split: str, cache: Path, hub: str) -> 
                 )
             for one in wanted:
                 path = cache / hub / repo / one.path
-                if not path.is_file() or not one.is_same(path.read_bytes()):
+                if not one.is_at(path):
+                    path.parent.mkdir(parents=True, exist_ok=True)
                     url = at.file.format(repo=repo, path=one.path)
-                    data = client.get(url).raise_for_status().content
-                    if not one.is_same(data):
+                    with client.stream("GET", url) as answer, new_file(path) as file:
+                        for piece in answer.raise_for_status().iter_bytes():
+                            file.write(piece)
+                    if not one.is_at(path):
+                        path.unlink()
                         raise QuantkitError(
                             f"{one.path} of {repo} is not what {hub} lists: its checksum differs",
                             "try again, or use --data-dir",
                         )
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    write_atomic(path, data)
                 paths.append(path)
     except httpx.TransportError as error:
         raise QuantkitError(
             f"{repo} cannot be downloaded: {hub} at {at.address} is not reached", _MIRROR
         ) from error
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+    except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
         raise QuantkitError(
             f"{repo} cannot be loaded from {hub} at {at.address} ({type(error).__name__}: {error})",
             _MIRROR,

@@ -205,7 +205,7 @@ def test_the_model_is_the_only_one_served_or_must_be_named():
             Endpoint(server.url)
         assert Endpoint(server.url, model="b").name == "b"
     with pytest.raises(QuantkitError, match="does not answer"):
-        Endpoint("http://127.0.0.1:9", connect_timeout_s=1)
+        Endpoint("http://127.0.0.1:9")
 
 
 def test_stopping_early_cancels_what_is_in_flight():

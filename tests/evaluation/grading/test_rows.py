@@ -160,7 +160,7 @@ def test_choices(capfd):
 
 
 def test_programs(monkeypatch, capfd):
-    monkeypatch.setattr(sandbox, "run_tests", functools.cache(sandbox.run_tests))
+    monkeypatch.setattr(sandbox, "run_function", functools.cache(sandbox.run_function))
     rows = read_rows("humaneval", find_task("humaneval").data, Path(DATA or SAMPLE)).rows
     solutions = {row["task_id"]: row["canonical_solution"] for row in rows}
 

@@ -45,8 +45,8 @@ def test_missing_data_say_where_to_get_them(tmp_path):
         read_rows("gsm8k", find_task("gsm8k").data, tmp_path)
     with pytest.raises(QuantkitError, match="not a directory"):
         read_rows("gsm8k", find_task("gsm8k").data, tmp_path / "nowhere")
-    with pytest.raises(QuantkitError, match="live_code_bench"):
-        read_rows("live_code_bench", find_task("live_code_bench").data, None)
+    with pytest.raises(QuantkitError, match="data of bfcl not found: no --data-dir given"):
+        read_rows("bfcl", find_task("bfcl").data, None)
 
 
 @pytest.mark.parametrize(

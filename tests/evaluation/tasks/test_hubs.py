@@ -37,6 +37,10 @@ FILES = {
         "test.jsonl": b'{"problem": "?", "answer": "2"}\n',
     },
     "google/IFEval": {"ifeval_input_data.jsonl": b'{"key": 1}\n'},
+    "livecodebench/code_generation_lite": {
+        f"test{number}.jsonl": b'{"question_id": "%s"}\n' % number.encode()
+        for number in ("", *"2356")
+    },
     "ceval/ceval-exam": {
         f"{name}/{split}-00000-of-00001.parquet": parquet(LAW)
         for name in ("law", "logic")
@@ -47,6 +51,7 @@ NAMES = {
     "AI-ModelScope/gsm8k": "openai/gsm8k",
     "AI-ModelScope/MATH-500": "HuggingFaceH4/MATH-500",
     "opencompass/ifeval": "google/IFEval",
+    "AI-ModelScope/code_generation_lite": "livecodebench/code_generation_lite",
     "evalscope/ceval": "ceval/ceval-exam",
 }
 
@@ -121,6 +126,9 @@ def test_the_files_of_a_split_are_loaded_and_kept(hub, tmp_path, monkeypatch):
     assert read_rows("gsm8k", gsm8k.shots, None).rows == GSM8K * 2
     assert read_rows("math_500", find_task("math_500").data, None).rows[0]["answer"] == "2"
     assert read_rows("ifeval", find_task("ifeval").data, None).rows == [{"key": 1}]
+    for name, files in (("live_code_bench_v5", "235"), ("live_code_bench_v6", "2356")):
+        rows = read_rows(name, find_task(name).data, None).rows
+        assert [row["question_id"] for row in rows] == ["", *files]
     ceval = read_rows("ceval", find_task("ceval").data, None).rows
     assert [row["file"] for row in ceval] == ["law", "logic"]
     monkeypatch.setattr(Hubs, "damaged", True)  # what is kept is not asked for again
