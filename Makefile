@@ -90,8 +90,8 @@ AARCH64 := g++-aarch64-linux-gnu qemu-user-static
 test-aarch64:
 	command -v aarch64-linux-gnu-g++ qemu-aarch64-static > /dev/null || { apt-get update --quiet=2 && apt-get install --quiet=2 --yes --no-install-recommends $(AARCH64); }
 	mkdir -p out/aarch64
-	set -e; for flags in "" "-march=armv8.2-a+dotprod"; do \
-	aarch64-linux-gnu-g++ -O3 -std=c++17 $$flags -static -o out/aarch64/products tests/ascend/aarch64.cpp $(addprefix kernels/quantkit_kernels/cpu/,int8.cpp w8a16.cpp dense.cpp); \
+	set -e; for flags in "" "-march=armv8.2-a+dotprod" "-march=armv8.2-a+dotprod+i8mm"; do \
+	aarch64-linux-gnu-g++ -O3 -std=c++17 $$flags -static -o out/aarch64/products tests/ascend/aarch64.cpp $(addprefix kernels/quantkit_kernels/cpu/,int8.cpp int4_rows.cpp w8a16.cpp dense.cpp); \
 	qemu-aarch64-static -cpu max out/aarch64/products; done
 
 # Triton's kernels in its interpreter, and compiled ahead for cards that are not here. QUANTKIT_EVERY_CELL=1: for every architecture.

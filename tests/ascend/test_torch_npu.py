@@ -19,9 +19,10 @@ from quantkit_kernels import (
     torch_npu,
 )
 from quantkit_kernels.samples import distance, exact_linear, random_weight
-from quantkit_kernels.torch_npu import calls, layout, rules
+from quantkit_kernels.torch_npu import calls, layout, rules, vllm_plugin
 from quantkit_kernels.torch_npu.vllm_plugin import WeightOnlyLinear
 
+from quantkit.checkpoint.formats import awq
 from quantkit.checkpoint.formats.compressed_int4 import FORMAT, INT8_WORDS
 from quantkit.grids.int_groups import IntWeight
 
@@ -228,3 +229,22 @@ def test_the_plugin_of_vllm_computes_what_the_format_stores(bits, symmetric, gro
     x, bias = random(2, 3, k), random(n)
     exact = x.double() @ weight.dequantize(torch.float64).t() + bias.double()
     assert distance(scheme.apply(layer_of_vllm, x, bias), exact) < 1e-2
+    vllm_plugin._dequantize(layer_of_vllm)
+    assert torch.equal(layer_of_vllm.weight, weight.dequantize(torch.bfloat16))
+
+
+def test_the_plugin_of_vllm_gives_awq_as_the_backend_lays_it_out():
+    """A weight, and a stack of them: the operands of the products that are tested with our own."""
+    rngs = (torch.Generator().manual_seed(seed) for seed in (1, 2))
+    made = [random_weight("int4-asym-64", 128, 256, rng) for rng in rngs]
+    made = [one._replace(scale=one.scale.half().float()) for one in made]
+    stored = [awq.FORMAT.pack("m", IntWeight(*one, 4)).values() for one in made]
+    expected = [layout.int4_tensors(one, torch.float16) for one in made]
+    for found, wanted in (
+        (vllm_plugin.awq_tensors(*stored[0]), expected[0]),
+        (
+            vllm_plugin.awq_tensors(*map(torch.stack, zip(*stored))),
+            map(torch.stack, zip(*expected)),
+        ),
+    ):
+        assert all(map(torch.equal, found, wanted))

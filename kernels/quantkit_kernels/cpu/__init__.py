@@ -1,14 +1,14 @@
 """The CPU backend: torch's and oneDNN's packed operators where they are right on this processor,
 and C++ where torch has none or is slow.
 
-int4   int4_rows.cpp for few rows, over codes as torch packs them, 4.25 bits per weight in bf16: bfloat16 products where the processor
-       has them, else float32, by AVX-512 or AVX2. Many rows: torch's matmul over blocks expanded by
-       int4.cpp. Without a compiler, or where torch packs otherwise, `_weight_int4pack_mm_for_cpu`,
-       in bf16 or fp16.
+int4   int4_rows.cpp for few rows, 4.25 bits per weight in bf16: bfloat16 products where the processor
+       has them, else float32, by AVX-512, AVX2, NEON or the compiler's own vectors. Many rows: torch's
+       matmul over blocks expanded by int4.cpp. Without a compiler `_weight_int4pack_mm_for_cpu`, in
+       bf16 or fp16.
 dense  Of backend expanded: dense.cpp for few rows in float32, and in bf16 where the processor does
 not multiply it.
 int8   int8.cpp: any number of rows on a processor with VNNI and no AMX, whose experts of a layer are one call (int8_experts.cpp); few with
-       AMX, by AVX2 or the compiler's own vectors. For more, or without a compiler:
+       AMX, by AVX2, NEON (dot product or i8mm) or the compiler's own vectors. For more, or without a compiler:
        `onednn.qlinear_pointwise` with u8 activations where the processor has VNNI (it saturates in
        16 bits without, which a test product finds out), over the same packed weight; else
        `_weight_int8pack_mm` and float32 products of expanded blocks.

@@ -5,6 +5,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import sys
 from pathlib import Path
@@ -19,15 +20,16 @@ _FLAGS = {
     "VNNI": ("-mavx512f", "-mfma", "-mavx512bw", "-mavx512vnni"),
     "PORTABLE": (),
     "DOTPROD": ("-march=armv8.2-a+dotprod",),
+    "I8MM": ("-march=armv8.2-a+dotprod+i8mm",),
     "BF16": ("-mavx512f", "-mfma", "-mavx512bw", "-mavx512vnni", "-mavx512bf16"),
 }
 _LEVELS = {
     "fp4": ("AVX2", "AVX512", "VNNI"),
-    "int4_rows": ("AVX2", "AVX512", "VNNI", "BF16"),
+    "int4_rows": ("AVX2", "AVX512", "VNNI", "BF16", "PORTABLE", "DOTPROD", "I8MM"),
     "int8_experts": ("VNNI",),
     **dict.fromkeys(
         ("dense", "gqa", "int4", "int8", "norm", "prompts", "round_block", "silu", "w8a16"),
-        ("AVX2", "AVX512", "VNNI", "PORTABLE", "DOTPROD"),
+        ("AVX2", "AVX512", "VNNI", "PORTABLE", "DOTPROD", "I8MM"),
     ),
 }
 """Which processors each source is for."""
@@ -67,17 +69,19 @@ def level() -> str:
         return "VNNI"
     if capability in _FLAGS:
         return capability
-    return "DOTPROD" if "asimddp" in _arm_features() else "PORTABLE"
+    return _arm_level() if platform.machine() == "aarch64" else "PORTABLE"
 
 
 @functools.cache
-def _arm_features() -> list[str]:
-    """Of the first core of an aarch64 processor, as Linux names them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
-    return next((line.split() for line in lines if line.startswith("Features")), [])
+def _arm_level() -> str:
+    """By what Linux says of an aarch64 processor (AT_HWCAP and AT_HWCAP2)."""
+    if sys.platform != "linux":
+        return "PORTABLE"
+    said = ctypes.CDLL(None).getauxval
+    said.argtypes, said.restype = (ctypes.c_ulong,), ctypes.c_ulong
+    if not said(16) >> 20 & 1:
+        return "PORTABLE"
+    return "I8MM" if said(26) >> 13 & 1 else "DOTPROD"
 
 
 def level_of(name: str) -> str:

@@ -1,4 +1,4 @@
-// Expands an int4 weight that torch packed for `_weight_int4pack_mm_for_cpu`: w = (q - 8) * scale + offset in float32, as bfloat16 or float32.
+// Expands a packed int4 weight: w = (q - 8) * scale + offset in float32, as bfloat16 or float32.
 //
 // Rows of W lie in blocks of `block`, the last may be smaller. A byte of a whole block holds for one k the codes of rows n and n + block/2,
 // of a smaller one those of rows 2n and 2n + 1; the bytes of a k lie side by side.

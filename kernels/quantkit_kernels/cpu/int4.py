@@ -1,7 +1,5 @@
-"""Products by an int4 weight that torch packed for its own operator, by the project's C++: few rows
-over what is packed (int4_rows.cpp), and blocks of it expanded for many (int4.cpp)."""
-
-import functools
+"""Products by an int4 weight by the project's C++: few rows over packed codes (int4_rows.cpp), and
+blocks of them expanded for many (int4.cpp)."""
 
 import torch
 from torch import Tensor
@@ -9,7 +7,17 @@ from torch import Tensor
 from quantkit_kernels.cpu.build import once
 
 BLOCK = 64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 32
-"""Rows that torch packs together."""
+"""Rows that are packed together."""
+
+
+def pack(codes: Tensor) -> Tensor:
+    """int8 [N, K] in -8..7, N even -> uint8 [N, K / 2] as int4.cpp says."""
+    n, k = codes.shape
+    whole, stored = n // BLOCK * BLOCK, (codes + 8).view(torch.uint8)
+    halves = stored[:whole].view(-1, 2, BLOCK // 2, k).unbind(1)
+    pairs = stored[whole:].view(-1, 2, k).unbind(1)
+    bytes_ = [(low | high << 4).mT.flatten() for low, high in (halves, pairs)]
+    return torch.cat(bytes_).view(n, k // 2)
 
 
 def expand(
@@ -28,7 +36,7 @@ def expand(
     pointers = (one.data_ptr() for one in (packed, scale, offset, out))
     sizes = (start, stop, n, k, group, BLOCK, torch.get_num_threads())
     loaded = once("int4")
-    assert loaded is not None, "packed_as_known() was asked before"
+    assert loaded is not None, "can_be_had() was asked before"
     loaded.qk_int4_expand(*pointers, dtype == torch.bfloat16, *sizes)
     return out.T
 
@@ -41,21 +49,10 @@ def multiply(x: Tensor, packed: Tensor, sides: Tensor, group: int) -> Tensor:
     pointers = (one.data_ptr() for one in (packed, sides, rows, y))
     halves = (x.dtype == torch.bfloat16, sides.dtype == torch.bfloat16)
     loaded = once("int4_rows")
-    assert loaded is not None, "packed_as_known() was asked before"
+    assert loaded is not None, "can_be_had() was asked before"
     loaded.qk_int4_rows(*pointers, *halves, m, n, k, group, BLOCK, torch.get_num_threads())
     return y
 
 
-@functools.cache
-def packed_as_known() -> bool:
-    """Whether torch packs here as int4.cpp says, which no documentation promises, and the libraries
-    can be had: tried once a process."""
-    if once("int4") is None or once("int4_rows") is None:
-        return False
-    n, k, group = BLOCK + 48, 64, 32
-    codes = (
-        torch.arange(n * k, dtype=torch.int32).mul_(7919).remainder_(251).remainder_(16).view(n, k)
-    )  # no row as another
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-    ones = torch.ones(k // group, n)
-    return torch.equal(expand(packed, ones, 8 * ones, group, 0, n, torch.float32), codes.float())
+def can_be_had() -> bool:
+    return once("int4") is not None and once("int4_rows") is not None

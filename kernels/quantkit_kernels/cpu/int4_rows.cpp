@@ -1,8 +1,7 @@
-// Few rows of x by an int4 weight that torch packed for `_weight_int4pack_mm_for_cpu` (int4.cpp says how): every code is read from memory once,
-// decoded in registers and used for all rows, by AVX2 or AVX-512. Sums of a group are of whole numbers q - 8 by x, in float32; the group's scale and offset come to
+// Few rows of x by an int4 weight that is packed as int4.cpp says: every code is read from memory once,
+// decoded in registers and used for all rows, by AVX2, AVX-512, NEON or the compiler's own vectors. Sums of a group are of whole numbers q - 8 by x, in float32; the group's scale and offset come to
 // them at its end: y = sum over groups of scale * sum((q - 8) x) + offset * sum(x).
 
-#include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -41,12 +40,25 @@ struct Floats {
     low = (Vector)_mm512_permutexvar_ps(wide, values);  // which looks at the lowest four bits only
     high = (Vector)_mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), values);
   }
-#else
+#elif defined(__AVX2__)
   static constexpr int bias = 8;
   static void decode(const uint8_t* codes, int, Vector& low, Vector& high) {
     const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)codes));
     low = (Vector)_mm256_cvtepi32_ps(_mm256_and_si256(wide, _mm256_set1_epi32(15)));
     high = (Vector)_mm256_cvtepi32_ps(_mm256_srli_epi32(wide, 4));
+  }
+#else
+  static constexpr int bias = 8;
+  static void decode(const uint8_t* codes, int, Vector& low, Vector& high) {
+    uint32_t four;
+    memcpy(&four, codes, kLanes);
+#if defined(__aarch64__)
+    const Words wide = (Words)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
+#else
+    const Words wide = Words{four, four >> 8, four >> 16, four >> 24} & 255;
+#endif
+    low = __builtin_convertvector((Bits)(wide & 15), Vector);
+    high = __builtin_convertvector((Bits)(wide >> 4), Vector);
   }
 #endif
   static Vector add(Vector sum, Vector weights, Token x) { return sum + weights * x; }

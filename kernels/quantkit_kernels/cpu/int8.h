@@ -119,6 +119,9 @@ struct Rows {
   using Code = Lanes::Code;
   static constexpr int rows = 4, offset = 0, tokens = 4;
   template <int M> static void sum(const Weight& w, const Code* x, int row, int32_t (*found)[rows]) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    if constexpr (M > 1) return sum_pairs<M>(w, x, row, found);
+#endif
     constexpr int some = M < 3 ? rows : rows / 2;  // as many as AVX2 has registers for
     for (int from = 0; from < rows; from += some) {
       const int8_t* codes[some];
@@ -142,6 +145,31 @@ struct Rows {
           for (int r = 0; r < some; ++r) found[m][from + r] += x[(int64_t)m * w.k + i] * codes[r][i];
     }
   }
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  // Two tokens by two rows in an instruction (i8mm). The last of an odd number of tokens is its own pair.
+  template <int M> static void sum_pairs(const Weight& w, const Code* x, int row, int32_t (*found)[rows]) {
+    constexpr int pairs = (M + 1) / 2, eight = 8;
+    const int8_t *codes[rows], *tokens[2 * pairs];
+    for (int r = 0; r < rows; ++r) codes[r] = w.codes + (int64_t)std::min(row + r, w.n - 1) * w.k;
+    for (int m = 0; m < 2 * pairs; ++m) tokens[m] = x + (int64_t)std::min(m, M - 1) * w.k;
+    int32x4_t sums[pairs][rows / 2] = {};
+    int i = 0;
+    for (; i + eight <= w.k; i += eight) {
+      int8x16_t two[pairs];
+      for (int p = 0; p < pairs; ++p) two[p] = vcombine_s8(vld1_s8(tokens[2 * p] + i), vld1_s8(tokens[2 * p + 1] + i));
+      for (int r = 0; r < rows / 2; ++r) {
+        const int8x16_t weights = vcombine_s8(vld1_s8(codes[2 * r] + i), vld1_s8(codes[2 * r + 1] + i));
+        for (int p = 0; p < pairs; ++p) sums[p][r] = vmmlaq_s32(sums[p][r], two[p], weights);
+      }
+    }
+    for (int m = 0; m < M; ++m)
+      for (int r = 0; r < rows; ++r) {
+        found[m][r] = sums[m / 2][r / 2][m % 2 * 2 + r % 2];
+        for (int at = i; at < w.k; ++at) found[m][r] += tokens[m][at] * codes[r][at];
+      }
+  }
+#endif
 };
 
 #if defined(__AVX512VNNI__)

@@ -1,4 +1,4 @@
-"""Int4 linears over weights that torch packed, and the choice among all."""
+"""Int4 linears, and the choice among all."""
 
 import torch
 from torch import Tensor
@@ -34,9 +34,8 @@ class Int4Linear(Linear):
         n, k = shape(weight)
         super().__init__(k, n, dtype, torch.device("cpu"), "cpu")
         self.group_size = group_size(weight)
-        self.packed, self.sides = _packed(
-            weight, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        )
+        self.packed = int4.pack(weight.codes)
+        self.sides = _sides(weight, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
         self._wide = (
             torch.bfloat16 if dtype == torch.bfloat16 and has_unit(dtype) else torch.float32
         )
@@ -67,7 +66,8 @@ class TorchInt4Linear(Linear):
         n, k = shape(weight)
         super().__init__(k, n, dtype, torch.device("cpu"), "cpu")
         self.group_size = group_size(weight)
-        self.packed, self.sides = _packed(weight, dtype)
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes.int() + 8, 1)
+        self.sides = _sides(weight, dtype)
 
     def held(self) -> list[Tensor]:
         return [self.packed, self.sides]
@@ -79,15 +79,14 @@ class TorchInt4Linear(Linear):
         return y
 
 
-def _packed(weight: Int4, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes as torch packs them, and scale and offset [K/g, N, 2] of `dtype`."""
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes.to(torch.int32) + 8, 1)
+def _sides(weight: Int4, dtype: torch.dtype) -> Tensor:
+    """Scale and offset [K/g, N, 2] of `dtype`."""
     offset = (
         torch.zeros_like(weight.scale)
         if weight.zero_point is None
         else -weight.zero_point * weight.scale
     )
-    return packed, torch.stack([weight.scale.T, offset.T], dim=-1).to(dtype).contiguous()
+    return torch.stack([weight.scale.T, offset.T], dim=-1).to(dtype).contiguous()
 
 
 def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
@@ -98,7 +97,7 @@ def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
     if isinstance(weight, Fp4):
         return Fp4Linear(weight, dtype)
     assert isinstance(weight, Int4), kind(weight)
-    return Int4Linear(weight, dtype) if int4.packed_as_known() else TorchInt4Linear(weight, dtype)
+    return Int4Linear(weight, dtype) if int4.can_be_had() else TorchInt4Linear(weight, dtype)
 
 
 def refused(
@@ -109,7 +108,7 @@ def refused(
     if weight_kind == "fp4":
         return why_no_library("fp4")
     if weight_kind == "int4":
-        if dtype is not None and dtype not in _INT4PACK_DTYPES and not int4.packed_as_known():
+        if dtype is not None and dtype not in _INT4PACK_DTYPES and not int4.can_be_had():
             return (
                 "torch's int4 operator is fast in "
                 f"{' and '.join(str(one)[6:] for one in _INT4PACK_DTYPES)} only here"

@@ -7,7 +7,7 @@ the whole tensor where the engine keeps it whole.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -107,6 +107,9 @@ def _different(checkpoint: Checkpoint, row: Parameter, held: Pieces, rank: Rank)
         weight = checkpoint.weight(row.module)
         if isinstance(weight, Tensor):
             ours = {"value": weight}
+        elif isinstance(weight, IntWeight) and set(held) == {"value"} and row.role == "kv_b":
+            scale = weight.scale.to(held["value"].dtype).float()  # as the engine holds it
+            ours = {"value": replace(weight, scale=scale).dequantize(torch.float32)}
         elif isinstance(weight, IntWeight):
             ours = {"codes": weight.codes, "scale": weight.scale}
             if weight.zero_point is not None:

@@ -103,11 +103,13 @@ w8a16 compressed-tensors
 # there is nothing to quantize.
 WITHOUT = {"sglang": ("pangu_ultra_moe",), "vllm": ("pangu_ultra_moe",)}
 # Linears in groups that vllm-ascend takes by quantkit's plugin, and for which engine they are written: int4 with zero points and without,
-# and int8.
+# int8, and AWQ's layout with its experts.
 PLUGIN = {
-    ("awq-w4a16", "qwen3"): "vllm",
-    ("awq-w4a16", "deepseek_v3"): "sglang",
-    ("w8a16", "qwen3"): None,
+    ("awq-w4a16", "compressed-tensors", "qwen3"): "vllm",
+    ("awq-w4a16", "compressed-tensors", "deepseek_v3"): "sglang",
+    ("w8a16", "compressed-tensors", "qwen3"): None,
+    ("awq-w4a16", "awq", "qwen3"): None,
+    ("awq-w4a16", "awq", "deepseek_v3"): None,
 }
 EXPERTS_ONLY = (("vllm-ascend", "awq-w4a16"), ("vllm-ascend", "int4-w4a8"), ("sglang", "int4-w4a8"))
 # Parameters that are made and not stored. Offsets of symmetric weights and the order of inputs
@@ -139,8 +141,8 @@ def cases(engine: str) -> Iterator[Case]:
                 if model not in WITHOUT.get(engine, ()) and not nothing:
                     yield Case(engine, device, scheme, format, model)
     if engine == "vllm-ascend":
-        for scheme, model in PLUGIN:
-            yield Case(engine, "npu", scheme, "compressed-tensors", model, plugin=True)
+        for scheme, format, model in PLUGIN:
+            yield Case(engine, "npu", scheme, format, model, plugin=True)
 
 
 def _holds(load: LoadRule, scheme: str) -> bool:
@@ -158,7 +160,7 @@ def write(case: Case, directory: Path) -> Path:
         scheme = find_scheme(case.scheme)
         asked = replace(scheme, methods=("gptq",) if scheme.cache else ())
         recipe = Recipe(scheme=case.scheme, samples=8, held_out=2, seq_len=64)
-        asked_for = PLUGIN[case.scheme, case.model] if case.plugin else case.engine
+        asked_for = PLUGIN[case.scheme, case.format, case.model] if case.plugin else case.engine
         options = {"engine": asked_for, "device": "cpu"}
         quantize(source, out, asked, case.format, recipe, **options)
     return out

@@ -176,7 +176,12 @@ def cache_steps(attention: str, module: nn.Module) -> Pieces:
 
 
 def scheme_of(module: nn.Module) -> str | None:
-    scheme = getattr(module.quant_method, "quant_method", None)
+    method = module.quant_method
+    scheme = (
+        method
+        if type(method).__name__ == "AwqLinearMethod"
+        else getattr(method, "quant_method", None)
+    )
     return None if scheme is None else type(scheme).__name__
 
 
@@ -185,11 +190,11 @@ def linear(name: str, module: LinearBase) -> Pieces:
     method = scheme_of(module)
     if method is None:
         parts = {"value": module.weight}
-    elif method == "WeightOnlyLinear":
+    elif method in ("WeightOnlyLinear", "AwqLinearMethod"):
         four = module.weight.dtype == torch.int32
         codes = int4_along_last(module.weight) if four else module.weight
         parts = {"codes": codes.T, "scale": module.weight_scale.T}
-        if not module.quant_method.quant_method.symmetric:
+        if method == "AwqLinearMethod" or not module.quant_method.quant_method.symmetric:
             parts["zero"] = (-module.weight_offset).T.to(torch.int8)
     else:
         assert method == "AscendW8A8DynamicLinearMethod", method
@@ -229,23 +234,24 @@ def experts(module: FusedMoE) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
                     "scale": module.w2_weight_scale.unsqueeze(2),
                 },
             )
-        case "AscendW4A16FusedMoEMethod":
-            assert not module.w13_weight_offset.any()
-            assert not module.w2_weight_offset.any()
-            return (
-                {
-                    "codes": int4_along_last(module.w13_weight_packed).transpose(1, 2),
-                    "scale": module.w13_weight_scale.transpose(1, 2),
-                },
-                {
-                    "codes": int4_along_last(module.w2_weight_packed).transpose(1, 2),
-                    "scale": module.w2_weight_scale.transpose(1, 2),
-                },
-            )
+        case "AscendW4A16FusedMoEMethod" | "AwqExperts" as method:
+            return _w4a16(module, "w13", method), _w4a16(module, "w2", method)
         case "AscendW4A8DynamicFusedMoEMethod":
             return _w4a8(module, "w13"), _w4a8(module, "w2")
         case other:
             raise TypeError(other)
+
+
+def _w4a16(module: FusedMoE, side: str, method: str) -> dict[str, Tensor]:
+    offset = getattr(module, f"{side}_weight_offset")
+    found = {
+        "codes": int4_along_last(getattr(module, f"{side}_weight_packed")).transpose(1, 2),
+        "scale": getattr(module, f"{side}_weight_scale").transpose(1, 2),
+    }
+    if method == "AwqExperts":
+        return found | {"zero": (-offset).transpose(1, 2).to(torch.int8)}
+    assert not offset.any()
+    return found
 
 
 def _w4a8(module: FusedMoE, side: str) -> dict[str, Tensor]:
