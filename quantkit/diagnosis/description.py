@@ -400,7 +400,8 @@ def _collect(survey: Survey, description: Description, findings: Findings) -> No
         except QuantkitError as fault:
             kind = "part-missing" if "missing" in fault.problem else "part-malformed"
             kind = "description-wrong" if "is described as" in fault.problem else kind
-            kind = "not-read" if "not a multiple of" in fault.problem else kind
+            unread = "not a multiple of" in fault.problem or "does not read" in fault.problem
+            kind = "not-read" if unread else kind
             faults.setdefault(kind, []).append((module, fault.problem))
             description.broken.add(module)
     findings.add_groups(faults)

@@ -302,7 +302,8 @@ def _check_loading(examined: ExaminedCheckpoint, engine: str | None, findings: F
         if is_known(checkpoint.config) and not findings.has("mtp-missing", "mtp-incomplete"):
             check_stored(checkpoint, read_model(checkpoint).rows)
     except QuantkitError as fault:
-        if findings.verdict != "bad" and examined.description.readable:
+        is_read = examined.description.readable and not findings.has("not-read")
+        if findings.verdict != "bad" and is_read:
             findings.add("not-loadable", str(examined.survey.path), fault.problem, fault.remedy)
         return
     if engine is not None:

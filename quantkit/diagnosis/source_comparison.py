@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats.base import FLOAT_DTYPES
+from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Axis
 from quantkit.checkpoint.reader import Checkpoint, open_headers
 from quantkit.diagnosis.description import Description
 from quantkit.diagnosis.findings import Findings
@@ -96,6 +96,15 @@ class SourceComparison:
             for name in survey.tensors
             if not name.endswith((".weight", "bias"))
         }
+        # GPT-2's matrices are inputs by outputs in its own class; writers store outputs by inputs.
+        self.inputs_first = {
+            module.rpartition(".")[2]
+            for module, linear in description.linears.items()
+            if module not in self.rows
+            and linear.shape[0] != linear.shape[1]
+            and self.checkpoint.has(f"{module}.weight")
+            and self.checkpoint.shape(module) == linear.shape[::-1]
+        }
         self.groups = structure.scale_groups
         self.producers = {group.producer for group in self.groups}
         self.gains: dict[str, Gain] = {}
@@ -167,6 +176,8 @@ class SourceComparison:
         for axis, what in ((1, "rows"), (0, "columns")):
             size = theirs.square().mean(axis)
             lost = (rows.values == 0).all(axis) & (size > SMALL * size.median())
+            if axis == 0 and self._reads_zeros(rows.values.shape[1]):
+                continue
             if int(lost.sum()) >= _MIN_UNRELATED:
                 return f"{int(lost.sum())} of {len(lost)} sampled {what} are zeros, and the source's not"
         left = rows.values - part
@@ -189,6 +200,14 @@ class SourceComparison:
                     f"source's, such as number {int(far.nonzero()[0])}"
                 )
         return ""
+
+    def _reads_zeros(self, inputs: int) -> bool:
+        """Whether a linear of so many inputs reads a ReLU, of which some outputs are 0 for all
+        tokens of a calibration: GPTQ zeroes their columns."""
+        config = self.survey.config
+        activation = config.get("hidden_act", config.get("activation_function"))
+        hidden = config.get("hidden_size", config.get("n_embd"))
+        return str(activation).startswith("relu") and inputs != hidden
 
     def _input_gain(self, module: str) -> Tensor:
         """Of the norm that a linear reads, in the source, [K]; 1 where it reads none. Calibrated
@@ -280,12 +299,16 @@ class SourceComparison:
     def _rows_of(self, module: str, ranges: tuple[tuple[int, int], ...]) -> Tensor | None:
         if not (module in self.checkpoint.linears or self.checkpoint.has(f"{module}.weight")):
             return None
+        axis: Axis = "K" if module.rpartition(".")[2] in self.inputs_first else "N"
+        size = self.checkpoint.shape(module)["NK".index(axis)]
         cuts = []
         for start, stop in ranges:
-            weight, first = self.checkpoint.weight_slice(
-                module, "N", start, min(stop, self.checkpoint.shape(module)[0])
-            )
-            cuts.append(dequantize(weight)[start - first : stop - first])
+            if start >= size:
+                return None
+            weight, first = self.checkpoint.weight_slice(module, axis, start, min(stop, size))
+            values = dequantize(weight)
+            values = values if axis == "N" else values.T
+            cuts.append(values[start - first : stop - first])
         return torch.cat(cuts)
 
     def _fault(self, name: str, module: str, evidence: str) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import faulty
 import good_checkpoints
@@ -12,7 +13,7 @@ import make_model
 import pytest
 import torch
 from commands import command
-from packed_model import write_packed
+from packed_model import rounded, write_packed
 from torch import Tensor
 
 from quantkit.calibrate.recipe import Recipe
@@ -162,6 +163,40 @@ def test_a_tokenizer_that_was_saved_while_it_cut_texts_is_a_note(
     cut = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
     contents.set_json("tokenizer.json", {**contents.json("tokenizer.json"), "truncation": cut})
     assert told(contents.write(tmp_path / "odd"), source) == {"tokenizer-cuts": "note"}
+
+
+GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 320}
+OPT = {"model_type": "opt", "architectures": ["OPTForCausalLM"], "vocab_size": 320} | {
+    "hidden_size": 64,
+    "activation_function": "relu",
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "shapes"),
+    [
+        (GPT2, {"h.0.attn.c_attn": (384, 64), "h.0.attn.c_proj": (64, 64), "c_proj": (64, 256)}),
+        (OPT, {"self_attn.q_proj": (64, 64), "fc1": (128, 64), "fc2": (64, 128)}),
+    ],
+    ids=["inputs first", "dead inputs"],
+)
+def test_what_other_classes_compute_is_no_fault(
+    config: dict[str, Any], shapes: dict[str, tuple[int, int]], tmp_path: Path
+) -> None:
+    """GPT-2's matrices are stored inputs by outputs, and quantized the other way round. After a
+    ReLU some inputs are 0 for all calibration tokens, and GPTQ zeroes their columns."""
+    rng = torch.Generator().manual_seed(0)
+    format, grid = good_checkpoints.FORMATS["ct-int8"]
+    plain, packed = dict[str, Tensor](), dict[str, Tensor]()
+    for module, shape in shapes.items():
+        weight = torch.randn(shape, generator=rng) / 8
+        plain[f"layers.{module}.weight"] = weight.T if config is GPT2 else weight.clone()
+        weight[:, [3, 20, 77, 90] if module == "fc2" else []] = 0
+        packed |= format.pack(f"layers.{module}", rounded(weight, format, grid, weight.abs().max()))
+    source = make_model.write_dense(tmp_path / "source", config, plain)
+    described = {"quantization_config": format.config_block(grid, {}, [])}
+    path = make_model.write_dense(tmp_path / "out", config | described, packed)
+    assert told(path, source) == {}
 
 
 @pytest.mark.parametrize("format", ["awq", "gptq-sym", "ct-int8", "modelslim-int4"])

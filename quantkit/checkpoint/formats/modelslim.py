@@ -109,6 +109,13 @@ class SlimLinear(Format):
             columns * (2 if self.packed == "K" else 1),
         )
         scale = tensors.get(f"{module}.weight_scale{'_second' if self.second else ''}")
+        steps = scale or tensors.get(f"{module}.deq_scale")
+        if steps is not None and steps.shape == (1,) and rows > 1:
+            raise QuantkitError(
+                f"{module} has one scale for the whole matrix (mm_tensor of ModelSlim), which "
+                "quantkit does not read",
+                "quantize again with mm_tensor=False, a scale a row, as vllm-ascend needs it",
+            )
         count = (
             scale.shape[1] if scale is not None and len(scale.shape) == 2 and scale.shape[1] else 1
         )

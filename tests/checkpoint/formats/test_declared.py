@@ -305,10 +305,14 @@ def test_modelslims_w4a8_of_two_stages_multiplies_its_scales(new, tmp_path):
     )
 
 
-def test_a_type_of_modelslim_that_is_not_read_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "scale", "named"),
+    [("W4A4_DYNAMIC", (N, 1), "W4A4_DYNAMIC"), ("W8A8", (1,), "one scale for the whole matrix")],
+)
+def test_what_of_modelslim_is_not_read_is_named(kind, scale, named, tmp_path):
     tensors = {
         f"{A}.weight": torch.zeros(N, K, dtype=torch.int8),
-        f"{A}.weight_scale": torch.ones(N, 1),
+        f"{A}.weight_scale": torch.ones(scale),
     }
-    with refused("W4A4_DYNAMIC"):
-        slim(tmp_path / "a", "W4A4_DYNAMIC", tensors, version="1.0.0")
+    with refused(named):
+        slim(tmp_path / "a", kind, tensors, version="1.0.0")
