@@ -306,8 +306,13 @@ def _read_judged(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Gr
     return Grade(reason, reason == "right", reason == "right", text.strip()[:200])
 
 
-def _program(graded: Callable[[Problem, str], Grade]) -> Read:
-    return lambda problem, text, cut, judge: graded(problem, text)
+def _program(passes: str, graded: Callable[[Problem, str], Grade]) -> Grader:
+    return Grader(
+        lambda fields: f"passes {passes.format_map(fields)}",
+        lambda problem, text, cut, judge: graded(problem, text),
+        votes=False,
+        runs_code=True,
+    )
 
 
 GRADERS: dict[str, Grader] = {
@@ -320,26 +325,11 @@ GRADERS: dict[str, Grader] = {
     "retrieval": Grader(lambda fields: str(fields["answer"]), _read_retrieval),
     "gsm8k-filters": Grader(_number_gold, _read_gsm8k_filters),
     "last-number": Grader(_number_gold, _read_last_number),
-    "python-tests": Grader(
-        lambda fields: f"passes the tests of {fields['entry_point']}",
-        _program(programs.grade_with_tests),
-        votes=False,
-        runs_code=True,
-    ),
-    "asserts": Grader(
-        lambda fields: "passes its assertions",
-        _program(programs.grade_with_asserts),
-        votes=False,
-        runs_code=True,
-    ),
+    "python-tests": _program("the tests of {entry_point}", programs.grade_with_tests),
+    "asserts": _program("its assertions", programs.grade_with_asserts),
     "calls": Grader(lambda fields: json.dumps(fields["ground_truth"] or []), _read_calls),
     "judged": Grader(lambda fields: str(fields["answer"]), _read_judged, votes=False, judged=True),
-    "contest-tests": Grader(
-        lambda fields: "passes every public and private test",
-        _program(programs.grade_contest),
-        votes=False,
-        runs_code=True,
-    ),
+    "contest-tests": _program("every public and private test", programs.grade_contest),
 }
 
 
