@@ -16,7 +16,7 @@ _LOOSE_FENCE = re.compile(
 )
 _CUTS = 40  # places where a program may end
 _CLOSERS = 8  # fences inside one block that are tried as its end
-_PYTHON = re.compile(r"(?:py|python|ipython|pypy)[\d.]*")
+_PYTHON = ("py", "python", "ipython", "pypy")  # and their versions
 _BEGINS = re.compile(r"(?m)^[ \t]*(?:(?:async )?def|class|import|from|@\w+)\b")
 
 
@@ -30,7 +30,7 @@ class Block:
 
     @property
     def is_python(self) -> bool:
-        return _PYTHON.fullmatch(self.tag) is not None
+        return self.tag.rstrip("0123456789.") in _PYTHON
 
 
 def blocks(text: str) -> list[Block]:

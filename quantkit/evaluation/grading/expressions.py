@@ -134,10 +134,7 @@ def latex(text: str) -> str:
 
 
 _UNION = re.compile(r"\s*(?:\\text\s*\{\s*or\s*\}|\bor\b|\\lor(?![a-z])|\\cup(?![a-z]))\s*")
-_RELATIONS = (
-    (re.compile(r"\\leq?(?:slant)?(?![a-z])|<="), "≤"),
-    (re.compile(r"\\geq?(?:slant)?(?![a-z])|>="), "≥"),
-)
+_RELATION = re.compile(r"\\([lg])eq?(?:slant)?(?![a-z])|([<>])=")
 _SIDE = r"[^<>≤≥=,]+?"
 _RANGE = re.compile(
     rf"(?:(?P<low>{_SIDE})\s*(?P<from>[<≤]))?\s*[a-z]\s*(?:(?P<to>[<>≤≥])\s*(?P<high>{_SIDE}))"
@@ -147,9 +144,7 @@ _RANGE = re.compile(
 def intervals(text: str) -> str:
     r"""0 < x \le 5 as (0, 5], x < 2 or x > 3 as (-\infty, 2)\cup(3, \infty); anything else as it
     is."""
-    shown = text
-    for pattern, sign in _RELATIONS:
-        shown = pattern.sub(sign, shown)
+    shown = _RELATION.sub(lambda match: "≤" if (match[1] or match[2]) in "l<" else "≥", text)
     found = [_interval(part.strip()) for part in _UNION.split(shown)]
     return r"\cup".join(part for part in found if part) if all(found) else text
 
