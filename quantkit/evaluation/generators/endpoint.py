@@ -317,7 +317,7 @@ class Endpoint:
         for attempt in range(self._retries + 1):
             if attempt:
                 await asyncio.sleep(self._backoff_s * 2 ** (attempt - 1) * (0.5 + random.random()))
-            start = time.perf_counter()
+            start, limit_name = time.perf_counter(), self._limit_name
             try:
                 return (await self._stream(client, prompt, parameters)).reply(
                     time.perf_counter() - start
@@ -326,7 +326,7 @@ class Endpoint:
                 problem = describe_error(error)
                 if _is_context_overflow(error.response.status_code, problem):
                     return ModelReply(index=-1, finish_reason="context", refusal=problem)
-                if self._limit_name == "max_tokens" and _OTHER_LIMIT in problem:
+                if limit_name == "max_tokens" and _OTHER_LIMIT in problem:
                     self._limit_name = _OTHER_LIMIT  # what newer servers take instead
                     return await self._ask(client, prompt, parameters)
                 self._count_refusal(error.response.status_code, problem)

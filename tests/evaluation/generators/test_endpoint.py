@@ -69,7 +69,7 @@ def test_replies_come_back_whole_and_in_their_place():
 
 def test_fields_are_sent_renamed_and_left_out():
     """extra_body and its like decide over every field; a server that wants max_completion_tokens
-    says so once."""
+    says so to the requests that are under way."""
 
     def answer(question, body):
         if "max_tokens" in body:
@@ -83,16 +83,17 @@ def test_fields_are_sent_renamed_and_left_out():
         reasoning_effort="low",
         no_seed=True,
     )
-    with ReplayServer(answer) as server:
-        (reply,) = ask(
+    with ReplayServer(answer, delay_s=0.05) as server:
+        replies = ask(
             server,
-            [chat("1")],
+            [chat(str(number)) for number in range(8)],
             Generation(temperature=0.6, max_tokens=7),
             fields=options.request_fields,
+            concurrency=4,
             retries=0,
         )
-        refused, sent = server.requests
-    assert reply.text == "4"
+        refused, sent = server.requests[0], server.requests[-1]
+    assert [reply.text for reply in replies] == ["4"] * 8
     assert refused["max_tokens"] == sent["max_completion_tokens"] == 7
     assert sent["top_k"] == 20
     assert sent["chat_template_kwargs"] == {"enable_thinking": False}
