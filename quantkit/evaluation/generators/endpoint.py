@@ -415,10 +415,10 @@ _OTHER_LIMIT = "max_completion_tokens"
 
 
 def most_tokens(prompt: Prompt) -> int:
-    """An upper bound of a prompt's tokens: texts have two bytes a token or more, a chat template
-    adds some."""
-    texts = [prompt.text or "", *(message["content"] for message in prompt.messages)]
-    return sum(len(text.encode()) for text in texts) // 2 + 64
+    """An upper bound of a prompt's tokens: a digit can be one, other texts have two bytes a token
+    or more, a chat template adds some."""
+    text = "".join([prompt.text or "", *(message["content"] for message in prompt.messages)])
+    return (len(text.encode()) + sum(map(str.isdigit, text))) // 2 + 64
 
 
 def request_body(model: str, prompt: Prompt, parameters: Generation) -> dict[str, Any]:

@@ -110,9 +110,11 @@ def test_a_reply_is_asked_for_within_the_servers_context():
         prompt = chat("问" * 100)
         next(endpoint.generate([prompt], Generation(max_tokens=32768)))
         next(endpoint.generate([prompt], Generation(max_tokens=100)))
-        first, second = server.requests
+        next(endpoint.generate([chat("7" * 3000)], Generation(max_tokens=32768)))
+        first, second, digits = server.requests
     assert 3500 < first["max_tokens"] <= 4096 - 200
     assert second["max_tokens"] == 100
+    assert digits["max_tokens"] <= 4096 - 3000, "a digit can be a token"
 
 
 def test_the_request_says_what_was_asked():
