@@ -23,6 +23,7 @@ from quantkit.evaluation.generators.generator import (
     Generator,
     ModelReply,
     Prompt,
+    estimated_tokens,
 )
 from quantkit.evaluation.grading import reasoning
 from quantkit.evaluation.grading.graders import Grader, find_grader, grade
@@ -231,7 +232,7 @@ def run_task(
         notice(
             f"{setting.task.name}: {reused} replies reused from {out}, {len(missing)} to generate"
         )
-    lengths: list[int] = []
+    lengths, counted = list[int](), 0
 
     def report(stage: Stage, done: int) -> None:
         if progress is None:
@@ -257,11 +258,13 @@ def run_task(
             for completion in generator.generate(requests, setting.generation):
                 problem, repeat = missing[completion.index]
                 replies[problem.id, repeat] = completion
-                lengths.append(completion.completion_tokens)
+                counted += completion.completion_tokens
+                length = estimated_tokens(completion.text, completion.reasoning)
+                lengths.append(completion.completion_tokens or length)
                 if journal is not None:
                     journal.add((problem.id, repeat), completion)
                 report("generate", len(replies))
-    speed = _speed(sum(lengths), time.monotonic() - start, before, generator.drafts())
+    speed = _speed(counted, time.monotonic() - start, before, generator.drafts())
     samples = grade_samples(work, keys, replies, lambda done: report("grade", done), options)
     check_not_all_failed(setting.task.name, samples)
     notes = []

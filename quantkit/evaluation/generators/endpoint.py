@@ -20,7 +20,13 @@ from typing import Any, TypeVar
 import httpx
 
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.generators.generator import Drafts, Generation, ModelReply, Prompt
+from quantkit.evaluation.generators.generator import (
+    Drafts,
+    Generation,
+    ModelReply,
+    Prompt,
+    estimated_tokens,
+)
 from quantkit.evaluation.openai_server import (
     ABORT_REASONS,
     REQUEST_ERRORS,
@@ -394,8 +400,11 @@ class Endpoint:
         return {name: value for name, value in (body | self._fields).items() if value is not None}
 
     def open_tokens(self) -> list[int]:
-        """A chunk counts as a token."""
-        return [len(reader.text) for reader in list(self._open)]
+        """A chunk counts as a token, or, where it holds more than one, by its length."""
+        return [
+            max(len(reader.text), estimated_tokens(*reader.text, *reader.reasoning))
+            for reader in list(self._open)
+        ]
 
     def drafts(self) -> Drafts | None:
         """The counters of quantkit's and vLLM's /metrics, of all requests to the server."""

@@ -2,6 +2,8 @@
 other one."""
 
 import itertools
+import threading
+import time
 import tracemalloc
 
 import pytest
@@ -132,6 +134,37 @@ def test_a_slow_reply_is_not_a_silent_one():
 def test_a_server_that_says_nothing_is_left(sent):
     (reply,) = ask(lambda wire, body: wire.stream(*[sent] * 8, every_s=0.2), retries=0)
     assert "no answer in time" in (reply.error or "")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "tokens"),
+    [
+        (["a word "] * 6, range(6, 13)),
+        (["a piece of some ten words, as drafts make them at once"] * 6, range(48, 97)),
+        (["讲一讲你好吗"] * 10, range(20, 80)),
+    ],
+)
+def test_tokens_under_way_are_known_within_a_factor_of_two(pieces, tokens):
+    """However many a piece holds: the time left comes of it."""
+    ended = threading.Event()
+
+    def answer(wire, body):
+        wire.stream(b"".join(chunk(piece) for piece in pieces))
+        ended.wait(20)
+        wire.write(END)
+
+    with FaultyServer(answer) as server:
+        endpoint = Endpoint(server.url)
+        asked = threading.Thread(
+            target=lambda: list(endpoint.generate([Prompt(text="x")], Generation()))
+        )
+        asked.start()
+        while not ((found := endpoint.open_tokens()) and found[0] >= tokens[0]):
+            assert asked.is_alive()
+            time.sleep(0.01)
+        ended.set()
+        asked.join()
+    assert found[0] in tokens
 
 
 def test_a_reply_without_end_is_cut_off(monkeypatch):
