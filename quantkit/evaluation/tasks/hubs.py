@@ -150,8 +150,13 @@ def download(repo: str, name: str | None, split: str, cache: Path, hub: str) -> 
             f"{repo} cannot be downloaded: {hub} at {at.address} is not reached", _MIRROR
         ) from error
     except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
+        refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (
+            401,
+            403,
+        )
+        key = f"set {at.variables[1]} to a key whose owner may read it, or use --data-dir"
         raise QuantkitError(
             f"{repo} cannot be loaded from {hub} at {at.address} ({type(error).__name__}: {error})",
-            _MIRROR,
+            key if refused else _MIRROR,
         ) from error
     return paths

@@ -141,6 +141,7 @@ def test_sentences_words_and_languages():
         "hi": "यह एक विचार है",
         "ko": "안녕",
         "zh-cn": "你好",
+        "ja": "日本語漢字文章です",
         "fr": "Je ne suis pas sûr que",
     }
     assert {name: language_of(text) for name, text in texts.items()} == {

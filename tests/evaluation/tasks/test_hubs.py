@@ -62,6 +62,8 @@ class Hubs(BaseHTTPRequestHandler):
     def do_GET(self):
         url, query = urlparse(self.path), parse_qs(urlparse(self.path).query)
         parts = url.path.strip("/").split("/")
+        if "gpqa" in url.path:  # its terms must be accepted
+            return self.send_error(401)
         if parts[:2] == ["api", "datasets"]:  # huggingface.co
             held = FILES["/".join(parts[2:4])]
             large = {path: path.endswith(".parquet") for path in held}
@@ -144,6 +146,8 @@ def test_what_is_not_as_listed_is_refused(hub, tmp_path, monkeypatch):
     lacking = source.model_copy(update={"hub": source.hub | {"split": "validation"}})
     with pytest.raises(QuantkitError, match="has no files of"):
         read_rows("gsm8k", lacking, None)
+    with pytest.raises(QuantkitError, match=r"401 .*; set (HF|MODELSCOPE_API)_TOKEN to a key"):
+        read_rows("gpqa_diamond", find_task("gpqa_diamond").data, None)
     for name in ("HF_ENDPOINT", "MODELSCOPE_ENDPOINT"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with pytest.raises(QuantkitError, match=f"cannot be downloaded: {hub} at http"):
