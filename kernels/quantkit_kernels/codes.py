@@ -116,7 +116,8 @@ def store_latents(
     if step is None:
         # A key over its scale must be a number of its dtype, which of float16 only unusual ones
         # would not be.
-        least = keys.float().abs().amax(dim=-1) / torch.finfo(cache.keys.dtype).max
+        largest = torch.finfo(cache.keys.dtype).max
+        least = keys.float().abs().amax(dim=-1) / largest if keys.shape[1] else 0.0
         codes, scales = encode(latents, cache.codes.dtype, least)
     else:
         codes, scales = encode_by(latents, step, cache.codes.dtype), step.expand(len(latents))
@@ -149,7 +150,7 @@ def decoded(cache: CodedLatents) -> Tensor:
 def _put(stored: Tensor, slots: Tensor, rows: Tensor) -> None:
     """Rows [T, ...] to the slots of [num_blocks, block_size, ...]. FP8 goes as bytes: torch copies
     no rows of it."""
-    flat, rows = stored.view(-1, *stored.shape[2:]), rows.to(stored.dtype)
+    flat, rows = stored.flatten(0, 1), rows.to(stored.dtype)
     if stored.dtype == torch.float8_e4m3fn:
         flat, rows = flat.view(torch.uint8), rows.view(torch.uint8)
     flat.index_copy_(0, slots, rows)

@@ -64,16 +64,17 @@ class ChosenEntries(NamedTuple):
 class EntryPool(NamedTuple):
     """How entries of some pages are pooled. bias float32 [r, D]: of the tokens' weights; [r, 2 D]
     with overlap, where a token contributes two halves, to the group after its own and to its own.
-    gain [D] and eps of the norm after it."""
+    gain [D] and eps of the norm after it; None where entries are neither normed nor rotated, of
+    all pools of a call or of none."""
 
     bias: Tensor
-    gain: Tensor
+    gain: Tensor | None
     eps: float
     pages: EntryPages
 
     @property
     def overlap(self) -> bool:
-        return self.bias.shape[1] > self.gain.shape[0]
+        return self.bias.shape[1] > self.pages.kv.shape[1]
 
     @property
     def reach(self) -> int:
@@ -150,11 +151,12 @@ def pool_entries(
     check_tensor("raw.kv", raw.kv, (None, width), FLOAT_DTYPES)
     check_tensor("raw.first", raw.first, (len(positions),), (torch.int64,))
     for pool in pools:
-        dim = pool.gain.shape[0]
+        dim = pool.pages.kv.shape[1]
         wide = dim * (1 + pool.overlap)
         check_tensor("bias", pool.bias, (pool.pages.rate, wide), (torch.float32,))
         check_tensor("pages.kv", pool.pages.kv, (None, dim), (raw.kv.dtype,))
         require(pool.reach == pools[0].reach, "pools: of different groups")
+        require((pool.gain is None) == (pools[0].gain is None), "pools: normed and not")
     backends.find("pool_entries", backend, raw.kv.device).pool_entries(
         raw, positions, pools, rotation
     )

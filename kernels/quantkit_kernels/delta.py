@@ -24,7 +24,7 @@ class DeltaInputs(NamedTuple):
     """What the linears of a layer output for its tokens; views of their outputs are taken as they
     are, with a contiguous last dimension. q, k float [T, G, D] and v [T, G, R, V] before the
     convolution; gate [T, G, R, V] of the output; decay float32 [T, G, R], or [T, G, R, D] per key
-    channel: g = -speed softplus(decay + bias); rate float32 [T, G, R]: beta = sigmoid(rate)."""
+    channel, of which the weights make g; rate float32 [T, G, R]: beta = sigmoid(rate)."""
 
     q: Tensor
     k: Tensor
@@ -37,8 +37,9 @@ class DeltaInputs(NamedTuple):
 class DeltaWeights(NamedTuple):
     """convolution float32 [C, K]: of all queries, then keys, then values. speed float32 [G R]; bias
     float32 [G R], or [G R, D] with a decay per key channel. norm float [V]: gain of the output's
-    norm over each head; eps: of this norm. sigmoid: the output is gated by a sigmoid, not by
-    SiLU."""
+    norm over each head; eps: of this norm. sigmoid: the output is gated by a sigmoid, not by SiLU.
+    lower: below 0 the least g, which is lower sigmoid(speed (decay + bias)); 0 for none, and
+    g = -speed softplus(decay + bias)."""
 
     convolution: Tensor
     speed: Tensor
@@ -46,6 +47,7 @@ class DeltaWeights(NamedTuple):
     norm: Tensor
     eps: float
     sigmoid: bool = False
+    lower: float = 0.0
 
 
 class DeltaStates(NamedTuple):
@@ -156,6 +158,7 @@ def _check(inputs: DeltaInputs, weights: DeltaWeights, states: DeltaStates) -> N
     check_tensor("speed", weights.speed, (heads,), single)
     check_tensor("bias", weights.bias, (heads, *by_channel), single)
     check_tensor("norm", weights.norm, (value,), FLOAT_DTYPES)
+    require(weights.lower <= 0, f"lower: {weights.lower}, expected at most 0")
     places = states.tokens.shape[1]
     check_tensor("recent", states.recent, (2, places, kernel - 1, channels), single)
     check_tensor("memory", states.memory, (2, places, heads, key, value), single)

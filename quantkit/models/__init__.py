@@ -14,6 +14,7 @@ ARCHITECTURES = (
     "deepseek_v32",
     "deepseek_v4",
     "glm4_moe",
+    "glm5_next",
     "glm_moe_dsa",
     "gpt_oss",
     "hy_v3",
@@ -39,6 +40,7 @@ ARCHITECTURES = (
 _FILES = {
     "PanguEmbedded": "pangu_embedded",
     "deepseek_v4": "deepseek_v4.architecture",
+    "glm5_next": "glm5_next.architecture",
     "openpangu_v2": "openpangu_v2.architecture",
 }
 """Modules that are not named after the model_type."""
@@ -69,6 +71,7 @@ if TYPE_CHECKING:  # mypy checks that every file implements the protocol
         solar_open,
     )
     from quantkit.models.deepseek_v4 import architecture as deepseek_v4
+    from quantkit.models.glm5_next import architecture as glm5_next
     from quantkit.models.openpangu_v2 import architecture as openpangu_v2
 
     _CHECKED: tuple[Architecture[Any], ...] = (
@@ -76,6 +79,7 @@ if TYPE_CHECKING:  # mypy checks that every file implements the protocol
         deepseek_v32,
         deepseek_v4,
         glm4_moe,
+        glm5_next,
         glm_moe_dsa,
         gpt_oss,
         hy_v3,

@@ -27,11 +27,13 @@ SCALE_BYTES = 4
 @dataclass(frozen=True)
 class LatentCache:
     """Multi-head latent attention: a token and layer cache the latent KV and the rotated key shared
-    by all heads. index_dim: width of an indexer's key, cached as well; 0 without an indexer."""
+    by all heads. index_dim: width of an indexer's key, cached as well; 0 without an indexer.
+    index_pool: tokens that share an index key (pooled_index.py); 0 where each has its own."""
 
     kv_lora_rank: int
     rope_dim: int
     index_dim: int = 0
+    index_pool: int = 0
 
     @property
     def width(self) -> int:
@@ -46,7 +48,7 @@ class LatentCache:
     def token_bytes(self, bits: CacheBits, ranks: int = 1) -> int:
         """Bytes per token and layer on one rank. In 8 bits: the latent's codes and a float32 scale;
         rotary and indexer keys stay in 16 bits."""
-        return 2 * self.index_dim + (
+        return math.ceil(2 * self.index_dim / (self.index_pool or 1)) + (
             2 * self.width if bits == 16 else self.kv_lora_rank + 2 * self.rope_dim + SCALE_BYTES
         )
 

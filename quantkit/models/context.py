@@ -41,6 +41,7 @@ from quantkit.models.latent_window import (
     attend_latent_window,
     window_mask,
 )
+from quantkit.models.pooled_index import IndexPooling, PooledInputs, select_in_text
 from quantkit.models.rope import Rope
 from quantkit.models.short_conv import short_convolve
 from quantkit.models.sparse import (
@@ -79,6 +80,9 @@ class Context(Protocol):
         """Sparse attention, between the parts: caches the indexer's keys, normed and rotated, and
         selects for each token the `topk` tokens of its sequence, up to itself, with the highest
         scores; used by `attend_mla` until the next call."""
+
+    def select_pooled(self, layer: int, inputs: PooledInputs, pooling: IndexPooling) -> None:
+        """As `select`, by groups of tokens (pooled_index.py)."""
 
     def attend_mla(
         self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0
@@ -152,6 +156,8 @@ class Positions:
 
     def rotate_last(self, rope: Rope, q: Tensor) -> Tensor:
         """q [T, heads, nope + rope.dim] with its rotary part rotated."""
+        if not rope.dim:
+            return q
         return torch.cat((q[..., : -rope.dim], self.rotate(rope, q[..., -rope.dim :])), dim=-1)
 
     def decode_mla(
@@ -237,6 +243,19 @@ class CausalContext(Positions):
                 queries[part], inputs.weights[part], index[part], self.positions[part], topk
             )
             parts.append(own._replace(slots=own.slots + start))
+            start += length
+        self.selected = concat_selected(parts)
+
+    def select_pooled(self, layer: int, inputs: PooledInputs, pooling: IndexPooling) -> None:
+        self.selected = None
+        if max(self.seq_lens) <= pooling.topk:
+            return
+        parts, start = [], 0
+        for length in self.seq_lens:
+            part = slice(start, start + length)
+            own = PooledInputs(*(side[part] for side in inputs))
+            found = select_in_text(own, self.positions[part], pooling)
+            parts.append(found._replace(slots=found.slots + start))
             start += length
         self.selected = concat_selected(parts)
 

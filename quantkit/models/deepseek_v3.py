@@ -250,7 +250,7 @@ def feed_forward_scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     p = f"model.layers.{layer}"
     norm, experts = f"{p}.post_attention_layernorm", f"{p}.{config.mixture_module}"
     if not config.is_moe(layer):
-        return mlp_scale_groups(f"{p}.mlp", norm)
+        return mlp_scale_groups(f"{p}.mlp", norm, gating=config.mixture.gating)
     return moe_scale_groups(experts, norm, config.n_routed_experts, config.mixture)
 
 
@@ -315,16 +315,18 @@ class Attention:
         return self.q(x)
 
 
+def mlp_of(config: Config, layer: int, weights: Weights) -> Mlp | MoeMlp:
+    """A layer's MLP or experts."""
+    p, names = f"model.layers.{layer}", config.mixture
+    if config.is_moe(layer):
+        return MoeMlp(config.routing, f"{p}.{config.mixture_module}", weights, names)
+    return Mlp(f"{p}.mlp", weights, gating=names.gating)
+
+
 class DecoderLayer(decoder.DecoderLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
-        p = f"model.layers.{layer}"
-        mlp = (
-            MoeMlp(config.routing, f"{p}.{config.mixture_module}", weights, config.mixture)
-            if config.is_moe(layer)
-            else Mlp(f"{p}.mlp", weights)
-        )
-        attention = self.attention_of(config, layer, weights)
-        super().__init__(p, config.rms_norm_eps, weights, attention, mlp)
+        attention, mlp = self.attention_of(config, layer, weights), mlp_of(config, layer, weights)
+        super().__init__(f"model.layers.{layer}", config.rms_norm_eps, weights, attention, mlp)
 
     def attention_of(
         self, config: Any, layer: int, weights: Weights

@@ -5,6 +5,7 @@ matrix, which changes no product, and rounds them to FP8; both are omitted. The 
 quantized.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -160,10 +161,14 @@ class Attention(deepseek_v3.Attention):
         self.norms = self.norms._replace(eps=_LATENT_EPS)
         self.topk, self.indexer = config.index_topk, None
         if config.has_indexer(layer):
-            rope = replace(config.rope, interleaved=config.indexer_interleaved)
-            self.indexer = Indexer(
-                config.indexer, layer, f"model.layers.{layer}.self_attn.indexer", rope, weights
-            )
+            self.indexer = self.indexer_of(config, layer, weights)
+
+    def indexer_of(
+        self, config: Any, layer: int, weights: Weights
+    ) -> Callable[[Tensor, Tensor, Context], None]:
+        rope = replace(config.rope, interleaved=config.indexer_interleaved)
+        prefix = f"model.layers.{layer}.self_attn.indexer"
+        return Indexer(config.indexer, layer, prefix, rope, weights)
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""

@@ -16,7 +16,8 @@ class DeltaNet:
     """Sizes of the linear attention. Adjacent value heads share a key head. kernel: width of the
     convolution. layers: those with linear attention. joined: one linear computes queries, keys,
     values and gates, key head after key head, and another one the rest; otherwise there is one
-    linear for queries, keys and values, and one for each of the others."""
+    linear for queries, keys and values, and one for each of the others. lower: as of
+    `DeltaWeights`."""
 
     key_heads: int
     value_heads: int
@@ -25,6 +26,7 @@ class DeltaNet:
     kernel: int
     layers: frozenset[int]
     joined: bool = True
+    lower: float = 0.0
 
     @property
     def segments(self) -> tuple[int, int, int]:

@@ -5,6 +5,7 @@ A sharing layer attends to the tokens that the last layer with an indexer select
 2603.12201). The MTP layer has its own.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -32,7 +33,7 @@ class Config(deepseek_v32.Config):
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         made = cls.read(config, interleaved=True)
         assert isinstance(made, cls), made
-        return replace(made, indexer_types=_read_types(config, made.num_hidden_layers))
+        return replace(made, indexer_types=read_types(config, made.num_hidden_layers))
 
     @property
     def indexer_interleaved(self) -> bool:
@@ -46,12 +47,15 @@ class Config(deepseek_v32.Config):
         return layer >= len(self.indexer_types) or self.indexer_types[layer] == _FULL
 
 
-def _read_types(config: dict[str, Any], num_layers: int) -> tuple[str, ...]:
+def read_types(
+    config: dict[str, Any], num_layers: int, others: Container[int] = ()
+) -> tuple[str, ...]:
     """As in transformers: listed, or as a pattern of letters, or with a frequency from some layer
-    on."""
+    on. others: layers without sparse attention, for which this is `full`."""
     key = "indexer_types" if config.get("indexer_types") is not None else "index_topk_pattern"
     listed = config.get(key)
     if listed is None:
+        key = "index_topk_freq"
         frequency, first = config.get("index_topk_freq"), config.get("index_skip_topk_offset")
         step = 1 if frequency is None else check_count("index_topk_freq", frequency)
         start = (
@@ -68,9 +72,11 @@ def _read_types(config: dict[str, Any], num_layers: int) -> tuple[str, ...]:
             raise refusal(
                 key, listed, f"{_FULL} or {_SHARED} for each of num_hidden_layers = {num_layers}"
             )
-    if types[0] == _SHARED:
+    types = [_FULL if layer in others else one for layer, one in enumerate(types)]
+    first = next(layer for layer in range(num_layers + 1) if layer not in others)
+    if types[first:] and types[first] == _SHARED:
         raise QuantkitError(
-            "config.json has a first layer that shares an indexer",
+            f"config.json has {key} by which the first layer shares an indexer",
             "there is no layer before it: use the model's own",
         )
     return tuple(types)

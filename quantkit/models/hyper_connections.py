@@ -39,14 +39,14 @@ and the id is negligible among the streams' values."""
 @dataclass(frozen=True)
 class HyperConnectionNames:
     """An architecture's names of the tensors of a hyper-connection, after its prefix. gain: of the
-    norm over all streams, None without. end: the merge after the last layer; at_end: suffix of its
-    base and scale."""
+    norm over all streams, None without. end: the merge after the last layer, None for the mean of
+    the streams; at_end: suffix of its base and scale."""
 
     fn: str = "_fn"
     base: str = "_base"
     scale: str = "_scale"
     gain: str | None = None
-    end: str = "hc_head"
+    end: str | None = "hc_head"
     at_end: str = ""
 
 
@@ -84,6 +84,8 @@ def hyper_connection_parameters(
 def merge_parameters(sizes: HyperConnectionSizes) -> list[Parameter]:
     """Every tensor of the merge after the last layer."""
     n, names = sizes.count, sizes.names
+    if names.end is None:
+        return []
     shapes = {
         names.fn: (n, n * sizes.hidden),
         f"{names.base}{names.at_end}": (n,),
@@ -112,14 +114,18 @@ class HyperConnection:
 
 
 class StreamMerge:
-    """Weighted sum of the streams after the last layer."""
+    """Weighted sum, or mean, of the streams after the last layer."""
 
     def __init__(self, sizes: HyperConnectionSizes, weights: Weights) -> None:
-        self.product = _product(sizes, sizes.names.end, weights, sizes.names.at_end)
+        names = sizes.names
+        self.product = names.end and _product(sizes, names.end, weights, names.at_end)
 
     def __call__(self, streams: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """streams [T, n, H] -> [T, H] normed, and before the norm."""
-        return merge_streams(streams, self.product, gain, eps)
+        if isinstance(self.product, StreamProduct):
+            return merge_streams(streams, self.product, gain, eps)
+        merged = streams.mean(dim=1, dtype=torch.float32).to(streams.dtype)
+        return rms_norm(merged, gain, eps), merged
 
 
 def expand_streams(embedded: Tensor, count: int) -> Tensor:
@@ -173,6 +179,31 @@ class LayerNames(NamedTuple):
     before_mlp: str
     input_norm: str
     mlp_norm: str
+
+
+def with_hyper_connections(
+    rows: Iterable[Parameter],
+    sizes: HyperConnectionSizes,
+    names: LayerNames,
+    is_moe: Callable[[int], bool],
+) -> list[Parameter]:
+    """The rows of a stack with one residual stream, with those of a hyper-connection before each
+    sublayer's norm and of the merge before the final norm; MTP layers have neither."""
+    found: list[Parameter] = []
+    for row in rows:
+        prefix, layer = f"model.layers.{row.layer}", row.layer
+        if row.name == "model.norm.weight":
+            found += merge_parameters(sizes)
+        elif layer is not None and not row.mtp:
+            if row.module == f"{prefix}.{names.input_norm}":
+                at = f"{prefix}.{names.before_attention}"
+                found += hyper_connection_parameters(sizes, at, layer, "attention")
+            elif row.module == f"{prefix}.{names.mlp_norm}":
+                block: Block = "router" if is_moe(layer) else "mlp"
+                at = f"{prefix}.{names.before_mlp}"
+                found += hyper_connection_parameters(sizes, at, layer, block)
+        found.append(row)
+    return found
 
 
 class HyperConnectionLayer(decoder.DecoderLayer):

@@ -1,12 +1,16 @@
-"""The indexer of sparse attention (sparse.py): its tensors, and the inputs of the selection."""
+"""The indexer of sparse attention (sparse.py, pooled_index.py): its tensors, and the inputs of the
+selection."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from quantkit_kernels import IndexNorm, float32_linear
 from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.models.context import Context
+from quantkit.models.pooled_index import IndexPooling, PooledInputs
 from quantkit.models.rope import Rope
 from quantkit.models.sparse import IndexerInputs
 from quantkit.models.table import Parameter, Role, ScaleGroup
@@ -14,6 +18,10 @@ from quantkit.models.weights import Weights
 
 _EPS = 1e-6
 """Of the norm of keys."""
+_BIAS, _GATE = "index_kpool_compress_ape", "index_kpool_compress_gate"
+"""What an indexer with a key for several tokens has in addition."""
+POOLED_READERS = ("wk", "weights_proj", _GATE)
+"""Its linears that read the layer's input."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +52,24 @@ def indexer_parameters(
     ]
 
 
-def with_indexer(groups: list[ScaleGroup], prefix: str) -> list[ScaleGroup]:
+def with_indexer(
+    groups: list[ScaleGroup], prefix: str, readers: Sequence[str] = ("wk", "weights_proj")
+) -> list[ScaleGroup]:
     """The scale groups of a layer of latent attention, its norm's and the queries' latent's first,
-    with the indexer's linears added as consumers."""
+    with the indexer's linears added as consumers. readers: of the layer's input, by name."""
     first, queries, *others = groups
-    first = replace(first, consumers=(*first.consumers, f"{prefix}.wk", f"{prefix}.weights_proj"))
+    first = replace(first, consumers=(*first.consumers, *(f"{prefix}.{name}" for name in readers)))
     return [first, replace(queries, consumers=(*queries.consumers, f"{prefix}.wq_b")), *others]
+
+
+def pooled_indexer_parameters(
+    sizes: IndexerSizes, rate: int, prefix: str, hidden: int, q_lora: int, layer: int, *, mtp: bool
+) -> list[Parameter]:
+    """As `indexer_parameters`, of an indexer with a key for `rate` tokens."""
+    rows = indexer_parameters(sizes, prefix, hidden, q_lora, layer, mtp=mtp)
+    bias = replace(rows[-1], name=f"{prefix}.{_BIAS}", shape=(rate, sizes.head_dim))
+    gate = replace(bias, name=f"{prefix}.{_GATE}", shape=(sizes.head_dim, hidden))
+    return [*rows, bias, gate]
 
 
 class Indexer:
@@ -75,3 +95,31 @@ class Indexer:
             float32_linear(x, self.gate) * (heads * dim) ** -0.5,
         )
         context.select(self.layer, inputs, self.norm, self.rope, self.sizes.topk)
+
+
+class PooledIndexer:
+    """Of an indexer with a key for several tokens. Nothing is rotated."""
+
+    def __init__(self, sizes: IndexerSizes, layer: int, prefix: str, weights: Weights) -> None:
+        self.sizes, self.layer = sizes, layer
+        self.wq_b = weights.dequantized(f"{prefix}.wq_b")
+        self.wk = weights.dequantized(f"{prefix}.wk")
+        self.gain, self.shift = (
+            weights.tensor(f"{prefix}.k_norm.{name}").float() for name in ("weight", "bias")
+        )
+        factor = (sizes.heads * sizes.head_dim) ** -0.5  # every constant factor of the scores
+        heads = weights.tensor(f"{prefix}.weights_proj.weight").float() * factor
+        self.gates = torch.cat((heads, weights.tensor(f"{prefix}.{_GATE}").float()))
+        self.pooling = IndexPooling(weights.tensor(f"{prefix}.{_BIAS}").float(), sizes.topk)
+
+    def __call__(self, x: Tensor, q_a: Tensor, context: Context) -> None:
+        """As `Indexer`."""
+        heads, dim = self.sizes.heads, self.sizes.head_dim
+        normed = F.layer_norm(F.linear(x, self.wk).float(), (dim,), self.gain, self.shift, _EPS)
+        scores, shares = float32_linear(x, self.gates).split([heads, dim], dim=-1)
+        inputs = PooledInputs(
+            F.linear(q_a, self.wq_b).unflatten(-1, (heads, dim)),
+            torch.cat((normed, shares), dim=-1).to(x.dtype),
+            scores,
+        )
+        context.select_pooled(self.layer, inputs, self.pooling)

@@ -4,18 +4,38 @@ decay per key channel: its tensors, scale groups and forward.
 Symbols: T tokens, H hidden_size, G heads, D head_dim.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from quantkit_kernels import DeltaInputs, DeltaWeights, float32_linear
 from torch import Tensor
 
+from quantkit.models.config import check_count, refusal
 from quantkit.models.context import Context
 from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.table import Parameter, ScaleGroup, Split
 from quantkit.models.weights import Weights
 
 _SIDES = ("q", "k", "v")
+
+
+def read_delta_sizes(config: dict[str, Any], defaults: Iterable[int | None]) -> list[int]:
+    """Number of heads, their width, and the kernel of the convolution, in the words of a release
+    (linear_attn_config) or of transformers."""
+    own = config.get("linear_attn_config") or {}
+    if not isinstance(own, dict):
+        raise refusal("linear_attn_config", own, "an object")
+    names = {
+        "num_heads": "linear_num_heads",
+        "head_dim": "linear_head_dim",
+        "short_conv_kernel_size": "linear_conv_kernel_dim",
+    }
+    return [
+        check_count(name, own.get(name, config.get(other, default)))
+        for (name, other), default in zip(names.items(), defaults)
+    ]
 
 
 def delta_parameters(
@@ -87,6 +107,7 @@ class KimiDeltaAttention:
             weights.tensor(f"{prefix}.o_norm.weight"),
             eps,
             sigmoid=True,
+            lower=net.lower,
         )
         self.out = weights.linear(f"{prefix}.o_proj")
 

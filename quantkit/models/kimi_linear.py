@@ -13,7 +13,6 @@ from quantkit_kernels import Norms
 from quantkit.models import decoder, deepseek_v3
 from quantkit.models.config import (
     DECIDED,
-    check_count,
     check_flag,
     check_layer_kinds,
     read_fields,
@@ -22,7 +21,12 @@ from quantkit.models.config import (
     refuse_other_values,
 )
 from quantkit.models.delta_rule import DeltaNet
-from quantkit.models.kimi_delta import KimiDeltaAttention, delta_parameters, delta_scale_groups
+from quantkit.models.kimi_delta import (
+    KimiDeltaAttention,
+    delta_parameters,
+    delta_scale_groups,
+    read_delta_sizes,
+)
 from quantkit.models.mlp import MixtureNames, MlpNames, check_groups
 from quantkit.models.rope import DEFAULT_THETA, Rope
 from quantkit.models.table import Parameter, ScaleGroup
@@ -127,20 +131,10 @@ def _no_rotation(dim: int) -> Rope:
 def _read_delta_net(config: dict[str, Any], num_layers: int) -> DeltaNet | None:
     """The linear attention that config.json describes, in the words of the release
     (linear_attn_config, layers from 1 on) or of transformers."""
-    own = config.get("linear_attn_config") or {}
-    if not isinstance(own, dict):
-        raise refusal("linear_attn_config", own, "an object")
-    names = {
-        "num_heads": "linear_num_heads",
-        "head_dim": "linear_head_dim",
-        "short_conv_kernel_size": "linear_conv_kernel_dim",
-    }
-    heads, dim, kernel = (
-        check_count(name, own.get(name, config.get(other))) for name, other in names.items()
-    )
+    heads, dim, kernel = read_delta_sizes(config, (None, None, None))
     kinds = config.get("layer_types")
     if kinds is None:
-        layers = own.get("kda_layers")
+        layers = (config.get("linear_attn_config") or {}).get("kda_layers")
         if not isinstance(layers, list) or not {*layers} <= {*range(1, num_layers + 1)}:
             raise refusal("linear_attn_config.kda_layers", layers, f"layers 1 to {num_layers}")
         kinds = [_LINEAR if layer + 1 in layers else _FULL for layer in range(num_layers)]

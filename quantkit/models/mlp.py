@@ -213,13 +213,23 @@ def moe_parameters(
 
 
 def mlp_scale_groups(
-    prefix: str, norm: str, names: MlpNames = PROJ_NAMES, *, bias: bool = False
+    prefix: str,
+    norm: str,
+    names: MlpNames = PROJ_NAMES,
+    *,
+    bias: bool = False,
+    gating: Gating = SILU,
 ) -> list[ScaleGroup]:
     """norm to gate and up, up to down, for an MLP that is the only reader of `norm`. A bias of up
-    would have to be scaled too: no up-down group then."""
+    would have to be scaled too, and an activation may not be linear in up: no up-down group
+    then."""
     gate, up, _ = names.modules(prefix)
     groups = [ScaleGroup(f"{prefix}.gate_up", norm, True, (gate, up), gate)]
-    return groups if bias else [*groups, up_down_group(prefix, names=names)]
+    return (
+        groups
+        if bias or not gating.is_linear_in_up
+        else [*groups, up_down_group(prefix, names=names)]
+    )
 
 
 def moe_scale_groups(

@@ -46,7 +46,7 @@ def select_topk(
     positions; highest scores first, ties as transformers breaks them."""
     seen = len(keys)
     found, count = [], min(topk, seen)
-    step = max(1, _SCORES // (seen * queries.shape[1]))
+    step = max(1, _SCORES // max(1, seen * queries.shape[1]))
     places = torch.arange(seen, device=positions.device)
     for first in range(0, len(positions), step):
         part = slice(first, first + step)

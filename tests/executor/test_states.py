@@ -30,7 +30,8 @@ PARAMS = SamplingParams(max_new_tokens=10, ignore_eos=True, logprobs=0)
 
 @pytest.fixture(scope="module", params=["states", "latent_states"])
 def model(request, tmp_path_factory):
-    """Linear attention next to keys and values of heads, and next to latents."""
+    """Linear attention next to keys and values of heads, and next to selected latents, in several
+    residual streams."""
     config = make_model.CONFIGS[request.param]
     architecture, rng = find_architecture(config), torch.Generator().manual_seed(3)
     tensors = {}
@@ -103,7 +104,7 @@ def test_prompts_are_captured_with_their_states(model, monkeypatch):
     engine = capture(load(model, max_model_len=128))
     engine.scheduler.budget = StepBudget(24, 8, mixed=True)
     same(list(generated(engine)), list(answers(model)))
-    assert engine.runner.prefill_runner.num_captured > 2
+    assert (engine.runner.prefill_runner.num_captured > 2) != engine.cache.prefills_per_sequence
 
 
 def test_a_pass_may_be_computed_again(model, monkeypatch):

@@ -27,12 +27,14 @@ class Sizes(NamedTuple):
     kernel: int
     by_channel: bool
     joined: bool
+    lower: float = 0.0
 
 
 SIZES = {
     "by_head": Sizes(2, 2, 32, 16, 4, False, True),
     "by_channel": Sizes(2, 1, 16, 32, 4, True, False),
-    "odd": Sizes(1, 3, 24, 40, 3, False, False),
+    "bounded": Sizes(2, 1, 16, 24, 3, True, False, -5.0),
+    "odd": Sizes(1, 3, 24, 40, 3, False, False, -2.5),
 }
 PLACES = 6
 
@@ -58,7 +60,7 @@ def sampled(sizes, tokens, dtype, device):
 
 
 def weights_of(sizes, dtype, device):
-    groups, shared, key, value, kernel, by_channel, _ = sizes
+    groups, shared, key, value, kernel, by_channel, *_ = sizes
     heads, channels = groups * shared, groups * (2 * key + shared * value)
     return DeltaWeights(
         torch.randn(channels, kernel, device=device),
@@ -67,6 +69,7 @@ def weights_of(sizes, dtype, device):
         torch.rand(value, device=device).to(dtype),
         1e-6,
         sigmoid=by_channel,
+        lower=sizes.lower,
     )
 
 
@@ -94,7 +97,9 @@ def exact(inputs, weights):
     v = v.unflatten(1, (groups, shared, value))
     bias = weights.bias.double().unflatten(0, (groups, shared))
     speed = weights.speed.double().view(groups, shared, *(1,) * (bias.dim() - 2))
-    decay = (-speed * F.softplus(inputs.decay.double() + bias)).exp()
+    shifted = inputs.decay.double() + bias
+    bounded = weights.lower * (speed * shifted).sigmoid()
+    decay = (bounded if weights.lower else -speed * F.softplus(shifted)).exp()
     decay = decay if decay.dim() == 4 else decay[..., None]
     memory, out = mixed.new_zeros(groups, shared, key, value), []
     for now in range(tokens):

@@ -37,6 +37,7 @@ OTHER_CACHES = {
     "qwen3_5_moe",
     "qwen3_5",
     "kimi_linear",
+    "glm5_next",
     "deepseek_v32",
     "glm_moe_dsa",
     "deepseek_v4",

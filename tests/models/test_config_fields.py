@@ -17,11 +17,13 @@ from transformers_peers import (
     CASES,
     COMPRESSED,
     LATENT,
+    POOLED,
     QWEN_3_5,
     QWEN_3_5_DENSE,
     SHARED,
     SPARSE,
     checkpoint_tensors,
+    glm5_next,
     random_peer,
     whole,
 )
@@ -35,6 +37,7 @@ SIZES = {
     "latent": LATENT,
     "sparse": SPARSE,
     "compressed": COMPRESSED,
+    "pooled": POOLED,
     "qwen_3_5": QWEN_3_5,
     "qwen_3_5_dense": QWEN_3_5_DENSE,
 }
@@ -82,7 +85,7 @@ def test_every_field_is_computed_or_refused(base):
     """Asks for nothing of a value that transformers itself refuses."""
     kind, extra = BASES[base]
     declared = [field.name for field in fields(getattr(transformers, f"{kind}Config"))]
-    plain = peer_of(kind, extra)[0].config
+    plain = peer_of(kind, extra)[0].config.get_text_config()
     computed, refused = set(), set()
     for name in declared:
         if name in NOT_OF_THE_MODEL:
@@ -103,6 +106,8 @@ def peer_of(kind, extra):
     """The model of transformers, and its config.json and tensors as they are published."""
     if kind.startswith("Qwen3_5"):
         return whole(extra, kind.removesuffix("Text"))
+    if kind.startswith("Glm5Next"):
+        return glm5_next(extra)
     peer = random_peer(kind, extra)
     return peer, peer.config.to_dict(), checkpoint_tensors(peer)
 
@@ -141,7 +146,9 @@ def config_of(of):
         return made
     if "table" in of:
         return dict(TABLES[of["table"]])
-    return {**CONFIGS[of["architecture"]], **of, "model_type": of["architecture"]}
+    found = CONFIGS[of["architecture"]]
+    found = found["text_config"] if of.get("flat") else found
+    return {**found, **of, "model_type": of["architecture"]}
 
 
 @pytest.mark.parametrize("row", TABLES["refused"], ids=lambda row: str(row["of"]))

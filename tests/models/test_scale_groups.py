@@ -27,7 +27,8 @@ def folded(architecture, config, tensors):
             by = by.view(-1, *[1] * (producer.dim() - 1))
             made[name] = (producer + offsets[name]) / by - offsets[name]
             for consumer in group.consumers:
-                made[f"{consumer}.weight"] = made[f"{consumer}.weight"] * scale
+                name = consumer if consumer in made else f"{consumer}.weight"
+                made[name] = made[name] * scale
     return made
 
 

@@ -9,10 +9,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from quantkit.checkpoint.tensor_aliases import aliases
 
 SHARED, _PARTS = TABLE["shared"], TABLE["parts"]
-EXPERTS, HY_V3, LATENT, SPARSE, COMPRESSED, QWEN_3_5, QWEN_3_5_DENSE = (
+EXPERTS, HY_V3, LATENT, SPARSE, COMPRESSED, POOLED, QWEN_3_5, QWEN_3_5_DENSE = (
     _PARTS[name]
     for name in (
-        *("experts", "hy_v3", "latent", "sparse", "compressed"),
+        *("experts", "hy_v3", "latent", "sparse", "compressed", "pooled"),
         *("qwen_3_5", "qwen_3_5_dense"),
     )
 )
@@ -92,3 +92,14 @@ def whole(extra, kind="Qwen3_5Moe"):
             else bare
         ] = tensor
     return peer, config, tensors
+
+
+def glm5_next(extra):
+    """A random GLM-5.3-Flash, its config.json, and the tensors of its text model."""
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+    vision |= {"out_hidden_size": 64, "projection_intermediate_size": 32}
+    parts = {"text_config": {**SHARED, **extra}, "vision_config": vision}
+    peer = random_peer("Glm5Next", parts, "Glm5NextForConditionalGeneration")
+    tensors = checkpoint_tensors(peer)
+    text = {name: own for name, own in tensors.items() if not name.startswith("model.visual.")}
+    return peer, peer.config.to_dict(), text

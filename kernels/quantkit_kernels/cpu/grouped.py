@@ -93,7 +93,7 @@ def gqa_prefill(
 def mla_prefill(
     q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float
 ) -> Tensor:
-    q_pe = rotated(q[..., -2 * rotation.cos.shape[1] :], rotation)
+    q_pe = rotated(q[..., q.shape[2] - 2 * rotation.cos.shape[1] :], rotation)
     return plain.attend_expanded(
         q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, _attend_blocks
     )

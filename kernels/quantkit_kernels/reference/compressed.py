@@ -50,7 +50,7 @@ def pool_entries(
     tokens = raw.kv[raw.first[:, None] + at % raw.period].float()
     parts = tokens.split([2 * pool.bias.shape[1] for pool in pools], dim=-1)
     for pool, (values, weights) in zip(pools, (part.chunk(2, dim=-1) for part in parts)):
-        dim, ends = pool.gain.shape[0], (positions + 1) % rate == 0
+        dim, ends = pool.pages.kv.shape[1], (positions + 1) % rate == 0
         weights = weights + pool.bias.repeat(reach // rate, 1)
         if pool.overlap:
             values, weights = (
@@ -60,9 +60,11 @@ def pool_entries(
         before = (at < 0)[..., None]  # the first group has no tokens before it
         shares = weights.masked_fill(before, -torch.inf).softmax(dim=1)
         pooled = (shares * values.masked_fill(before, 0.0)).sum(dim=1).to(raw.kv.dtype)
-        entries = rotate_heads(pooled[:, None], rotation, HeadNorm(pool.gain, pool.eps), False)
+        if pool.gain is not None:
+            norm = HeadNorm(pool.gain, pool.eps)
+            pooled = rotate_heads(pooled[:, None], rotation, norm, False)[:, 0]
         rows = pool.pages.rows(numbers[:, None])[:, 0].where(ends, 0)
-        pool.pages.kv[rows] = entries[:, 0]
+        pool.pages.kv[rows] = pooled
 
 
 def compressed_attend(

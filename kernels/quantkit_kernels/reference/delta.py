@@ -115,8 +115,13 @@ def _heads(mixed: Tensor, inputs: DeltaInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def _gates(inputs: DeltaInputs, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
     """g [T, G R, D], or [T, G R, 1] where it is one number per head; beta [T, G R, 1]."""
-    decay = F.softplus(inputs.decay.flatten(1, 2) + weights.bias)
-    decay = decay.unflatten(1, (len(weights.speed), -1)).flatten(2) * -weights.speed[:, None]
+    shifted, speed = inputs.decay.flatten(1, 2) + weights.bias, weights.speed[:, None]
+    shifted = shifted.unflatten(1, (len(speed), -1)).flatten(2)
+    decay = (
+        weights.lower * (shifted * speed).sigmoid()
+        if weights.lower
+        else F.softplus(shifted) * -speed
+    )
     return decay, inputs.rate.flatten(1).sigmoid()[..., None]
 
 

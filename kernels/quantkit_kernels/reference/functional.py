@@ -108,7 +108,9 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    """x [T, heads, D] by the angles of its tokens [T, D/2]."""
+    """x [T, heads, D] by the angles of its tokens [T, D/2]; D may be 0."""
+    if not x.shape[-1]:
+        return x
     cos, sin = rotation.cos.unsqueeze(1), rotation.sin.unsqueeze(1)
     if rotation.interleaved:
         even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)

@@ -159,7 +159,7 @@ def mla_prefill(
 ) -> Tensor:
     return attend_expanded(
         q,
-        rotated(q[..., -2 * rotation.cos.shape[1] :], rotation),
+        rotated(q[..., q.shape[2] - 2 * rotation.cos.shape[1] :], rotation),
         kv_b,
         cache,
         prompts,

@@ -86,8 +86,16 @@ def pool_entries(
         return reference.pool_entries(raw, positions, pools, rotation)
     if len(positions) == 0:
         return None
-    (width, more), table = (len(one.gain) for one in (first, last)), first.pages.table.contiguous()
-    sides = [(one.bias.contiguous(), one.gain.contiguous(), one.pages.kv) for one in (first, last)]
+    width, more = (one.pages.kv.shape[1] for one in (first, last))
+    table = first.pages.table.contiguous()
+    sides = [
+        (
+            one.bias.contiguous(),
+            (one.bias if one.gain is None else one.gain).contiguous(),
+            one.pages.kv,
+        )
+        for one in (first, last)
+    ]
     kernel[(len(positions), len(pools))](
         raw.kv.contiguous(), raw.first.contiguous(), positions.contiguous(), table,
         rotation.cos.contiguous(), rotation.sin.contiguous(), *sides[0], *sides[1], raw.period,
@@ -97,7 +105,7 @@ def pool_entries(
         R=2 * rotation.cos.shape[1], RATE=first.pages.rate, REACH=first.reach,
         TOKENS=min(power_of_two(first.reach), _POOLED), BLOCK=first.pages.block_size,
         PER_BLOCK=first.pages.rows_per_block, INTERLEAVED=rotation.interleaved,
-        **overlapped(raw.kv.device),
+        NORMED=first.gain is not None, **overlapped(raw.kv.device),
     )  # fmt: skip
     return None
 

@@ -75,7 +75,7 @@ def pool_entries(
     C: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, MORE_D: tl.constexpr,
     MORE_WIDTH: tl.constexpr, R: tl.constexpr, RATE: tl.constexpr, REACH: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, PER_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PDL: tl.constexpr,
+    NORMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program per position and pool, one or two. TOKENS: taken at a time."""
     wait_for_input(PDL)
@@ -91,13 +91,13 @@ def pool_entries(
         if tl.program_id(1) == 0:
             pool_entry(
                 raw, period, number, bias, gain, pages + row * D, cosines + angle, sines + angle,
-                eps, C, D, WIDTH, R, RATE, REACH, TOKENS, INTERLEAVED,
+                eps, C, D, WIDTH, R, RATE, REACH, TOKENS, INTERLEAVED, NORMED,
             )  # fmt: skip
         elif MORE_D > 0:
             pool_entry(
                 raw + 2 * D * (REACH // RATE), period, number, more_bias, more_gain,
                 more_pages + row * MORE_D, cosines + angle, sines + angle,
-                more_eps, C, MORE_D, MORE_WIDTH, R, RATE, REACH, TOKENS, INTERLEAVED,
+                more_eps, C, MORE_D, MORE_WIDTH, R, RATE, REACH, TOKENS, INTERLEAVED, NORMED,
             )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def pool_entries(
 def pool_entry(
     raw, period, number, bias, gain, to, cosines, sines, eps,
     C: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, RATE: tl.constexpr,
-    REACH: tl.constexpr, TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    REACH: tl.constexpr, TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     """The entry of one group, by an online softmax over its tokens."""
     TYPE: tl.constexpr = to.dtype.element_ty
@@ -132,15 +132,17 @@ def pool_entry(
         sums = sums * less + tl.sum(shares * values, 0)
         largest = top
     pooled = rounded(tl.where(inside, sums / total, 0.0), TYPE).to(tl.float32)
-    pooled *= tl.rsqrt(tl.sum(pooled * pooled, 0) / D + eps)
-    pooled *= tl.load(gain + channel, mask=inside, other=0.0).to(tl.float32)
-    pooled = rounded(pooled, TYPE).to(tl.float32)
-    turns = (channel >= D - R) & inside
-    partner, pair, sign = partner_of(tl.maximum(channel - (D - R), 0), R, INTERLEAVED)
-    other = tl.gather(pooled, tl.where(turns, D - R + partner, channel), 0)
-    cosine = tl.load(cosines + pair, mask=turns, other=1.0)
-    sine = tl.load(sines + pair, mask=turns, other=0.0) * sign
-    tl.store(to + channel, rounded(pooled * cosine + other * sine, TYPE), mask=inside)
+    if NORMED:
+        pooled *= tl.rsqrt(tl.sum(pooled * pooled, 0) / D + eps)
+        pooled *= tl.load(gain + channel, mask=inside, other=0.0).to(tl.float32)
+        pooled = rounded(pooled, TYPE).to(tl.float32)
+        turns = (channel >= D - R) & inside
+        partner, pair, sign = partner_of(tl.maximum(channel - (D - R), 0), R, INTERLEAVED)
+        other = tl.gather(pooled, tl.where(turns, D - R + partner, channel), 0)
+        cosine = tl.load(cosines + pair, mask=turns, other=1.0)
+        sine = tl.load(sines + pair, mask=turns, other=0.0) * sign
+        pooled = pooled * cosine + other * sine
+    tl.store(to + channel, rounded(pooled, TYPE), mask=inside)
 
 
 @triton.jit

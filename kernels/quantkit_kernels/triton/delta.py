@@ -40,7 +40,7 @@ def delta_step(
         *inputs.decay.stride()[:3], *inputs.rate.stride(),
         *_contiguous(weights.convolution, weights.speed, weights.bias, weights.norm),
         *states, *_contiguous(places, positions), out, states.tokens.shape[1],
-        inputs.q.shape[1], weights.eps,
+        inputs.q.shape[1], weights.eps, weights.lower, BOUNDED=weights.lower < 0,
         K=weights.convolution.shape[1], BY_CHANNEL=inputs.decay.dim() == 4,
         SIGMOID=weights.sigmoid, num_warps=warps, **sizes, **overlapped(out.device),
     )  # fmt: skip
@@ -85,7 +85,8 @@ def delta_prefill(
     kernels.solve_chunks[(len(chunks), heads)](
         queries, keys, *inputs[4:], *inputs.decay.stride()[:3], *inputs.rate.stride(),
         *_contiguous(weights.speed, weights.bias), sequences, chunks, past, solved, scores, groups,
-        D_WIDTH=sizes["D_WIDTH"], PRECISION="tf32x3" if fast else "ieee", **by_head, **overlap,
+        weights.lower,
+        D_WIDTH=sizes["D_WIDTH"], BOUNDED=weights.lower < 0, PRECISION="tf32x3" if fast else "ieee", **by_head, **overlap,
     )  # fmt: skip
     part = sizes["D_WIDTH"] if sizes["D_WIDTH"] < 128 else sizes["D_WIDTH"] // 2
     block = min(_BLOCK, sizes["V_WIDTH"])

@@ -20,9 +20,10 @@ def delta_step(
     q, k, v, gate, decay, rate, q_token, q_group, k_token, k_group, v_token, v_group, v_head,
     gate_token, gate_group, gate_head, decay_token, decay_group, decay_head, rate_token, rate_group,
     rate_head, convolution, speed, bias, norm, recent, memory, tokens, where, positions, out,
-    places, groups, eps,
+    places, groups, eps, lower,
     R: tl.constexpr, D: tl.constexpr, V: tl.constexpr, K: tl.constexpr, D_WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr, BY_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr, PDL: tl.constexpr,
+    V_WIDTH: tl.constexpr, BY_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr,
+    BOUNDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program per row and value head. D_WIDTH, V_WIDTH: powers of two. x_token, x_group, x_head:
     strides."""
@@ -55,9 +56,10 @@ def delta_step(
     decay += row * decay_token + group * decay_group + own * decay_head
     if BY_CHANNEL:
         shift = tl.load(bias + head * D + at, mask=at < D, other=0.0)
-        left = decayed(tl.load(decay + at, mask=at < D, other=0.0) + shift, speeds)[:, None]
+        some = tl.load(decay + at, mask=at < D, other=0.0) + shift
+        left = decayed(some, speeds, lower, BOUNDED)[:, None]
     else:
-        left = decayed(tl.load(decay) + tl.load(bias + head), speeds)
+        left = decayed(tl.load(decay) + tl.load(bias + head), speeds, lower, BOUNDED)
     beta = tl.sigmoid(tl.load(rate + row * rate_token + group * rate_group + own * rate_head))
 
     state = (head * D + at[:, None]) * V + to[None, :]
@@ -100,9 +102,13 @@ def convolved(
 
 
 @triton.jit
-def decayed(values, speed):
-    """-speed softplus(values)."""
-    return -speed * (tl.maximum(values, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(values))))
+def decayed(values, speed, lower, BOUNDED: tl.constexpr):
+    """-speed softplus(values), or with a lower bound lower sigmoid(speed values)."""
+    if BOUNDED:
+        made = lower * tl.sigmoid(speed * values)
+    else:
+        made = -speed * (tl.maximum(values, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(values))))
+    return made
 
 
 @triton.jit
@@ -209,9 +215,9 @@ def keep_last(
 @triton.jit
 def solve_chunks(
     queries, keys, decay, rate, decay_token, decay_group, decay_head, rate_token, rate_group,
-    rate_head, speed, bias, spans, chunks, past, solved, scores, groups,
+    rate_head, speed, bias, spans, chunks, past, solved, scores, groups, lower,
     R: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-    BY_CHANNEL: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program per chunk and value head, whose results do not depend on the state: past [T, G R]
     or [T, G R, D], the sums of decays from the chunk's start on; solved [T, G R, CHUNK], the
@@ -235,7 +241,7 @@ def solve_chunks(
     if BY_CHANNEL:
         shift = tl.load(bias + head * D + at, mask=at < D, other=0.0)
         some = tl.load(decay[:, None] + at[None, :], mask=inside, other=0.0) + shift[None, :]
-        sums = tl.cumsum(tl.where(inside, decayed(some, speeds), 0.0), 0)
+        sums = tl.cumsum(tl.where(inside, decayed(some, speeds, lower, BOUNDED), 0.0), 0)
         to = ((first + row) * heads + head)[:, None] * D + at[None, :]
         tl.store(past + to, sums, mask=inside)
         one = tl.load(keys + where + at[None, :], mask=inside, other=0.0)
@@ -250,7 +256,7 @@ def solve_chunks(
             score = tl.where(here, tl.sum(query * weighed, 1)[:, None], score)
     else:
         some = tl.load(decay, mask=row < count, other=0.0) + tl.load(bias + head)
-        sums = tl.cumsum(tl.where(row < count, decayed(some, speeds), 0.0), 0)
+        sums = tl.cumsum(tl.where(row < count, decayed(some, speeds, lower, BOUNDED), 0.0), 0)
         tl.store(past + (first + row) * heads + head, sums, mask=row < count)
         # The same sums by column: equal to those by row, from which a layout has them.
         across = tl.sum(tl.where(row[:, None] == column[None, :], sums[:, None], 0.0), 0)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.executor.cache.compressed_kv import CompressedKVCache
+from quantkit.executor.cache.pooled_index import PooledIndexCache
 from quantkit.executor.cache.sequence_state import RecurrentStates, RotatingCache
 from quantkit.models.context import NO_CODE_SCALES
 
@@ -80,7 +81,7 @@ class PagedCache:
     layer_index: of a model with layers that keep nothing here, the index in `layers` of each other
     layer; recurrent_states: what linear attention keeps instead.
     compressed_kv: cache of compressed attention, whose layers keep nothing here. rotating_cache:
-    inputs of short convolutions.
+    inputs of short convolutions. pooled_index: index keys of groups of tokens.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class PagedCache:
         recurrent_states: RecurrentStates | None = None,
         compressed_kv: CompressedKVCache | None = None,
         rotating_cache: RotatingCache | None = None,
+        pooled_index: PooledIndexCache | None = None,
     ) -> None:
         assert sum(parts) in (0, width), (width, parts)
         assert codes is None or parts, "codes are in a tensor of their own"
@@ -130,6 +132,7 @@ class PagedCache:
         self.dtype, self.device = dtype, torch.device(device)
         self._layer_index, self._recurrent_states = layer_index, recurrent_states
         self._compressed_kv, self._rotating_cache = compressed_kv, rotating_cache
+        self._pooled_index = pooled_index
 
     @property
     def nbytes(self) -> int:
@@ -138,9 +141,9 @@ class PagedCache:
             for layer in self.layers
             for part in ((layer,) if isinstance(layer, Tensor) else layer)
         ]
-        return sum(part.nbytes for part in (*tensors, *self._index)) + (
-            self._compressed_kv.nbytes if self._compressed_kv else 0
-        )
+        others = (one for one in (self._compressed_kv, self._pooled_index) if one)
+        parts = sum(part.nbytes for part in (*tensors, *self._index))
+        return parts + sum(one.nbytes for one in others)
 
     @property
     def doubles_angles(self) -> bool:
@@ -152,7 +155,7 @@ class PagedCache:
     def prefills_per_sequence(self) -> bool:
         """Whether layers prefill sequence by sequence, not by tables alone: index keys, compressed
         KV, short convolutions."""
-        caches = (self._compressed_kv, self._rotating_cache)
+        caches = (self._compressed_kv, self._rotating_cache, self._pooled_index)
         return any(one is not None for one in caches) or bool(self._index)
 
     @property
@@ -207,6 +210,11 @@ class PagedCache:
     def rotating_cache(self) -> RotatingCache:
         assert self._rotating_cache is not None, "a model with short convolutions"
         return self._rotating_cache
+
+    @property
+    def pooled_index(self) -> PooledIndexCache:
+        assert self._pooled_index is not None, "a model whose index keys are of groups of tokens"
+        return self._pooled_index
 
     @property
     def compressed_kv(self) -> CompressedKVCache:

@@ -121,7 +121,11 @@ def check_recurrent_options(keeps: bool, can_roll_back: bool, options: EngineOpt
         raise QuantkitError(
             f"{layers} requests cannot share block by block", "run it without --prefix-cache"
         )
-    drafters = {"--prompt-lookup": options.prompt_lookup, "--draft": options.draft}
+    drafters = {
+        "--prompt-lookup": options.prompt_lookup,
+        "--draft": options.draft,
+        "--draft-length": options.draft is None and options.draft_length,
+    }
     if (
         keeps
         and not can_roll_back

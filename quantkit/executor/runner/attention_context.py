@@ -49,6 +49,7 @@ from quantkit.models.latent_window import (
     attend_latent_window,
     window_mask,
 )
+from quantkit.models.pooled_index import IndexPooling, PooledInputs
 from quantkit.models.rope import Rope
 from quantkit.models.short_conv import buffer_index, short_convolve, short_convolve_step
 from quantkit.models.sparse import (
@@ -176,6 +177,20 @@ class PromptContext(CachedContext):
             )
             row += chunk.length
         self.selected = concat_selected(parts)
+
+    def select_pooled(self, layer: int, inputs: PooledInputs, pooling: IndexPooling) -> None:
+        """As `models.context.Context.select_pooled`, sequence by sequence."""
+        cache, parts, row = self.cache.pooled_index, [], 0
+        sparse = max(chunk.start + chunk.length for chunk in self.chunks) > pooling.topk
+        for chunk in self.chunks:
+            part = slice(row, row + chunk.length)
+            own = PooledInputs(*(side[part] for side in inputs))
+            where = (chunk.start, chunk.blocks, chunk.state)
+            pages = cache.store_chunk(layer, own, pooling, *where)
+            if sparse:
+                parts.append(pooling.select(own, self.positions[part], pages))
+            row += chunk.length
+        self.selected = concat_selected(parts) if sparse else None
 
     def attend_mla(
         self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0
@@ -322,6 +337,14 @@ class DecodeContext(CachedContext):
             pages = IndexPages(keys, self.block_table)
             self.selected = index_topk(queries, inputs.weights, pages, self.positions, topk)
 
+    def select_pooled(self, layer: int, inputs: PooledInputs, pooling: IndexPooling) -> None:
+        """As `models.context.Context.select_pooled`, where `select` selects."""
+        assert self.states is not None, "rows without state places"
+        table, where = self.block_table, (self.positions, self.block_table, self.states)
+        pages = self.cache.pooled_index.store_rows(layer, inputs, pooling, *where)
+        sparse = table.shape[1] * self.cache.block_size > pooling.topk
+        self.selected = pooling.select(inputs, self.positions, pages) if sparse else None
+
     def attend_mla(
         self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0
     ) -> Tensor:
@@ -432,6 +455,12 @@ class MixedContext(CachedContext):
         rows, tokens = (IndexerInputs(*part) for part in zip(*map(self._split, inputs)))
         self.decode.select(layer, rows, norm, rope, topk)
         self.prompts.select(layer, tokens, norm, rope, topk)
+
+    def select_pooled(self, layer: int, inputs: PooledInputs, pooling: IndexPooling) -> None:
+        """As `models.context.Context.select_pooled`."""
+        rows, tokens = (PooledInputs(*part) for part in zip(*map(self._split, inputs)))
+        self.decode.select_pooled(layer, rows, pooling)
+        self.prompts.select_pooled(layer, tokens, pooling)
 
     def attend_mla(
         self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0

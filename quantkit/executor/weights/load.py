@@ -25,6 +25,7 @@ from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.executor.cache.cache import BLOCK_SIZE, CacheCodes, PagedCache, check_cache_dtype
 from quantkit.executor.cache.compressed_kv import CompressedKVCache
 from quantkit.executor.cache.kv_channel_scales import equalize_kv_channels
+from quantkit.executor.cache.pooled_index import PooledIndexCache
 from quantkit.executor.cache.sequence_state import (
     RecurrentStates,
     RotatingCache,
@@ -142,6 +143,8 @@ class LoadedModel:
         held, net, drafts = self.config.cache, self.config.recurrent, len(self.mtp_layers)
         if isinstance(held, CompressedCache):
             return held.with_mtp_layers(drafts).window_shapes()
+        if isinstance(held, LatentCache) and held.index_pool:
+            return dict.fromkeys(self._cached_layers, (held.index_pool, 2 * held.index_dim))
         return (
             net.with_mtp_layers(drafts).window_shapes(self.weights.parallel.size)
             if isinstance(net, ShortConvolutions)
@@ -151,16 +154,14 @@ class LoadedModel:
     def sequence_bytes(self, places: int, ahead: int) -> int:
         """What a cache for so many sequences holds in addition to their tokens' blocks. ahead: as
         `RotatingCache` has it."""
-        net, itemsize = (
-            self.config.recurrent,
-            (torch.float32 if self.config.recurrent is not None else self.dtype).itemsize,
-        )
+        net = self.config.recurrent
+        dtype = torch.float32 if isinstance(net, ShortConvolutions) else self.dtype
         states = (
             recurrent_state_bytes(net, places, self.weights.parallel.size)
             if isinstance(net, DeltaNet)
             else 0
         )
-        return states + rotating_cache_bytes(self._recent_sizes(), ahead, places, itemsize)
+        return states + rotating_cache_bytes(self._recent_sizes(), ahead, places, dtype.itemsize)
 
     @property
     def cache_width(self) -> int:
@@ -184,7 +185,7 @@ class LoadedModel:
             None,
             self.config.recurrent,
         )
-        compressed_kv = rotating_cache = None
+        compressed_kv = rotating_cache = pooled_index = None
         if isinstance(held, CompressedCache):
             sizes = held.with_mtp_layers(len(self.mtp_layers))
             compressed_kv = CompressedKVCache(
@@ -193,6 +194,17 @@ class LoadedModel:
         elif isinstance(net, ShortConvolutions):
             rotating_cache = RotatingCache(
                 self._recent_sizes(), ahead, places, torch.float32, self.device
+            )
+        if isinstance(held, LatentCache) and held.index_pool:
+            pooled_index = PooledIndexCache(
+                self._cached_layers,
+                held.index_pool,
+                held.index_dim,
+                num_blocks,
+                layout.block_size,
+                places,
+                self.dtype,
+                self.device,
             )
         if self.codes is not None:
             heads = self.cache_width // 2 // held.head_dim if isinstance(held, KeyValueCache) else 0
@@ -207,16 +219,27 @@ class LoadedModel:
             parts=layout.widths if len(layout.widths) > 1 else (),
             codes=codes,
             code_scales=self.steps,
-            index_dim=held.index_dim if isinstance(held, LatentCache) else 0,
-            layer_index=None
-            if net is None
-            else net.attention_layer_places(self.config.num_hidden_layers),
+            index_dim=held.index_dim if isinstance(held, LatentCache) and not pooled_index else 0,
+            layer_index=self._layer_index,
             recurrent_states=RecurrentStates(net, places, self.device, self.weights.parallel.size)
             if isinstance(net, DeltaNet)
             else None,
             compressed_kv=compressed_kv,
             rotating_cache=rotating_cache,
+            pooled_index=pooled_index,
         )
+
+    @property
+    def _layer_index(self) -> dict[int, int] | None:
+        """As of `PagedCache`."""
+        net = self.config.recurrent
+        return None if net is None else net.attention_layer_places(self.config.num_hidden_layers)
+
+    @property
+    def _cached_layers(self) -> Iterable[int]:
+        """Numbers of the layers that keep something of every token."""
+        places = self._layer_index
+        return range(self.num_cached_layers) if places is None else places
 
     @property
     def cache_layout(self) -> CacheLayout:
@@ -415,6 +438,12 @@ def _check_sparse(config: ModelConfig, device: torch.device) -> None:
             "by the host, which does not select"
         )
         raise QuantkitError(reason, "run it on another device")
+    pool = config.cache.index_pool if isinstance(config.cache, LatentCache) else 0
+    if pool and BLOCK_SIZE % pool:
+        raise QuantkitError(
+            f"index keys of {pool} tokens each do not fill blocks of {BLOCK_SIZE} tokens",
+            "quantize, ppl and eval compute the model; serve it with another engine",
+        )
 
 
 def _check_compressed(config: ModelConfig, device: torch.device, cache: str | None) -> None:

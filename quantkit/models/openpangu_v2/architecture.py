@@ -18,41 +18,24 @@ from torch import Tensor
 
 from quantkit.models import decoder, deepseek_v3, hyper_connections, mtp, pangu_ultra_moe
 from quantkit.models.context import Context
-from quantkit.models.hyper_connections import (
-    hyper_connection_parameters,
-    merge_parameters,
-)
+from quantkit.models.hyper_connections import LayerNames, with_hyper_connections
 from quantkit.models.indexer import Indexer, indexer_parameters, with_indexer
 from quantkit.models.latent_window import LatentWindow
 from quantkit.models.mlp import Mlp
 from quantkit.models.openpangu_v2.config import Config
-from quantkit.models.table import Block, Parameter, ScaleGroup, Split
+from quantkit.models.table import Parameter, ScaleGroup, Split
 from quantkit.models.weights import Weights
+
+_NAMES = LayerNames("attn_mhc_module", "mlp_mhc_module", "input_layernorm", "pre_mlp_layernorm")
 
 
 def parameters(config: Config) -> list[Parameter]:
     """openPangu-Ultra-MoE's rows, with those of the hyper-connections, the convolutions, the
     learned tokens and the indexers."""
-    rows, streams = [], config.streams
-    for row in pangu_ultra_moe.parameters(config):
+    rows: list[Parameter] = []
+    own = pangu_ultra_moe.parameters(config)
+    for row in with_hyper_connections(own, config.streams, _NAMES, config.is_moe):
         prefix = f"model.layers.{row.layer}"
-        if row.name == "model.norm.weight":
-            rows += merge_parameters(streams)
-        elif (
-            row.name == f"{prefix}.input_layernorm.weight" and row.layer is not None and not row.mtp
-        ):
-            rows += hyper_connection_parameters(
-                streams, f"{prefix}.attn_mhc_module", row.layer, "attention"
-            )
-        elif (
-            row.name == f"{prefix}.pre_mlp_layernorm.weight"
-            and row.layer is not None
-            and not row.mtp
-        ):
-            block: Block = "router" if config.is_moe(row.layer) else "mlp"
-            rows += hyper_connection_parameters(
-                streams, f"{prefix}.mlp_mhc_module", row.layer, block
-            )
         rows.append(row)
         if row.projection == "o" and row.layer is not None:
             rows += [replace(one, mtp=row.mtp) for one in _attention_extras(config, row.layer)]
@@ -157,10 +140,8 @@ class MainDecoderLayer(hyper_connections.HyperConnectionLayer):
             if config.is_moe(layer)
             else Mlp(f"{p}.mlp", weights)
         )
-        names = hyper_connections.LayerNames(
-            "attn_mhc_module", "mlp_mhc_module", "input_layernorm", "pre_mlp_layernorm"
-        )
-        super().__init__(p, config.streams, weights, Attention(config, layer, weights), mlp, names)
+        attention = Attention(config, layer, weights)
+        super().__init__(p, config.streams, weights, attention, mlp, _NAMES)
         self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
         self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")
         self.end_norm = (

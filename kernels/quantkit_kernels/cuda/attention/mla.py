@@ -1,5 +1,5 @@
 """Latent attention of a decode step: mla_prepare.cu, or mla_queries.cu, and mla_decode.cu or
-mla_decode_codes.cu at DeepSeek-V3's sizes. Other sizes the reference computes.
+mla_decode_codes.cu at DeepSeek-V3's sizes. Other sizes Triton computes.
 
 No launch depends on the sequences' lengths, which a captured step finds on the device.
 """
@@ -19,6 +19,7 @@ from quantkit_kernels.cuda.launch import CODES, DTYPES, FORMATS, checked, stream
 from quantkit_kernels.cuda.linears.linear import CudaLinear
 from quantkit_kernels.cuda.plans import CLUSTERS_AT_ONCE, TokensInSharedPlan, linear_plan
 from quantkit_kernels.paged import Latents, Norms, PagedLatents, Rotation, parts_of
+from quantkit_kernels.triton.attention import decode
 
 _LATENT, _ROPE, _NOPE, _VALUE = 512, 64, 128, 128
 _TILE = 32
@@ -108,7 +109,8 @@ def _preparable(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents)
         and qkv_a.dtype in DTYPES
     )
     widths = (norms.q.shape[0], norms.k.shape[0], 2 * rotation.cos.shape[1])
-    return alike and not any(width % 8 for width in widths) and qkv_a.shape[0] > 0
+    whole = widths[2] > 0 and not any(width % 8 for width in widths)
+    return alike and whole and qkv_a.shape[0] > 0
 
 
 def _operands(qkv_a: Tensor, norms: Norms, rotation: Rotation, slots: Tensor) -> list[Tensor]:
@@ -141,7 +143,7 @@ def mla_decode(
         and _float_dtype(cache) == q.dtype
     )
     if not fits or q.numel() == 0 or not all(part.is_contiguous() for part in parts):
-        return reference.mla_decode(q, kv_b, rotation, pages, scale)
+        return decode.mla_decode(q, kv_b, rotation, pages, scale)
     operands = [one.contiguous() for one in (q, kv_b, rotation.cos, rotation.sin)]
     table, seq_lens = pages.block_table.contiguous(), pages.seq_lens.contiguous()
     block_size, table_width = parts[0].shape[1], table.shape[1]

@@ -76,8 +76,7 @@ def mla_decode(
     if (
         q.dtype not in _HALF
         or not typed
-        or power_of_two(rotary) != rotary
-        or rotary < 16
+        or (rotary and (power_of_two(rotary) != rotary or rotary < 16))
         or q.numel() == 0
     ):
         return reference.mla_decode(q, kv_b, rotation, pages, scale)
@@ -141,7 +140,7 @@ def _attend(
     table, lengths = pages.block_table.contiguous(), pages.seq_lens.contiguous()
     how, cut = (
         overlapped(q.device),
-        cut or decode_cut(q.device, block, padded + rotary, latent=rotary > 0),
+        cut or decode_cut(q.device, block, padded + rotary, latent=turning is not None),
     )
     head_blocks = kv_heads * -(-shared // block)
     most = table.shape[1] * page if not window else window + cut.tokens
@@ -165,12 +164,12 @@ def _attend(
         keys.stride(1), width, cached.k_pe.stride(1), kv_heads,
         splits, scale * _LOG2E, window,
         SHARED=shared, HEADS=block, D=width, D_PADDED=padded, R=rotary, PAGE=page,
-        TOKENS=cut.tokens, INTERLEAVED=interleaved,
+        LATENT=turning is not None, TOKENS=cut.tokens, INTERLEAVED=interleaved,
         WINDOWED=window > 0, SUNK=sinks is not None, SPLIT=splits > 1, CODES=cached.codes,
         STAGES=cut.stages, num_warps=cut.warps, **how,
     )  # fmt: skip
     if splits > 1:
-        merge_shares(partial, found, out, many=rotary > 0)
+        merge_shares(partial, found, out, many=turning is not None)
     return out
 
 

@@ -35,17 +35,16 @@ def attend_cached(
     q_row, q_head, pe_row, pe_head, table_width, heads, k_token, k_head, k_pe_token, scales_token,
     splits, scale, window,
     SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
-    R: tl.constexpr, PAGE: tl.constexpr,
+    R: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr,
     TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr,
     SPLIT: tl.constexpr, CODES: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q [rows, heads, D], and q_pe [rows, heads, R], not yet rotated; keys of a token and key head
-    D numbers, and k_pe of a token R, rotated. With R 0 values have D of their own, else keys are
-    the
-    values. scale: times log2(e). CODES: codes_kernel.py, with a scale for each token and key head,
-    which with R 0 keys and values each have; the probabilities then take the values' scales, over
-    the largest so far, along.
+    D numbers, and k_pe of a token R, rotated; R may be 0. LATENT: keys are the values, which else
+    have D of their own. scale: times log2(e). CODES: codes_kernel.py, with a scale for each token
+    and key head, which keys and values each have, if apart; the probabilities then take the values'
+    scales, over the largest so far, along.
 
     SHARED: query heads of a key head. out [rows, heads, D]; or with SPLIT float32 [rows, heads,
     splits, D], and found [rows, heads, splits], the logarithm to base 2 of each share's sum.
@@ -123,14 +122,14 @@ def attend_cached(
         probabilities = tl.exp2(scores - base[:, None])
         less = tl.exp2(largest - base)
         total = total * less + tl.sum(probabilities, 1)
-        if R > 0:
+        if LATENT:
             v = k
         else:
             v = tl.load(
                 values + token + column[None, :], mask=there[:, None] & whole[None, :], other=0
             )
         if CODES:
-            if R == 0:
+            if not LATENT:
                 v = decoded(v, CODES, query.dtype)
                 of_tokens = tl.load(
                     value_scales + places * scales_token + kv_head, mask=there, other=0.0

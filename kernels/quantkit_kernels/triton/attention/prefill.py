@@ -131,8 +131,10 @@ def mla_prefill(
     typed = q.dtype in _HALF and (
         isinstance(cache, CodedLatents) or parts_of(cache)[0].dtype == q.dtype
     )
-    fits = typed and all(
-        power_of_two(one) == one and 16 <= one <= 128 for one in (nope, rotary, value)
+    fits = typed and (
+        all(power_of_two(one) == one and 16 <= one <= 128 for one in (nope, rotary, value))
+        if rotary
+        else all(one % 8 == 0 and 16 <= one <= 256 for one in (nope, value))
     )
     if not fits or q.numel() == 0 or not all(part.is_contiguous() for part in parts_of(cache)):
         return reference.mla_prefill(q, kv_b, rotation, cache, prompts, scale)
@@ -142,7 +144,7 @@ def mla_prefill(
         bits = selected_bits(selected, seen)
         words = {"words": bits, "word_row": bits.shape[1]}
     tokens = torch.arange(len(q), device=q.device)
-    rotated = rope(q[..., nope:], tokens, *rotation)
+    rotated = rope(q[..., nope:], tokens, *rotation) if rotary else q[..., nope:]
     flat, of_head = by_slot(cache), nope + value
     rows = {
         "k_token": heads * of_head,
