@@ -38,7 +38,7 @@ def write_report(out: Path, result: dict[str, Any]) -> None:
     write_atomic(out / "bench.html", page)
 
 
-def _curves(rows: list[dict[str, Any]], key: str, label: str) -> str:
+def _curves(rows: list[dict[str, Any]], key: str, of: str) -> str:
     """One line per input length, over concurrency or the arrival rate."""
     across = "concurrency" if rows[0]["offered_rate"] is None else "offered_rate"
     axes, figure = plots.draw(5.0, 2.6)
@@ -57,13 +57,10 @@ def _curves(rows: list[dict[str, Any]], key: str, label: str) -> str:
             )
     ticks = sorted({row[across] for row in rows})
     axes.set_xscale("log", base=2)
+    label = "concurrency" if across == "concurrency" else "requests/s that arrive"
+    plots.label_axes(axes, label, of)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.set_xlabel(
-        "concurrency" if across == "concurrency" else "requests/s that arrive", fontsize=8
-    )
-    axes.set_ylabel(label, fontsize=8)
-    axes.tick_params(axis="y", labelsize=8)
     axes.legend(fontsize=8, frameon=False)
     return figure.svg()

@@ -105,19 +105,23 @@ class Dates(Strict):
     last: str = Field(alias="to")
 
 
-class TaskProtocol(Strict):
-    """A task's settings for one protocol. `generation` and `single_pass` override sampling
-    parameters; `single_pass` only where every problem has one repeat. raw: a completion
-    prompt, without a chat template."""
+class Prompting(Strict):
+    """What is asked. raw: a completion prompt, without a chat template; else a chat."""
 
     prompt: str
     system: str | None = None
     raw: bool = False
     shots: int = 0
     shots_same_group: bool = False
+    dates: Dates | None = None
+
+
+class TaskProtocol(Prompting):
+    """A task's settings for one protocol. `generation` and `single_pass` override sampling
+    parameters; `single_pass` only where every problem has one repeat."""
+
     repeats: int | None = None
     grader: str | None = None
-    dates: Dates | None = None
     generation: dict[str, Any] = Field({})
     single_pass: dict[str, Any] = Field({})
 
@@ -153,18 +157,12 @@ class Protocol(Strict):
     repeats: int
 
 
-class Setting(Strict):
+class Setting(Prompting):
     """One task under one protocol, fully resolved. The prompt is a Jinja2 template."""
 
     task: Task
     protocol: str
     thinking: bool
-    prompt: str
-    system: str | None
-    raw: bool
-    shots: int
-    shots_same_group: bool
-    dates: Dates | None
     grader: str
     repeats: int
     generation: Generation
@@ -243,15 +241,10 @@ def find_setting(
             "use --repeats 1 or set a --temperature above 0",
         )
     return Setting(
+        **{name: getattr(own, name) for name in Prompting.model_fields},
         task=task,
         protocol=protocol,
         thinking=base.thinking,
-        prompt=own.prompt,
-        system=own.system,
-        raw=own.raw,
-        shots=own.shots,
-        shots_same_group=own.shots_same_group,
-        dates=own.dates,
         grader=own.grader or task.grader,
         repeats=count,
         generation=generation,
