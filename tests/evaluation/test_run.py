@@ -485,6 +485,33 @@ def test_the_tokens_left_are_known_after_a_minute(mean, spread, limit, at_once, 
     assert truth / 2 < expected_length(finished, running, limit) < 2 * truth
 
 
+@pytest.mark.parametrize(
+    "prefix", ["quantkit_%s_tokens_total", "vllm:spec_decode_num_%s_tokens_total"]
+)
+def test_the_accepted_length_is_that_of_the_runs_own_tokens(task, prefix):
+    """Also on a server that has drafted nothing yet."""
+
+    def answer(question, body):
+        drafted = 4 * len(server.requests)
+        server.metrics = metrics(drafted, drafted // 2)
+        return Reply("</think>" + "x" * 12)
+
+    def metrics(drafted, accepted):
+        words = ("drafted", "accepted") if "quantkit" in prefix else ("draft", "accepted")
+        lines = (
+            f'{prefix % word}{{engine="0"}} {n}.0' for word, n in zip(words, (drafted, accepted))
+        )
+        return "# HELP\n" + "\n".join(lines) + "\n"
+
+    with ReplayServer(answer) as server:
+        server.metrics = metrics(0, 0)
+        speed = run(server, task).tasks["sums"].speed
+    tokens = 10 * len("</think>" + "x" * 12)
+    assert speed["acceptance_rate"] == 0.5
+    assert speed["accepted_length"] == pytest.approx(tokens / (tokens - 20))
+    assert speed["tokens_per_s"] > 0
+
+
 def two_models(share):
     """Right nearly always, but `share` of the time in every third sum."""
 

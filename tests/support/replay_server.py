@@ -34,11 +34,11 @@ class _Listener(ThreadingHTTPServer):
 
 class ReplayServer:
     """`requests` collects the bodies as they arrive; `most_at_once` is the highest number of
-    requests that were open together."""
+    requests that were open together. `metrics` is the text of /metrics."""
 
     def __init__(self, answer, *, models=("replayed",), delay_s=0.0, api_key=None):
         self.answer, self.models, self.delay_s, self.api_key = answer, models, delay_s, api_key
-        self.requests = []
+        self.requests, self.metrics = [], ""
         self.most_at_once = self._open = 0
         self._lock = threading.Lock()
         outer = self
@@ -52,6 +52,11 @@ class ReplayServer:
                     and self.headers.get("Authorization") != f"Bearer {outer.api_key}"
                 ):
                     return outer._send(self, 401, {"error": {"message": "wrong key"}})
+                if self.path == "/metrics" and outer.metrics:
+                    self.send_response(200)
+                    self.send_header("Content-Length", str(len(outer.metrics)))
+                    self.end_headers()
+                    return self.wfile.write(outer.metrics.encode())
                 outer._send(self, 200, {"data": [{"id": name} for name in outer.models]})
 
             def do_POST(self):

@@ -411,7 +411,7 @@ class Endpoint:
         found = self.server.metrics()
         names = [[name for name in found if name.endswith(end)] for end in _DRAFT_COUNTERS]
         drafted, accepted = (sum(found[name] for name in ours) for ours in names)
-        return Drafts(int(drafted), int(accepted)) if drafted else None
+        return Drafts(int(drafted), int(accepted)) if names[0] else None
 
     def close(self) -> None: ...
 
