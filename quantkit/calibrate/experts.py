@@ -206,15 +206,14 @@ class ExpertSolver:
         """The down projections corrected for drift, by expert."""
         if self.original is None:
             return {number: weights.down for number, weights in experts.items()}
-        changes, lost, gained = [], [], []
+        drifts, lost, gained = [], [], []
         for (number, weights), one in zip(experts.items(), runs):
             tokens, w, fitted = self.routed.quantized_tokens_of(number)
             own = weights.hidden(self.original.x[tokens[:fitted]]), one.hidden[:fitted], w[:fitted]
             layer = weights.hidden(_of_layer(self.original.x)), one.of_layer
-            changes.append(
-                weights.down @ expert_drift(*own, layer, self.solver.recipe.min_expert_tokens)
-            )
-        change = curvature.solved(torch.stack(changes))
+            drifts.append(expert_drift(*own, layer, self.solver.recipe.min_expert_tokens))
+        correction = curvature.solved(torch.stack(drifts))
+        change = [weights.down @ own for weights, own in zip(experts.values(), correction)]
         for (number, weights), one, own_change in zip(experts.items(), runs, change):
             tokens, w, fitted = self.routed.quantized_tokens_of(number)
             o = weights.hidden(

@@ -305,6 +305,12 @@ class Quantizer(ABC):
         best = candidates[0]
         if len(candidates) == 1:
             return best
+        if groups.is_cuda and groups.dim() <= 4 and groups.stride(-1) == 1:
+            from quantkit.grids.best_scale_kernel import (
+                best_scale,
+            )  # Triton is part of PyTorch's GPU builds
+
+            return best_scale(self, candidates, groups, importance)
         error = self._squared_error(best, groups, importance)
         for scales in candidates[1:]:
             other = self._squared_error(scales, groups, importance)

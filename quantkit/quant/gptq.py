@@ -109,19 +109,10 @@ class Curvature:
         return (*together, *(TriangularBlock.of(block) for block in blocks[whole:]))
 
     @cached_property
-    def descent_blocks(self) -> tuple["DescentBlock", ...]:
-        """Each block of BLOCK columns for a sweep of descent."""
-        return tuple(self._descent_block(start) for start in range(0, self.factor.shape[-1], BLOCK))
-
-    def _descent_block(self, start: int) -> "DescentBlock":
-        rows = self.factor[..., start : start + BLOCK, start:]
-        own = rows @ rows.mT
-        diagonal = own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-        one = torch.eye(own.shape[-1], device=own.device)
-        inverse = torch.linalg.solve_triangular(
-            (own / diagonal).tril(-1) + one, one.expand_as(own), upper=False
-        )
-        return DescentBlock(inverse / diagonal.mT, column_major(one - inverse))
+    def descent_panels(self) -> tuple["DescentPanel", ...]:
+        """Each OUTER columns for a sweep of descent."""
+        columns = range(0, self.factor.shape[-1], OUTER)
+        return tuple(DescentPanel.of(self.factor[..., at : at + OUTER, at:]) for at in columns)
 
     @property
     def conditional(self) -> Tensor:
@@ -186,6 +177,32 @@ class DescentBlock:
 
     change: Tensor
     own: Tensor
+
+    @classmethod
+    def of(cls, hessian: Tensor) -> "DescentBlock":
+        diagonal = hessian.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        one = torch.eye(hessian.shape[-1], device=hessian.device)
+        inverse = torch.linalg.solve_triangular(
+            (hessian / diagonal).tril(-1) + one, one.expand_as(hessian), upper=False
+        )
+        return cls(inverse / diagonal.mT, column_major(one - inverse))
+
+
+@dataclass(frozen=True)
+class DescentPanel:
+    """Up to OUTER columns for a sweep. rows [..., C, R]: of the factor, from the first of these
+    columns on; hessian [..., C, C]: these columns' own; blocks: each BLOCK of them."""
+
+    rows: Tensor
+    hessian: Tensor
+    blocks: tuple[DescentBlock, ...]
+
+    @classmethod
+    def of(cls, rows: Tensor) -> "DescentPanel":
+        hessian = rows @ rows.mT
+        starts = range(0, rows.shape[-2], BLOCK)
+        own = (hessian[..., at : at + BLOCK, at : at + BLOCK] for at in starts)
+        return cls(rows, hessian, tuple(map(DescentBlock.of, own)))
 
 
 def column_major(update: Tensor) -> Tensor:
@@ -379,19 +396,32 @@ def _sweep(
     quantizer: Quantizer,
     steps: GroupScales,
 ) -> None:
-    """Every column once. factored_error: V^T E, updated."""
-    columns, factor, round_block = values.shape[-2], curvature.factor, block_rounder(values.device)
-    for start, update in zip(range(0, columns, BLOCK), curvature.descent_blocks):
-        stop = min(start + BLOCK, columns)
-        rows, own = factor[..., start:stop, start:], values[..., start:stop, :]
-        target = add_product(
-            own, update.change, error_product(rows, factored_error[..., start:, :])
-        )
-        less = torch.empty_like(target)
-        round_block(
-            target, update.own, quantizer, steps.of(start, stop), BlockParts(own, own, less)
-        )
-        add_error_product_(factored_error[..., start:, :], rows.mT, less)
+    """Every column once. factored_error: V^T E, updated after every panel: inside a panel a block's
+    gradient E H is brought up to date by the panel's own part of H."""
+    round_block, start = block_rounder(values.device), 0
+    for panel in curvature.descent_panels:
+        errors = factored_error[..., start:, :]
+        gradient = error_product(panel.rows, errors)
+        less, done = torch.empty_like(gradient), 0
+        for block in panel.blocks:
+            here = slice(done, done + block.own.shape[-1])
+            wanted = gradient[..., here, :]
+            if done:
+                wanted = add_error_product(
+                    wanted, panel.hessian[..., here, :done], less[..., :done, :]
+                )
+            first, last = start + here.start, start + here.stop
+            own = values[..., first:last, :]
+            round_block(
+                add_product(own, block.change, wanted),
+                block.own,
+                quantizer,
+                steps.of(first, last),
+                BlockParts(own, own, less[..., here, :]),
+            )
+            done = here.stop
+        add_error_product_(errors, panel.rows.mT, less)
+        start += done
 
 
 def _refit(
