@@ -157,9 +157,12 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         return self._entries[unit].facts
 
     def refresh(self) -> None:
-        """Read which units other ranks have written meanwhile."""
+        """Read which units other ranks have written meanwhile. Their bytes, of this run, are not
+        verified again."""
         self.wait()
-        self._entries |= self._journals.read_new()
+        new = self._journals.read_new()
+        self._entries |= new
+        self._verified |= new.keys()
 
     def read(self, unit: str) -> dict[str, Tensor]:
         """The tensors of a finished unit, as stored."""
