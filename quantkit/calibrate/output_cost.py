@@ -29,7 +29,9 @@ from quantkit.quant.tensor_cores import sample_products
 
 BLOCK_ROWS = 4096
 """Rows of the head read and multiplied at a time: 117 MB in float32 for R1."""
-JUDGED_TOKENS = 1024
+JUDGED_TOKENS, JUDGED_ROWS = 1024, 1024
+"""Held-out tokens whose next tokens are compared, and rows of the head at a time: several logits of
+each are alive together."""
 
 
 Logits = Callable[[Tensor, int], Tensor]

@@ -32,6 +32,7 @@ from quantkit.calibrate.input_statistics import SublayerStatistics, collect_stat
 from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.output_cost import (
     BLOCK_ROWS,
+    JUDGED_ROWS,
     JUDGED_TOKENS,
     ResidualStream,
     compare_paths,
@@ -399,7 +400,7 @@ class Walk:
         """Compare the next-token distributions of the paths on held-out tokens. Not saved for a
         restart: it follows from the last layer."""
         head, logits = self.residual.head, self.embed_and_head.logits
-        self.log.report("judging", head.module)
+        self.log.begin_phase("judging", head.module)
         step = max(1, len(states.original.hidden) // JUDGED_TOKENS)
         original, quantized, *plain = (
             self.embed_and_head.final_norm(hidden[::step][:JUDGED_TOKENS])
@@ -411,7 +412,7 @@ class Walk:
                 *(() if self.plain is None else (self.plain.states.hidden,)),
             )
         )
-        blocks = self.model.weights.blocks(head, BLOCK_ROWS)
+        blocks = self.model.weights.blocks(head, JUDGED_ROWS)
         own, *others = compare_paths(original, [quantized, *plain], blocks, logits)
         found = asdict(own)
         if others:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-_FINITE_CHUNK = 2**26
+_FINITE_CHUNK = 2**22
 
 
 class Checkpoint:

@@ -340,10 +340,13 @@ class GuidedJob:
 
 
 def _run_bytes(source: Path) -> int:
-    """Memory to run the source: every value in the compute dtype, and a tenth for activations."""
-    checkpoint, device = Checkpoint.open(source), find_device("auto")
-    values = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in checkpoint.tensors.values())
-    return int(1.1 * values * default_dtype(device).itemsize)
+    tensors = Checkpoint.open(source).tensors.values()
+    return run_bytes(sum(tensor.nbytes // tensor.dtype.itemsize for tensor in tensors))
+
+
+def run_bytes(values: int) -> int:
+    """Memory to run a model of so many: each in the compute dtype, and a tenth for activations."""
+    return int(1.1 * values * default_dtype(find_device("auto")).itemsize)
 
 
 def _scored(task: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from quantkit.models import find_architecture
 from quantkit.planning.devices import Devices
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import Plan, plan
-from quantkit.quantization.cost import Rate, expected_seconds
+from quantkit.quantization.cost import Rate, RunWork, expected_seconds
 from quantkit.quantization.job import JobRequest, open_job, read_request, read_scheme
 from quantkit.quantization.report import FAR
 
@@ -96,7 +96,8 @@ class SchemeCandidate:
 @dataclass(frozen=True, repr=False)
 class Proposal(Result):
     """candidates: every scheme, least expected loss first. chosen: one of them. rate: of this
-    machine; the time is known to within `factor` either way. why: the choice in words."""
+    machine; times are known to within `factor` either way. why: the choice in words. measuring:
+    work of the step after quantizing."""
 
     model: str
     box: Devices
@@ -105,10 +106,16 @@ class Proposal(Result):
     why: str
     rate: Rate
     factor: float
+    measuring: RunWork
 
     @property
     def seconds(self) -> float:
+        """Of quantizing."""
         return expected_seconds(self.plan.work, self.rate)
+
+    @property
+    def measuring_seconds(self) -> float:
+        return expected_seconds(self.measuring, self.rate)
 
     @property
     def _loss(self) -> str:
@@ -123,6 +130,7 @@ class Proposal(Result):
             "devices": chosen.devices,
             "why": self.why,
             "seconds": round(self.seconds),
+            "measuring_seconds": round(self.measuring_seconds),
             "expected_loss": self._loss,
             "plan": self.plan.to_json(),
             "others": {
@@ -164,8 +172,9 @@ class Proposal(Result):
             *([("loss to expect", self._loss)] if self._loss else []),
             (
                 "time",
-                f"about {format_duration(self.seconds)} on this machine, within a factor of "
-                f"{self.factor:g}, and as much text as is then measured",
+                f"about {format_duration(self.seconds)} to quantize on this machine and "
+                f"{format_duration(self.measuring_seconds)} to measure, within a factor of "
+                f"{self.factor:g}",
             ),
             *([("  faster", planned.faster.describe(self.rate))] if planned.faster else []),
             (

@@ -9,17 +9,19 @@ import psutil
 
 from quantkit.calibrate.data import load_sequences
 from quantkit.checkpoint.hub import find_local
-from quantkit.checkpoint.reader import open_headers
+from quantkit.checkpoint.reader import Checkpoint, open_headers
+from quantkit.common.devices import find_device, free_bytes
 from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import format_bytes
 from quantkit.evaluation.run import prepare
-from quantkit.guide.job import GoRequest
+from quantkit.guide.job import DOCUMENTS, GoRequest, run_bytes
 from quantkit.guide.proposal import Proposal, SchemeCandidate, candidates, choose_candidate
 from quantkit.planning.plan import Plan
-from quantkit.quantization.cost import measure_rate
+from quantkit.quantization.cost import RunWork, comparison_work, measure_rate
+from quantkit.quantization.job import open_job, read_request, read_scheme
 from quantkit.tokenizer.chat import ChatTokenizer
 
-TIME_FACTOR = 2.0
+TIME_FACTOR = 1.5
 """The estimated time is within this factor of the measured one, on a CPU (docs/quantize.md)."""
 
 
@@ -35,8 +37,25 @@ def propose(request: GoRequest) -> Proposal:
     chosen = _with_disk(chosen, folder)
     assert chosen.plan is not None
     _check_room(chosen.plan, request.model, folder)
-    rate = measure_rate(folder)
-    return Proposal(request.model, request.box, tuple(found), chosen, why, rate, TIME_FACTOR)
+    return Proposal(
+        request.model,
+        request.box,
+        tuple(found),
+        chosen,
+        why,
+        measure_rate(folder),
+        TIME_FACTOR,
+        _measuring(request, checkpoint, chosen),
+    )
+
+
+def _measuring(request: GoRequest, checkpoint: Checkpoint, chosen: SchemeCandidate) -> RunWork:
+    """Of the step that follows quantizing; none where the source does not fit in memory."""
+    assert chosen.plan is not None
+    scheme, recipe, mixture = read_scheme(chosen.scheme, request.options)
+    job = open_job(read_request(scheme, chosen.plan.format, None, recipe, mixture), checkpoint)
+    fits = run_bytes(chosen.plan.parameters) <= free_bytes(find_device("auto"))
+    return comparison_work(job, fits * DOCUMENTS * recipe.seq_len, recipe.seq_len)
 
 
 def _calibration_tokens(request: GoRequest) -> int | None:

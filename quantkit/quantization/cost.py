@@ -1,14 +1,15 @@
-"""Expected run time: arithmetic, element-wise work and bytes divided by a machine's rates.
+"""Expected run time: work counted from the shapes, divided by a machine's rates.
 
-Operations are counted from the shapes, 2 per multiplication and addition: two forward passes of
-every token, half of a symmetric Hessian for every input, its factorization, and GPTQ of every
-linear, two-sided for those that write to the residual stream. A sweep of descent counts as GPTQ: it
-has twice the operations, all in large products, which run at about twice the average rate. So do
-the products of drift: they count half. The head is multiplied with a thousand tokens a sublayer for
+Operations, 2 per multiplication and addition: the passes of every token through the linears, the
+squares of every input, and GPTQ of every linear, two-sided for those that write to the residual
+stream. A sweep of descent counts as GPTQ: it has twice the operations, all in large products, which
+run at about twice the average rate. The head is multiplied with a thousand tokens a sublayer for
 the cost of an error, and with the held-out tokens.
 
-Values are those that are rounded or passed through a softmax: weights, once for each candidate
-scale and sweep, and the logits of the head.
+Exact operations are in float32: attention, and what factors and solves a square of an input.
+
+Values are those that elementwise work passes over: weights that are rounded, once for each
+candidate scale and sweep, the inputs and outputs of linears, and the logits of the head.
 
 The speed of a machine, and of this one: measured in less than two seconds.
 """
@@ -16,7 +17,7 @@ The speed of a machine, and of this one: measured in less than two seconds.
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -35,27 +36,30 @@ from quantkit.quantization.job import Job
 
 _SIZE = 1024
 _MEASURED_S, _DISK_BYTES = 0.25, 16 * 2**20
+_SCALING = 0.85
+"""Exponent of a CPU's speed by its threads: they share memory, and small work keeps to one."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A machine's rates: operations a second in large matrix products of calibration, values a
-    second of a rounding in float32, bytes a second to disk."""
+    """A machine's rates: operations a second in large products of calibration and in those of
+    float32, values a second of a rounding, bytes a second to disk."""
 
     name: str
     flops: float
+    exact: float
     values: float
     disk: float
 
     @property
     def assumption(self) -> str:
         return (
-            f"{self.flops / 1e9:,.0f} GFLOP/s in large products, "
-            f"{self.values / 1e9:,.1f} G values/s rounded, {self.disk / 1e9:.2g} GB/s disk"
+            f"{self.flops / 1e9:,.0f} GFLOP/s in large products, {self.exact / 1e9:,.0f} in "
+            f"float32, {self.values / 1e9:,.1f} G values/s rounded, {self.disk / 1e9:.2g} GB/s disk"
         )
 
 
-H200 = Rate("h200", 5e13, 2e11, 1.5e9)
+H200 = Rate("h200", 5e13, 2e13, 2e11, 1.5e9)
 """benchmarks/r1_shape.py."""
 
 
@@ -63,31 +67,32 @@ def measure_rate(folder: Path, device: torch.device | None = None) -> Rate:
     """This machine's, by its best device or the given one. folder: where the output goes; a file is
     written there and removed, if that is possible."""
     device = find_device("auto") if device is None else device
-    flops, values = _computing(device.type)
-    return Rate(device.type, flops, values, _disk(folder))
+    return Rate(device.type, *_computing(device.type), _disk(folder))
 
 
 @cache
-def _computing(device: str) -> tuple[float, float]:
-    """Operations and values a second. On a CPU one thread is measured, in its own time, for all:
-    other jobs on this machine do not count, nor does waiting for each other; and in BF16 where
-    calibration is."""
+def _computing(device: str) -> tuple[float, float, float]:
+    """Operations, exact ones, and values a second. On a CPU one thread is measured, in its own
+    time, for all: other jobs on this machine do not count, nor does waiting for each other."""
     threads = torch.get_num_threads()
     if device != "cpu":
         return _speeds(device, time.perf_counter)
     torch.set_num_threads(1)
     try:
-        with sample_products():
-            flops, values = _speeds(device, time.thread_time)
+        flops, exact, values = _speeds(device, time.thread_time)
     finally:
         torch.set_num_threads(threads)
-    return flops * threads, values * threads
+    together = threads**_SCALING
+    return flops * together, exact * together, values * together
 
 
-def _speeds(device: str, clock: Callable[[], float]) -> tuple[float, float]:
+def _speeds(device: str, clock: Callable[[], float]) -> tuple[float, float, float]:
     a = torch.randn(_SIZE, _SIZE, device=device)
     scale = a.abs().amax(1, keepdim=True) / 7
+    with sample_products():
+        products = _per_second(lambda: a @ a, clock)
     return (
+        2.0 * _SIZE**3 * products,
         2.0 * _SIZE**3 * _per_second(lambda: a @ a, clock),
         a.numel() * _per_second(lambda: (a / scale).round_().clamp_(-8, 7).mul_(scale), clock),
     )
@@ -115,57 +120,45 @@ def _disk(folder: Path) -> float:
     return len(data) / (time.perf_counter() - start)
 
 
-_FORWARDS = 2
-_COMPARED = {"expert": 2, "alone": 4}
-"""Additional forward passes with drift, for the linears of routed experts and others: both paths
-are compared, before and after the linears before them are quantized, and the original one
-advances."""
+_PASSES = 2
+"""Of every token through a linear: what its input is, and what comes after it is quantized."""
+_COMPARED = {"expert": 1, "inside": 3, "output": 0}
+"""Additional ones with drift: routed experts also run on the original path; of others both paths
+are compared, before and after the linears before the output are quantized."""
+_ATTENTION = 8.0
+"""Exact operations for a token, a position and an input of the output projection: half of 4 in each
+of two products, at a quarter of the speed of a large one."""
 _ROUNDINGS, _SWEEP_PASSES = 12, 8
 """Passes over a weight's values besides the candidate scales, and in a sweep of descent."""
+_TOUCHED, _ROUNDED = 1.8, 4.0
+"""Passes over an input or output of a linear for every token: norms, activation functions, sums and
+copies; and over an input that is rounded."""
 _SOFTMAX_PASSES = 6
 """Over logits."""
-EFFICIENCY = 0.45
-"""Share of the speed of large matrix products that the products of a run reach: SmolLM2 on 32
-documents takes some 250 s of a core with AMX, 0.48."""
-LINEAR_SECONDS = 0.05
-"""For each linear outside of routed experts, whatever its size: searches, held-out errors, small
-operators."""
+_TRIANGLES = 4.0
+"""Operations of a factorization, and of solving by it, run at a quarter of the speed of products."""
+EFFICIENCY = 0.7
+"""Share of the speed of a large matrix product that those of a run reach."""
+LINEAR_SECONDS, _EXPERT_LINEARS = 0.1, 0.1
+"""For each linear, whatever its size: searches, held-out errors, small operators; and what one of a
+routed expert counts, as experts are solved many at a time."""
+FIXED_SECONDS = 6.0
+"""Of a calibrated run: libraries, the text, the report."""
 CALIBRATED_SHARE = 0.98
 """Share of a calibrated run's time after which only units to round and copy are left."""
 
 
 @dataclass(frozen=True)
 class RunWork:
-    """Work of a run: floating-point operations, values rounded, bytes read and written, linears
-    searched and solved one by one."""
+    """Work of a run: floating-point operations, and exact ones; bytes read and written; linears
+    searched and solved one by one; values of elementwise work; fixed: seconds of start and end."""
 
     operations: float
     transferred: int
-    linears: int
+    linears: float
     values: float = 0.0
-
-
-def work_of(
-    linears: Sequence[Parameter],
-    tokens: int,
-    chosen: float,
-    transferred: int,
-    sweeps: int = 0,
-    drift: bool = False,
-) -> RunWork:
-    """Of quantizing `linears` on `tokens` tokens, of which every routed expert gets the share
-    `chosen`; no tokens: no calibration. sweeps: of descent; drift: whether weights are corrected
-    for drift. Without the head."""
-    values = sum(float(row.shape[0]) * row.shape[1] for row in linears)
-    if not tokens:
-        return RunWork(0.0, transferred, 0, values * _ROUNDINGS)
-    alone = sum(row.expert is None for row in linears)  # routed experts are solved many at a time
-    return RunWork(
-        operations(linears, tokens, chosen, sweeps, drift),
-        transferred,
-        alone,
-        values * (_ROUNDINGS + _SWEEP_PASSES * sweeps),
-    )
+    exact: float = 0.0
+    fixed: float = 0.0
 
 
 def job_work(
@@ -173,39 +166,88 @@ def job_work(
 ) -> RunWork:
     """Of those linears of a job, and so many bytes. tokens: of the calibration text; if unknown,
     the recipe's maximum."""
-    recipe, calibrated = job.request.recipe, bool(job.request.methods)
+    recipe, methods = job.request.recipe, job.request.methods
+    sweeps, drift = recipe.sweeps if "descent" in methods else 0, "drift" in methods
+    weights = sum(float(row.shape[0]) * row.shape[1] for row in linears)
+    values = weights * (_ROUNDINGS + _SWEEP_PASSES * sweeps)
+    if not methods:
+        return RunWork(0.0, transferred, 0, values)
+    tokens = tokens or (recipe.samples + recipe.held_out) * recipe.seq_len
+    length, chosen = tokens / (recipe.samples + recipe.held_out), _chosen(job)
+    products = exact = 0.0
+    observed = set[str]()
+    for row in linears:
+        n, k = map(float, row.shape)
+        routed, writes = row.expert is not None, row.split == "row"
+        seen = tokens * chosen if routed else float(tokens)
+        kind = "expert" if routed else "output" if writes else "inside"
+        passes = _PASSES + (_COMPARED[kind] if drift else 0)
+        products += passes * 2 * seen * n * k + n * k * k * (1 + sweeps) + n * n * k * writes
+        rounded = job.target.activation_bits_of(job.grids[row.module]) < 16
+        values += passes * seen * (_TOUCHED * (n + k) + _ROUNDED * k * rounded)
+        if drift:
+            products += n * k * k
+            if writes and not routed:  # what the residual stream lacks
+                products += 2 * seen * n * k
+        if row.projection == "o":
+            exact += _ATTENTION * (2 + drift) * tokens * length * k
+        # Gate and up of all experts of a layer share one input, and so do siblings of a fused
+        # linear.
+        shared = routed and row.fused
+        site = f"{row.layer}.gate_up" if shared else row.fused or row.module
+        if site not in observed:
+            observed.add(site)
+            seen = float(tokens) if shared else seen
+            products += seen * k * k * (1 + min(1.0, _SIZE / k) + 2 * drift)
+            exact += _TRIANGLES * k**3 * (1 / 3 + 2 * drift)
+    solved = sum(1.0 if row.expert is None else _EXPERT_LINEARS for row in linears)
+    fixed = FIXED_SECONDS * (len(linears) == len(job.linears))
+    return _with_head(job, linears, RunWork(products, transferred, solved, values, exact, fixed))
+
+
+def comparison_work(job: Job, tokens: int, length: int) -> RunWork:
+    """Of running source and output over so many tokens, in documents of `length`, and comparing
+    what they predict."""
+    seen, products, exact, values = 2.0 * tokens, 0.0, 0.0, 0.0
+    for row in job.rows:
+        if row.role != "linear" or row.mtp:
+            continue
+        n, k = row.shape
+        share = seen * (_chosen(job) if row.expert is not None else 1.0)
+        products += share * 2 * n * k
+        values += share * _TOUCHED * (n + k)
+        exact += _ATTENTION * seen * length * k * (row.projection == "o")
+    work = RunWork(products, 0, 0, values, exact)
+    return _with_logits(job, work, seen)
+
+
+def _chosen(job: Job) -> float:
+    """Share of the routed experts that a token is given."""
     experts = len({row.expert for row in job.rows if row.expert is not None})
-    routing = job.inventory.config.routing if experts and calibrated else None
-    chosen = routing.num_experts_per_tok / experts if routing else 1.0
-    most = (recipe.samples + recipe.held_out) * recipe.seq_len
-    sweeps = recipe.sweeps if "descent" in job.request.methods else 0
-    work = work_of(
-        linears,
-        (tokens or most) if calibrated else 0,
-        chosen,
-        transferred,
-        sweeps,
-        "drift" in job.request.methods,
-    )
-    return _with_head(job, linears, work) if calibrated else work
+    routing = job.inventory.config.routing if experts else None
+    return routing.num_experts_per_tok / experts if routing else 1.0
 
 
 def _with_head(job: Job, linears: Sequence[Parameter], work: RunWork) -> RunWork:
     """The work with the head's: the cost of an error after each sublayer, and the KL of held-out
     text."""
     recipe = job.request.recipe
+    sublayers = {(row.layer, row.block == "attention") for row in linears}
+    costed = HEAD_TOKENS * len(sublayers) if recipe.output_curvature else 0
+    judged = 3 * JUDGED_TOKENS if recipe.held_out and len(linears) == len(job.linears) else 0
+    return _with_logits(job, work, 2 * costed + judged)
+
+
+def _with_logits(job: Job, work: RunWork, tokens: float) -> RunWork:
+    """The work with that of so many tokens' logits."""
     heads = [row for row in job.rows if row.role in ("head", "embedding") and not row.mtp]
     if not heads:
         return work
     rows, width = heads[-1].shape
-    sublayers = {(row.layer, row.block == "attention") for row in linears}
-    costed = HEAD_TOKENS * len(sublayers) if recipe.output_curvature else 0
-    judged = 3 * JUDGED_TOKENS if recipe.held_out and len(linears) == len(job.linears) else 0
-    logits = float(rows) * (2 * costed + judged)
     return replace(
         work,
-        operations=work.operations + 2.0 * width * logits,
-        values=work.values + _SOFTMAX_PASSES * logits,
+        operations=work.operations + 2.0 * width * rows * tokens,
+        values=work.values + float(_SOFTMAX_PASSES) * rows * tokens,
     )
 
 
@@ -213,9 +255,11 @@ def expected_seconds(work: RunWork, rate: Rate) -> float:
     """On a machine of these rates."""
     return (
         work.operations / (EFFICIENCY * rate.flops)
+        + work.exact / rate.exact
         + work.values / rate.values
         + work.transferred / rate.disk
         + work.linears * LINEAR_SECONDS
+        + work.fixed
     )
 
 
@@ -250,39 +294,6 @@ def faster_run(job: Job, transferred: int, tokens: int | None = None) -> Faster 
         tokens = round(tokens * share)
     shorter = replace(job, request=replace(job.request, recipe=changed))
     return Faster(option, job_work(shorter, job.linears, transferred, tokens))
-
-
-def operations(
-    linears: Iterable[Parameter], tokens: int, chosen: float, sweeps: int, drift: bool
-) -> float:
-    """Floating-point operations of a calibrated run, those of sweeps and of drift as described
-    above."""
-    total, observed = 0.0, set[str]()
-    for row in linears:
-        n, k = row.shape
-        seen = tokens * chosen if row.expert is not None else tokens
-        total += _FORWARDS * 2.0 * seen * n * k + float(n) * k * k * (1 + sweeps)
-        total += float(n) * n * k if row.split == "row" else 0.0
-        if drift:
-            total += (
-                _COMPARED["alone" if row.expert is None else "expert"] * float(seen) * n * k
-                + float(n) * k * k
-            )
-            if row.split == "row" and row.expert is None:  # what the residual stream lacks
-                total += 2.0 * seen * n * k
-        # Gate and up of all experts of a layer share one input, and so do siblings of a fused
-        # linear.
-        site = (
-            f"{row.layer}.gate_up"
-            if row.expert is not None and row.fused
-            else row.fused or row.module
-        )
-        if site not in observed:
-            observed.add(site)
-            shared = row.expert is not None and row.fused
-            total += float(tokens if shared else seen) * k * k + k**3 / 3
-            total += (float(tokens if shared else seen) * k * k + k**3) if drift else 0.0
-    return total
 
 
 def unit_shares(job: Job) -> dict[str, float]:

@@ -5,6 +5,7 @@ import math
 import psutil
 import torch
 
+from quantkit.calibrate.hidden_states import trim_heap
 from quantkit.calibrate.linear_solver import LinearSolution, SolverTable
 from quantkit.calibrate.output import Output
 from quantkit.calibrate.progress_log import Findings
@@ -29,6 +30,7 @@ def round_units(
     no inputs to weight them by.
     """
     ranks.sync(output)
+    trim_heap()  # after calibration
     findings = Findings()
     total = sum(source.stored_bytes(row) for row in output.rows.values())
     done, process = 0, psutil.Process()

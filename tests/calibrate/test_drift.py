@@ -11,11 +11,9 @@ from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.calibrate.scales import LinearInput
 from quantkit.grids.schemes import find_scheme
-from quantkit.models import find_architecture
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quant.gptq import Curvature, damp_
-from quantkit.quantization.cost import operations
 from quantkit.quantization.job import read_request
 
 K, N, T = 24, 10, 4096
@@ -127,13 +125,6 @@ def test_it_is_planned_and_needs_gptq(source):
     assert planned.host_peak_bytes - without.host_peak_bytes >= 128 * 512 * 256 * 4, (
         "calibration tokens are held twice"
     )
-    config = make_model.tiny_config()
-    architecture = find_architecture(config)
-    rows = architecture.parameters(architecture.Config.from_dict(config))
-    with_it, alone = (
-        operations([row for row in rows if row.role == "linear"], 128 * 512, 0.25, 0, drift)
-        for drift in (True, False)
-    )
-    assert 1.2 < with_it / alone < 3, "they run more often"
+    assert 1.2 < planned.work.operations / without.work.operations < 3, "they run more often"
     with refused("drift without gptq"):
         read_request(scheme, "auto", None, Recipe(scheme="awq-w4a16", methods=("awq", "drift")))
