@@ -100,7 +100,7 @@ def choose_scale(
     row_weight = torch.cat(
         [consumer.row_weight(inputs.mean_hessian) for consumer in consumers], dim=-1
     )
-    losses = []
+    losses, divided = [], torch.empty_like(inputs.rows)  # of every candidate, in one block
     for part in candidates.split(_at_once(rows)):
         split = rows.split([sum(lengths) for _, lengths in stacks], dim=-2)
         loss = torch.cat(
@@ -120,7 +120,7 @@ def choose_scale(
         elif "smooth" in solver.methods or solver.activation_bits == 8:
             losses[-1] += torch.stack(
                 [
-                    activation_loss(inputs.rows / scale.unsqueeze(-2), own)
+                    activation_loss(torch.div(inputs.rows, scale.unsqueeze(-2), out=divided), own)
                     for scale, own in zip(part, energy)
                 ]
             )

@@ -172,7 +172,7 @@ class Proposal(Result):
             *([("loss to expect", self._loss)] if self._loss else []),
             (
                 "time",
-                f"about {format_duration(self.seconds)} to quantize on this machine and "
+                f"about {format_duration(self.seconds)}, then "
                 f"{format_duration(self.measuring_seconds)} to measure, within a factor of "
                 f"{self.factor:g}",
             ),

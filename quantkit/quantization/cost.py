@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.calibrate.input_statistics import SCALE_ROWS
 from quantkit.calibrate.output_cost import HEAD_TOKENS, JUDGED_TOKENS
 from quantkit.calibrate.recipe import load_recipe
 from quantkit.common.devices import find_device
@@ -133,16 +134,16 @@ _ROUNDINGS, _SWEEP_PASSES = 12, 8
 _TOUCHED, _ROUNDED = 1.8, 4.0
 """Passes over an input or output of a linear for every token: norms, activation functions, sums and
 copies; and over an input that is rounded."""
-_SOFTMAX_PASSES = 6
+_SOFTMAX_PASSES = 5
 """Over logits."""
 _TRIANGLES = 4.0
 """Operations of a factorization, and of solving by it, run at a quarter of the speed of products."""
 EFFICIENCY = 0.7
 """Share of the speed of a large matrix product that those of a run reach."""
-LINEAR_SECONDS, _EXPERT_LINEARS = 0.1, 0.1
+LINEAR_SECONDS, _EXPERT_LINEARS = 0.12, 0.1
 """For each linear, whatever its size: searches, held-out errors, small operators; and what one of a
 routed expert counts, as experts are solved many at a time."""
-FIXED_SECONDS = 6.0
+FIXED_SECONDS = 7.0
 """Of a calibrated run: libraries, the text, the report."""
 CALIBRATED_SHARE = 0.98
 """Share of a calibrated run's time after which only units to round and copy are left."""
@@ -174,6 +175,7 @@ def job_work(
         return RunWork(0.0, transferred, 0, values)
     tokens = tokens or (recipe.samples + recipe.held_out) * recipe.seq_len
     length, chosen = tokens / (recipe.samples + recipe.held_out), _chosen(job)
+    candidates = len({"awq", "smooth"}.intersection(methods)) * (recipe.scale_points + 1)
     products = exact = 0.0
     observed = set[str]()
     for row in linears:
@@ -183,6 +185,7 @@ def job_work(
         kind = "expert" if routed else "output" if writes else "inside"
         passes = _PASSES + (_COMPARED[kind] if drift else 0)
         products += passes * 2 * seen * n * k + n * k * k * (1 + sweeps) + n * n * k * writes
+        products += candidates * min(n, recipe.search_rows) * k * k * (not routed)
         rounded = job.target.activation_bits_of(job.grids[row.module]) < 16
         values += passes * seen * (_TOUCHED * (n + k) + _ROUNDED * k * rounded)
         if drift:
@@ -198,6 +201,8 @@ def job_work(
         if site not in observed:
             observed.add(site)
             seen = float(tokens) if shared else seen
+            if rounded:  # sizes are tried by fourth moments, too, and on rows of the inputs
+                values += 2 * candidates * min(seen, SCALE_ROWS) * k
             products += seen * k * k * (1 + min(1.0, _SIZE / k) + 2 * drift)
             exact += _TRIANGLES * k**3 * (1 / 3 + 2 * drift)
     solved = sum(1.0 if row.expert is None else _EXPERT_LINEARS for row in linears)

@@ -2,10 +2,22 @@
 
 import time
 
+import pytest
 import torch
 
+from quantkit.checkpoint.reader import open_headers
 from quantkit.common.progress import Note
-from quantkit.quantization.cost import measure_rate
+from quantkit.quantization.cost import (
+    CALIBRATED_SHARE,
+    H200,
+    comparison_work,
+    expected_seconds,
+    job_work,
+    measure_rate,
+    unit_shares,
+)
+from quantkit.quantization.job import open_job, read_request, read_scheme
+from quantkit.quantization.options import QuantizeOptions
 from quantkit.quantization.usage import RunUsage
 
 
@@ -40,3 +52,27 @@ def test_rates_are_measured_without_other_threads(tmp_path):
     assert min(rate.flops, rate.values, rate.disk) > 0
     assert torch.get_num_threads() == threads
     assert not list(tmp_path.iterdir())
+
+
+def test_work_is_counted_beyond_matrix_products():
+    """Each part grows with what it is of; a run's units share all of its time."""
+
+    def job(scheme, **options):
+        chosen, recipe, mixture = read_scheme(scheme, QuantizeOptions(**options))
+        return open_job(
+            read_request(chosen, "auto", None, recipe, mixture), open_headers("tiny-r1")
+        )
+
+    def work(scheme, **options):
+        return job_work(one := job(scheme, **options), one.linears, 0)
+
+    plain, longer = work("awq-w4a16"), work("awq-w4a16", samples=64, seq_len=1024)
+    assert longer.operations < 1.2 * plain.operations, "the same calibration tokens"
+    assert longer.exact > 1.9 * plain.exact, "attention"
+    rounded, quick = work("int8-a8w8c16"), work("awq-w4a16", recipe="awq-w4a16-quick")
+    assert rounded.values > plain.values > quick.values > 0
+    assert plain.fixed > 0 == work("rtn-w4a16").fixed
+    compared = [comparison_work(job("awq-w4a16"), tokens, 512) for tokens in (0, 512, 1024)]
+    seconds = [expected_seconds(one, H200) for one in compared]
+    assert seconds == pytest.approx([0, seconds[1], 2 * seconds[1]])
+    assert sum(unit_shares(job("awq-w4a16")).values()) == pytest.approx(CALIBRATED_SHARE)
