@@ -2,8 +2,8 @@
 
 A call is right if its name is, every parameter has one of its possible values, and none is missing
 that must be there ("" among the values: it may be left out). The order of parallel calls is free;
-texts are compared without case, blanks and punctuation, and an integer may be a float, as BFCL's
-own checker does. Calls are Python (`[f(x=1)]`) or JSON objects with name and arguments, alone, in a
+texts are compared without case, blanks and punctuation, and an integer may be given for a float but
+no float for an integer, as BFCL's own checker does. Calls are Python (`[f(x=1)]`) or JSON objects with name and arguments, alone, in a
 list, in a fence or in <tool_call>.
 """
 
@@ -74,6 +74,20 @@ def same_calls(calls: list[Call], possible: list[dict[str, dict[str, list[Any]]]
             return False
         left.remove(match)
     return not left
+
+
+def floats_for_integers(calls: list[Call], functions: list[dict[str, Any]]) -> bool:
+    """Whether a parameter that its function declares as an integer gets a float."""
+    kinds = {
+        (one["name"], name): about.get("type")
+        for one in functions
+        for name, about in one.get("parameters", {}).get("properties", {}).items()
+    }
+    return any(
+        type(value) is float and kinds.get((name, key)) == "integer"
+        for name, given in calls
+        for key, value in given.items()
+    )
 
 
 def _fits(call: Call, target: dict[str, dict[str, list[Any]]]) -> bool:

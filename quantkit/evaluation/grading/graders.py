@@ -16,7 +16,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading import answers, expressions, instructions, programs, reasoning
 from quantkit.evaluation.grading.answers import Extraction, last_box
-from quantkit.evaluation.grading.calls import read_calls, same_calls
+from quantkit.evaluation.grading.calls import floats_for_integers, read_calls, same_calls
 from quantkit.evaluation.grading.choices import LETTERS, NOTHING, find_choice
 from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.grading.numbers import canonical, numbers, read_value
@@ -276,7 +276,8 @@ def _read_calls(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Gra
     if calls is None and (possible or not text.strip()):
         return _nothing_said(cut)
     shown = json.dumps(calls, default=str) if calls is not None else None
-    return _plain_verdict(same_calls(calls or [], possible), shown)
+    untyped = floats_for_integers(calls or [], problem.fields["functions"])
+    return _plain_verdict(same_calls(calls or [], possible) and not untyped, shown)
 
 
 _JUDGED = """\

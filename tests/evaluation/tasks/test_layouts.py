@@ -383,6 +383,7 @@ TWO = [{"f": {"x": [1]}}, {"f": {"x": [2]}}]
         (WEATHER_CALL, '[weather.get(city="Ulm")]', False),
         (WEATHER_CALL, '[weather.get(city="Bonn", days=3)]', False),
         (WEATHER_CALL, '[weather.get(city="Ulm", days=True)]', False),
+        (WEATHER_CALL, '[weather.get(city="Ulm", days=3.0)]', False),
         (WEATHER_CALL, '[weather.get(city="Ulm", days=3, more=1)]', False),
         (WEATHER_CALL, '[weather.get("Ulm", 3)]', False),
         (WEATHER_CALL, '[weather.get(city="Ulm", days=3)] * 2', False),
@@ -397,7 +398,8 @@ TWO = [{"f": {"x": [1]}}, {"f": {"x": [2]}}]
     ],
 )
 def test_function_calls(tmp_path, possible, reply, right):
-    row = {"id": "simple_0", "question": [[{"role": "user", "content": "?"}]], "function": []}
+    days = {"name": "weather.get", "parameters": {"properties": {"days": {"type": "integer"}}}}
+    row = {"question": [[{"role": "user", "content": "?"}]], "function": [days]}
     (tmp_path / "bfcl/possible_answer").mkdir(parents=True)
     rows = "\n".join(json.dumps(row | {"id": f"simple_{n}"}) for n in range(2))
     (tmp_path / "bfcl/BFCL_v4_simple.json").write_text(rows)
