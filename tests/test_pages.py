@@ -1,6 +1,7 @@
 """The pages: tables and pictures agree with the stored results, links lead somewhere, quoted
 commands are those of the command line."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -69,13 +70,14 @@ def copy(tmp_path):
 
 def test_a_changed_figure_is_found_and_written(copy):
     result = copy / "benchmarks/results/r1-box.json"
-    result.write_text(result.read_text().replace("4.198", "6.25"))
+    (_, length, tpot, rate, *_), *_ = json.loads(result.read_text())["rows"]
+    result.write_text(result.read_text().replace(str(tpot), "6.25"))
     told = tables(copy, "--check").stderr
     assert "docs/benchmarks.md does not agree" in told
     assert "docs/pictures/decode-dark.svg does not agree" in told
     assert "6.25" not in (copy / "docs/benchmarks.md").read_text()
     assert tables(copy).returncode == 0
-    assert "| 1 | 512 | 6.25 | 238 |" in (copy / "docs/benchmarks.md").read_text()
+    assert f"| 1 | {length} | 6.25 | {rate} |" in (copy / "docs/benchmarks.md").read_text()
     assert "6.25 ms" in (copy / "docs/pictures/decode-dark.svg").read_text()
     assert tables(copy, "--check").returncode == 0
 
@@ -83,8 +85,8 @@ def test_a_changed_figure_is_found_and_written(copy):
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ('"commit": "7881773e"', '"comit": "7881773e"', "keys are"),
-        ("[1, 512, 4.198, 238,", "[1, 512, 4.198,", "does not fit the columns"),
+        ('"commit"', '"comit"', "keys are"),
+        ("[1, 512, ", "[1, ", "does not fit the columns"),
     ],
 )
 def test_a_result_that_is_not_whole_is_refused(copy, old, new, told):

@@ -306,11 +306,13 @@ class Quantizer(ABC):
         if len(candidates) == 1:
             return best
         if groups.is_cuda and groups.dim() <= 4 and groups.stride(-1) == 1:
-            from quantkit.grids.best_scale_kernel import (
-                best_scale,
-            )  # Triton is part of PyTorch's GPU builds
+            # Triton is part of PyTorch's GPU builds.
+            from quantkit.grids.best_scale_kernel import best_scale
 
-            return best_scale(self, candidates, groups, importance)
+            points = [one.zero_point for one in candidates if one.zero_point is not None]
+            sizes = torch.stack([one.scale for one in candidates])
+            zeros = torch.stack(points) if points else None
+            return Scales(*best_scale(groups, sizes, zeros, importance, self.kind, self.code_range))
         error = self._squared_error(best, groups, importance)
         for scales in candidates[1:]:
             other = self._squared_error(scales, groups, importance)

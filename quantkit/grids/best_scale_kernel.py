@@ -12,13 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.grids.base import Quantizer, Scales
-from quantkit.grids.e2m1 import E2M1_MAX
-from quantkit.grids.nvfp4 import E4M3_MAX
-
 HALF_EVEN = tl.constexpr(12582912.0)
-FP4_END = tl.constexpr(E2M1_MAX)
-FP8_END = tl.constexpr(E4M3_MAX)
+FP4_END, FP8_END = tl.constexpr(6.0), tl.constexpr(448.0)
+"""Largest values of E2M1 and e4m3."""
 TILE = 2048
 """Weights of a program."""
 
@@ -105,30 +101,34 @@ def _best_scale(
 
 
 def best_scale(
-    quantizer: Quantizer, candidates: list[Scales], groups: Tensor, importance: Tensor | None
-) -> Scales:
-    """As `Quantizer.best`: candidates [G, N] of groups [G, N, g], or with one leading dimension;
-    channels are contiguous in memory."""
-    count, rows, width = groups.shape[-3:]
-    groups = groups.view(-1, *groups.shape[-3:]) if groups.dim() == 3 else groups
-    shape = candidates[0].scale.shape
-    scales = torch.stack([one.scale for one in candidates])
-    points = [one.zero_point for one in candidates if one.zero_point is not None]
-    zeros = torch.stack(points) if points else scales
-    found = torch.empty(shape, device=groups.device)
-    zero = torch.empty_like(found) if points else None
-    weighted = scales
-    if importance is not None:
-        weighted = importance.expand(*groups.shape[:-2], 1, width).contiguous()
-    low, high = quantizer.code_range or (0, 0)
+    groups: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    importance: Tensor | None,
+    kind: str,
+    code_range: tuple[int, int] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The scale and the zero point, float32 [..., G, N], with the least (weighted) squared error, the
+    first of equals. groups float32 [..., G, N, g], channels contiguous in memory, with at most one
+    leading dimension; scales, zeros [C, ..., G, N]: of C candidates; importance [..., G, 1, g]; kind,
+    code_range: a quantizer's."""
+    groups = groups.unsqueeze(0) if groups.dim() == 3 else groups
+    batch, count, rows, width = groups.shape
+    found = torch.empty_like(scales[0])
+    zero = None if zeros is None else torch.empty_like(found)
+    weights = (
+        scales if importance is None else importance.expand(batch, count, 1, width).contiguous()
+    )
+    low, high = code_range or (0, 0)
     wide = triton.next_power_of_2(width)
     own = max(1, TILE // wide)
-    _best_scale[(triton.cdiv(rows, own), count, len(groups))](
-        groups, scales, zeros, weighted, found, found if zero is None else zero,
-        len(candidates), rows, width, float(low), float(high),
-        groups.stride(0), groups.stride(1), groups.stride(2), count * width, width,
-        ROWS=own, WIDTH=wide, FP4=quantizer.kind == "fp4", FP8=quantizer.kind == "fp8",
-        ZERO=zero is not None, WEIGHTED=importance is not None,
+    _best_scale[(triton.cdiv(rows, own), count, batch)](
+        groups, scales, scales if zeros is None else zeros, weights,
+        found, found if zero is None else zero,
+        len(scales), rows, width, float(low), float(high),
+        *groups.stride()[:3], count * width, width,
+        ROWS=own, WIDTH=wide, FP4=kind == "fp4", FP8=kind == "fp8",
+        ZERO=zeros is not None, WEIGHTED=importance is not None,
         num_warps=max(4, min(16, wide // 1024)),
     )  # fmt: skip
-    return Scales(found, zero)
+    return found, zero

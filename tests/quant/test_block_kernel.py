@@ -16,6 +16,8 @@ from block_rounding import (
     random_scales,
 )
 
+from quantkit.grids.base import Scales
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = pytest.mark.skipif(
@@ -52,9 +54,13 @@ def test_best_scale_is_pytorchs(grid, shape, weighted):
     importance = torch.rand(columns // size, 1, size, device=DEVICE) if weighted else None
     candidates = [random_scales(quantizer, groups.shape[:-1], DEVICE) for _ in range(4)]
     errors = torch.stack([quantizer._squared_error(one, groups, importance) for one in candidates])
-    found = best_scale(quantizer, candidates, groups, importance)
+    scales = torch.stack([one.scale for one in candidates])
+    points = [one.zero_point for one in candidates if one.zero_point is not None]
+    zeros = torch.stack(points) if points else None
+    found = Scales(
+        *best_scale(groups, scales, zeros, importance, quantizer.kind, quantizer.code_range)
+    )
     # Sums in another order: of two scales nearly as good either may be found.
     own = quantizer._squared_error(found, groups, importance)
     torch.testing.assert_close(own, errors.amin(0), rtol=1e-5, atol=1e-9)
-    chosen = torch.stack([one.scale for one in candidates]) == found.scale
-    assert chosen.any(0).all()
+    assert (scales == found.scale).any(0).all()
