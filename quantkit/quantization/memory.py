@@ -124,22 +124,23 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
 
 def calibrated_peak(work: RunSizes) -> Peak:
     """Peak of a calibrated run."""
-    width = work.state_width
+    # The held-out ones of the source and of the RTN run, too.
+    channel = (work.tokens + 2 * work.judged + work.original_tokens) * _FLOAT
+    hidden, copied = channel * work.state_width, 0
     if any(row.after_experts for rows in work.units.values() for row in rows):
-        width += work.hidden_size  # a copy from before the experts, until all of them have added
         parallel = Counter[int | None]()
         for row in (row for rows in work.units.values() for row in rows if row.parallel_to_experts):
             parallel[row.layer] += row.shape[0]
-        width += max(parallel.values(), default=0)
-    hidden = (
-        (work.tokens + 2 * work.judged + work.original_tokens) * width * _FLOAT
-    )  # the held-out ones of the source and of the RTN run, too
+        # From before the experts' half of a layer, until all of them have added.
+        copied = channel * (work.hidden_size + max(parallel.values(), default=0))
     moments = [
-        (bytes_, unit) for unit, rows in work.units.items() for bytes_ in _moments(work, rows)
+        (bytes_ + copied * any(row.after_experts for row in rows), unit)
+        for unit, rows in work.units.items()
+        for bytes_ in _moments(work, rows)
     ]
     layers = {row.layer for rows in work.units.values() for row in rows if row.expert is not None}
     for layer in sorted(layer for layer in layers if layer is not None)[:1]:
-        moments.append((_experts_bytes(work, layer), f"layers.{layer}.experts"))
+        moments.append((_experts_bytes(work, layer) + copied, f"layers.{layer}.experts"))
     # A table is read whole where the text is embedded, with a mask of its finite values.
     tables = [
         (_COPIED * max(map(_values, rows)), unit)

@@ -124,10 +124,13 @@ def test_attention(backend, dtype, heads, width, rate, few, poisoned_memory):
 
 
 @pytest.mark.parametrize(("backend", "dtype"), backends_of("pool_entries"))
-@pytest.mark.parametrize(("rate", "overlap", "widths"), [(4, True, (40, 24)), (9, False, (32,))])
-def test_pooled_entries(backend, dtype, rate, overlap, widths, poisoned_memory):
+@pytest.mark.parametrize(
+    ("rate", "overlap", "widths", "normed"),
+    [(4, True, (40, 24), True), (9, False, (32,), True), (4, False, (24,), False)],
+)
+def test_pooled_entries(backend, dtype, rate, overlap, widths, normed, poisoned_memory):
     """Tokens in rings, of which some end a group, the first one too."""
-    device, rotary, halves = device_of(backend), 8, 1 + overlap
+    device, rotary, halves = device_of(backend), 8 * normed, 1 + overlap
     ends = [rate - 1, 5 * rate - 1, 7 * rate - 1]
     positions = torch.tensor([*ends, 2 * rate], device=device)
     tokens, reach, period, most = 4, rate * halves, rate * halves + 3, 7 * rate
@@ -146,7 +149,7 @@ def test_pooled_entries(backend, dtype, rate, overlap, widths, poisoned_memory):
         bias, gain = torch.randn(rate, halves * width, device=device), torch.rand(width)
         rows = torch.zeros((1 + tokens * blocks) * per, width, device=device, dtype=dtype)
         pages = EntryPages(rows, table, BLOCK, rate)
-        pools.append(EntryPool(bias, gain.to(device, dtype), 1e-5, pages))
+        pools.append(EntryPool(bias, gain.to(device, dtype) if normed else None, 1e-5, pages))
     pool_entries(RecentTokens(rings, first, period, 0), positions, pools, rotation, backend=backend)
     begin = 0
     for pool, width in zip(pools, widths):
@@ -159,12 +162,12 @@ def test_pooled_entries(backend, dtype, rate, overlap, widths, poisoned_memory):
                 values.append(own[:wide][half])
                 weights.append((own[wide:] + pool.bias[at % rate].double())[half])
             exact = (torch.stack(weights).softmax(0) * torch.stack(values)).sum(0)
-            exact *= (exact.square().mean() + 1e-5).rsqrt() * pool.gain.double()
-            one, other = exact[-rotary:].clone().view(-1, 2).unbind(1)
-            cos, sin = rotation.cos[token].double(), rotation.sin[token].double()
-            exact[-rotary:] = torch.stack(
-                (one * cos - other * sin, one * sin + other * cos), 1
-            ).flatten()
+            if normed:
+                exact *= (exact.square().mean() + 1e-5).rsqrt() * pool.gain.double()
+                one, other = exact[-rotary:].clone().view(-1, 2).unbind(1)
+                cos, sin = rotation.cos[token].double(), rotation.sin[token].double()
+                turned = (one * cos - other * sin, one * sin + other * cos)
+                exact[-rotary:] = torch.stack(turned, 1).flatten()
             row = pool.pages.rows(torch.tensor([[end // rate]] * tokens, device=device))[token, 0]
             assert distance(pool.pages.kv[row], exact) < TOLERANCE[dtype]
             written += 1
