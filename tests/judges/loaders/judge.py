@@ -36,7 +36,9 @@ from make_model import write_dense
 from safetensors.torch import load_file, save_file
 
 from quantkit.calibrate.recipe import Recipe
+from quantkit.checkpoint.formats import awq
 from quantkit.engines.profiles import Device, FormatChoice, LoadRule, choose, find_engine
+from quantkit.grids.int_groups import IntWeight
 from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import quantize
 
@@ -163,7 +165,29 @@ def write(case: Case, directory: Path) -> Path:
         asked_for = PLUGIN[case.scheme, case.format, case.model] if case.plugin else case.engine
         options = {"engine": asked_for, "device": "cpu"}
         quantize(source, out, asked, case.format, recipe, **options)
+        if case.plugin and case.format == "awq":
+            quantize_kv_b(out)
     return out
+
+
+def quantize_kv_b(path: Path) -> None:
+    """As AutoAWQ has W_UK and W_UV, and quantkit has not: in int4 too."""
+    rng = torch.Generator().manual_seed(0)
+    for shard in path.glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name in [name for name in tensors if name.endswith(".kv_b_proj.weight")]:
+            n, k = tensors.pop(name).shape
+            codes, points = (
+                torch.randint(-8, 8, (n, of), generator=rng).char() for of in (k, k // 128)
+            )
+            scale = (torch.rand(n, k // 128, generator=rng) / 64).half().float()
+            weight = IntWeight(codes, scale, points, 4)
+            tensors |= awq.FORMAT.pack(name.removesuffix(".weight"), weight)
+        save_file(tensors, shard, metadata={"format": "pt"})
+    (path / "model.safetensors.index.json").unlink(missing_ok=True)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"].remove("self_attn.kv_b_proj")
+    (path / "config.json").write_text(json.dumps(config))
 
 
 def damaged(path: Path, damage: str, name: str) -> Path:
