@@ -110,12 +110,21 @@ acceptance-npu:
 	PYTHONPATH=.:kernels $(PYTHON) tools/acceptance_npu.py $(if $(MODEL),--model $(MODEL) --tp $(TP))
 
 # The Ascend C kernels as operators of torch, where CANN and torch_npu are: backend ascend looks for them in the user's cache. SOC: the chip.
+# RUN_MODE=cpu: by CANN's toolkit on a host without a card, next to results that lie in files.
 SOC ?= Ascend910B1
 ASCENDC := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quantkit/ascendc
+ifeq ($(RUN_MODE),cpu)
+ascendc:
+	$(PYTHON) kernels/ascendc/on_cpu/goldens.py build/ascendc-on-cpu/goldens
+	cmake -S kernels/ascendc/on_cpu -B build/ascendc-on-cpu
+	cmake --build build/ascendc-on-cpu
+	set -e; for kernel in fp4_gemv int4_grouped; do build/ascendc-on-cpu/$$kernel build/ascendc-on-cpu/goldens/$$kernel; done
+else
 ascendc:
 	cmake -S kernels/ascendc -B build/ascendc -DSOC_VERSION=$(SOC) -DPYTHON=$(PYTHON) -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(ASCENDC) -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON
 	cmake --build build/ascendc
 	test -e $(ASCENDC)/libquantkit_ascendc_torch.so
+endif
 
 # Whether the tests notice changes of the product, 200 over all rooms: an hour. Both go on where the last run stopped; delete their file in out/
 # to judge other tests.

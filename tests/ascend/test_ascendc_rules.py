@@ -2,6 +2,8 @@
 no other."""
 
 import ctypes
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -48,3 +50,26 @@ def test_what_is_sent_arrives_late(rules):
     rules.late(ctypes.c_void_p(values.data_ptr()))
     assert torch.equal(values[64:128], 2 * values[:64])
     assert values[128:].isnan().all()
+
+
+@pytest.mark.parametrize("kernel", ["fp4_gemv", "int4_grouped"])
+def test_goldens_as_files(kernel, tmp_path):
+    """What `make ascendc RUN_MODE=cpu` builds with CANN's toolkit and runs, here over the tests' own
+    headers: the golden's bits, and another golden is refused."""
+    source, program = ascendc.SOURCES / "on_cpu", tmp_path / "program"
+    subprocess.run([sys.executable, source / "goldens.py", tmp_path], check=True)
+    options = ["-std=c++17", "-O1", "-Wall", "-Werror", f"-DKERNEL_{kernel}", "-x", "c++"]
+    folders = ["-I", ascendc.CPU, "-I", ascendc.SOURCES]
+    subprocess.run(["g++", *options, *folders, source / "main.asc", "-o", program], check=True)
+    folder = tmp_path / kernel
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run([program, folder], capture_output=True, text=True, check=False)
+
+    done = run()
+    assert (done.returncode, done.stdout[:5]) == (0, "0 of "), done.stdout + done.stderr
+    golden = bytearray((folder / "golden").read_bytes())
+    golden[-1] ^= 0x80  # a sign
+    (folder / "golden").write_bytes(golden)
+    done = run()
+    assert (done.returncode, done.stdout[:5]) == (1, "1 of "), done.stdout
