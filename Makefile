@@ -87,11 +87,13 @@ test-ascend: .venv-ascend/stamp .venv-ascend/bishengir/stamp .venv-npu/stamp
 
 # The CPU's products compiled for aarch64, as a Kunpeng host compiles them, and judged against float64 under qemu-user.
 AARCH64 := g++-aarch64-linux-gnu qemu-user-static
+AARCH64_GXX := aarch64-linux-gnu-g++ -O2 -std=c++17
 test-aarch64:
 	command -v aarch64-linux-gnu-g++ qemu-aarch64-static > /dev/null || { apt-get update --quiet=2 && apt-get install --quiet=2 --yes --no-install-recommends $(AARCH64); }
 	mkdir -p out/aarch64
+	set -e; for name in int4_rows w8a16 dense; do $(AARCH64_GXX) -c -o out/aarch64/$$name.o kernels/quantkit_kernels/cpu/$$name.cpp; done
 	set -e; for flags in "" "-march=armv8.2-a+dotprod" "-march=armv8.2-a+dotprod+i8mm"; do \
-	aarch64-linux-gnu-g++ -O3 -std=c++17 $$flags -static -o out/aarch64/products tests/ascend/aarch64.cpp $(addprefix kernels/quantkit_kernels/cpu/,int8.cpp int4_rows.cpp w8a16.cpp dense.cpp); \
+	$(AARCH64_GXX) $$flags -static -o out/aarch64/products tests/ascend/aarch64.cpp kernels/quantkit_kernels/cpu/int8.cpp out/aarch64/*.o; \
 	qemu-aarch64-static -cpu max out/aarch64/products; done
 
 # Triton's kernels in its interpreter, and compiled ahead for cards that are not here. QUANTKIT_EVERY_CELL=1: for every architecture.

@@ -38,7 +38,7 @@ def replay(driver: ModuleType, graph: Any, lengths: list[int]) -> None:
         driver.current_stream().synchronize()
     graph.replay()
     if is_npu(graph):
-        graph.update(cpu_update_input=[{"actual_seq_lengths_kv": list(lengths)}])
+        graph.update(cpu_update_input=[{"actual_seq_kvlen": list(lengths)}])
 
 
 def is_npu(graph: Any) -> bool:

@@ -63,7 +63,7 @@ _CORES, _HEADS_AT_ONCE, _KEYS_AT_ONCE, _LATENT, _LIBRARY_BYTES = 24, 256, 512, 5
 LATENT_ATTENTION_BYTES = _LIBRARY_BYTES + 2 * _CORES * _HEADS_AT_ONCE * (
     _KEYS_AT_ONCE * (4 + 2) + _LATENT * (4 + 4) + 8 + (_LATENT + 16) * 4
 )
-"""Largest workspace of npu_fused_infer_attention_score in a decode step of 16-bit latent attention
+"""Largest workspace of npu_fused_infer_attention_score_v2 in a decode step of 16-bit latent attention
 (ops-transformer, fia_tiling_nonquant_mla.cpp): for two pieces per core, scores as float32 and 16
 bits and two float32 sums; plus partial results of keys that were split over several cores. The
 library's own share is assumed."""

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 WAITS = {"_local_scalar_dense", "nonzero", "lift_fresh"}
 """Operators that read a value, size a result by values, or bring a tensor from the host."""
-TOLD = {"npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_lengths_kv")}
+TOLD = {"npu_fused_infer_attention_score_v2": ("actual_seq_qlen", "actual_seq_kvlen")}
 """Operators that torch_npu 2.13's graphs tell anew, and what of: its own handlers, which
 tests/ascend/schemas holds against this."""
 

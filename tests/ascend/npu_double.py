@@ -366,9 +366,9 @@ def _fused_infer_attention_score(a: Any) -> tuple[Tensor, Tensor]:
             side.unflatten(2, (a.num_key_value_heads, -1)).transpose(1, 2)
             for side in (a.key, a.value)
         )
-    shared = a.num_heads // a.num_key_value_heads
+    shared = a.num_query_heads // a.num_key_value_heads
     out = torch.zeros(*a.query.shape[:3], a.value.shape[-1], dtype=torch.float64)
-    for row, length in enumerate(a.actual_seq_lengths_kv):
+    for row, length in enumerate(a.actual_seq_kvlen):
         if not length:  # the manual does not say
             out[row] = math.nan
             continue
@@ -385,7 +385,7 @@ def _fused_infer_attention_score(a: Any) -> tuple[Tensor, Tensor]:
                 torch.cat([seen[0], turned], dim=-1),
             )
         keys, values = (side.repeat_interleave(shared, dim=0) for side in seen)
-        out[row] = (query @ keys.transpose(1, 2) * a.scale).softmax(dim=-1) @ values
+        out[row] = (query @ keys.transpose(1, 2) * a.softmax_scale).softmax(dim=-1) @ values
     if a.input_layout == "BNSD_NBSD":
         out = out.transpose(0, 1).contiguous()
     return out.to(a.query.dtype), torch.full((1,), math.nan)
@@ -403,7 +403,7 @@ RESULTS = {
     "npu_rms_norm": _rms_norm,
     "npu_add_rms_norm": _add_rms_norm,
     "npu_rotary_mul": _rotary_mul,
-    "npu_fused_infer_attention_score": _fused_infer_attention_score,
+    "npu_fused_infer_attention_score_v2": _fused_infer_attention_score,
     "npu_interleave_rope": _interleave_rope,
     "npu_kv_rmsnorm_rope_cache": _kv_rmsnorm_rope_cache,
     "npu_transpose_batchmatmul": _transpose_batchmatmul,

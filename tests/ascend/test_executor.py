@@ -34,7 +34,7 @@ ALWAYS = {
     "npu_swiglu",
     "npu_moe_gating_top_k",
     "npu_rotary_mul",
-    "npu_fused_infer_attention_score",
+    "npu_fused_infer_attention_score_v2",
 }
 ROUTED = {"npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_moe_finalize_routing"}
 CALLED = {

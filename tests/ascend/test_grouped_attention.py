@@ -40,7 +40,7 @@ def test_gqa_decode(heads, width, block_size, called):
         ),
         ours,
     )
-    assert called == ["npu_fused_infer_attention_score"] * 2
+    assert called == ["npu_fused_infer_attention_score_v2"] * 2
 
 
 def test_gqa_prepare(called):
@@ -71,7 +71,7 @@ def test_queries_need_not_lie_in_one_piece(called):
         distance(gqa_decode(part, case.pages, scale=case.scale, backend="torch_npu"), case.exact)
         < 1e-2
     )
-    assert called == ["npu_fused_infer_attention_score"]
+    assert called == ["npu_fused_infer_attention_score_v2"]
 
 
 def test_what_the_operator_does_not_take(called):

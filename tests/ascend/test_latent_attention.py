@@ -92,7 +92,8 @@ def test_mla_decode(heads, block_size, interleaved, called):
     )
     products = "npu_transpose_batchmatmul"
     assert (
-        called == [products, "npu_interleave_rope", "npu_fused_infer_attention_score", products] * 2
+        called
+        == [products, "npu_interleave_rope", "npu_fused_infer_attention_score_v2", products] * 2
     )
 
 

@@ -119,4 +119,4 @@ def test_every_command(folder, monkeypatch, request):
             if "--json" in words:
                 assert answer.json
     assert asked == 3
-    assert "npu_fused_infer_attention_score" in called, "the double answered"
+    assert "npu_fused_infer_attention_score_v2" in called, "the double answered"

@@ -79,7 +79,7 @@ def test_the_double_is_exact(scheme, r1_attention):
     assert set(called) & fused == (DECODED_BY | MIXED)[scheme] | {
         "npu_kv_rmsnorm_rope_cache"
     }  # prefill caches by the chain
-    assert "npu_fused_infer_attention_score" in called
+    assert "npu_fused_infer_attention_score_v2" in called
     assert [one.token_ids for one in got] == [one.token_ids for one in expected]
     assert [one.logprobs for one in got] == [one.logprobs for one in expected]
 
@@ -181,7 +181,7 @@ def test_two_ranks(scheme, r1_attention):
     )
     assert other.wait(60) == 0
     called, found = json.loads(first.stdout.splitlines()[-1])
-    assert {"npu_mla_prolog_v3", "npu_fused_infer_attention_score"} <= set(called)
+    assert {"npu_mla_prolog_v3", "npu_fused_infer_attention_score_v2"} <= set(called)
     with npu_double.installed():
         expected = answers(load(path, "torch_npu"))
     agree(

@@ -58,20 +58,20 @@ NEEDS = {
     "mla_prepare": ("npu_rms_norm", "npu_rotary_mul", "npu_kv_rmsnorm_rope_cache"),
     "mla_prolog": (
         "npu_mla_prolog_v3",
-        "npu_fused_infer_attention_score",
+        "npu_fused_infer_attention_score_v2",
         "npu_transpose_batchmatmul",
         "npu_dynamic_quant",
         "npu_format_cast",
     ),
     "mla_decode": (
-        "npu_fused_infer_attention_score",
+        "npu_fused_infer_attention_score_v2",
         "npu_transpose_batchmatmul",
         "npu_rotary_mul",
         "npu_interleave_rope",
     ),
     "mla_prefill": ("npu_rotary_mul",),
     "gqa_prepare": ("npu_rms_norm", "npu_rotary_mul"),
-    "gqa_decode": ("npu_fused_infer_attention_score",),
+    "gqa_decode": ("npu_fused_infer_attention_score_v2",),
     "gqa_prefill": _PRESENT,
 }
 """The operators of torch_npu that implement each of ours. FP4 is decoded, and unquantized weights

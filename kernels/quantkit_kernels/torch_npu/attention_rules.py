@@ -27,7 +27,7 @@ ROTARY_MUL = (
 
 
 def _rotary_part(a: Arguments) -> bool:
-    heads = a.num_heads
+    heads = a.num_query_heads
     return a.query_rope is None or (
         a.query.shape[-1] == 512
         and a.query_rope.shape[-1] == a.key_rope.shape[-1] == 64
@@ -42,7 +42,7 @@ def _rotary_part(a: Arguments) -> bool:
 
 
 def _lengths_fit(a: Arguments) -> bool:
-    lengths = a.actual_seq_lengths_kv
+    lengths = a.actual_seq_kvlen
     return (
         lengths is not None
         and len(lengths) == a.query.shape[0]
@@ -67,11 +67,11 @@ FUSED_INFER_ATTENTION_SCORE = (
         "everything is contiguous",
         lambda a: a.query.is_contiguous() and a.key.is_contiguous() and a.value.is_contiguous(),
     ),
-    Rule("num_heads is the query's", lambda a: a.num_heads == a.query.shape[1] <= 256),
-    Rule("heads share keys evenly", lambda a: a.num_heads % a.num_key_value_heads == 0),
+    Rule("num_query_heads is the query's", lambda a: a.num_query_heads == a.query.shape[1] <= 256),
+    Rule("heads share keys evenly", lambda a: a.num_query_heads % a.num_key_value_heads == 0),
     Rule(
         "64 heads share a key at most, 128 with a rotary part",
-        lambda a: a.query_rope is not None or a.num_heads // a.num_key_value_heads <= 64,
+        lambda a: a.query_rope is not None or a.num_query_heads // a.num_key_value_heads <= 64,
     ),
     Rule(
         "D is at most 512 and a multiple of 16",
@@ -106,13 +106,13 @@ FUSED_INFER_ATTENTION_SCORE = (
         "block_size is a multiple of 16 up to 512, with a rotary part 16 or 128",
         lambda a: a.block_size in ((16, 128) if a.query_rope is not None else range(16, 513, 16)),
     ),
-    Rule("actual_seq_lengths_kv is a length per row, within its blocks and 262144", _lengths_fit),
+    Rule("actual_seq_kvlen is a length per row, within its blocks and 262144", _lengths_fit),
     Rule("B is at most 65536", lambda a: a.query.shape[0] <= 65536),
     Rule(
         "one query token has neither mask nor sparse_mode",
         lambda a: a.atten_mask is None and a.sparse_mode == 0,
     ),
-    Rule("scale is given: the default is 1", lambda a: a.scale != 1.0),
+    Rule("softmax_scale is given: the default is 1", lambda a: a.softmax_scale != 1.0),
 )
 """Q_S = 1, paged. The manual lets block_size with a rotary part be any multiple of 16 up to 1024,
 and a mask be given. CANN's own check (ops-transformer at c29bc10: 16-bit MLA goes by

@@ -191,7 +191,7 @@ def by_head(x: Tensor, weight: Tensor, order: list[int]) -> Tensor:
 
 
 def attend(absorbed: Tensor, q_pe: Tensor, pages: PagedLatents, scale: float) -> Tensor:
-    """Absorbed attention by npu_fused_infer_attention_score over the blocks where they lie:
+    """Absorbed attention by npu_fused_infer_attention_score_v2 over the blocks where they lie:
     absorbed [B, heads, kv_lora], q_pe [B, heads, R] in the cache's order of channels -> [heads, B,
     kv_lora], as the product with W_UV takes it.
 
@@ -201,15 +201,15 @@ def attend(absorbed: Tensor, q_pe: Tensor, pages: PagedLatents, scale: float) ->
     each replay (accelerator.py).
     """
     cache, block_table, seq_lens, lengths = pages
-    operator = "npu_fused_infer_attention_score"
+    operator = "npu_fused_infer_attention_score_v2"
     heads, kv_lora = absorbed.shape[1:]
     known = list(seq_lens.tolist() if lengths is None else lengths)
     kwargs = {
         "block_table": block_table.to(torch.int32),
-        "actual_seq_lengths_kv": known,
-        "num_heads": heads,
+        "actual_seq_kvlen": known,
+        "num_query_heads": heads,
         "num_key_value_heads": 1,
-        "scale": scale,
+        "softmax_scale": scale,
         "input_layout": "BNSD",
     }
     if isinstance(cache, Tensor):

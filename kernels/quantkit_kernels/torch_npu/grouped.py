@@ -16,7 +16,7 @@ from quantkit_kernels.torch_npu.calls import bind, call
 from quantkit_kernels.torch_npu.functional import STEPS, absorbed_weights, rotated
 from quantkit_kernels.torch_npu.rules import violated
 
-_OPERATOR = "npu_fused_infer_attention_score"
+_OPERATOR = "npu_fused_infer_attention_score_v2"
 
 
 def gqa_prepare(
@@ -32,10 +32,10 @@ def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor
     known = list(seq_lens.tolist() if lengths is None else lengths)
     kwargs: dict[str, Any] = {
         "block_table": block_table.to(torch.int32),
-        "actual_seq_lengths_kv": known,
-        "num_heads": q.shape[1],
+        "actual_seq_kvlen": known,
+        "num_query_heads": q.shape[1],
         "num_key_value_heads": keys.shape[2],
-        "scale": scale,
+        "softmax_scale": scale,
         "input_layout": "BNSD",
         "block_size": keys.shape[1],
     }

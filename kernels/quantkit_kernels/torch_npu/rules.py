@@ -427,7 +427,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "npu_rotary_mul": ROTARY_MUL,
     "npu_interleave_rope": INTERLEAVE_ROPE,
     "npu_kv_rmsnorm_rope_cache": KV_RMSNORM_ROPE_CACHE,
-    "npu_fused_infer_attention_score": FUSED_INFER_ATTENTION_SCORE,
+    "npu_fused_infer_attention_score_v2": FUSED_INFER_ATTENTION_SCORE,
     "npu_transpose_batchmatmul": TRANSPOSE_BATCHMATMUL,
     "npu_mla_prolog_v3": MLA_PROLOG_V3,
     "npu_format_cast": FORMAT_CAST,
