@@ -1,13 +1,17 @@
 """What a newcomer asks the command line: examples that are commands, names that a shell
 completes."""
 
+import ast
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 import typer.main
 from commands import command, typed
 from typer.core import TyperGroup
 
+import quantkit
 from quantkit.cli import COMMANDS, app
 from quantkit.cli.examples import EXAMPLES
 from quantkit.engines.profiles import engine_names
@@ -63,6 +67,44 @@ def test_engines_are_those_with_a_profile():
 def test_every_option_says_what_it_is_for(name):
     silent = [one.opts[0] for one in GROUP.commands[name].params if not getattr(one, "help", None)]
     assert not silent
+
+
+def remedies():
+    """What errors of the package say to do, by file; `X` is what is filled in."""
+    package = Path(quantkit.__file__).parent
+    for path in package.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "").endswith("Error"):
+                parts = [node for one in call.args[1:] for node in ast.walk(one)]
+                words = [
+                    "X" if isinstance(part, ast.FormattedValue) else part.value
+                    for part in parts
+                    if isinstance(part, ast.FormattedValue)
+                    or (isinstance(part, ast.Constant) and isinstance(part.value, str))
+                ]
+                yield str(path.relative_to(package)), "".join(words)
+
+
+def test_what_remedies_name_is_on_the_command_line():
+    flags = {"--debug", "--follow-links"}  # of every command
+    flags |= {o for one in GROUP.commands.values() for row in one.params for o in row.opts}
+    lines = list(remedies())
+    assert len(lines) > 500
+    for path, text in lines:
+        assert not set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - flags, (path, text)
+    told = [
+        (name, path, line)
+        for path, text in lines
+        for line, name in re.findall(
+            r"(quantkit (\w+) [A-Z]+(?: [A-Z]+| --[\w-]+(?: \w+)?)*)", text
+        )
+    ]
+    assert {name for name, *_ in told} >= {"check", "convert"}
+    for name, path, line in told:
+        if name not in GROUP.commands:  # "quantkit reads X"
+            assert "--" not in line, (path, line)
+            continue
+        GROUP.commands[name].make_context(name, shlex.split(line)[2:])
 
 
 def test_an_answers_length_has_the_name_of_eval_too():
