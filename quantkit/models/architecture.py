@@ -217,7 +217,12 @@ class ModelConfig:
     @property
     def num_cached_layers(self) -> int:
         """Decoder layers with a cache entry per token."""
-        return self.num_hidden_layers
+        return sum(self.delta(layer) is None for layer in range(self.num_hidden_layers))
+
+    def delta(self, layer: int) -> DeltaNet | None:
+        """The linear attention of a layer; None for other attention."""
+        net = self.recurrent
+        return net if isinstance(net, DeltaNet) and layer in net.layers else None
 
     @property
     def tp_units(self) -> dict[str, int]:

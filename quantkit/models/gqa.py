@@ -102,12 +102,6 @@ class Config(ModelConfig):
         return KeyValueCache(self.num_key_value_heads, self.head_dim)
 
     @property
-    def num_cached_layers(self) -> int:
-        return self.num_hidden_layers - (
-            0 if self.recurrent is None else len(self.recurrent.layers)
-        )
-
-    @property
     def tp_units(self) -> dict[str, int]:
         heads = {"num_attention_heads": self.num_attention_heads}
         return (
@@ -220,11 +214,10 @@ def layer_parameters(config: Config, layer: int) -> list[Parameter]:
         )
         for name in ("input", "post_attention")
     )
-    net = config.recurrent
-    linear = net is not None and layer in net.layers
+    net = config.delta(layer)
     attention = (
         delta_parameters(net, f"{p}.linear_attn", h, layer)
-        if net is not None and linear
+        if net is not None
         else _attention(config, layer)
     )
     rows = [before, *attention, after]
@@ -310,8 +303,8 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
             f"{a}.q_proj",
         )
     ]
-    if config.recurrent is not None and layer in config.recurrent.layers:
-        groups = delta_scale_groups(config.recurrent, f"{p}.linear_attn", f"{p}.input_layernorm")
+    if (net := config.delta(layer)) is not None:
+        groups = delta_scale_groups(net, f"{p}.linear_attn", f"{p}.input_layernorm")
     elif not config.qkv_bias:
         readers = config.num_attention_heads // config.num_key_value_heads
         values = (
@@ -415,10 +408,9 @@ class DecoderLayer(decoder.DecoderLayer):
         else:
             mlp = Mlp(f"{p}.mlp", weights, bias=config.mlp_bias)
         attention: Attention | GatedDeltaNet
-        if config.recurrent is not None and layer in config.recurrent.layers:
-            attention = GatedDeltaNet(
-                config.recurrent, layer, f"{p}.linear_attn", config.rms_norm_eps, weights
-            )
+        if (net := config.delta(layer)) is not None:
+            eps = config.rms_norm_eps
+            attention = GatedDeltaNet(net, layer, f"{p}.linear_attn", eps, weights)
         else:
             attention = Attention(config, layer, weights)
         super().__init__(

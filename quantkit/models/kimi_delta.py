@@ -38,6 +38,11 @@ def read_delta_sizes(config: dict[str, Any], defaults: Iterable[int | None]) -> 
     ]
 
 
+def delta_units(net: DeltaNet | None) -> dict[str, int]:
+    """As of `ModelConfig.tp_units`."""
+    return {"linear_attn_config.num_heads": net.key_heads} if net else {}
+
+
 def delta_parameters(
     net: DeltaNet, prefix: str, hidden: int, layer: int, decay: tuple[int, ...]
 ) -> list[Parameter]:

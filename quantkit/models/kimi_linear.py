@@ -25,6 +25,7 @@ from quantkit.models.kimi_delta import (
     KimiDeltaAttention,
     delta_parameters,
     delta_scale_groups,
+    delta_units,
     read_delta_sizes,
 )
 from quantkit.models.mlp import MixtureNames, MlpNames, check_groups
@@ -107,17 +108,8 @@ class Config(deepseek_v3.Config):
         return "block_sparse_moe"
 
     @property
-    def num_cached_layers(self) -> int:
-        return self.num_hidden_layers - len(self.recurrent.layers if self.recurrent else ())
-
-    @property
     def tp_units(self) -> dict[str, int]:
-        heads = {"linear_attn_config.num_heads": self.recurrent.key_heads} if self.recurrent else {}
-        return {"num_attention_heads": self.num_attention_heads, **heads}
-
-    def delta(self, layer: int) -> DeltaNet | None:
-        """The linear attention of a layer; None for latent attention."""
-        return self.recurrent if self.recurrent and layer in self.recurrent.layers else None
+        return {"num_attention_heads": self.num_attention_heads, **delta_units(self.recurrent)}
 
     def is_moe(self, layer: int) -> bool:
         return layer in self.sparse_layers

@@ -20,7 +20,7 @@ from quantkit.models.config import (
 )
 from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.hyper_connections import HyperConnectionNames, HyperConnectionSizes
-from quantkit.models.kimi_delta import read_delta_sizes
+from quantkit.models.kimi_delta import delta_units, read_delta_sizes
 from quantkit.models.mlp import MixtureNames, check_groups
 from quantkit.models.rope import DEFAULT_THETA, Rope
 
@@ -116,22 +116,13 @@ class Config(glm_moe_dsa.Config):
         return replace(super().mixture, gating=self.gating)
 
     @property
-    def num_cached_layers(self) -> int:
-        return self.num_hidden_layers - len(self.recurrent.layers if self.recurrent else ())
-
-    @property
     def tp_units(self) -> dict[str, int]:
-        heads = {"linear_attn_config.num_heads": self.recurrent.key_heads} if self.recurrent else {}
-        return {"num_attention_heads": self.num_attention_heads, **heads}
+        return {"num_attention_heads": self.num_attention_heads, **delta_units(self.recurrent)}
 
     @property
     def copied_prefixes(self) -> tuple[str, ...]:
         drafts = (f"{PREFIX}layers.{layer}." for layer in mtp.mtp_layers(self))
         return "model.visual.", *drafts
-
-    def delta(self, layer: int) -> DeltaNet | None:
-        """The linear attention of a layer; None for latent attention."""
-        return self.recurrent if self.recurrent and layer in self.recurrent.layers else None
 
     def is_moe(self, layer: int) -> bool:
         return self.mlp_layer_types[min(layer, self.num_hidden_layers - 1)] == _SPARSE
