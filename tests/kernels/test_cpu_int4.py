@@ -48,6 +48,11 @@ def test_expanded_rows_are_the_weight(dtype):
     )
 
 
+def test_codes_in_any_order_of_memory_are_packed_alike():
+    codes = torch.randint(-8, 8, (int4.BLOCK + 16, 64), dtype=torch.int8)
+    assert torch.equal(int4.pack(codes.t().contiguous().t()), int4.pack(codes))
+
+
 def test_without_a_compiler_it_is_torch_s_operator(monkeypatch):
     weight = random_weight("int4-asym-32", 128, 256, torch.Generator().manual_seed(2))
     x = torch.randn(200, 256).bfloat16()

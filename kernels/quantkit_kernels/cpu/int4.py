@@ -13,7 +13,7 @@ BLOCK = 64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 32
 def pack(codes: Tensor) -> Tensor:
     """int8 [N, K] in -8..7, N even -> uint8 [N, K / 2] as int4.cpp says."""
     n, k = codes.shape
-    whole, stored = n // BLOCK * BLOCK, (codes + 8).view(torch.uint8)
+    whole, stored = n // BLOCK * BLOCK, (codes + 8).contiguous().view(torch.uint8)
     halves = stored[:whole].view(-1, 2, BLOCK // 2, k).unbind(1)
     pairs = stored[whole:].view(-1, 2, k).unbind(1)
     bytes_ = [(low | high << 4).mT.flatten() for low, high in (halves, pairs)]
