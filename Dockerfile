@@ -1,6 +1,8 @@
 # CPU:   docker build --target cpu -t quantkit .
 # CUDA:  docker build --target cuda -t quantkit:cuda .      (torch brings CUDA's libraries; the host needs the driver and NVIDIA's container toolkit)
 # Run:   docker run --rm -v "$PWD:/models" -p 127.0.0.1:8000:8000 quantkit serve /models/qwen-awq --host 0.0.0.0 --api-key KEY
+# No image was built where this was written, as base images cannot be pulled there. The steps of the CPU stages, by root and then as the user, were run
+# in a Debian 12 root made by debootstrap, up to `quantkit run tiny-r1`, with kernels compiled there; the CUDA stage was not. hadolint 2.15.1: no finding.
 FROM debian:bookworm-slim AS python
 # g++ compiles the kernels of the processor that it finds, once, into the user's cache.
 # hadolint ignore=DL3008

@@ -60,7 +60,7 @@ class Rate:
         )
 
 
-H200 = Rate("h200", 5e13, 2e13, 2e11, 1.5e9)
+H200 = Rate("h200", 1e14, 6e13, 2e11, 1.5e9)
 """benchmarks/r1_shape.py."""
 
 
@@ -140,7 +140,7 @@ _TRIANGLES = 4.0
 """Operations of a factorization, and of solving by it, run at a quarter of the speed of products."""
 EFFICIENCY = 0.7
 """Share of the speed of a large matrix product that those of a run reach."""
-LINEAR_SECONDS, _EXPERT_LINEARS = 0.12, 0.1
+LINEAR_SECONDS, _EXPERT_LINEARS = 0.12, 0.08
 """For each linear, whatever its size: searches, held-out errors, small operators; and what one of a
 routed expert counts, as experts are solved many at a time."""
 FIXED_SECONDS = 7.0

@@ -430,13 +430,17 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
             f"every linear of {path} is in {grid_label(scheme.weight)} already",
             "use it as it is, or another scheme; convert --format writes it in another format",
         )
+    scheme_has = set(job.grids)
     if request.mixture.keep or request.mixture.preset:
         job = _without_kept(job)
     if request.mixture.ignore or request.mixture.override:
         job = _overridden(job)
+    meant = scheme_has - job.grids.keys()  # to stay at 16 bits
     if not request.mixture.chooses:  # otherwise the chosen grids fit
         job = _fitted(job)
-    if inventory.by_name and job.coverage.share < request.recipe.least_quantized:
+    others = [row for row in job.rows if row.module not in meant]
+    share = coverage(others, job.grids, job.checkpoint.config).share
+    if inventory.by_name and share < request.recipe.least_quantized:
         message = (
             f"model_type {model_type!r} of {path / 'config.json'} is not one that quantkit has "
             f"a table of ({inventory.note})"

@@ -16,6 +16,7 @@ from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.models.module_tree import read_tree
+from quantkit.quantization.mixed_precision import Mixture
 from quantkit.quantization.run import quantize
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
@@ -115,6 +116,11 @@ def test_an_unknown_architecture_is_quantized_by_its_tree_and_the_share_is_told(
     assert any("transformers' modules" in line for line in told)
     left = "model.embed_tokens.weight (0.027 M), lm_head.weight (0.027 M)"
     assert dict(report.facts())["quantized"].endswith(f"left at 16 bits: {left}")
+    ignoring = Mixture(ignore=("re:.*mlp.*", "re:.*layers.0.*"))
+    fewer = quantize(
+        source, tmp_path / "fewer", SCHEMES["rtn-w4a16"], "auto", recipe, mixture=ignoring
+    )
+    assert fewer.coverage.share < recipe.least_quantized, "what is left out was asked for"
 
 
 def test_a_model_that_would_hardly_be_quantized_is_refused_unless_asked_for(tmp_path):

@@ -27,7 +27,7 @@ def test_a_restart_counts_what_earlier_parts_used(tmp_path):
     first.listener(lambda event: None)(Note("a unit"))
     second = RunUsage(path, time.perf_counter(), run)
     assert 100 <= second.seconds < 200
-    assert second.peak_memory >= first.peak_memory
+    assert first.peak_memory <= second.peak_memory, "in this order: it grows"
     other = RunUsage(path, time.perf_counter(), {"source": "b"})
     assert other.seconds < 100, "another run's"
     whole, notes = path.read_bytes(), []
