@@ -4,7 +4,24 @@ up alone."""
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Of x, in its dtype. On a CPU by exp: torch's own computes the last elements of a tensor by
+    other instructions than those before them, so a row would depend on the others."""
+    if x.device.type != "cpu":
+        return x.sigmoid()
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (1 + (-wide).exp()).reciprocal().to(x.dtype)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """As `sigmoid`, of x in float32."""
+    if x.device.type != "cpu":
+        return torch.nn.functional.softplus(x)
+    return torch.where(x > 20, x, x.exp().log1p())
 
 
 @dataclass(frozen=True)
@@ -36,7 +53,7 @@ class Gating:
         g, u = gate.float(), up.float()
         if self.limit is not None:
             g, u = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit)
-        return (g * (self.alpha * g).sigmoid() * (u + self.shift)).to(gate.dtype)
+        return (g * sigmoid(self.alpha * g) * (u + self.shift)).to(gate.dtype)
 
 
 SILU = Gating()

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from quantkit_kernels import Gating, Norms, Routing
+from quantkit_kernels.gating import sigmoid
 from torch import Tensor
 
 from quantkit.common.errors import QuantkitError
@@ -375,7 +376,7 @@ class Attention:
         q = context.store_gqa(self.layer, qkv, kv_heads, c.head_dim, self.norms, c.rope)
         attended = context.attend_gqa(self.layer, q, c.softmax_scale, self.window, self.sinks)
         if gate is not None:
-            attended = attended * gate.sigmoid()
+            attended = attended * sigmoid(gate)
         return add_bias(self.o(attended.flatten(1)), self.o_bias)
 
     def _norm_queries_and_keys(self, qkv: Tensor, norms: Norms) -> Tensor:

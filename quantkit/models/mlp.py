@@ -16,8 +16,8 @@ from quantkit_kernels import (
     moe_gate,
     route,
 )
+from quantkit_kernels.gating import sigmoid
 from torch import Tensor
-from torch.nn import functional as F
 
 from quantkit.models.config import MOST_EXPERTS, check_at_most, check_count, check_divides, refusal
 from quantkit.models.table import Block, Parameter, ScaleGroup
@@ -360,7 +360,8 @@ class MoeMlp:
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Expert ids and weights of each token, [T, k] each, a joined shared expert last."""
         if self.logit_bias is not None:
-            return route(F.linear(x.float(), self.router, self.logit_bias), self.bias, self.routing)
+            logits = float32_linear(x, self.router) + self.logit_bias
+            return route(logits, self.bias, self.routing)
         return moe_gate(x, self.router, self.bias, self.routing)
 
     def _shared_output(self, shared: Mlp, x: Tensor) -> Tensor:
@@ -368,5 +369,5 @@ class MoeMlp:
         return (
             out
             if self.shared_gate is None
-            else out * float32_linear(x, self.shared_gate).sigmoid().to(x.dtype)
+            else out * sigmoid(float32_linear(x, self.shared_gate)).to(x.dtype)
         )

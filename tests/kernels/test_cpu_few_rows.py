@@ -4,13 +4,29 @@ processors that this one can stand for."""
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from quantkit_kernels import gqa_decode, prepare, rms_norm
+from kernel_weights import layer, random_experts
+from quantkit_kernels import (
+    DeltaInputs,
+    DeltaStates,
+    DeltaWeights,
+    Routing,
+    add_rms_norm,
+    delta_step,
+    gqa_decode,
+    moe_gate,
+    prepare,
+    rms_norm,
+    silu_and_mul,
+)
 from quantkit_kernels.cpu import build, dense, int4
 from quantkit_kernels.cpu.linear import _EXPANDED_ROWS, Int4Linear
 from quantkit_kernels.cpu.units import has_unit
+from quantkit_kernels.routing import SCORINGS
 from quantkit_kernels.samples import (
     TOLERANCE,
     distance,
@@ -18,10 +34,11 @@ from quantkit_kernels.samples import (
     grouped_attention,
     random_weight,
 )
+from torch import Tensor
 
 REASONS = [
     reason
-    for name in ("int4", "int4_rows", "dense", "fp4", "w8a16", "norm")
+    for name in ("int4", "int4_rows", "dense", "fp4", "w8a16", "norm", "gqa")
     if (reason := build.why_no_library(name)) is not None
 ]
 compiled = pytest.mark.skipif(bool(REASONS), reason=str(REASONS))
@@ -51,69 +68,137 @@ def test_int4_rows_are_as_exact_as_the_dtype(grid, n, k, dtype):
         assert distance(linear(x), exact_linear(x, weight)) < TOLERANCE[dtype], m
 
 
-@compiled
-@int4_case
-def test_an_int4_row_does_not_depend_on_the_others(grid, n, k):
+Operator = Callable[[slice], Tensor]
+
+
+def _linear(grid: str, n: int, k: int, dtype: torch.dtype, rows: int) -> tuple[Operator, int]:
     rng = torch.Generator().manual_seed(n)
-    linear = prepare(random_weight(grid, n, k, rng), backend="cpu", dtype=torch.bfloat16)
-    # More rows are torch's product's, whose order is that of the processor and its threads.
-    most = _EXPANDED_ROWS - 1
-    x = torch.randn(most, k, generator=rng).bfloat16()
-    x[7] = float("nan")
-    alone = torch.cat([linear(row) for row in x.split(1)])
-    for m in (2, 5, 8, 13, 16, most):
-        assert torch.equal(linear(x[:m]).nan_to_num(1e9), alone[:m].nan_to_num(1e9)), m
-    assert alone[7].isnan().all()
-    assert not alone[torch.arange(most) != 7].isnan().any()
+    linear = prepare(random_weight(grid, n, k, rng), backend="cpu", dtype=dtype)
+    x = torch.randn(rows, k, generator=rng).to(dtype)
+    x[5] = float("nan")
+    return lambda part: linear(x[part]), rows
 
 
-def _linears():
-    """Name, operator and rows below which its results are promised. int8: in bfloat16 all rows."""
-    for grid in ("int8", "w8a16-128", "fp4"):
-        weight = random_weight(grid, 208, 384, torch.Generator().manual_seed(3))
-        yield grid, prepare(weight, backend="cpu", dtype=torch.bfloat16), 64
-    gain = torch.rand(384, generator=torch.Generator().manual_seed(4))
-    yield "norm", lambda x: rms_norm(x, gain, 1e-6, backend="cpu"), 200
+def _experts(grid: str, rows: int) -> tuple[Operator, int]:
+    rng = torch.Generator().manual_seed(1)
+    experts = layer(random_experts(grid, 6, 128, 96, rng), "cpu", torch.bfloat16)
+    ids = torch.rand(rows, 6, generator=rng).topk(3).indices
+    weights, x = torch.rand(rows, 3, generator=rng), torch.randn(rows, 128, generator=rng)
+    return lambda part: experts(x[part].bfloat16(), ids[part], weights[part]), rows
+
+
+def _routed(scoring: str, rows: int = 130) -> tuple[Operator, int]:
+    """60 experts and the gate of a shared one: no whole number of vectors."""
+    rng = torch.Generator().manual_seed(2)
+    rule = Routing(60, 4, scoring_func=scoring, num_joined_experts=1, joined_gate=True)
+    router, x = torch.randn(61, 333, generator=rng) / 18, torch.randn(rows, 333, generator=rng)
+    return lambda part: torch.cat(moe_gate(x[part], router, None, rule), dim=1), rows
+
+
+def _functional(width: int, dtype: torch.dtype, rows: int = 199) -> tuple[Operator, int]:
+    """Norms and activation."""
+    rng = torch.Generator().manual_seed(3)
+    gain = torch.rand(width, generator=rng)
+    x, y = (torch.randn(rows, 2, width, generator=rng).to(dtype) for _ in range(2))
+
+    def computed(part: slice) -> Tensor:
+        added = add_rms_norm(x[part, 0], y[part, 0], gain, 1e-6)
+        found = (*added, rms_norm(x[part, 1], gain, 1e-6), silu_and_mul(x[part].flatten(1)))
+        return torch.cat(found, dim=1)
+
+    return computed, rows
+
+
+def _grouped(codes: torch.dtype | None, window: int) -> tuple[Operator, int]:
+    """Short rows and one in sixteen parts, more threads than key heads."""
+    torch.manual_seed(4)
+    lengths = [3, 1, 700, 5000, 17]
+    case = grouped_attention(
+        lengths, [1] * 5, (6, 2), 40, 16, torch.float32, window=window, codes=codes
+    )
+
+    def attended(part: slice) -> Tensor:
+        table, lengths = case.pages.block_table[part], case.pages.seq_lens[part]
+        pages = case.pages._replace(block_table=table, seq_lens=lengths)
+        return gqa_decode(case.q[part], pages, scale=case.scale, window=window, backend="cpu")
+
+    return attended, 5
+
+
+def _delta(by_channel: bool, rows: int = 9) -> tuple[Operator, int]:
+    """Three heads of 24 by 40."""
+    rng = torch.Generator().manual_seed(5)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng)
+
+    decay = some(rows, 1, 3, *(24,) * by_channel)
+    inputs = (some(rows, 1, 24), some(rows, 1, 24), some(rows, 1, 3, 40), some(rows, 1, 3, 40))
+    weights = DeltaWeights(
+        some(168, 4), some(3).abs(), some(3, *(24,) * by_channel), some(40), 1e-6, by_channel
+    )
+    recent, memory, rate = some(2, rows + 1, 3, 168), some(2, rows + 1, 3, 24, 40), some(rows, 1, 3)
+
+    def stepped(part: slice) -> Tensor:
+        own = DeltaInputs(*(side[part] for side in (*inputs, decay, rate)))
+        tokens = torch.full((2, rows + 1), 7)
+        states = DeltaStates(recent.clone(), memory.clone(), tokens)
+        places = torch.arange(1, rows + 1)[part]
+        return delta_step(own, weights, states, places, torch.full_like(places, 7))
+
+    return stepped, rows
+
+
+LAST = _EXPANDED_ROWS - 1
+"""Of int4. More rows are torch's product's, whose order is that of the processor and its threads;
+of w8a16 and FP4 more than 63."""
+PROMISED: dict[str, Callable[[], tuple[Operator, int]]] = {
+    **{
+        f"{grid} {n} {k} {str(dtype)[6:]}": partial(_linear, grid, n, k, dtype, rows)
+        for dtype in DTYPES
+        for grid, n, k, rows in (
+            ("int4-sym-32", 3 * int4.BLOCK, 96, LAST),
+            ("int4-asym-128", int4.BLOCK + 48, 384, LAST),
+            ("int8", 208, 384, 199),
+            ("int8", 37, 101, 199),
+            ("w8a16-channel", 37, 100, 63),
+            ("w8a16-128", 208, 384, 63),
+            ("fp4", 24, 48, 63),
+            ("fp4", 208, 384, 63),
+        )
+    },
+    **{
+        f"experts {grid}": partial(_experts, grid, rows)
+        for grid, rows in (("int4-asym-32", LAST), ("int8", 130), ("w8a16-32", 63), ("fp4", 63))
+    },
+    **{f"routed {one}": partial(_routed, one) for one in SCORINGS},
+    **{f"norms {w} {str(d)[6:]}": partial(_functional, w, d) for d in DTYPES[:2] for w in (384, 7)},
+    "gqa": partial(_grouped, None, 0),
+    "gqa window": partial(_grouped, None, 700),
+    "gqa int8": partial(_grouped, torch.int8, 0),
+    "gqa fp8": partial(_grouped, torch.float8_e4m3fn, 0),
+    "delta by head": partial(_delta, False),
+    "delta by channel": partial(_delta, True),
+}
 
 
 @compiled
-def test_rows_do_not_depend_on_threads_nor_on_the_others():
-    rng = torch.Generator().manual_seed(5)
-    before, x = torch.get_num_threads(), torch.randn(199, 384, generator=rng).bfloat16()
-    for name, operator, rows in _linears():
-        alone = torch.cat([operator(row) for row in x[: rows - 1].split(1)])
-        try:
-            for threads in (1, 2, 16):
-                torch.set_num_threads(threads)
-                for m in (1, 2, 8, 31, rows - 1):
-                    assert torch.equal(operator(x[:m]), alone[:m]), (name, threads, m)
-        finally:
-            torch.set_num_threads(before)
-
-
-@pytest.mark.skipif(build.why_no_library("gqa") is not None, reason="no C++ compiler")
-@pytest.mark.parametrize("window", [0, 700])
-def test_attention_of_a_row_does_not_depend_on_threads_nor_on_the_others(window):
-    """Short rows and one in sixteen parts, more threads than key heads."""
-    case = grouped_attention(
-        [3, 1, 700, 5000], [1] * 4, (4, 2), 32, 16, torch.float32, window=window
-    )
-    before, found = torch.get_num_threads(), list[torch.Tensor]()
+@pytest.mark.parametrize("name", PROMISED)
+def test_a_row_does_not_depend_on_threads_nor_on_the_others(name):
+    operator, rows = PROMISED[name]()
+    before = torch.get_num_threads()
+    alone = torch.cat([operator(slice(row, row + 1)) for row in range(rows)])
     try:
         for threads in (1, 2, 3, 16):
             torch.set_num_threads(threads)
-            for rows in (slice(0, 4), slice(2, 4), *(slice(row, row + 1) for row in range(4))):
-                pages = case.pages._replace(
-                    block_table=case.pages.block_table[rows], seq_lens=case.pages.seq_lens[rows]
+            for part in (slice(0, 2), slice(1, 9), slice(0, rows), slice(rows // 3, rows)):
+                found = operator(part)
+                assert torch.equal(found.nan_to_num(1e9), alone[part].nan_to_num(1e9)), (
+                    threads,
+                    part,
                 )
-                out = gqa_decode(
-                    case.q[rows], pages, scale=case.scale, window=window, backend="cpu"
-                )
-                found = found or [out]
-                assert torch.equal(out, found[0][rows]), (threads, rows)
     finally:
         torch.set_num_threads(before)
-    assert distance(found[0], case.exact) < TOLERANCE[torch.float32]
 
 
 @compiled

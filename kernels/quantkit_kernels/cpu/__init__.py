@@ -5,6 +5,7 @@ int4   int4_rows.cpp for few rows, 4.25 bits per weight in bf16: bfloat16 produc
        has them, else float32, by AVX-512, AVX2, NEON or the compiler's own vectors. Many rows: torch's
        matmul over blocks expanded by int4.cpp. Without a compiler `_weight_int4pack_mm_for_cpu`, in
        bf16 or fp16.
+routers  dense.cpp, any number of rows: what a token is routed to does not depend on the others.
 dense  Of backend expanded: dense.cpp for few rows in float32, and in bf16 where the processor does
 not multiply it.
 int8   int8.cpp: any number of rows on a processor with VNNI and no AMX, whose experts of a layer are one call (int8_experts.cpp); few with
@@ -25,7 +26,13 @@ import torch
 
 from quantkit_kernels.backends import SINKS, Shape
 from quantkit_kernels.cpu.build import why_no_library
-from quantkit_kernels.cpu.functional import add_rms_norm, rms_norm, silu_and_mul
+from quantkit_kernels.cpu.functional import (
+    add_rms_norm,
+    float32_linear,
+    moe_gate,
+    rms_norm,
+    silu_and_mul,
+)
 from quantkit_kernels.cpu.grouped import (
     gqa_decode,
     gqa_prefill,
@@ -49,6 +56,8 @@ def unusable(
         return "backend expanded is torch's own matmul already"
     if operator in ("gqa_decode", "mla_decode"):
         return why_no_library("gqa")
+    if operator in ("float32_linear", "moe_gate"):
+        return why_no_library("dense")
     if operator in ("add_rms_norm", "gqa_prepare", "rms_norm"):
         return why_no_library("norm")
     if operator in ("gqa_prefill", "mla_prefill", "silu_and_mul"):

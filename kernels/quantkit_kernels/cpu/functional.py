@@ -1,13 +1,15 @@
-"""Operators without packed weights on a CPU: the project's C++ (norm.cpp, silu.cpp), or torch, of
-the activation some rows at a time."""
+"""Operators without packed weights on a CPU: the project's C++ (norm.cpp, silu.cpp, dense.cpp), or
+torch, of the activation some rows at a time."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantkit_kernels.cpu import dense
 from quantkit_kernels.cpu.build import once
 from quantkit_kernels.paged import Rotation
 from quantkit_kernels.reference import functional as plain
+from quantkit_kernels.routing import Routing, route
 
 _ROWS_BYTES = 4 << 20
 """Of a piece's values in float32, gate and up. All of 512 x 9728 at once are 20 MB, which the
@@ -92,3 +94,16 @@ def silu_and_mul(x: Tensor) -> Tensor:
         gate, up = piece.chunk(2, dim=-1)
         found.copy_(F.silu(gate.float()).mul_(up))
     return out
+
+
+def moe_gate(
+    x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:
+    return route(float32_linear(x, router), bias, routing)
+
+
+def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """By the C++ for any number of rows, so that a token's experts do not depend on the others. It
+    takes up to 2.6 times as long as torch's product (256 x 7168, 2,048 rows, one thread, AVX-512:
+    150 for 60 ms), where the experts of these rows take more than 100 times as long."""
+    return dense.multiply(x.float(), weight.contiguous())

@@ -204,11 +204,11 @@ template <int Vectors> struct Blocks {
 #endif
 
 
-// What sums of one token represent: sum * step * scale, of rows `row` on, in float32.
+// What sums of one token represent: sum * scale * step, of rows `row` on, in float32.
 template <class Layout> inline void scaled(const Weight& w, const int32_t* sums, float step, int row, int count, float* values) {
   for (int r = 0; r < count; ++r) {
     const int32_t sum = Layout::offset ? sums[r] - Layout::offset * w.sums[row + r] : sums[r];
-    values[r] = (float)((double)sum * step * w.scale[row + r]);
+    values[r] = (float)sum * w.scale[row + r] * step;  // rounded as oneDNN's product of many tokens is
   }
 }
 

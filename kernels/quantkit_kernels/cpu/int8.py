@@ -161,7 +161,7 @@ class Int8Linear(Linear):
             y = blocked_matmul(
                 codes.float(), self.out_features, lambda start, stop: self.codes[start:stop].float()
             )
-        return y.mul_(row_scale).mul_(self.scale).to(self.dtype)
+        return y.mul_(self.scale).mul_(row_scale).to(self.dtype)
 
 
 def _compiled() -> ctypes.CDLL | None:

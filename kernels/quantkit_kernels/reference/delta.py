@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.delta import DeltaInputs, DeltaSpans, DeltaStates, DeltaWeights
+from quantkit_kernels.gating import sigmoid, softplus
 
 _CHUNK, _CHUNK_BY_CHANNEL = 64, 16
 """Tokens whose updates are computed together; fewer where decays differ by channel, as their
@@ -35,7 +36,7 @@ def attend_sequence(
         )
     padded = torch.cat((state.recent, mixed))
     convolved = F.conv1d(padded.t()[None], weights.convolution[:, None], groups=padded.shape[1])
-    q, k, v = _heads(F.silu(convolved[0].t()), inputs)
+    q, k, v = _heads(_silu(convolved[0].t()), inputs)
     decay, rate = _gates(inputs, weights)
     size = _CHUNK if decay.shape[2] == 1 else _CHUNK_BY_CHANNEL
     q, k, v, decay, rate = (side.transpose(0, 1) for side in (q, k, v, decay, rate))
@@ -75,7 +76,7 @@ def delta_step(
 ) -> Tensor:
     state, which = _read(states, places, positions)
     window = torch.cat((state.recent, _mixed(inputs)[:, None]), dim=1)  # [T, K, C]
-    q, k, v = _heads(F.silu((window * weights.convolution.t()).sum(1)), inputs)
+    q, k, v = _heads(_silu((window * weights.convolution.t()).sum(1)), inputs)
     decay, rate = _gates(inputs, weights)
     memory = state.memory * decay.exp()[..., None]
     learned = (v - (k[:, :, None] @ memory)[:, :, 0]) * rate
@@ -98,6 +99,10 @@ def _write(
         stored[1 - which, places] = one
 
 
+def _silu(x: Tensor) -> Tensor:
+    return x * sigmoid(x)
+
+
 def _mixed(inputs: DeltaInputs) -> Tensor:
     """Inputs of the convolution, float32 [T, C]."""
     return torch.cat([side.flatten(1) for side in inputs[:3]], dim=1).float()
@@ -118,18 +123,18 @@ def _gates(inputs: DeltaInputs, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
     shifted, speed = inputs.decay.flatten(1, 2) + weights.bias, weights.speed[:, None]
     shifted = shifted.unflatten(1, (len(speed), -1)).flatten(2)
     decay = (
-        weights.lower * (shifted * speed).sigmoid()
+        weights.lower * sigmoid(shifted * speed)
         if weights.lower
-        else F.softplus(shifted) * -speed
+        else softplus(shifted) * -speed
     )
-    return decay, inputs.rate.flatten(1).sigmoid()[..., None]
+    return decay, sigmoid(inputs.rate.flatten(1))[..., None]
 
 
 def _gated_norm(attended: Tensor, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
     """attended float32 [T, G R, V] -> [T, G R V] of the inputs' dtype."""
     gate = inputs.gate.flatten(1, 2).float()
     normed = attended * (attended.square().mean(-1, keepdim=True) + weights.eps).rsqrt()
-    gate = gate.sigmoid() if weights.sigmoid else F.silu(gate)
+    gate = sigmoid(gate) if weights.sigmoid else _silu(gate)
     return (normed * weights.norm.float() * gate).to(inputs.q.dtype).flatten(1)
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.codes import CodedLatents, store_latents
-from quantkit_kernels.gating import Gating
+from quantkit_kernels.gating import Gating, sigmoid, softplus
 from quantkit_kernels.paged import (
     CacheLayout,
     Latents,
@@ -44,7 +44,7 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    gate = logits[:, routing.n_routed_experts :].float().sigmoid()
+    gate = sigmoid(logits[:, routing.n_routed_experts :].float())
     logits = logits[:, : routing.n_routed_experts]
     scores = _SCORES[routing.scoring_func](logits.float())
     wanted = scores if bias is None else scores + bias
@@ -69,9 +69,9 @@ def route_chosen(logits: Tensor, ids: Tensor, routing: Routing) -> Tensor:
 
 
 _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
-    "sigmoid": torch.sigmoid,
+    "sigmoid": sigmoid,
     "softmax": lambda logits: logits.softmax(dim=-1),
-    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+    "sqrtsoftplus": lambda logits: softplus(logits).sqrt(),
 }
 
 

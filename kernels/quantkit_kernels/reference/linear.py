@@ -10,7 +10,7 @@ from quantkit_kernels.weights import Int8, Weight, dequantize, rows, shape, to_d
 
 class ReferenceLinear(Linear):
     """Float32 products of the expanded weight; for int8, float64 products of the codes, which are
-    exact as an integer unit's are."""
+    exact as an integer unit's are, times their scales in float32."""
 
     def __init__(self, weight: Weight, dtype: torch.dtype, device: torch.device) -> None:
         n, k = shape(weight)
@@ -29,7 +29,7 @@ class ReferenceLinear(Linear):
                 self.out_features,
                 lambda start, stop: weight.codes[start:stop].double(),
             )
-            return (products * row_scale * weight.scale.T).to(self.dtype)
+            return (products.float() * weight.scale.T * row_scale).to(self.dtype)
         return blocked_matmul(
             x.float(), self.out_features, lambda start, stop: dequantize(rows(weight, start, stop))
         ).to(self.dtype)

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantkit_kernels.gating import sigmoid
 from quantkit_kernels.reference.functional import rms_norm
 from quantkit_kernels.streams import MixingWeights, StreamProduct
 
@@ -14,8 +15,8 @@ def weigh_streams(
     n, small, scale = streams.shape[1], product.eps, product.scale
     pre, post, mixing = _projected(streams, product).split([n, n, n * n], dim=-1)
     pre_base, post_base, mixing_base = product.base.split([n, n, n * n])
-    pre = torch.sigmoid(pre * scale[0] + pre_base) + small
-    post = 2 * torch.sigmoid(post * scale[1] + post_base)
+    pre = sigmoid(pre * scale[0] + pre_base) + small
+    post = 2 * sigmoid(post * scale[1] + post_base)
     mixing = (mixing * scale[2] + mixing_base).unflatten(-1, (n, n)).softmax(dim=-1) + small
     mixing = mixing / (mixing.sum(dim=-2, keepdim=True) + small)
     for _ in range(product.steps - 1):
@@ -28,7 +29,7 @@ def merge_streams(
     streams: Tensor, product: StreamProduct, gain: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     projected = _projected(streams, product) * product.scale + product.base
-    merged = _weighted_sum(streams, torch.sigmoid(projected) + product.eps)
+    merged = _weighted_sum(streams, sigmoid(projected) + product.eps)
     return rms_norm(merged, gain, eps), merged
 
 
