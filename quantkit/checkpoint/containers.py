@@ -62,7 +62,7 @@ _BY_FILE: tuple[Container, ...] = (
     Container(
         "a state of distributed training",
         "give a folder that save_pretrained of transformers wrote",
-        ("*.distcp", "zero_to_fp32.py", "latest_checkpointed_iteration.txt"),
+        ("*.distcp", "zero_to_fp32.py", "global_step*", "latest_checkpointed_iteration.txt"),
     ),
     Container(
         "weights of TensorFlow or Flax",

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from huggingface_hub.utils import TensorInfo as HubTensor
 
 _INDEX = "model.safetensors.index.json"
-_SINGLE_FILE = "model.safetensors"
+SINGLE_FILE = "model.safetensors"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _FINITE_CHUNK = 2**22
 
@@ -371,14 +371,15 @@ def _only_shard(path: Path) -> str:
         return shards[0].name
     # As transformers reads it; other files are another copy, such as Mistral's
     # consolidated.safetensors.
-    if is_there(path / _SINGLE_FILE):
-        return _SINGLE_FILE
+    if is_there(path / SINGLE_FILE):
+        return SINGLE_FILE
     if problem:
         raise QuantkitError(f"{path} holds {problem}, and there is no {_INDEX}", remedy)
     if shards:
         raise QuantkitError(
             f"{path} has {len(shards)} safetensors files and no {_INDEX}", "download the index too"
         )
+    check_download(path, SINGLE_FILE)
     raise QuantkitError(
         f"{path} holds no safetensors file", "give the directory of a complete checkpoint"
     )
@@ -387,10 +388,13 @@ def _only_shard(path: Path) -> str:
 def read_shard(folder: Path, shard: str) -> list[TensorInfo]:
     """As `read_header`; of a shard that is still being downloaded the error says so."""
     try:
-        return read_header(folder, shard)
+        found = read_header(folder, shard)
     except QuantkitError:
         check_download(folder, shard)
         raise
+    if is_there(folder / f"{shard}.aria2"):  # which gives a file its whole size at once
+        check_download(folder, shard)
+    return found
 
 
 def _read_shard(path: Path, shard: str, index_path: Path) -> dict[str, TensorInfo]:

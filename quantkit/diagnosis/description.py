@@ -194,7 +194,9 @@ def _read_format(
         description.ignored = None
         _report_unread(survey, detected, shapes, fault.problem, findings)
         return False
-    one_grid = format.declared_grids(survey.config) is None
+    # What is left of damaged shards may look like another format.
+    is_whole = not findings.has("shard-missing", "shard-damaged")
+    one_grid = format.declared_grids(survey.config) is None and is_whole
     if detected and format not in detected and format.own_suffixes and one_grid:
         kinds = " or ".join(f"{one.name} {one.variant}" for one in detected)
         evidence = f"it says {_format_label(survey)}, and the tensors are {kinds}"
@@ -388,9 +390,10 @@ def _collect(survey: Survey, description: Description, findings: Findings) -> No
             and description.ignored(left)
         ):
             modules[left] = fp8_block.FORMAT
-        elif tensor.name.endswith(format.marker) and not is_unquantized(tensor):
+        elif tensor.name.endswith(format.marker):
             module = tensor.name.removesuffix(format.marker)
-            if all(module + suffix in survey.tensors for suffix in _required_suffixes(format)):
+            needed = _required_suffixes(format)
+            if needed and all(module + suffix in survey.tensors for suffix in needed):
                 evidence = f"codes in {dtype_name(tensor.dtype)}, which {format.name} does not have"
                 faults.setdefault("part-malformed", []).append((module, evidence))
                 description.broken.add(module)

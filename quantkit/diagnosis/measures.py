@@ -40,10 +40,10 @@ class Measures:
     ends, next_to_ends: share of codes at the ends of the range, and one step inside. commonest:
     share of the most common code. follows: correlation of a group's mean code with its zero point,
     None without zero points. constant_rows, constant_columns: shares, of columns without those of
-    zeros next to others in their groups, whose share is zero_columns. outlier: largest row norm
-    over the median one. positive: share of codes above the zero point, among those not on it.
-    dead_bit: a bit of the codes that never changes, None without. common_scale: share of the most
-    common scale. unwritten: all stored bytes are zero. digest: of its bytes.
+    zeros next to others in their groups, whose share is zero_columns. zero_rows: of FP8. outlier:
+    largest row norm over the median one. positive: share of codes above the zero point, among those
+    not on it. dead_bit: a bit of the codes that never changes, None without. common_scale: share of
+    the most common scale. unwritten: all stored bytes are zero. digest: of its bytes.
     """
 
     rms: float
@@ -61,6 +61,7 @@ class Measures:
     constant_rows: float = 0.0
     constant_columns: float = 0.0
     zero_columns: float = 0.0
+    zero_rows: float = 0.0
     positive: float = 0.5
     dead_bit: int | None = None
 

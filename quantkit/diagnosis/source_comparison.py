@@ -168,7 +168,10 @@ class SourceComparison:
         part = theirs * found.rows[:, None] * found.columns
         if float((rows.values * theirs).sum()) < 0:
             return "its values are the source's with the opposite sign"
-        scalable = not self.producers or module in self.producers
+        # quantkit moves no scale from an up projection with a bias, AutoAWQ does.
+        row = self.rows.get(module)
+        biased = row and row.projection == "up" and f"{module}.bias" in self.survey.tensors
+        scalable = not self.producers or module in self.producers or biased
         if module in self.rows and not scalable and are_uneven(found.rows):
             return (
                 "its rows have other sizes than the source's, which no other linear can compensate"
@@ -228,6 +231,9 @@ class SourceComparison:
             f"{self._allowed(module, rows):.2g}"
         )
         shifted = 0.6 < abs(shift) < 1.4 and found.error < 0.95
+        if shifted and rows.scale is not None and rows.codes is not None and rows.bits < 16:
+            back = rows.values - shift * rows.by_input(rows.scale)
+            shifted = fit(back, theirs).error < self._allowed(module, rows)
         if rows.codes is not None and shifted and rows.bits < 16:
             self.offsets[module] = shift
             return "zero-points-off", f"all values are {shift:+.2f} steps off the source's"

@@ -24,7 +24,7 @@ from quantkit.checkpoint.containers import (
 from quantkit.checkpoint.formats.base import SIDE_FILES
 from quantkit.checkpoint.header import TensorInfo
 from quantkit.checkpoint.hub import fetch_small, find_local, read_shard_header
-from quantkit.checkpoint.reader import read_shard, remote_tensor
+from quantkit.checkpoint.reader import SINGLE_FILE, read_shard, remote_tensor
 from quantkit.checkpoint.shards import Shards
 from quantkit.checkpoint.stacked_experts import split_stacked_experts
 from quantkit.checkpoint.tensor_aliases import aliases
@@ -244,12 +244,12 @@ def _tensors(
         except QuantkitError as fault:
             findings.add("shard-missing", shard, fault.problem, fault.remedy)
     if not wanted:
-        findings.add(
-            "shard-missing",
-            str(path),
-            "there is no safetensors file",
-            "give the directory of a complete checkpoint",
-        )
+        try:
+            check_download(folder, SINGLE_FILE)
+            problem, remedy = "there is no safetensors file", "give that of a complete checkpoint"
+        except QuantkitError as fault:
+            problem, remedy = fault.problem, fault.remedy
+        findings.add("shard-missing", str(path), problem, remedy)
     shards = sorted(wanted & present)
     # Headers hold no cycles, and looking for some takes as long as reading 300,000 tensors.
     gc.disable()

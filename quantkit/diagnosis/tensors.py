@@ -4,7 +4,9 @@ and against others of its kind.
 One linear is in memory at a time, and survey.BLOCK bytes of unquantized tensors.
 """
 
-from collections.abc import Container
+import itertools
+from collections.abc import Container, Mapping
+from dataclasses import replace
 from statistics import median, median_low
 
 import torch
@@ -54,6 +56,7 @@ _RELATIVE_FINDINGS = (
 """Findings by comparison with what is usual: not faults if the source is the same."""
 _FP8_AT_END = 0.04
 """Share of FP8 codes at the end of the range; a block or a row of 64 has one."""
+_FP8_SCALES = (".weight_scale", ".weight_scale_inv")
 _RUN = 512
 """Bytes of codes that are not all zero by chance."""
 
@@ -142,25 +145,38 @@ class TensorCheck:
         codes = tensors[linear.format.main_tensor(module, tensors)]
         if live.codes is None and (share := fp8_at_end(codes)) > _FP8_AT_END:
             self.record("codes-saturated", module, f"{share:.1%} of its codes are the largest")
-        self.measures[module] = found
+        if self._are_lost(module, linear, rows, tensors):
+            return rows
+        zero_rows = float((rows.values == 0).all(1).float().mean()) if live.codes is None else 0.0
+        self.measures[module] = found = replace(found, zero_rows=zero_rows)
         padding = 1 - live.values.numel() / rows.values.numel()
-        self._check_lost(module, linear, rows)
         self._check_scales(module, linear, live, tensors)
         if self._is_filled(module, linear, tensors, padding if found.rms else 1.0):
             for name, evidence in code_faults(linear, live, found, symmetric=self.says_symmetric):
                 self.record(name, module, evidence)
         return rows
 
-    def _check_lost(self, module: str, linear: QuantizedLinear, rows: SampledRows) -> None:
-        """Weights are lost where a scale is zero and its codes are not. FP4's smallest scales may
-        be."""
+    def _are_lost(
+        self,
+        module: str,
+        linear: QuantizedLinear,
+        rows: SampledRows,
+        tensors: Mapping[str, Tensor],
+    ) -> bool:
+        """Weights are lost where a scale is zero and its codes are not; whether most are, from
+        which all that they measure follows. FP4's smallest scales may be zero."""
         if rows.scale is None or rows.codes is None or rows.of_group is None:
-            return
+            scales = [one for name, one in tensors.items() if name.endswith(_FP8_SCALES)]
+            lost = bool(scales) and not any(bool(one.any()) for one in scales)
+            if lost:
+                self.record("scales-zero", module, "all its scales are zero")
+            return lost
         held = rows.group_means((rows.centred(rows.codes) != 0).float()) > 0
         share = float((held & (rows.scale == 0)).float().mean())
         if share > (1e-4 if linear.grid is not None and linear.grid.is_integer else 0.05):
             evidence = f"{share:.2%} of its scales are zero, and their codes are not"
             self.record("scales-zero", module, evidence)
+        return share > 0.5
 
     def _are_finite(self, tensors: dict[str, Tensor]) -> bool:
         floats = {name: one for name, one in tensors.items() if one.dtype.is_floating_point}
@@ -320,13 +336,13 @@ class TensorCheck:
             )
 
     def _compare_zeros(self) -> None:
-        """Inputs that are padding are so in all layers."""
-        for modules in self._kinds().values():
-            usual = median_low(self.measures[module].zero_columns for module in modules)
-            for module in modules:
-                zeros = self.measures[module].zero_columns
-                if zeros > usual + CONSTANT_SHARE:
-                    evidence = f"{zeros:.1%} of its columns are zeros, and {usual:.1%} of others'"
+        """Inputs and outputs that are padding are so in all layers."""
+        for modules, what in itertools.product(self._kinds().values(), ("columns", "rows")):
+            shares = {one: getattr(self.measures[one], f"zero_{what}") for one in modules}
+            usual = median_low(shares.values())
+            for module, zeros in shares.items():
+                if usual + CONSTANT_SHARE < zeros < 1:
+                    evidence = f"{zeros:.1%} of its {what} are zeros, and {usual:.1%} of others'"
                     self.record("codes-constant", module, evidence)
 
     def _size_fault(self, module: str, found: Measures, size: float) -> str:

@@ -175,11 +175,20 @@ def linked(folder):
 
 
 DOWNLOAD = ".cache/huggingface/download/abc.incomplete"
+ONLY = "model.safetensors.part"
 BROKEN = {
     "a shard is gone": (gone(SECOND), "shard-missing", f"{SECOND} is missing"),
     "and the index": (gone(SECOND, INDEX), "shard-missing", f"2 of 3 shards: {SECOND} is missing"),
     "it is under way": (gone(SECOND, left=DOWNLOAD), "shard-missing", "is not finished: there is"),
     "it has a part": (gone(SECOND, left=f"{SECOND}.part"), "shard-missing", "is not finished"),
+    "aria2 made room for it": (gone(left=f"{SECOND}.aria2"), "shard-damaged", "is not finished"),
+    "the only one is under way": (
+        lambda folder: gone(*(one.name for one in folder.glob("*.safetensors*")), left=ONLY)(
+            folder
+        ),
+        "shard-missing",
+        "is not finished: there is model.safetensors.part",
+    ),
     "the index is gone": (gone(INDEX), "index-missing", "download the index too"),
     "a shard is cut": (halved, "shard-damaged", "is truncated: .* and its header describes"),
     "a shard is empty": (begins(b""), "shard-damaged", "is empty: .* was interrupted"),

@@ -154,6 +154,22 @@ def test_scales_that_were_folded_into_norms_around_one_are_no_fault(tmp_path: Pa
     assert told(tmp_path / "out", source) == {}
 
 
+def test_scales_that_were_folded_into_a_bias_too_are_no_fault(tmp_path: Path) -> None:
+    """AutoAWQ moves them from an up projection with a bias, quantkit does not."""
+    config = good_checkpoints.QWEN3 | {"num_hidden_layers": 2, "mlp_bias": True}
+    config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    plain = good_checkpoints.random_weights(config)
+    source = make_model.write_dense(tmp_path / "source", config, plain)
+    for number in range(2):
+        mlp = f"model.layers.{number}.mlp"
+        by = torch.rand(config["intermediate_size"], generator=torch.Generator().manual_seed(1)) + 1
+        plain[f"{mlp}.up_proj.weight"] = (plain[f"{mlp}.up_proj.weight"] / by[:, None]).bfloat16()
+        plain[f"{mlp}.up_proj.bias"] = (plain[f"{mlp}.up_proj.bias"] / by).bfloat16()
+        plain[f"{mlp}.down_proj.weight"] = (plain[f"{mlp}.down_proj.weight"] * by).bfloat16()
+    path = write_packed(tmp_path / "awq", config, plain, *good_checkpoints.FORMATS["awq"])
+    assert told(path, source) == {}
+
+
 def test_a_tokenizer_that_was_saved_while_it_cut_texts_is_a_note(
     tensors: dict[str, Tensor], tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """Faults in codes and scales: each is found by the bytes, or by the source. Good checkpoints,
 folded and act-order ones too, have none."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import faulty
@@ -58,6 +59,37 @@ def test_a_fault_is_found(
     assert findings.verdict == (
         "bad" if CATALOGUE[fault.finds[0]].severity == "error" else "doubtful"
     )
+
+
+def _half(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor[: len(tensor) // 2], torch.zeros_like(tensor[len(tensor) // 2 :])])
+
+
+@pytest.mark.parametrize(
+    ("format", "part", "change", "cause"),
+    [
+        ("fp8", "weight", _half, "codes-constant"),
+        ("fp8", "weight_scale_inv", torch.zeros_like, "scales-zero"),
+        ("ct-int4", "weight_scale", torch.zeros_like, "scales-zero"),
+        ("ct-int8", "weight", torch.Tensor.float, "part-malformed"),
+    ],
+)
+def test_no_other_cause_is_named(
+    format: str,
+    part: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    cause: str,
+    opened: list[tuple[faulty.Contents, Path]],
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+) -> None:
+    """Of what was not written, or in another dtype."""
+    good = faulty.Contents.of(tiny_checkpoint) if format == "fp8" else None
+    contents = (good or opened[FORMATS.index(format)][0]).copy()
+    name = f"model.layers.1.self_attn.o_proj.{part}"
+    contents.tensors[name] = change(contents.tensors[name])
+    found = diagnose(str(contents.write(tmp_path / "bad")), depth="tensors").findings
+    assert [one.name for one in found.found if one.severity != "note"] == [cause], found.to_json()
 
 
 @pytest.mark.parametrize(

@@ -123,9 +123,7 @@ def _gates(inputs: DeltaInputs, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
     shifted, speed = inputs.decay.flatten(1, 2) + weights.bias, weights.speed[:, None]
     shifted = shifted.unflatten(1, (len(speed), -1)).flatten(2)
     decay = (
-        weights.lower * sigmoid(shifted * speed)
-        if weights.lower
-        else softplus(shifted) * -speed
+        weights.lower * sigmoid(shifted * speed) if weights.lower else softplus(shifted) * -speed
     )
     return decay, sigmoid(inputs.rate.flatten(1))[..., None]
 
