@@ -97,6 +97,6 @@ int main() {
 #endif
   const double int4 = int4_worst(rng);
   printf("%s: int8 %.1e, int4 %.1e, w8a16 %.1e, dense %.1e of the sum of magnitudes\n", form, int8_worst, int4, w8a16_worst, dense_worst);
-  // int8's sums are exact, the others' of float32.
-  return int8_worst < 1e-7 && int4 < 1e-6 && w8a16_worst < 1e-6 && dense_worst < 1e-6 ? 0 : 1;
+  // int8's sums are exact and rounded three times, by 2^-24 each; the others' are of float32.
+  return int8_worst < 1.8e-7 && int4 < 1e-6 && w8a16_worst < 1e-6 && dense_worst < 1e-6 ? 0 : 1;
 }
