@@ -257,15 +257,14 @@ def _with_logits(job: Job, work: RunWork, tokens: float) -> RunWork:
 
 
 def expected_seconds(work: RunWork, rate: Rate) -> float:
-    """On a machine of these rates."""
-    return (
+    """On a machine of these rates. Reading ahead and writing run while it computes."""
+    computed = (
         work.operations / (EFFICIENCY * rate.flops)
         + work.exact / rate.exact
         + work.values / rate.values
-        + work.transferred / rate.disk
         + work.linears * LINEAR_SECONDS
-        + work.fixed
     )
+    return max(computed, work.transferred / rate.disk) + work.fixed
 
 
 @dataclass(frozen=True)
