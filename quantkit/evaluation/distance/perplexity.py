@@ -136,7 +136,7 @@ def _score(
             done += len(trace.final)
             report(TextProgress("model", done, total))
     return replace(
-        summarize(sums, len(windows), base is not None),
+        summarize(sums),
         expert_counts=None if counter is None else counter.counts,
     )
 

@@ -3,9 +3,9 @@ metrics, and their output."""
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +40,10 @@ class GreedyPaths:
 
 @dataclass(frozen=True, repr=False)
 class Quality(Result):
-    """Means over predicted tokens. KL is KL(baseline || model) in nats; `kl_stderr` is over
-    documents.
+    """Means over predicted tokens. KL is KL(baseline || model) in nats. accuracy: share of tokens that
+    were the likeliest next ones; None where a server samples. kl_stderr, and the intervals of
+    95 %, are over documents: of ppl, of accuracy, of ppl over baseline_ppl (ppl_ratio), and of the
+    accuracies' difference (accuracy_change).
 
     expert_agree: share of the baseline's routed experts, over (token, MoE layer, slot), that the
     model chose too; None without experts. layer_errors: |h - h_baseline| / |h_baseline| (Frobenius,
@@ -53,7 +55,10 @@ class Quality(Result):
     ppl: float
     tokens: int
     documents: int
+    accuracy: float | None = None
     baseline_ppl: float | None = None
+    baseline_accuracy: float | None = None
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     kl: float | None = None
     kl_stderr: float | None = None
     top1_agree: float | None = None
@@ -65,10 +70,14 @@ class Quality(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Metrics that do not apply are omitted."""
-        names = "ppl tokens documents baseline_ppl kl kl_stderr top1_agree expert_agree named_share"
+        names = (
+            "ppl tokens documents accuracy baseline_ppl baseline_accuracy kl kl_stderr top1_agree "
+            "expert_agree named_share"
+        )
         found: dict[str, Any] = {
             name: value for name in names.split() if (value := getattr(self, name)) is not None
         }
+        found |= {"intervals": self.intervals} if self.intervals else {}
         found |= {"layer_errors": self.layer_errors} if self.layer_errors else {}
         return found | ({"greedy": asdict(self.greedy)} if self.greedy else {})
 
@@ -82,13 +91,21 @@ class Quality(Result):
 
     def facts(self) -> list[tuple[str, str]]:
         rows = [
-            ("perplexity", f"{self.ppl:.4f}"),
+            ("perplexity", f"{self.ppl:.4f}{self._interval('ppl', '.4g')}"),
             ("tokens", f"{self.tokens:,} in {self.documents} documents"),
         ]
-        if self.kl is not None:
+        if self.accuracy is not None:
+            found = f"{self.accuracy:.2%}{self._interval('accuracy', '.2%')}"
+            rows.append(("next-token accuracy", found))
+        if self.kl is not None and self.baseline_ppl is not None:
+            ratio = f"{self.ppl / self.baseline_ppl:.4f}{self._interval('ppl_ratio', '.4f')}"
             spread = "" if self.kl_stderr is None else f" ± {self.kl_stderr:.1e}"
+            rows.append(("baseline's perplexity", f"{self.baseline_ppl:.4f}; ratio {ratio}"))
+            if self.accuracy is not None and self.baseline_accuracy is not None:
+                change = 100 * (self.accuracy - self.baseline_accuracy)
+                by = f"{change:+.2f} points{self._interval('accuracy_change', '+.2f', 100)}"
+                rows.append(("baseline's accuracy", f"{self.baseline_accuracy:.2%}; {by}"))
             rows += [
-                ("baseline's perplexity", f"{self.baseline_ppl:.4f}"),
                 ("KL from the baseline", f"{self.kl:.3e}{spread} nats a token"),
                 ("same likeliest token", f"{self.top1_agree:.2%}"),
             ]
@@ -113,6 +130,13 @@ class Quality(Result):
             rows.append(("error after layers", text))
         return rows
 
+    def _interval(self, name: str, form: str, unit: float = 1) -> str:
+        """In brackets, times `unit`; empty for one document."""
+        if name not in self.intervals:
+            return ""
+        low, high = (unit * end for end in self.intervals[name])
+        return f" (95 %: {low:{form}} to {high:{form}})"
+
     def pictures(self) -> list[str]:
         """The error after each layer."""
         layers = dict(enumerate(self.layer_errors))
@@ -126,19 +150,44 @@ class Quality(Result):
 _CHUNK = 128  # tokens per block of logits
 
 
+class DocumentScores(NamedTuple):
+    """Of a document's scored tokens: how many, the sum of their negative log-likelihoods, and how
+    many were the likeliest; None where the tokens were sampled."""
+
+    tokens: int
+    nll: float
+    right: int | None
+
+
 @dataclass
 class TokenSums:
-    """Sums over documents, in float64; the KL divergence of every token, by document."""
+    """Sums over documents, in float64. model, baseline: scores by document; document_kl: the KL
+    divergence of every token, by document."""
 
-    tokens: int = 0
-    nll: float = 0.0
-    baseline_nll: float = 0.0
+    model: list[DocumentScores] = field(default_factory=list)
+    baseline: list[DocumentScores] = field(default_factory=list)
     same_top1: int = 0
     same_experts: int = 0
     experts: int = 0
     error: dict[int, float] = field(default_factory=dict)
     norm: dict[int, float] = field(default_factory=dict)
     document_kl: list[list[float]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(one.tokens for one in self.model)
+
+
+def _scores(logs: Tensor, wanted: Tensor) -> Tensor:
+    """Of rows of log-probabilities: the negative one of the wanted token, and whether it is the
+    likeliest, float64 [T, 2]."""
+    right = logs.argmax(dim=-1, keepdim=True) == wanted
+    return torch.cat((-logs.gather(1, wanted).double(), right.double()), dim=1)
+
+
+def _by_document(parts: list[Tensor], windows: list[Window]) -> list[DocumentScores]:
+    each = torch.cat(parts).split([window.scored for window in windows])
+    return [DocumentScores(len(one), float(one[:, 0].sum()), int(one[:, 1].sum())) for one in each]
 
 
 def add_tokens(
@@ -159,10 +208,10 @@ def add_tokens(
     ]
     positions = torch.cat(rows_of).to(device)
     targets = torch.cat([window.ids[window.first :] for window in windows]).to(device)
-    divergences = []
+    divergences, ours, bases = [], list[Tensor](), list[Tensor]()
     for rows, wanted in zip(positions.split(_CHUNK), targets[:, None].split(_CHUNK)):
         logs = head(trace.final[rows]).float().log_softmax(dim=-1)
-        sums.nll -= float(logs.gather(1, wanted).double().sum())
+        ours.append(_scores(logs, wanted))
         if theirs is None or their_head is None:
             continue
         base = their_head(theirs.final[rows]).float().log_softmax(dim=-1)
@@ -171,12 +220,13 @@ def add_tokens(
                 f"the vocabularies have {logs.shape[1]} and {base.shape[1]} entries",
                 "compare a model with its original",
             )
-        sums.baseline_nll -= float(base.gather(1, wanted).double().sum())
+        bases.append(_scores(base, wanted))
         # Rounding can make the sum slightly negative.
         divergences.append((base.exp() * (base - logs)).sum(dim=-1).double().clamp(min=0))
         sums.same_top1 += int((base.argmax(dim=-1) == logs.argmax(dim=-1)).sum())
-    sums.tokens += len(positions)
+    sums.model += _by_document(ours, windows)
     if divergences:
+        sums.baseline += _by_document(bases, windows)
         sums.document_kl += [
             part.tolist()
             for part in torch.cat(divergences).split([window.scored for window in windows])
@@ -202,22 +252,60 @@ def add_layers(sums: TokenSums, ours: Trace, theirs: Trace) -> None:
         sums.experts += chosen.numel()
 
 
-def summarize(sums: TokenSums, documents: int, compared: bool) -> Quality:
-    """The metrics of the sums. compared: whether there is a baseline."""
-    ppl = math.exp(sums.nll / sums.tokens)
-    if not compared:
-        return Quality(ppl, sums.tokens, documents)
-    means = torch.tensor([sum(row) / len(row) for row in sums.document_kl], dtype=torch.float64)
-    return Quality(
-        ppl=ppl,
-        tokens=sums.tokens,
-        documents=documents,
-        baseline_ppl=math.exp(sums.baseline_nll / sums.tokens),
-        kl=sum(map(sum, sums.document_kl)) / sums.tokens,
-        kl_stderr=float(means.std() / math.sqrt(documents)) if documents > 1 else None,
-        top1_agree=sums.same_top1 / sums.tokens,
-        expert_agree=sums.same_experts / sums.experts if sums.experts else None,
-        layer_errors=[
-            math.sqrt(sums.error[layer] / sums.norm[layer]) for layer in sorted(sums.error)
-        ],
+def summarize(sums: TokenSums) -> Quality:
+    """The metrics of the sums, compared with the baseline's where there are any."""
+    tokens = [one.tokens for one in sums.model]
+    nll, right = [one.nll for one in sums.model], [one.right for one in sums.model]
+    sampled, total, documents = None in right, sum(tokens), len(tokens)
+    hits = [float(one or 0) for one in right]
+    intervals = {"ppl": _interval(nll, tokens, _exp)}
+    if not sampled:
+        intervals["accuracy"] = _interval(hits, tokens)
+    found = Quality(
+        _exp(sum(nll) / total), total, documents, None if sampled else sum(hits) / total
     )
+    if sums.baseline:
+        base = sums.baseline
+        more = [a - one.nll for a, one in zip(nll, base)]
+        gained = [a - (one.right or 0) for a, one in zip(hits, base)]
+        intervals["ppl_ratio"] = _interval(more, tokens, _exp)
+        if not sampled:
+            intervals["accuracy_change"] = _interval(gained, tokens)
+        kl = [math.fsum(one) for one in sums.document_kl]
+        found = replace(
+            found,
+            baseline_ppl=_exp(sum(one.nll for one in base) / total),
+            baseline_accuracy=None if sampled else (sum(hits) - sum(gained)) / total,
+            kl=sum(kl) / total,
+            kl_stderr=_stderr(kl, tokens) if documents > 1 else None,
+            top1_agree=sums.same_top1 / total,
+            expert_agree=sums.same_experts / sums.experts if sums.experts else None,
+            layer_errors=[
+                math.sqrt(sums.error[layer] / sums.norm[layer]) for layer in sorted(sums.error)
+            ],
+        )
+    return replace(found, intervals=intervals if documents > 1 else {})
+
+
+_NORMAL_95 = 1.959964
+
+
+def _stderr(sums: Sequence[float], tokens: Sequence[int]) -> float:
+    """Of sum(sums) / sum(tokens), a ratio whose documents were drawn (Cochran, Sampling Techniques,
+    section 6.3)."""
+    mean, count = sum(sums) / sum(tokens), len(tokens)
+    spread = math.fsum((a - mean * n) ** 2 for a, n in zip(sums, tokens))
+    return math.sqrt(spread * count / max(count - 1, 1)) / sum(tokens)
+
+
+def _interval(
+    sums: Sequence[float], tokens: Sequence[int], scale: Callable[[float], float] = float
+) -> tuple[float, float]:
+    """95 % of the mean over tokens, on a scale."""
+    mean, room = sum(sums) / sum(tokens), _NORMAL_95 * _stderr(sums, tokens)
+    return scale(mean - room), scale(mean + room)
+
+
+def _exp(mean: float) -> float:
+    """Perplexity; of a broken model at most what a float holds."""
+    return math.exp(min(mean, 700.0))

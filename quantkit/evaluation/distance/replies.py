@@ -26,6 +26,7 @@ from quantkit.checkpoint.hub import find_model
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.documents import Window
 from quantkit.evaluation.distance.quality import (
+    DocumentScores,
     GreedyPaths,
     Quality,
     TextProgress,
@@ -169,7 +170,7 @@ def measure_endpoint(
         named += add_reply(sums, reply, logs, is_baseline)
         done += len(window.ids)
         report(TextProgress("model", done, total))
-    return replace(summarize(sums, len(replies), True), named_share=named / sums.tokens)
+    return replace(summarize(sums), named_share=named / sums.tokens)
 
 
 def _replies(path: Path, url: str, options: PerplexityOptions) -> list[ScoredReply]:
@@ -261,10 +262,9 @@ def add_reply(sums: TokenSums, reply: ScoredReply, logs: Tensor, is_baseline: bo
         local_nll -= float(logs[place, target])
         sums.same_top1 += int(logs[place].argmax()) == max(named, key=lambda token: named[token])
         named_mass += min(1.0, float(served.exp().sum()))
-    sides = (-math.fsum(reply.own), local_nll)
-    sums.baseline_nll += sides[not is_baseline]
-    sums.nll += sides[is_baseline]
-    sums.tokens += len(divergences)
+    sides = [DocumentScores(len(targets), nll, None) for nll in (-math.fsum(reply.own), local_nll)]
+    sums.baseline.append(sides[not is_baseline])
+    sums.model.append(sides[is_baseline])
     sums.document_kl.append(divergences)
     return named_mass
 

@@ -1,5 +1,6 @@
 import json
 import math
+import random
 import shutil
 import warnings
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.documents import read_documents
 from quantkit.evaluation.distance.perplexity import measure
+from quantkit.evaluation.distance.quality import DocumentScores, TokenSums, summarize
 from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
@@ -90,7 +92,7 @@ def test_a_model_that_computes_no_numbers_fails(tiny_dense_checkpoint, text, tmp
 def test_distance_is_what_the_definitions_say(tiny_dense_checkpoint, changed, text):
     models = [load_model(path) for path in (changed, tiny_dense_checkpoint)]
     tokenizer = ChatTokenizer(changed)
-    kl, nll, same, tokens = 0.0, 0.0, 0, 0
+    kl, nll, same, right, tokens = 0.0, 0.0, 0, 0, 0
     for line in TEXTS:
         ids = torch.tensor(tokenizer.encode(line))
         with torch.inference_mode():
@@ -101,19 +103,24 @@ def test_distance_is_what_the_definitions_say(tiny_dense_checkpoint, changed, te
         kl += float((base.exp() * (base - ours)).sum())
         nll -= float(ours.gather(1, ids[1:, None]).sum())
         same += int((base.argmax(-1) == ours.argmax(-1)).sum())
+        right += int((ours.argmax(-1) == ids[1:]).sum())
         tokens += len(ids) - 1
     told = measure(str(changed), text, PerplexityOptions(baseline=str(tiny_dense_checkpoint)))
     assert (told.tokens, told.ppl) == (tokens, pytest.approx(math.exp(nll / tokens), rel=1e-3))
     assert told.kl == pytest.approx(kl / tokens, rel=2e-2)
     assert told.kl > 0
     alone = measure(str(changed), text)
-    assert (alone.ppl, set(alone.to_json())) == (told.ppl, {"ppl", "tokens", "documents"})
+    assert (alone.ppl, alone.accuracy) == (told.ppl, told.accuracy)
+    assert set(alone.to_json()) == {"ppl", "tokens", "documents", "accuracy", "intervals"}
+    assert told.accuracy == pytest.approx(right / tokens, abs=1.5 / tokens)
     assert told.top1_agree == pytest.approx(same / tokens, abs=1.5 / tokens)
     assert told.expert_agree is not None
     assert 0 < told.expert_agree <= 1
     assert told.layer_errors[0] == 0.0
     assert all(error > 1e-3 for error in told.layer_errors[1:])
     assert told.kl_stderr is not None
+    ratio = told.ppl / told.baseline_ppl
+    assert told.intervals["ppl_ratio"][0] < ratio < told.intervals["ppl_ratio"][1]
     assert set(told.to_json()) >= {
         "ppl",
         "tokens",
@@ -220,3 +227,22 @@ def test_unusable_text_is_named(tiny_dense_checkpoint, tmp_path, content, told):
 def test_models_with_other_tokenizers_are_not_compared(tiny_dense_checkpoint, text):
     with pytest.raises(QuantkitError, match="different tokenizers"):
         measure("tiny-r1", text, PerplexityOptions(baseline=str(tiny_dense_checkpoint)))
+
+
+def test_intervals_hold_the_mean_as_often_as_they_say():
+    """Documents of 5 to 60 tokens, whose own means differ."""
+    draw, held = random.Random(7), {"ppl": 0, "accuracy": 0, "ppl_ratio": 0, "accuracy_change": 0}
+    truth = {"ppl": math.exp(2.0), "accuracy": 0.4, "ppl_ratio": math.exp(0.05)}
+    for _ in range(400):
+        sums = TokenSums(document_kl=[[0.0]] * 40)
+        for _ in range(40):
+            tokens, own, share = draw.randint(5, 60), draw.gauss(2.0, 0.3), draw.uniform(0.2, 0.6)
+            hits = [draw.random() < share for _ in range(tokens)]
+            base = [hit != (draw.random() < 0.02) for hit in hits]
+            more = draw.gauss(0.05, 0.05)
+            sums.model.append(DocumentScores(tokens, own * tokens, sum(hits)))
+            sums.baseline.append(DocumentScores(tokens, (own - more) * tokens, sum(base)))
+        change = 0.4 - (0.4 * 0.98 + 0.6 * 0.02)
+        for name, (low, high) in summarize(sums).intervals.items():
+            held[name] += low < (truth | {"accuracy_change": change})[name] < high
+    assert all(0.91 < times / 400 < 0.98 for times in held.values()), held
