@@ -178,9 +178,14 @@ def _print_usage_error(error: Any, as_json: bool) -> int:
     if len(sys.argv) == 1:
         error.show()  # the help
     else:
-        print_error(
-            error.format_message().rstrip("."),
-            f"see {error.ctx.command_path if error.ctx else 'quantkit'} --help",
-            as_json=as_json,
-        )
+        problem = error.format_message().rstrip(".")
+        remedy = f"see {error.ctx.command_path if error.ctx else 'quantkit'} --help"
+        if "unexpected extra argument" in problem and _writes_output(error.ctx):
+            remedy = f"give the output with --out, or {remedy}"
+        print_error(problem, remedy, as_json=as_json)
     return int(error.exit_code)
+
+
+def _writes_output(context: Any) -> bool:
+    """Whether the command has --out."""
+    return context is not None and any("--out" in one.opts for one in context.command.params)

@@ -117,6 +117,7 @@ eval tiny-r1 --tasks tiny-math --accuracy 0.9 -> Invalid value for --accuracy: i
 ppl tiny-r1 --text a.txt --data-dir . -> Invalid value for --data-dir: it is only for --sampled; see quantkit ppl --help
 ppl tiny-r1 --text a.txt --max-tokens 9 -> Invalid value for --max-tokens: it is only for --sampled; see quantkit ppl --help
 check tiny-r1 --text a.txt --depth headers -> Invalid value for --text: it is computed with --depth behaviour alone
+quantize tiny-r1 out/awq -> Got unexpected extra argument(s) (out/awq); give the output with --out, or see quantkit quantize
 nope -> No such command 'nope'; see quantkit --help
 """
 
