@@ -54,7 +54,7 @@ def test_the_release_describes_layers_in_words_of_its_own():
     read = find_architecture(config).Config.from_dict
     renamed = {**config, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
     own = renamed.pop("linear_attn_config")
-    renamed |= {"linear_num_heads": 4, "linear_head_dim": 64, "linear_conv_kernel_dim": 4}
+    renamed |= {"linear_num_heads": 2, "linear_head_dim": 128, "linear_conv_kernel_dim": 4}
     assert read(config) == read(renamed)
     for fields in (
         {"kda_layers": [0, 1]},

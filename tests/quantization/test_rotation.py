@@ -30,6 +30,7 @@ REFUSED = {
     "residual": {
         "deepseek_v4": STREAMS,
         "openpangu_v2": STREAMS,
+        "glm5_next": STREAMS,
         "pangu_ultra_moe": NORM,  # norms after sublayers
         "hy_v3": NORM,  # an MTP layer with its own last norm and the main model's head
     },
