@@ -49,10 +49,10 @@ def round_level(level, zero, low, high, FP4: tl.constexpr, FP8: tl.constexpr, ZE
 @triton.jit
 def _best_scale(
     weights, scales, zeros, importance, best_scale, best_zero,
-    candidates, rows_all, width, low, high,
+    rows_all, width, low, high,
     batch_stride, group_stride, row_stride, importance_batch, importance_group,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, FP4: tl.constexpr, FP8: tl.constexpr,
-    ZERO: tl.constexpr, WEIGHTED: tl.constexpr,
+    CANDIDATES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FP4: tl.constexpr,
+    FP8: tl.constexpr, ZERO: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     group, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row, channel = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -73,7 +73,7 @@ def _best_scale(
     step = tl.num_programs(2).to(tl.int64) * tl.num_programs(1) * rows_all
     least = tl.full((ROWS,), float("inf"), tl.float32)
     scale, zero = tl.full((ROWS,), 1.0, tl.float32), tl.zeros((ROWS,), tl.float32)
-    for number in range(candidates):
+    for number in range(CANDIDATES):
         size = tl.load(scales + number * step + own, mask=inside, other=1.0)
         nought = tl.zeros((ROWS,), tl.float32)
         if ZERO:
@@ -125,9 +125,9 @@ def best_scale(
     _best_scale[(triton.cdiv(rows, own), count, batch)](
         groups, scales, scales if zeros is None else zeros, weights,
         found, found if zero is None else zero,
-        len(scales), rows, width, float(low), float(high),
+        rows, width, float(low), float(high),
         *groups.stride()[:3], count * width, width,
-        ROWS=own, WIDTH=wide, FP4=kind == "fp4", FP8=kind == "fp8",
+        CANDIDATES=len(scales), ROWS=own, WIDTH=wide, FP4=kind == "fp4", FP8=kind == "fp8",
         ZERO=zeros is not None, WEIGHTED=importance is not None,
         num_warps=max(4, min(16, wide // 1024)),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from quantkit.quant.block_rounding import BlockParts, ColumnScales
 ROWS, STRIP = 32, 32
 """Of a program, which is one warp: columns depend on each other, so a program's speed is the number
 of instructions of a column."""
-PRECISION = "ieee" if torch.version.hip else "tf32x3"
+PRECISION = "tf32x3" if torch.version.cuda and torch.cuda.is_available() else "ieee"
 """Of the products of errors: float32's, or near it."""
 
 
