@@ -87,17 +87,24 @@ def made_engine(
     return kind(loaded, tokenizer, plan, EngineOptions(max_batch=batch, draft_length=draft_length))
 
 
-def served_engine(loaded: LoadedModel, blocks: int, length: int, batch: int) -> Engine:
-    """As `quantkit serve` has it: how much of a prompt is computed together with answers is measured, and
-    graphs are captured ahead. All ranks at
-    the same time. blocks: of the cache; length: of a request."""
+def served_engine(
+    loaded: LoadedModel, blocks: int, length: int, batch: int, chunk_tokens: int | None = None
+) -> Engine:
+    """As `quantkit serve` has it: how much of a prompt is computed together with answers is
+    measured, or `chunk_tokens`, and graphs are captured ahead. All ranks at the same time. blocks:
+    of the cache; length: of a request."""
     plan, tokenizer = (
         CachePlan(blocks + 1, BLOCK_SIZE, length),
         ChatTokenizer(find_model("tiny-r1")),
     )
-    engine = Engine(loaded, tokenizer, plan, EngineOptions(max_batch=batch, measure_steps=True))
+    options = EngineOptions(max_batch=batch, chunk_tokens=chunk_tokens, measure_steps=True)
+    engine = Engine(loaded, tokenizer, plan, options)
     engine.scheduler.budget = measure(
-        engine.runner, engine.parallel, engine.scheduler.budget, batch, fixed_chunk=False
+        engine.runner,
+        engine.parallel,
+        engine.scheduler.budget,
+        batch,
+        fixed_chunk=chunk_tokens is not None,
     )
     warm_up_graphs(engine.runner, engine.parallel, batch, length)
     return engine

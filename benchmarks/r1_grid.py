@@ -2,16 +2,18 @@
 drafts of an MTP layer.
 
     torchrun --nproc-per-node 4 benchmarks/r1_grid.py --out FILE.json [--parts alone,many,drafts,rest] [--seconds 400]
+        [--chunk-tokens 8192]
     torchrun --nproc-per-node 1 benchmarks/r1_grid.py --rank-of 4 [--cells 4096x16,8192x8]     one of four ranks on one card, without sums
     torchrun --nproc-per-node 2 benchmarks/r1_grid.py --tiny       the same on a CPU (gloo) in seconds: a test of the script
 
 Weights, cache and collectives are those of r1_engine.py, in W4A16; the engine is made once and
-measures, as `quantkit serve` does, how much of a prompt it computes next to answers. Cells are
-input lengths and concurrencies of a published report (eval/reference/speed.yaml), K being 1024, and
-one prompt of 16K: `alone` is one user with few tokens or a long prompt, `many` the most users of
-every longer prompt, `rest` all others, the longest prompts first. Every user sends one request, all
-at once, and its answer has 512 tokens; that of a single user after a longer prompt has 128, for
-there a token takes as long as the next. Not in these figures: a server and a tokenizer.
+measures, as `quantkit serve` does, how much of a prompt it computes next to answers, or takes
+--chunk-tokens. Cells are input lengths and concurrencies of a published report
+(eval/reference/speed.yaml), K being 1024, and one prompt of 16K: `alone` is one user with few
+tokens or a long prompt, `many` the most users of every longer prompt, `rest` all others, the
+longest prompts first. Every user sends one request, all at once, and its answer has 512 tokens;
+that of a single user after a longer prompt has 128, for there a token takes as long as the next.
+Not in these figures: a server and a tokenizer.
 
 Steps of every size are captured before, and prompts of up to 1024 tokens in all; a prompt of two
 steps comes once before. `captured` says how many passes with prompts were captured while a cell
@@ -209,12 +211,14 @@ def cells_of(text: str) -> list[tuple[int, int]]:
     return cells
 
 
-def make_engine(box: GridRun, loaded: LoadedModel) -> None:
+def make_engine(box: GridRun, loaded: LoadedModel, chunk_tokens: int | None) -> None:
     """With room for the largest cell, and every size of a decode step of a cell captured."""
     blocks = max(cell.blocks for cell in box.sizes.cells)
     users = max(cell.users for cell in box.sizes.cells)
     length = max(cell.input_len + cell.output_len for cell in box.sizes.cells)
-    box.engine = served_engine(replace(loaded, mtp_layers=()), blocks, length, users + 1)
+    box.engine = served_engine(
+        replace(loaded, mtp_layers=()), blocks, length, users + 1, chunk_tokens
+    )
     box.report["budget"] = vars(box.engine.scheduler.budget)
     box.report["cache_tokens"] = blocks * BLOCK_SIZE
     box.say(
@@ -400,7 +404,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         else build(config, parallel, device)
     )
     box.say("weights are made")
-    make_engine(box, loaded)
+    make_engine(box, loaded, options.chunk_tokens)
     measures: dict[str, Callable[[GridRun], None]] = {
         "alone": lambda box: measure_cells(box, box.sizes.alone, "alone"),
         "many": lambda box: measure_cells(box, box.sizes.many, "many"),
@@ -428,6 +432,7 @@ def main() -> None:
     options.add_argument("--layers", type=int, help="only so many of the 61: a test of the script")
     options.add_argument("--tiny", action="store_true")
     options.add_argument("--users", type=numbers, help="of drafts, these alone")
+    options.add_argument("--chunk-tokens", type=int, help="of a prompt next to answers")
     report_of_ranks(run, options)
 
 
