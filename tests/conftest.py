@@ -21,6 +21,16 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONG_FIRST)
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """For modules that compare bytes: with several threads, torch's products and factorizations
+    are not the same to the last bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def poisoned_memory():
     """torch.empty gives NaN, so an element that is never written shows. Operators without a

@@ -29,9 +29,26 @@ from quantkit_kernels.routing import Routing
 from quantkit_kernels.torch_npu.prolog import prolog_refused
 from quantkit_kernels.weights import Fp4, Int4, Int8, NarrowInt8, Weight, dequantize, kind, shape
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.executor.weights.weights import ExecutorWeights
 from quantkit.models.rope import Rope
+
+
+class ExactProducts(TorchDispatchMode):
+    """Products of torch's own with 16-bit operands, in float64 and rounded once: a processor's are
+    summed in an order that depends on rows and layout."""
+
+    PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm"})
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        half = arguments[0].dtype if arguments and isinstance(arguments[0], Tensor) else None
+        if half not in (torch.float16, torch.bfloat16) or (
+            function.overloadpacket.__name__ not in self.PRODUCTS
+        ):
+            return function(*arguments, **(options or {}))
+        wide = [one.double() if isinstance(one, Tensor) else one for one in arguments]
+        return function(*wide, **(options or {})).to(half)
 
 
 @contextlib.contextmanager

@@ -75,9 +75,9 @@ def answers(path: Path, dtype: str, backend: str) -> list[Completion]:
     ("model", "scheme"), [(scheme, scheme) for scheme in CALLED], indirect=["model"]
 )
 def test_the_double_is_exact(model, scheme, dtype):
-    with exact.installed():
+    with exact.ExactProducts(), exact.installed():
         expected = answers(model, dtype, "reference")
-    with npu_double.installed() as called:
+    with exact.ExactProducts(), npu_double.installed() as called:
         got = answers(model, dtype, "torch_npu")
     assert set(called) == ALWAYS | CALLED[scheme]
     assert [one.token_ids for one in got] == [one.token_ids for one in expected]
@@ -86,9 +86,9 @@ def test_the_double_is_exact(model, scheme, dtype):
 
 def test_an_fp8_checkpoint(tiny_checkpoint):
     """What a published source holds: expanded at load, multiplied by torch."""
-    with exact.installed():
+    with exact.ExactProducts(), exact.installed():
         expected = forced(tiny_checkpoint, "bfloat16", "reference", [(list(range(1, 20)), 12)])
-    with npu_double.installed() as called:
+    with exact.ExactProducts(), npu_double.installed() as called:
         got = forced(tiny_checkpoint, "bfloat16", "torch_npu", [(list(range(1, 20)), 12)])
     assert set(called) >= ROUTED
     assert torch.equal(got, expected)

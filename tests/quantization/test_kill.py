@@ -12,7 +12,6 @@ from pathlib import Path
 import make_model
 import pytest
 import quantize_job
-import torch
 from output_files import files
 from refused import refused
 
@@ -27,6 +26,9 @@ JOB = Path(quantize_job.__file__)
 KILLS = 2
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
@@ -36,15 +38,6 @@ def source(tmp_path_factory):
         make_model.random_tensors(config),
         shards=4,
     )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """With several, products are not the same to the last bit."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

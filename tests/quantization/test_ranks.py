@@ -19,6 +19,8 @@ from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.models.table import GatedMlp, Parameter
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
