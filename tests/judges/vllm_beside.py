@@ -24,6 +24,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ CELLS = (
     "16000x1,16000x8,4096x64,16000x32,16000x64"
 )
 FIRST_PORT = 19100
-USERS, CONTEXT, OUTPUT = 64, 16640, 64
+USERS, OUTPUT = 64, 64
 WARM = ((128, 64), (1024, 8), (4096, 1), (16000, 1))
 """Tokens and users of rounds that are not counted: what a server compiles for its first requests is
 no figure of any cell."""
@@ -51,6 +52,8 @@ PEER_WARM = tuple(
 """More of them for experts at vLLM: their Triton kernel is compiled for every size of its table, and
 again where 16 does not divide the number of tokens."""
 WARM_S = 90.0
+PEER_OPTIONS = {"qwen3-next-80b": "--gdn-prefill-backend triton"}
+"""Where vLLM by itself takes FlashInfer, which is not there."""
 ROUNDS, LONG_S = 3, 1.6
 """Rounds of a cell, and after how many seconds of them no further one begins."""
 ANSWERS, ANSWER_INPUT, ANSWER_OUTPUT, ARRIVING = 32, 1024, 512, 16000
@@ -76,6 +79,7 @@ class Case:
 def command(engine, path, case, port, asked):
     if engine == PEER:
         words = f"--max-num-seqs {USERS} --tensor-parallel-size {case.tp}"
+        words = f"{words} {PEER_OPTIONS.get(case.model, '')}"
         program = [asked.vllm, "-m", "vllm.entrypoints.cli.main"]
         if asked.cache_tokens:
             size = asked.cache_tokens * token_bytes(path) // case.tp
@@ -85,8 +89,17 @@ def command(engine, path, case, port, asked):
         program = [sys.executable, "-m", "quantkit"]
         if asked.cache_tokens:
             words += f" --cache-tokens {asked.cache_tokens}"
-    words += f" --max-model-len {CONTEXT} --host 127.0.0.1 --port {port}"
+    words += f" --max-model-len {context(asked.cells)} --host 127.0.0.1 --port {port}"
     return [*program, "serve", str(path), *words.split()]
+
+
+def context(cells):
+    """Tokens of the longest prompt, with room for an answer."""
+    return max([ARRIVING, *(tokens for tokens, _ in sizes(cells))]) + ANSWER_OUTPUT + 128
+
+
+def sizes(cells):
+    return [tuple(map(int, cell.split("x"))) for cell in cells.split(",") if cell != "gap"]
 
 
 def token_bytes(path):
@@ -168,9 +181,10 @@ def expected_s(cell):
     return max(tokens * users / 25_000 + 1.0, LONG_S + 1)
 
 
-def warm(url, engine, case):
-    experts = engine == PEER and "num_experts" in SHAPES[case.model]
-    for tokens, users in (*WARM, *(PEER_WARM if experts else ())):
+def warm(url, engine, case, cells):
+    experts = engine == PEER and any("experts" in key for key in SHAPES[case.model])
+    longer = [(tokens, 1) for tokens, _ in sizes(cells) if tokens > ARRIVING]
+    for tokens, users in (*WARM, *longer, *(PEER_WARM if experts else ())):
         requests(url, tokens, users, 8)
     return []
 
@@ -180,7 +194,8 @@ def measure(servers, engine, asked, until, found):
     and is not there."""
     for case, server in list(servers.items()):
         name = f"{case.name} {engine}"
-        if attempt(name, server, lambda url, case=case: warm(url, engine, case), WARM_S) is None:
+        first = partial(warm, engine=engine, case=case, cells=asked.cells)
+        if attempt(name, server, first, WARM_S) is None:
             del servers[case]
     for cell in asked.cells.split(","):
         for case, server in list(servers.items()):
