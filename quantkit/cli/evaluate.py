@@ -162,6 +162,9 @@ def ppl(
     layers: Annotated[
         bool, typer.Option("--layers", help="Also the error after each layer.")
     ] = False,
+    positions: Annotated[
+        bool, typer.Option("--positions", help="Also KL and agreement along the text.")
+    ] = False,
     json_: AsJson = False,
 ) -> None:
     """Perplexity of a text; with a baseline also the distance from it, by token and by layer. One
@@ -193,6 +196,12 @@ def ppl(
         console.facts(model, quality.facts())
         for row in quality.rows() if layers else ():
             console.out.print(f"layer {row['layer']:>3}  error {row['error']:.2e}")
+        for one in quality.positions if positions else ():
+            spread = "" if one.kl_stderr is None else f" ± {one.kl_stderr:.1e}"
+            console.out.print(
+                f"tokens {one.first:>6,} to {one.last:>6,}  KL {one.kl:.3e}{spread}  "
+                f"same likeliest token {one.top1_agree:.2%}  ({one.tokens:,} tokens)"
+            )
     for name, perplexity in ((model, quality.ppl), (options.baseline, quality.baseline_ppl)):
         if perplexity is not None and math.isnan(perplexity):
             # --layers shows where it begins.

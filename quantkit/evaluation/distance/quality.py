@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.common.errors import QuantkitError
-from quantkit.common.plots import layer_plot
+from quantkit.common.plots import OURS, draw, label_axes, layer_plot
 from quantkit.common.result import Result
 from quantkit.evaluation.distance.documents import Window
 from quantkit.evaluation.distance.tracing import Trace
@@ -38,6 +38,19 @@ class GreedyPaths:
     tokens_until_apart: float
 
 
+@dataclass(frozen=True)
+class PositionRange:
+    """Means over the scored tokens number `first` to `last` of every document that has them: KL in
+    nats, with its standard error over documents, and the share with the same likeliest token."""
+
+    first: int
+    last: int
+    tokens: int
+    kl: float
+    kl_stderr: float | None
+    top1_agree: float
+
+
 @dataclass(frozen=True, repr=False)
 class Quality(Result):
     """Means over predicted tokens. KL is KL(baseline || model) in nats. accuracy: share of tokens that
@@ -47,7 +60,8 @@ class Quality(Result):
 
     expert_agree: share of the baseline's routed experts, over (token, MoE layer, slot), that the
     model chose too; None without experts. layer_errors: |h - h_baseline| / |h_baseline| (Frobenius,
-    all tokens) of the hidden state after each layer. named_share: probability mass of the tokens
+    all tokens) of the hidden state after each layer. positions: KL and agreement along the text, in
+    ranges whose length doubles. named_share: probability mass of the tokens
     for which a server returned log-probabilities; KL is then over those and all others as one.
     expert_counts: tokens routed to the model's experts, where requested; not in the JSON.
     """
@@ -64,6 +78,7 @@ class Quality(Result):
     top1_agree: float | None = None
     expert_agree: float | None = None
     layer_errors: list[float] = field(default_factory=list)
+    positions: list[PositionRange] = field(default_factory=list)
     greedy: GreedyPaths | None = None
     named_share: float | None = None
     expert_counts: ExpertCounts | None = None
@@ -79,6 +94,7 @@ class Quality(Result):
         }
         found |= {"intervals": self.intervals} if self.intervals else {}
         found |= {"layer_errors": self.layer_errors} if self.layer_errors else {}
+        found |= {"positions": [asdict(one) for one in self.positions]} if self.positions else {}
         return found | ({"greedy": asdict(self.greedy)} if self.greedy else {})
 
     def rows(self) -> list[dict[str, Any]]:
@@ -138,15 +154,31 @@ class Quality(Result):
         return f" (95 %: {low:{form}} to {high:{form}})"
 
     def pictures(self) -> list[str]:
-        """The error after each layer."""
+        """The error after each layer, and KL along the text."""
         layers = dict(enumerate(self.layer_errors))
-        return (
-            [layer_plot(layers, "error relative to the baseline's norm", log=True)]
-            if layers
-            else []
+        plots = [layer_plot(layers, "error relative to the baseline's norm", log=True)]
+        return [plot for plot in (*plots, self._position_plot()) if plot]
+
+    def _position_plot(self) -> str:
+        """KL at the middle of each range, with two standard errors; empty for a single range."""
+        if len(self.positions) < 2:
+            return ""
+        axes, plot = draw(5.0, 2.6)
+        axes.errorbar(
+            [(one.first + one.last) / 2 for one in self.positions],
+            [one.kl for one in self.positions],
+            yerr=[2 * (one.kl_stderr or 0.0) for one in self.positions],
+            marker="o",
+            markersize=3,
+            color=OURS,
         )
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
+        label_axes(axes, "tokens from the beginning of the scored text", "KL, nats a token")
+        return plot.svg()
 
 
+_FIRST_RANGE = 64  # tokens of the first range of positions
 _CHUNK = 128  # tokens per block of logits
 
 
@@ -162,16 +194,17 @@ class DocumentScores(NamedTuple):
 @dataclass
 class TokenSums:
     """Sums over documents, in float64. model, baseline: scores by document; document_kl: the KL
-    divergence of every token, by document."""
+    divergence of every token, and document_same: whether both models have the same likeliest one,
+    by document."""
 
     model: list[DocumentScores] = field(default_factory=list)
     baseline: list[DocumentScores] = field(default_factory=list)
-    same_top1: int = 0
     same_experts: int = 0
     experts: int = 0
     error: dict[int, float] = field(default_factory=dict)
     norm: dict[int, float] = field(default_factory=dict)
     document_kl: list[list[float]] = field(default_factory=list)
+    document_same: list[list[bool]] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -208,7 +241,7 @@ def add_tokens(
     ]
     positions = torch.cat(rows_of).to(device)
     targets = torch.cat([window.ids[window.first :] for window in windows]).to(device)
-    divergences, ours, bases = [], list[Tensor](), list[Tensor]()
+    divergences, same, ours, bases = [], list[Tensor](), list[Tensor](), list[Tensor]()
     for rows, wanted in zip(positions.split(_CHUNK), targets[:, None].split(_CHUNK)):
         logs = head(trace.final[rows]).float().log_softmax(dim=-1)
         ours.append(_scores(logs, wanted))
@@ -223,14 +256,13 @@ def add_tokens(
         bases.append(_scores(base, wanted))
         # Rounding can make the sum slightly negative.
         divergences.append((base.exp() * (base - logs)).sum(dim=-1).double().clamp(min=0))
-        sums.same_top1 += int((base.argmax(dim=-1) == logs.argmax(dim=-1)).sum())
+        same.append(base.argmax(dim=-1) == logs.argmax(dim=-1))
     sums.model += _by_document(ours, windows)
     if divergences:
         sums.baseline += _by_document(bases, windows)
-        sums.document_kl += [
-            part.tolist()
-            for part in torch.cat(divergences).split([window.scored for window in windows])
-        ]
+        scored = [window.scored for window in windows]
+        sums.document_kl += [part.tolist() for part in torch.cat(divergences).split(scored)]
+        sums.document_same += [part.tolist() for part in torch.cat(same).split(scored)]
 
 
 def add_layers(sums: TokenSums, ours: Trace, theirs: Trace) -> None:
@@ -278,13 +310,34 @@ def summarize(sums: TokenSums) -> Quality:
             baseline_accuracy=None if sampled else (sum(hits) - sum(gained)) / total,
             kl=sum(kl) / total,
             kl_stderr=_stderr(kl, tokens) if documents > 1 else None,
-            top1_agree=sums.same_top1 / total,
+            top1_agree=sum(map(sum, sums.document_same)) / total,
+            positions=_positions(sums),
             expert_agree=sums.same_experts / sums.experts if sums.experts else None,
             layer_errors=[
                 math.sqrt(sums.error[layer] / sums.norm[layer]) for layer in sorted(sums.error)
             ],
         )
     return replace(found, intervals=intervals if documents > 1 else {})
+
+
+def _positions(sums: TokenSums) -> list[PositionRange]:
+    """Ranges of _FIRST_RANGE tokens, then each as long as all before it, up to the longest
+    document; a document counts in the ranges that it reaches."""
+    longest, first, ranges = max(map(len, sums.document_kl)), 0, list[PositionRange]()
+    while first < longest:
+        last = max(2 * first, _FIRST_RANGE)
+        parts = [one[first:last] for one in sums.document_kl if len(one) > first]
+        same = [sum(one[first:last]) for one in sums.document_same]
+        counts = [len(part) for part in parts]
+        kl, tokens = [math.fsum(part) for part in parts], sum(counts)
+        error = _stderr(kl, counts) if len(parts) > 1 else None
+        ranges.append(
+            PositionRange(
+                first + 1, min(last, longest), tokens, sum(kl) / tokens, error, sum(same) / tokens
+            )
+        )
+        first = last
+    return ranges
 
 
 _NORMAL_95 = 1.959964

@@ -252,7 +252,8 @@ def _scored_reply(
 def add_reply(sums: TokenSums, reply: ScoredReply, logs: Tensor, is_baseline: bool) -> float:
     """Add a reply's metrics; returns the probability of the returned tokens, summed over places.
     logs: float32 [reply tokens, vocabulary], of the local model."""
-    divergences, local_nll, named_mass = list[float](), 0.0, 0.0
+    divergences, same = list[float](), list[bool]()
+    local_nll, named_mass = 0.0, 0.0
     targets = reply.window.ids[reply.window.first :].tolist()
     for place, (named, target) in enumerate(zip(reply.top, targets)):
         ids, served = torch.tensor(list(named)), torch.tensor(list(named.values())).double()
@@ -260,12 +261,13 @@ def add_reply(sums: TokenSums, reply: ScoredReply, logs: Tensor, is_baseline: bo
         base, model = (theirs, ours) if is_baseline else (ours, theirs)
         divergences.append(max(0.0, float((base.exp() * (base - model)).sum())))
         local_nll -= float(logs[place, target])
-        sums.same_top1 += int(logs[place].argmax()) == max(named, key=lambda token: named[token])
+        same.append(int(logs[place].argmax()) == max(named, key=lambda token: named[token]))
         named_mass += min(1.0, float(served.exp().sum()))
     sides = [DocumentScores(len(targets), nll, None) for nll in (-math.fsum(reply.own), local_nll)]
     sums.baseline.append(sides[not is_baseline])
     sums.model.append(sides[is_baseline])
     sums.document_kl.append(divergences)
+    sums.document_same.append(same)
     return named_mass
 
 

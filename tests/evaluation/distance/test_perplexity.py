@@ -121,7 +121,16 @@ def test_distance_is_what_the_definitions_say(tiny_dense_checkpoint, changed, te
     assert told.kl_stderr is not None
     ratio = told.ppl / told.baseline_ppl
     assert told.intervals["ppl_ratio"][0] < ratio < told.intervals["ppl_ratio"][1]
+    assert [one.first for one in told.positions] == [1, 65, 129, 257][: len(told.positions)]
+    assert sum(one.tokens for one in told.positions) == told.tokens
+    assert sum(one.kl * one.tokens for one in told.positions) == pytest.approx(
+        told.kl * told.tokens
+    )
+    assert sum(one.top1_agree * one.tokens for one in told.positions) == pytest.approx(
+        told.top1_agree * told.tokens
+    )
     assert set(told.to_json()) >= {
+        "positions",
         "ppl",
         "tokens",
         "baseline_ppl",
@@ -234,7 +243,7 @@ def test_intervals_hold_the_mean_as_often_as_they_say():
     draw, held = random.Random(7), {"ppl": 0, "accuracy": 0, "ppl_ratio": 0, "accuracy_change": 0}
     truth = {"ppl": math.exp(2.0), "accuracy": 0.4, "ppl_ratio": math.exp(0.05)}
     for _ in range(400):
-        sums = TokenSums(document_kl=[[0.0]] * 40)
+        sums = TokenSums(document_kl=[[0.0]] * 40, document_same=[[True]] * 40)
         for _ in range(40):
             tokens, own, share = draw.randint(5, 60), draw.gauss(2.0, 0.3), draw.uniform(0.2, 0.6)
             hits = [draw.random() < share for _ in range(tokens)]
@@ -246,3 +255,19 @@ def test_intervals_hold_the_mean_as_often_as_they_say():
         for name, (low, high) in summarize(sums).intervals.items():
             held[name] += low < (truth | {"accuracy_change": change})[name] < high
     assert all(0.91 < times / 400 < 0.98 for times in held.values()), held
+
+
+def test_kl_along_the_text_is_that_of_the_documents_which_reach_so_far():
+    """Three documents whose KL grows with the token's number, the last of 200 tokens."""
+    sums = TokenSums(
+        model=[DocumentScores(n, 0.0, n) for n in (10, 100, 200)],
+        baseline=[DocumentScores(n, 0.0, n) for n in (10, 100, 200)],
+        document_kl=[[float(place) for place in range(n)] for n in (10, 100, 200)],
+        document_same=[[place < 128 for place in range(n)] for n in (10, 100, 200)],
+    )
+    first, second, third = summarize(sums).positions
+    assert (first.first, first.last, first.tokens) == (1, 64, 138)
+    assert (second.first, second.last, second.tokens) == (65, 128, 36 + 64)
+    assert second.kl == pytest.approx((sum(range(64, 100)) + sum(range(64, 128))) / 100)
+    assert (third.first, third.last, third.tokens, third.kl_stderr) == (129, 200, 72, None)
+    assert (first.top1_agree, third.top1_agree) == (1.0, 0.0)
