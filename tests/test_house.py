@@ -215,7 +215,8 @@ SPELLED = {
         "one pattern: a spelling of the format"
     },
     "checkpoint/tensor_aliases.py": {
-        r"^model\.embed_tokens\.": "what transformers writes for a name of DeepSeek-V4's release"
+        r"^model\.embed_tokens\.": "what transformers writes for a name of DeepSeek-V4's release",
+        ".gate_proj.": "a name of Hy4's release",
     },
     "checkpoint/stacked_experts.py": {
         r"(.*experts)\.(0|[1-9]\d{0,5})\.\w+_proj\.(weight|bias)": "an expert's tensor, as "

@@ -117,7 +117,8 @@ def _residual_streams(case: Make, random: Random, tokens: int) -> Iterator[Any]:
 
     def weighed(streams: Tensor, gain: Tensor, backend: str) -> tuple[Tensor, ...]:
         normed, weights = weigh_streams(streams, product, gain, 1e-6, backend=backend)
-        return normed, *weights
+        assert weights.mixing is not None, "streams that are mixed"
+        return normed, weights.post, weights.mixing
 
     def merged(streams: Tensor, gain: Tensor, backend: str) -> tuple[Tensor, Tensor]:
         return merge_streams(streams, end, gain, 1e-6, backend=backend)

@@ -37,6 +37,7 @@ class StackedLayout:
 
 STACKED_LAYOUTS: dict[str, StackedLayout] = {
     "gpt_oss": StackedLayout(transposed=True, interleaved=True),
+    "hy_v4": StackedLayout(),
     "qwen3_5_moe": StackedLayout(),
 }
 """By model_type of config.json."""

@@ -1,8 +1,8 @@
 """Alternative tensor names of a release or of transformers, mapped to those of the model's table
 and the formats.
 
-DeepSeek-V4's table has the release's names; transformers writes some of them differently, and the
-release names its scales like no other one.
+DeepSeek-V4's and Hy4's tables have the release's names; transformers writes some of them
+differently, and DeepSeek-V4's release names its scales like no other one.
 """
 
 import re
@@ -20,6 +20,11 @@ _NAMES: dict[str, tuple[tuple[re.Pattern[str], str], ...]] = {
         (re.compile(r"^model\."), ""),
         (re.compile(r"\.attn\.norm\."), ".attn.kv_norm."),
         (re.compile(r"\.scale$"), ".weight_scale_inv"),
+    ),
+    "hy_v4": (
+        (re.compile(r"\.hc_pre\.(hc_(?:attn|mlp)_layer)\."), r".\1.hc_pre."),
+        (re.compile(r"\.hc_pre\.hc_head\."), ".hc_head."),
+        (re.compile(r"(?<!attn)\.linear_gate\."), ".gate_proj."),
     ),
 }
 """By model_type of config.json: (pattern, replacement), applied in order."""

@@ -262,22 +262,28 @@ class CausalContext(Positions):
     def attend_mla(
         self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0
     ) -> Tensor:
-        if topk and max(self.seq_lens) > topk:
-            if self.selected is None:
-                raise QuantkitError(
-                    f"layer {layer} attends to the tokens that the layer before it selects, and "
-                    f"is computed alone on {max(self.seq_lens)} tokens",
-                    f"use texts of at most {topk} tokens, which it sees whole",
-                )
-            return attend_selected(q, kv_b, self.rotation(rope), self.stored, self.selected, scale)
+        if (selected := self._selected(layer, topk)) is not None:
+            return attend_selected(q, kv_b, self.rotation(rope), self.stored, selected, scale)
         q = self.rotate_last(rope, q)
         k, v = expand_latents(self.stored[:, 0], kv_b, q.shape[2] - rope.dim)
         return self.attend(q, k, v, scale)
 
+    def _selected(self, layer: int, topk: int) -> TopTokens | None:
+        """The tokens that a layer attends to; None for all, where there are no more than `topk`."""
+        if not 0 < topk < max(self.seq_lens):
+            return None
+        if self.selected is None:
+            raise QuantkitError(
+                f"layer {layer} attends to the tokens that the layer before it selects, and "
+                f"is computed alone on {max(self.seq_lens)} tokens",
+                f"use texts of at most {topk} tokens, which it sees whole",
+            )
+        return self.selected
+
     def attend_latent_window(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
         q = self.rotate_last(attention.rope, q)
-        if self.selected is not None and 0 < attention.topk < max(self.seq_lens):
-            return attend_latent_window(q, self.stored, visible_tokens(self.selected), attention)
+        if (selected := self._selected(layer, attention.topk)) is not None:
+            return attend_latent_window(q, self.stored, visible_tokens(selected), attention)
         out, start = [], 0
         for length in self.seq_lens:
             slots = torch.arange(start, start + length, device=q.device)

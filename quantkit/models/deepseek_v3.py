@@ -250,7 +250,7 @@ def feed_forward_scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     p = f"model.layers.{layer}"
     norm, experts = f"{p}.post_attention_layernorm", f"{p}.{config.mixture_module}"
     if not config.is_moe(layer):
-        return mlp_scale_groups(f"{p}.mlp", norm, gating=config.mixture.gating)
+        return mlp_scale_groups(f"{p}.mlp", norm, gating=config.mixture.dense_gating)
     return moe_scale_groups(experts, norm, config.n_routed_experts, config.mixture)
 
 
@@ -320,7 +320,7 @@ def mlp_of(config: Config, layer: int, weights: Weights) -> Mlp | MoeMlp:
     p, names = f"model.layers.{layer}", config.mixture
     if config.is_moe(layer):
         return MoeMlp(config.routing, f"{p}.{config.mixture_module}", weights, names)
-    return Mlp(f"{p}.mlp", weights, gating=names.gating)
+    return Mlp(f"{p}.mlp", weights, gating=names.dense_gating)
 
 
 class DecoderLayer(decoder.DecoderLayer):

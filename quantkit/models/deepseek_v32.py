@@ -177,11 +177,12 @@ class Attention(deepseek_v3.Attention):
         if self.indexer is not None:
             self.indexer(x, q_a, context)
         q = self.q_b(q_a).unflatten(-1, (-1, c.qk_head_dim))
-        return self.o(
-            context.attend_mla(
-                self.layer, q, self.kv_b, c.rope, c.softmax_scale, self.topk
-            ).flatten(1)
-        )
+        return self.o(self.attend(x, q, context).flatten(1))
+
+    def attend(self, x: Tensor, q: Tensor, context: Context) -> Tensor:
+        """x [T, H], its queries q [T, heads, qk_head_dim] -> input of o_proj [T, heads, v]."""
+        c = self.config
+        return context.attend_mla(self.layer, q, self.kv_b, c.rope, c.softmax_scale, self.topk)
 
 
 class DecoderLayer(deepseek_v3.DecoderLayer):

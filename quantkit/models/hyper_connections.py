@@ -40,20 +40,21 @@ and the id is negligible among the streams' values."""
 class HyperConnectionNames:
     """An architecture's names of the tensors of a hyper-connection, after its prefix. gain: of the
     norm over all streams, None without. end: the merge after the last layer, None for the mean of
-    the streams; at_end: suffix of its base and scale."""
+    the streams; ends: its names of fn, base and scale."""
 
     fn: str = "_fn"
     base: str = "_base"
     scale: str = "_scale"
     gain: str | None = None
     end: str | None = "hc_head"
-    at_end: str = ""
+    ends: tuple[str, str, str] = ("_fn", "_base", "_scale")
 
 
 @dataclass(frozen=True)
 class HyperConnectionSizes:
-    """steps: Sinkhorn iterations; eps: added in these and to stream weights; norm_eps: of the norm
-    over all streams."""
+    """steps: Sinkhorn iterations, 0 where each stream keeps its own; eps: added in these and to
+    stream weights; norm_eps: of the norm over all streams; magnitude: most that an output's weight
+    is."""
 
     count: int
     hidden: int
@@ -61,6 +62,7 @@ class HyperConnectionSizes:
     eps: float
     norm_eps: float
     names: HyperConnectionNames = HyperConnectionNames()
+    magnitude: float = 2.0
 
 
 def hyper_connection_parameters(
@@ -68,11 +70,12 @@ def hyper_connection_parameters(
 ) -> list[Parameter]:
     """Every tensor of one hyper-connection. block: of the layer's sublayer; "router" for
     experts."""
-    rows, names = (2 + sizes.count) * sizes.count, sizes.names
+    per, scales = (2 + sizes.count, 3) if sizes.steps else (2, 2)
+    rows, names = per * sizes.count, sizes.names
     shapes = {
         names.fn: (rows, sizes.count * sizes.hidden),
         names.base: (rows,),
-        names.scale: (3,),
+        names.scale: (scales,),
     } | _gain_shape(sizes)
     late = block == "router"
     return [
@@ -86,11 +89,7 @@ def merge_parameters(sizes: HyperConnectionSizes) -> list[Parameter]:
     n, names = sizes.count, sizes.names
     if names.end is None:
         return []
-    shapes = {
-        names.fn: (n, n * sizes.hidden),
-        f"{names.base}{names.at_end}": (n,),
-        f"{names.scale}{names.at_end}": (1,),
-    }
+    shapes = dict[str, tuple[int, ...]](zip(names.ends, ((n, n * sizes.hidden), (n,), (1,))))
     return [
         Parameter(f"{names.end}{name}", shape, "streams")
         for name, shape in (shapes | _gain_shape(sizes)).items()
@@ -105,7 +104,8 @@ class HyperConnection:
     """Of one sublayer."""
 
     def __init__(self, sizes: HyperConnectionSizes, prefix: str, weights: Weights) -> None:
-        self.product = _product(sizes, prefix, weights)
+        own = (sizes.names.fn, sizes.names.base, sizes.names.scale)
+        self.product = _product(sizes, prefix, own, weights)
 
     def __call__(self, streams: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, MixingWeights]:
         """streams [T, n, H] -> the sublayer's input [T, H], normed, and the weights for
@@ -118,7 +118,7 @@ class StreamMerge:
 
     def __init__(self, sizes: HyperConnectionSizes, weights: Weights) -> None:
         names = sizes.names
-        self.product = names.end and _product(sizes, names.end, weights, names.at_end)
+        self.product = names.end and _product(sizes, names.end, names.ends, weights)
 
     def __call__(self, streams: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """streams [T, n, H] -> [T, H] normed, and before the norm."""
@@ -154,17 +154,14 @@ def repack_streams(hidden: Tensor, streams: Tensor) -> Tensor:
 
 
 def _product(
-    sizes: HyperConnectionSizes, prefix: str, weights: Weights, at_end: str = ""
+    sizes: HyperConnectionSizes, prefix: str, own: tuple[str, str, str], weights: Weights
 ) -> StreamProduct:
     """The linear over the normed streams, with the norm's gain folded in."""
-    names = sizes.names
-    fn, base, scale = (
-        weights.tensor(f"{prefix}{name}").float()
-        for name in (names.fn, f"{names.base}{at_end}", f"{names.scale}{at_end}")
-    )
-    if names.gain:
-        fn = fn * weights.tensor(f"{prefix}{names.gain}").float()
-    return StreamProduct(fn, base, scale, sizes.norm_eps, sizes.eps, sizes.steps)
+    fn, base, scale = (weights.tensor(f"{prefix}{name}").float() for name in own)
+    if gain := sizes.names.gain:
+        fn = fn * weights.tensor(f"{prefix}{gain}").float()
+    numbers = (sizes.norm_eps, sizes.eps, sizes.steps, sizes.magnitude)
+    return StreamProduct(fn, base, scale, *numbers)
 
 
 class HyperConnectionStackConfig(decoder.StackConfig, Protocol):

@@ -16,8 +16,6 @@ from quantkit.models.sparse import IndexerInputs
 from quantkit.models.table import Parameter, Role, ScaleGroup
 from quantkit.models.weights import Weights
 
-_EPS = 1e-6
-"""Of the norm of keys."""
 _BIAS, _GATE = "index_kpool_compress_ape", "index_kpool_compress_gate"
 """What an indexer with a key for several tokens has in addition."""
 POOLED_READERS = ("wk", "weights_proj", _GATE)
@@ -27,12 +25,14 @@ POOLED_READERS = ("wk", "weights_proj", _GATE)
 @dataclass(frozen=True)
 class IndexerSizes:
     """topk: tokens selected for each token. centred: keys use a LayerNorm with bias instead of an
-    RMSNorm."""
+    RMSNorm. eps: of that norm. last_rotated: the last channels are rotated, not the first."""
 
     heads: int
     head_dim: int
     topk: int
     centred: bool = True
+    eps: float = 1e-6
+    last_rotated: bool = False
 
 
 def indexer_parameters(
@@ -73,16 +73,24 @@ def pooled_indexer_parameters(
 
 
 class Indexer:
-    """rope: rotates the first channels of queries and keys."""
+    """rope: of the rotated channels of queries and keys, which come first here."""
 
     def __init__(
         self, sizes: IndexerSizes, layer: int, prefix: str, rope: Rope, weights: Weights
     ) -> None:
         self.sizes, self.layer, self.rope = sizes, layer, rope
-        self.wq_b = weights.dequantized(f"{prefix}.wq_b")
-        self.wk = weights.dequantized(f"{prefix}.wk")
-        shift = weights.tensor(f"{prefix}.k_norm.bias").float() if sizes.centred else None
-        self.norm = IndexNorm(weights.tensor(f"{prefix}.k_norm.weight").float(), shift, _EPS)
+
+        def ordered(channels: Tensor, heads: int = 1) -> Tensor:
+            if not sizes.last_rotated:
+                return channels
+            return channels.unflatten(0, (heads, -1)).roll(rope.dim, dims=1).flatten(0, 1)
+
+        self.wq_b = ordered(weights.dequantized(f"{prefix}.wq_b"), sizes.heads)
+        self.wk = ordered(weights.dequantized(f"{prefix}.wk"))
+        gain = ordered(weights.tensor(f"{prefix}.k_norm.weight").float())
+        centred = sizes.centred
+        shift = ordered(weights.tensor(f"{prefix}.k_norm.bias").float()) if centred else None
+        self.norm = IndexNorm(gain, shift, sizes.eps)
         self.gate = weights.tensor(f"{prefix}.weights_proj.weight").float()
 
     def __call__(self, x: Tensor, q_a: Tensor, context: Context) -> None:
@@ -115,7 +123,8 @@ class PooledIndexer:
     def __call__(self, x: Tensor, q_a: Tensor, context: Context) -> None:
         """As `Indexer`."""
         heads, dim = self.sizes.heads, self.sizes.head_dim
-        normed = F.layer_norm(F.linear(x, self.wk).float(), (dim,), self.gain, self.shift, _EPS)
+        eps = self.sizes.eps
+        normed = F.layer_norm(F.linear(x, self.wk).float(), (dim,), self.gain, self.shift, eps)
         scores, shares = float32_linear(x, self.gates).split([heads, dim], dim=-1)
         inputs = PooledInputs(
             F.linear(q_a, self.wq_b).unflatten(-1, (heads, dim)),

@@ -1,5 +1,5 @@
 """Latent attention over part of the tokens, a window or those selected by an indexer, and over
-learned tokens that all tokens see.
+learned tokens that all tokens see, or with a learned score that takes part of each head's weight.
 
 Absorbed form in plain torch on every device: queries are projected to the latent space, and cached
 latents are read directly. Symbols: T tokens, S tokens read, n learned tokens, L kv_lora_rank, R
@@ -22,7 +22,8 @@ _SCORES = 1 << 24
 class LatentWindow(NamedTuple):
     """One layer's parameters. kv_b [heads, N + V, L]; sinks [n, L + R]: learned latents and keys
     that all tokens see, in cache layout; topk: number of tokens that the layer's indexer selects,
-    else 0; window: tokens that each sees, itself included, 0 for all."""
+    else 0; window: tokens that each sees, itself included, 0 for all; lost float32 [heads]: score
+    of a virtual token without a value."""
 
     kv_b: Tensor
     rope: Rope
@@ -30,6 +31,7 @@ class LatentWindow(NamedTuple):
     sinks: Tensor
     topk: int = 0
     window: int = 0
+    lost: Tensor | None = None
 
 
 class VisibleTokens(NamedTuple):
@@ -70,5 +72,9 @@ def attend_latent_window(
         keys = torch.cat((sinks.expand(*read.shape[:-2], -1, -1), read), dim=-2)
         scores = (queries[part] @ keys.mT).float() * attention.scale
         scores[..., len(sinks) :].masked_fill_(~mask[:, None], -torch.inf)
-        out.append(scores.softmax(dim=-1).to(q.dtype) @ keys[..., :latent])
+        if attention.lost is not None:
+            lost = attention.lost[:, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, lost), dim=-1)
+        shares = scores.softmax(dim=-1)[..., : keys.shape[-2]].to(q.dtype)
+        out.append(shares @ keys[..., :latent])
     return (torch.cat(out).transpose(0, 1) @ values_up.mT).transpose(0, 1)

@@ -47,8 +47,9 @@ class MixtureNames:
 
     bias: of the router, used for selection but not as a weight; logit_bias: added to the router's
     logits. shared_gate: linear [1, H] whose sigmoid scales the shared expert's output. linears: of
-    the routed experts, and of the shared one without shared_linears. gating: their activation.
-    expert_bias: whether routed experts have biases.
+    the routed experts, and of the shared one without shared_linears. gating: their activation;
+    plain_gating: of the shared one and of dense layers, where it is another. expert_bias: whether
+    routed experts have biases.
     """
 
     router: str = "gate"
@@ -60,11 +61,17 @@ class MixtureNames:
     gating: Gating = SILU
     expert_bias: bool = False
     shared_linears: MlpNames | None = None
+    plain_gating: Gating | None = None
 
     @property
     def of_shared(self) -> MlpNames:
         """Names of the shared expert's linears."""
         return self.shared_linears or self.linears
+
+    @property
+    def dense_gating(self) -> Gating:
+        """Activation of the shared expert and of dense layers."""
+        return self.plain_gating or self.gating
 
 
 DEFAULT_MIXTURE = MixtureNames()
@@ -253,7 +260,7 @@ def moe_scale_groups(
             reaches_experts=True,
         )
     ]
-    if shared and names.gating.is_linear_in_up:
+    if shared and names.dense_gating.is_linear_in_up:
         groups.append(up_down_group(shared, names=names.of_shared))
     if names.gating.is_linear_in_up and not names.expert_bias:
         groups += [up_down_group(one, expert, names.linears) for expert, one in enumerate(prefixes)]
@@ -338,7 +345,7 @@ class MoeMlp:
                 self.router = torch.cat((self.router, self.shared_gate))
         self.experts = weights.experts(*routed, names.gating) if joined is None else joined
         self.shared = (
-            Mlp(shared, weights, names.of_shared, gating=names.gating)
+            Mlp(shared, weights, names.of_shared, gating=names.dense_gating)
             if shared and joined is None
             else None
         )

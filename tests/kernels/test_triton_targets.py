@@ -332,7 +332,7 @@ def linear_attention(by_channel, prompt):
 
 
 def residual_streams(tokens):
-    """DeepSeek-V4-Flash's."""
+    """DeepSeek-V4-Flash's, and independent ones, as Hy4's."""
     streams, gain = zeros(tokens, 4, 4096), zeros(4096)
 
     def product(rows, scales):
@@ -343,6 +343,10 @@ def residual_streams(tokens):
     _, weights = weigh_streams(*before, backend="reference")
     yield "weigh_streams", lambda: weigh_streams(*before, backend="triton")
     yield "mix_streams", lambda: mix_streams(streams, streams[:, 0], weights, backend="triton")
+    apart = (streams, product(8, 2)._replace(steps=0), gain, 1e-6)
+    _, kept = weigh_streams(*apart, backend="reference")
+    yield "weigh_streams", lambda: weigh_streams(*apart, backend="triton")
+    yield "mix_streams", lambda: mix_streams(streams, streams[:, 0], kept, backend="triton")
     end = product(4, 1)
     yield "merge_streams", lambda: merge_streams(streams, end, gain, 1e-6, backend="triton")
 

@@ -38,6 +38,7 @@ OTHER_CACHES = {
     "qwen3_5",
     "kimi_linear",
     "glm5_next",
+    "hy_v4",
     "deepseek_v32",
     "glm_moe_dsa",
     "deepseek_v4",
@@ -320,7 +321,7 @@ def test_an_unknown_architecture_is_rounded_by_name(source, tmp_path, scheme):
     extra = set(by_name.linears) - set(known.linears)
     only_here = (
         r"kv_b_proj|eh_proj|wo_a$|compressor\.|in_proj_(?:ba|b|a)$|self_attn\.(?:[fg]_[ab]|b)_proj$|"
-        r"indexer\.|mhc_module\.|layers\.[234]\.|^mtp\."
+        r"indexer\.|mhc_module\.|layers\.[234]\.|^mtp\.|mtp_layers\."
     )
     assert all(re.search(only_here, module) for module in extra), extra
     if (

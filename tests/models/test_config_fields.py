@@ -16,6 +16,7 @@ from tiny_models import CONFIGS
 from transformers_peers import (
     CASES,
     COMPRESSED,
+    GATED,
     LATENT,
     POOLED,
     QWEN_3_5,
@@ -24,6 +25,7 @@ from transformers_peers import (
     SPARSE,
     checkpoint_tensors,
     glm5_next,
+    hy_v4,
     random_peer,
     whole,
 )
@@ -38,6 +40,7 @@ SIZES = {
     "sparse": SPARSE,
     "compressed": COMPRESSED,
     "pooled": POOLED,
+    "gated": GATED,
     "qwen_3_5": QWEN_3_5,
     "qwen_3_5_dense": QWEN_3_5_DENSE,
 }
@@ -108,6 +111,8 @@ def peer_of(kind, extra):
         return whole(extra, kind.removesuffix("Text"))
     if kind.startswith("Glm5Next"):
         return glm5_next(extra)
+    if kind == "HYV4":
+        return hy_v4(extra)
     peer = random_peer(kind, extra)
     return peer, peer.config.to_dict(), checkpoint_tensors(peer)
 

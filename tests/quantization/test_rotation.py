@@ -31,13 +31,14 @@ REFUSED = {
         "deepseek_v4": STREAMS,
         "openpangu_v2": STREAMS,
         "glm5_next": STREAMS,
+        "hy_v4": STREAMS,
         "pangu_ultra_moe": NORM,  # norms after sublayers
         "hy_v3": NORM,  # an MTP layer with its own last norm and the main model's head
     },
     "values": dict.fromkeys(
         [
             *("llama", "PanguEmbedded", "qwen2", "qwen2_moe", "glm4_moe", "solar_open", "gpt_oss"),
-            *("qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v4", "openpangu_v2"),
+            *("qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v4", "openpangu_v2", "hy_v4"),
         ],
         VALUES,  # biases, gates, or a convolution of each channel
     ),

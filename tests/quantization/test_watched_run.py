@@ -48,7 +48,7 @@ def peer(model_type, **extra):
 
 
 def written(model, path):
-    as_it_is = model.config.model_type in (*STACKED, "longcat_flash", "hy_v4")
+    as_it_is = model.config.model_type in (*STACKED, "longcat_flash")
     tensors = (
         revert_weight_conversion(model, model.state_dict())
         if as_it_is
@@ -145,9 +145,8 @@ def test_the_report_says_of_the_output_what_transformers_says(model_type, scheme
     source = written(model, tmp_path / model_type)
     report = run(source, tmp_path / "out", scheme, told)
     found = report.findings.next_token
-    assert report.coverage.share > (
-        0.75 if model_type in ("deepseek_v3", "hy_v4") else 0.98
-    )  # kv_b keeps 16 bits
+    # What decays a state and mixes streams keeps 16 bits.
+    assert report.coverage.share > (0.9 if model_type == "qwen4_exp_text" else 0.98)
     assert any(
         "computed by transformers' modules: " in line and "scale groups proven" in line
         for line in told

@@ -16,11 +16,12 @@ AHEAD = 3
 _TEXTS = [torch.arange(150) * 7 % 211, torch.arange(140) * 11 % 211]
 
 
-def furthest_from_whole(loaded, generator):
-    """The largest difference of two texts that are cut at random from the same texts as a whole."""
+def furthest_from_whole(loaded, generator, codes=None):
+    """The largest difference of two texts that are cut at random from the same texts as a whole.
+    codes: of the cache."""
     cut = cut_at_random(loaded, generator)
     with torch.inference_mode():
-        whole = [loaded.model(text, CausalContext([len(text)])) for text in _TEXTS]
+        whole = [loaded.model(text, CausalContext([len(text)], codes=codes)) for text in _TEXTS]
     return max(float((found - expected).abs().max()) for found, expected in zip(cut, whole))
 
 

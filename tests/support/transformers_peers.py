@@ -9,10 +9,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from quantkit.checkpoint.tensor_aliases import aliases
 
 SHARED, _PARTS = TABLE["shared"], TABLE["parts"]
-EXPERTS, HY_V3, LATENT, SPARSE, COMPRESSED, POOLED, QWEN_3_5, QWEN_3_5_DENSE = (
+EXPERTS, HY_V3, LATENT, SPARSE, COMPRESSED, POOLED, GATED, QWEN_3_5, QWEN_3_5_DENSE = (
     _PARTS[name]
     for name in (
-        *("experts", "hy_v3", "latent", "sparse", "compressed", "pooled"),
+        *("experts", "hy_v3", "latent", "sparse", "compressed", "pooled", "gated"),
         *("qwen_3_5", "qwen_3_5_dense"),
     )
 )
@@ -60,9 +60,11 @@ def checkpoint_tensors(model):
             tensors[name] = tensor
             continue
         for expert, own in enumerate(tensor):
-            weight = own.t() if own.dim() == 2 else own
+            turned = model.config.model_type == "gpt_oss"
+            weight = own.t() if own.dim() == 2 and turned else own
+            both = (weight[::2], weight[1::2]) if turned else weight.chunk(2)
             sides = (
-                {"gate_proj": weight[::2], "up_proj": weight[1::2]}
+                dict(zip(("gate_proj", "up_proj"), both))
                 if last.startswith("gate_up")
                 else {"down_proj": weight}
             )
@@ -103,3 +105,9 @@ def glm5_next(extra):
     tensors = checkpoint_tensors(peer)
     text = {name: own for name, own in tensors.items() if not name.startswith("model.visual.")}
     return peer, peer.config.to_dict(), text
+
+
+def hy_v4(extra):
+    """A random Hy4, its config.json, which says that halves are rotated, and its tensors."""
+    peer = random_peer("HYV4", extra)
+    return peer, {**peer.config.to_dict(), "rope_interleave": False}, checkpoint_tensors(peer)

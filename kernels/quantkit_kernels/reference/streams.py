@@ -13,16 +13,20 @@ def weigh_streams(
     streams: Tensor, product: StreamProduct, gain: Tensor, eps: float
 ) -> tuple[Tensor, MixingWeights]:
     n, small, scale = streams.shape[1], product.eps, product.scale
-    pre, post, mixing = _projected(streams, product).split([n, n, n * n], dim=-1)
-    pre_base, post_base, mixing_base = product.base.split([n, n, n * n])
+    sizes = [n, n, len(product.fn) - 2 * n]
+    pre, post, mixing = _projected(streams, product).split(sizes, dim=-1)
+    pre_base, post_base, mixing_base = product.base.split(sizes)
     pre = sigmoid(pre * scale[0] + pre_base) + small
-    post = 2 * sigmoid(post * scale[1] + post_base)
+    post = product.magnitude * sigmoid(post * scale[1] + post_base)
+    normed = rms_norm(_weighted_sum(streams, pre), gain, eps)
+    if not product.steps:
+        return normed, MixingWeights(post + small, None)
     mixing = (mixing * scale[2] + mixing_base).unflatten(-1, (n, n)).softmax(dim=-1) + small
     mixing = mixing / (mixing.sum(dim=-2, keepdim=True) + small)
     for _ in range(product.steps - 1):
         mixing = mixing / (mixing.sum(dim=-1, keepdim=True) + small)
         mixing = mixing / (mixing.sum(dim=-2, keepdim=True) + small)
-    return rms_norm(_weighted_sum(streams, pre), gain, eps), MixingWeights(post, mixing)
+    return normed, MixingWeights(post, mixing)
 
 
 def merge_streams(
@@ -34,7 +38,9 @@ def merge_streams(
 
 
 def mix_streams(streams: Tensor, output: Tensor, weights: MixingWeights) -> Tensor:
-    mixed = weights.mixing.mT @ streams.float()
+    mixed = streams.float()
+    if weights.mixing is not None:
+        mixed = weights.mixing.mT @ mixed
     return torch.addcmul(mixed, weights.post[..., None], output[:, None].float()).to(streams.dtype)
 
 

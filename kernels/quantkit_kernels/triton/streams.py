@@ -25,7 +25,7 @@ def weigh_streams(
     post = torch.empty(tokens, n, dtype=torch.float32, device=streams.device)
     mixing = torch.empty(tokens, n, n, dtype=torch.float32, device=streams.device)
     _weigh(streams, product, gain, eps, normed, normed, post, mixing, merge=False)
-    return normed, MixingWeights(post, mixing)
+    return normed, MixingWeights(post, mixing if product.steps else None)
 
 
 def merge_streams(
@@ -46,9 +46,11 @@ def mix_streams(streams: Tensor, output: Tensor, weights: MixingWeights) -> Tens
     streams = streams.contiguous()
     tokens, n, hidden = streams.shape
     mixed, block = torch.empty_like(streams), min(power_of_two(hidden), _BLOCK)
+    post, apart = weights.post.contiguous(), weights.mixing is None
+    mixing = post if weights.mixing is None else weights.mixing.contiguous()
     mix[(tokens, -(-hidden // block))](
-        streams, output.contiguous(), weights.post.contiguous(), weights.mixing.contiguous(), mixed,
-        hidden, N=n, WIDTH=power_of_two(n), BLOCK=block, **overlapped(streams.device),
+        streams, output.contiguous(), post, mixing, mixed,
+        hidden, N=n, WIDTH=power_of_two(n), BLOCK=block, APART=apart, **overlapped(streams.device),
     )  # fmt: skip
     return mixed
 
@@ -76,7 +78,7 @@ def _weigh(
     width = power_of_two(hidden)
     weigh[(tokens, 1 if merge else 2)](
         streams, partial, product.base, product.scale, gain.contiguous(), *out, tokens, hidden,
-        product.norm_eps, product.eps, eps,
+        product.norm_eps, product.eps, eps, product.magnitude,
         N=n, WIDTH=power_of_two(n), SPLIT=split, PARTS=power_of_two(split), BLOCK=width,
         STEPS=product.steps, MERGE=merge, num_warps=warps_for(width), **overlapped(device),
     )  # fmt: skip

@@ -65,15 +65,16 @@ def sums_of(partial, part, column, there, apart, SPLIT: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens"])
 def weigh(
     streams, partial, base, scale, gain, normed, merged, post, mixing, tokens, h, norm_eps, eps,
-    gain_eps,
+    gain_eps, magnitude,
     N: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, STEPS: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program per token for its input, normed, and one for its weights. WIDTH, PARTS, BLOCK:
-    powers of two, at least N, SPLIT and h. MERGE: no weights; the input also before its norm."""
+    powers of two, at least N, SPLIT and h. MERGE: no weights; the input also before its norm. STEPS:
+    0 of independent streams, which have no matrix."""
     wait_for_input(PDL)
     token = tl.program_id(0).to(tl.int64)
-    ROWS: tl.constexpr = N if MERGE else (2 + N) * N
+    ROWS: tl.constexpr = N if MERGE else ((2 + N) * N if STEPS else 2 * N)
     apart = tokens.to(tl.int64) * (ROWS + 1)
     partial += token * (ROWS + 1)
     part, stream = tl.arange(0, PARTS), tl.arange(0, WIDTH)
@@ -101,32 +102,37 @@ def weigh(
         weight = sums_of(partial, part, N + stream, own, apart, SPLIT) * factor
         weight *= tl.load(scale + 1)
         weight += tl.load(base + N + stream, mask=own, other=0.0)
-        tl.store(post + token * N + stream, 2.0 * tl.sigmoid(weight), mask=own)
-        pair = tl.arange(0, WIDTH * WIDTH)
-        line, column = pair // WIDTH, pair % WIDTH
-        both = (line < N) & (column < N)
-        place = 2 * N + line * N + column
-        weight = sums_of(partial, part, place, both, apart, SPLIT) * factor * tl.load(scale + 2)
-        weight += tl.load(base + place, mask=both, other=0.0)
-        weight = tl.where(column < N, weight, float("-inf"))
-        matrix = tl.reshape(weight, (WIDTH, WIDTH))
-        matrix = tl.exp(matrix - tl.max(matrix, 1)[:, None])
-        matrix = matrix / tl.sum(matrix, 1)[:, None] + eps
-        matrix = tl.where(own[:, None] & own[None, :], matrix, 0.0)
-        matrix /= (tl.sum(matrix, 0) + eps)[None, :]
-        for _ in range(STEPS - 1):
-            matrix /= (tl.sum(matrix, 1) + eps)[:, None]
+        weight = magnitude * tl.sigmoid(weight)
+        if STEPS == 0:
+            weight += eps
+        tl.store(post + token * N + stream, weight, mask=own)
+        if STEPS > 0:
+            pair = tl.arange(0, WIDTH * WIDTH)
+            line, column = pair // WIDTH, pair % WIDTH
+            both = (line < N) & (column < N)
+            place = 2 * N + line * N + column
+            weight = sums_of(partial, part, place, both, apart, SPLIT) * factor * tl.load(scale + 2)
+            weight += tl.load(base + place, mask=both, other=0.0)
+            weight = tl.where(column < N, weight, float("-inf"))
+            matrix = tl.reshape(weight, (WIDTH, WIDTH))
+            matrix = tl.exp(matrix - tl.max(matrix, 1)[:, None])
+            matrix = matrix / tl.sum(matrix, 1)[:, None] + eps
+            matrix = tl.where(own[:, None] & own[None, :], matrix, 0.0)
             matrix /= (tl.sum(matrix, 0) + eps)[None, :]
-        to = mixing + token * N * N + stream[:, None] * N + stream[None, :]
-        tl.store(to, matrix, mask=own[:, None] & own[None, :])
+            for _ in range(STEPS - 1):
+                matrix /= (tl.sum(matrix, 1) + eps)[:, None]
+                matrix /= (tl.sum(matrix, 0) + eps)[None, :]
+            to = mixing + token * N * N + stream[:, None] * N + stream[None, :]
+            tl.store(to, matrix, mask=own[:, None] & own[None, :])
 
 
 @triton.jit
 def mix(
     streams, output, post, mixing, mixed, h, N: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program per token and BLOCK channels."""
+    """A program per token and BLOCK channels. APART: each stream keeps its own, and mixing is not
+    read."""
     wait_for_input(PDL)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -136,7 +142,10 @@ def mix(
     one = tl.load(output + token * h + at, mask=inside, other=0.0).to(tl.float32)
     totals = weights[:, None] * one[None, :]
     for i in tl.static_range(N):
-        weights = tl.load(mixing + (token * N + i) * N + stream, mask=stream < N, other=0.0)
+        if APART:
+            weights = tl.where(stream == i, 1.0, 0.0)
+        else:
+            weights = tl.load(mixing + (token * N + i) * N + stream, mask=stream < N, other=0.0)
         one = tl.load(streams + (token * N + i) * h + at, mask=inside, other=0.0).to(tl.float32)
         totals += weights[:, None] * one[None, :]
     to = mixed + (token * N + stream)[:, None] * h + at[None, :]

@@ -28,7 +28,12 @@ from quantkit.models.short_conv import ShortConvolutions
 _EPS = 1e-6
 """Of hyper-connections, whatever rms_norm_eps is."""
 _STREAMS = HyperConnectionNames(
-    ".phi.weight", ".branch_beta", ".branch_alpha", ".norm_gamma", "model.merge_mhc_module", "_pre"
+    ".phi.weight",
+    ".branch_beta",
+    ".branch_alpha",
+    ".norm_gamma",
+    "model.merge_mhc_module",
+    (".phi.weight", ".branch_beta_pre", ".branch_alpha_pre"),
 )
 _ONLY: dict[str, Any] = {
     "hidden_act": "silu",
