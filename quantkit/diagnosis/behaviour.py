@@ -122,6 +122,10 @@ class _ModelSide:
     def _observe(self, module: str, x: Tensor) -> None:
         self.inputs[module] = x
 
+    def within(self, documents: list[Tensor]) -> list[Tensor]:
+        """The beginnings for which a layer is computed without the one before it."""
+        return [one[: self.model.config.max_independent_tokens] for one in documents]
+
     def by_role(self, role: str) -> Parameter | None:
         return next(
             (row for row in self.model.rows if row.role == role and row.layer is None), None
@@ -149,6 +153,7 @@ def compare_behaviour(
     """
     ours, theirs = _ModelSide(checkpoint), _ModelSide(source)
     _check_sizes(ours, theirs)
+    documents = theirs.within(documents)
     lengths = [len(one) for one in documents]
     hidden, source_hidden = (side.embed_and_head.embed(documents) for side in (ours, theirs))
     errors: list[SublayerError] = []
@@ -178,6 +183,7 @@ def cross_entropy(checkpoint: Checkpoint, documents: list[Tensor]) -> float:
     """Mean cross entropy of the next token in nats, one decoder layer in memory at a time.
     documents: token ids int64 [T] each. Raises QuantkitError if quantkit does not compute it."""
     side = _ModelSide(checkpoint)
+    documents = side.within(documents)
     hidden, lengths = side.embed_and_head.embed(documents), [len(one) for one in documents]
     for number in range(side.model.config.num_hidden_layers):
         layer, _ = side.layer(number)

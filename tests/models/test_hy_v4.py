@@ -1,6 +1,7 @@
 """Hy4-preview against transformers, in float32 on tiny random models, and over a cache, however a
 text is cut."""
 
+import json
 import random
 import re
 
@@ -16,14 +17,19 @@ from torch.nn import functional as F
 from transformers_peers import GATED, hy_v4
 from ulp_bound import assert_near, movement
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.diagnosis.diagnose import diagnose
+from quantkit.diagnosis.repair import repair
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.weights.load import load_model
+from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.hyper_connections import expand_streams, pack_streams, unpack_streams
 from quantkit.models.stored_parameters import read_model
+from quantkit.quantization.run import quantize
 
 CASES = TABLES["hy_v4_cases"]
 LENGTHS = [40, 7, 1]
@@ -225,3 +231,17 @@ def test_the_layout_of_the_release_and_that_of_transformers(tmp_path):
         rows = read_model(found).rows
         assert {row.name for row in rows} == {*tensors}
         assert all(torch.equal(found.read(row.name), tensors[row.name]) for row in rows)
+
+
+def test_a_damaged_config_is_found_and_repaired(tmp_path):
+    """By texts that its layers, which share an indexer, see whole."""
+    path = write(tmp_path / "model", "hy_v4", **SHARED)
+    quantize(path, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"))
+    file = tmp_path / "out/config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "rope_interleave": False, "hc_magnitude": 1.0}))
+    found = diagnose(str(tmp_path / "out"), source=str(path), depth="behaviour")
+    assert "rope.interleaved, hc_magnitude" in [one.where for one in found.findings.found]
+    repair(found, tmp_path / "repaired", str(path))
+    again = diagnose(str(tmp_path / "repaired"), source=str(path))
+    assert not again.findings.has("config-differs")
