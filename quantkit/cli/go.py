@@ -38,6 +38,8 @@ def go(
 ) -> None:
     """From a model to its launch: choose scheme and engine for your devices, quantize, measure.
     Resumes when stopped and given again."""
+    if options.tasks and not options.score:
+        raise typer.BadParameter("it is only for --score", param_hint="--tasks")
     out = options.out or Path(f"{model_basename(model)}-go")
     if not dry_run and not (out / "go.json").exists():
         _check_terminal(yes)

@@ -242,8 +242,9 @@ def playground(
     *,
     port: Port = 8001,
     context: Annotated[
-        int, typer.Option(min=16, help="Longest prompt plus answer, tokens.")
-    ] = 4096,
+        int | None,
+        typer.Option(min=16, help="Longest prompt plus answer, tokens; 4096 or the model's own."),
+    ] = None,
     engine: Annotated[EngineOptions, ("device", "backend")],
 ) -> None:
     """Chat in the browser: answers side by side, tokens coloured by divergence, changed experts."""

@@ -66,7 +66,8 @@ def check_context(requested: int | None, longest: int) -> None:
     if requested is not None and requested > longest:
         raise UsageError(
             f"a context of {requested} tokens was requested, the model has {longest}",
-            "that is prompt and answer together",
+            "ask for fewer, prompt and answer together: --max-model-len, --context of playground, "
+            "--input-len and --output-len of bench",
         )
     if requested is not None and requested < 2:
         raise UsageError(

@@ -21,12 +21,15 @@ class GoOptions(QuantizeOptions):
     )
     context: int = option(4096, "Tokens of the longest request to serve.", min=1)
     score: bool = option(False, "Also score tasks, next to the source.", "--score")
-    tasks: str = option("tiny-math", "For --score, comma-separated: as for eval.")
+    tasks: str | None = option(
+        None, "For --score, comma-separated: as for eval; tiny-math by default."
+    )
     limit: int = option(50, "For --score: the first problems of each task.", min=1)
 
     @property
     def scored_tasks(self) -> tuple[str, ...]:
-        return tuple(name.strip() for name in self.tasks.split(",")) if self.score else ()
+        named = (self.tasks or "tiny-math").split(",")
+        return tuple(name.strip() for name in named) if self.score else ()
 
     @property
     def planned(self) -> PlanOptions:

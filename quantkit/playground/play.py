@@ -33,14 +33,19 @@ class Playground:
         *,
         device: str = "auto",
         backend: str = "auto",
-        context: int = 4096,
+        context: int | None = None,
     ) -> "Playground":
-        """models: names and folders. context: maximum tokens of a prompt and its answer. Raises
-        QuantkitError."""
+        """models: names and folders. context: maximum tokens of a prompt and its answer; None:
+        4096, or what a model has where that is less. Raises QuantkitError."""
         opened = []
         for name, path in models:
             options = EngineOptions(
-                path, device=device, backend=backend, max_batch=1, max_model_len=context
+                path,
+                device=device,
+                backend=backend,
+                max_batch=1,
+                max_model_len=context,
+                cache_tokens=4096 if context is None else None,
             )
             opened.append(PlayModel(name, Engine.open(options)))
         return cls(opened)

@@ -188,4 +188,8 @@ def check_given_groups(rows: Sequence[Parameter], grids: Mapping[str, Grid]) -> 
             f"group size {size} does not divide the {row.shape[1]} input channels of {row.module}"
         )
         advice = next((f"give --group-size {one}, or leave it out" for one in smaller), None)
-        raise QuantkitError(fault, advice or "leave it out: every linear then gets what fits it")
+        raise QuantkitError(
+            fault,
+            advice
+            or "leave --group-size out, or the recipe's: every linear then gets what fits it",
+        )

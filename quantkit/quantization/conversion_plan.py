@@ -77,7 +77,9 @@ def find_target(checkpoint: Checkpoint, name: str, grid: Grid | None) -> Format:
     source = checkpoint.format
     if grid is None:
         fault = f"{checkpoint.path} is {source.name}, and {name} holds rounded weights"
-        raise QuantkitError(fault, "convert does not round: use quantkit quantize")
+        raise QuantkitError(
+            fault, f"convert does not round: quantkit quantize {checkpoint.path} does"
+        )
     if isinstance(source, Gptq) and source.desc_act:
         fault = (
             f"{checkpoint.path} is GPTQ with desc_act: its scales belong to scattered inputs, "
@@ -99,13 +101,11 @@ def find_target(checkpoint: Checkpoint, name: str, grid: Grid | None) -> Format:
             )
         exact = format is compressed_int4.FORMAT and source.scale_dtype == torch.float16
         return compressed_int4.FP16_SCALES if exact else format
-    holders = ", ".join(dict.fromkeys(format.name for format in able))
+    holders = " or ".join(dict.fromkeys(one.name for one in able if one.name != source.name))
     fault = f"{name} cannot hold the weights of {checkpoint.path} ({grid_label(grid)})"
-    if source.is_source:
-        raise QuantkitError(fault, f"{holders} can; to round it, use quantkit quantize")
-    raise QuantkitError(
-        fault, f"formats that can: {holders}" if holders else "--dtype bf16 makes it plain"
-    )
+    ways = [f"use --format {holders}"] if holders else []
+    ways += [f"quantkit quantize {checkpoint.path} rounds it"] if source.is_source else []
+    raise QuantkitError(fault, "; ".join(ways) or "--dtype bf16 makes it plain")
 
 
 def _takes(format: Format, grid: Grid) -> bool:

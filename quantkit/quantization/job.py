@@ -111,7 +111,8 @@ def coverage(
 
 
 NO_MIXTURE = Mixture()
-_WITHOUT_CACHE = "use --scheme int8-a8w8c16, or leave --kv-cache out"
+_WITHOUT_CACHE = {"int8": "use --scheme int8-a8w8c16", "fp8": "leave --kv-cache out"}
+"""The remedy where a scheme's 8-bit cache cannot be, by its codes."""
 MIXING: dict[str, Format] = {
     format.name: format for format in (compressed_mixed.FORMAT, modelslim.FORMAT)
 }
@@ -248,7 +249,7 @@ def read_scheme(
     if options.kv_cache not in (None, "fp8"):
         raise UsageError(
             f"--kv-cache {options.kv_cache!r} is not known",
-            "use fp8; int8 is part of --scheme int8-a8w8c8",
+            "use --kv-cache fp8; int8 is part of --scheme int8-a8w8c8",
         )
     if options.kv_cache is not None:
         chosen = replace(chosen, cache="fp8")
@@ -282,12 +283,14 @@ def read_request(
             "recipe has no methods"
         )
         raise QuantkitError(message, "leave methods out of the recipe, or use --scheme fp4-w4a16")
-    if scheme.cache and recipe.methods == ():
-        message = (
-            f"{scheme.name} has cache scales, which calibration determines, and the recipe has "
-            "no methods"
+    if scheme.cache and not (scheme.methods if recipe.methods is None else recipe.methods):
+        who = scheme.name if recipe.methods is None else "the recipe"
+        raise QuantkitError(
+            f"an {scheme.cache} cache has cache scales, which calibration determines, and {who} "
+            "has no methods",
+            _WITHOUT_CACHE[scheme.cache]
+            + (", or --scheme awq-w4a16" if recipe.methods is None else ", or give it methods"),
         )
-        raise QuantkitError(message, f"leave methods out of the recipe, or {_WITHOUT_CACHE}")
     for method, before in (("drift", "gptq"), ("descent", "gptq"), ("steps", "descent")):
         if method in (recipe.methods or ()) and before not in (recipe.methods or ()):
             raise QuantkitError(
@@ -596,7 +599,7 @@ def _check_cache(scheme: Scheme, inventory: Inventory) -> None:
             f"{scheme.name} has an {scheme.cache} cache of {kept} and values in every layer, and "
             "this model keeps another"
         )
-        raise QuantkitError(message, _WITHOUT_CACHE)
+        raise QuantkitError(message, _WITHOUT_CACHE[scheme.cache])
 
 
 def _check_choice(job: Job) -> None:

@@ -343,20 +343,21 @@ def _sizes(model: Model, share: float) -> _Sizes:
         f"--prune {share:.0%} leaves {left} of the {of_group} experts of each of "
         f"{routing.n_group} groups"
     )
-    if left == of_group:
-        raise QuantkitError(message, f"give --prune {-(-100 // of_group)}% or more")
     least = max(
         -(-routing.num_experts_per_tok // routing.topk_group),
         2 if routing.topk_group < routing.n_group else 1,
     )
+    most = 100 * (of_group - least) // of_group
+    none = "leave --prune out: none can go"
+    if left == of_group:
+        fewest = -(-100 // of_group)
+        raise QuantkitError(message, f"give --prune {fewest}% or more" if most > 0 else none)
     if left < least:
         why = (
             f"a token chooses {routing.num_experts_per_tok} experts of {routing.topk_group} groups"
         )
-        most = int(100 * (of_group - least) / of_group)
         raise QuantkitError(
-            f"{message}, and {why}",
-            f"give --prune {most}% or less" if most > 0 else "leave --prune out: none can go",
+            f"{message}, and {why}", f"give --prune {most}% or less" if most > 0 else none
         )
     return _Sizes(routing.n_group, of_group, left)
 

@@ -25,7 +25,7 @@ from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.source_model import ParameterReader, SourceModel
 from quantkit.calibrate.walk import Walk
 from quantkit.checkpoint.aux_files import has_tokenizer
-from quantkit.checkpoint.output_dir import complete_manifest
+from quantkit.checkpoint.output_dir import check_target, complete_manifest
 from quantkit.checkpoint.pruned import PrunedCheckpoint
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
@@ -207,6 +207,8 @@ def quantize(
     run = _checked(source, request, engine, memory, records)
     where = select_device(device)
     if run.options is not None:
+        if ranks.is_main:
+            _check_before_measuring(run, out, overwrite)
         run = _with_grids(
             run,
             run.options,
@@ -367,6 +369,13 @@ def _checked(
 def _grids_digest(job: Job) -> str:
     fields = {module: grid_label(grid) for module, grid in job.grids.items()}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _check_before_measuring(run: _Run, out: Path, overwrite: bool) -> None:
+    """Raise QuantkitError where `out` is something else than this run with other grids."""
+    fields = {key: value for key, value in run.fingerprint.items() if key != "grids"}
+    if overwrite or not complete_manifest(out, fields):
+        check_target(out, fields, overwrite)
 
 
 def _with_grids(

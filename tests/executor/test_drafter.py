@@ -87,6 +87,6 @@ def test_a_model_without_the_layer_is_refused(tmp_path):
         tmp_path / "dropped", make_model.tiny_config(), make_model.random_tensors(config)
     )
     with refused(
-        "promises MTP layer 3, of which no tensor is stored: left out; run without drafts"
+        "promises MTP layer 3, of which no tensor is stored: left out; leave out --draft-length"
     ):
         load(tmp_path / "dropped", draft_length=1)

@@ -36,7 +36,7 @@ class Lack(NamedTuple):
 def lack() -> Lack | None:
     """None where an NPU can be used; imports torch_npu where it is installed."""
     if importlib.util.find_spec("torch_npu") is None:
-        return Lack("torch_npu is not installed", "install quantkit-llm[ascend] on a host with one")
+        return Lack("torch_npu is not installed", "pip install torch_npu on a host with one")
     try:
         import torch_npu  # noqa: F401  registers torch.npu
     except (ImportError, OSError, RuntimeError) as fault:

@@ -40,7 +40,7 @@ def sliding_windows(document: Tensor, length: int, stride: int) -> Iterator[Wind
     if not 0 < stride <= length:
         raise QuantkitError(
             f"a stride of {stride} does not fit windows of {length}",
-            "give a stride from 1 to --seq-len",
+            f"give --stride {length} or less, from 1 on",
         )
     done = 0
     for start in range(0, len(document), stride):

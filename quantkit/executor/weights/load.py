@@ -482,7 +482,7 @@ def _check_inputs(checkpoint: Checkpoint, device: torch.device, backend: str) ->
 
 
 def _check_mtp(checkpoint: Checkpoint, read: StoredModel) -> None:
-    remedy = "run without drafts"
+    remedy = "leave out --draft-length"
     if not read.config.num_nextn_predict_layers:
         raise QuantkitError(
             read.warning or f"{checkpoint.path} has no MTP layer (num_nextn_predict_layers)", remedy
