@@ -87,7 +87,7 @@ def _matching_rules(
         else [rule for rule in profile.loads if stored in rule.grids]
     )
     return [
-        rule
+        profile.of_model(rule, checkpoint.config.get("model_type"))
         for rule in rules
         if (rule.format, rule.variant) == (format.name, format.variant)
         and (device is None or device in rule.devices)
@@ -109,7 +109,8 @@ def _format_with_reader(
             (one.name, one.variant) == (rule.format, rule.variant) and one.holds(grid)
             for one in FORMATS
         )
-        reads = grid.engine_name in rule.grids and parts <= {*rule.may}
+        own = profile.of_model(rule, checkpoint.config.get("model_type"))
+        reads = grid.engine_name in rule.grids and parts <= {*own.may}
         if holds and reads and (device is None or device in rule.devices):
             return rule.format
     return None

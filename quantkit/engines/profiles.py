@@ -5,10 +5,10 @@ An engine has a list of loads: a format on one weight grid, the devices it runs 
 a model that may or must be quantized.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from pydantic import Field
 
@@ -108,6 +108,9 @@ class MixtureRule(Rule):
         return next((parts for name, parts in self.grids.items() if name == grid.engine_name), ())
 
 
+RuleKind = TypeVar("RuleKind", bound=LoadRule | MixtureRule)
+
+
 class Refusal(Strict):
     """Why an engine does not load something; an empty list matches everything."""
 
@@ -136,7 +139,8 @@ class EngineProfile(Strict):
     date of that.
 
     By model_type in config.json: `config`, keys that must have this value; `reads`, keys that must
-    exist under this name; `formats`, the formats in which it is loaded, if not all of `loads`.
+    exist under this name; `formats`, the formats in which it is loaded, if not all of `loads`;
+    `parts`, those that its code quantizes, if not all that a rule has.
     """
 
     engine: str
@@ -147,6 +151,7 @@ class EngineProfile(Strict):
     config: dict[str, dict[str, Any]] = Field({})
     reads: dict[str, tuple[str, ...]] = Field({})
     formats: dict[str, tuple[str, ...]] = Field({})
+    parts: dict[str, tuple[Part, ...]] = Field({})
     # Model types with a quantized cache of these codes, with scales from the checkpoint (int8:
     # ModelSlim's).
     caches: dict[CacheCodes, tuple[str, ...]] = Field({})
@@ -163,6 +168,21 @@ class EngineProfile(Strict):
     mixtures: tuple[MixtureRule, ...] = ()
     refuses: tuple[Refusal, ...] = ()
     shapes: tuple[ShapeRule, ...] = ()
+
+    def of_model(self, rule: RuleKind, model_type: object) -> RuleKind:
+        """The rule with those of its parts that the engine's code of a model quantizes."""
+        own = self.parts.get(str(model_type))
+        if own is None:
+            return rule
+
+        def kept(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+            return tuple(part for part in parts if part in own)
+
+        if isinstance(rule, MixtureRule):
+            grids = {grid: kept(parts) for grid, parts in rule.grids.items()}
+            return rule.model_copy(update={"grids": grids})
+        fields = {name: kept(getattr(rule, name)) for name in ("may", "must", "four_bits")}
+        return rule.model_copy(update=fields)
 
     def shape_rules(self, format: str, grid: Grid, device: Device | None) -> list[ShapeRule]:
         """Those for linears of a format on a grid; without a device, of the only one that loads
@@ -265,9 +285,6 @@ def part_of(row: Parameter) -> Part | None:
             return "mlp"
 
 
-RuleKind = TypeVar("RuleKind", LoadRule, MixtureRule)
-
-
 @dataclass(frozen=True)
 class _Choice(Generic[RuleKind]):
     """What to write so that an engine loads a scheme: by a rule of its profile, on a grid of the
@@ -297,6 +314,10 @@ class _Choice(Generic[RuleKind]):
         Ascend engines and vLLM on CPU need it unquantized."""
         may = self.rule.may if isinstance(self.rule, LoadRule) else chain(*self.rule.grids.values())
         return tuple(dict.fromkeys(part for part in may if part != "kv_b"))
+
+    def of_model(self, model_type: object) -> Self:
+        """With those of its parts that the engine's code of a model quantizes."""
+        return replace(self, rule=find_engine(self.engine).of_model(self.rule, model_type))
 
     def quantizes(self, row: Parameter) -> bool:
         """Whether the tensor is to be quantized for this engine."""

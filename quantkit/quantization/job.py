@@ -383,6 +383,7 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     (`pruning.open_pruned`).
     """
     model_type, path = checkpoint.config.get("model_type"), checkpoint.path
+    request = _of_model(request, model_type)
     prune = request.recipe.prune
     if checkpoint.has_weights:
         check_companions(path, calibrated=bool(request.methods or prune))
@@ -453,6 +454,16 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
             "set least_quantized in the recipe to less where that is meant",
         )
     return job
+
+
+def _of_model(request: JobRequest, model_type: object) -> JobRequest:
+    """With what the engine's code of this model quantizes."""
+    choice, mixed = request.choice, request.mixed_choice
+    return replace(
+        request,
+        choice=None if choice is None else choice.of_model(model_type),
+        mixed_choice=None if mixed is None else mixed.of_model(model_type),
+    )
 
 
 def _fitted(job: Job) -> Job:

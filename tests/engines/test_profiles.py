@@ -14,8 +14,10 @@ from make_model import random_tensors, tiny_config
 from packed_model import write_packed
 from safetensors.torch import load_file, save_file
 from tied_model import TIED, tied_tensors
+from tiny_models import write
 
 from quantkit import inspect
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.formats import (
     FORMATS,
     awq,
@@ -33,7 +35,9 @@ from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.grids.schemes import SCHEMES, Scheme, find_scheme
 from quantkit.models.deepseek_v3 import Config, parameters
+from quantkit.models.stored_parameters import read_model
 from quantkit.models.table import Parameter
+from quantkit.quantization.run import quantize
 
 INT4 = IntGrid(4, 128, symmetric=False)
 INT4_G64 = IntGrid(4, 64, symmetric=False)
@@ -161,6 +165,34 @@ def test_choice_by_device_and_format():
     assert not choose("sglang", find_scheme("fp4-w4a16")).mtp
     with pytest.raises(QuantkitError, match="runs on npu"):
         choose("omni-infer", int8, device="cuda")
+
+
+def test_parts_and_formats_may_be_a_models_own(tmp_path):
+    """vLLM builds GLM-5.3-Flash's attention without the checkpoint's quantization; SGLang renames
+    scales of Hy4."""
+    scheme, recipe = find_scheme("rtn-w4a16"), Recipe(scheme="rtn-w4a16")
+    source = write(tmp_path / "glm5_next", "glm5_next")
+    for engine in (None, "vllm"):
+        quantize(source, tmp_path / str(engine), scheme, "auto", recipe, engine=engine)
+    told = errors("vllm", tmp_path / "None")
+    assert any("does not take attention" in one for one in told)
+    assert not errors("vllm", tmp_path / "vllm")
+    own = Checkpoint.open(tmp_path / "vllm")
+    rows = {row.module: row for row in read_model(own).rows}
+    assert {part_of(rows[one]) for one in own.linears} == {"mlp", "shared_experts", "experts"}
+    kinds = ["indexed_attention"] * 3
+    source = write(tmp_path / "hy_v4", "hy_v4", layer_types=kinds)
+    for format in ("awq", "compressed-tensors"):
+        quantize(source, tmp_path / format, scheme, format, recipe)
+    assert not errors("sglang", tmp_path / "awq") + errors("vllm", tmp_path / "awq")
+    assert errors("sglang", tmp_path / "compressed-tensors")
+    assert not errors("vllm", tmp_path / "compressed-tensors")
+    config = json.loads((tmp_path / "awq/config.json").read_text())
+    del config["layer_types"]
+    (tmp_path / "awq/config.json").write_text(json.dumps(config))
+    assert errors("vllm", tmp_path / "awq") == [
+        "vllm reads layer_types in config.json, which it lacks"
+    ]
 
 
 def test_unknown_engine_lists_the_known():
