@@ -2,7 +2,8 @@
 
     P.experts.gate_up_proj [E, 2I, H]    rows of gate, then of up: the layout of transformers
     P.experts.gate_up_proj [E, H, 2I]    gpt-oss: transposed, gate and up interleaved
-    P.experts.down_proj    [E, H, I]     or transposed; also biases, and MXFP4's blocks and scales
+    P.experts.down_proj    [E, H, I]     or transposed; also biases, MXFP4's blocks and scales, and
+                                         MXFP8's scales
 
 No bytes are read or copied here: an expert's bytes are contiguous, and a part is the place of its
 bytes in the file.
@@ -20,8 +21,14 @@ from quantkit.checkpoint.header import TensorInfo, TensorSlice
 _LINEAR = "_proj"
 _LINEARS = {"gate_up": ("gate", "up"), "down": ("down",)}
 """Name of a stacked tensor, without `_proj` -> the linears whose rows it holds."""
-_KINDS = {"": ".weight", "_bias": ".bias", "_blocks": ".blocks", "_scales": ".scales"}
-_RANKS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
+_KINDS = {
+    "": ".weight",
+    "_bias": ".bias",
+    "_blocks": ".blocks",
+    "_scales": ".scales",
+    "_scale": ".weight_scale",
+}
+_RANKS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3, "_scale": 3}
 _EXPERT = re.compile(r"(.*experts)\.(0|[1-9]\d{0,5})\.\w+_proj\.(weight|bias)")
 """Name of an expert's tensor after splitting: module of experts, expert number, kind."""
 

@@ -24,6 +24,7 @@ from quantkit.diagnosis.repair import repair
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.weights.load import load_model
+from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
@@ -202,35 +203,79 @@ def test_a_cache_of_codes_is_as_it_is_simulated(tmp_path, monkeypatch):
     assert (plain - coded).abs().max() > 5e-2
 
 
-def test_the_layout_of_the_release_and_that_of_transformers(tmp_path):
-    """Experts of a layer in two tensors; transformers writes other names than it reads."""
-    path = write(tmp_path / "plain", "hy_v4")
-    plain = Checkpoint.open(path)
-    tensors = {name: plain.read(name) for name in plain.tensors}
-    stacked = {name: one for name, one in tensors.items() if ".experts." not in name}
+def stacked(tensors):
+    """With the experts of a layer in two tensors each."""
+    found = {name: one for name, one in tensors.items() if ".experts." not in name}
     for mlp in {name.split(".experts.")[0] for name in tensors if ".experts." in name}:
         each = [
             [tensors[f"{mlp}.experts.{expert}.{side}_proj.weight"] for expert in range(4)]
             for side in ("gate", "up", "down")
         ]
         gates, ups, downs = map(torch.stack, each)
-        stacked[f"{mlp}.experts.gate_up_proj"] = torch.cat((gates, ups), dim=1)
-        stacked[f"{mlp}.experts.down_proj"] = downs
+        found[f"{mlp}.experts.gate_up_proj"] = torch.cat((gates, ups), dim=1)
+        found[f"{mlp}.experts.down_proj"] = downs
+    return found
+
+
+def test_the_layout_of_the_release_and_that_of_transformers(tmp_path):
+    """Experts of a layer in two tensors; transformers writes other names than it reads."""
+    path = write(tmp_path / "plain", "hy_v4")
+    plain = Checkpoint.open(path)
+    tensors = {name: plain.read(name) for name in plain.tensors}
+    release = stacked(tensors)
     moved = {
         re.sub(
             r"(\.hc_(?:attn|mlp)_layer|\.hc_head)(\.hc_pre)?\.",
             r".hc_pre\1.",
             re.sub(r"\.mlp\.(shared_experts\.)?gate_proj", r".mlp.\1linear_gate", name),
         ): one
-        for name, one in stacked.items()
+        for name, one in release.items()
     }
-    assert len({*moved} - {*stacked}) > 20
-    for number, layout in enumerate((stacked, moved)):
+    assert len({*moved} - {*release}) > 20
+    for number, layout in enumerate((release, moved)):
         made = make_model.write_dense(tmp_path / str(number), plain.config, layout)
         found = Checkpoint.open(made)
         rows = read_model(found).rows
         assert {row.name for row in rows} == {*tensors}
         assert all(torch.equal(found.read(row.name), tensors[row.name]) for row in rows)
+
+
+def test_the_release_in_mxfp8_is_read_to_the_bit(tmp_path):
+    """E4M3 codes and exponents of 32 inputs each, stacked as the experts are; gates, heads of the
+    indexer and what is outside the layers in 16 bits."""
+    path = write(tmp_path / "plain", "hy_v4")
+    plain = Checkpoint.open(path)
+    rng, rows = torch.Generator().manual_seed(5), read_model(plain).rows
+    kept, codes, exponents, expected = {}, {}, {}, {}
+    for row in rows:
+        tensor = plain.read(row.name)
+        if row.role not in ("linear", "kv_b", "indexer") or "linear_gate" in row.name:
+            kept[row.name] = expected[row.name] = tensor
+            continue
+        shape = (len(tensor), tensor.shape[1] // 32)
+        codes[row.name] = (tensor * 512).to(torch.float8_e4m3fn)
+        exponents[row.name] = torch.randint(115, 121, shape, generator=rng, dtype=torch.uint8)
+        scales = torch.exp2(exponents[row.name].float() - 127).repeat_interleave(32, dim=1)
+        expected[row.name] = codes[row.name].float() * scales
+    scales = {
+        f"{name.removesuffix('_scale')}_scale": one for name, one in stacked(exponents).items()
+    }
+    plain_ones = ["lm_head", "*.linear_gate", "*.weights_proj", "*.mlp.gate", "*.eh_proj"]
+    block = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": plain_ones}
+    config = {**plain.config, "quantization_config": block}
+    made = make_model.write_dense(tmp_path / "fp8", config, kept | stacked(codes) | scales)
+    found = Checkpoint.open(made)
+    assert {row.name for row in read_model(found).rows} == {row.name for row in rows}
+    for row in rows:
+        read = (
+            dequantize(found.weight(row.module))
+            if row.module in found.linears
+            else found.read(row.name)
+        )
+        assert torch.equal(read.float(), expected[row.name].float()), row.name
+    quantize(made, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"))
+    found = diagnose(str(tmp_path / "out"), source=str(made), depth="tensors").findings.found
+    assert not [one for one in found if one.severity == "error"]
 
 
 def test_a_damaged_config_is_found_and_repaired(tmp_path):
