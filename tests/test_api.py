@@ -186,12 +186,15 @@ def test_an_old_name_works_and_warns(old, new):
         {"samples": 2.5},
         {"keep": 3},
         {"ignore": "lm_head"},
+        {"scheme": 4},
     ],
 )
 def test_values_that_no_recipe_can_have_are_named(tiny_checkpoint, tmp_path, given):
     for work in (
-        lambda: quantkit.plan(tiny_checkpoint, "awq-w4a16", **given),
-        lambda: quantkit.quantize(tiny_checkpoint, tmp_path / "out", "awq-w4a16", **given),
+        lambda: quantkit.plan(tiny_checkpoint, **{"scheme": "awq-w4a16"} | given),
+        lambda: quantkit.quantize(
+            tiny_checkpoint, tmp_path / "out", **{"scheme": "awq-w4a16"} | given
+        ),
     ):
         with pytest.raises(
             quantkit.QuantkitError,

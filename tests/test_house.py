@@ -303,7 +303,10 @@ def test_names_and_configs_are_not_looked_into_outside_models():
 def test_a_remedy_installs_what_quantkit_depends_on():
     """By the library's own name: quantkit on the index is another project."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    known = {re.split(r"[<>=\[]", one)[0] for one in settings["dependencies"]} | {"triton"}
+    known = {re.split(r"[<>=\[]", one)[0] for one in settings["dependencies"]} | {
+        "triton",
+        "torch_npu",
+    }
     for path, source in SOURCES.items():
         for words in re.findall(r"pip install ((?:-+\w+ )?[\w-]+(?: [\w-]+)*)", source):
             assert known & set(words.split()), f"{path}: pip install {words}"

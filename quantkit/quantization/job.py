@@ -239,6 +239,10 @@ def read_scheme(
     )
     named = scheme or (recipe.scheme if recipe is not None else "awq-w4a16")
     chosen = find_scheme(named) if isinstance(named, str) else named
+    if not isinstance(chosen, Scheme):
+        raise UsageError(
+            f"scheme is {named!r}, a {type(named).__name__}", "give its name or a Scheme"
+        )
     if recipe is None:  # a scheme given by value has no recipe of its own
         registered = chosen.name in SCHEMES
         recipe = (

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +56,7 @@ from quantkit.quantization.memory import Peak, check_memory, expected_peak
 from quantkit.quantization.mixed_precision import Mixture
 from quantkit.quantization.model_card import NAME as CARD
 from quantkit.quantization.model_card import model_card
+from quantkit.quantization.own_command import RECIPE, own_command, own_settings
 from quantkit.quantization.pruning import FILE_NAME as PRUNING
 from quantkit.quantization.pruning import PrunedExperts, describe_pruning, prune, prune_as
 from quantkit.quantization.report import (
@@ -489,32 +489,12 @@ def _account(
     run: _Run, output: Output, source: Path, out: Path, engine: str | None
 ) -> RunDescription:
     request, recipe = run.job.request, run.job.request.recipe
-    named = ["--engine", engine] if engine else ["--format", request.format]
-    command = [
-        "quantkit",
-        "quantize",
-        str(source),
-        "--scheme",
-        request.scheme.name,
-        *named,
-        *request.mixture.options(),
-    ]
-    if request.methods or recipe.prune:
-        command += ["--calibration", recipe.calibration] if recipe.calibration else []
-        command += ["--samples", str(recipe.samples), "--seq-len", str(recipe.seq_len)]
-    command += ["--group-size", str(recipe.group_size)] if recipe.group_size else []
-    command += (
-        ["--prune", f"{recipe.prune:.6%}".replace("%", "").rstrip("0").rstrip(".") + "%"]
-        if recipe.prune
-        else []
-    )
-    command += ["--seed", str(recipe.seed), "--out", str(out)]
     before, after = output.bytes_by_part()
     experts = any(row.expert is not None for row in run.job.rows)
     return RunDescription(
         model=run.job.checkpoint.path.name,
         source=str(source.absolute()),
-        command=shlex.join(command),
+        command=own_command(request, source, out, engine),
         recipe=recipe.model_dump(mode="json"),
         scheme=request.scheme.name,
         format=request.format,
@@ -545,6 +525,8 @@ def _card(run: _Run, account: RunDescription, found: Findings) -> bytes:
     ]
     if rotation := run.job.request.recipe.rotation:
         facts.append(("rotated", " and ".join(rotation)))
+    if settings := own_settings(run.job.request):
+        facts.append((RECIPE, f"`{json.dumps(settings)}`"))
     if account.calibration is not None:
         tokens = f"{account.calibration_tokens:,} tokens of {account.calibration}"
         facts.append(("calibration", tokens))

@@ -3,10 +3,12 @@ input gets."""
 
 import json
 import os
+import re
 import shutil
 
 import make_model
 import pytest
+import tiny_models
 import torch
 from commands import typed
 from safetensors.torch import load_file, save_file
@@ -72,6 +74,20 @@ def test_quantize_writes_what_it_says(few_experts, calibration, tmp_path, case):
     about = answer(f"inspect {out}")
     assert (about["format"], about["missing"], about["mtp_layers"]) == (format_name, [], 1)
     assert len(Checkpoint.open(out).linears) > 20
+
+
+def test_the_command_of_the_card_makes_it_again(calibration, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_models.write(tmp_path / "llama", "llama", num_hidden_layers=1)
+    (tmp_path / "mine.yaml").write_text(json.dumps({"scheme": "awq-w4a16", **SMALL}))
+    asked = "--recipe mine.yaml --kv-cache fp8 --ignore 're:.*down_proj' --override 're:.*o_proj bits=8'"
+    answer(f"quantize llama {asked} --calibration {calibration} --out out")
+    card = (tmp_path / "out/README.md").read_text()
+    settings = re.search(r"^\| recipe.yaml \| `(.*)` \|$", card, re.M)[1]
+    (tmp_path / "recipe.yaml").write_text(settings)
+    answer(re.search("^quantkit (quantize .*)$", card, re.M)[1] + " --out again")
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
 
 
 def test_run_answers_as_json(tiny_checkpoint):
