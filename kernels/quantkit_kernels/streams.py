@@ -82,7 +82,7 @@ def mix_streams(
 
 def _check(streams: Tensor, product: StreamProduct, gain: Tensor, rows: int, scales: int) -> None:
     check_tensor("streams", streams, (None, None, None), FLOAT_DTYPES)
-    check_tensor("fn", product.fn, (rows, streams[0].numel()), (float32,))
+    check_tensor("fn", product.fn, (rows, streams.shape[1] * streams.shape[2]), (float32,))
     check_tensor("base", product.base, (rows,), (float32,))
     check_tensor("scale", product.scale, (scales,), (float32,))
     check_tensor("gain", gain, (streams.shape[2],), FLOAT_DTYPES)
