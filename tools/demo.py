@@ -135,7 +135,11 @@ def main() -> None:
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
         f"{time.perf_counter() - start:.0f} s in all"
     )
-    shown = Table(*COLUMNS, title=f"{given.model}, {machine}")
+    shown = Table(title=f"{given.model}, {machine}", box=None, padding=(0, 1, 0, 0))
+    for name in COLUMNS:  # in 100 columns, those of a log
+        shown.add_column(
+            name.replace(" ", "\n"), no_wrap=name != "answers", min_width=12 * (name == "answers")
+        )
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for row in table:
         shown.add_row(*cells(row))

@@ -144,7 +144,9 @@ CATALOGUE: dict[str, Kind] = {
     "adapter-beside": Kind(
         "warning", "merge the adapter, or move adapter_config.json to a folder of its own"
     ),
-    "eos-lost": Kind("warning", _FROM_SOURCE),
+    "eos-lost": Kind(
+        "warning", f"{_FROM_SOURCE}; where that has none, write it into generation_config.json"
+    ),
     "eos-differs": Kind(
         "warning",
         "make config.json, generation_config.json and the tokenizer agree on the end of a text",

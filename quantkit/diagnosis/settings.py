@@ -169,7 +169,7 @@ def _check_end_tokens(
             "eos-lost",
             "config.json",
             "neither it nor generation_config.json has an end-of-text token, and the "
-            f"tokenizer has {end!r}",
+            f"tokenizer has {end!r}, eos_token_id {tokens[end]}",
         )
     is_known = end in tokens and not findings.has("eos-outside", "tokenizer-broken")
     if is_known and model_ends and str(tokens[end]) not in model_ends:
