@@ -274,14 +274,12 @@ def serving_gates(
     chosen = serving(f"linear_{kind}", first, device, dtype, shapes)
     if (
         device.type != "cuda"
-        or hasattr(module(chosen), "gated_experts_layout")
+        or _computes_gates(chosen, kind)
         or first == "reference"
     ):
         return chosen
     able = (
-        name
-        for name in _candidates(f"experts_{kind}", device)
-        if hasattr(module(name), "gated_experts_layout")
+        name for name in _candidates(f"experts_{kind}", device) if _computes_gates(name, kind)
     )
     return next(
         (
@@ -291,6 +289,12 @@ def serving_gates(
         ),
         chosen,
     )
+
+
+def _computes_gates(backend: str, kind: str) -> bool:
+    """Whether a backend's kernels compute a whole layer of such experts."""
+    found = module(backend)
+    return hasattr(found, "gated_experts_layout") and kind not in getattr(found, "UNGATED_KINDS", ())
 
 
 def _check_name(backend: str) -> None:

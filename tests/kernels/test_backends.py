@@ -201,6 +201,12 @@ def test_gates_that_are_no_silu_go_to_who_has_kernels_for_them(asked, usable, ta
         prefer("auto", device)
 
 
+def test_16_bit_experts_with_such_gates_are_none_of_tritons(monkeypatch):
+    """Its linears of 16 bits serve many shapes, its kernels of a layer know silu alone."""
+    device = on_hopper(monkeypatch, "triton", "expanded", "reference")
+    assert serving_gates("dense", "auto", device) == "expanded"
+
+
 class Told(Gating):
     """Computes something else than its numbers say."""
 
@@ -211,6 +217,7 @@ class Told(Gating):
         (Gating(limit=7.0), "fp4", TritonExpertsLayout),
         (Told(), "fp4", LoopLayout),
         (Gating(limit=7.0), "fp4-w4a4", LoopLayout),
+        (Gating(limit=7.0), "dense", LoopLayout),
     ],
 )
 def test_a_layer_takes_the_layout_of_its_gate(gating, grid, layout, monkeypatch):

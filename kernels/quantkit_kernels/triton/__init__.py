@@ -116,6 +116,10 @@ def experts_layout(
     return gated_experts_layout(num_experts, gate, down, dtype, device, SILU)
 
 
+UNGATED_KINDS = ("dense",)
+"""Experts of which only silu(gate) * up is computed by a layer's kernels."""
+
+
 def gated_experts_layout(
     num_experts: int,
     gate: Weight,
@@ -125,6 +129,6 @@ def gated_experts_layout(
     gating: Gating,
 ) -> ExpertsLayout:
     announce(device)
-    if not gating.is_formula:
+    if kind(gate) in UNGATED_KINDS or not gating.is_formula:
         return LoopLayout(num_experts, linear, dtype, device, "triton", gating)
     return TritonExpertsLayout(num_experts, gate, dtype, device, gating)
