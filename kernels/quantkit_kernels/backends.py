@@ -272,15 +272,9 @@ def serving_gates(
     whole layer of them, where that one's do not."""
     first = _first(backend, device)
     chosen = serving(f"linear_{kind}", first, device, dtype, shapes)
-    if (
-        device.type != "cuda"
-        or _computes_gates(chosen, kind)
-        or first == "reference"
-    ):
+    if device.type != "cuda" or _computes_gates(chosen, kind) or first == "reference":
         return chosen
-    able = (
-        name for name in _candidates(f"experts_{kind}", device) if _computes_gates(name, kind)
-    )
+    able = (name for name in _candidates(f"experts_{kind}", device) if _computes_gates(name, kind))
     return next(
         (
             name
@@ -294,7 +288,9 @@ def serving_gates(
 def _computes_gates(backend: str, kind: str) -> bool:
     """Whether a backend's kernels compute a whole layer of such experts."""
     found = module(backend)
-    return hasattr(found, "gated_experts_layout") and kind not in getattr(found, "UNGATED_KINDS", ())
+    return hasattr(found, "gated_experts_layout") and kind not in getattr(
+        found, "UNGATED_KINDS", ()
+    )
 
 
 def _check_name(backend: str) -> None:
