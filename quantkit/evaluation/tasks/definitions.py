@@ -133,9 +133,9 @@ class Task(Strict):
     then shuffled by the question's hash."""
 
     name: str
-    version: int
-    title: str
-    summary: str
+    version: int = 1
+    title: str = Field(default_factory=lambda given: given.get("name", ""))
+    summary: str = ""
     data: DataSource
     shots: DataSource | None = None
     fields: dict[str, str | list[str]]

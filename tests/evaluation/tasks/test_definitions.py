@@ -84,11 +84,11 @@ def test_r1_0528_is_what_its_card_says():
 def test_a_new_task_is_one_file(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(
-        "name: mine\nversion: 1\ntitle: Mine\nsummary: s\ndata: {files: [mine.jsonl]}\nfields: "
-        "{problem: q, answer: a}\ngrader: number\n"
+        "name: mine\ndata: {files: [mine.jsonl]}\nfields: {problem: q, answer: a}\ngrader: number\n"
         "protocols: {r1: {prompt: '{{ problem }}'}}\n"
     )
-    assert find_setting(find_task(str(file)), "r1").prompt == "{{ problem }}"
+    task = find_task(str(file))
+    assert (task.title, find_setting(task, "r1").prompt) == ("mine", "{{ problem }}")
     file.write_text(file.read_text() + "surprise: 1\n")
     with pytest.raises(QuantkitError, match="surprise"):
         find_task(str(file))
