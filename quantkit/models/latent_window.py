@@ -16,7 +16,7 @@ from torch import Tensor
 from quantkit.models.rope import Rope
 
 _SCORES = 1 << 24
-"""Scores and gathered values held at once."""
+"""Scores, gathered values and heads' latents held at once."""
 
 
 class LatentWindow(NamedTuple):
@@ -57,12 +57,10 @@ def attend_latent_window(
     flat, sinks, latent = by_slot(cache), attention.sinks.to(q.dtype), attention.kv_b.shape[2]
     nope = q.shape[2] - attention.rope.dim
     keys_up, values_up = attention.kv_b[:, :nope], attention.kv_b[:, nope:]
-    queries = torch.cat(
-        ((q[..., :nope].transpose(0, 1) @ keys_up).transpose(0, 1), q[..., nope:]), dim=-1
-    )
     own = seen.slots.dim() == 2
     widest = max(q.shape[1], sinks.shape[1] if own else 1)
-    step, out = max(1, _SCORES // ((seen.mask.shape[1] + len(sinks)) * widest)), []
+    columns = max(seen.mask.shape[1] + len(sinks), sinks.shape[1])
+    step, out = max(1, _SCORES // (columns * widest)), []
     for first in range(0, len(q), step):
         part = slice(first, first + step)
         mask = seen.mask[part]
@@ -70,11 +68,14 @@ def attend_latent_window(
         # A slot that was never written may hold NaN, which a weight of 0 would not remove.
         read.masked_fill_(~(mask if own else mask.any(dim=0))[..., None], 0)
         keys = torch.cat((sinks.expand(*read.shape[:-2], -1, -1), read), dim=-2)
-        scores = (queries[part] @ keys.mT).float() * attention.scale
+        plain = (q[part, :, :nope].transpose(0, 1) @ keys_up).transpose(0, 1)
+        queries = torch.cat((plain, q[part, :, nope:]), dim=-1)
+        scores = (queries @ keys.mT).float() * attention.scale
         scores[..., len(sinks) :].masked_fill_(~mask[:, None], -torch.inf)
         if attention.lost is not None:
             lost = attention.lost[:, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat((scores, lost), dim=-1)
         shares = scores.softmax(dim=-1)[..., : keys.shape[-2]].to(q.dtype)
-        out.append(shares @ keys[..., :latent])
-    return (torch.cat(out).transpose(0, 1) @ values_up.mT).transpose(0, 1)
+        summed = shares @ keys[..., :latent]
+        out.append((summed.transpose(0, 1) @ values_up.mT).transpose(0, 1))
+    return torch.cat(out)
