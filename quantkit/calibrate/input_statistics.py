@@ -23,7 +23,7 @@ from quantkit.calibrate.ranks import BatchParallel, Ranks
 from quantkit.calibrate.sublayer import LayerWeights, RoutedTokens, RoutingRecorder, Sublayer
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.weights import ExpertsOp
-from quantkit.quant.tensor_cores import sample_linear, sample_products
+from quantkit.quant.tensor_cores import add_sample_product_, sample_linear, sample_products
 
 PANEL = 1024
 """Rows of a Hessian summed together. A Hessian is symmetric, so columns to the right of a panel's
@@ -232,7 +232,7 @@ class DriftAccumulator:
         if module not in sums:
             sums[module] = x.new_zeros(lost.shape[1], x.shape[1])
         for rows in own_panels(lost.shape[1], self._ranks):
-            sums[module][rows].addmm_(lost[:, rows].t(), x)
+            add_sample_product_(sums[module][rows], lost[:, rows], x)
 
     def add_held_out(self, module: str, o: Tensor, lost: Tensor | None = None) -> None:
         """o: its input on the original path, held-out tokens; lost: as in `add_original`."""

@@ -3,10 +3,10 @@ TF32, which has float32's range and 11 bits, sums in float32; on a CPU that mult
 in BF16, sums in float32.
 
 The results are estimates from a sample of tokens anyway, or are served in 16 bits. In BF16 on a
-CPU, too: the paths of calibration tokens, the sums in a Hessian, the cost of errors in the residual stream
-(`sample_products`), and large products of errors in GPTQ and descent. Other arithmetic of GPTQ and
-descent uses TF32 on a GPU and float32 on a CPU (`tensor_core_products`). Routers, scale verification
-and the paths of held-out tokens, which are compared, use full float32.
+CPU, too: the paths of calibration tokens, the sums in a Hessian, the cost of errors in the residual
+stream (`sample_products`, `sample_linear`), and large products of errors in GPTQ and descent. Other
+arithmetic of GPTQ and descent uses TF32 on a GPU and float32 on a CPU (`tensor_core_products`).
+Routers, scale verification and the paths of held-out tokens, which are compared, use full float32.
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,18 @@ def sample_products() -> Iterator[None]:
 @sample_products()
 def sample_linear(x: Tensor, w: Tensor) -> Tensor:
     """x [..., K] @ w [N, K]^T of calibration tokens."""
+    if _rounds_itself(x, w.shape[0]):
+        return F.linear(x.bfloat16(), w.bfloat16()).float()
     return F.linear(x, w)
+
+
+@sample_products()
+def add_sample_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out [M, N] plus a [T, M]^T @ b [T, N] of calibration tokens, in place."""
+    if _rounds_itself(a.t(), b.shape[1]):
+        out += a.bfloat16().t() @ b.bfloat16()
+    else:
+        out.addmm_(a.t(), b)
 
 
 def error_product(a: Tensor, b: Tensor) -> Tensor:
@@ -93,10 +104,22 @@ def _uses_bf16(a: Tensor, b: Tensor) -> bool:
     )
 
 
-@cache
+def _rounds_itself(a: Tensor, columns: int) -> bool:
+    """Whether operands of a product a [..., M, K] @ b [K, N] are best rounded to BF16 before it:
+    oneDNN rounds those of a float32 product for AMX alone, and takes twice as long without. The
+    result is then rounded, too."""
+    large = a.numel() * columns >= LARGE
+    return a.device.type == "cpu" and large and _has_bf16() and not _has("amx_bf16")
+
+
 def _has_bf16() -> bool:
     """Whether this CPU has BF16 multiplication."""
+    return _has("avx512_bf16") or _has("amx_bf16")
+
+
+@cache
+def _has(instructions: str) -> bool:
     known = (
         torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     )  # missing in older versions of PyTorch
-    return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
+    return bool(known.get(instructions))

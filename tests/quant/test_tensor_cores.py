@@ -9,6 +9,7 @@ from quantkit.quant import tensor_cores
 from quantkit.quant.tensor_cores import (
     LARGE,
     add_error_product_,
+    add_sample_product_,
     error_product,
     sample_linear,
     sample_products,
@@ -48,6 +49,29 @@ def test_products_of_calibration_tokens_have_float32_sums():
     rounded, exact = a.bfloat16().double() @ b.bfloat16().double(), a.double() @ b.double()
     assert min((product - one).abs().max() for one in (rounded, exact)) < 1e-4
     assert (a @ b - exact).abs().max() < 1e-4, "no longer than wanted"
+
+
+@pytest.mark.parametrize(("known", "rounds"), [
+    (("avx512_bf16",), True), (("avx512_bf16", "amx_bf16"), False), ((), False)])  # fmt: skip
+def test_operands_are_rounded_before_where_a_processor_has_bf16_and_no_tiles(
+    known, rounds, monkeypatch
+):
+    """oneDNN would not round them there; the result has 8 bits then, and sums over calls 24."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (
+        torch.randn(1024, 256, generator=generator),
+        torch.randn(256, 256, generator=generator),
+    )
+    assert x.numel() * 256 == LARGE
+    monkeypatch.setattr(tensor_cores, "_has", lambda name: name in known)
+    rounded = x.bfloat16() @ w.bfloat16().t()
+    assert torch.equal(sample_linear(x, w), rounded.float()) == rounds
+    torch.testing.assert_close(sample_linear(x, w), x @ w.t(), rtol=2**-7, atol=0.3)
+    total = torch.ones(256, 256)
+    add_sample_product_(total, x, x)
+    torch.testing.assert_close(total, 1 + x.t() @ x, rtol=2**-7, atol=0.6)
+    small = sample_linear(x[:8], w)
+    torch.testing.assert_close(small, x[:8] @ w.t(), rtol=0, atol=0.5)
 
 
 def test_large_products_of_a_processor_are_in_bf16_where_it_has_them(monkeypatch):
