@@ -366,7 +366,9 @@ def kept_grids(
         what = (
             f"--preset {mixture.preset}" if mixture.preset else f"--keep {','.join(mixture.keep)}"
         )
-        raise QuantkitError(f"{what} leaves no linear of this model to quantize", "keep less")
+        raise QuantkitError(
+            f"{what} leaves no linear of this model to quantize", f"leave {what.split()[0]} out"
+        )
     return found
 
 

@@ -82,6 +82,16 @@ inspect QUANT --engine nope -> inspect QUANT --engine vllm
 serve BARE --device cpu --tool-parser nope -> serve BARE --device cpu --tool-parser hermes
 convert QUANT NEW --format nope -> convert QUANT NEW --format gptq
 compare RUN -> compare RUN <RUN>
+quantize LLAMA --scheme rtn-w4a16 --memory 1MB --out NEW -> --memory 0.5GiB
+quantize LLAMA --preset experts-only --scheme rtn-w4a16 --out NEW -> no --preset
+deploy QUANT --engine vllm --layout one-box --devices 1 --boxes 2 -> no --boxes | --boxes 1
+deploy MIXQ --engine vllm --devices 3 -> --devices 1
+deploy MIXQ --engine vllm --layout two-boxes --boxes 3 -> --layout one-box --boxes 1 --devices 1
+place tiny-r1 --counts COUNTS --devices 3 --engine sglang -> --redundant 2
+place tiny-r1 --counts COUNTS --devices 4 --redundant 100 --engine sglang -> --redundant 48
+run LLAMA --raw --max-new-tokens 2 --prompt a --tp 3 -> --tp 2
+serve LLAMA --device cpu --cache-tokens 10 --max-model-len 500 -> --cache-tokens <512> | --max-model-len <32>
+convert QUANT NEW --dtype int3 -> convert QUANT NEW --dtype bf16
 regrade YOURS -> regrade <RUN>
 deploy QUANT --engine vllm --format nope -> deploy QUANT --engine vllm --format slurm
 run NEW --raw --prompt a --max-new-tokens 2 -> run tiny-r1 --raw --prompt a --max-new-tokens 2
@@ -102,7 +112,10 @@ def folders(tmp_path_factory):
     made = {
         **{name: write_llama(folder / name.lower()) for name in ("LLAMA", "BARE", "ODD")},
         "MIX": make_model.write_dense(folder / "mix", config, make_model.random_tensors(config)),
-        **{name: folder / name.lower() for name in ("YOURS", "QUANT", "DONE", "RUN")},
+        **{
+            name: folder / name.lower()
+            for name in ("YOURS", "QUANT", "DONE", "RUN", "MIXQ", "COUNTS")
+        },
         "TEXT": folder / "text.txt",
         "SMALL": folder / "small.yaml",
     }
@@ -121,9 +134,11 @@ def folders(tmp_path_factory):
     )
     made["YOURS"].mkdir()
     (made["YOURS"] / "notes").write_text("mine")
-    for name in ("QUANT", "DONE"):
-        scheme = ("--scheme", "rtn-w4a16")
-        assert not command("quantize", str(made["LLAMA"]), *scheme, "--out", str(made[name])).code
+    for source, name in (("LLAMA", "QUANT"), ("LLAMA", "DONE"), ("MIX", "MIXQ")):
+        given = (str(made[source]), "--scheme", "rtn-w4a16", "--out", str(made[name]))
+        assert not command("quantize", *given).code
+    counted = ("--text", str(made["TEXT"]), "--limit", "1", "--count-experts", str(made["COUNTS"]))
+    assert not command("ppl", "tiny-r1", "--seq-len", "64", *counted).code
     run = ("--tasks", "tiny-math", "--limit", "2", "--max-tokens", "4", "--out", str(made["RUN"]))
     assert not command("eval", "tiny-r1", *run).code
     return made
