@@ -133,8 +133,9 @@ def _answer(engine: Any, ids: list[int], params: Any, json_: bool) -> str:
         )
     else:
         out.print()
+        speed = tokens / seconds
         console.notify(
-            f"{tokens} token{'s' * (tokens != 1)}, {tokens / seconds:.0f} tokens/s, "
+            f"{tokens} token{'s' * (tokens != 1)}, {speed:.{int(speed < 10)}f} tokens/s, "
             f"{completion.finish_reason}{_acceptance(engine)}"
         )
     return str(completion.text)

@@ -127,6 +127,8 @@ def check_consent(works: list[TaskRun], options: GradingOptions, notice: Notice)
         raise QuantkitError(
             f"{', '.join(judged)} is judged by a model", "name its server with --judge"
         )
+    if options.judge is not None and not judged:
+        raise QuantkitError("none of these tasks is judged by a model", "leave --judge out")
     names = [work.setting.task.name for work in works if work.grader.runs_code]
     if not names:
         return

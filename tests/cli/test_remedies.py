@@ -66,6 +66,7 @@ eval LLAMA --tasks tiny-math --limit 1 --max-tokens 4 --sequential -> --baseline
 eval LLAMA --tasks tiny-math --plan -> --accuracy <0.5> | --baseline <RUN>
 eval LLAMA --tasks tiny-math --limit 1 --max-tokens 4 --format nope --out NEW -> --format evalscope
 eval LLAMA --tasks tiny-math --limit 1 --max-tokens 4 --format evalscope -> --out <NEW>
+eval LLAMA --tasks tiny-math --limit 1 --max-tokens 4 --judge http://127.0.0.1:9 -> no --judge
 eval LLAMA --tasks tiny-math --limit 1 --max-tokens 4 --repeats 2 --temperature 0 -> --repeats 1 | --temperature <0.5>
 bench LLAMA --input-len 5000 --output-len 4 --concurrency 1 --requests 1 -> --input-len <8>
 bench LLAMA --input-len 8 --output-len 5000 --concurrency 1 --requests 1 -> --output-len <4>

@@ -153,15 +153,15 @@ def _in_range(fields: Row, dates: Dates) -> bool:
 def _find_files(names: list[str], source: DataSource, data_dir: Path | None) -> list[Path]:
     """The file of a source, or all files of the first name with a * that matches; empty where
     there is none."""
-    if source.builtin is not None:
-        return [asset("eval", *source.builtin.split("/"))]
-    if data_dir is None:
-        return []
-    if not data_dir.is_dir():
+    if data_dir is not None and not data_dir.is_dir():
         raise QuantkitError(
             f"{data_dir} is not a directory",
             "give --data-dir a directory that holds the tasks' files",
         )
+    if source.builtin is not None:
+        return [asset("eval", *source.builtin.split("/"))]
+    if data_dir is None:
+        return []
     for name in names:
         found = (
             sorted(data_dir.glob(name))
