@@ -5,14 +5,16 @@ chip, whose pipes run apart, comes to the same is what is checked. A clock per p
 holds how many instructions of every pipe have ended by then; flags, barriers and flags between
 cores alone move it on. Two instructions that touch a byte, one of them writing, of which neither is
 known to have ended before the other began, are a Fault; so are a byte that nothing wrote, memory
-outside a buffer, and a flag that is set twice or waited for in vain. Instructions of one pipe are
-in no order without a barrier, as in the compiler's own model.
+outside a buffer, less room for intermediate results than an instruction takes, and a flag that is
+set twice or waited for in vain. Instructions of one pipe are in no order without a barrier, as in
+the compiler's own model.
 
 Not in a form, so not here: L0A and L0B, which the cube's product fills by itself, and the order of a
 sum, which is that of the lowered form, first to last.
 """
 
 import ctypes
+import math
 import operator
 import re
 from collections import defaultdict, deque
@@ -108,6 +110,7 @@ class View:
         return values
 
     def put(self, values: Any) -> None:
+        require(np.shape(values) == self.sizes, f"{np.shape(values)} in {self}")
         if self.element == "i1":
             values = np.packbits(values, bitorder="little")
         elif self.element == "bf16":
@@ -242,11 +245,56 @@ def arange(core: Core, target: View, first: int, step: int) -> None:
     core.run("V", [], [target], lambda: target.put(values))
 
 
-def vector(count: int, compute: Callable[..., Any]) -> Instruction:
+# Elements that intermediate results take, as the compiler's source has them (AscendNPU-IR, extra
+# buffers of HIVM's operations).
+def block(view: View) -> int:
+    return chip.BURST // DTYPES[view.element].itemsize
+
+
+def of_columns(inputs: Sequence[Any], target: View) -> int:
+    """Where the second operand is a column: a block a row, rows by eights."""
+    if len(target.sizes) > 1 and inputs[1].sizes[-1] < target.sizes[-1]:
+        return -(-target.sizes[-2] // 8) * 8 * block(target)
+    return 0
+
+
+def of_numbers(inputs: Sequence[Any], target: View) -> int:
+    """A block for each operand that is a number."""
+    return block(target) * sum(not isinstance(one, View) for one in inputs)
+
+
+def of_choices(inputs: Sequence[Any], target: View) -> int:
+    return block(target) + of_numbers(inputs, target)
+
+
+def of_reduced(source: View, axes: str) -> int:
+    """As many as the source, or one part of it where the parts, fewer than halvings, are taken one
+    by one; of rows, none if an instruction takes one whole."""
+    *rows, width = source.sizes
+    if axes.endswith("a"):
+        halvings = rows[-1].bit_length() - 1
+        by_parts = axes == "ara" and halvings > rows[0]
+        return math.prod(source.sizes[by_parts:])
+    require("f" in source.element and width >= block(source), f"unknown sum of {source}")
+    at_once = 8 * block(source)
+    return 0 if width <= at_once else math.prod(rows) * max(at_once, width // 2)
+
+
+def vector(
+    count: int, compute: Callable[..., Any], needed: Callable[..., int] = of_columns
+) -> Instruction:
     """Of so many operands: then comes the result, then intermediate results."""
 
     def instruction(core: Core, *operands: Any) -> None:
         inputs, (target, *rest) = operands[:count], operands[count:]
+        for one in inputs:
+            if isinstance(one, View):
+                alike = [size in (1, wanted) for size, wanted in zip(one.sizes, target.sizes)]
+                fits = len(one.sizes) == len(target.sizes) and all(alike)
+                require(fits, f"{one} for {target}")
+        if rest:
+            fits = math.prod(rest[0].sizes) >= needed(inputs, target)
+            require(fits, f"no room in {rest} for {inputs}")
 
         def run() -> None:
             first = inputs[0].get()
@@ -268,12 +316,16 @@ def reduced(combine: Callable[[Any, Any], Any], axes: str) -> Instruction:
     """axes: which are reduced, r, and which are kept, a."""
 
     def instruction(core: Core, source: View, target: View, rest: View, initial: Any) -> None:
+        fits = math.prod(rest.sizes) >= of_reduced(source, axes)
+        require(fits, f"no room in {rest} for {source}")
+
         def run() -> None:
             values = np.moveaxis(source.get(), axes.index("r"), 0)
             total = np.full(values.shape[1:], initial, values.dtype)
             for one in values:
                 total = combine(one, total)
             rest.ruin()
+            require(total.size == math.prod(target.sizes), f"{total.shape} in {target}")
             target.put(total.reshape(target.sizes))
 
         core.run("V", [source], [target, rest], run)
@@ -322,13 +374,14 @@ def product(core: Core, a: View, b: View, first: int, m: int, k: int, n: int, c:
             core.set_flag("MTE1", "MTE2", given)
     np.maximum(core.clocks["M"], core.ended("MTE1"), out=core.clocks["M"])
     left, right = (one.astype(DTYPES[c.element]) for one in operands)
-    require(m <= len(left) and left.shape[1] == k == len(right), f"product {m} {k} {n}")
+    across, down, rows, columns = c.sizes
+    fits = m <= len(left) == down * rows and left.shape[1] == k == len(right)
+    require(fits and right.shape[1] == n == across * columns, f"product {m} {k} {n} in {c}")
 
     def run() -> None:
         total = np.zeros((len(left), n), left.dtype) if first else plain(c.get())
         for one in range(k):
             total = total + left[:, one, None] * right[one]
-        across, down, rows, columns = c.sizes
         c.put(total.reshape(down, rows, across, columns).transpose(2, 0, 1, 3))
 
     core.run("M", [] if first else [c], [c], run)
@@ -362,7 +415,6 @@ BINARY = {
 SCALAR = {
     "adds": operator.add,
     "muls": operator.mul,
-    "div": operator.truediv,
     "maxs": np.maximum,
     "shls": operator.lshift,
     "shrs": operator.rshift,
@@ -380,13 +432,14 @@ TABLE: dict[str, Callable[[str], Instruction]] = {
     rf"vcast_{KIND}_to_{KIND}_1d_with_mode": lambda _: cast,
     rf"v({'|'.join(BINARY)})_[123]d_{KIND}": lambda name: vector(2, BINARY[name]),
     rf"v({'|'.join(SCALAR)})_vs_1d_{KIND}": lambda name: vector(2, SCALAR[name]),
+    rf"vdiv_vs_1d_{KIND}": lambda _: vector(2, operator.truediv, of_numbers),
     rf"(?:enablevc_)?reduce_sum_(r|ra|ar|ara)_{KIND}": lambda axes: reduced(operator.add, axes),
     rf"(?:enablevc_)?reduce_max_(r)_{KIND}": lambda axes: reduced(np.fmax, axes),
     rf"vabs_1d_{KIND}": lambda _: vector(1, abs),
     rf"vexp_1d_{KIND}": lambda _: vector(1, expf()),
     rf"vnot_1d_{KIND}": lambda _: vector(1, np.invert),
     rf"vcmp_eq_1d_{KIND}": lambda _: vector(2, operator.eq),
-    rf"vsel_v[vs]_1d_(?:bool_)?{KIND}": lambda _: vector(3, np.where),
+    rf"vsel_v[vs]_1d_(?:bool_)?{KIND}": lambda _: vector(3, np.where, of_choices),
     rf"arange_1d_{KIND}": lambda _: arange,
 }
 
