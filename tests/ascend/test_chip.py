@@ -14,6 +14,12 @@ def test_block_rows():
     assert [chip.block_rows(m) for m in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 128]
 
 
+def test_what_a_step_holds_in_the_cubes_buffers():
+    """Of 4-bit weights half a span in 16 bits, both halves twice in L1."""
+    assert chip.cube_bytes("int4", 16) == {"L0A": 2048, "L0B": 8192, "L0C": 4096, "L1": 40960}
+    assert chip.cube_bytes("int8", 16) == {"L0A": 2048, "L0B": 16384, "L0C": 8192, "L1": 36864}
+
+
 @pytest.mark.parametrize("n", [64, 100])
 def test_nibbles_come_back(n):
     codes = torch.randint(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from quantkit_kernels import backends, torch_npu
-from quantkit_kernels.torch_npu import machine
+from quantkit_kernels.torch_npu import calls, machine
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_what_keeps_an_npu_from_being_used(npu, monkeypatch):
     assert f"{card} may not be opened: join" in said()
     monkeypatch.undo()
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
-    assert "torch_npu is not installed: install quantkit-llm[ascend]" in said()
+    assert "torch_npu is not installed: pip install torch_npu" in said()
 
 
 HERE = {"torch": "2.10.0+cpu", "torch_npu": "2.10.0.post4", "cann": "9.1.0", "processor": "aarch64"}
@@ -127,6 +127,14 @@ def test_an_operator_that_cann_has_not_falls_back(cann, runs, monkeypatch):
     assert torch_npu.unusable("mla_decode", npu, None, ()) is None
     served = backends.serving("mla_prolog", "auto", npu)
     assert served == ("torch_npu" if runs else "reference")
+
+
+def test_the_cubes_own_layout_is_allowed_before_it_is_asked_for(monkeypatch):
+    config = SimpleNamespace(allow_internal_format=False)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(config=config))
+    monkeypatch.setattr(calls, "call", lambda name, *_: (name, config.allow_internal_format))
+    weight: Any = SimpleNamespace(device=SimpleNamespace(type="npu"))
+    assert calls.format_cast_nz(weight) == ("npu_format_cast", True)
 
 
 def test_what_is_missing_is_named(tmp_path):

@@ -185,6 +185,16 @@ def test_a_call_that_breaks_a_rule_is_not_made(called):
     assert called == []
 
 
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [("linear_int8", "npu_format_cast"), ("experts_int4", "npu_grouped_matmul")],
+)
+def test_an_operator_that_does_not_run_is_named(operator, name, monkeypatch):
+    monkeypatch.setattr(torch_npu, "has_kernel", lambda one, device: one != name)
+    reason = torch_npu.unusable(operator, torch.device("cpu"), None, ())
+    assert reason == f"{name} does not run on cpu"
+
+
 def test_unusable_names_the_reason():
     cpu = torch.device("cpu")
     assert "bfloat16 and float16" in (
