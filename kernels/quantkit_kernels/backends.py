@@ -272,9 +272,9 @@ def serving_gates(
     whole layer of them, where that one's do not."""
     first = _first(backend, device)
     chosen = serving(f"linear_{kind}", first, device, dtype, shapes)
-    if device.type != "cuda" or _computes_gates(chosen, kind) or first == "reference":
+    if device.type != "cuda" or computes_gates(chosen, kind) or first == "reference":
         return chosen
-    able = (name for name in _candidates(f"experts_{kind}", device) if _computes_gates(name, kind))
+    able = (name for name in _candidates(f"experts_{kind}", device) if computes_gates(name, kind))
     return next(
         (
             name
@@ -285,7 +285,7 @@ def serving_gates(
     )
 
 
-def _computes_gates(backend: str, kind: str) -> bool:
+def computes_gates(backend: str, kind: str) -> bool:
     """Whether a backend's kernels compute a whole layer of such experts."""
     found = module(backend)
     return hasattr(found, "gated_experts_layout") and kind not in getattr(

@@ -212,7 +212,7 @@ class ExpertsBuilder:
             )
         elif plain:
             layout = found.experts_layout(self.num_experts, gate, down, self._dtype, target)
-        elif hasattr(found, "gated_experts_layout"):
+        elif backends.computes_gates(name, kind(gate)):
             layout = found.gated_experts_layout(
                 self.num_experts, gate, down, self._dtype, target, self._gating
             )

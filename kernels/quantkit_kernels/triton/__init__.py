@@ -129,6 +129,6 @@ def gated_experts_layout(
     gating: Gating,
 ) -> ExpertsLayout:
     announce(device)
-    if kind(gate) in UNGATED_KINDS or not gating.is_formula:
+    if not gating.is_formula:
         return LoopLayout(num_experts, linear, dtype, device, "triton", gating)
     return TritonExpertsLayout(num_experts, gate, dtype, device, gating)

@@ -413,7 +413,7 @@ class ExecutorWeights:
         )
         return (
             found
-            if hasattr(backends.module(found), "gated_experts_layout")
+            if backends.computes_gates(found, kind(gate))
             else self._backend("linear", gate, down)
         )
 
