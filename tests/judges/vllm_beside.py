@@ -41,7 +41,6 @@ CELLS = (
     "4096x32,1024x32,gap,1024x64,128x64,128x8,128x32,4096x8,1024x8,1024x1,4096x1,128x1,"
     "16000x1,16000x8,4096x64,16000x32,16000x64"
 )
-FIRST_PORT = 19100
 USERS, OUTPUT = 64, 64
 WARM = ((128, 64), (1024, 8), (4096, 1), (16000, 1))
 """Tokens and users of rounds that are not counted: what a server compiles for its first requests is
@@ -52,8 +51,12 @@ PEER_WARM = tuple(
 """More of them for experts at vLLM: their Triton kernel is compiled for every size of its table, and
 again where 16 does not divide the number of tokens."""
 WARM_S = 90.0
-PEER_OPTIONS = {"qwen3-next-80b": "--gdn-prefill-backend triton"}
-"""Where vLLM by itself takes FlashInfer, which is not there."""
+PEER_OPTIONS = {
+    "qwen3-next-80b": "--gdn-prefill-backend triton",
+    "glm-4.5-air": "--dtype float16",
+}
+"""Where vLLM by itself takes FlashInfer, which is not there, and where its kernel of AWQ for inputs
+that 128 does not divide knows float16 alone."""
 ROUNDS, LONG_S = 3, 1.6
 """Rounds of a cell, and after how many seconds of them no further one begins."""
 ANSWERS, ANSWER_INPUT, ANSWER_OUTPUT, ARRIVING = 32, 1024, 512, 16000
@@ -260,7 +263,7 @@ def run(cases, asked):
     for engine in asked.engines:
         until = time.monotonic() + asked.seconds
         servers = {
-            case: start(engine, case, FIRST_PORT + number, asked)
+            case: start(engine, case, asked.first_port + number, asked)
             for number, case in enumerate(cases)
         }
         begun = list(servers.values())
@@ -305,6 +308,7 @@ def main():
     add("--cache-tokens", type=int, default=0, help="of each server, where several share a card")
     add("--layers", type=int, default=0, help="of the models; all by default")
     add("--device", default="cuda")
+    add("--first-port", type=int, default=19100, help="of servers, one each")
     add("--wait", type=float, default=150, help="seconds that servers may take to come up")
     add("--seconds", type=float, default=3600, help="of an engine: no further cell is measured")
     asked = parser.parse_args()
