@@ -26,7 +26,6 @@ from quantkit.evaluation.results.report import write_results
 from quantkit.evaluation.results.stored import read_journal_head, read_results
 from quantkit.evaluation.results.task_results import EvalResults, TaskResult
 from quantkit.evaluation.run import check_consent, check_export, sandbox_level
-from quantkit.evaluation.tasks.definitions import find_task, protocols
 
 _MUST_MATCH = ("prompt", "system", "shots", "data", "generation")
 
@@ -84,21 +83,7 @@ def _prepare(
         1 if generation["temperature"] == 0 else None
     )  # `prepare` refuses repeated greedy runs
     name = request.get("task", facts["task"])
-    evalscope = find_task(name).protocols.get("evalscope")
-    # `report` asked as evalscope 1.14.1 does until it asked as 1.0.1 did.
-    is_old = facts["protocol"] == "report" and evalscope and evalscope.prompt == facts["prompt"]
-    work = prepare(
-        name,
-        "evalscope" if is_old else facts["protocol"],
-        folder,
-        None,
-        repeats,
-        generation,
-        facts["seed"],
-    )
-    if is_old:
-        update = {"protocol": "report", "thinking": protocols()["report"].thinking}
-        work = replace(work, setting=work.setting.model_copy(update=update))
+    work = prepare(name, facts["protocol"], folder, None, repeats, generation, facts["seed"])
     if changed := [name for name in _MUST_MATCH if work.facts[name] != facts[name]]:
         raise QuantkitError(
             f"{', '.join(changed)} of {facts['task']} changed since the replies in {path} were made",

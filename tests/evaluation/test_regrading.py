@@ -3,15 +3,12 @@
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 from replay_server import ReplayServer
 from two_runs import TASK, write_runs
 
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation import regrading
-from quantkit.evaluation.generation import prepare
 from quantkit.evaluation.options import EvaluateOptions, RegradeOptions
 from quantkit.evaluation.regrading import regrade
 from quantkit.evaluation.results.baseline import compare_runs, write_page
@@ -63,15 +60,6 @@ def test_replies_to_something_else_are_refused(runs, file, old, new, named):
     (runs / file).write_text((runs / file).read_text().replace(old, new))
     with pytest.raises(QuantkitError, match=f"{named} of sums changed since"):
         regrade(runs / "good")
-
-
-def test_a_run_of_the_report_before_it_asked_as_1_0_1_is_graded():
-    rows = Path(__file__).parent / "grading" / "rows"
-    facts = prepare("aime24", "evalscope", rows, None, None, None, 0).facts
-    facts |= {"protocol": "report", "generation": facts["generation"] | {"temperature": 0.6}}
-    work = regrading._prepare(rows, facts, {}, rows)
-    assert (work.setting.protocol, work.setting.thinking) == ("report", True)
-    assert work.facts["prompt"] == facts["prompt"]
 
 
 def test_data_that_moved_are_found(runs):

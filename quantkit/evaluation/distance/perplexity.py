@@ -27,8 +27,8 @@ from quantkit.common.model_files import read_json
 from quantkit.evaluation.distance.documents import Window, read_documents, sliding_windows
 from quantkit.evaluation.distance.quality import (
     Quality,
+    Sums,
     TextProgress,
-    TokenSums,
     add_layers,
     add_tokens,
     summarize,
@@ -126,7 +126,7 @@ def _score(
         )
         traced = open_traced(path, device, backend, options.cache)
         counter = make_expert_counter(traced) if options.count_experts is not None else None
-        sums, done, total = TokenSums(), 0, sum(len(window.ids) for window in windows)
+        sums, done, total = Sums(), 0, sum(len(window.ids) for window in windows)
         for number, batch in enumerate(batches):
             trace = traced([window.ids for window in batch])
             theirs = _read(Path(folder), number, traced.device) if head is not None else None

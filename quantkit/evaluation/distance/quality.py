@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -85,16 +85,10 @@ class Quality(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Metrics that do not apply are omitted."""
-        names = (
-            "ppl tokens documents accuracy baseline_ppl baseline_accuracy kl kl_stderr top1_agree "
-            "expert_agree named_share"
-        )
-        found: dict[str, Any] = {
-            name: value for name in names.split() if (value := getattr(self, name)) is not None
-        }
-        found |= {"intervals": self.intervals} if self.intervals else {}
-        found |= {"layer_errors": self.layer_errors} if self.layer_errors else {}
-        found |= {"positions": [asdict(one) for one in self.positions]} if self.positions else {}
+        found = {name: value for name, value in vars(self).items() if value not in (None, [], {})}
+        found.pop("expert_counts", None)
+        if self.positions:
+            found["positions"] = [asdict(one) for one in self.positions]
         return found | ({"greedy": asdict(self.greedy)} if self.greedy else {})
 
     def rows(self) -> list[dict[str, Any]]:
@@ -182,49 +176,32 @@ _FIRST_RANGE = 64  # tokens of the first range of positions
 _CHUNK = 128  # tokens per block of logits
 
 
-class DocumentScores(NamedTuple):
-    """Of a document's scored tokens: how many, the sum of their negative log-likelihoods, and how
-    many were the likeliest; None where the tokens were sampled."""
-
-    tokens: int
-    nll: float
-    right: int | None
+Scores = dict[str, Tensor]
+"""Of a document's scored tokens, float64 [T] each: `nll`, the negative log-likelihood, and `right`,
+whether it was the likeliest token (absent where a server sampled). With a baseline also its
+`base_nll` and `base_right`, `kl`, and `same`: whether both models have the same likeliest token."""
 
 
 @dataclass
-class TokenSums:
-    """Sums over documents, in float64. model, baseline: scores by document; document_kl: the KL
-    divergence of every token, and document_same: whether both models have the same likeliest one,
-    by document."""
+class Sums:
+    """Scores by document, and sums over tokens by layer."""
 
-    model: list[DocumentScores] = field(default_factory=list)
-    baseline: list[DocumentScores] = field(default_factory=list)
+    documents: list[Scores] = field(default_factory=list)
     same_experts: int = 0
     experts: int = 0
     error: dict[int, float] = field(default_factory=dict)
     norm: dict[int, float] = field(default_factory=dict)
-    document_kl: list[list[float]] = field(default_factory=list)
-    document_same: list[list[bool]] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return sum(one.tokens for one in self.model)
 
 
-def _scores(logs: Tensor, wanted: Tensor) -> Tensor:
-    """Of rows of log-probabilities: the negative one of the wanted token, and whether it is the
-    likeliest, float64 [T, 2]."""
+def _scores(logs: Tensor, wanted: Tensor, prefix: str = "") -> Scores:
+    """Of rows of log-probabilities and the wanted token of each, int64 [T, 1]."""
     right = logs.argmax(dim=-1, keepdim=True) == wanted
-    return torch.cat((-logs.gather(1, wanted).double(), right.double()), dim=1)
-
-
-def _by_document(parts: list[Tensor], windows: list[Window]) -> list[DocumentScores]:
-    each = torch.cat(parts).split([window.scored for window in windows])
-    return [DocumentScores(len(one), float(one[:, 0].sum()), int(one[:, 1].sum())) for one in each]
+    nll = -logs.gather(1, wanted).double()
+    return {f"{prefix}nll": nll[:, 0], f"{prefix}right": right[:, 0].double()}
 
 
 def add_tokens(
-    sums: TokenSums,
+    sums: Sums,
     windows: list[Window],
     trace: Trace,
     head: Callable[[Tensor], Tensor],
@@ -241,10 +218,10 @@ def add_tokens(
     ]
     positions = torch.cat(rows_of).to(device)
     targets = torch.cat([window.ids[window.first :] for window in windows]).to(device)
-    divergences, same, ours, bases = [], list[Tensor](), list[Tensor](), list[Tensor]()
+    parts = list[Scores]()
     for rows, wanted in zip(positions.split(_CHUNK), targets[:, None].split(_CHUNK)):
         logs = head(trace.final[rows]).float().log_softmax(dim=-1)
-        ours.append(_scores(logs, wanted))
+        parts.append(_scores(logs, wanted))
         if theirs is None or their_head is None:
             continue
         base = their_head(theirs.final[rows]).float().log_softmax(dim=-1)
@@ -253,19 +230,18 @@ def add_tokens(
                 f"the vocabularies have {logs.shape[1]} and {base.shape[1]} entries",
                 "compare a model with its original",
             )
-        bases.append(_scores(base, wanted))
         # Rounding can make the sum slightly negative.
-        divergences.append((base.exp() * (base - logs)).sum(dim=-1).double().clamp(min=0))
-        same.append(base.argmax(dim=-1) == logs.argmax(dim=-1))
-    sums.model += _by_document(ours, windows)
-    if divergences:
-        sums.baseline += _by_document(bases, windows)
-        scored = [window.scored for window in windows]
-        sums.document_kl += [part.tolist() for part in torch.cat(divergences).split(scored)]
-        sums.document_same += [part.tolist() for part in torch.cat(same).split(scored)]
+        kl = (base.exp() * (base - logs)).sum(dim=-1).double().clamp(min=0)
+        same = (base.argmax(dim=-1) == logs.argmax(dim=-1)).double()
+        parts[-1] |= _scores(base, wanted, "base_") | {"kl": kl, "same": same}
+    lengths = [window.scored for window in windows]
+    columns = {
+        name: torch.cat([part[name] for part in parts]).cpu().split(lengths) for name in parts[0]
+    }
+    sums.documents += [dict(zip(columns, one)) for one in zip(*columns.values())]
 
 
-def add_layers(sums: TokenSums, ours: Trace, theirs: Trace) -> None:
+def add_layers(sums: Sums, ours: Trace, theirs: Trace) -> None:
     if ours.hidden.keys() != theirs.hidden.keys() or ours.topk_ids.keys() != theirs.topk_ids.keys():
         raise QuantkitError(
             "the model and its baseline have different layers",
@@ -284,56 +260,59 @@ def add_layers(sums: TokenSums, ours: Trace, theirs: Trace) -> None:
         sums.experts += chosen.numel()
 
 
-def summarize(sums: TokenSums) -> Quality:
+def summarize(sums: Sums) -> Quality:
     """The metrics of the sums, compared with the baseline's where there are any."""
-    tokens = [one.tokens for one in sums.model]
-    nll, right = [one.nll for one in sums.model], [one.right for one in sums.model]
-    sampled, total, documents = None in right, sum(tokens), len(tokens)
-    hits = [float(one or 0) for one in right]
-    intervals = {"ppl": _interval(nll, tokens, _exp)}
+    documents = sums.documents
+    tokens = [len(one["nll"]) for one in documents]
+    totals = {name: [float(one[name].sum()) for one in documents] for name in documents[0]}
+
+    def mean(name: str) -> float:
+        return sum(totals[name]) / sum(tokens)
+
+    def change(name: str) -> list[float]:
+        return [one - base for one, base in zip(totals[name], totals[f"base_{name}"])]
+
+    sampled = "right" not in totals
+    intervals = {"ppl": _interval(totals["nll"], tokens, _exp)}
     if not sampled:
-        intervals["accuracy"] = _interval(hits, tokens)
+        intervals["accuracy"] = _interval(totals["right"], tokens)
     found = Quality(
-        _exp(sum(nll) / total), total, documents, None if sampled else sum(hits) / total
+        _exp(mean("nll")), sum(tokens), len(documents), None if sampled else mean("right")
     )
-    if sums.baseline:
-        base = sums.baseline
-        more = [a - one.nll for a, one in zip(nll, base)]
-        gained = [a - (one.right or 0) for a, one in zip(hits, base)]
-        intervals["ppl_ratio"] = _interval(more, tokens, _exp)
+    if "kl" in totals:
+        intervals["ppl_ratio"] = _interval(change("nll"), tokens, _exp)
         if not sampled:
-            intervals["accuracy_change"] = _interval(gained, tokens)
-        kl = [math.fsum(one) for one in sums.document_kl]
+            intervals["accuracy_change"] = _interval(change("right"), tokens)
         found = replace(
             found,
-            baseline_ppl=_exp(sum(one.nll for one in base) / total),
-            baseline_accuracy=None if sampled else (sum(hits) - sum(gained)) / total,
-            kl=sum(kl) / total,
-            kl_stderr=_stderr(kl, tokens) if documents > 1 else None,
-            top1_agree=sum(map(sum, sums.document_same)) / total,
-            positions=_positions(sums),
+            baseline_ppl=_exp(mean("base_nll")),
+            baseline_accuracy=None if sampled else mean("base_right"),
+            kl=mean("kl"),
+            kl_stderr=_stderr(totals["kl"], tokens) if len(documents) > 1 else None,
+            top1_agree=mean("same"),
+            positions=_positions(documents),
             expert_agree=sums.same_experts / sums.experts if sums.experts else None,
             layer_errors=[
                 math.sqrt(sums.error[layer] / sums.norm[layer]) for layer in sorted(sums.error)
             ],
         )
-    return replace(found, intervals=intervals if documents > 1 else {})
+    return replace(found, intervals=intervals if len(documents) > 1 else {})
 
 
-def _positions(sums: TokenSums) -> list[PositionRange]:
+def _positions(documents: list[Scores]) -> list[PositionRange]:
     """Ranges of _FIRST_RANGE tokens, then each as long as all before it, up to the longest
     document; a document counts in the ranges that it reaches."""
-    longest, first, ranges = max(map(len, sums.document_kl)), 0, list[PositionRange]()
+    longest, first, ranges = max(len(one["kl"]) for one in documents), 0, list[PositionRange]()
     while first < longest:
         last = max(2 * first, _FIRST_RANGE)
-        parts = [one[first:last] for one in sums.document_kl if len(one) > first]
-        same = [sum(one[first:last]) for one in sums.document_same]
-        counts = [len(part) for part in parts]
-        kl, tokens = [math.fsum(part) for part in parts], sum(counts)
-        error = _stderr(kl, counts) if len(parts) > 1 else None
+        reached = [one for one in documents if len(one["kl"]) > first]
+        kl = [one["kl"][first:last] for one in reached]
+        sums, counts = [float(part.sum()) for part in kl], list(map(len, kl))
+        tokens, same = sum(counts), sum(float(one["same"][first:last].sum()) for one in reached)
+        error = _stderr(sums, counts) if len(reached) > 1 else None
         ranges.append(
             PositionRange(
-                first + 1, min(last, longest), tokens, sum(kl) / tokens, error, sum(same) / tokens
+                first + 1, min(last, longest), tokens, sum(sums) / tokens, error, same / tokens
             )
         )
         first = last

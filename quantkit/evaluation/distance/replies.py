@@ -10,7 +10,6 @@ others as one outcome; merging outcomes never increases KL (data processing ineq
 result is a lower bound, tight where the returned tokens have nearly all probability.
 """
 
-import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable
@@ -26,11 +25,10 @@ from quantkit.checkpoint.hub import find_model
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.documents import Window
 from quantkit.evaluation.distance.quality import (
-    DocumentScores,
     GreedyPaths,
     Quality,
+    Sums,
     TextProgress,
-    TokenSums,
     summarize,
 )
 from quantkit.evaluation.distance.tracing import open_traced
@@ -160,7 +158,7 @@ def measure_endpoint(
     replies = _replies(path, url, options)
     traced = open_traced(path, options.device, options.backend, options.cache)
     total, done = sum(len(reply.window.ids) for reply in replies), 0
-    sums, named = TokenSums(), 0.0
+    sums, named = Sums(), 0.0
     for reply in replies:
         window = reply.window
         rows = traced([window.ids]).final[window.first - 1 : -1]
@@ -170,7 +168,8 @@ def measure_endpoint(
         named += add_reply(sums, reply, logs, is_baseline)
         done += len(window.ids)
         report(TextProgress("model", done, total))
-    return replace(summarize(sums), named_share=named / sums.tokens)
+    quality = summarize(sums)
+    return replace(quality, named_share=named / quality.tokens)
 
 
 def _replies(path: Path, url: str, options: PerplexityOptions) -> list[ScoredReply]:
@@ -249,25 +248,23 @@ def _scored_reply(
     return ScoredReply(Window(torch.tensor(prompt + ids, dtype=torch.int64), len(prompt)), top, own)
 
 
-def add_reply(sums: TokenSums, reply: ScoredReply, logs: Tensor, is_baseline: bool) -> float:
+def add_reply(sums: Sums, reply: ScoredReply, logs: Tensor, is_baseline: bool) -> float:
     """Add a reply's metrics; returns the probability of the returned tokens, summed over places.
     logs: float32 [reply tokens, vocabulary], of the local model."""
-    divergences, same = list[float](), list[bool]()
-    local_nll, named_mass = 0.0, 0.0
     targets = reply.window.ids[reply.window.first :].tolist()
+    rows, named_mass = list[tuple[float, float, bool]](), 0.0
     for place, (named, target) in enumerate(zip(reply.top, targets)):
         ids, served = torch.tensor(list(named)), torch.tensor(list(named.values())).double()
         theirs, ours = _with_remainder(served), _with_remainder(logs[place, ids].double())
         base, model = (theirs, ours) if is_baseline else (ours, theirs)
-        divergences.append(max(0.0, float((base.exp() * (base - model)).sum())))
-        local_nll -= float(logs[place, target])
-        same.append(int(logs[place].argmax()) == max(named, key=lambda token: named[token]))
+        kl = max(0.0, float((base.exp() * (base - model)).sum()))
+        same = int(logs[place].argmax()) == max(named, key=lambda token: named[token])
+        rows.append((-float(logs[place, target]), kl, same))
         named_mass += min(1.0, float(served.exp().sum()))
-    sides = [DocumentScores(len(targets), nll, None) for nll in (-math.fsum(reply.own), local_nll)]
-    sums.baseline.append(sides[not is_baseline])
-    sums.model.append(sides[is_baseline])
-    sums.document_kl.append(divergences)
-    sums.document_same.append(same)
+    local, kl, same = torch.tensor(rows, dtype=torch.float64).T
+    served = -torch.tensor(reply.own, dtype=torch.float64)
+    nll, base_nll = (local, served) if is_baseline else (served, local)
+    sums.documents.append({"nll": nll, "base_nll": base_nll, "kl": kl, "same": same})
     return named_mass
 
 

@@ -65,10 +65,10 @@ def grade(
             detail=completion.refusal or "",
             measures=_nothing(grader, problem, judge),
         )
-    reply = reasoning.split(completion, thinking_expected)
-    if not reply.finished:
+    answer = reasoning.answer_of(completion, thinking_expected)
+    if answer is None:
         return Grade("unfinished", measures=_nothing(grader, problem, judge))
-    return grader.read(problem, reply.answer, completion.finish_reason == "length", judge)
+    return grader.read(problem, answer, completion.finish_reason == "length", judge)
 
 
 def _nothing(grader: Grader, problem: Problem, judge: MathJudge) -> dict[str, tuple[int, int]]:
@@ -300,7 +300,7 @@ def _read_judged(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Gr
     assert judge.ask is not None
     question = problem.fields["problem"]
     said = judge.ask(_JUDGED.format(question=question, gold=problem.gold, answer=text))
-    letter = re.search(r"\b[ABC]\b", reasoning.split(ModelReply(0, said), False).answer)
+    letter = re.search(r"\b[ABC]\b", reasoning.answer_of(ModelReply(0, said), False) or "")
     if letter is None:
         return Grade("error", detail=f"the judge replied {said[:100]!r}")
     reason = {"A": "right", "B": "wrong", "C": "no-answer"}[letter[0]]

@@ -8,7 +8,6 @@ thinking has no answer, whatever numbers it contains.
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.tokenizer.reasoning_tags import REASONING_TAGS
@@ -28,57 +27,27 @@ _MARK = r"(?:<[|｜][^<>|｜]*[|｜]>|</?s>|\[/?INST\])"
 _MARKS = re.compile(rf"\A(?:\s*{_MARK})+|(?:{_MARK}\s*)+\Z")
 
 
-@dataclass(frozen=True)
-class Reply:
-    """The reasoning, what is said outside of it, and whether the reasoning was closed (or there was
-    none)."""
-
-    thinking: str
-    answer: str
-    finished: bool
-
-
-def split(completion: ModelReply, thinking_expected: bool) -> Reply:
-    """Separate thinking from answer.
+def answer_of(completion: ModelReply, thinking_expected: bool) -> str | None:
+    """What a reply says outside of its reasoning; None where the reasoning never ends.
 
     `thinking_expected` (protocol r1, or a model that was seen to think) decides the one case that
     nothing else does: an endpoint whose template is unknown, a reply cut by the token limit, no tag
     in it. A reasoning model was still thinking then.
     """
-    text = completion.text
-    thinking, answer, inside = _scan(text, inside=completion.think_open is True)
-    if inside:
-        return Reply(text, "", finished=False)
-    if completion.reasoning is not None and not thinking:
-        return Reply(completion.reasoning, text, finished=bool(text.strip()))
-    if (
-        completion.think_open is None
-        and thinking_expected
-        and completion.finish_reason == "length"
-        and not _TAG.search(text)
-    ):
-        return Reply(text, "", finished=False)
-    return Reply(thinking, _MARKS.sub("", answer), finished=True)
-
-
-def _scan(text: str, inside: bool) -> tuple[str, str, bool]:
-    """The text inside and outside of tags, and whether it ends inside. What comes before a closing
-    tag that nothing opened is inside."""
-    thinking, answer, position = "", "", 0
+    text, answer, end = completion.text, "", 0
+    inside = completion.think_open is True
     for match in _TAG.finditer(text):
-        piece, position = text[position : match.start()], match.end()
-        if match["open"]:
-            thinking, answer = (thinking + piece, answer) if inside else (thinking, answer + piece)
-        else:
-            thinking, answer = (
-                (thinking + piece, answer) if inside else (thinking + answer + piece, "")
-            )
-        inside = match["open"] is not None
-    return (
-        (thinking + text[position:], answer, True)
-        if inside
-        else (thinking, answer + text[position:], False)
-    )
+        if match["open"] and not inside:
+            answer += text[end : match.start()]
+        elif not inside:  # nothing opened what this closes: all before it is reasoning
+            answer = ""
+        inside, end = match["open"] is not None, match.end()
+    if completion.reasoning is not None:
+        finished = bool(text.strip())
+    else:
+        is_cut = thinking_expected and completion.finish_reason == "length"
+        finished = completion.think_open is not None or not is_cut or end > 0
+    return _MARKS.sub("", answer + text[end:]) if finished and not inside else None
 
 
 def thinks(replies: Iterable[ModelReply]) -> bool:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.documents import read_documents
 from quantkit.evaluation.distance.perplexity import measure
-from quantkit.evaluation.distance.quality import DocumentScores, TokenSums, summarize
+from quantkit.evaluation.distance.quality import Sums, summarize
 from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
@@ -243,14 +243,17 @@ def test_intervals_hold_the_mean_as_often_as_they_say():
     draw, held = random.Random(7), {"ppl": 0, "accuracy": 0, "ppl_ratio": 0, "accuracy_change": 0}
     truth = {"ppl": math.exp(2.0), "accuracy": 0.4, "ppl_ratio": math.exp(0.05)}
     for _ in range(400):
-        sums = TokenSums(document_kl=[[0.0]] * 40, document_same=[[True]] * 40)
+        sums = Sums()
         for _ in range(40):
             tokens, own, share = draw.randint(5, 60), draw.gauss(2.0, 0.3), draw.uniform(0.2, 0.6)
             hits = [draw.random() < share for _ in range(tokens)]
             base = [hit != (draw.random() < 0.02) for hit in hits]
             more = draw.gauss(0.05, 0.05)
-            sums.model.append(DocumentScores(tokens, own * tokens, sum(hits)))
-            sums.baseline.append(DocumentScores(tokens, (own - more) * tokens, sum(base)))
+            columns = {"nll": [own] * tokens, "base_nll": [own - more] * tokens, "right": hits}
+            columns |= {"base_right": base, "kl": [0] * tokens, "same": [1] * tokens}
+            sums.documents.append(
+                {name: torch.tensor(row).double() for name, row in columns.items()}
+            )
         change = 0.4 - (0.4 * 0.98 + 0.6 * 0.02)
         for name, (low, high) in summarize(sums).intervals.items():
             held[name] += low < (truth | {"accuracy_change": change})[name] < high
@@ -259,12 +262,11 @@ def test_intervals_hold_the_mean_as_often_as_they_say():
 
 def test_kl_along_the_text_is_that_of_the_documents_which_reach_so_far():
     """Three documents whose KL grows with the token's number, the last of 200 tokens."""
-    sums = TokenSums(
-        model=[DocumentScores(n, 0.0, n) for n in (10, 100, 200)],
-        baseline=[DocumentScores(n, 0.0, n) for n in (10, 100, 200)],
-        document_kl=[[float(place) for place in range(n)] for n in (10, 100, 200)],
-        document_same=[[place < 128 for place in range(n)] for n in (10, 100, 200)],
-    )
+    sums = Sums()
+    for length in (10, 100, 200):
+        places = torch.arange(length, dtype=torch.float64)
+        rest = dict.fromkeys(("nll", "base_nll", "right", "base_right"), torch.zeros(length))
+        sums.documents.append({"kl": places, "same": (places < 128).double()} | rest)
     first, second, third = summarize(sums).positions
     assert (first.first, first.last, first.tokens) == (1, 64, 138)
     assert (second.first, second.last, second.tokens) == (65, 128, 36 + 64)

@@ -16,7 +16,7 @@ from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.documents import Window
 from quantkit.evaluation.distance.perplexity import measure
-from quantkit.evaluation.distance.quality import TokenSums
+from quantkit.evaluation.distance.quality import Sums
 from quantkit.evaluation.distance.replies import (
     TOP,
     ScoredReply,
@@ -128,9 +128,9 @@ def test_the_divergence_is_a_lower_bound_that_named_tokens_close() -> None:
             for row, (one, target) in enumerate(zip(top, (1, 2, 3, 4)))
         ]
         own = [float(theirs[row, row + 1]) for row in range(4)]
-        sums = TokenSums()
+        sums = Sums()
         add_reply(sums, ScoredReply(window, top, own), logs, is_baseline=True)
-        (found[named],) = sums.document_kl
+        (found[named],) = (one["kl"].tolist() for one in sums.documents)
     for row in range(4):
         assert found[2][row] <= found[TOP][row] + 1e-6
         assert found[TOP][row] <= exact[row] + 1e-6
