@@ -111,7 +111,6 @@ class TaskRun:
         return TaskResult(
             self.setting,
             samples,
-            len(samples),
             reused,
             seconds,
             facts,

@@ -12,6 +12,7 @@ from quantkit.evaluation.results.baseline import Baseline, read_baseline
 from quantkit.evaluation.statistics import power, sampling
 from quantkit.evaluation.statistics.comparison import check_margin
 from quantkit.evaluation.statistics.estimates import accuracy as mean_accuracy
+from quantkit.evaluation.statistics.estimates import reply_variance
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ def _noise(task: str, reference: Baseline | None) -> tuple[float | None, float |
     """Variance that one repeat of both models adds to a problem, by the baseline's repeats, and
     its accuracy; None where not known."""
     scores = list(reference.scores(task).values()) if reference is not None else []
-    repeated = [np.var(row, ddof=1) for row in scores if len(row) > 1]
+    noise = reply_variance(scores)
     return (
-        2 * float(np.mean(repeated)) if repeated else None,
+        None if noise is None else 2 * noise,
         mean_accuracy(scores) if scores else None,
     )
 

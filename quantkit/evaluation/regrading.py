@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantkit import __version__
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generation import (
     Notice,
@@ -65,9 +64,7 @@ def regrade(
     if (out / "results.json").exists():  # not of an unfinished run
         stored = read_results(out / "results.json")
         model, where = stored["model"], stored.get("hardware", where)
-    results = EvalResults(
-        str(model), facts["model"], tasks, where, sandbox_level(works), None, __version__, out
-    )
+    results = EvalResults(str(model), facts["model"], tasks, where, sandbox_level(works), out=out)
     if reference is not None:
         results = compare_results(results, reference, options.margin, seed=0)
     write_results(results, reference, options.format, notice)

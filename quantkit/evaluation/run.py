@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from quantkit import __version__
 from quantkit.checkpoint.hub import find_model
 from quantkit.common.atomic_write import check_writable
 from quantkit.common.devices import describe_hardware
@@ -226,9 +225,7 @@ class _Run:
             tasks,
             where,
             sandbox_level(works),
-            None,
-            __version__,
-            out,
+            out=out,
         )
 
     def check(self, model: str) -> None:

@@ -43,7 +43,7 @@ def report(model: str, task: TaskResult) -> dict[str, Any]:
         num=num,
         repeats=repeats,
         subsets=[_subset(name, sum(one), len(one)) for name, one in sorted(groups.items())],
-        best=[_subset("default", best * num, num)] if repeats > 1 else [],
+        best=[] if best is None or repeats == 1 else [_subset("default", best * num, num)],
     )
     found: dict[str, Any] = json.loads(page)
     return found

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from quantkit import __version__
 from quantkit.common.pages import Filters, render_page
 from quantkit.common.plots import GREY, OURS, THEIRS, draw, label_axes
 from quantkit.evaluation.tasks.definitions import REASONS
@@ -14,7 +15,9 @@ _LONGEST = 20_000  # characters of one reply or prompt
 
 def render(template: str, **values: object) -> str:
     """Render a template of this folder."""
-    return render_page(Path(__file__).with_name(template), _FILTERS, reasons=REASONS, **values)
+    return render_page(
+        Path(__file__).with_name(template), _FILTERS, reasons=REASONS, version=__version__, **values
+    )
 
 
 def _points(share: float | None) -> str:
@@ -34,13 +37,7 @@ def _shorten(text: str) -> str:
     return f"{text[:half]}\n\n[... {len(text) - 2 * half} characters omitted ...]\n\n{text[-half:]}"
 
 
-_COLOURS = {"held": "held", "lost": "lost", "cannot tell": "tell"}
-_FILTERS: Filters = {
-    "points": _points,
-    "signed": _signed,
-    "shorten": _shorten,
-    "colour": _COLOURS.__getitem__,
-}
+_FILTERS: Filters = {"points": _points, "signed": _signed, "shorten": _shorten}
 ACCURACY = "accuracy, % (bar: 95 % interval over problems)"
 DIFFERENCE = "points against the baseline (bar: interval; dashed: the margin)"
 Bar = tuple[str, float, float, float, bool]

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from quantkit import __version__
 from quantkit.common.result import Result
 from quantkit.evaluation.generators.generator import ModelReply, Prompt
 from quantkit.evaluation.statistics import estimates as statistics
@@ -136,13 +137,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """All samples of one task. `planned` is the number of requested samples; failed ones are
-    excluded from every score and counted in `errors`. `render` returns the prompt of a
-    problem as it was sent."""
+    """All samples of one task. Failed ones are excluded from every score and counted in `errors`.
+    `render` returns the prompt of a problem as it was sent."""
 
     setting: Setting
     samples: list[Sample]
-    planned: int
     reused: int
     seconds: float
     facts: dict[str, Any]
@@ -160,6 +159,10 @@ class TaskResult:
     @property
     def name(self) -> str:
         return self.setting.task.name
+
+    @property
+    def planned(self) -> int:
+        return len(self.samples)
 
     @property
     def graded(self) -> list[Sample]:
@@ -242,23 +245,21 @@ class TaskResult:
         cut = [sample.completion.finish_reason == "length" for sample in graded]
         return found | {
             "accuracy": statistics.accuracy(scores),
-            "stderr": _finite(statistics.clustered_stderr(scores)),
+            "stderr": statistics.clustered_stderr(scores),
             "unfinished": reasons["unfinished"] / len(graded),
             "no_answer": sum(reasons[name] for name in _WITHOUT_ANSWER) / len(graded),
             "no_answer_interval": list(self._no_answer_interval()),
             "truncated": fmean(cut),
             "strict": statistics.accuracy(list(strict.values())),
             "interval": list(statistics.interval(scores)),
-            "sampling_stderr": _finite(statistics.sampling_stderr(scores)),
+            "sampling_stderr": statistics.sampling_stderr(scores),
             "repeats": self.setting.repeats,
             "samples": len(graded),
             "reused": self.reused,
             "correct": sum(sample.grade.correct for sample in graded),
             "per_repeat": [fmean(row) for _, row in sorted(by_repeat.items())],
             "measures": self._measures(),
-            "pass_at_k": {
-                str(k): _finite(statistics.pass_at_k(scores, k)) for k in _POWERS if k <= repeats
-            },
+            "pass_at_k": {str(k): statistics.pass_at_k(scores, k) for k in _POWERS if k <= repeats},
             "majority": self._majority() if self.votes and repeats > 1 else None,
             "reasons": dict(Counter(sample.grade.reason for sample in self.samples).most_common()),
             "tokens": {"mean": fmean(tokens), "max": max(tokens), "total": sum(tokens)},
@@ -329,8 +330,7 @@ class EvalResults(Result):
     tasks: dict[str, TaskResult]
     hardware: str
     sandbox: str | None
-    baseline: str | None
-    version: str
+    baseline: str | None = None
     out: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -340,7 +340,7 @@ class EvalResults(Result):
             "hardware": self.hardware,
             "sandbox": self.sandbox,
             "baseline": self.baseline,
-            "quantkit": self.version,
+            "quantkit": __version__,
             "out": str(self.out) if self.out else None,
             "faults": self.faults,
             "results": {name: task.to_json() for name, task in self.tasks.items()},
@@ -385,7 +385,3 @@ class EvalResults(Result):
         return [
             sample.to_json(name) for name, task in self.tasks.items() for sample in task.samples
         ]
-
-
-def _finite(value: float) -> float | None:
-    return None if math.isnan(value) else value

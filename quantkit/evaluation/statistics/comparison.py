@@ -27,6 +27,7 @@ from quantkit.evaluation.statistics.estimates import (
     mcnemar,
     mean_bounds,
     problem_means,
+    reply_variance,
 )
 from quantkit.evaluation.statistics.sampling import SamplingComparison, compare_sampling
 
@@ -116,9 +117,10 @@ def compare(
     verdict = _verdict(p_held, p_lost, error)
     needed: tuple[int | None, int | None] = (None, None)
     if verdict == "cannot tell":
+        noise, other = reply_variance(ours), reply_variance(theirs)
         seen = _undecided_look(
             differences,
-            _sampling_variance(ours, theirs),
+            None if noise is None or other is None else noise + other,
             min(repeats, baseline_repeats),
             p_lost >= _NO_LOSS_IMPLAUSIBLE,
         )
@@ -210,16 +212,6 @@ def _holm(p_values: Mapping[K, float]) -> dict[K, float]:
         before = min(1.0, max(before, (len(p_values) - place) * p_values[name]))
         adjusted[name] = before
     return adjusted
-
-
-def _sampling_variance(
-    ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]
-) -> float | None:
-    """Mean over problems of the sampling variance of one repeat of the difference; None with a
-    single repeat."""
-    if any(len(row) < 2 for row in (*ours, *theirs)):
-        return None
-    return float(np.mean([np.var(a, ddof=1) + np.var(b, ddof=1) for a, b in zip(ours, theirs)]))
 
 
 def _undecided_look(

@@ -69,23 +69,29 @@ def accuracy(table: Scores) -> float:
     return float(problem_means(table).mean())
 
 
-def clustered_stderr(table: Scores) -> float:
+def clustered_stderr(table: Scores) -> float | None:
     """Standard error of the accuracy over the draw of problems: sample deviation of the problem
-    means / sqrt(n); nan for one problem.
+    means / sqrt(n); None for one problem.
 
     With one repeat this is the value that lm-evaluation-harness prints.
     """
     means = problem_means(table)
-    return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
+    return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
 
 
-def sampling_stderr(table: Scores) -> float:
+def sampling_stderr(table: Scores) -> float | None:
     """Standard error of the accuracy on these problems from sampling alone: sqrt(sum_i p_i (1 -
-    p_i) / (k_i - 1)) / n; nan where a problem has a single repeat."""
+    p_i) / (k_i - 1)) / n; None where a problem has a single repeat."""
     if any(len(row) < 2 for row in table):
-        return math.nan
+        return None
     variance = sum(p * (1 - p) / (len(row) - 1) for p, row in zip(problem_means(table), table))
     return math.sqrt(variance) / len(table)
+
+
+def reply_variance(table: Scores) -> float | None:
+    """Variance of one reply's score, mean over the problems with several; None where none has."""
+    found = [np.var(row, ddof=1) for row in table if len(row) > 1]
+    return float(np.mean(found)) if found else None
 
 
 def interval(table: Scores) -> tuple[float, float]:
@@ -93,15 +99,15 @@ def interval(table: Scores) -> tuple[float, float]:
     return mean_bounds(problem_means(table), 0, 1).interval()
 
 
-def pass_at_k(table: Scores, k: int) -> float:
+def pass_at_k(table: Scores, k: int) -> float | None:
     """Probability that one of k samples is right, over problems with m >= k repeats, c of them
-    right: mean of 1 - C(m - c, k) / C(m, k) (Chen et al. 2021)."""
+    right: mean of 1 - C(m - c, k) / C(m, k) (Chen et al. 2021); None where no problem has."""
     values = [
         1 - math.comb(len(row) - round(sum(row)), k) / math.comb(len(row), k)
         for row in table
         if len(row) >= k
     ]
-    return sum(values) / len(values) if values else math.nan
+    return sum(values) / len(values) if values else None
 
 
 def majority(votes: Sequence[tuple[str | None, bool]]) -> float:
@@ -133,7 +139,7 @@ ONE_SIDED = 0.025  # each end of a 95 % interval
 @dataclass(frozen=True)
 class MeanBounds:
     """Draws of the mean with the unseen problem at the lower and at the upper end: [DRAWS]
-    float64 each, ascending."""
+    float64 each."""
 
     lower: np.ndarray
     upper: np.ndarray
@@ -141,19 +147,16 @@ class MeanBounds:
     def interval(self, one_sided: float = ONE_SIDED) -> tuple[float, float]:
         """(low, high); each end is exceeded by the true mean with probability at most
         `one_sided`."""
-        return float(np.quantile(self.lower, one_sided)), float(
-            np.quantile(self.upper, 1 - one_sided)
-        )
+        low, high = np.quantile(self.lower, one_sided), np.quantile(self.upper, 1 - one_sided)
+        return float(low), float(high)
 
     def p_at_most(self, mean: float) -> float:
         """p-value of the hypothesis that the true mean is at most `mean`."""
-        return _p_value(int(np.searchsorted(self.lower, mean, side="right")), len(self.lower))
+        return float((np.sum(self.lower <= mean) + 1) / (len(self.lower) + 1))
 
     def p_at_least(self, mean: float) -> float:
         """p-value of the hypothesis that the true mean is at least `mean`."""
-        return _p_value(
-            len(self.upper) - int(np.searchsorted(self.upper, mean, side="left")), len(self.upper)
-        )
+        return float((np.sum(self.upper >= mean) + 1) / (len(self.upper) + 1))
 
 
 def mean_bounds(
@@ -169,10 +172,4 @@ def mean_bounds(
         part = slice(start, min(start + rows, draws))
         weights = rng.standard_gamma(counts, (part.stop - start, len(counts)))
         total[part], mass[part] = weights @ distinct, weights.sum(axis=1) + unseen[part]
-    return MeanBounds(
-        np.sort((total + unseen * minimum) / mass), np.sort((total + unseen * maximum) / mass)
-    )
-
-
-def _p_value(count: int, draws: int) -> float:
-    return float((count + 1) / (draws + 1))
+    return MeanBounds((total + unseen * minimum) / mass, (total + unseen * maximum) / mass)
