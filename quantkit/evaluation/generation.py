@@ -25,9 +25,8 @@ from quantkit.evaluation.generators.generator import (
     Prompt,
     estimated_tokens,
 )
-from quantkit.evaluation.grading import reasoning
-from quantkit.evaluation.grading.graders import Grader, find_grader, grade
-from quantkit.evaluation.grading.math_equal import MathJudge
+from quantkit.evaluation.grading import math_equal, reasoning
+from quantkit.evaluation.grading.graders import Grader, find_grader, grade, judged_by
 from quantkit.evaluation.options import GradingOptions
 from quantkit.evaluation.results.folder import Key, ReplyJournal
 from quantkit.evaluation.results.task_results import Sample, TaskResult
@@ -316,18 +315,16 @@ def grade_samples(
 ) -> list[Sample]:
     """Samples in the order of `keys`. Programs run, and the model that judges is asked, in parallel
     threads."""
-    judge = MathJudge(ask=open_judge(options) if options and work.grader.judged else None)
+    grader = judged_by(open_judge(options)) if options and work.grader.judged else work.grader
     thinking = work.setting.thinking or reasoning.thinks(replies.values())
 
     def one(key: tuple[Problem, int]) -> Sample:
         problem, repeat = key
         completion = replies[problem.id, repeat]
-        return Sample(
-            problem, repeat, completion, grade(work.grader, problem, completion, thinking, judge)
-        )
+        return Sample(problem, repeat, completion, grade(grader, problem, completion, thinking))
 
     try:
-        if not (work.grader.runs_code or work.grader.judged):
+        if not (grader.runs_code or grader.judged):
             return [one(key) for key in keys]
         samples: list[Sample] = []
         with ThreadPoolExecutor(sandbox.workers()) as pool:
@@ -336,7 +333,7 @@ def grade_samples(
                 report(len(samples))
         return samples
     finally:
-        judge.close()
+        math_equal.close()
 
 
 def check_not_all_failed(task: str, samples: list[Sample]) -> None:

@@ -23,7 +23,6 @@ from lm_eval.utils import apply_template
 
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.graders import find_grader, grade
-from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.tasks import data, prompts
 from quantkit.evaluation.tasks.definitions import Problem, find_setting, find_task
 
@@ -60,7 +59,7 @@ def theirs(style):
     return found
 
 
-def ours(style, judge):
+def ours(style):
     grader = find_grader(SETTING.grader)
     fields = data.map_fields(SETTING.task, style.row, 0)
     problem = Problem("0", fields, grader.gold(fields))
@@ -69,7 +68,6 @@ def ours(style, judge):
         problem,
         ModelReply(0, style.reply.split("</think>")[-1], think_open=False),
         False,
-        judge,
     )
     return {"strict-match": verdict.strict, "flexible-extract": verdict.correct}
 
@@ -89,10 +87,8 @@ def check_prompt():
 
 def main():
     check_prompt()
-    judge = MathJudge()
     found = [style for style in styles("gsm8k") if not style.reply.startswith(OTHER)]
-    rows = [(style, ours(style, judge), theirs(style)) for style in found]
-    judge.close()
+    rows = [(style, ours(style), theirs(style)) for style in found]
     different = [one for one in rows if one[1] != one[2]]
     print(json.dumps({"samples": len(rows), "verdicts": 2 * len(rows), "differ": len(different)}))
     for style, mine, other in different[:20]:

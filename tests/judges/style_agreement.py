@@ -66,20 +66,18 @@ def _behind_thinking(style):
 def ours(task, asked):
     from quantkit.evaluation.generators.generator import ModelReply
     from quantkit.evaluation.grading.graders import find_grader, grade
-    from quantkit.evaluation.grading.math_equal import MathJudge
     from quantkit.evaluation.tasks import data
     from quantkit.evaluation.tasks.definitions import find_setting, find_task
 
-    setting, judge = find_setting(find_task(task), "r1"), MathJudge()
+    setting = find_setting(find_task(task), "r1")
     verdicts = []
     grader = find_grader(setting.grader)
     for style in asked:
         fields = data.map_fields(setting.task, style.row, 0)
         problem = data.Problem("0", fields, grader.gold(fields))
         verdicts.append(
-            grade(grader, problem, ModelReply(0, style.reply), setting.thinking, judge).correct
+            grade(grader, problem, ModelReply(0, style.reply), setting.thinking).correct
         )
-    judge.close()
     return verdicts
 
 

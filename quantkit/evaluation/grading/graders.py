@@ -14,16 +14,22 @@ from typing import Any
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
-from quantkit.evaluation.grading import answers, expressions, instructions, programs, reasoning
+from quantkit.evaluation.grading import (
+    answers,
+    expressions,
+    instructions,
+    math_equal,
+    programs,
+    reasoning,
+)
 from quantkit.evaluation.grading.answers import Extraction, last_box
 from quantkit.evaluation.grading.calls import floats_for_integers, read_calls, same_calls
 from quantkit.evaluation.grading.choices import LETTERS, NOTHING, find_choice
-from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.grading.numbers import canonical, numbers, read_value
 from quantkit.evaluation.grading.typesetting import plain
 from quantkit.evaluation.tasks.definitions import Grade, Problem
 
-Read = Callable[[Problem, str, bool, MathJudge], Grade]
+Read = Callable[[Problem, str, bool], Grade]
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,6 @@ def grade(
     problem: Problem,
     completion: ModelReply,
     thinking_expected: bool,
-    judge: MathJudge,
 ) -> Grade:
     if completion.error is not None:
         return Grade("error", detail=completion.error)
@@ -63,17 +68,17 @@ def grade(
         return Grade(
             _ENDED[completion.finish_reason],
             detail=completion.refusal or "",
-            measures=_nothing(grader, problem, judge),
+            measures=_nothing(grader, problem),
         )
     answer = reasoning.answer_of(completion, thinking_expected)
     if answer is None:
-        return Grade("unfinished", measures=_nothing(grader, problem, judge))
-    return grader.read(problem, answer, completion.finish_reason == "length", judge)
+        return Grade("unfinished", measures=_nothing(grader, problem))
+    return grader.read(problem, answer, completion.finish_reason == "length")
 
 
-def _nothing(grader: Grader, problem: Problem, judge: MathJudge) -> dict[str, tuple[int, int]]:
+def _nothing(grader: Grader, problem: Problem) -> dict[str, tuple[int, int]]:
     """The measures of a reply without an answer."""
-    return grader.read(problem, "", False, judge).measures if grader.measured else {}
+    return grader.read(problem, "", False).measures if grader.measured else {}
 
 
 def _number_gold(fields: dict[str, Any]) -> str:
@@ -122,7 +127,7 @@ def _nothing_said(cut: bool) -> Grade:
     return Grade("truncated" if cut else "no-answer")
 
 
-def _read_integer(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
+def _read_integer(problem: Problem, text: str, cut: bool) -> Grade:
     found = answers.find_number(text, letters=False)
     if (
         not _missing(found, text, cut)
@@ -130,20 +135,18 @@ def _read_integer(problem: Problem, text: str, cut: bool, judge: MathJudge) -> G
         and (found.value is None or found.value.denominator != 1 or _is_percent(found.text))
     ):
         return Grade("not-integer", answer=found.text)
-    return _read_value(problem, found, text, cut, judge)
+    return _read_value(problem, found, text, cut)
 
 
 def _is_percent(text: str | None) -> bool:
     return any(number.percent for number in numbers(plain(text or "")))
 
 
-def _read_number(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    return _read_value(problem, answers.find_number(text), text, cut, judge)
+def _read_number(problem: Problem, text: str, cut: bool) -> Grade:
+    return _read_value(problem, answers.find_number(text), text, cut)
 
 
-def _read_value(
-    problem: Problem, found: Extraction, text: str, cut: bool, judge: MathJudge
-) -> Grade:
+def _read_value(problem: Problem, found: Extraction, text: str, cut: bool) -> Grade:
     if (missing := _missing(found, text, cut)) is not None:
         return missing
     if isinstance(found.value, Fraction):
@@ -153,17 +156,17 @@ def _read_value(
         return _verdict(correct, found, problem.gold if is_share else canonical(found.value))
     if found.value is None:
         return Grade("wrong" if found.found == "asked" else "wrong-loose", answer=found.text)
-    equal = judge.equal(problem.gold, found.value)
+    equal = math_equal.equal(problem.gold, found.value)
     if equal is None:
         return Grade("ungradable", answer=found.text)
     return _verdict(equal, found, problem.gold if equal else found.text)
 
 
-def _read_expression(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
+def _read_expression(problem: Problem, text: str, cut: bool) -> Grade:
     """MATH-500: a gold that is a number is read as one; any other is compared as text and by
     math-verify."""
     if isinstance(read_value(problem.gold), Fraction) and "text" not in problem.gold:
-        return _read_number(problem, text, cut, judge)
+        return _read_number(problem, text, cut)
     found = expressions.find_expression(text)
     if (missing := _missing(found, text, cut)) is not None:
         return missing
@@ -171,7 +174,7 @@ def _read_expression(problem: Problem, text: str, cut: bool, judge: MathJudge) -
     if expressions.same_text(problem.gold, found.text):
         return _verdict(True, found, problem.gold)
     answer = expressions.comparison_form(problem.gold, found.text)
-    equal = judge.equal(problem.gold, answer) if answer else False
+    equal = math_equal.equal(problem.gold, answer) if answer else False
     if equal is None:
         return Grade("ungradable", answer=found.text)
     return _verdict(equal, found, problem.gold if equal else found.text)
@@ -190,14 +193,14 @@ def _choice_gold(fields: dict[str, Any]) -> str:
     return letter
 
 
-def _read_choice(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
+def _read_choice(problem: Problem, text: str, cut: bool) -> Grade:
     found = find_choice(text, [str(option) for option in problem.fields["options"]])
     return _missing(found, text, cut) or _verdict(
         found.text == problem.gold, found, None if found.text == NOTHING else found.text
     )
 
 
-def _read_short(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
+def _read_short(problem: Problem, text: str, cut: bool) -> Grade:
     """BIG-Bench Hard: an option's letter in brackets, a number, or a few words, compared without
     case and typesetting."""
     found = expressions.find_expression(text)
@@ -211,7 +214,7 @@ def _read_short(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Gra
     return _verdict(expressions.same_short(problem.gold, found.text), found, found.text)
 
 
-def _read_retrieval(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
+def _read_retrieval(problem: Problem, text: str, cut: bool) -> Grade:
     """The asked-for number is in the reply, and no other of its length."""
     named = set(re.findall(rf"(?<!\d)\d{{{len(problem.gold)}}}(?!\d)", text))
     if not named:
@@ -219,7 +222,7 @@ def _read_retrieval(problem: Problem, text: str, cut: bool, judge: MathJudge) ->
     return _plain_verdict(named == {problem.gold}, ", ".join(sorted(named)))
 
 
-def _read_instructions(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
+def _read_instructions(problem: Problem, text: str, cut: bool) -> Grade:
     """IFEval: right if every instruction is followed, strictly; the loose reading and the single
     instructions are measures in addition."""
     ids = problem.fields["instructions"]
@@ -238,7 +241,7 @@ def _read_instructions(problem: Problem, text: str, cut: bool, judge: MathJudge)
     return Grade(reason, all(strict), all(strict), detail=detail, measures=measures)
 
 
-def _read_gsm8k_filters(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
+def _read_gsm8k_filters(problem: Problem, text: str, cut: bool) -> Grade:
     """lm-evaluation-harness' two filters for gsm8k: the first `#### N`, and the last thing that
     looks like a number; compared as text."""
     gold = _as_lm_eval_compares(str(problem.fields["answer"]))
@@ -253,7 +256,7 @@ def _read_gsm8k_filters(problem: Problem, text: str, cut: bool, judge: MathJudge
     return Grade("right-loose" if correct else "wrong-loose", correct, False, loose[-1])
 
 
-def _read_last_number(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
+def _read_last_number(problem: Problem, text: str, cut: bool) -> Grade:
     """evalscope 1.0.1's grader of gsm8k: the last thing that looks like a number, compared as
     text with the row's answer."""
     found = [first or second for first, second in re.findall(r"(-?[0-9.,]{2,})|(-?[0-9]+)", text)]
@@ -270,7 +273,7 @@ def _as_lm_eval_compares(text: str) -> str:
     return text.strip().lower()
 
 
-def _read_calls(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
+def _read_calls(problem: Problem, text: str, cut: bool) -> Grade:
     calls = read_calls(text)
     possible = problem.fields["ground_truth"] or []
     if calls is None and (possible or not text.strip()):
@@ -293,24 +296,33 @@ its last digit. B: it contradicts the right answer, even with reservations. C: i
 nor contradicts it."""
 
 
-def _read_judged(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    """SimpleQA: a model says whether the answer is right, wrong, or not attempted."""
-    if not text.strip():
-        return Grade("truncated" if cut else "no-answer", detail="empty reply")
-    assert judge.ask is not None
-    question = problem.fields["problem"]
-    said = judge.ask(_JUDGED.format(question=question, gold=problem.gold, answer=text))
-    letter = re.search(r"\b[ABC]\b", reasoning.answer_of(ModelReply(0, said), False) or "")
-    if letter is None:
-        return Grade("error", detail=f"the judge replied {said[:100]!r}")
-    reason = {"A": "right", "B": "wrong", "C": "no-answer"}[letter[0]]
-    return Grade(reason, reason == "right", reason == "right", text.strip()[:200])
+def judged_by(ask: Callable[[str], str]) -> Grader:
+    """SimpleQA: a model, from prompt to reply, says whether the answer is right, wrong, or not
+    attempted."""
+
+    def read(problem: Problem, text: str, cut: bool) -> Grade:
+        if not text.strip():
+            return Grade("truncated" if cut else "no-answer", detail="empty reply")
+        question = problem.fields["problem"]
+        said = ask(_JUDGED.format(question=question, gold=problem.gold, answer=text))
+        answer = reasoning.answer_of(ModelReply(0, said), False) or ""
+        letter = re.search(r"\b[ABC]\b", answer)
+        if letter is None:
+            return Grade("error", detail=f"the judge replied {said[:100]!r}")
+        reason = {"A": "right", "B": "wrong", "C": "no-answer"}[letter[0]]
+        return Grade(reason, reason == "right", reason == "right", text.strip()[:200])
+
+    return Grader(lambda fields: str(fields["answer"]), read, votes=False, judged=True)
+
+
+def _nobody(text: str) -> str:
+    raise QuantkitError("no model judges", "name its server with --judge")
 
 
 def _program(passes: str, graded: Callable[[Problem, str], Grade]) -> Grader:
     return Grader(
         lambda fields: f"passes {passes.format_map(fields)}",
-        lambda problem, text, cut, judge: graded(problem, text),
+        lambda problem, text, cut: graded(problem, text),
         votes=False,
         runs_code=True,
     )
@@ -329,7 +341,7 @@ GRADERS: dict[str, Grader] = {
     "python-tests": _program("the tests of {entry_point}", programs.grade_with_tests),
     "asserts": _program("its assertions", programs.grade_with_asserts),
     "calls": Grader(lambda fields: json.dumps(fields["ground_truth"] or []), _read_calls),
-    "judged": Grader(lambda fields: str(fields["answer"]), _read_judged, votes=False, judged=True),
+    "judged": judged_by(_nobody),
     "contest-tests": _program("every public and private test", programs.grade_contest),
 }
 

@@ -13,16 +13,8 @@ from answer_styles import TASKS, styles
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.graders import find_grader, grade
-from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.tasks.data import map_fields
 from quantkit.evaluation.tasks.definitions import Problem, find_setting, find_task
-
-
-@pytest.fixture(scope="module")
-def judge():
-    made = MathJudge()
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -40,14 +32,14 @@ def _each_program_once(monkeypatch):
 
 @pytest.mark.usefixtures("_each_program_once")
 @pytest.mark.parametrize("name", TASKS)
-def test_the_reader_is_agreed_with(name, judge):
+def test_the_reader_is_agreed_with(name):
     task = find_task(name)
     grader = find_grader(find_setting(task, "r1").grader)
 
     def correct(style):
         fields = map_fields(task, style.row, 0)
         problem = Problem("p", fields, grader.gold(fields))
-        return grade(grader, problem, ModelReply(0, style.reply), False, judge).correct
+        return grade(grader, problem, ModelReply(0, style.reply), False).correct
 
     with ThreadPoolExecutor(
         sandbox.workers() if grader.runs_code else 1
@@ -70,7 +62,7 @@ REAL = Path(__file__).with_name("real") / "smollm2.jsonl"
 
 
 @pytest.mark.parametrize(("name", "number"), [("gsm8k", 40), ("humaneval", 15), ("mmlu_pro", 40)])
-def test_replies_of_a_real_model(name, number, judge):
+def test_replies_of_a_real_model(name, number):
     """SmolLM2-135M-Instruct's greedy replies of at most 256 tokens to the first questions; a person
     read every one and agrees with its reason."""
     task = find_task(name)
@@ -81,7 +73,7 @@ def test_replies_of_a_real_model(name, number, judge):
     for row in rows:
         fields = map_fields(task, row["row"], 0)
         problem = Problem("p", fields, grader.gold(fields))
-        found = grade(grader, problem, ModelReply(0, row["reply"], row["finish"]), False, judge)
+        found = grade(grader, problem, ModelReply(0, row["reply"], row["finish"]), False)
         assert found.reason == row["reason"], row["reply"]
 
 

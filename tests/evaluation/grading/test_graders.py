@@ -3,22 +3,14 @@ import pytest
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.graders import GRADERS, find_grader, grade
-from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.tasks.definitions import Problem
 
 
-@pytest.fixture(scope="module")
-def judge():
-    made = MathJudge(deadline_s=3)
-    yield made
-    made.close()
-
-
-def graded(judge, grader, gold, completion, **fields):
+def graded(grader, gold, completion, **fields):
     made = find_grader(grader)
     fields = {"answer": gold, **fields}
     reply = ModelReply(0, completion) if isinstance(completion, str) else completion
-    return grade(made, Problem("p", fields, made.gold(fields)), reply, False, judge)
+    return grade(made, Problem("p", fields, made.gold(fields)), reply, False)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +38,8 @@ def graded(judge, grader, gold, completion, **fields):
         (r"<think> \boxed{204}", "unfinished", False),
     ],
 )
-def test_integer(judge, text, reason, strict):
-    found = graded(judge, "integer", "204", text)
+def test_integer(text, reason, strict):
+    found = graded("integer", "204", text)
     assert (found.reason, found.strict, found.correct) == (
         reason,
         strict,
@@ -55,21 +47,21 @@ def test_integer(judge, text, reason, strict):
     )
 
 
-def test_a_cut_reply_counts_only_with_a_complete_box(judge):
+def test_a_cut_reply_counts_only_with_a_complete_box():
     assert (
-        graded(judge, "integer", "204", ModelReply(0, "so far 204", finish_reason="length")).reason
+        graded("integer", "204", ModelReply(0, "so far 204", finish_reason="length")).reason
         == "truncated"
     )
     assert (
         graded(
-            judge, "integer", "204", ModelReply(0, r"\boxed{204} because", finish_reason="length")
+            "integer", "204", ModelReply(0, r"\boxed{204} because", finish_reason="length")
         ).reason
         == "right"
     )
 
 
-def test_a_failed_request_is_excluded(judge):
-    found = graded(judge, "integer", "204", ModelReply(0, error="HTTP 500"))
+def test_a_failed_request_is_excluded():
+    found = graded("integer", "204", ModelReply(0, error="HTTP 500"))
     assert found.excluded
     assert found.detail == "HTTP 500"
 
@@ -89,8 +81,8 @@ def test_a_failed_request_is_excluded(judge):
         (r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", "right"),
     ],
 )
-def test_number(judge, gold, text, reason):
-    assert graded(judge, "number", gold, text).reason == reason
+def test_number(gold, text, reason):
+    assert graded("number", gold, text).reason == reason
 
 
 @pytest.mark.parametrize(
@@ -105,8 +97,8 @@ def test_number(judge, gold, text, reason):
         ("none", False, False),
     ],
 )
-def test_gsm8k_filters_of_lm_eval(judge, text, strict, flexible):
-    found = graded(judge, "gsm8k-filters", "x\n#### 1,234", text)
+def test_gsm8k_filters_of_lm_eval(text, strict, flexible):
+    found = graded("gsm8k-filters", "x\n#### 1,234", text)
     assert (found.strict, found.correct) == (strict, flexible)
 
 
@@ -131,15 +123,15 @@ def test_unknown_grader_lists_those_there_are():
         ("A) I only\nB) E\nC) It is not the case that no one can.", None),
     ],
 )
-def test_words_of_the_options_are_not_words_of_the_reply(judge, text, letter):
+def test_words_of_the_options_are_not_words_of_the_reply(text, letter):
     options = ["I only", "E", "It is not the case that no one can.", "I & II only", "I^2R"]
     for gold in "ABCDE":
-        assert graded(judge, "choice", gold, text, options=options).correct is (gold == letter)
+        assert graded("choice", gold, text, options=options).correct is (gold == letter)
 
 
-def test_equal_answers_vote_together(judge):
+def test_equal_answers_vote_together():
     votes = {
-        graded(judge, "number", "#### 18", text).answer
+        graded("number", "#### 18", text).answer
         for text in (r"\boxed{18}", r"\boxed{18.00}", r"\boxed{\frac{36}{2}}", "so 18")
     }
     assert votes == {"18"}

@@ -18,7 +18,6 @@ from quantkit.evaluation import sandbox
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.choices import LETTERS
 from quantkit.evaluation.grading.graders import find_grader, grade
-from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.tasks.data import problems, read_rows
 from quantkit.evaluation.tasks.definitions import find_setting, find_task
 
@@ -132,19 +131,17 @@ def program_replies(problem, solution):
 
 
 def misread(name, replies, found):
-    grader, judge = find_grader(find_setting(find_task(name), "r1").grader), MathJudge()
+    grader = find_grader(find_setting(find_task(name), "r1").grader)
 
     def one(problem):
         return [
             f"{problem.id}: {reply!r} is {verdict.reason}, reads {verdict.answer!r}"
             for reply, right in replies(problem)
-            if (verdict := grade(grader, problem, ModelReply(0, reply), False, judge)).correct
-            is not right
+            if (verdict := grade(grader, problem, ModelReply(0, reply), False)).correct is not right
         ]
 
     with ThreadPoolExecutor(sandbox.workers() if grader.runs_code else 1) as pool:
         wrong = [line for lines in pool.map(one, found) for line in lines]
-    judge.close()
     return wrong
 
 

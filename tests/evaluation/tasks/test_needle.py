@@ -8,7 +8,6 @@ from commands import command
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.graders import find_grader, grade
-from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.tasks.data import problems, read_rows
 from quantkit.evaluation.tasks.definitions import find_setting, find_task
 from quantkit.evaluation.tasks.needle import KINDS, NEEDLES, needle_rows
@@ -81,12 +80,10 @@ def test_the_command_makes_what_the_task_reads(tmp_path):
     ],
 )
 def test_retrieval(reply, reason):
-    judge = MathJudge()
     grader = find_grader("retrieval")
     (task,) = problems(
         find_setting(find_task("needle"), "r1"),
         grader,
         [{"id": "0", "problem": "?", "answer": "1234567", "group": "g"}],
     )
-    assert grade(grader, task, ModelReply(0, reply), False, judge).reason == reason
-    judge.close()
+    assert grade(grader, task, ModelReply(0, reply), False).reason == reason
