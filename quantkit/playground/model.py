@@ -1,7 +1,6 @@
 """A model of the playground: it generates like any engine, scores a whole text in one forward pass,
 and compares the scores of two models."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +8,10 @@ import torch
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
+from quantkit.evaluation.distance.replies import common_prefix
 from quantkit.executor.engine import Engine
+from quantkit.executor.weights.expert_counter import watch_experts
 from quantkit.models.context import CausalContext
-from quantkit.models.mlp import MoeMlp
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,11 @@ class PlayModel:
         self.name, self.engine, self.tokenizer = name, engine, engine.tokenizer
         self._model = engine.loaded.model
         self._topk_ids: dict[int, Tensor] | None = None
-        layers: list[Any] = self._model.layers
-        for number, layer in enumerate(layers):
-            mlp = getattr(layer, "mlp", None)
-            if isinstance(mlp, MoeMlp):
-                mlp.experts = self._recording(number, mlp.experts, mlp.routing.num_experts_per_tok)
+        watch_experts(self._model, self._record)
 
-    def _recording(
-        self, number: int, experts: Callable[..., Tensor], top_k: int
-    ) -> Callable[..., Tensor]:
-        def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-            if self._topk_ids is not None:
-                self._topk_ids[number] = topk_ids[:, :top_k].cpu()  # a shared expert may follow
-            return experts(x, topk_ids, topk_weights)
-
-        return run
+    def _record(self, layer: int, topk_ids: Tensor) -> None:
+        if self._topk_ids is not None:
+            self._topk_ids[layer] = topk_ids.cpu()
 
     @torch.inference_mode()
     def read(self, ids: list[int]) -> TextReading:
@@ -145,8 +135,4 @@ def changed_experts(readings: list[TextReading], begin: int, end: int) -> dict[s
 def first_difference(answers: list[list[int]]) -> int | None:
     """The first position where two answers differ; None if they are equal."""
     first, second = answers
-    same = next(
-        (place for place, (one, other) in enumerate(zip(first, second)) if one != other),
-        min(len(first), len(second)),
-    )
-    return None if first == second else same
+    return None if first == second else common_prefix(first, second)

@@ -84,11 +84,12 @@ def greedy_paths(
     return GreedyPaths(
         len(prompts),
         sum(map(operator.eq, ours, theirs)) / len(prompts),
-        float(median(map(_common_prefix, ours, theirs))),
+        float(median(map(common_prefix, ours, theirs))),
     )
 
 
-def _common_prefix(one: list[int], other: list[int]) -> int:
+def common_prefix(one: list[int], other: list[int]) -> int:
+    """Tokens before the first difference."""
     length = min(len(one), len(other))
     return next((place for place in range(length) if one[place] != other[place]), length)
 

@@ -12,13 +12,12 @@ from torch import Tensor
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import read_json
 from quantkit.executor.hf_engine import load_whole
-from quantkit.executor.weights.expert_counter import ExpertCounter
+from quantkit.executor.weights.expert_counter import ExpertCounter, watch_experts
 from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.models import is_known
 from quantkit.models.context import CausalContext, Context
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.hf_traced.full_model import TransformersModel
-from quantkit.models.mlp import MoeMlp
 
 
 @dataclass
@@ -57,13 +56,8 @@ class TracedModel:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded, self.trace = loaded, Trace()
+        watch_experts(loaded.model, self._record_experts)
         layers: list[Any] = loaded.model.layers
-        for number, layer in enumerate(layers):
-            mlp = getattr(layer, "mlp", None)
-            if isinstance(mlp, MoeMlp):
-                mlp.experts = self._trace_experts(
-                    number, mlp.experts, mlp.routing.num_experts_per_tok
-                )
         layers[:] = [
             TracedLayer(layer, partial(self._record_hidden, number))
             for number, layer in enumerate(layers)
@@ -82,14 +76,8 @@ class TracedModel:
     def _record_hidden(self, number: int, hidden: Tensor) -> None:
         self.trace.hidden[number] = hidden
 
-    def _trace_experts(
-        self, number: int, experts: Callable[..., Tensor], chosen: int
-    ) -> Callable[..., Tensor]:
-        def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-            self.trace.topk_ids[number] = topk_ids[:, :chosen]  # a shared expert may follow
-            return experts(x, topk_ids, topk_weights)
-
-        return run
+    def _record_experts(self, number: int, topk_ids: Tensor) -> None:
+        self.trace.topk_ids[number] = topk_ids
 
     def __call__(self, documents: list[Tensor]) -> Trace:
         """Run documents as independent sequences; T is their total number of tokens."""

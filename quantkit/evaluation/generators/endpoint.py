@@ -40,16 +40,9 @@ T = TypeVar("T")
 LARGEST_REPLY = 64 * 2**20  # characters
 _MOST_TOKENS = 2**53
 _LONGEST_REASON = 100  # characters
-_STOP_REASONS = {
-    "stop",
-    "eos",
-    "eos_token",
-    "end_turn",
-    "stop_sequence",
-    "tool_calls",
-    "function_call",
-}
-_LENGTH_REASONS = {"length", "max_tokens", "model_length"}
+_FINISH_REASONS = dict.fromkeys(
+    ("eos", "eos_token", "end_turn", "stop_sequence", "tool_calls", "function_call"), "stop"
+) | dict.fromkeys(("max_tokens", "model_length"), "length")
 
 
 @dataclass(eq=False)
@@ -120,13 +113,7 @@ class ReplyReader:
             raise StreamError(
                 f"the server aborted the reply (finish_reason {self.finish_reason!r})"
             )
-        return (
-            "stop"
-            if self.finish_reason in _STOP_REASONS
-            else "length"
-            if self.finish_reason in _LENGTH_REASONS
-            else self.finish_reason
-        )
+        return _FINISH_REASONS.get(self.finish_reason, self.finish_reason)
 
 
 _KINDS: dict[Any, str] = {dict: "an object", list: "a list of objects", str: "a string"}
@@ -180,6 +167,7 @@ _REFUSAL_STATUS = {
 }  # wrong address or key if every request gets it, else one bad prompt
 # refusals, or failed samples, before the first reply; at least the number of concurrent requests
 _MIN_FAILURES = 4
+_LENGTH_STATUS = {400, 413, 422}  # of a prompt, or of prompt and reply, beyond the context
 _CONTEXT_ERRORS = (
     "context length",
     "context window",
@@ -237,7 +225,7 @@ class Endpoint:
             else {name: value for name, value in entry.items() if name != "id"}
         )
         self.identity: dict[str, Any] = {"model": self.name} | facts
-        self._answered, self._refused, self._failed = 0, 0, 0
+        self._answered, self._failed = 0, 0
         self._open: set[ReplyReader] = set()
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[ModelReply]:
@@ -328,21 +316,22 @@ class Endpoint:
                 return (await self._stream(client, prompt, parameters)).reply(
                     time.perf_counter() - start
                 )
-            except httpx.HTTPStatusError as error:
-                problem = describe_error(error)
-                if _is_context_overflow(error.response.status_code, problem):
-                    return ModelReply(index=-1, finish_reason="context", refusal=problem)
-                if limit_name == "max_tokens" and _OTHER_LIMIT in problem:
-                    self._limit_name = _OTHER_LIMIT  # what newer servers take instead
-                    return await self._ask(client, prompt, parameters)
-                self._count_refusal(error.response.status_code, problem)
-                if error.response.status_code not in _RETRY_STATUS:
-                    break
-                await _wait_retry_after(error.response)
             except REQUEST_ERRORS as error:
                 problem = describe_error(error)
-                if isinstance(error, StreamError) and _is_context_overflow(400, problem):
+                answer = error.response if isinstance(error, httpx.HTTPStatusError) else None
+                status = answer.status_code if answer is not None else None
+                refused = isinstance(error, StreamError) or status in _LENGTH_STATUS
+                if refused and any(words in problem.lower() for words in _CONTEXT_ERRORS):
                     return ModelReply(index=-1, finish_reason="context", refusal=problem)
+                if answer is not None:
+                    if limit_name == "max_tokens" and _OTHER_LIMIT in problem:
+                        self._limit_name = _OTHER_LIMIT  # what newer servers take instead
+                        return await self._ask(client, prompt, parameters)
+                    if status not in _RETRY_STATUS:
+                        if status in _REFUSAL_STATUS:
+                            self._count_failure(problem)
+                        break
+                    await _wait_retry_after(answer)
                 unreachable += isinstance(error, httpx.ConnectError)
         else:
             self._count_failure(problem)
@@ -354,21 +343,14 @@ class Endpoint:
         return ModelReply(index=-1, error=problem)
 
     def _count_failure(self, problem: str) -> None:
-        """Raise QuantkitError where every request so far failed after all retries."""
+        """Raise QuantkitError where every request so far was refused, or failed after all
+        retries."""
         self._failed += 1
-        if not self._answered and self._failed > max(_MIN_FAILURES, self._concurrency):
+        if not self._answered and self._failed >= max(_MIN_FAILURES, self._concurrency):
             raise QuantkitError(
                 f"{self.server.base}: none of the first {self._failed} requests got a reply; last "
                 f"error: {problem}",
-                "fix the server and repeat the command; `quantkit regrade` grades stored replies",
-            )
-
-    def _count_refusal(self, status: int, problem: str) -> None:
-        """Raise QuantkitError where every request so far was refused."""
-        self._refused += status in _REFUSAL_STATUS
-        if not self._answered and self._refused >= max(_MIN_FAILURES, self._concurrency):
-            raise QuantkitError(
-                f"{self.server.base}: {problem}", "check the address, the model name and --api-key"
+                "check the address, the model name, --api-key and the server, and repeat the command",
             )
 
     async def _stream(
@@ -447,11 +429,6 @@ def request_body(model: str, prompt: Prompt, parameters: Generation) -> dict[str
     if prompt.text is not None:
         return body | {"prompt": prompt.text}
     return body | {"messages": list(prompt.messages)}
-
-
-def _is_context_overflow(status: int, problem: str) -> bool:
-    """Whether a refusal is due to the length of the prompt, or of prompt and reply."""
-    return status in (400, 413, 422) and any(words in problem.lower() for words in _CONTEXT_ERRORS)
 
 
 async def _wait_retry_after(response: httpx.Response) -> None:

@@ -12,11 +12,11 @@ import itertools
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
-from typing import Any
 
 import httpx
 
-from quantkit.evaluation.generators.endpoint import ReplyReader
+from quantkit.evaluation.generators.endpoint import ReplyReader, request_body
+from quantkit.evaluation.generators.generator import Generation, Prompt
 from quantkit.evaluation.openai_server import (
     REQUEST_ERRORS,
     OpenAIServer,
@@ -85,15 +85,11 @@ class EndpointTarget:
     async def _request(
         self, client: httpx.AsyncClient, prompt: str, work: Workload, sent: float
     ) -> RequestTimes:
-        body: dict[str, Any] = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": work.output_len,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": not work.prompts,
-        }
+        message = {"role": "user", "content": prompt}
+        body = request_body(
+            self.model, Prompt(messages=(message,)), Generation(max_tokens=work.output_len)
+        )
+        body["ignore_eos"] = not work.prompts
         reader, moments = ReplyReader(), list[float]()
         most = _CHUNKS_PER_TOKEN * work.output_len + _EXTRA_CHUNKS
         try:

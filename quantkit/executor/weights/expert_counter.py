@@ -1,6 +1,7 @@
 """Counting what the tokens of a running model ask of its routed experts, on its device."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,30 @@ from quantkit.common.errors import QuantkitError
 from quantkit.executor.weights.load import LoadedModel
 from quantkit.models.expert_counts import ExpertCounts
 from quantkit.models.mlp import MoeMlp
+
+
+def watch_experts(model: Any, record: Callable[[int, Tensor], None]) -> dict[int, MoeMlp]:
+    """From now on call `record` with the number of a decoder layer and the routed experts of its
+    tokens, topk_ids [T, k], before they are computed. The layers with experts, by number; the model
+    is changed in place."""
+    found = {
+        number: mlp
+        for number, layer in enumerate(model.layers)
+        if isinstance(mlp := getattr(layer, "mlp", None), MoeMlp)
+    }
+    for number, mlp in found.items():
+        mlp.experts = _recording(mlp, partial(record, number))
+    return found
+
+
+def _recording(mlp: MoeMlp, record: Callable[[Tensor], None]) -> Callable[..., Tensor]:
+    experts, chosen = mlp.experts, mlp.routing.num_experts_per_tok
+
+    def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        record(topk_ids[:, :chosen])  # a shared expert may follow
+        return experts(x, topk_ids, topk_weights)
+
+    return run
 
 
 class ExpertCounter:
@@ -23,37 +48,26 @@ class ExpertCounter:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
-        self._counts: dict[int, Tensor] = {}
-        self._first: int | None = None
         self._tokens = 0
-        layers: list[Any] = loaded.model.layers
-        for number, layer in enumerate(layers):
-            mlp = getattr(layer, "mlp", None)
-            if isinstance(mlp, MoeMlp):
-                self._counts[number] = torch.zeros(
-                    mlp.routing.n_routed_experts, dtype=torch.int64, device=loaded.device
-                )
-                mlp.experts = self._counting(number, mlp.experts, mlp.routing.num_experts_per_tok)
-        if not self._counts:
+        found = watch_experts(loaded.model, self._count)
+        if not found:
             raise QuantkitError(
                 f"{loaded.checkpoint.path} has no routed experts to count",
                 "leave out --count-experts",
             )
-        self._first = min(self._counts)
+        self._counts = {
+            number: torch.zeros(
+                mlp.routing.n_routed_experts, dtype=torch.int64, device=loaded.device
+            )
+            for number, mlp in found.items()
+        }
+        self._first = min(found)
 
-    def _counting(
-        self, number: int, experts: Callable[..., Tensor], chosen: int
-    ) -> Callable[..., Tensor]:
-        counts = self._counts[number]
-
-        def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-            asked = topk_ids[:, :chosen].flatten().long()  # a shared expert may follow
-            counts.scatter_add_(0, asked, torch.ones_like(asked))
-            if number == self._first:
-                self._tokens += len(topk_ids)
-            return experts(x, topk_ids, topk_weights)
-
-        return run
+    def _count(self, layer: int, topk_ids: Tensor) -> None:
+        asked = topk_ids.flatten().long()
+        self._counts[layer].scatter_add_(0, asked, torch.ones_like(asked))
+        if layer == self._first:
+            self._tokens += len(topk_ids)
 
     @property
     def counts(self) -> ExpertCounts:

@@ -212,7 +212,7 @@ def test_a_server_that_fails_at_everything_ends_the_run():
         endpoint = Endpoint(server.url, concurrency=4, retries=1, backoff_s=0.001)
         with pytest.raises(
             QuantkitError,
-            match=r"none of the first [5-8] requests got a reply; last error: HTTP 500",
+            match=r"none of the first [4-8] requests got a reply; last error: HTTP 500",
         ):  # 3 are under way
             list(endpoint.generate([Prompt(text=str(n)) for n in range(200)], Generation()))
         assert len(server.requests) <= 20
