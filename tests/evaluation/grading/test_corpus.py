@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from answer_styles import TASKS, styles
+from graded import graded_row, setting_of
 
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.generators.generator import ModelReply
-from quantkit.evaluation.grading.graders import find_grader, grade
-from quantkit.evaluation.tasks.data import map_fields
-from quantkit.evaluation.tasks.definitions import Problem, find_setting, find_task
+from quantkit.evaluation.grading.graders import find_grader
 
 
 @pytest.fixture
@@ -33,16 +32,13 @@ def _each_program_once(monkeypatch):
 @pytest.mark.usefixtures("_each_program_once")
 @pytest.mark.parametrize("name", TASKS)
 def test_the_reader_is_agreed_with(name):
-    task = find_task(name)
-    grader = find_grader(find_setting(task, "r1").grader)
+    runs_code = find_grader(setting_of(name).grader).runs_code
 
     def correct(style):
-        fields = map_fields(task, style.row, 0)
-        problem = Problem("p", fields, grader.gold(fields))
-        return grade(grader, problem, ModelReply(0, style.reply), False).correct
+        return graded_row(name, style.row, style.reply).correct
 
     with ThreadPoolExecutor(
-        sandbox.workers() if grader.runs_code else 1
+        sandbox.workers() if runs_code else 1
     ) as pool:  # as an evaluation grades
         verdicts = list(zip(styles(name), pool.map(correct, styles(name))))
     for is_common in (True, False):
@@ -65,15 +61,11 @@ REAL = Path(__file__).with_name("real") / "smollm2.jsonl"
 def test_replies_of_a_real_model(name, number):
     """SmolLM2-135M-Instruct's greedy replies of at most 256 tokens to the first questions; a person
     read every one and agrees with its reason."""
-    task = find_task(name)
-    grader = find_grader(find_setting(task, "r1").grader)
     rows = [json.loads(line) for line in REAL.read_text().split("\n") if line]
     rows = [row for row in rows if row["task"] == name]
     assert len(rows) == number
     for row in rows:
-        fields = map_fields(task, row["row"], 0)
-        problem = Problem("p", fields, grader.gold(fields))
-        found = grade(grader, problem, ModelReply(0, row["reply"], row["finish"]), False)
+        found = graded_row(name, row["row"], ModelReply(0, row["reply"], row["finish"]))
         assert found.reason == row["reason"], row["reply"]
 
 

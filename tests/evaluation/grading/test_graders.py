@@ -1,16 +1,9 @@
 import pytest
+from graded import graded
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
-from quantkit.evaluation.grading.graders import GRADERS, find_grader, grade
-from quantkit.evaluation.tasks.definitions import Problem
-
-
-def graded(grader, gold, completion, **fields):
-    made = find_grader(grader)
-    fields = {"answer": gold, **fields}
-    reply = ModelReply(0, completion) if isinstance(completion, str) else completion
-    return grade(made, Problem("p", fields, made.gold(fields)), reply, False)
+from quantkit.evaluation.grading.graders import GRADERS, find_grader
 
 
 @pytest.mark.parametrize(
@@ -39,7 +32,7 @@ def graded(grader, gold, completion, **fields):
     ],
 )
 def test_integer(text, reason, strict):
-    found = graded("integer", "204", text)
+    found = graded("integer", {"answer": "204"}, text)
     assert (found.reason, found.strict, found.correct) == (
         reason,
         strict,
@@ -49,19 +42,23 @@ def test_integer(text, reason, strict):
 
 def test_a_cut_reply_counts_only_with_a_complete_box():
     assert (
-        graded("integer", "204", ModelReply(0, "so far 204", finish_reason="length")).reason
+        graded(
+            "integer", {"answer": "204"}, ModelReply(0, "so far 204", finish_reason="length")
+        ).reason
         == "truncated"
     )
     assert (
         graded(
-            "integer", "204", ModelReply(0, r"\boxed{204} because", finish_reason="length")
+            "integer",
+            {"answer": "204"},
+            ModelReply(0, r"\boxed{204} because", finish_reason="length"),
         ).reason
         == "right"
     )
 
 
 def test_a_failed_request_is_excluded():
-    found = graded("integer", "204", ModelReply(0, error="HTTP 500"))
+    found = graded("integer", {"answer": "204"}, ModelReply(0, error="HTTP 500"))
     assert found.excluded
     assert found.detail == "HTTP 500"
 
@@ -82,7 +79,7 @@ def test_a_failed_request_is_excluded():
     ],
 )
 def test_number(gold, text, reason):
-    assert graded("number", gold, text).reason == reason
+    assert graded("number", {"answer": gold}, text).reason == reason
 
 
 @pytest.mark.parametrize(
@@ -98,7 +95,7 @@ def test_number(gold, text, reason):
     ],
 )
 def test_gsm8k_filters_of_lm_eval(text, strict, flexible):
-    found = graded("gsm8k-filters", "x\n#### 1,234", text)
+    found = graded("gsm8k-filters", {"answer": "x\n#### 1,234"}, text)
     assert (found.strict, found.correct) == (strict, flexible)
 
 
@@ -126,12 +123,13 @@ def test_unknown_grader_lists_those_there_are():
 def test_words_of_the_options_are_not_words_of_the_reply(text, letter):
     options = ["I only", "E", "It is not the case that no one can.", "I & II only", "I^2R"]
     for gold in "ABCDE":
-        assert graded("choice", gold, text, options=options).correct is (gold == letter)
+        fields = {"answer": gold, "options": options}
+        assert graded("choice", fields, text).correct is (gold == letter)
 
 
 def test_equal_answers_vote_together():
     votes = {
-        graded("number", "#### 18", text).answer
+        graded("number", {"answer": "#### 18"}, text).answer
         for text in (r"\boxed{18}", r"\boxed{18.00}", r"\boxed{\frac{36}{2}}", "so 18")
     }
     assert votes == {"18"}

@@ -2,14 +2,13 @@
 checker."""
 
 import pytest
+from graded import graded
 
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.generators.generator import ModelReply
-from quantkit.evaluation.grading.graders import find_grader, grade
+from quantkit.evaluation.grading.graders import find_grader
 from quantkit.evaluation.grading.instructions import CHECKS, check_instructions
 from quantkit.evaluation.grading.languages import language_of
 from quantkit.evaluation.grading.sentences import capital_words, count_sentences
-from quantkit.evaluation.tasks.definitions import Problem
 
 LESS, MORE = {"relation": "less than"}, {"relation": "at least"}
 # id, parameters, a reply that follows, one that does not
@@ -102,10 +101,7 @@ def test_a_row_is_graded_by_prompt_and_by_instruction():
         "instructions": ["punctuation:no_comma", "startend:quotation"],
         "parameters": [{"keywords": None}, {}],
     }
-    grader = find_grader("instructions")
-    problem = Problem("1", fields, grader.gold(fields))
-    assert problem.gold == "punctuation:no_comma, startend:quotation"
-    found = grade(grader, problem, ModelReply(0, 'Sure:\n"Quoted."'), False)
+    found = graded("instructions", fields, 'Sure:\n"Quoted."')
     assert (found.reason, found.detail) == ("wrong", "not followed: startend:quotation")
     expected = {
         "prompt_strict": (0, 1),
@@ -114,7 +110,7 @@ def test_a_row_is_graded_by_prompt_and_by_instruction():
         "instruction_loose": (2, 2),
     }
     assert found.measures == expected
-    unfinished = grade(grader, problem, ModelReply(0, '<think>"Quoted."'), False)
+    unfinished = graded("instructions", fields, '<think>"Quoted."')
     assert (unfinished.reason, unfinished.measures["instruction_loose"]) == ("unfinished", (0, 2))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from graded import graded
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
@@ -126,7 +127,6 @@ WEATHER = {
         }
     ],
 }
-UNFIT = WEATHER | {"id": "irrelevance_0"}
 
 LAYOUTS = {
     "aime24": (
@@ -280,18 +280,6 @@ def test_rows_as_published_are_read_shown_and_graded(name, tmp_path):
             assert verdict.correct is is_right, verdict
 
 
-def test_a_question_that_no_function_fits_wants_no_call(tmp_path):
-    write(tmp_path / "bfcl/BFCL_v4_irrelevance.json", [UNFIT, UNFIT | {"id": "irrelevance_1"}])
-    for problem in read("bfcl", tmp_path):
-        for reply, right in (
-            ("[]", True),
-            ("None fits.", True),
-            ('[weather.get(city="Ulm")]', False),
-        ):
-            verdict = grade(find_grader("calls"), problem, ModelReply(0, reply), False)
-            assert verdict.correct is right
-
-
 def test_an_index_is_a_letter_and_a_gold_that_is_no_option_is_refused(tmp_path):
     row = {"question": "?", "subject": "logic", "choices": ["w", "x", "y", "z"], "answer": 2}
     (tmp_path / "mmlu_test.jsonl").write_text(json.dumps(row))
@@ -346,13 +334,8 @@ def test_gpqa_options_are_shuffled_by_the_question_alone(tmp_path):
         ("Yes", "So the answer is not Yes.", False),
     ],
 )
-def test_short_answers(tmp_path, gold, reply, right):
-    (tmp_path / "bbh").mkdir()
-    (tmp_path / "bbh/kind.json").write_text(
-        json.dumps({"canary": "x", "examples": [{"input": "?", "target": gold}]})
-    )
-    (problem,) = read("bbh", tmp_path)
-    assert grade(find_grader("short"), problem, ModelReply(0, reply), False).correct is right
+def test_short_answers(gold, reply, right):
+    assert graded("short", {"answer": gold}, reply).correct is right
 
 
 WEATHER_CALL = [
@@ -394,17 +377,10 @@ TWO = [{"f": {"x": [1]}}, {"f": {"x": [2]}}]
         (None, "", False),
     ],
 )
-def test_function_calls(tmp_path, possible, reply, right):
+def test_function_calls(possible, reply, right):
     days = {"name": "weather.get", "parameters": {"properties": {"days": {"type": "integer"}}}}
-    row = {"question": [[{"role": "user", "content": "?"}]], "function": [days]}
-    (tmp_path / "bfcl/possible_answer").mkdir(parents=True)
-    rows = "\n".join(json.dumps(row | {"id": f"simple_{n}"}) for n in range(2))
-    (tmp_path / "bfcl/BFCL_v4_simple.json").write_text(rows)
-    if possible is not None:
-        answer = json.dumps({"id": "simple_0", "ground_truth": possible})
-        (tmp_path / "bfcl/possible_answer/BFCL_v4_simple.json").write_text(f"{answer}\n{answer}")
-    problem, _ = read("bfcl", tmp_path)
-    assert grade(find_grader("calls"), problem, ModelReply(0, reply), False).correct is right
+    fields = {"ground_truth": possible, "functions": [days]}
+    assert graded("calls", fields, reply).correct is right
 
 
 @pytest.mark.parametrize(
@@ -419,8 +395,7 @@ def test_function_calls(tmp_path, possible, reply, right):
 def test_a_model_judges(said, reason):
     asked = []
     grader = judged_by(lambda prompt: asked.append(prompt) or said)
-    problem = Problem("0", {"problem": "Who?", "answer": "Ada"}, "Ada")
-    assert grade(grader, problem, ModelReply(0, "Bo"), False).reason == reason
+    assert graded(grader, {"problem": "Who?", "answer": "Ada"}, "Bo").reason == reason
     assert all(word in asked[0] for word in ("Who?", "Ada", "Bo"))
 
 

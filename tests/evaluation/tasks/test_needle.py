@@ -4,10 +4,10 @@ import json
 
 import pytest
 from commands import command
+from graded import graded
 
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.generators.generator import ModelReply
-from quantkit.evaluation.grading.graders import find_grader, grade
+from quantkit.evaluation.grading.graders import find_grader
 from quantkit.evaluation.tasks.data import problems, read_rows
 from quantkit.evaluation.tasks.definitions import find_setting, find_task
 from quantkit.evaluation.tasks.needle import KINDS, NEEDLES, needle_rows
@@ -80,10 +80,4 @@ def test_the_command_makes_what_the_task_reads(tmp_path):
     ],
 )
 def test_retrieval(reply, reason):
-    grader = find_grader("retrieval")
-    (task,) = problems(
-        find_setting(find_task("needle"), "r1"),
-        grader,
-        [{"id": "0", "problem": "?", "answer": "1234567", "group": "g"}],
-    )
-    assert grade(grader, task, ModelReply(0, reply), False).reason == reason
+    assert graded("retrieval", {"answer": "1234567"}, reply).reason == reason
