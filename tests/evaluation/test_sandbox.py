@@ -237,13 +237,19 @@ def test_what_is_held_at_the_end_counts(victim, monkeypatch):
     assert (run.status, run.detail) == ("failed", "more than 2048 MiB of memory")
 
 
+@pytest.fixture
+def limits_alone(monkeypatch):
+    monkeypatch.setattr(sandbox_programs, "active_level", lambda: "rlimits")
+
+
 @isolated
+@pytest.mark.usefixtures("limits_alone")
 def test_the_walls_are_what_holds(victim):
     """The same programs with limits alone: those that must get through do, so that `fails` above
     means something."""
     for name in ("home", "secret", "processes", "kill-caller", "environment-of-others"):
         program = sandbox.Program((attacks.PROMPT, victim.names + wall(WALLS[name])), "total")
-        run = sandbox.run_function(program, "", f"{attacks.TESTS}\ncheck(total)", level="rlimits")
+        run = sandbox.run_function(program, "", f"{attacks.TESTS}\ncheck(total)")
         assert run.status == "passed", (name, run)
 
 
@@ -251,17 +257,15 @@ def run(
     program,
     tests="assert f(2) == 4, 'not four'",
     timeout_s=6.0,
-    level=None,
 ):
-    return sandbox.run_function(
-        sandbox.Program((program,), "f"), "", tests, timeout_s=timeout_s, level=level
-    )
+    return sandbox.run_function(sandbox.Program((program,), "f"), "", tests, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("level", [pytest.param("namespaces", marks=isolated), "rlimits"])
-def test_verdicts(level):
-    assert run("def f(x): return x * 2", level=level).status == "passed"
-    assert (found := run("def f(x): return x", level=level)).status == "failed"
+def test_verdicts(level, monkeypatch):
+    monkeypatch.setattr(sandbox_programs, "active_level", lambda: level)
+    assert run("def f(x): return x * 2").status == "passed"
+    assert (found := run("def f(x): return x")).status == "failed"
     assert found.detail == "AssertionError: not four"
     for program, detail in (
         ("def f(x) return x", "SyntaxError"),
@@ -274,9 +278,9 @@ def test_verdicts(level):
             "the function returned a value of type builtin_function_or_method",
         ),
     ):
-        assert run(program, level=level).detail.startswith(detail)
-    assert run("def f(x):\n    import os; os._exit(0)", level=level).status == "no-verdict"
-    assert run("def f(x):\n    while True: pass", timeout_s=0.7, level=level).status == "timeout"
+        assert run(program).detail.startswith(detail)
+    assert run("def f(x):\n    import os; os._exit(0)").status == "no-verdict"
+    assert run("def f(x):\n    while True: pass", timeout_s=0.7).status == "timeout"
 
 
 def test_tests_may_expect_an_exception_but_not_catch_a_fault():
@@ -346,6 +350,7 @@ def test_the_program_sees_an_empty_world():
     )
 
 
+@pytest.mark.usefixtures("limits_alone")
 def test_nothing_of_the_tests_is_in_the_candidates_process():
     """It looks through its own memory, descriptors, directory and arguments, where limits alone
     leave it /proc to do so."""
@@ -368,7 +373,6 @@ def f(word):
     told = run(
         look,
         "got = f('yranac')\nassert got == ([], True, 2), got\n# expected-canary",
-        level="rlimits",
     )
     assert told.status == "passed", told
 
@@ -385,11 +389,10 @@ def test_many_at_once_leave_nothing_behind(tmp_path, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_sandbox_that_cannot_start_is_not_the_programs_fault(
-    monkeypatch,
-):
+@pytest.mark.usefixtures("limits_alone")
+def test_a_sandbox_that_cannot_start_is_not_the_programs_fault(monkeypatch):
     monkeypatch.setattr(process, "_interpreter", lambda: "/nowhere/python")
-    found = run("def f(x): return 4", level="rlimits")
+    found = run("def f(x): return 4")
     assert found.status == "sandbox-error"
     assert "/nowhere/python" in found.detail
 

@@ -6,12 +6,11 @@ import json
 import shutil
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from statistics import fmean, stdev
 
 import pytest
 from commands import command
-from faulty_server import BROKEN, DONE, END, WHOLE, FaultyServer, chunk, event
+from faulty_server import BROKEN, DONE, END, STOP, WHOLE, FaultyServer, chunk, event
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.results.published import published_speeds_for
@@ -208,58 +207,26 @@ def test_report_shows_ours_and_the_published_apart(tmp_path):
     assert json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"] == rows
 
 
-class Server(BaseHTTPRequestHandler):
-    """Streams max_tokens tokens: a role-only chunk at once, the first token after DELAY_S, the
-    others GAP_S apart."""
-
-    def do_GET(self):
-        self._send(json.dumps({"data": [{"id": "m"}]}).encode())
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if "refuse" in body["messages"][0]["content"]:
-            self.send_error(429)
-            return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.end_headers()
-        self._event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
-        for number in range(body["max_tokens"]):
-            time.sleep(GAP_S if number else DELAY_S)
-            self._event({"choices": [{"delta": {"content": "x"}}]})
-        self._event(
-            {"choices": [], "usage": {"prompt_tokens": 12, "completion_tokens": body["max_tokens"]}}
-        )
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def _event(self, event):
-        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-        self.wfile.flush()
-
-    def _send(self, data):
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *arguments):
-        """Tests stay quiet."""
+def slowly(wire, body):
+    """max_tokens tokens: a role-only chunk at once, the first token after DELAY_S, the others GAP_S
+    apart."""
+    count = body["max_tokens"]
+    wire.stream(event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}))
+    time.sleep(DELAY_S)
+    wire.write(*[chunk("x")] * count, every_s=GAP_S)
+    usage = {"prompt_tokens": 12, "completion_tokens": count}
+    wire.write(STOP, event({"choices": [], "usage": usage}), DONE)
 
 
 @pytest.fixture
 def server():
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=httpd.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{httpd.server_port}"
-    httpd.shutdown()
-    thread.join()
-    httpd.server_close()
+    with FaultyServer(slowly) as faulty:
+        yield faulty.url
 
 
 def test_endpoint_times_and_usage(server):
     target = EndpointTarget(server)
-    assert target.model == "m"
+    assert target.model == "faulty"
     times = list(target.run(Workload(10, 5, requests=4, concurrency=2)))
     assert len(times) == 4
     for one in times:
@@ -417,9 +384,11 @@ def test_a_reply_without_an_end_is_left():
         assert left.wait(10)
 
 
-def test_endpoint_failures_are_reported(server):
-    target = EndpointTarget(server, truncate=lambda words, count: "refuse")
-    with pytest.raises(QuantkitError, match="HTTP 429"):
-        measure_grid(target, [4], [1], output_len=2)
+def test_endpoint_failures_are_reported():
+    with (
+        FaultyServer(lambda wire, body: wire.refuse(429, "busy")) as faulty,
+        pytest.raises(QuantkitError, match="HTTP 429: busy"),
+    ):
+        measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2)
     with pytest.raises(QuantkitError, match="does not answer"):
         EndpointTarget("http://127.0.0.1:9")

@@ -61,27 +61,23 @@ def run_function(
     *,
     cases: Cases = (),
     timeout_s: float | None = None,
-    level: Level | None = None,
 ) -> ProgramRun:
     """Passed if `tests`, which call the function by its name, return in the judge's process
     (`helpers` is trusted source that they use), and every call with a case's arguments returns the
     case's result, as JSON values, each within `timeout_s`."""
     attempt = partial(_run_judged, program, helpers, tests, cases, timeout_s or TIMEOUT_S)
-    return _run_with_retries(attempt, level)
+    return _run_with_retries(attempt)
 
 
-def run_script(
-    source: str, stdin: str, *, timeout_s: float | None = None, level: Level | None = None
-) -> ProgramRun:
+def run_script(source: str, stdin: str, *, timeout_s: float | None = None) -> ProgramRun:
     """Passed if `source`, run as a file, ended by itself, by sys.exit or by os._exit; its stdout
     is in `output`."""
-    return _run_with_retries(partial(_run_script, source, stdin, timeout_s or TIMEOUT_S), level)
+    return _run_with_retries(partial(_run_script, source, stdin, timeout_s or TIMEOUT_S))
 
 
-def _run_with_retries(attempt: Callable[[Level], ProgramRun], level: Level | None) -> ProgramRun:
+def _run_with_retries(attempt: Callable[[Level], ProgramRun]) -> ProgramRun:
     """Retry failures of the sandbox itself; finally report them as sandbox-error."""
-    level = level or active_level()
-    problem = ""
+    level, problem = active_level(), ""
     for number in range(_TRIES):
         time.sleep(number * _PAUSE_S)
         try:

@@ -1,16 +1,15 @@
 """Requests to an OpenAI-compatible server, streamed, so that the first token's time is measured.
 
-Prompts are random words, different in every run, since a server may cache prefixes. `truncate` cuts
-them to the exact token length where it is given. Token counts come from the server's `usage`;
-without one, chunks are counted, and the row says so. A reply with neither a finish reason nor a
-usage failed. Only a chunk with output (text or reasoning) counts as a token's arrival: role-only
+Prompts are random words, one a token, different in every run, since a server may cache prefixes.
+Token counts come from the server's `usage`; without one, chunks are counted, and the row says so. A
+reply with neither a finish reason nor a usage failed. Only a chunk with output (text or reasoning) counts as a token's arrival: role-only
 first chunks come before any computation.
 """
 
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 
 import httpx
@@ -32,20 +31,12 @@ _CHUNKS_PER_TOKEN, _EXTRA_CHUNKS = 4, 64
 
 
 class EndpointTarget:
-    """`url` is the server, `model` its name there; None: the only model that it serves.
-    `truncate(words, n)` returns a text of n tokens; None: one word per token is assumed.
-    Raises QuantkitError where the server does not answer."""
+    """`url` is the server, `model` its name there; None: the only model that it serves. Raises
+    QuantkitError where the server does not answer."""
 
-    def __init__(
-        self,
-        url: str,
-        model: str | None = None,
-        *,
-        api_key: str | None = None,
-        truncate: Callable[[str, int], str] | None = None,
-    ) -> None:
+    def __init__(self, url: str, model: str | None = None, *, api_key: str | None = None) -> None:
         self.server = OpenAIServer(url, api_key=api_key)
-        self.name, self.truncate = url, truncate
+        self.name = url
         self._run = secrets.token_hex(8)
         self.model = str(self.server.find_model(model)["id"])
 
@@ -59,8 +50,7 @@ class EndpointTarget:
         if work.prompts:
             return [work.prompts[number % len(work.prompts)] for number in range(work.requests)]
         generator = work.rng(self._run)
-        texts = (" ".join(generator.choices(WORDS, k=work.input_len)) for _ in range(work.requests))
-        return [self.truncate(text, work.input_len) if self.truncate else text for text in texts]
+        return [" ".join(generator.choices(WORDS, k=work.input_len)) for _ in range(work.requests)]
 
     def close(self) -> None: ...
 

@@ -159,17 +159,15 @@ class MeanBounds:
         return float((np.sum(self.upper >= mean) + 1) / (len(self.upper) + 1))
 
 
-def mean_bounds(
-    values: np.ndarray, minimum: float, maximum: float, seed: int = 0, draws: int = DRAWS
-) -> MeanBounds:
+def mean_bounds(values: np.ndarray, minimum: float, maximum: float, seed: int = 0) -> MeanBounds:
     """values: [n], in [minimum, maximum]."""
     rng = np.random.default_rng(seed)
     distinct, counts = np.unique(np.asarray(values, dtype=np.float64), return_counts=True)
-    total, mass = np.empty(draws), np.empty(draws)
-    unseen = rng.standard_exponential(draws)
+    total, mass = np.empty(DRAWS), np.empty(DRAWS)
+    unseen = rng.standard_exponential(DRAWS)
     rows = max(1, _MAX_WEIGHTS // len(distinct))
-    for start in range(0, draws, rows):
-        part = slice(start, min(start + rows, draws))
+    for start in range(0, DRAWS, rows):
+        part = slice(start, min(start + rows, DRAWS))
         weights = rng.standard_gamma(counts, (part.stop - start, len(counts)))
         total[part], mass[part] = weights @ distinct, weights.sum(axis=1) + unseen[part]
     return MeanBounds((total + unseen * minimum) / mass, (total + unseen * maximum) / mass)

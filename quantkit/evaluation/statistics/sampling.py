@@ -38,6 +38,7 @@ STAGES = (0.125, 0.25, 0.4, 0.55, 0.7, 0.85, 1.15)
 SPENT = 0.85
 """Share of the error that the looks may spend; the rest is for what normal tests of few replies miss."""
 HOPELESS = 0.05  # probability of a verdict at the last look below which a run ends
+_PATHS = 200_000  # simulated ones
 _NORMAL = NormalDist()
 
 
@@ -119,16 +120,16 @@ def _conditional_power(z: float, t: float, bound: float) -> float:
 
 
 @cache
-def boundaries(fractions: tuple[float, ...], error: float, paths: int = 200_000) -> list[float]:
+def boundaries(fractions: tuple[float, ...], error: float) -> list[float]:
     """The z of every look that spends `error` * t^1.5 by the information t; the last is 1."""
     t = np.asarray(fractions) / fractions[-1]
     steps = np.sqrt(np.diff(t, prepend=0.0))
-    walk = np.random.default_rng(0).standard_normal((paths, len(t))) * steps
+    walk = np.random.default_rng(0).standard_normal((_PATHS, len(t))) * steps
     walk = walk.cumsum(axis=1) / np.sqrt(t)
     found, spent = [], 0.0
     for look, share in enumerate(t):
         due = error * share**1.5 - spent
-        found.append(float(np.quantile(walk[:, look], 1 - due * paths / len(walk))))
+        found.append(float(np.quantile(walk[:, look], 1 - due * _PATHS / len(walk))))
         walk, spent = walk[walk[:, look] < found[-1]], error * share**1.5
     return found
 
