@@ -166,13 +166,11 @@ def _default_protocol(model: str, notice: Notice) -> str:
     else:
         from quantkit.evaluation.generators.local import template_reasons
 
-        reasons = template_reasons(find_model(model))
-        chosen = "lm-eval" if reasons is None else "r1" if reasons else "evalscope"
-        reason = (
-            "no chat template"
-            if reasons is None
-            else f"its chat template {'opens' if reasons else 'does not open'} <think>"
-        )
+        chosen, reason = {
+            None: ("lm-eval", "no chat template"),
+            True: ("r1", "its chat template opens <think>"),
+            False: ("evalscope", "its chat template does not open <think>"),
+        }[template_reasons(find_model(model))]
     notice(f"protocol {chosen} for {model}: {reason}; --protocol chooses another")
     return chosen
 

@@ -15,7 +15,7 @@ from quantkit.executor.hf_engine import load_whole
 from quantkit.executor.weights.expert_counter import ExpertCounter, watch_experts
 from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.models import is_known
-from quantkit.models.context import CausalContext, Context
+from quantkit.models.context import CausalContext
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.hf_traced.full_model import TransformersModel
 
@@ -37,15 +37,8 @@ class TracedLayer:
         self.layer, self.record, self.input_norm = layer, record, layer.input_norm
         self.mlp = getattr(layer, "mlp", None)  # expert counting reads it
 
-    def __call__(
-        self,
-        normed: Tensor,
-        residual: Tensor,
-        context: Context,
-        next_norm: Tensor,
-        rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        normed, residual = self.layer(normed, residual, context, next_norm, rows)
+    def __call__(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        normed, residual = self.layer(*given, **named)
         self.record(residual)
         return normed, residual
 

@@ -1,9 +1,4 @@
-r"""Grade a reply: strip the reasoning, then apply the task's grader to the rest.
-
-Answers are read in this order: the last balanced \boxed{} (or `ANSWER: X`), a strict number reader,
-math-verify on the box content in a killable process, and only for the flexible score a stated
-answer or the last number in the text.
-"""
+"""Grade a reply: strip the reasoning, then apply the task's grader to the rest."""
 
 import json
 import re
@@ -81,6 +76,10 @@ def _nothing(grader: Grader, problem: Problem) -> dict[str, tuple[int, int]]:
     return grader.read(problem, "", False).measures if grader.measured else {}
 
 
+def _answer_field(fields: dict[str, Any]) -> str:
+    return str(fields["answer"]).strip()
+
+
 def _number_gold(fields: dict[str, Any]) -> str:
     """The value after `####`, or inside a box, or the field itself."""
     text = str(fields["answer"]).rpartition("####")[2].strip()
@@ -103,81 +102,91 @@ def _integer_gold(fields: dict[str, Any]) -> str:
     return gold
 
 
-def _missing(found: Extraction, text: str, cut: bool) -> Grade | None:
-    """A reply that the token limit cut counts only with a complete box: its last number may be any
-    number of the reasoning."""
-    if found.open_box or (cut and found.found != "asked"):
-        return Grade("truncated")
-    if found.text is None:
-        return Grade("no-answer", detail="" if text.strip() else "empty reply")
-    return None
+# ------------------------------------------------------------------------------------- one answer
+
+Outcome = tuple[bool | str, str | None]
+"""Whether an answer is right, or another reason; and the answer as it is shown and votes."""
 
 
-def _verdict(correct: bool, found: Extraction, answer: str | None) -> Grade:
-    strict = found.found == "asked"
-    reason = ("right" if correct else "wrong") + ("" if strict else "-loose")
-    return Grade(reason, correct, correct and strict, answer)
+def _one_answer(
+    find: Callable[[Problem, str], Extraction], compare: Callable[[Problem, Extraction], Outcome]
+) -> Read:
+    """Grades replies that state one answer."""
+
+    def read(problem: Problem, text: str, cut: bool) -> Grade:
+        found = find(problem, text)
+        is_asked = found.found == "asked"
+        # Of a reply that was cut only a complete box counts: its last number may be any of the
+        # reasoning's.
+        if found.open_box or (cut and not is_asked):
+            return Grade("truncated")
+        if found.text is None:
+            return Grade("no-answer", detail="" if text.strip() else "empty reply")
+        outcome, answer = compare(problem, found)
+        if isinstance(outcome, str):
+            return Grade(outcome, answer)
+        return Grade(("right" if outcome else "wrong") + ("" if is_asked else "-loose"), answer)
+
+    return read
 
 
 def _plain_verdict(correct: bool, answer: str | None) -> Grade:
-    return Grade("right" if correct else "wrong", correct, correct, answer)
+    return Grade("right" if correct else "wrong", answer)
 
 
 def _nothing_said(cut: bool) -> Grade:
     return Grade("truncated" if cut else "no-answer")
 
 
-def _read_integer(problem: Problem, text: str, cut: bool) -> Grade:
-    found = answers.find_number(text, letters=False)
-    if (
-        not _missing(found, text, cut)
-        and not isinstance(found.value, str)
-        and (found.value is None or found.value.denominator != 1 or _is_percent(found.text))
+def _compare_integer(problem: Problem, found: Extraction) -> Outcome:
+    value = found.value
+    if value is None or (
+        isinstance(value, Fraction) and (value.denominator != 1 or _is_percent(found.text))
     ):
-        return Grade("not-integer", answer=found.text)
-    return _read_value(problem, found, text, cut)
+        return "not-integer", found.text
+    return _compare_number(problem, found)
 
 
 def _is_percent(text: str | None) -> bool:
     return any(number.percent for number in numbers(plain(text or "")))
 
 
-def _read_number(problem: Problem, text: str, cut: bool) -> Grade:
-    return _read_value(problem, answers.find_number(text), text, cut)
+def _compare_number(problem: Problem, found: Extraction) -> Outcome:
+    value = found.value
+    if not isinstance(value, Fraction):
+        return _by_math(problem, found, value)
+    gold = read_value(problem.gold)
+    is_share = isinstance(gold, Fraction) and gold.denominator != 1 and _is_percent(found.text)
+    correct = value == gold or (is_share and value == 100 * Fraction(gold or 0))
+    return correct, problem.gold if is_share else canonical(value)
 
 
-def _read_value(problem: Problem, found: Extraction, text: str, cut: bool) -> Grade:
-    if (missing := _missing(found, text, cut)) is not None:
-        return missing
-    if isinstance(found.value, Fraction):
-        gold = read_value(problem.gold)
-        is_share = isinstance(gold, Fraction) and gold.denominator != 1 and _is_percent(found.text)
-        correct = found.value == gold or (is_share and found.value == 100 * Fraction(gold or 0))
-        return _verdict(correct, found, problem.gold if is_share else canonical(found.value))
-    if found.value is None:
-        return Grade("wrong" if found.found == "asked" else "wrong-loose", answer=found.text)
-    equal = math_equal.equal(problem.gold, found.value)
-    if equal is None:
-        return Grade("ungradable", answer=found.text)
-    return _verdict(equal, found, problem.gold if equal else found.text)
-
-
-def _read_expression(problem: Problem, text: str, cut: bool) -> Grade:
-    """MATH-500: a gold that is a number is read as one; any other is compared as text and by
-    math-verify."""
-    if isinstance(read_value(problem.gold), Fraction) and "text" not in problem.gold:
-        return _read_number(problem, text, cut)
-    found = expressions.find_expression(text)
-    if (missing := _missing(found, text, cut)) is not None:
-        return missing
-    assert found.text is not None
-    if expressions.same_text(problem.gold, found.text):
-        return _verdict(True, found, problem.gold)
-    answer = expressions.comparison_form(problem.gold, found.text)
+def _by_math(problem: Problem, found: Extraction, answer: str | None) -> Outcome:
+    """answer: LaTeX; None where it cannot be right."""
     equal = math_equal.equal(problem.gold, answer) if answer else False
     if equal is None:
-        return Grade("ungradable", answer=found.text)
-    return _verdict(equal, found, problem.gold if equal else found.text)
+        return "ungradable", found.text
+    return equal, problem.gold if equal else found.text
+
+
+def _is_number(problem: Problem) -> bool:
+    return isinstance(read_value(problem.gold), Fraction) and "text" not in problem.gold
+
+
+def _find_expression(problem: Problem, text: str) -> Extraction:
+    find = answers.find_number if _is_number(problem) else expressions.find_expression
+    return find(text)
+
+
+def _compare_expression(problem: Problem, found: Extraction) -> Outcome:
+    """MATH-500: a gold that is a number is read as one; any other is compared as text and by
+    math-verify."""
+    if _is_number(problem):
+        return _compare_number(problem, found)
+    assert found.text is not None
+    if expressions.same_text(problem.gold, found.text):
+        return True, problem.gold
+    return _by_math(problem, found, expressions.comparison_form(problem.gold, found.text))
 
 
 def _choice_gold(fields: dict[str, Any]) -> str:
@@ -193,25 +202,28 @@ def _choice_gold(fields: dict[str, Any]) -> str:
     return letter
 
 
-def _read_choice(problem: Problem, text: str, cut: bool) -> Grade:
-    found = find_choice(text, [str(option) for option in problem.fields["options"]])
-    return _missing(found, text, cut) or _verdict(
-        found.text == problem.gold, found, None if found.text == NOTHING else found.text
-    )
+def _find_choice(problem: Problem, text: str) -> Extraction:
+    return find_choice(text, [str(option) for option in problem.fields["options"]])
 
 
-def _read_short(problem: Problem, text: str, cut: bool) -> Grade:
-    """BIG-Bench Hard: an option's letter in brackets, a number, or a few words, compared without
-    case and typesetting."""
+def _compare_choice(problem: Problem, found: Extraction) -> Outcome:
+    return found.text == problem.gold, None if found.text == NOTHING else found.text
+
+
+def _find_short(problem: Problem, text: str) -> Extraction:
+    """BIG-Bench Hard: an option's letter in brackets, a number, or a few words, stated as its
+    prompts ask for it; else the last line."""
     found = expressions.find_expression(text)
     if found.text is None and not found.open_box and text.strip():
-        found = Extraction(text.strip().split("\n")[-1], "last")
-    if (missing := _missing(found, text, cut)) is not None:
-        return missing
-    if found.found == "phrase":  # as its prompts ask for it
-        found = replace(found, found="asked")
-    assert found.text is not None
-    return _verdict(expressions.same_short(problem.gold, found.text), found, found.text)
+        return Extraction(text.strip().split("\n")[-1], "last")
+    return replace(found, found="asked") if found.found == "phrase" else found
+
+
+def _compare_short(problem: Problem, found: Extraction) -> Outcome:
+    return expressions.same_short(problem.gold, found.text or ""), found.text
+
+
+# ------------------------------------------------------------------------------------- other kinds
 
 
 def _read_retrieval(problem: Problem, text: str, cut: bool) -> Grade:
@@ -238,7 +250,7 @@ def _read_instructions(problem: Problem, text: str, cut: bool) -> Grade:
     missed = ", ".join(name for name, follows in zip(ids, strict) if not follows)
     reason = "right" if all(strict) else "wrong" if text.strip() else "no-answer"
     detail = f"not followed: {missed}" if missed else ""
-    return Grade(reason, all(strict), all(strict), detail=detail, measures=measures)
+    return Grade(reason, detail=detail, measures=measures)
 
 
 def _read_gsm8k_filters(problem: Problem, text: str, cut: bool) -> Grade:
@@ -249,11 +261,12 @@ def _read_gsm8k_filters(problem: Problem, text: str, cut: bool) -> Grade:
     loose = [first or second for first, second in re.findall(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", text)]
     if strict is not None and _as_lm_eval_compares(strict[1]) == gold:
         loose_right = bool(loose) and _as_lm_eval_compares(loose[-1]) == gold
-        return Grade("right" if loose_right else "wrong-loose", loose_right, True, strict[1])
+        reason = "right" if loose_right else "wrong-loose"
+        return Grade(reason, strict[1], strictly_right=True)
     if not loose:
         return _nothing_said(cut)
     correct = _as_lm_eval_compares(loose[-1]) == gold
-    return Grade("right-loose" if correct else "wrong-loose", correct, False, loose[-1])
+    return Grade("right-loose" if correct else "wrong-loose", loose[-1])
 
 
 def _read_last_number(problem: Problem, text: str, cut: bool) -> Grade:
@@ -310,9 +323,9 @@ def judged_by(ask: Callable[[str], str]) -> Grader:
         if letter is None:
             return Grade("error", detail=f"the judge replied {said[:100]!r}")
         reason = {"A": "right", "B": "wrong", "C": "no-answer"}[letter[0]]
-        return Grade(reason, reason == "right", reason == "right", text.strip()[:200])
+        return Grade(reason, text.strip()[:200])
 
-    return Grader(lambda fields: str(fields["answer"]), read, votes=False, judged=True)
+    return Grader(_answer_field, read, votes=False, judged=True)
 
 
 def _nobody(text: str) -> str:
@@ -329,13 +342,18 @@ def _program(passes: str, graded: Callable[[Problem, str], Grade]) -> Grader:
 
 
 GRADERS: dict[str, Grader] = {
-    "integer": Grader(_integer_gold, _read_integer),
-    "number": Grader(_number_gold, _read_number),
-    "expression": Grader(lambda fields: str(fields["answer"]).strip(), _read_expression),
-    "choice": Grader(_choice_gold, _read_choice),
+    "integer": Grader(
+        _integer_gold,
+        _one_answer(lambda problem, text: answers.find_number(text, False), _compare_integer),
+    ),
+    "number": Grader(
+        _number_gold, _one_answer(lambda problem, text: answers.find_number(text), _compare_number)
+    ),
+    "expression": Grader(_answer_field, _one_answer(_find_expression, _compare_expression)),
+    "choice": Grader(_choice_gold, _one_answer(_find_choice, _compare_choice)),
+    "short": Grader(_answer_field, _one_answer(_find_short, _compare_short)),
     "instructions": Grader(instructions.check_row, _read_instructions, votes=False, measured=True),
-    "short": Grader(lambda fields: str(fields["answer"]).strip(), _read_short),
-    "retrieval": Grader(lambda fields: str(fields["answer"]), _read_retrieval),
+    "retrieval": Grader(_answer_field, _read_retrieval),
     "gsm8k-filters": Grader(_number_gold, _read_gsm8k_filters),
     "last-number": Grader(_number_gold, _read_last_number),
     "python-tests": _program("the tests of {entry_point}", programs.grade_with_tests),

@@ -155,7 +155,7 @@ def grade_with_tests(problem: Problem, text: str) -> Grade:
 
 
 def _grade(run: sandbox.ProgramRun) -> Grade:
-    return Grade(run.status, run.status == "passed", run.status == "passed", detail=run.detail)
+    return Grade(run.status, detail=run.detail)
 
 
 def grade_with_asserts(problem: Problem, text: str) -> Grade:
@@ -257,7 +257,7 @@ def grade_contest(problem: Problem, text: str) -> Grade:
                 "failed",
                 detail=f"test {number}: got {run.output[:200]!r}, expected {test['output'][:200]!r}",
             )
-    return Grade("passed", True, True)
+    return Grade("passed")
 
 
 def _arguments(text: str) -> list[Any]:

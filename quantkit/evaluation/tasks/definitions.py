@@ -18,7 +18,7 @@ from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.common.settings import Strict, checked, find_yaml, read_yaml
 from quantkit.evaluation.generators.generator import Generation
 
-# Reason code -> meaning. The first group counts as right.
+# Reason code -> meaning.
 RIGHT = {
     "right": "right, in the requested format",
     "right-loose": "right, but found only by the flexible reading",
@@ -61,18 +61,27 @@ class Problem:
 
 @dataclass(frozen=True)
 class Grade:
-    """Verdict on one reply. `correct`: right by the flexible reading; `strict`: right where the
-    prompt asked for the answer.
+    """Verdict on one reply, by its reason.
 
     measures: other metrics of the task by name, as (points, possible points); summed over replies.
+    strictly_right: by a strict reading alone (lm-evaluation-harness' first filter of gsm8k).
     """
 
     reason: str
-    correct: bool = False
-    strict: bool = False
     answer: str | None = None
     detail: str = ""
     measures: dict[str, tuple[int, int]] = field(default_factory=dict)
+    strictly_right: bool = False
+
+    @property
+    def correct(self) -> bool:
+        """Right by the flexible reading."""
+        return self.reason in RIGHT
+
+    @property
+    def strict(self) -> bool:
+        """Right where the prompt asked for the answer."""
+        return self.strictly_right or (self.correct and self.reason != "right-loose")
 
     @property
     def excluded(self) -> bool:
