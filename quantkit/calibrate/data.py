@@ -32,10 +32,10 @@ from quantkit.calibrate.documents import (
     UnknownRecordFormat,
     read_document,
     read_records,
-    read_text,
 )
 from quantkit.common.assets import calibration_text
 from quantkit.common.errors import QuantkitError
+from quantkit.common.records import read_text
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.reasoning_tags import END_THINK, THINK
 
@@ -408,7 +408,7 @@ def is_shipped(text: Path) -> bool:
 
 def _split_text(path: Path, encoder: ChatTokenizer, wanted: int, seq_len: int, seed: int) -> _Drawn:
     """Sequences of one long text."""
-    text = read_text(path)
+    text = read_text(path, "calibration data")
     sequences = split_text(encoder, text, seq_len)
     tokens = sum(map(len, sequences))
     random.Random(seed).shuffle(sequences)

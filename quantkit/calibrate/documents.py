@@ -15,7 +15,7 @@ A record is a text or an object. Field names are compared without case. Recogniz
     text, or content                        plain text
 """
 
-import csv
+import itertools
 import json
 import logging
 import re
@@ -25,7 +25,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.common import records
 from quantkit.common.errors import QuantkitError
+from quantkit.common.records import Record
 from quantkit.common.result import one_line
 
 ACCEPTED_FORMATS = (
@@ -227,9 +229,6 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-Record = tuple[str, Any]
-"""A place ("data.jsonl line 3") and the value there."""
-
 TEXTS = (".txt", ".md")
 FILES = (*TEXTS, ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _MOST_ROWS = 20_000
@@ -266,151 +265,14 @@ def read_records(source: str) -> Iterator[Record]:
             raise QuantkitError(
                 f"calibration data {source} is none of the files that are read", _GIVE
             )
-        return _file(path, ending)
+        if ending in TEXTS:
+            return iter([(str(path), records.read_text(path, "calibration data"))])
+        found = records.read_records(path)
+        is_table = ending in (".csv", ".tsv", ".parquet")
+        return itertools.islice(found, _MOST_ROWS) if is_table else found
     if not _DATA_SET.fullmatch(source) or source.startswith("."):
         raise QuantkitError(f"calibration data {source} does not exist", _GIVE)
     return _data_set(source)
-
-
-def read_text(path: Path) -> str:
-    """UTF-8, without a byte order mark."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise QuantkitError(
-            f"cannot read calibration data {path}: {error.strerror}", _GIVE
-        ) from error
-    except UnicodeDecodeError as error:
-        raise QuantkitError(
-            f"calibration data {path} is not UTF-8 text (byte {error.start})", "save it as UTF-8"
-        ) from error
-
-
-def _file(path: Path, ending: str) -> Iterator[Record]:
-    if ending in TEXTS:
-        return iter([(str(path), read_text(path))])
-    if ending in (".csv", ".tsv"):
-        return _table(path, "\t" if ending == ".tsv" else ",")
-    return _parquet(path) if ending == ".parquet" else _json(path)
-
-
-def _json(path: Path) -> Iterator[Record]:
-    text = read_text(path)
-    start = text.lstrip()[:1]
-    if start == "[":
-        yield from _listed(path, text, text.index("[") + 1)
-        return
-    try:
-        value = json.loads(text) if start == "{" else None
-    except ValueError:  # more than one value: a record a line
-        value = None
-    except RecursionError as error:
-        raise QuantkitError(
-            f"{path} is nested too deep", f"give records of {ACCEPTED_FORMATS}"
-        ) from error
-    if value is None:
-        yield from _lines(path, text)
-        return
-    inner = [
-        (name, one)
-        for name, one in value.items()
-        if isinstance(one, list) and one and all(isinstance(row, dict) for row in one)
-    ]
-    is_record = {name.casefold() for name in value} & {
-        "messages",
-        "conversations",
-        "conversation",
-        "text",
-        "prompt",
-    }
-    if len(inner) == 1 and not is_record:  # {"data": [...]}
-        name, rows = inner[0]
-        yield from ((f"{path} {name}[{number}]", row) for number, row in enumerate(rows))
-    else:
-        yield f"{path} line 1", value
-
-
-def _lines(path: Path, text: str) -> Iterator[Record]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield f"{path} line {number}", _parsed(f"{path} line {number}", line)
-
-
-def _parsed(place: str, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise QuantkitError(
-            f"{place} is not JSON ({error})",
-            f"correct or remove it; a line is a record of {ACCEPTED_FORMATS}",
-        ) from error
-
-
-def _listed(path: Path, text: str, at: int) -> Iterator[Record]:
-    """Elements of a list, each with the line on which it begins."""
-    decoder, line, counted = json.JSONDecoder(), 1, 0
-    blank = re.compile(r"[\s,]*")
-    while True:
-        at = blank.match(text, at).end()  # type: ignore[union-attr]
-        line, counted = line + text.count("\n", counted, at), at
-        if text[at : at + 1] == "]":
-            return
-        try:
-            value, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError) as error:
-            raise QuantkitError(
-                f"{path} line {line} is not JSON ({error})", "correct it, or give a record a line"
-            ) from error
-        yield f"{path} line {line}", value
-
-
-def _table(path: Path, delimiter: str) -> Iterator[Record]:
-    text = read_text(path)
-    csv.field_size_limit(1 << 30)
-    rows = csv.DictReader(text.splitlines(keepends=True), delimiter=delimiter)
-    if rows.fieldnames and len(rows.fieldnames) == 1 and ";" in rows.fieldnames[0]:
-        rows = csv.DictReader(text.splitlines(keepends=True), delimiter=";")
-    try:
-        for number, row in enumerate(rows):
-            if number == _MOST_ROWS:
-                return
-            if None in row:
-                raise QuantkitError(
-                    f"{path} line {rows.line_num} has more fields than the header",
-                    "put texts with commas in quotes",
-                )
-            yield f"{path} line {rows.line_num}", row
-    except csv.Error as error:
-        raise QuantkitError(
-            f"{path} line {rows.line_num} is not valid CSV: {error}",
-            "save it as CSV with a header and quoted texts",
-        ) from error
-
-
-def _parquet(path: Path) -> Iterator[Record]:
-    if not path.is_file():
-        raise QuantkitError(f"cannot read calibration data {path}: it does not exist", _GIVE)
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise QuantkitError(
-            f"calibration data {path} needs pyarrow, which is not installed",
-            "pip install pyarrow, or save it as .jsonl",
-        ) from error
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
-                    if number == _MOST_ROWS:
-                        return
-                    number += 1
-                    yield f"{path} row {number}", row
-    except (pyarrow.ArrowException, OSError) as error:
-        raise QuantkitError(
-            f"{path} cannot be read as Parquet: {error}", "save it again, or as .jsonl"
-        ) from error
 
 
 def _data_set(name: str) -> Iterator[Record]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from quantkit.calibrate.data import plain, split_text
 from quantkit.calibrate.documents import UnknownRecordFormat, read_document
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.rows import Row, json_lines, read_text
+from quantkit.common.records import Row, read_rows, read_text
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
@@ -69,7 +69,7 @@ def read_documents(
             "write its documents as a .jsonl, one object a line, or as a .txt",
         )
     if path.suffix == ".jsonl" and path.is_file():
-        rows = itertools.islice(json_lines(path), limit)
+        rows = itertools.islice(read_rows(path), limit)
         documents = [_encode(place, row, tokenizer)[:seq_len] for place, row in rows]
     else:
         documents = split_text(tokenizer, read_text(path, "text"), seq_len)[:limit]

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import parse_json, read_json, read_text
+from quantkit.common.records import json_lines
 from quantkit.common.settings import checked
 from quantkit.evaluation.generators.generator import ModelReply, Prompt
-from quantkit.evaluation.rows import json_lines
 from quantkit.evaluation.tasks.definitions import REASONS
 
 T = TypeVar("T")

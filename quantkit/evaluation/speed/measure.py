@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.rows import Row, read_file, read_text
+from quantkit.common.records import Row, read_rows, read_text
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def read_prompts(path: Path) -> list[str]:
     holds no prompt.
     """
     if path.suffix in (".json", ".jsonl") and path.is_file():
-        found = [prompt for row in read_file(path) if (prompt := _prompt(row))]
+        found = [prompt for _, row in read_rows(path) if (prompt := _prompt(row))]
     else:
         found = [line.strip() for line in read_text(path, "prompts").split("\n") if line.strip()]
     if not found:

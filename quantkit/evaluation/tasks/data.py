@@ -16,8 +16,9 @@ from typing import Any
 
 from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError
+from quantkit.common.records import Row
+from quantkit.common.records import read_rows as rows_of
 from quantkit.evaluation.grading.graders import Grader
-from quantkit.evaluation.rows import Row, read_file
 from quantkit.evaluation.tasks.definitions import DataSource, Dates, Problem, Setting, Task
 
 
@@ -49,12 +50,14 @@ def read_rows(task: str, source: DataSource, data_dir: Path | None) -> TaskRows:
         )
     digests = [_digest(path) for path in paths]
     if len(paths) == 1 and (origin or not any("*" in one for one in source.files)):
-        return TaskRows(list(read_file(paths[0])), origin or str(paths[0]), digests[0].hex())
-    rows = [{"file": _subject(path)} | row for path in paths for row in read_file(path)]
+        return TaskRows(
+            [row for _, row in rows_of(paths[0])], origin or str(paths[0]), digests[0].hex()
+        )
+    rows = [{"file": _subject(path)} | row for path in paths for _, row in rows_of(path)]
     if source.answers:
         further = _find_files(source.answers, source, data_dir)
         digests += [_digest(path) for path in further]
-        answers = {row.get("id"): row for path in further for row in read_file(path)}
+        answers = {row.get("id"): row for path in further for _, row in rows_of(path)}
         rows = [row | answers.get(row.get("id"), {}) for row in rows]
     return TaskRows(
         rows,

@@ -6,8 +6,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from quantkit.common import records
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation import rows as rows_of_files
 from quantkit.evaluation.grading.graders import find_grader
 from quantkit.evaluation.tasks.data import problems, read_rows
 from quantkit.evaluation.tasks.definitions import find_setting, find_task
@@ -50,7 +50,8 @@ def test_missing_data_say_where_to_get_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [("{}\nnot json\n", ":2 is not JSON"), ("[1]\n", ":1 is not a JSON object")]
+    ("text", "told"),
+    [("{}\nnot json\n", ":2 is not JSON"), ("[1]\n", "record 1 is not a JSON object")],
 )
 def test_a_broken_line_is_named(tmp_path, text, told):
     (tmp_path / "gsm8k_test.jsonl").write_text(text)
@@ -67,7 +68,7 @@ DEEP = b'{"question": "?", "x": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"
         (
             "gsm8k_test.jsonl",
             '{"question": "Café?"}'.encode("latin-1"),
-            r"gsm8k_test.jsonl is not UTF-8 \(.*: byte 17\); save it as UTF-8",
+            r"gsm8k_test.jsonl:1 is not UTF-8 \(.*: byte 17\); save it as UTF-8",
         ),
         ("gsm8k_test.jsonl", '{"question": "?"}'.encode("utf-16"), "is not UTF-8"),
         ("gsm8k_test.jsonl", DEEP, ":1 is not JSON .*nested too deep"),
@@ -120,8 +121,8 @@ def _packed(name, rows):
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.parquet"])
 def test_a_small_file_cannot_unpack_to_much(tmp_path, name, monkeypatch):
     """The limits are lowered; the rows just within them are read."""
-    monkeypatch.setattr(rows_of_files, "_LONGEST_LINE", 10_000)
-    monkeypatch.setattr(rows_of_files, "_LARGEST_UNPACKED", 50_000)
+    monkeypatch.setattr(records, "_LONGEST_LINE", 10_000)
+    monkeypatch.setattr(records, "_LARGEST_UNPACKED", 50_000)
     source = find_task("gsm8k").data.model_copy(update={"files": [name]})
     few = [{"question": str(n) * 40} for n in range(100)]
     (tmp_path / name).write_bytes(_packed(name, few))
