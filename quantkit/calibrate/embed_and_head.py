@@ -14,6 +14,7 @@ from quantkit.calibrate.sublayer import LayerWeights, no_experts
 from quantkit.common.errors import QuantkitError
 from quantkit.models.architecture import ModelConfig, MtpModel
 from quantkit.models.hyper_connections import (
+    AheadStreams,
     StreamMerge,
     expand_streams,
     pack_streams,
@@ -60,6 +61,8 @@ class TableEmbedAndHead:
         table, ids = self.source.checkpoint.read(self.embedding.name), torch.cat([*sequences])
         check_vocabulary(ids, len(table))
         embed = table[ids].float()
+        if self.streams is not None and self.streams.ahead:
+            return AheadStreams.first(embed, ids, self.streams).pack()
         return (
             embed
             if self.streams is None
@@ -73,6 +76,8 @@ class TableEmbedAndHead:
         """hidden after the last layer as one stream, [T, H]."""
         if self.streams is None:
             return hidden
+        if self.streams.ahead:
+            return AheadStreams.unpack(hidden, self.streams).merged()
         end = StreamMerge(self.streams, LayerWeights(self.source.dequantized_all(self._end)))
         streams, _ = unpack_streams(hidden, self.streams.count)
         return end(streams, self.source.gain(self.norm), self.eps)[1]

@@ -20,7 +20,7 @@ from quantkit.checkpoint.formats.base import Format, output_config
 from quantkit.checkpoint.header import TensorSpec, save_tensors
 from quantkit.checkpoint.shards import host_memory
 from quantkit.checkpoint.source_guard import SourceGuard
-from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.checkpoint.writer import CheckpointWriter, Content
 from quantkit.grids.base import Grid, Weight, grid_label
 from quantkit.models.table import Parameter
 
@@ -87,7 +87,11 @@ class Output:
         return SourceGuard(
             self.source.checkpoint,
             self._made_from(),
-            early_units=[unit for unit, rows in self.units.items() if rows[0].layer is None],
+            early_units=[
+                unit
+                for unit, rows in self.units.items()
+                if rows[0].layer is None and rows[0].role != "ngram_table"
+            ],
         )
 
     def _made_from(self) -> dict[str, list[str]]:
@@ -147,11 +151,13 @@ class Output:
     ) -> None:
         """Write a unit in the background. quantized: by module. plain: by tensor name; absent
         tensors of the unit are copied from the source."""
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Content] = {}
         for row in self.units[unit]:
             if row.module in quantized:
                 format = self.format.of_grid(self.grids[row.module])
                 tensors |= format.pack(row.module, quantized[row.module])
+            elif row.role == "ngram_table":
+                tensors[row.name] = self.source.checkpoint.in_parts(row.name)
             elif row.module in self.grids and not self.rounds(row):
                 tensors |= self.format.pack(row.module, self.source.checkpoint.weight(row.module))
             else:

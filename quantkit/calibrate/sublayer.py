@@ -21,13 +21,15 @@ from quantkit.calibrate.hidden_states import HiddenStates, Observer, TokenBatch
 from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.ranks import BatchParallel, Ranks
 from quantkit.calibrate.source_model import ParameterReader, SourceModel, feed_forward_unit
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.grids.base import Weight, dequantize
 from quantkit.models.activation_quant import NO_ACTIVATION_QUANT, ActivationQuant
 from quantkit.models.context import CausalContext
 from quantkit.models.decoder import DecoderLayer
+from quantkit.models.ngram_table import StoredNgramTable
 from quantkit.models.rope import Rope
 from quantkit.models.table import Parameter, ScaleGroup
-from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
+from quantkit.models.weights import ExpertsOp, LinearOp, NgramTable, PrologOp
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.tensor_cores import sample_linear
 
@@ -137,7 +139,8 @@ class LayerWeights:
     """tensors: by full name, float32, on one device. Looked up at every call, so a caller may
     replace a weight between calls.
 
-    activation_quants: of linears with quantized inputs. product: of an input and a weight. sites:
+    stored: the checkpoint whose n-gram tables are read. activation_quants: of linears with
+    quantized inputs. product: of an input and a weight. sites:
     linears that read one input, by the name it is observed under.
     """
 
@@ -146,6 +149,7 @@ class LayerWeights:
     observer: Observer | None = None
     activation_quants: Mapping[str, ActivationQuant] = field(default_factory=dict)
     product: Callable[[Tensor, Tensor], Tensor] = F.linear
+    stored: Checkpoint | None = None
     sites: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False)
 
     def tensor(self, name: str) -> Tensor:
@@ -156,6 +160,10 @@ class LayerWeights:
 
     def dequantized(self, module: str) -> Tensor:
         return self.tensors[f"{module}.weight"]
+
+    def ngram_table(self, module: str) -> NgramTable:
+        assert self.stored is not None, f"no checkpoint for {module}"
+        return StoredNgramTable(self.stored, module)
 
     def linear(self, module: str) -> LinearOp:
         return self.fused_linear((module,))
@@ -228,6 +236,12 @@ Build = Callable[[LayerWeights], DecoderLayer]
 """Weights -> the model's decoder layer."""
 Run = Callable[[DecoderLayer, Tensor, list[int]], Tensor]
 """(decoder layer, hidden [T, H], lengths of its sequences) -> hidden [T, H] after this sublayer."""
+
+
+def decoder_layer(model: SourceModel, layer: int, weights: LayerWeights) -> DecoderLayer:
+    """The model's layer, whose n-gram tables are the source's."""
+    weights.stored = model.weights.checkpoint
+    return model.architecture.DecoderLayer(model.config, layer, weights)
 
 
 def run_attention(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
@@ -334,7 +348,7 @@ def sublayer_of(
     )
     return Sublayer(
         name=unit,
-        build=lambda weights: model.architecture.DecoderLayer(model.config, layer, weights),
+        build=lambda weights: decoder_layer(model, layer, weights),
         run=run,
         rows=rows,
         needed=needed,
@@ -452,9 +466,8 @@ def feed_forward(model: SourceModel, layer: int, paths: Iterable[HiddenStates]) 
         for row in model.layer_rows(layer)
         if row.expert is None and row.role not in ("linear", "embedding", "head", "mtp_proj")
     ]
-    block = model.architecture.DecoderLayer(
-        model.config, layer, LayerWeights(model.weights.dequantized_all(rows), no_experts)
-    )
+    weights = LayerWeights(model.weights.dequantized_all(rows), no_experts)
+    block = decoder_layer(model, layer, weights)
     for path, before in kept:
         for batch in path.batches():
             states = path.hidden[batch.part]

@@ -16,7 +16,7 @@ from typing import Any
 import regex
 import torch
 
-from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format
+from quantkit.checkpoint.formats.base import FLOAT_DTYPES, NGRAM_TABLE, Format
 from quantkit.checkpoint.header import TensorInfo, TensorSpec
 from quantkit.common.devices import dtype_name
 from quantkit.common.errors import QuantkitError
@@ -152,6 +152,7 @@ def is_unquantized(tensor: TensorSpec) -> bool:
         or is_id_table
         or is_mask
         or CACHE_SCALES.fullmatch(tensor.name) is not None
+        or NGRAM_TABLE.search(tensor.name) is not None
     )
 
 

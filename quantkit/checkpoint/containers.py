@@ -88,7 +88,7 @@ _BY_CONFIG: tuple[Container, ...] = (
         "give its source{base}",
         suffixes=(".biases",),
     ),
-    Container("EXL2", _ORIGINAL, methods=("exl2",), suffixes=(".q_weight", ".q_scale_max")),
+    Container("EXL2", _ORIGINAL, methods=("exl2",), suffixes=(".q_scale_max",)),
     Container("EXL3", _ORIGINAL, methods=("exl3",), suffixes=(".trellis",)),
     Container("quantized by TorchAO", _ORIGINAL, methods=("torchao",), suffixes=("weight_qdata",)),
     Container("quantized by HQQ", _ORIGINAL, methods=("hqq",), suffixes=(".W_q",)),

@@ -36,7 +36,7 @@ from quantkit.checkpoint.formats import detect_format, fp8_block
 from quantkit.checkpoint.formats.base import CODES, SIDE_FILES, Axis, Format, StoredPart, lifted
 from quantkit.checkpoint.header import DTYPES, TensorInfo, read_at, read_header
 from quantkit.checkpoint.hub import find_local, read_headers
-from quantkit.checkpoint.shards import CPU, Block, Shards
+from quantkit.checkpoint.shards import CPU, Block, Shards, StoredTensor
 from quantkit.checkpoint.stacked_experts import Stack, split_stacked_experts
 from quantkit.checkpoint.tensor_aliases import apply_aliases
 from quantkit.common.errors import QuantkitError
@@ -258,6 +258,15 @@ class Checkpoint:
     def read(self, name: str, device: torch.device = CPU) -> Tensor:
         """The stored tensor, in its stored dtype."""
         return self._shards.read(self._info(name), device=device)
+
+    def in_parts(self, name: str) -> StoredTensor:
+        """The stored tensor, to be copied without being read whole."""
+        return StoredTensor(self._shards, self._info(name))
+
+    def read_rows(self, name: str, numbers: Tensor) -> Tensor:
+        """Rows of a stored matrix by rising numbers int64 [n], and no other byte of it, in its
+        stored dtype."""
+        return self._shards.read_rows(self._info(name), numbers.tolist())
 
     def prefetch(self, name: str, device: torch.device = CPU) -> None:
         """Start reading a stored tensor in the background, for a later `read` to the device."""

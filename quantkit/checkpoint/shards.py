@@ -7,7 +7,7 @@ so that no tensor, however large, is whole in both memories.
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,22 @@ BUFFER = 64 << 20
 
 Block = tuple[tuple[int, int], ...]
 """(start, stop) of each dimension."""
+
+
+class StoredTensor:
+    """A tensor that is copied from its file in parts, for it may be larger than the memory."""
+
+    def __init__(self, shards: "Shards", info: TensorInfo) -> None:
+        self._shards, self._info = shards, info
+        self.dtype, self.shape, self.nbytes = info.dtype, info.shape, info.nbytes
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Its bytes; each part is overwritten by the next."""
+        buffer = torch.empty(min(BUFFER, self.nbytes), dtype=torch.uint8)
+        for start in range(0, self.nbytes, BUFFER):
+            part = buffer[: self.nbytes - start]
+            self._shards.fill(self._info, part, start)
+            yield part.numpy().data
 
 
 class Shards:
@@ -71,17 +87,25 @@ class Shards:
         assert len(shape) == 2, f"{info.name}: {block} of {info.shape}"
         return self._columns(info, block).view(info.dtype).to(device)
 
+    def read_rows(self, info: TensorInfo, numbers: Sequence[int]) -> Tensor:
+        """Some rows of a matrix, one read each."""
+        found = torch.empty(len(numbers), *info.shape[1:], dtype=info.dtype)
+        pitch = info.nbytes // info.shape[0]
+        for row, number in zip(found.view(len(numbers), -1).view(torch.uint8), numbers):
+            self.fill(info, row, number * pitch)
+        return found
+
     def _contiguous(
         self, info: TensorInfo, shape: tuple[int, ...], skip: int, device: torch.device
     ) -> Tensor:
         tensor = torch.empty(shape, dtype=info.dtype, device=device)
         flat = tensor.view(-1).view(torch.uint8)
         if device == CPU:
-            self._fill(info, flat, skip)
+            self.fill(info, flat, skip)
             return tensor
         buffer = host_memory((min(len(flat), BUFFER),), torch.uint8, device)
         for part in flat.split(BUFFER):
-            self._fill(info, buffer[: len(part)], skip)
+            self.fill(info, buffer[: len(part)], skip)
             part.copy_(buffer[: len(part)])
             skip += len(part)
         return tensor
@@ -94,17 +118,17 @@ class Shards:
         found = torch.empty(last - first, right - left, dtype=torch.uint8)
         if right - left >= SMALLEST_PIECE:
             for row, piece in enumerate(found, first):
-                self._fill(info, piece, row * pitch + left)
+                self.fill(info, piece, row * pitch + left)
             return found
         rows = torch.empty(min(max(BUFFER // pitch, 1), last - first), pitch, dtype=torch.uint8)
         for part in found.split(len(rows)):
             whole = rows[: len(part)]
-            self._fill(info, whole.view(-1), first * pitch)
+            self.fill(info, whole.view(-1), first * pitch)
             part.copy_(whole[:, left:right])
             first += len(part)
         return found
 
-    def _fill(self, info: TensorInfo, content: Tensor, skip: int) -> None:
+    def fill(self, info: TensorInfo, content: Tensor, skip: int) -> None:
         """Fill content uint8 [n] from byte `skip` of the tensor on."""
         buffer = content.numpy().data
         if read_at(self.descriptor(info.shard), buffer, info.offset + skip) < len(buffer):
@@ -127,7 +151,7 @@ class Shards:
     def _read_to_host(self, info: TensorInfo, device: torch.device) -> Tensor:
         """Bytes uint8 [n] of a tensor, in host memory for copying to a device."""
         content = host_memory((info.nbytes,), torch.uint8, device)
-        self._fill(info, content, 0)
+        self.fill(info, content, 0)
         return content
 
     def descriptor(self, shard: str) -> int:

@@ -2,7 +2,7 @@
 and the formats.
 
 DeepSeek-V4's and Hy4's tables have the release's names; transformers writes some of them
-differently, and DeepSeek-V4's release names its scales like no other one.
+differently, and DeepSeek-V4's and V4.1's releases name their scales like no other one.
 """
 
 import re
@@ -21,6 +21,7 @@ _NAMES: dict[str, tuple[tuple[re.Pattern[str], str], ...]] = {
         (re.compile(r"\.attn\.norm\."), ".attn.kv_norm."),
         (re.compile(r"\.scale$"), ".weight_scale_inv"),
     ),
+    "deepseek_v41": ((re.compile(r"(?<!\.engram\.embed)\.scale$"), ".weight_scale_inv"),),
     "hy_v4": (
         (re.compile(r"\.hc_pre\.(hc_(?:attn|mlp)_layer)\."), r".\1.hc_pre."),
         (re.compile(r"\.hc_pre\.hc_head\."), ".hc_head."),

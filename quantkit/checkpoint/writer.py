@@ -62,7 +62,7 @@ from quantkit.checkpoint.output_dir import (
     remove_leftovers,
     replace_directory,
 )
-from quantkit.checkpoint.shards import host_memory
+from quantkit.checkpoint.shards import StoredTensor, host_memory
 from quantkit.checkpoint.source_guard import Digests, SourceGuard
 from quantkit.common.atomic_write import new_file
 from quantkit.common.errors import Interrupted, QuantkitError
@@ -79,6 +79,10 @@ _HASHERS = max(1, min(4, (os.cpu_count() or 1) // 4))
 """Threads that hash units and their sources. One thread hashes 1.2 GB/s, and a MoE layer of R1, which a
 GPU quantizes in ten seconds, is 17 GB with its source."""
 _SYNC_SECONDS = 5.0  # work that a power failure may cost
+
+
+Content = Tensor | StoredTensor
+"""What is written as a tensor; the latter is copied from its file in parts."""
 
 
 class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
@@ -180,7 +184,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         return self._state
 
     def write(
-        self, unit: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None
+        self, unit: str, tensors: Mapping[str, Content], facts: Mapping[str, Any] | None = None
     ) -> None:
         """Queue a unit's tensors, with their current values, to be written and entered in the
         journal; from then on killing this process does not lose it. Raises QuantkitError where this
@@ -191,11 +195,13 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             assert tuple(tensor.shape) == info.shape, (
                 f"{name} is {tuple(tensor.shape)}, planned {info.shape}"
             )
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        nbytes = sum(tensor.nbytes for tensor in tensors.values() if isinstance(tensor, Tensor))
         # Queued tensors are copied, because the caller may change its own; a unit too large to be
         # queued is written before this returns and needs no copy.
         host_tensors = {
-            name: _on_host(tensor.detach(), nbytes <= MAX_QUEUED)
+            name: tensor
+            if isinstance(tensor, StoredTensor)
+            else _on_host(tensor.detach(), nbytes <= MAX_QUEUED)
             for name, tensor in tensors.items()
         }
         self._queued.add(unit)
@@ -229,18 +235,18 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     def _write(
         self,
         unit: str,
-        host_tensors: dict[str, Tensor],
+        host_tensors: dict[str, Content],
         facts: dict[str, Any],
         digest: Future[str],
         source: Future[Digests] | None,
     ) -> None:
         with _os_errors(self.out):
             for name, tensor in host_tensors.items():
-                write_at(
-                    self._descriptors[self.layout.tensors[name].shard],
-                    bytes_of(tensor),
-                    self.layout.tensors[name].offset,
-                )
+                info = self.layout.tensors[name]
+                offset, file = info.offset, self._descriptors[info.shard]
+                for part in _parts(tensor):
+                    write_at(file, part, offset)
+                    offset += len(part)
             entry = JournalEntry(
                 unit,
                 tuple(sorted(host_tensors)),
@@ -402,11 +408,17 @@ def _on_host(tensor: Tensor, copy: bool) -> Tensor:
     return host_memory(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
+def _parts(tensor: Content) -> Iterator[memoryview]:
+    """The tensor's bytes."""
+    return tensor.chunks() if isinstance(tensor, StoredTensor) else iter((bytes_of(tensor),))
+
+
+def _digest(tensors: Mapping[str, Content]) -> str:
     """sha256 over the tensors' bytes, in order of their names."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        digest.update(bytes_of(tensors[name]))
+        for part in _parts(tensors[name]):
+            digest.update(part)
     return digest.hexdigest()
 
 

@@ -88,6 +88,7 @@ class _ModelSide:
             {row.name: self.value(row) for row in rows},
             self._experts(experts) if experts else None,
             self._observe,
+            stored=self.checkpoint,
         )
         return model.architecture.DecoderLayer(model.config, number, weights), weights
 

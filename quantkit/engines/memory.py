@@ -86,7 +86,8 @@ def draft_sizes(checkpoint: Checkpoint, cache_bits: CacheBits = 16) -> DraftSize
             weights, HeadConfig.from_dict(checkpoint.config).decoder.cache.token_bytes(16)
         )
     model = read_model(checkpoint)
-    weights = sum(_stored_bytes(checkpoint, row) for row in model.rows if not row.mtp)
+    held = (row for row in model.rows if not row.mtp and row.role != "ngram_table")
+    weights = sum(_stored_bytes(checkpoint, row) for row in held)
     return DraftSizes(
         weights, model.config.num_cached_layers * model.config.cache.token_bytes(cache_bits)
     )
@@ -127,12 +128,12 @@ def fit_rows(
     mtp: bool = False,
 ) -> Fit:
     """`fit` for parameters given with their (future) stored bytes, and an additional draft model.
-    MTP layers belong to the last stage, and count if `mtp`."""
+    MTP layers belong to the last stage, and count if `mtp`; n-gram tables are on no device."""
     experts = len({row.expert for row, _ in rows if row.expert is not None})
     stages = [0.0] * parallel.pipeline
     per_stage = math.ceil(config.num_hidden_layers / parallel.pipeline)
     for row, stored in rows:
-        if not row.mtp or mtp:
+        if row.role != "ngram_table" and (not row.mtp or mtp):
             last = parallel.pipeline - 1
             stage = 0 if row.role == "embedding" and not row.mtp else last
             stages[stage if row.layer is None else min(row.layer // per_stage, last)] += (

@@ -13,6 +13,7 @@ ARCHITECTURES = (
     "deepseek_v3",
     "deepseek_v32",
     "deepseek_v4",
+    "deepseek_v41",
     "glm4_moe",
     "glm5_next",
     "glm_moe_dsa",
@@ -41,6 +42,7 @@ ARCHITECTURES = (
 _FILES = {
     "PanguEmbedded": "pangu_embedded",
     "deepseek_v4": "deepseek_v4.architecture",
+    "deepseek_v41": "deepseek_v41.architecture",
     "glm5_next": "glm5_next.architecture",
     "openpangu_v2": "openpangu_v2.architecture",
 }
@@ -73,6 +75,7 @@ if TYPE_CHECKING:  # mypy checks that every file implements the protocol
         solar_open,
     )
     from quantkit.models.deepseek_v4 import architecture as deepseek_v4
+    from quantkit.models.deepseek_v41 import architecture as deepseek_v41
     from quantkit.models.glm5_next import architecture as glm5_next
     from quantkit.models.openpangu_v2 import architecture as openpangu_v2
 
@@ -80,6 +83,7 @@ if TYPE_CHECKING:  # mypy checks that every file implements the protocol
         deepseek_v3,
         deepseek_v32,
         deepseek_v4,
+        deepseek_v41,
         glm4_moe,
         glm5_next,
         glm_moe_dsa,

@@ -4,13 +4,14 @@ provides."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from quantkit_kernels import SILU, Gating, Routing
 from torch import Tensor
 
 from quantkit.models import compressed_attention
-from quantkit.models.context import Context
+from quantkit.models.context import ID_DIGITS, Context
 from quantkit.models.decoder import DecoderLayer, Model
 from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.hyper_connections import HyperConnectionSizes
@@ -93,14 +94,17 @@ class CompressedCache:
     """DeepSeek-V4: a sequence caches the vectors (head_dim) of its last `window` tokens, and each
     layer one compressed KV entry for every `rate` tokens.
 
-    rates: for each layer the rate, 0 for a layer without compressed KV, and whether an indexer key
-    of index_dim is cached per entry.
+    rates: for each layer the rate, 0 for a layer without compressed KV of its own, and whether an
+    indexer key of index_dim is cached per entry. keyed: index keys are made of the entries, which
+    do not overlap then. token_ids: last ids of a sequence that are kept.
     """
 
     head_dim: int
     index_dim: int
     window: int
     rates: tuple[tuple[int, bool], ...]
+    keyed: bool = False
+    token_ids: int = 0
 
     @property
     def width(self) -> int:
@@ -134,15 +138,21 @@ class CompressedCache:
         for layer, (rate, selects) in enumerate(self.rates):
             if rate:
                 kept[compressed_attention.buffer_index(layer, 1)] = (
-                    rate * (1 + selects),
+                    rate * (1 + self._overlaps(selects)),
                     self.raw_width(selects),
                 )
+        if self.token_ids:
+            kept[compressed_attention.TOKEN_IDS] = (self.token_ids, ID_DIGITS)
         return kept
+
+    def _overlaps(self, selects: bool) -> bool:
+        return selects and not self.keyed
 
     def raw_width(self, selects: bool) -> int:
         """Values that a token contributes to compressed KV, the indexer's included: values and
         pooling weights, doubled where groups overlap."""
-        return 4 * (self.head_dim + self.index_dim) if selects else 2 * self.head_dim
+        wide = 4 * (self.head_dim + self.index_dim)
+        return wide if self._overlaps(selects) else 2 * self.head_dim
 
     @property
     def read_by_head(self) -> int:
@@ -213,6 +223,20 @@ class ModelConfig:
     def stream_count(self) -> int:
         """Number of residual streams."""
         return 1 if self.streams is None else self.streams.count
+
+    @property
+    def state_width(self) -> int:
+        """Values of a token's hidden state between sublayers, as calibration holds it."""
+        return self.hidden_size if self.streams is None else self.streams.packed_width
+
+    @property
+    def host_tables(self) -> tuple[str, ...]:
+        """Tables that stay in their file, of which a pass reads a few rows (ngram_table.py)."""
+        return ()
+
+    def check_tokenizer(self, path: Path) -> None:
+        """Raise QuantkitError where the model computes with its tokenizer's texts, and that of the
+        folder is another one."""
 
     @property
     def num_cached_layers(self) -> int:

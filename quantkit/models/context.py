@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from quantkit.common.errors import QuantkitError
 from quantkit.models.compressed_attention import (
+    Carried,
     CompressedAttention,
     CompressedInputs,
     attend_full_sequence,
@@ -124,9 +125,29 @@ class Context(Protocol):
     ) -> Tensor:
         """Attention over a window and the compressed KV of a sequence -> [T, heads, head_dim]."""
 
+    def recent_ids(self, token_ids: Tensor, count: int) -> Tensor:
+        """Ids of each of the tokens [T], and of the count - 1 before it in its sequence, int64 [T,
+        count], its own first; -1 before the beginning."""
+
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         """Linear attention, starting from the state of each sequence before these tokens -> [T,
         value heads * value_dim], normed and gated."""
+
+
+ID_DIGITS = 3
+_BASE = 256
+
+
+def id_digits(token_ids: Tensor) -> Tensor:
+    """token_ids int64 [T], below 2^24 -> [T, ID_DIGITS] digits of base 256, which every float of 16
+    bits holds exactly."""
+    return torch.stack([token_ids // _BASE**n % _BASE for n in range(ID_DIGITS)], dim=-1)
+
+
+def ids_of(digits: Tensor) -> Tensor:
+    """Back: [..., ID_DIGITS] -> int64 [...]."""
+    whole = digits.round().long()
+    return sum((whole[..., n] * _BASE**n for n in range(ID_DIGITS)), whole.new_zeros(()))
 
 
 class Positions:
@@ -207,6 +228,8 @@ class CausalContext(Positions):
     ) -> None:
         super().__init__(torch.cat([torch.arange(n, device=device) for n in seq_lens]))
         self.seq_lens, self.codes, self.steps = seq_lens, codes, steps
+        self.carried = [Carried() for _ in seq_lens]
+        """By sequence."""
 
     def store_mla(self, layer: int, qkv_a: Tensor, norms: Norms, rope: Rope) -> Tensor:
         tokens, kv_lora = len(qkv_a), norms.k.shape[0]
@@ -325,7 +348,17 @@ class CausalContext(Positions):
         self, layer: int, inputs: CompressedInputs, attention: CompressedAttention
     ) -> Tensor:
         parts = zip(*(side.split(self.seq_lens) for side in inputs))
-        return torch.cat([attend_full_sequence(CompressedInputs(*one), attention) for one in parts])
+        return torch.cat(
+            [
+                attend_full_sequence(CompressedInputs(*one), attention, carried)
+                for one, carried in zip(parts, self.carried)
+            ]
+        )
+
+    def recent_ids(self, token_ids: Tensor, count: int) -> Tensor:
+        back = torch.arange(count, device=token_ids.device)
+        places = (self.rows[:, None] - back).clamp(min=0)
+        return token_ids[places].where(self.positions[:, None] >= back, -1)
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         parts = zip(*(side.split(self.seq_lens) for side in inputs))

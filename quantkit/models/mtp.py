@@ -21,6 +21,9 @@ MtpReads = Literal["normed", "merged", "streams"]
 the residual streams."""
 
 
+DSPARK = "mtp.0.main_proj.weight"
+"""A tensor of DeepSeek's DSpark heads alone: it projects hidden states of several layers. As an MTP
+layer such a head would guess nothing right."""
 FINAL_NORM = "shared_head.norm"
 """Name, within the layer, of the norm after an MTP layer's block."""
 

@@ -73,11 +73,16 @@ def topk_columns(
     ties to torch, which matches transformers on a whole text; but torch's choice depends on S, and
     so on chunking and batching.
     """
-    products = (queries.float() @ keys.float().mT).relu_()
-    scores = (weights[:, None] @ products)[:, 0]
+    scores = index_scores(queries, weights, keys)
     if order is not None:
         scores = torch.where(scores == 0, order.float() * -_FIRST_OF_EQUALS, scores)
     return scores.masked_fill_(hidden, -torch.inf).topk(count, dim=-1).indices
+
+
+def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """Scores of an indexer, float32 [T, S]: arguments as of `topk_columns`."""
+    products = (queries.float() @ keys.float().mT).relu_()
+    return (weights[:, None] @ products)[:, 0]
 
 
 def concat_selected(parts: list[TopTokens]) -> TopTokens:

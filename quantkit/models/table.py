@@ -54,13 +54,14 @@ Role = Literal[
     "state",
     "streams",
     "mtp_proj",
+    "ngram_table",
     "copied",
 ]
 """linear: may be quantized. kv_b: MLA's latent up-projection, absorbed at decode and kept in 16
 bits. router_table: expert ids of each token id. indexer: a linear of sparse attention, kept in 16
 bits; indexer_gate: weights of its heads, in float32. state: of a recurrence, in float32. streams:
-of hyper-connections, in float32. copied: of another model in the checkpoint, not computed. All
-others are never quantized."""
+of hyper-connections, in float32. ngram_table: read row by row, kept as it is stored. copied: of
+another model in the checkpoint, not computed. All others are never quantized."""
 
 Split = Literal["replicate", "column", "row", "gathered"]
 """Tensor parallelism: column splits N, row splits K (outputs are partial sums), gathered splits N
@@ -145,6 +146,8 @@ class Parameter:
             return "mtp layer"
         if self.block is not None:
             return {"attention": "attention", "expert": "routed experts"}.get(self.block, "mlp")
+        if self.role == "ngram_table":
+            return "n-gram tables"
         if self.role == "copied":
             return "outside the text model"
         return "embeddings and head" if self.role in ("embedding", "head") else "norms"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantkit.models.rope import Rope
 from quantkit.models.table import Parameter, ScaleGroup
-from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp, Weights
+from quantkit.models.weights import ExpertsOp, LinearOp, NgramTable, PrologOp, Weights
 
 Rename = Callable[[str], str]
 """Name of a tensor or module in the text model -> name in the checkpoint."""
@@ -70,6 +70,9 @@ class RenamedWeights:
 
     def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
         return self.weights.experts(self.rename(prefix), num_experts, gating)
+
+    def ngram_table(self, module: str) -> NgramTable:
+        return self.weights.ngram_table(self.rename(module))
 
     def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
         return self.weights.experts_with_shared(

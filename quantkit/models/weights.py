@@ -33,6 +33,16 @@ class PrologOp(Protocol):
     def q_b(self, x: Tensor) -> Tensor: ...
 
 
+class NgramTable(Protocol):
+    """A table of which rows are read as they are needed (ngram_table.py)."""
+
+    def classes(self) -> Tensor:
+        """int64 [tokens]: the class of each token (tokenizer/token_classes.py)."""
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """numbers int64 [n] -> float32 [n, D], on the host."""
+
+
 class Weights(Protocol):
     def tensor(self, name: str) -> Tensor:
         """A tensor used directly (norm gain, bias, embedding, router) in the compute dtype; router
@@ -64,6 +74,9 @@ class Weights(Protocol):
 
     def dequantized(self, module: str) -> Tensor:
         """The weight [N, K] of a linear in the compute dtype, dequantized."""
+
+    def ngram_table(self, module: str) -> NgramTable:
+        """The table `module`, which stays in its file."""
 
     def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
         """The routed experts `prefix`.0 .. `prefix`.{num_experts-1}: gated MLPs, whose linears and

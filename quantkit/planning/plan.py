@@ -220,11 +220,13 @@ class Plan(Result):
     sizes: tuple[PlannedSize, ...] = ()
     layout: PlannedLayout | None = None
     description: str = ""
+    host_table_bytes: int = 0
+    """Of n-gram tables, which whoever serves the output keeps in host memory."""
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
         found["told"] = found.pop("description")  # key of the stored JSON
-        for name in ("sizes", "layout", "told"):
+        for name in ("sizes", "layout", "told", "host_table_bytes"):
             if not found[name]:
                 del found[name]
         return found
@@ -258,6 +260,11 @@ class Plan(Result):
             *(self.devices.facts() if self.layout is None else self.layout.facts()),
             *((f"  at {one.bits:.2f} bits", one.describe()) for one in self.sizes),
             ("host memory, peak", f"{format_bytes(self.host_peak_bytes)} (at {host.where})"),
+            *(
+                [("host memory, n-gram tables", f"{format_bytes(tables)} when it is served")]
+                if (tables := self.host_table_bytes)
+                else []
+            ),
             (
                 "disk",
                 f"{format_bytes(self.disk_bytes)} needed, {format_bytes(self.disk_free_bytes)} "
@@ -346,6 +353,7 @@ def plan(
         sizes=choice.sizes(target.count) if choice else (),
         layout=planned_layout,
         description=job.note,
+        host_table_bytes=sum(nbytes for row, nbytes in rows if row.role == "ngram_table"),
     )
 
 

@@ -22,7 +22,6 @@ from quantkit.calibrate.sensitivity import MOST_TOKENS, PATH_TOKENS
 from quantkit.checkpoint.writer import MAX_QUEUED
 from quantkit.common.errors import QuantkitError
 from quantkit.models.hf_traced.skeleton import CALL_CACHE_BYTES
-from quantkit.models.hyper_connections import packed_width
 from quantkit.models.table import Parameter
 from quantkit.quantization.job import Job
 
@@ -101,7 +100,7 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
         units=job.units,
         quantized=quantized,
         hidden_size=config.hidden_size,
-        state_width=packed_width(config.hidden_size, config.stream_count),
+        state_width=config.state_width,
         experts_per_token=routing.num_experts_per_tok if routing else 0,
         tokens=(recipe.samples + recipe.held_out) * recipe.seq_len,
         judged=recipe.held_out * recipe.seq_len,
@@ -318,4 +317,5 @@ def _experts_bytes(work: RunSizes, layer: int) -> int:
 
 
 def _values(row: Parameter) -> int:
-    return math.prod(row.shape)
+    """Held at once: an n-gram table is copied in parts."""
+    return 0 if row.role == "ngram_table" else math.prod(row.shape)

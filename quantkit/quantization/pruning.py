@@ -46,6 +46,7 @@ from quantkit.calibrate.sublayer import (
     RoutedTokens,
     RoutingRecorder,
     Run,
+    decoder_layer,
     feed_forward,
     run_attention,
 )
@@ -138,9 +139,8 @@ class SaliencyWalk:
         model = self.model
         _, needed = model.sublayer_rows(unit, layer)
         recorder = RoutingRecorder(len(states.hidden))
-        block = model.architecture.DecoderLayer(
-            model.config, layer, LayerWeights(model.weights.dequantized_all(needed), recorder)
-        )
+        weights = LayerWeights(model.weights.dequantized_all(needed), recorder)
+        block = decoder_layer(model, layer, weights)
         for batch in states.batches():
             states.hidden[batch.part] = run(block, states.hidden[batch.part], batch.lengths)
         return recorder.routed(states.fitted, 0)

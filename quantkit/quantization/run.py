@@ -345,6 +345,8 @@ def _checked(
     options = GridOptions(job) if request.mixture.chooses else None
     peak, batches = expected_peak(job, memory)
     check_memory(job, peak, memory)
+    if job.request.methods or recipe.prune:
+        job.inventory.config.check_tokenizer(source)
     sequences = (
         _sequences(source, recipe, records)
         if job.request.methods or recipe.prune

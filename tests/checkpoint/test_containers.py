@@ -43,7 +43,7 @@ SAID = {
 PARTS = {
     "bitsandbytes": (".weight.quant_state.bitsandbytes__nf4", ".SCB"),
     "MLX": (".biases",),
-    "EXL2": (".q_weight",),
+    "EXL2": (".q_weight", ".q_scale_max"),
     "EXL3": (".trellis",),
     "TorchAO": (".weight_qdata",),
 }

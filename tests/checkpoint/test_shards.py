@@ -77,13 +77,13 @@ def test_what_a_device_will_be_given_is_read_once_and_before(stored, monkeypatch
         Shards(stored),
     )
     filled = []
-    fill = Shards._fill
+    fill = Shards.fill
 
     def told(self, info, content, skip):
         filled.append((info.name, threading.current_thread() is threading.main_thread()))
         fill(self, info, content, skip)
 
-    monkeypatch.setattr(Shards, "_fill", told)
+    monkeypatch.setattr(Shards, "fill", told)
     for name in ("wide", "fp8", "scalar"):
         read.prefetch(found[name], DEVICE)
         read.prefetch(found[name], DEVICE)

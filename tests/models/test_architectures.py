@@ -39,6 +39,7 @@ OTHER_CACHES = {
     "kimi_linear",
     "glm5_next",
     "hy_v4",
+    "deepseek_v41",
     "deepseek_v32",
     "glm_moe_dsa",
     "deepseek_v4",
@@ -245,7 +246,7 @@ def test_a_quantized_model_computes_its_dequantized_weights(source, tmp_path, mo
 
 
 def test_a_cache_in_8_bits_changes_little(source):
-    if source.name == "deepseek_v4":
+    if source.name in ("deepseek_v4", "deepseek_v41"):
         with refused("its entries have 16 bits"):
             load_model(source, device="cpu", cache="int8")
         return

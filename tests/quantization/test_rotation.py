@@ -29,6 +29,7 @@ STREAMS, NORM, VALUES = (
 REFUSED = {
     "residual": {
         "deepseek_v4": STREAMS,
+        "deepseek_v41": STREAMS,
         "openpangu_v2": STREAMS,
         "glm5_next": STREAMS,
         "hy_v4": STREAMS,
@@ -39,6 +40,7 @@ REFUSED = {
         [
             *("llama", "PanguEmbedded", "qwen2", "qwen2_moe", "glm4_moe", "solar_open", "gpt_oss"),
             *("qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v4", "openpangu_v2", "hy_v4"),
+            "deepseek_v41",
         ],
         VALUES,  # biases, gates, or a convolution of each channel
     ),

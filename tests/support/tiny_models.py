@@ -34,6 +34,12 @@ def random_tensors(config):
     tensors = {}
     for row in architecture.parameters(architecture.Config.from_dict(config)):
         noise = torch.randn(row.shape, generator=generator)
+        if row.role == "ngram_table":
+            scale = row.name.endswith("scale")
+            codes = (noise > 0) + 1.0 if scale else noise
+            dtype = torch.float8_e8m0fnu if scale else torch.float8_e4m3fn
+            tensors[row.name] = codes.to(dtype)
+            continue
         if row.role == "router_table":
             tensors[row.name] = (noise[:, :1].abs() * 97).long() % 3 + torch.arange(
                 row.shape[1]

@@ -27,6 +27,7 @@ from quantkit.grids.schemes import Scheme
 FORMATS: tuple[Format, ...] = (
     dense.FORMAT,
     fp8_block.WITH_FP4,
+    fp8_block.WITH_FP4_32,
     fp8_block.FORMAT,
     awq.FORMAT,
     *gptq.FORMATS,

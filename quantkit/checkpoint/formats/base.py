@@ -30,6 +30,8 @@ SLIM_FILES = (
 """ModelSlim's names for its description: today's, and those of its first releases."""
 SIDE_FILES = ("hf_quant_config.json", *SLIM_FILES, "quant_config.json", "quantize_config.json")
 
+NGRAM_TABLE = re.compile(r"\.engram\.embed\.(?:weight|scale)$")
+"""Tables of n-gram embeddings (DeepSeek-V4.1): FP8 with scales along each row, and no linears."""
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -212,6 +214,8 @@ class Format(ABC):
 
     def quantized_module(self, tensor: TensorSpec) -> str | None:
         """The quantized linear whose main tensor this is, if it is one."""
+        if NGRAM_TABLE.search(tensor.name):
+            return None
         if tensor.dtype == self.marker_dtype and tensor.name.endswith(self.marker):
             return tensor.name.removesuffix(self.marker)
         return None

@@ -5,8 +5,8 @@ The scale is a multiplier despite its name (DeepSeek-V3 README_WEIGHTS.md); some
 in 16 bits, or as the exponent of a power of two (UE8M0). Which linears are FP8 is said by their
 dtype.
 
-DeepSeek-V4's own: FP8 blocks of 128 x 128 and MXFP4 experts, each with powers of two (UE8M0)
-for scales. Read only.
+DeepSeek-V4's own: FP8 blocks of 128 x 128, in V4.1 of 32 x 32, and MXFP4 experts, each with
+powers of two (UE8M0) for scales. Read only.
 
 FP8     X.weight float8_e4m3fn [N, K]     X.weight_scale_inv [ceil(N / 128), ceil(K / 128)]
 MXFP4   X.weight int8 [N, K / 2]          X.weight_scale_inv float8_e8m0fnu [N, K / 32]
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats.base import (
     CODES,
-    Along,
     Format,
     Grids,
     Json,
@@ -46,7 +45,7 @@ from quantkit.grids.mxfp4 import MX_GROUP, Mxfp4Grid, Mxfp4Weight
 from quantkit.quant.packing import pack_pairs, unpack_pairs
 
 _BLOCK_SIZE = [FP8_BLOCK, FP8_BLOCK]
-BLOCKS: tuple[Along, ...] = (("N", FP8_BLOCK), ("K", FP8_BLOCK))
+_V41_BLOCK = 32
 _SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
@@ -57,6 +56,8 @@ class Fp8Block(Format):
     own_suffixes = (".weight_scale_inv",)
     is_source = True
     with_fp4 = False
+    side = FP8_BLOCK
+    """Rows and columns of a block."""
 
     def holds(self, grid: Grid) -> bool:
         return not self.with_fp4 and grid == Fp8BlockGrid()
@@ -64,7 +65,7 @@ class Fp8Block(Format):
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         return (
             stored_part(".weight", (torch.float8_e4m3fn,), shape, *CODES),
-            stored_part(".weight_scale_inv", _SCALES, shape, *BLOCKS),
+            stored_part(".weight_scale_inv", _SCALES, shape, ("N", self.side), ("K", self.side)),
         )
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
@@ -72,9 +73,8 @@ class Fp8Block(Format):
         return {f"{module}.weight": weight.codes, f"{module}.weight_scale_inv": weight.scale}
 
     def unpack(self, module: str, tensors: Tensors) -> Weight:
-        return Fp8BlockWeight(
-            tensors[f"{module}.weight"], tensors[f"{module}.weight_scale_inv"].float()
-        )
+        scale = tensors[f"{module}.weight_scale_inv"].float()
+        return Fp8BlockWeight(tensors[f"{module}.weight"], scale, (self.side, self.side))
 
     def detect(self, config: Json, side: Json) -> bool:
         block = config.get("quantization_config") or {}
@@ -83,14 +83,16 @@ class Fp8Block(Format):
             block.get("quant_method") == "fp8"
             and block.get("weight_block_size") is not None
             and has_fp4 == self.with_fp4
+            and (self.side == _V41_BLOCK)
+            == (has_fp4 and block["weight_block_size"] == [_V41_BLOCK, _V41_BLOCK])
         )
 
     def grid(self, config: Json, side: Json) -> Grid | None:
         block_size = config["quantization_config"].get("weight_block_size")
-        if block_size != _BLOCK_SIZE:
+        if block_size != [self.side, self.side]:
             raise QuantkitError(
                 f"the checkpoint is FP8 with weight_block_size {block_size}",
-                f"quantkit reads FP8 with {_BLOCK_SIZE}",
+                f"quantkit reads FP8 with {_BLOCK_SIZE}, and with {[_V41_BLOCK] * 2} next to FP4",
             )
         return None if self.with_fp4 else Fp8BlockGrid()
 
@@ -112,8 +114,10 @@ FORMAT = Fp8Block()
 
 class Fp8BlockFp4(Fp8Block):
     name = "fp8-fp4"
-    variant = "e4m3-128x128 and e2m1-32"
     with_fp4 = True
+
+    def __init__(self, side: int) -> None:
+        self.side, self.variant = side, f"e4m3-{side}x{side} and e2m1-32"  # type: ignore[misc]
 
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         if grid != Mxfp4Grid():
@@ -154,4 +158,5 @@ class Fp8BlockFp4(Fp8Block):
         return Mxfp4Weight(unpack_pairs(codes.view(torch.uint8)), scale.view(torch.uint8))
 
 
-WITH_FP4 = Fp8BlockFp4()
+WITH_FP4 = Fp8BlockFp4(FP8_BLOCK)
+WITH_FP4_32 = Fp8BlockFp4(_V41_BLOCK)

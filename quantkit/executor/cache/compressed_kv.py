@@ -13,10 +13,13 @@ from torch import Tensor
 from quantkit.executor.cache.sequence_state import RotatingCache
 from quantkit.models.architecture import CompressedCache
 from quantkit.models.compressed_attention import (
+    TOKEN_IDS,
+    Carried,
     CompressedAttention,
     CompressedInputs,
     buffer_index,
 )
+from quantkit.models.context import id_digits, ids_of
 
 
 class CompressedKVCache:
@@ -33,7 +36,7 @@ class CompressedKVCache:
         device: torch.device | str,
         ahead: int = 0,
     ) -> None:
-        self._block_size, self._device = block_size, device
+        self._block_size, self._device, self._dtype = block_size, device, dtype
         self._kv: list[Tensor] = []
         self._index: list[Tensor] = []
         for rate, selects in sizes.rates:
@@ -56,6 +59,7 @@ class CompressedKVCache:
         start: int,
         blocks: Tensor,
         place: int,
+        carried: Carried,
     ) -> Tensor:
         """The tokens from `start` on of a sequence with these blocks -> [T, heads, head_dim]."""
         stop, positions = start + len(inputs.kv), self._span(start, start + len(inputs.kv))
@@ -63,15 +67,15 @@ class CompressedKVCache:
         kv = self._window.chunk(buffer_index(layer, 0), place, first, start, inputs.kv)
         recent = RecentTokens(kv, torch.full_like(positions, -first), stop, attention.window)
         pages = chosen = None
-        if attention.pooling is not None:
-            rate = attention.rate
-            begin = max(0, (start // rate + 1) * rate - attention.pooling.reach)
-            raw = self._window.chunk(buffer_index(layer, 1), place, begin, start, inputs.raw)
-            pages, index = self._pages(layer, rate, blocks[None])
-            ends = self._span(start // rate, stop // rate) * rate + rate - 1
-            tokens = RecentTokens(raw, torch.full_like(ends, -begin), stop, 0)
-            attention.pool(tokens, ends, pages, index)
-            chosen = attention.choose(inputs, positions, index, stop // rate)
+        if rate := attention.rate:
+            pages, index = self._pages(layer, attention, blocks[None])
+            if attention.pooling is not None:
+                begin = max(0, (start // rate + 1) * rate - attention.pooling.reach)
+                raw = self._window.chunk(buffer_index(layer, 1), place, begin, start, inputs.raw)
+                ends = self._span(start // rate, stop // rate) * rate + rate - 1
+                tokens = RecentTokens(raw, torch.full_like(ends, -begin), stop, 0)
+                attention.pool(tokens, ends, pages, index)
+            chosen = attention.choose(inputs, positions, index, stop // rate, carried)
         return attention.attend(inputs, positions, recent, pages, chosen)
 
     def attend_rows(
@@ -82,6 +86,7 @@ class CompressedKVCache:
         positions: Tensor,
         tables: Tensor,
         places: Tensor,
+        carried: Carried,
         rotation: Rotation | None = None,
     ) -> Tensor:
         """Tokens at positions [B] of sequences with block tables [B, n] and places [B]; those of
@@ -90,15 +95,33 @@ class CompressedKVCache:
         recent = self._window.step(buffer_index(layer, 0), places, positions, inputs.kv)
         window = RecentTokens(*recent, attention.window)
         pages = chosen = None
-        if attention.pooling is not None:
-            raw = self._window.step(buffer_index(layer, 1), places, positions, inputs.raw)
-            pages, index = self._pages(layer, attention.rate, tables)
-            attention.pool(RecentTokens(*raw, 0), positions, pages, index, rotation)
-            chosen = attention.choose(inputs, positions, index, index.most)
+        if attention.rate:
+            pages, index = self._pages(layer, attention, tables)
+            if attention.pooling is not None:
+                raw = self._window.step(buffer_index(layer, 1), places, positions, inputs.raw)
+                attention.pool(RecentTokens(*raw, 0), positions, pages, index, rotation)
+            chosen = attention.choose(inputs, positions, index, index.most, carried)
         return attention.attend(inputs, positions, window, pages, chosen)
 
-    def _pages(self, layer: int, rate: int, table: Tensor) -> tuple[EntryPages, EntryPages]:
-        """The layer's entries, and keys of its indexer."""
+    def chunk_ids(self, token_ids: Tensor, count: int, start: int, place: int) -> Tensor:
+        """As `Context.recent_ids`, of the tokens from `start` on of one sequence."""
+        first, digits = max(0, start - count + 1), id_digits(token_ids).to(self._dtype)
+        known = ids_of(self._window.chunk(TOKEN_IDS, place, first, start, digits))
+        at = self._span(start, start + len(token_ids))[:, None] - self._span(0, count)
+        return known[(at - first).clamp(min=0)].where(at >= 0, -1)
+
+    def row_ids(self, token_ids: Tensor, count: int, positions: Tensor, places: Tensor) -> Tensor:
+        """As `Context.recent_ids`, of rows as in `attend_rows`."""
+        digits = id_digits(token_ids).to(self._dtype)
+        known = ids_of(self._window.rows(TOKEN_IDS, places, positions, digits, count)).flip(1)
+        return known.where(positions[:, None] >= self._span(0, count), -1)
+
+    def _pages(
+        self, layer: int, attention: CompressedAttention, table: Tensor
+    ) -> tuple[EntryPages, EntryPages]:
+        """The entries that the layer reads, and keys of their indexer."""
+        rate = attention.rate
+        layer = attention.shared.layer if attention.shared else layer
         return (
             EntryPages(self._kv[layer], table, self._block_size, rate),
             EntryPages(self._index[layer], table, self._block_size, rate),

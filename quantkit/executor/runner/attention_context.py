@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from quantkit.executor.cache.cache import PagedCache
-from quantkit.models.compressed_attention import CompressedAttention, CompressedInputs
+from quantkit.models.compressed_attention import Carried, CompressedAttention, CompressedInputs
 from quantkit.models.context import Positions
 from quantkit.models.latent_window import (
     LatentWindow,
@@ -153,6 +153,7 @@ class PromptContext(CachedContext):
     ) -> None:
         super().__init__(cache, positions, slots)
         self.prompts, self.chunks, self._delta_spans = prompts, chunks, delta_spans
+        self.carried = [Carried() for _ in chunks]
 
     def select(
         self, layer: int, inputs: IndexerInputs, norm: IndexNorm, rope: Rope, topk: int
@@ -260,13 +261,18 @@ class PromptContext(CachedContext):
     ) -> Tensor:
         """As `models.context.Context.attend_compressed`, sequence by sequence."""
         cache, out, row = self.cache.compressed_kv, [], 0
-        for chunk in self.chunks:
+        for chunk, carried in zip(self.chunks, self.carried):
             part = inputs.part(slice(row, row + chunk.length))
-            out.append(
-                cache.attend_chunk(layer, part, attention, chunk.start, chunk.blocks, chunk.state)
-            )
+            where = (chunk.start, chunk.blocks, chunk.state)
+            out.append(cache.attend_chunk(layer, part, attention, *where, carried))
             row += chunk.length
         return torch.cat(out)
+
+    def recent_ids(self, token_ids: Tensor, count: int) -> Tensor:
+        """As `models.context.Context.recent_ids`."""
+        parts = zip(self.chunks, token_ids.split([chunk.length for chunk in self.chunks]))
+        known = self.cache.compressed_kv.chunk_ids
+        return torch.cat([known(own, count, chunk.start, chunk.state) for chunk, own in parts])
 
     def attend_gqa(
         self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None
@@ -319,7 +325,7 @@ class DecodeContext(CachedContext):
         self.block_table, self.states = block_table, states
         self._groups: dict[int, Positions] = {}
         """Positions of the first tokens of groups, by their size."""
-        self.seq_lens, self.lengths = positions + 1, lengths
+        self.seq_lens, self.lengths, self.carried = positions + 1, lengths, Carried()
 
     def latents(self, layer: int) -> PagedLatents:
         return PagedLatents(
@@ -373,9 +379,16 @@ class DecodeContext(CachedContext):
                     self.positions // attention.rate * attention.rate
                 )
             rotation = self._groups[attention.rate].rotation(attention.pooling.rope)
+        where = (self.positions, self.block_table, self.states)
         return self.cache.compressed_kv.attend_rows(
-            layer, inputs, attention, self.positions, self.block_table, self.states, rotation
+            layer, inputs, attention, *where, self.carried, rotation
         )
+
+    def recent_ids(self, token_ids: Tensor, count: int) -> Tensor:
+        """As `models.context.Context.recent_ids`."""
+        assert self.states is not None, "rows without state places"
+        known = self.cache.compressed_kv.row_ids
+        return known(token_ids, count, self.positions, self.states)
 
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
         """As `models.context.Context.convolve`."""
@@ -495,6 +508,12 @@ class MixedContext(CachedContext):
         rows, tokens = inputs.part(slice(self._rows)), inputs.part(slice(self._rows, None))
         decoded = self.decode.attend_compressed(layer, rows, attention)
         return torch.cat((decoded, self.prompts.attend_compressed(layer, tokens, attention)))
+
+    def recent_ids(self, token_ids: Tensor, count: int) -> Tensor:
+        """As `models.context.Context.recent_ids`."""
+        rows, tokens = self._split(token_ids)
+        decoded = self.decode.recent_ids(rows, count)
+        return torch.cat((decoded, self.prompts.recent_ids(tokens, count)))
 
     def attend_gqa(
         self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None

@@ -49,6 +49,7 @@ from quantkit.models.cache_scales import read_cache_scales
 from quantkit.models.context import cached_dtype
 from quantkit.models.decoder import Model
 from quantkit.models.delta_rule import DeltaNet
+from quantkit.models.mtp import DSPARK
 from quantkit.models.short_conv import ShortConvolutions
 from quantkit.models.stored_parameters import Model as StoredModel
 from quantkit.models.stored_parameters import check_stored, check_stored_head, is_stored, read_model
@@ -311,6 +312,7 @@ def open_model(
         _check_mtp(checkpoint, read)
     check_stored(checkpoint, (row for row in read.rows if mtp or not row.mtp))
     check_stored_head(checkpoint, read.rows)
+    read.config.check_tokenizer(checkpoint.path)
     return OpenedModel(checkpoint, read, target, backend, compute, codes, mtp)
 
 
@@ -483,6 +485,12 @@ def _check_inputs(checkpoint: Checkpoint, device: torch.device, backend: str) ->
 
 def _check_mtp(checkpoint: Checkpoint, read: StoredModel) -> None:
     remedy = "leave out --draft-length"
+    if checkpoint.has(DSPARK):
+        raise QuantkitError(
+            f"{checkpoint.path} has a DSpark draft head (mtp.*), which quantkit keeps and does not "
+            "run",
+            f"{remedy}; --prompt-lookup guesses without a head, vLLM and SGLang run this one",
+        )
     if not read.config.num_nextn_predict_layers:
         raise QuantkitError(
             read.warning or f"{checkpoint.path} has no MTP layer (num_nextn_predict_layers)", remedy

@@ -41,9 +41,10 @@ from quantkit.executor.ranks.parallel import SINGLE, Parallel
 from quantkit.executor.weights.fallback_warning import warn_slow
 from quantkit.executor.weights.prefetch import find_prefetcher
 from quantkit.grids.base import Weight, cut_columns, cut_rows, dequantize
+from quantkit.models.ngram_table import StoredNgramTable
 from quantkit.models.rope import Rope
 from quantkit.models.table import GatedMlp, Parameter
-from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
+from quantkit.models.weights import ExpertsOp, LinearOp, NgramTable, PrologOp
 
 
 def share_range(
@@ -137,6 +138,9 @@ class ExecutorWeights:
         value = dequantize(self._share(module), self.dtype).to(self.device)
         self.nbytes += value.numel() * value.element_size()
         return value
+
+    def ngram_table(self, module: str) -> NgramTable:
+        return StoredNgramTable(self.checkpoint, module)
 
     def linear(self, module: str) -> LinearOp:
         linear = self._prepare(self._operand(module))

@@ -137,6 +137,9 @@ class Config(ModelConfig):
         by_kind = {COMPRESSED: (self.rates[0], True), HEAVY: (self.rates[1], False)}
         return tuple(by_kind.get(kind, (0, False)) for kind in self.kinds)
 
+    def reads_entries(self, layer: int) -> bool:
+        return bool(self.entry_rates[layer][0])
+
     @property
     def gating(self) -> Gating:
         return Gating(limit=self.swiglu_limit)
@@ -208,13 +211,14 @@ def _layer_parameters(config: Config, layer: int) -> Iterator[Parameter]:
     h, p = config.hidden_size, config.prefix(layer)
     yield from hyper_connection_parameters(config.streams, f"{p}.hc_attn", layer, "attention")
     yield Parameter(f"{p}.attn_norm.weight", (h,), "norm", layer=layer)
-    yield from _attention_parameters(config, layer)
+    yield from attention_parameters(config, layer)
     yield from hyper_connection_parameters(config.streams, f"{p}.hc_ffn", layer, "router")
     yield Parameter(f"{p}.ffn_norm.weight", (h,), "norm", layer=layer)
     yield from _expert_parameters(config, layer)
 
 
-def _attention_parameters(config: Config, layer: int) -> Iterator[Parameter]:
+def attention_parameters(config: Config, layer: int) -> Iterator[Parameter]:
+    """Every tensor of a layer's attention."""
     h, d, a = config.hidden_size, config.head_dim, f"{config.prefix(layer)}.attn"
     heads, groups = config.num_attention_heads, config.o_groups
 
@@ -325,42 +329,55 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
 class Attention:
     """A rank has its share of the heads and of the output groups."""
 
+    norms_heads = True
+
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         a = f"{config.prefix(layer)}.attn"
-        rate, selects = config.entry_rates[layer]
-        self.config, self.layer, self.selects = config, layer, selects
-        self.rope = config.ropes[1 if rate else 0]
+        self.config, self.layer = config, layer
+        self.rope = config.ropes[1 if config.reads_entries(layer) else 0]
         self.qkv_a = weights.fused_linear((f"{a}.wq_a", f"{a}.wkv"))
         self.q_b = weights.linear(f"{a}.wq_b")
         self.o_b = weights.linear(f"{a}.wo_b")
         self.gains = weights.tensor(f"{a}.q_norm.weight"), weights.tensor(f"{a}.kv_norm.weight")
         self.o_a = weights.dequantized(f"{a}.wo_a")
+        self.raw: Tensor | None = None
+        self.index_q: Tensor | None = None
+        self.index_gate: Tensor | None = None
         sinks = weights.tensor(f"{a}.attn_sink").float()
-        compressors = [f"{a}.compressor"] if rate else []
-        compressors += [f"{a}.indexer.compressor"] if selects else []
-        pools = [self._pooling(one, rate, weights) for one in compressors]
+        plain = CompressedAttention(config.sliding_window, config.head_dim**-0.5, sinks)
+        self.attention = self.with_entries(plain, a, weights)
+
+    def with_entries(
+        self, plain: CompressedAttention, prefix: str, weights: Weights
+    ) -> CompressedAttention:
+        """The attention of a window with the entries that the layer reads."""
+        rate, selects = self.config.entry_rates[self.layer]
+        compressors = [f"{prefix}.compressor"] if rate else []
+        compressors += [f"{prefix}.indexer.compressor"] if selects else []
+        pools = [self._pooling(one, rate, selects, weights) for one in compressors]
+        self.read_raw(compressors, weights)
+        if selects:
+            self.read_indexer(f"{prefix}.indexer", weights)
+        own, index = (*pools, None, None)[:2]
+        topk = self.config.index_topk if selects else 0
+        return replace(plain, pooling=own, index_pooling=index, topk=topk)
+
+    def read_raw(self, compressors: list[str], weights: Weights) -> None:
+        """The linears of values and weights of what is pooled."""
         names = [f"{one}.{name}" for one in compressors for name in ("wkv", "wgate")]
         self.raw = torch.cat([weights.dequantized(name) for name in names]) if names else None
-        self.index_q = weights.dequantized(f"{a}.indexer.wq_b") if selects else None
-        self.index_gate = None
-        if selects:  # with every constant factor of the scores
-            factor = (config.index_n_heads * config.index_head_dim) ** -0.5
-            gate = weights.tensor(f"{a}.indexer.weights_proj.weight")
-            self.index_gate = gate.float() * factor
-        own, index = (*pools, None, None)[:2]
-        self.attention = CompressedAttention(
-            config.sliding_window,
-            config.head_dim**-0.5,
-            sinks,
-            own,
-            index,
-            config.index_topk if selects else 0,
-        )
 
-    def _pooling(self, prefix: str, rate: int, weights: Weights) -> Pooling:
+    def read_indexer(self, prefix: str, weights: Weights) -> None:
+        """The indexer's queries, and the weights of its heads with every constant factor."""
+        self.index_q = weights.dequantized(f"{prefix}.wq_b")
+        factor = (self.config.index_n_heads * self.config.index_head_dim) ** -0.5
+        gate = weights.tensor(f"{prefix}.weights_proj.weight")
+        self.index_gate = gate.float() * factor
+
+    def _pooling(self, prefix: str, rate: int, overlaps: bool, weights: Weights) -> Pooling:
         bias = weights.tensor(f"{prefix}.ape").float()
         gain = weights.tensor(f"{prefix}.norm.weight")
-        return Pooling(rate, self.selects, bias, gain, self.config.rms_norm_eps, self.rope)
+        return Pooling(rate, overlaps, bias, gain, self.config.rms_norm_eps, self.rope)
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
@@ -377,15 +394,19 @@ class Attention:
         low, kv = self.qkv_a(x).split([c.q_lora_rank, c.head_dim], dim=-1)
         q_a = rms_norm(low, self.gains[0], eps)
         q = self.q_b(q_a).unflatten(-1, (-1, c.head_dim))
-        q = rotate_heads(q, rotation, HeadNorm(None, eps))
+        q = rotate_heads(q, rotation, HeadNorm(None, eps) if self.norms_heads else None)
         kv = rotate_heads(kv[:, None], rotation, HeadNorm(self.gains[1], eps))[:, 0]
-        raw = x[:, :0] if self.raw is None else F.linear(x, self.raw)
+        raw = self.raw_of(x)
         index_q, counts = x.new_zeros(len(x), 0, c.index_head_dim), x.new_zeros(len(x), 0)
         if self.index_q is not None and self.index_gate is not None:
             queries = F.linear(q_a, self.index_q).unflatten(-1, (c.index_n_heads, -1))
             index_q = rotate_heads(queries, rotation)
             counts = float32_linear(x, self.index_gate)
         return CompressedInputs(q, kv, raw, index_q, counts)
+
+    def raw_of(self, x: Tensor) -> Tensor:
+        """As `CompressedInputs.raw`."""
+        return x[:, :0] if self.raw is None else F.linear(x, self.raw)
 
 
 class MixtureV4(MoeMlp):

@@ -24,6 +24,7 @@ from quantkit.models.hf_traced.experts import StackedExperts, UnsupportedExperts
 from quantkit.models.hf_traced.layer import DecoderLayer, SiteWeights
 from quantkit.models.hf_traced.skeleton import RTN_REMEDY, Skeleton, check_built
 from quantkit.models.hf_traced.sublayers import LayerTrace, trace_layer
+from quantkit.models.hyper_connections import packed_width
 from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split
 
 
@@ -43,6 +44,10 @@ class TracedConfig(ModelConfig):
     num_attention_heads: int = 0
     stream_count: int = 1
     max_independent_tokens: int | None = None
+
+    @property
+    def state_width(self) -> int:
+        return packed_width(self.hidden_size, self.stream_count)
 
     def is_moe(self, layer: int) -> bool:
         return False

@@ -1,0 +1,312 @@
+"""DeepSeek-V4.1: compressed attention whose entries few layers make and the others share, residual
+streams that each sublayer weighs for the next one, n-gram tables (engram.py), experts.
+
+Names are those of the published checkpoint; transformers has no such model. As for DeepSeek-V4,
+queries, keys and entries are not rounded to the formats in which the release's kernels hold them.
+The text model is computed; the vision tower and the DSpark head (mtp.*) are copied. Symbols: T
+tokens, H hidden_size, n streams, D head_dim.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from quantkit_kernels import (
+    ChosenEntries,
+    EntryPages,
+    MixingWeights,
+    by_own_backend,
+    mix_streams,
+    rms_norm,
+)
+from quantkit_kernels.reference.streams import weigh_streams_ahead
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantkit.models import hyper_connections
+from quantkit.models.compressed_attention import (
+    Candidates,
+    Carried,
+    CompressedAttention,
+    IndexKeys,
+    Pooling,
+    SharedEntries,
+)
+from quantkit.models.context import CausalContext, Context
+from quantkit.models.decoder import embed
+from quantkit.models.deepseek_v4 import architecture as deepseek_v4
+from quantkit.models.deepseek_v41.config import Config
+from quantkit.models.deepseek_v41.engram import SCALE_GROUP, Engram
+from quantkit.models.hyper_connections import (
+    ID_SCALE,
+    AheadStreams,
+    hyper_connection_parameters,
+)
+from quantkit.models.mlp import MoeMlp, moe_parameters, moe_scale_groups
+from quantkit.models.table import Parameter, ScaleGroup
+from quantkit.models.weights import Weights
+
+_NAMES = hyper_connections.LayerNames("hc_attn", "hc_ffn", "attn_norm", "ffn_norm")
+
+
+def parameters(config: Config) -> list[Parameter]:
+    """The text model's tensors, in the order of a forward pass."""
+    h, vocab = config.hidden_size, config.vocab_size
+    rows = [Parameter("embed.weight", (vocab, h), "embedding")]
+    for layer in range(config.num_hidden_layers):
+        p = config.prefix(layer)
+        if config.engram and layer in config.engram.layers:
+            rows += _engram_parameters(config, layer)
+        rows += hyper_connection_parameters(config.streams, f"{p}.hc_attn", layer, "attention")
+        rows.append(Parameter(f"{p}.attn_norm.weight", (h,), "norm", layer=layer))
+        rows += _attention_parameters(config, layer)
+        rows += hyper_connection_parameters(config.streams, f"{p}.hc_ffn", layer, "router")
+        rows.append(Parameter(f"{p}.ffn_norm.weight", (h,), "norm", layer=layer))
+        rows += _expert_parameters(config, layer)
+    rows += [
+        Parameter("norm.weight", (h,), "norm"),
+        Parameter("head.weight", (vocab, h), "head", "gathered"),
+    ]
+    return rows
+
+
+def _engram_parameters(config: Config, layer: int) -> Iterator[Parameter]:
+    layout, e = config.engram, f"{config.prefix(layer)}.engram"
+    assert layout is not None, "a layer with a table"
+    n, h, count = config.hc_mult, config.hidden_size, layout.rows[layout.layers.index(layer)]
+    yield Parameter(f"{e}.embed.weight", (count, layout.head_dim), "ngram_table")
+    scales = (count, -(-layout.head_dim // SCALE_GROUP))
+    yield Parameter(f"{e}.embed.scale", scales, "ngram_table", optional=True)
+    row = Parameter(f"{e}.wkv.weight", ((n + 1) * h, layout.width), "indexer", layer=layer)
+    for one in (row, *(_gain(f"{e}.{side}_weight", (n, h), layer) for side in ("q", "k"))):
+        yield replace(one, block="attention")
+
+
+def _gain(name: str, shape: tuple[int, ...], layer: int) -> Parameter:
+    return Parameter(name, shape, "streams", layer=layer)
+
+
+def _attention_parameters(config: Config, layer: int) -> Iterator[Parameter]:
+    """Those of DeepSeek-V4 but for the entries and the indexer, which come before wo_a there."""
+    a, d, h = f"{config.prefix(layer)}.attn", config.head_dim, config.hidden_size
+    without = replace(config, sources=(-1,) * config.num_hidden_layers)
+    *before, o_a, o_b = deepseek_v4.attention_parameters(without, layer)
+    yield from before
+    row = replace(o_a, split="replicate")
+    if config.sources[layer] == layer:
+        names = ("wkv", "wgate") if config.ratios[layer] > 1 else ("wkv",)
+        for name in names:
+            yield replace(row, name=f"{a}.compressor.{name}.weight", shape=(d, h))
+        yield replace(row, name=f"{a}.compressor.norm.weight", shape=(d,), role="norm")
+    if layer in config.selecting:
+        i, heads, width = f"{a}.indexer", config.index_n_heads, config.index_head_dim
+        yield replace(row, name=f"{i}.wq_b.weight", shape=(heads * width, config.q_lora_rank))
+        yield replace(row, name=f"{i}.weights_proj.weight", shape=(heads, h), role="indexer_gate")
+        if config.sources[layer] == layer:
+            yield replace(row, name=f"{i}.wk.weight", shape=(width, d))
+            yield replace(row, name=f"{i}.k_norm.weight", shape=(width,), role="norm")
+    yield from (o_a, o_b)
+
+
+def _expert_parameters(config: Config, layer: int) -> Iterator[Parameter]:
+    prefix, width = f"{config.prefix(layer)}.ffn", config.moe_intermediate_size
+    rows = moe_parameters(
+        prefix,
+        config.hidden_size,
+        width,
+        layer,
+        config.n_routed_experts,
+        shared_width=width,
+        names=config.mixture,
+    )
+    router, bias, *others = rows
+    # Of tokens of images, which are not computed.
+    images = replace(bias, name=f"{prefix}.gate.bias_vl", optional=True)
+    yield from (router, bias, images, *others)
+
+
+def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
+    """The norms before both sublayers and of the queries' latent, to all their readers; no scale
+    passes through clamped gates."""
+    p = config.prefix(layer)
+    a = f"{p}.attn"
+    readers, queries = [f"{a}.wq_a", f"{a}.wkv"], [f"{a}.wq_b"]
+    if config.sources[layer] == layer:
+        readers += [f"{a}.compressor.wkv"]
+        readers += [f"{a}.compressor.wgate"] if config.ratios[layer] > 1 else []
+    if layer in config.selecting:
+        readers.append(f"{a}.indexer.weights_proj")
+        queries.append(f"{a}.indexer.wq_b")
+    mixture, *_ = moe_scale_groups(
+        f"{p}.ffn", f"{p}.ffn_norm", config.n_routed_experts, config.mixture
+    )
+    return [
+        ScaleGroup(f"{a}.qkv_a", f"{p}.attn_norm", True, tuple(readers), f"{a}.wq_a"),
+        ScaleGroup(f"{a}.q_b", f"{a}.q_norm", True, tuple(queries), f"{a}.wq_b"),
+        mixture,
+    ]
+
+
+class Attention(deepseek_v4.Attention):
+    config: Config
+    norms_heads = False
+
+    def with_entries(
+        self, plain: CompressedAttention, prefix: str, weights: Weights
+    ) -> CompressedAttention:
+        c, layer = self.config, self.layer
+        source = c.sources[layer]
+        if source < 0:
+            return plain
+        rate, pooling, keys, candidates = c.ratios[layer], None, None, None
+        if source == layer:
+            gain = weights.tensor(f"{prefix}.compressor.norm.weight")
+            bias = torch.zeros(rate, c.head_dim, device=gain.device)
+            pooling = Pooling(rate, False, bias, gain, c.rms_norm_eps, self.rope)
+            names = ("wkv", "wgate") if rate > 1 else ("wkv",)
+            self.raw = torch.cat(
+                [weights.dequantized(f"{prefix}.compressor.{name}") for name in names]
+            )
+            keys = IndexKeys(
+                weights.dequantized(f"{prefix}.indexer.wk"),
+                weights.tensor(f"{prefix}.indexer.k_norm.weight"),
+                c.rms_norm_eps,
+            )
+        if layer in c.selecting:
+            self.read_indexer(f"{prefix}.indexer", weights)
+        if 0 <= c.candidate_source <= layer:
+            found = layer == c.candidate_source
+            candidates = Candidates(c.candidate_topk_blocks, c.candidate_block_size, found)
+        shared = SharedEntries(source, rate, keys, layer in c.selecting, candidates)
+        return replace(plain, pooling=pooling, topk=c.index_topk, shared=shared)
+
+    def raw_of(self, x: Tensor) -> Tensor:
+        """A single token of a group needs no weight."""
+        raw = super().raw_of(x)
+        missing = 2 * self.config.head_dim - raw.shape[1]
+        return F.pad(raw, (0, missing)) if raw.shape[1] and missing else raw
+
+
+class DecoderLayer(hyper_connections.HyperConnectionLayer):
+    mlp: MoeMlp
+    attention: Attention
+
+    def __init__(self, config: Config, layer: int, weights: Weights) -> None:
+        p = config.prefix(layer)
+        mixture = MoeMlp(config.routing, f"{p}.ffn", weights, config.mixture)
+        attention = Attention(config, layer, weights)
+        super().__init__(p, config.streams, weights, attention, mixture, _NAMES)
+        self.sizes, self.engram = config.streams, None
+        if config.engram and layer in config.engram.layers:
+            self.engram = Engram(config.engram, f"{p}.engram", layer, self.eps, weights)
+
+    def step(self, state: AheadStreams, context: Context, rows: Tensor | None) -> AheadStreams:
+        """One layer in a stack, whose layers share entries in the context. rows int64 [R]: as in
+        `decoder.DecoderLayer`."""
+        state = self._attended(state, context)
+        if rows is not None:
+            state = AheadStreams(*(side[rows] for side in state))
+        own, weights, before = self._weigh_for_mlp(state)
+        mixed = mix_streams(state.streams, self.mlp_reduced(own), weights)
+        return state._replace(streams=mixed, before=before)
+
+    def attend(self, hidden: Tensor, context: Context) -> Tensor:
+        """What layers share is packed with the streams (`_Shared`)."""
+        assert isinstance(context, CausalContext), "whole sequences"
+        state, attention = AheadStreams.unpack(hidden, self.sizes), self.attention
+        lengths, reads = context.seq_lens, attention.attention.shared
+        if reads is None:
+            return self._attended(state, context).pack()
+        shared = state.shared.clone()
+        for part, carried in zip(shared.split(lengths), context.carried):
+            _Shared(part, attention.config).give(carried, reads, reads.layer == attention.layer)
+        state = self._attended(state, context)
+        for part, carried in zip(shared.split(lengths), context.carried):
+            _Shared(part, attention.config).take(carried, reads)
+        return state._replace(shared=shared).pack()
+
+    def mlp_output(self, hidden: Tensor, context: Context) -> Tensor:
+        own, _, _ = self._weigh_for_mlp(AheadStreams.unpack(hidden, self.sizes))
+        return self.mlp_reduced(own)
+
+    def add_mlp_output(self, hidden: Tensor, mlp_output: Tensor, context: Context) -> Tensor:
+        state = AheadStreams.unpack(hidden, self.sizes)
+        _, weights, before = self._weigh_for_mlp(state)
+        mixed = mix_streams(state.streams, mlp_output, weights)
+        return state._replace(streams=mixed, before=before).pack()
+
+    def _attended(self, state: AheadStreams, context: Context) -> AheadStreams:
+        streams = state.streams.contiguous()
+        if self.engram is not None:
+            count = self.engram.layout.max_ngram_size
+            streams = self.engram(streams, context.recent_ids(state.token_ids, count))
+        product = self.before_attention.product
+        normed, weights, before = weigh_streams_ahead(
+            streams, state.before.contiguous(), product, self.input_norm, self.eps
+        )
+        mixed = mix_streams(streams, self.attention_output(normed, context), weights)
+        return state._replace(streams=mixed, before=before)
+
+    def _weigh_for_mlp(self, state: AheadStreams) -> tuple[Tensor, MixingWeights, Tensor]:
+        product = self.before_mlp.product
+        return weigh_streams_ahead(
+            state.streams.contiguous(),
+            state.before.contiguous(),
+            product,
+            self.mlp_norm,
+            self.eps,
+        )
+
+
+class _Shared:
+    """What layers of one sequence share, as a view of packed values [T, shared_width]: at the last
+    token of each group its entry and index key, and for each token the last selection, as numbers
+    of entries, and how many of them; 0 for all."""
+
+    def __init__(self, part: Tensor, config: Config) -> None:
+        widths = [config.head_dim, config.index_head_dim, config.index_topk, 1]
+        self.entries, self.keys, self.rows, self.counts = part.split(widths, dim=-1)
+
+    def give(self, carried: Carried, reads: SharedEntries, makes: bool) -> None:
+        """To a layer that is computed alone. makes: whether the entries are its own."""
+        if reads.layer not in carried.entries and not makes:
+            rate = reads.rate
+            kv, keys = (one[rate - 1 :: rate].contiguous() for one in (self.entries, self.keys))
+            table = torch.arange(len(kv), device=kv.device)[None]
+            pages = EntryPages(kv, table, rate, rate)
+            carried.entries[reads.layer] = pages, pages._replace(kv=keys)
+        if carried.chosen is None and bool(self.counts.any()):
+            rows, counts = ((one / ID_SCALE).round().int() for one in (self.rows, self.counts))
+            carried.chosen = ChosenEntries(rows, counts[:, 0])
+
+    def take(self, carried: Carried, reads: SharedEntries) -> None:
+        """What a layer left."""
+        if reads.layer in carried.entries:
+            pages, index = carried.entries[reads.layer]
+            self.entries[reads.rate - 1 :: reads.rate] = pages.kv
+            self.keys[reads.rate - 1 :: reads.rate] = index.kv
+        if reads.selects:
+            self.counts.zero_()
+        if carried.chosen is not None:
+            self.rows.copy_(carried.chosen.rows * ID_SCALE)
+            self.counts.copy_(carried.chosen.counts[:, None] * ID_SCALE)
+
+
+class Model(hyper_connections.HyperConnectionModel):
+    layer_class = DecoderLayer
+    layers: list[DecoderLayer]  # type: ignore[assignment]
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        super().__init__(config, weights, "head", embedding="embed", norm="norm")
+        self.sizes = replace(config.streams, shared=0)
+
+    @by_own_backend
+    def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
+        """token_ids [T] -> [T, H], after the final norm. rows int64 [R]: of these tokens only."""
+        state = AheadStreams.first(embed(token_ids, self.embedding), token_ids, self.sizes)
+        for layer in self.layers:
+            state = layer.step(state, context, rows if layer is self.layers[-1] else None)
+        return rms_norm(state.merged(), self.norm, self.config.rms_norm_eps)
+
+
+MtpLayer = None
