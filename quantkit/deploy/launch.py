@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from ipaddress import ip_address
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.bind import host_in_url
 from quantkit.common.errors import QuantkitError
 from quantkit.deploy.script import API_KEY, BOX, Launch, launches, router_launch, substitute
-from quantkit.engines.check import check_checkpoint, find_load
+from quantkit.engines.check import check_checkpoint, check_shapes, find_load
 from quantkit.engines.layouts import (
     Command,
     LaunchRecipe,
@@ -122,7 +123,11 @@ def deploy(
             f"{nic!r} is not a network interface", "give one that ip link lists, such as eth0"
         )
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
-    problems = check_checkpoint(engine, checkpoint, device=recipe.device)
+    problems = [
+        problem
+        for problem in check_checkpoint(engine, checkpoint, device=recipe.device)
+        if not problem.launch  # `fill` gives each role these options
+    ]
     if checkpoint.has_weights and not has_tokenizer(checkpoint.path):
         problems.append(
             LoadProblem(
@@ -274,13 +279,34 @@ class _Inputs:
         has_experts = any(row.expert is not None for row in self.model.rows)
         moe_options = {} if has_experts else recipe.of_experts
         problems, made, memory = list(self.problems), list[Launch](), dict[str, Fit]()
+        notes = [recipe.notes, substitute(topology.notes, common)]
+        if rule is not None:
+            notes += [rule.launch_notes, rule.expert_launch_notes if has_experts else ""]
         for role in topology.roles:
             first = hosts.index(heads[role.name])
             role_hosts = hosts[first : first + role.boxes]
+            shapes = list(
+                check_shapes(
+                    recipe.engine,
+                    checkpoint,
+                    (recipe.device,),
+                    self.model.rows,
+                    role.tensor_parallel,
+                )
+            )
+            own = dict.fromkeys(shape.launch for shape in shapes)
             made += [
                 launch.without_options(moe_options)
-                for launch in launches(recipe, topology, role, role_hosts, options, common)
+                for launch in launches(
+                    recipe, topology, role, role_hosts, (*options, *chain(*own)), common
+                )
             ]
+            notes += [
+                f"{shape.problem}: {role.name} has {' '.join(shape.launch)}"
+                for shape in shapes
+                if shape.launch
+            ]
+            problems += [shape for shape in shapes if not shape.launch]
             memory[role.name] = fit_rows(
                 self.stored,
                 self.model.config,
@@ -299,9 +325,6 @@ class _Inputs:
             problems += _check_fit(role.name, memory[role.name])
         if topology.router:
             made.append(router_launch(topology, hosts[0], common))
-        notes = [recipe.notes, substitute(topology.notes, common)]
-        if rule is not None:
-            notes += [rule.launch_notes, rule.expert_launch_notes if has_experts else ""]
         return Deployment(
             str(path),
             self.name,

@@ -60,7 +60,7 @@ def check_checkpoint(
     found = [
         [
             *general,
-            *_check_shapes(profile, checkpoint, rule.devices, rows),
+            *check_shapes(engine, checkpoint, rule.devices, rows),
             *_RuleCheck(engine, rule, checkpoint, rows).problems(),
         ]
         for rule in rules
@@ -172,33 +172,36 @@ def check_model(profile: EngineProfile, checkpoint: Checkpoint, format: str) -> 
     ]
 
 
-def _check_shapes(
-    profile: EngineProfile,
+def check_shapes(
+    engine: str,
     checkpoint: Checkpoint,
     devices: tuple[Device, ...],
     rows: list[Parameter],
+    ranks: int = 1,
 ) -> Iterator[LoadProblem]:
-    """Linears whose inputs the engine's kernels do not take, the first of each kernel; experts have
-    kernels of their own."""
-    named: set[str] = set()
+    """Linears whose inputs on one of `ranks` tensor-parallel ranks the engine's kernels do not
+    take, the first of each kernel; experts have kernels of their own."""
+    profile, named = find_engine(engine), set[str]()
     for row in rows:
         linear = checkpoint.linears.get(row.module)
         if linear is None or linear.grid is None or row.expert is not None:
             continue
+        inputs = row.shape[1] // (ranks if row.split == "row" else 1)
         for device in devices:
             for rule in profile.shape_rules(checkpoint.format.name, linear.grid, device):
-                if row.shape[1] % rule.inputs == 0 or rule.kernel in named:
+                if inputs % rule.inputs == 0 or rule.kernel in named:
                     continue
                 named.add(rule.kernel)
+                of_ranks = f", {inputs} inputs on a rank," if inputs < row.shape[1] else ""
                 problem = (
-                    f"{profile.engine} computes {row.module} {list(row.shape)} by {rule.kernel}, which "
-                    f"takes multiples of {rule.inputs} inputs"
+                    f"{engine} computes {row.module} {list(row.shape)}{of_ranks} by {rule.kernel}, "
+                    f"which takes multiples of {rule.inputs} inputs"
                 )
                 yield (
-                    LoadProblem.warning(
-                        f"{problem} outside of float16", "start it with --dtype float16"
+                    LoadProblem(
+                        "warning", problem, f"start it with {' '.join(rule.launch)}", rule.launch
                     )
-                    if rule.float16
+                    if rule.launch
                     else LoadProblem.error(
                         problem, "quantkit convert --format awq, or quantize --engine"
                     )

@@ -34,6 +34,8 @@ class LoadProblem:
     severity: Literal["error", "warning"]
     problem: str
     remedy: str
+    launch: tuple[str, ...] = ()
+    """Options of the engine's command that are the remedy."""
 
     @classmethod
     def error(cls, problem: str, remedy: str) -> "LoadProblem":
@@ -122,14 +124,14 @@ class Refusal(Strict):
 
 
 class ShapeRule(Strict):
-    """What an engine's kernels ask of the inputs of a linear: multiples of this number. float16:
-    another kernel takes every shape in runs of that dtype."""
+    """What an engine's kernels ask of the inputs of a linear: multiples of this number. launch:
+    options with which another kernel takes every shape."""
 
     formats: tuple[str, ...]
     grids: tuple[GridName, ...]
     devices: tuple[Device, ...]
     inputs: int
-    float16: bool = False
+    launch: tuple[str, ...] = ()
     kernel: str
     sources: tuple[str, ...]
 

@@ -486,7 +486,7 @@ def _fitted(job: Job) -> Job:
             return True
         rules = engine.shape_rules(request.format, grid, None) if row.expert is None else []
         return not engine.unsupported_group_size(grid) and all(
-            rule.float16 or row.shape[1] % rule.inputs == 0 for rule in rules
+            rule.launch or row.shape[1] % rule.inputs == 0 for rule in rules
         )
 
     mixed_choice, mixture = request.mixed_choice, None

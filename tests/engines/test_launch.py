@@ -67,6 +67,24 @@ def after(words: Sequence[str], *options: str) -> list[str]:
     return [words[words.index(option) + 1] for option in options]
 
 
+@pytest.mark.parametrize(
+    ("inputs", "devices", "float16"), [(192, 1, True), (256, 1, False), (256, 4, True)]
+)
+def test_awq_that_marlin_does_not_take_is_started_in_float16(tmp_path, inputs, devices, float16):
+    """As vLLM 0.22.1 needs it on an H200: its other kernel of AWQ knows no bfloat16."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": inputs}
+    config = CONFIGS["llama"] | sizes | {"hidden_size": 512, "head_dim": 128}
+    grid = IntGrid(4, 64, symmetric=False)
+    path = write_packed(tmp_path / "awq", config, of_any(config), awq.FORMAT, grid)
+    made = deploy(path, "vllm", device="cuda", layout="one-box", devices=devices)
+    (command,) = (command for launch in made.launches for _, command in launch.commands)
+    assert ("--dtype" in command) == float16
+    assert made.problems == ()
+    if float16:
+        assert after(command, "--dtype") == ["float16"]
+        assert any("float16" in note for note in made.notes if "128" in note)
+
+
 @pytest.fixture(scope="module")
 def int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_config(num_attention_heads=32, n_routed_experts=32, n_group=4)
