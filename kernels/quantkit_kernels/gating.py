@@ -59,6 +59,25 @@ class Gating:
 SILU = Gating()
 
 
+@dataclass(frozen=True)
+class SituGating(Gating):
+    """beta * tanh(g / beta) * sigmoid(g) * linear * tanh(u / linear): SiLU of a bounded gate, of a
+    bounded up (Kimi-K3's SiTU). linear None: up as it is."""
+
+    beta: float = 1.0
+    linear: float | None = None
+
+    @property
+    def is_linear_in_up(self) -> bool:
+        return self.linear is None
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        g, u = gate.float(), up.float()
+        if self.linear is not None:
+            u = self.linear * (u / self.linear).tanh()
+        return (self.beta * (g / self.beta).tanh() * sigmoid(g) * u).to(gate.dtype)
+
+
 class ExpertBiases(NamedTuple):
     """Of one expert's linears: gate and up [I], down [H]."""
 

@@ -13,14 +13,7 @@ from quantkit.calibrate.source_model import ParameterReader, SourceModel
 from quantkit.calibrate.sublayer import LayerWeights, no_experts
 from quantkit.common.errors import QuantkitError
 from quantkit.models.architecture import ModelConfig, MtpModel
-from quantkit.models.hyper_connections import (
-    AheadStreams,
-    StreamMerge,
-    expand_streams,
-    pack_streams,
-    repack_streams,
-    unpack_streams,
-)
+from quantkit.models.hyper_connections import repack_streams
 from quantkit.models.table import Parameter
 
 
@@ -61,13 +54,7 @@ class TableEmbedAndHead:
         table, ids = self.source.checkpoint.read(self.embedding.name), torch.cat([*sequences])
         check_vocabulary(ids, len(table))
         embed = table[ids].float()
-        if self.streams is not None and self.streams.ahead:
-            return AheadStreams.first(embed, ids, self.streams).pack()
-        return (
-            embed
-            if self.streams is None
-            else pack_streams(expand_streams(embed, self.streams.count), ids)
-        )
+        return embed if self.streams is None else self.streams.first(embed, ids)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return rms_norm(self.merged(hidden), self.source.gain(self.norm), self.eps)
@@ -76,11 +63,8 @@ class TableEmbedAndHead:
         """hidden after the last layer as one stream, [T, H]."""
         if self.streams is None:
             return hidden
-        if self.streams.ahead:
-            return AheadStreams.unpack(hidden, self.streams).merged()
-        end = StreamMerge(self.streams, LayerWeights(self.source.dequantized_all(self._end)))
-        streams, _ = unpack_streams(hidden, self.streams.count)
-        return end(streams, self.source.gain(self.norm), self.eps)[1]
+        weights = LayerWeights(self.source.dequantized_all(self._end))
+        return self.streams.merged(hidden, weights, self.source.gain(self.norm), self.eps)
 
     def logits(self, products: Tensor, first: int) -> Tensor:
         return products

@@ -131,9 +131,10 @@ class ExpertLayer:
                 if self.solver.activation_bits == 8
                 else None
             )
-            solver = ExpertSolver(
-                self.solver, routed, read, sublayer.importance, sublayer.outputs, original, counts
-            )
+            # Their cost is known in the residual stream, not in a latent space.
+            in_stream = next(iter(self.experts.values())).down.shape[0] == sublayer.width
+            cost = (sublayer.importance, sublayer.outputs) if in_stream else (None, None)
+            solver = ExpertSolver(self.solver, routed, read, *cost, original, counts)
         rank, size = self.ranks.rank, self.ranks.size
         activation_quant = self._read()
         for start in range(0, len(self.batches), size):

@@ -452,7 +452,7 @@ def feed_forward(model: SourceModel, layer: int, paths: Iterable[HiddenStates]) 
         yield run_feed_forward
         return
     width, extra = (
-        model.config.hidden_size,
+        model.config.mlp_output_width,
         sum(row.shape[0] for row in model.layer_rows(layer) if row.parallel_to_experts),
     )
     kept = [

@@ -51,6 +51,8 @@ _INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _FINITE_CHUNK = 2**22
+_PUBLISHED_VARIANTS = {"kimi_k3": "mxfp4-pack-quantized"}
+"""By model_type of config.json, the variant of compressed-tensors of a release."""
 
 
 class Checkpoint:
@@ -126,6 +128,13 @@ class Checkpoint:
             and self.format.name in s.formats
         ]
         return next((s for s in candidates if s.cache == cache), next(iter(candidates), None))
+
+    @property
+    def is_source(self) -> bool:
+        """Whether its format is one in which those who trained such a model publish it, so that it
+        may be quantized further; of a release's variant, if only routed experts are packed."""
+        published = _PUBLISHED_VARIANTS.get(str(self.config.get("model_type")))
+        return self.format.is_source or self.format.variant == published
 
     @property
     def cache_scale_names(self) -> set[str]:

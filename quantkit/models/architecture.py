@@ -14,7 +14,7 @@ from quantkit.models import compressed_attention
 from quantkit.models.context import ID_DIGITS, Context
 from quantkit.models.decoder import DecoderLayer, Model
 from quantkit.models.delta_rule import DeltaNet
-from quantkit.models.hyper_connections import HyperConnectionSizes
+from quantkit.models.hyper_connections import ResidualStreams
 from quantkit.models.mtp import MtpReads
 from quantkit.models.rope import Rope
 from quantkit.models.short_conv import ShortConvolutions
@@ -215,8 +215,9 @@ class ModelConfig:
         return None
 
     @property
-    def streams(self) -> HyperConnectionSizes | None:
-        """Hyper-connections (hyper_connections.py); None for one residual stream."""
+    def streams(self) -> ResidualStreams | None:
+        """Hyper-connections, or sums of earlier blocks (attention_residuals.py); None for one
+        residual stream."""
         return None
 
     @property
@@ -237,6 +238,12 @@ class ModelConfig:
     def check_tokenizer(self, path: Path) -> None:
         """Raise QuantkitError where the model computes with its tokenizer's texts, and that of the
         folder is another one."""
+
+    @property
+    def mlp_output_width(self) -> int:
+        """Values per token of `DecoderLayer.mlp_output` where there are experts, whose sum comes
+        first."""
+        return self.hidden_size
 
     @property
     def num_cached_layers(self) -> int:

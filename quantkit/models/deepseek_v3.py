@@ -112,6 +112,11 @@ class Config(ModelConfig):
         return self.qk_head_dim**-0.5 * self.rope.softmax_factor
 
     @property
+    def latent_eps(self) -> float:
+        """Of the norms of latents."""
+        return self.rms_norm_eps
+
+    @property
     def cache(self) -> LatentCache:
         return LatentCache(self.kv_lora_rank, self.qk_rope_head_dim)
 
@@ -284,14 +289,14 @@ class Attention:
         kv_a, k_gain = f"{a}.kv_a_proj_with_mqa", weights.tensor(f"{a}.kv_a_layernorm.weight")
         self.prolog: PrologOp | None = None
         if not config.q_lora_rank:
-            self.norms = Norms(k_gain[:0], k_gain, config.rms_norm_eps)
+            self.norms = Norms(k_gain[:0], k_gain, config.latent_eps)
             self.q, self.kv_a = weights.linear(f"{a}.q_proj"), weights.linear(kv_a)
             return
         gains = (weights.tensor(f"{a}.q_a_layernorm.weight"), k_gain)
-        self.norms = Norms(*gains, config.rms_norm_eps)
+        self.norms = Norms(*gains, config.latent_eps)
         q_a, q_b = f"{a}.q_a_proj", f"{a}.q_b_proj"
         self.prolog = prolog = weights.mla_prolog(
-            (q_a, q_b, kv_a), self.kv_b, gains, config.rms_norm_eps, config.rope
+            (q_a, q_b, kv_a), self.kv_b, gains, config.latent_eps, config.rope
         )
         self.qkv_a = prolog.qkv_a if prolog else weights.fused_linear((q_a, kv_a))
         self.q_b = prolog.q_b if prolog else weights.linear(q_b)
@@ -304,7 +309,11 @@ class Attention:
         if attended is None:
             q = self._queries(x, context).unflatten(-1, (-1, c.qk_head_dim))
             attended = context.attend_mla(self.layer, q, self.kv_b, c.rope, c.softmax_scale)
-        return self.o(attended.flatten(1))
+        return self.o(self.gated(attended.flatten(1), x))
+
+    def gated(self, attended: Tensor, x: Tensor) -> Tensor:
+        """Input of o_proj [T, heads * v], from the heads' outputs and the sublayer's input."""
+        return attended
 
     def _queries(self, x: Tensor, context: Context) -> Tensor:
         """Stores latents and keys, and returns the queries [T, heads * qk_head_dim]."""

@@ -17,7 +17,8 @@ class DeltaNet:
     convolution. layers: those with linear attention. joined: one linear computes queries, keys,
     values and gates, key head after key head, and another one the rest; otherwise there is one
     linear for queries, keys and values, and one for each of the others. lower: as of
-    `DeltaWeights`."""
+    `DeltaWeights`. full_gate: of those, whether the output's gate is one linear, not the product of
+    two narrow ones."""
 
     key_heads: int
     value_heads: int
@@ -27,6 +28,7 @@ class DeltaNet:
     layers: frozenset[int]
     joined: bool = True
     lower: float = 0.0
+    full_gate: bool = False
 
     @property
     def segments(self) -> tuple[int, int, int]:

@@ -36,6 +36,24 @@ ID_SCALE = 2.0**-24
 and the id is negligible among the streams' values."""
 
 
+class ResidualStreams(Protocol):
+    """Several residual streams of each token, and how calibration packs them between sublayers.
+    count: how many; packed_width: values of a token."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def packed_width(self) -> int: ...
+
+    def first(self, embedded: Tensor, token_ids: Tensor) -> Tensor:
+        """embedded [T, H], token_ids int64 [T] -> packed before the first layer, float32 [T,
+        packed_width]."""
+
+    def merged(self, hidden: Tensor, weights: Weights, gain: Tensor, eps: float) -> Tensor:
+        """Packed after the last layer -> input of the final norm, of this gain and eps, [T, H]."""
+
+
 @dataclass(frozen=True)
 class HyperConnectionNames:
     """An architecture's names of the tensors of a hyper-connection, after its prefix. gain: of the
@@ -72,6 +90,18 @@ class HyperConnectionSizes:
     def packed_width(self) -> int:
         """Values of a token's hidden state between sublayers."""
         return packed_width(self.hidden, self.count) + self.ahead * self.count + self.shared
+
+    def first(self, embedded: Tensor, token_ids: Tensor) -> Tensor:
+        """As of `ResidualStreams`."""
+        if self.ahead:
+            return AheadStreams.first(embedded, token_ids, self).pack()
+        return pack_streams(expand_streams(embedded, self.count), token_ids)
+
+    def merged(self, hidden: Tensor, weights: Weights, gain: Tensor, eps: float) -> Tensor:
+        """As of `ResidualStreams`."""
+        if self.ahead:
+            return AheadStreams.unpack(hidden, self).merged()
+        return StreamMerge(self, weights)(unpack_streams(hidden, self.count)[0], gain, eps)[1]
 
 
 def hyper_connection_parameters(

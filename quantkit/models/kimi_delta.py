@@ -38,6 +38,13 @@ def read_delta_sizes(config: dict[str, Any], defaults: Iterable[int | None]) -> 
     ]
 
 
+def check_lower_bound(name: str, value: Any) -> float:
+    """A lower bound of the decay as of `DeltaWeights`; null for none."""
+    if value is not None and (type(value) not in (int, float) or not -1e6 <= value < 0):
+        raise refusal(name, value, "a number below 0, or null")
+    return float(value or 0.0)
+
+
 def delta_units(net: DeltaNet | None) -> dict[str, int]:
     """As of `ModelConfig.tp_units`."""
     return {"linear_attn_config.num_heads": net.key_heads} if net else {}
@@ -46,9 +53,10 @@ def delta_units(net: DeltaNet | None) -> dict[str, int]:
 def delta_parameters(
     net: DeltaNet, prefix: str, hidden: int, layer: int, decay: tuple[int, ...]
 ) -> list[Parameter]:
-    """Every tensor of one layer's linear attention at `prefix`. decay: shape of A_log."""
+    """Every tensor of one layer's linear attention at `prefix`. decay: shape of A_log, whose values
+    after those of the heads are not used."""
     heads, dim = net.value_heads, net.value_dim
-    width = heads * dim
+    width, spare = heads * dim, max(decay) - heads
 
     def state(name: str, shape: tuple[int, ...], split: Split = "column") -> Parameter:
         return Parameter(f"{prefix}.{name}", shape, "state", split, layer, block="attention")
@@ -59,19 +67,22 @@ def delta_parameters(
         "linear",
         "column",
         layer,
-        fused=f"{prefix}.qkv_proj",
+        fused=f"{prefix}.{''.join(_sides(net))}_proj",
         block="attention",
     )
+    gate = {} if net.full_gate else {"g_a": (dim, hidden), "g_b": (width, dim)}
     return [
-        *(replace(reader, name=f"{prefix}.{side}_proj.weight") for side in _SIDES),
+        *(replace(reader, name=f"{prefix}.{side}_proj.weight") for side in _sides(net)),
         *(state(f"{side}_conv1d.weight", (width, 1, net.kernel)) for side in _SIDES),
-        state("A_log", decay),
+        replace(state("A_log", decay), segments=(heads, spare) if spare else ()),
         state("f_a_proj.weight", (dim, hidden), "replicate"),
         state("f_b_proj.weight", (width, dim)),
         state("dt_bias", (width,)),
         state("b_proj.weight", (heads, hidden)),
-        state("g_a_proj.weight", (dim, hidden), "replicate"),
-        state("g_b_proj.weight", (width, dim)),
+        *(
+            state(f"{name}_proj.weight", shape, "replicate" if name == "g_a" else "column")
+            for name, shape in gate.items()
+        ),
         replace(state("o_norm.weight", (dim,), "replicate"), role="norm"),
         replace(
             reader,
@@ -84,10 +95,20 @@ def delta_parameters(
     ]
 
 
-def delta_scale_groups(prefix: str, norm: str) -> list[ScaleGroup]:
+def _sides(net: DeltaNet) -> tuple[str, ...]:
+    """Names of the linears of full width that read the sublayer's input."""
+    return (*_SIDES, "g") if net.full_gate else _SIDES
+
+
+def _narrow(net: DeltaNet) -> tuple[str, ...]:
+    """Names of the others, kept in float32: to the decay, the gate, the rate of each head."""
+    return ("f_a", "b") if net.full_gate else ("f_a", "g_a", "b")
+
+
+def delta_scale_groups(net: DeltaNet, prefix: str, norm: str) -> list[ScaleGroup]:
     """The norm before it to the linears that read it. The norm after it is shared by all heads, and
     its output is gated."""
-    names = (*_SIDES, "f_a", "b", "g_a")
+    names = (*_sides(net), *_narrow(net))
     readers = tuple(f"{prefix}.{name}_proj" for name in names)
     return [ScaleGroup(f"{prefix}.qkv", norm, True, readers, readers[0])]
 
@@ -102,12 +123,14 @@ class KimiDeltaAttention:
             return weights.tensor(f"{prefix}.{name}").float()
 
         self.layer, self.dim = layer, net.value_dim
-        self.qkv = weights.fused_linear(tuple(f"{prefix}.{side}_proj" for side in _SIDES))
-        self.low = torch.cat([wide(f"{name}_proj.weight") for name in ("f_a", "g_a", "b")])
-        self.decay, self.gate = wide("f_b_proj.weight"), wide("g_b_proj.weight")
+        self.wide = weights.fused_linear(tuple(f"{prefix}.{side}_proj" for side in _sides(net)))
+        low = [wide(f"{name}_proj.weight") for name in _narrow(net)]
+        self.low, self.parts = torch.cat(low), [len(one) for one in low]
+        self.decay = wide("f_b_proj.weight")
+        self.gate = None if net.full_gate else wide("g_b_proj.weight")
         self.weights = DeltaWeights(
             torch.cat([wide(f"{side}_conv1d.weight")[:, 0] for side in _SIDES]),
-            wide("A_log").flatten().exp(),
+            wide("A_log").flatten()[: self.parts[-1]].exp(),
             wide("dt_bias").unflatten(0, (-1, net.key_dim)),
             weights.tensor(f"{prefix}.o_norm.weight"),
             eps,
@@ -118,15 +141,20 @@ class KimiDeltaAttention:
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
-        q, k, v = self.qkv(x).unflatten(1, (3, -1, self.dim)).unbind(1)
-        low = float32_linear(x, self.low)
-        forget, gate, rate = low.tensor_split((self.dim, 2 * self.dim), dim=1)
+        sides = 3 if self.gate is not None else 4
+        q, k, v, *full = self.wide(x).unflatten(1, (sides, -1, self.dim)).unbind(1)
+        forget, *narrow, rate = float32_linear(x, self.low).split(self.parts, dim=1)
         heads = (-1, 1, self.dim)  # one value head for each key head
+        gate = (
+            full[0].unsqueeze(2)
+            if self.gate is None
+            else float32_linear(narrow[0], self.gate).to(x.dtype).unflatten(1, heads)
+        )
         inputs = DeltaInputs(
             q,
             k,
             v.unsqueeze(2),
-            float32_linear(gate, self.gate).to(x.dtype).unflatten(1, heads),
+            gate,
             float32_linear(forget, self.decay).unflatten(1, heads),
             rate.unsqueeze(2),
         )

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from quantkit_kernels import Norms
-
 from quantkit.models import decoder, deepseek_v3
 from quantkit.models.config import (
     DECIDED,
@@ -44,15 +42,23 @@ _NAMES = {
 }
 """config.json keys of the release -> DeepSeek's names, which transformers also takes."""
 _COMPUTED = {
-    "hidden_act": "silu",
     "moe_router_activation_func": "sigmoid",
+    "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
     "use_grouped_topk": True,
     "mla_use_nope": True,
-    "q_lora_rank": None,
     "num_nextn_predict_layers": 0,
     "tie_word_embeddings": False,
 }
+_OWN = {
+    "hidden_act": "silu",
+    "q_lora_rank": None,
+    "attn_res_block_size": None,
+    "routed_expert_hidden_size": None,
+    "mla_use_output_gate": False,
+}
+"""Computed of this architecture alone; Kimi-K3's text model has the same model_type."""
+_OWN_GATE = {"use_full_rank_gate": False, "gate_lower_bound": None}
 _DEFAULTS = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 """transformers' defaults."""
 _LATENT_EPS = 1e-6
@@ -77,12 +83,20 @@ class Config(deepseek_v3.Config):
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         """From config.json. Raises QuantkitError where a required field is missing or a value is
         not computed by this file."""
-        refuse_other_values(config, _COMPUTED, "Kimi-Linear")
+        refuse_other_values(config, _OWN, "Kimi-Linear", allow_null=True)
+        gate = config.get("linear_attn_config") or {}
+        if isinstance(gate, dict):
+            refuse_other_values(gate, _OWN_GATE, "Kimi-Linear", allow_null=True)
+        return cls.read({**config, "q_lora_rank": 0}, "Kimi-Linear")
+
+    @classmethod
+    def read(cls, config: dict[str, Any], architecture: str) -> "Config":
+        """As `from_dict`, with what Kimi-K3's text model has in common."""
+        refuse_other_values(config, _COMPUTED, architecture)
         refuse_attention_bias(config)
         if config.get("rope_scaling") is not None:
             raise refusal("rope_scaling", config["rope_scaling"], "null: nothing is rotated")
-        named = {_NAMES.get(key, key): value for key, value in config.items()}
-        named = _DEFAULTS | named | {"q_lora_rank": 0}
+        named = _DEFAULTS | {_NAMES.get(key, key): value for key, value in config.items()}
         named["norm_topk_prob"] = check_flag(named, "norm_topk_prob", default=True)
         values = read_fields(cls, named)
         num_layers, dense = values["num_hidden_layers"], values["first_k_dense_replace"]
@@ -98,6 +112,10 @@ class Config(deepseek_v3.Config):
         )
         check_groups(made.routing)
         return made
+
+    @property
+    def latent_eps(self) -> float:
+        return _LATENT_EPS
 
     @property
     def mixture(self) -> MixtureNames:
@@ -126,9 +144,13 @@ def _read_delta_net(config: dict[str, Any], num_layers: int) -> DeltaNet | None:
     heads, dim, kernel = read_delta_sizes(config, (None, None, None))
     kinds = config.get("layer_types")
     if kinds is None:
-        layers = (config.get("linear_attn_config") or {}).get("kda_layers")
-        if not isinstance(layers, list) or not {*layers} <= {*range(1, num_layers + 1)}:
+        own, every = config.get("linear_attn_config") or {}, {*range(1, num_layers + 1)}
+        layers = own.get("kda_layers")
+        if not isinstance(layers, list) or not {*layers} <= every:
             raise refusal("linear_attn_config.kda_layers", layers, f"layers 1 to {num_layers}")
+        others = own.get("full_attn_layers")
+        if others is not None and (type(others) is not list or {*others} != every - {*layers}):
+            raise refusal("linear_attn_config.full_attn_layers", others, "those not in kda_layers")
         kinds = [_LINEAR if layer + 1 in layers else _FULL for layer in range(num_layers)]
     kinds = check_layer_kinds("layer_types", kinds, num_layers, (_LINEAR, _FULL))
     if _FULL not in kinds:
@@ -154,24 +176,18 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     p = f"model.layers.{layer}"
     groups = (
         deepseek_v3.attention_scale_groups(config, layer)
-        if config.delta(layer) is None
-        else delta_scale_groups(f"{p}.self_attn", f"{p}.input_layernorm")
+        if (net := config.delta(layer)) is None
+        else delta_scale_groups(net, f"{p}.self_attn", f"{p}.input_layernorm")
     )
     return [*groups, *deepseek_v3.feed_forward_scale_groups(config, layer)]
-
-
-class Attention(deepseek_v3.Attention):
-    def __init__(self, config: Config, layer: int, weights: Weights) -> None:
-        super().__init__(config, layer, weights)
-        self.norms: Norms = self.norms._replace(eps=_LATENT_EPS)
 
 
 class DecoderLayer(deepseek_v3.DecoderLayer):
     def attention_of(
         self, config: Config, layer: int, weights: Weights
-    ) -> Attention | KimiDeltaAttention:
+    ) -> deepseek_v3.Attention | KimiDeltaAttention:
         if (net := config.delta(layer)) is None:
-            return Attention(config, layer, weights)
+            return deepseek_v3.Attention(config, layer, weights)
         prefix = f"model.layers.{layer}.self_attn"
         return KimiDeltaAttention(net, layer, prefix, config.rms_norm_eps, weights)
 

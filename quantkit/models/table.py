@@ -53,6 +53,7 @@ Role = Literal[
     "indexer_gate",
     "state",
     "streams",
+    "latent",
     "mtp_proj",
     "ngram_table",
     "copied",
@@ -60,8 +61,9 @@ Role = Literal[
 """linear: may be quantized. kv_b: MLA's latent up-projection, absorbed at decode and kept in 16
 bits. router_table: expert ids of each token id. indexer: a linear of sparse attention, kept in 16
 bits; indexer_gate: weights of its heads, in float32. state: of a recurrence, in float32. streams:
-of hyper-connections, in float32. ngram_table: read row by row, kept as it is stored. copied: of
-another model in the checkpoint, not computed. All others are never quantized."""
+of several residual streams, in float32. latent: a linear to the experts' latent space or back, kept
+in 16 bits. ngram_table: read row by row, kept as it is stored. copied: of another model in the
+checkpoint, not computed. All others are never quantized."""
 
 Split = Literal["replicate", "column", "row", "gathered"]
 """Tensor parallelism: column splits N, row splits K (outputs are partial sums), gathered splits N
@@ -91,8 +93,8 @@ class Parameter:
     segments: consecutive groups of rows, each of which is split by itself in column parallelism.
     key_heads: for keys and values, their number of heads; a head is not split, and is replicated
     where there are more ranks. gain_offset: added to a norm's stored gain; 1 in Gemma.
-    after_experts: a norm or hyper-connection applied to the experts' sum before it joins the
-    residual stream. parallel_to_experts: a linear whose output is read there, too.
+    after_experts: a norm, linear or hyper-connection applied to the experts' sum before it joins
+    the residual stream. parallel_to_experts: a linear whose output is read there, too.
     """
 
     name: str

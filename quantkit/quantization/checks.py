@@ -71,16 +71,20 @@ def take_inventory(checkpoint: Checkpoint, *, calibrated: bool = True) -> Invent
     An architecture without a file in quantkit is computed by transformers' modules; a run without
     calibration only needs its linears, identified by these modules or by name.
     """
-    if not checkpoint.format.is_source:
-        raise QuantkitError(
-            f"{checkpoint.path} is already quantized ({checkpoint.format.name}, by its config.json)",
-            "quantize the model it was made from, not a rounded copy",
-        )
+    rounded = QuantkitError(
+        f"{checkpoint.path} is already quantized ({checkpoint.format.name}, by its config.json)",
+        "quantize the model it was made from, not a rounded copy",
+    )
+    if not checkpoint.is_source:
+        raise rounded
     check_missing(checkpoint.config, checkpoint.tensors)
     if not is_known(checkpoint.config):
         return _watched_inventory(checkpoint) if calibrated else _inventory_by_name(checkpoint)
     model = read_model(checkpoint)
     check_stored(checkpoint, model.rows)
+    packed = (row for row in model.rows if row.module in checkpoint.linears)
+    if not checkpoint.format.is_source and any(row.expert is None for row in packed):
+        raise rounded
     owned = {
         name
         for row in model.rows

@@ -104,7 +104,7 @@ def find_target(checkpoint: Checkpoint, name: str, grid: Grid | None) -> Format:
     holders = " or ".join(dict.fromkeys(one.name for one in able if one.name != source.name))
     fault = f"{name} cannot hold the weights of {checkpoint.path} ({grid_label(grid)})"
     ways = [f"use --format {holders}"] if holders else []
-    ways += [f"quantkit quantize {checkpoint.path} rounds it"] if source.is_source else []
+    ways += [f"quantkit quantize {checkpoint.path} rounds it"] if checkpoint.is_source else []
     raise QuantkitError(fault, "; ".join(ways) or "--dtype bf16 makes it plain")
 
 

@@ -55,12 +55,13 @@ _GIB = 2**30
 @dataclass(frozen=True)
 class RunSizes:
     """tokens: calibration and held-out; judged: the held-out ones; sequence: the longest.
-    quantized: modules to quantize. state_width: values of a token's hidden state in all its
+    quantized: modules to quantize. mlp_output_width: as of `ModelConfig`. state_width: values of a token's hidden state in all its
     residual streams. drift: whether calibration tokens also run through the original path."""
 
     units: dict[str, list[Parameter]]
     quantized: set[str]
     hidden_size: int
+    mlp_output_width: int
     state_width: int
     experts_per_token: int
     tokens: int
@@ -100,6 +101,7 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
         units=job.units,
         quantized=quantized,
         hidden_size=config.hidden_size,
+        mlp_output_width=config.mlp_output_width,
         state_width=config.state_width,
         experts_per_token=routing.num_experts_per_tok if routing else 0,
         tokens=(recipe.samples + recipe.held_out) * recipe.seq_len,
@@ -131,7 +133,7 @@ def calibrated_peak(work: RunSizes) -> Peak:
         for row in (row for rows in work.units.values() for row in rows if row.parallel_to_experts):
             parallel[row.layer] += row.shape[0]
         # From before the experts' half of a layer, until all of them have added.
-        copied = channel * (work.hidden_size + max(parallel.values(), default=0))
+        copied = channel * (work.mlp_output_width + max(parallel.values(), default=0))
     moments = [
         (bytes_ + copied * any(row.after_experts for row in rows), unit)
         for unit, rows in work.units.items()
@@ -302,17 +304,15 @@ def _experts_bytes(work: RunSizes, layer: int) -> int:
     values = sum(_values(row) for row in expert)
     batch = min(count, max(1, work.batches.expert_values // values))
     shared = sum(_values(row) for row in rows if row.block in ("mlp", "router", "shared_expert"))
-    width = min(row.shape[0] for row in expert)
-    routed = (work.tokens + 2 * work.judged + work.original_tokens) * work.hidden_size * _FLOAT
+    width, read = min(row.shape[0] for row in expert), expert[0].shape[-1]
+    routed = (work.tokens + 2 * work.judged + work.original_tokens) * read * _FLOAT
     busiest = min(work.tokens, 4 * work.tokens * work.experts_per_token // count)
-    tokens = _FLOAT * busiest * (2 * work.hidden_size + 3 * width)
-    squares = _FLOAT * (5 * work.hidden_size**2 + 4 * batch * width**2)
+    tokens = _FLOAT * busiest * (2 * read + 3 * width)
+    squares = _FLOAT * (5 * read**2 + 4 * batch * width**2)
     if work.drift:
-        squares += (
-            _FLOAT * 2 * work.hidden_size**2
-        )  # of the layer's input: its drift and correction matrix
+        squares += _FLOAT * 2 * read**2  # of the layer's input: its drift and correction matrix
         squares += _FLOAT * 3 * batch * values // len(expert)  # changes of the down projections
-        tokens += _FLOAT * busiest * (work.hidden_size + 2 * width)
+        tokens += _FLOAT * busiest * (read + 2 * width)
     return routed + 2 * _FLOAT * shared + squares + _BATCH * _FLOAT * batch * values + tokens
 
 

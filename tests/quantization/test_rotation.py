@@ -32,6 +32,7 @@ REFUSED = {
         "deepseek_v41": STREAMS,
         "openpangu_v2": STREAMS,
         "glm5_next": STREAMS,
+        "kimi_k3": STREAMS,
         "hy_v4": STREAMS,
         "pangu_ultra_moe": NORM,  # norms after sublayers
         "hy_v3": NORM,  # an MTP layer with its own last norm and the main model's head
@@ -41,6 +42,7 @@ REFUSED = {
             *("llama", "PanguEmbedded", "qwen2", "qwen2_moe", "glm4_moe", "solar_open", "gpt_oss"),
             *("qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v4", "openpangu_v2", "hy_v4"),
             "deepseek_v41",
+            "kimi_k3",
         ],
         VALUES,  # biases, gates, or a convolution of each channel
     ),

@@ -64,8 +64,8 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     """The foldable scales of one layer, producers before their consumers' own groups; no scale
     passes through clamped gates."""
     p = f"model.layers.{layer}"
-    if config.delta(layer) is not None:
-        groups = delta_scale_groups(f"{p}.self_attn", f"{p}.input_layernorm")
+    if (net := config.delta(layer)) is not None:
+        groups = delta_scale_groups(net, f"{p}.self_attn", f"{p}.input_layernorm")
     else:
         groups = deepseek_v3.attention_scale_groups(config, layer)
         if config.has_indexer(layer):

@@ -20,7 +20,7 @@ from quantkit.models.config import (
 )
 from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.hyper_connections import HyperConnectionNames, HyperConnectionSizes
-from quantkit.models.kimi_delta import delta_units, read_delta_sizes
+from quantkit.models.kimi_delta import check_lower_bound, delta_units, read_delta_sizes
 from quantkit.models.mlp import MixtureNames, check_groups
 from quantkit.models.rope import DEFAULT_THETA, Rope
 
@@ -144,8 +144,7 @@ def _read_delta_net(text: dict[str, Any], num_layers: int) -> DeltaNet | None:
     lower = own.get("gate_lower_bound", text.get("linear_lower_bound", _LOWER))
     if lower is None and own and own.get("safe_gate", True):
         lower = _LOWER
-    if lower is not None and (type(lower) not in (int, float) or not -1e6 <= lower < 0):
-        raise refusal(name, lower, "a number below 0, or null")
+    lower = check_lower_bound(name, lower)
     kinds = text.get("layer_types")
     if kinds is None:
         kinds = [_LINEAR if (n + 1) % _PERIOD else _INDEXED for n in range(num_layers)]
@@ -154,5 +153,4 @@ def _read_delta_net(text: dict[str, Any], num_layers: int) -> DeltaNet | None:
     if _INDEXED not in kinds:
         raise refusal("layer_types", list(kinds), f"{_INDEXED} in some layer")
     found = frozenset(layer for layer, kind in enumerate(kinds) if kind == _LINEAR)
-    lower = float(lower or 0.0)
     return DeltaNet(heads, heads, dim, dim, kernel, found, False, lower) if found else None
