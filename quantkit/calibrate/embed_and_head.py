@@ -57,7 +57,9 @@ class TableEmbedAndHead:
         return embed if self.streams is None else self.streams.first(embed, ids)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        return rms_norm(self.merged(hidden), self.source.gain(self.norm), self.eps)
+        merged, gain = self.merged(hidden), self.source.gain(self.norm)
+        # After streams that are normed one by one there is no norm.
+        return rms_norm(merged, gain, self.eps) if len(gain) == merged.shape[1] else merged
 
     def merged(self, hidden: Tensor) -> Tensor:
         """hidden after the last layer as one stream, [T, H]."""

@@ -240,7 +240,10 @@ class ResidualStream:
             (row for row in following if self.norm is not None and row.shape == self.norm.shape),
             self.norm,
         )
-        return None if norm is None else self.source.gain(norm).square()
+        if norm is None:
+            return None
+        # A norm may have a gain for each of several streams.
+        return self.source.gain(norm).square().view(-1, self.head.shape[1]).mean(0)
 
     @sample_products()
     def next_token_cost(self, hidden: Tensor, eps: float) -> Tensor:

@@ -130,7 +130,7 @@ def quantized_linear(
 
 
 def _check_unquantized(path: Path, format: Format, tensor: TensorInfo) -> None:
-    if tensor.name.endswith(format.own_suffixes):
+    if tensor.name.endswith(format.own_suffixes) and not NGRAM_TABLE.search(tensor.name):
         raise QuantkitError(
             f"{tensor.name} in {path / tensor.shard} belongs to no quantized weight", _AGAIN
         )
@@ -144,7 +144,7 @@ def _check_unquantized(path: Path, format: Format, tensor: TensorInfo) -> None:
 
 def is_unquantized(tensor: TensorSpec) -> bool:
     """Whether a tensor of this dtype and name may lie outside quantized linears: floats, id tables,
-    the draft vocabulary mask, KV cache scales."""
+    tables of n-grams, the draft vocabulary mask, KV cache scales."""
     is_id_table = tensor.dtype in _ID_DTYPES and not tensor.name.endswith(_CODES)
     is_mask = tensor.dtype == torch.bool and tensor.name == DRAFT_VOCAB_MASK
     return (

@@ -46,6 +46,8 @@ STACKED_LAYOUTS: dict[str, StackedLayout] = {
     "gpt_oss": StackedLayout(transposed=True, interleaved=True),
     "hy_v4": StackedLayout(),
     "qwen3_5_moe": StackedLayout(),
+    "qwen4_exp": StackedLayout(),
+    "qwen4_exp_text": StackedLayout(),
 }
 """By model_type of config.json."""
 

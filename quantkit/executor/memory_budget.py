@@ -77,7 +77,7 @@ def long_step_bytes(loaded: LoadedModel) -> int | None:
         if config.routing is None:
             return None
         at_once = _EXPANDED_BYTES + (_SELECTION_BYTES if cache.index_dim else 0)
-    elif not isinstance(cache, KeyValueCache):
+    elif not isinstance(cache, KeyValueCache) or cache.index_dim:
         return None
     mlp_rows: float = _MLP_ROWS
     if config.routing is not None:  # the shared expert, too

@@ -38,6 +38,8 @@ ARCHITECTURES = (
     "qwen3_5_moe",
     "qwen3_moe",
     "qwen3_next",
+    "qwen4_exp",
+    "qwen4_exp_text",
     "solar_open",
 )
 _FILES = {
@@ -46,6 +48,8 @@ _FILES = {
     "deepseek_v41": "deepseek_v41.architecture",
     "glm5_next": "glm5_next.architecture",
     "openpangu_v2": "openpangu_v2.architecture",
+    "qwen4_exp": "qwen4_exp.architecture",
+    "qwen4_exp_text": "qwen4_exp.architecture",
 }
 """Modules that are not named after the model_type."""
 if TYPE_CHECKING:  # mypy checks that every file implements the protocol
@@ -80,6 +84,7 @@ if TYPE_CHECKING:  # mypy checks that every file implements the protocol
     from quantkit.models.deepseek_v41 import architecture as deepseek_v41
     from quantkit.models.glm5_next import architecture as glm5_next
     from quantkit.models.openpangu_v2 import architecture as openpangu_v2
+    from quantkit.models.qwen4_exp import architecture as qwen4_exp
 
     _CHECKED: tuple[Architecture[Any], ...] = (
         deepseek_v3,
@@ -110,6 +115,7 @@ if TYPE_CHECKING:  # mypy checks that every file implements the protocol
         qwen3_5_moe,
         qwen3_moe,
         qwen3_next,
+        qwen4_exp,
         solar_open,
     )
 

@@ -62,10 +62,13 @@ class LatentCache:
 
 @dataclass(frozen=True)
 class KeyValueCache:
-    """Grouped-query attention: a token and layer cache a key and a value for every KV head."""
+    """Grouped-query attention: a token and layer cache a key and a value for every KV head.
+    index_dim, index_pool: as in `LatentCache`."""
 
     kv_heads: int
     head_dim: int
+    index_dim: int = 0
+    index_pool: int = 0
 
     @property
     def width(self) -> int:
@@ -81,7 +84,10 @@ class KeyValueCache:
         """Bytes per token and layer on one rank. In 8 bits: codes, and a float32 scale per head for
         keys and values."""
         values = self.width // self.tp_shards(ranks)
-        return 2 * values if bits == 16 else values + values // self.head_dim * SCALE_BYTES
+        index = math.ceil(2 * self.index_dim / (self.index_pool or 1))
+        return index + (
+            2 * values if bits == 16 else values + values // self.head_dim * SCALE_BYTES
+        )
 
     @property
     def read_by_head(self) -> int:
@@ -199,14 +205,20 @@ class ModelConfig:
         return None
 
     @property
+    def recent_tokens(self) -> dict[int, tuple[int, int]]:
+        """What layers read of the last tokens of a running sequence (`Context.shifted`), by
+        `short_conv.buffer_index`: number of tokens and float32 values per token."""
+        return {}
+
+    @property
     def has_sequence_state(self) -> bool:
         """Whether layers keep a state of fixed size per running sequence."""
-        return self.recurrent is not None
+        return self.recurrent is not None or bool(self.recent_tokens)
 
     @property
     def can_roll_back(self) -> bool:
         """Whether that state can drop its last tokens, as after rejected drafts."""
-        return not isinstance(self.recurrent, DeltaNet)
+        return not isinstance(self.recurrent, DeltaNet) and not self.recent_tokens
 
     @property
     def max_independent_tokens(self) -> int | None:

@@ -44,10 +44,11 @@ from quantkit.models.latent_window import (
 )
 from quantkit.models.pooled_index import IndexPooling, PooledInputs, select_in_text
 from quantkit.models.rope import Rope
-from quantkit.models.short_conv import short_convolve
+from quantkit.models.short_conv import Shifted, shifted_sequences, short_convolve
 from quantkit.models.sparse import (
     IndexerInputs,
     attend_selected,
+    attend_selected_heads,
     concat_selected,
     select_topk,
     visible_tokens,
@@ -100,6 +101,10 @@ class Context(Protocol):
         """x [T, C] plus a causal convolution by kernel float32 [C, K] over each sequence
         (short_conv.py). part: which of the layer's convolutions."""
 
+    def shifted(self, layer: int, part: int, x: Tensor, reach: int) -> Shifted:
+        """x [T, C] of the tokens before each, of which the layer keeps the last `reach`, each
+        itself included. part: which of the layer's such inputs."""
+
     def decode_mla(
         self, layer: int, x: Tensor, prolog: PrologOp, rope: Rope, scale: float
     ) -> Tensor | None:
@@ -114,11 +119,17 @@ class Context(Protocol):
         norms, and rotated; caches keys, processed likewise, and values for `attend_gqa`."""
 
     def attend_gqa(
-        self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        scale: float,
+        window: int = 0,
+        sinks: Tensor | None = None,
+        topk: int = 0,
     ) -> Tensor:
         """Second part: q [T, heads, head_dim] -> [T, heads, head_dim]; adjacent heads share keys.
         window: tokens that each sees, itself included; 0 for all. sinks float32 [heads]: score of a
-        virtual key without a value that all tokens see."""
+        virtual key without a value that all tokens see. topk: as in `attend_mla`."""
 
     def attend_compressed(
         self, layer: int, inputs: CompressedInputs, attention: CompressedAttention
@@ -323,6 +334,10 @@ class CausalContext(Positions):
             [short_convolve(own, positions, own.float(), kernel) for own, positions in parts]
         )
 
+    def shifted(self, layer: int, part: int, x: Tensor, reach: int) -> Shifted:
+        padded = [F.pad(own, (0, 0, reach - 1, 0)) for own in x.split(self.seq_lens)]
+        return shifted_sequences(padded, reach)
+
     def store_gqa(
         self, layer: int, qkv: Tensor, kv_heads: int, head_dim: int, norms: Norms | None, rope: Rope
     ) -> Tensor:
@@ -340,8 +355,16 @@ class CausalContext(Positions):
         return q
 
     def attend_gqa(
-        self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        scale: float,
+        window: int = 0,
+        sinks: Tensor | None = None,
+        topk: int = 0,
     ) -> Tensor:
+        if (selected := self._selected(layer, topk)) is not None:
+            return attend_selected_heads(q, (self.keys, self.values), selected, scale)
         return self.attend(q, self.keys[0], self.values[0], scale, window, sinks)
 
     def attend_compressed(

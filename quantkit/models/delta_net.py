@@ -100,6 +100,7 @@ class GatedDeltaNet:
             weights.tensor(f"{prefix}.dt_bias").float(),
             weights.tensor(f"{prefix}.norm.weight"),
             eps,
+            sigmoid=net.sigmoid,
         )
         self.out = weights.linear(f"{prefix}.out_proj")
 

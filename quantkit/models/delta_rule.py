@@ -16,8 +16,8 @@ class DeltaNet:
     """Sizes of the linear attention. Adjacent value heads share a key head. kernel: width of the
     convolution. layers: those with linear attention. joined: one linear computes queries, keys,
     values and gates, key head after key head, and another one the rest; otherwise there is one
-    linear for queries, keys and values, and one for each of the others. lower: as of
-    `DeltaWeights`. full_gate: of those, whether the output's gate is one linear, not the product of
+    linear for queries, keys and values, and one for each of the others. lower, sigmoid:
+    as of `DeltaWeights`. full_gate: of those, whether the output's gate is one linear, not the product of
     two narrow ones."""
 
     key_heads: int
@@ -29,6 +29,7 @@ class DeltaNet:
     joined: bool = True
     lower: float = 0.0
     full_gate: bool = False
+    sigmoid: bool = False
 
     @property
     def segments(self) -> tuple[int, int, int]:

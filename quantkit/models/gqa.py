@@ -215,21 +215,19 @@ def layer_parameters(config: Config, layer: int) -> list[Parameter]:
         )
         for name in ("input", "post_attention")
     )
-    net = config.delta(layer)
-    attention = (
-        delta_parameters(net, f"{p}.linear_attn", h, layer)
-        if net is not None
-        else _attention(config, layer)
-    )
-    rows = [before, *attention, after]
+    attention, mlp = attention_parameters(config, layer), feed_forward_parameters(config, layer)
+    return [before, *attention, after, *mlp]
+
+
+def feed_forward_parameters(config: Config, layer: int) -> list[Parameter]:
+    """A layer's MLP, or its mixture of experts."""
+    h, p = config.hidden_size, f"model.layers.{layer}"
     if config.routing is None or not config.is_moe(layer):
-        return rows + mlp_parameters(
-            f"{p}.mlp", h, config.intermediate_size, layer, bias=config.mlp_bias
-        )
+        return mlp_parameters(f"{p}.mlp", h, config.intermediate_size, layer, bias=config.mlp_bias)
     experts = config.routing.n_routed_experts
     width = config.moe_intermediate_size
     names = config.mixture
-    mixture = moe_parameters(
+    return moe_parameters(
         f"{p}.{config.mixture_module}",
         h,
         width,
@@ -238,11 +236,14 @@ def layer_parameters(config: Config, layer: int) -> list[Parameter]:
         shared_width=config.shared_width,
         names=names,
     )
-    return rows + mixture
 
 
-def _attention(config: Config, layer: int) -> list[Parameter]:
-    h, d, a = config.hidden_size, config.head_dim, f"model.layers.{layer}.self_attn"
+def attention_parameters(config: Config, layer: int) -> list[Parameter]:
+    """A layer's attention, linear or not."""
+    h, d, p = config.hidden_size, config.head_dim, f"model.layers.{layer}"
+    a = f"{p}.self_attn"
+    if (net := config.delta(layer)) is not None:
+        return delta_parameters(net, f"{p}.linear_attn", h, layer)
     rows = []
 
     def attention(
@@ -374,10 +375,15 @@ class Attention:
             q, gate = both.unflatten(-1, (-1, 2, c.head_dim)).unbind(-2)
             qkv = torch.cat((q, rest.unflatten(-1, (-1, c.head_dim))), dim=1).flatten(1)
         q = context.store_gqa(self.layer, qkv, kv_heads, c.head_dim, self.norms, c.rope)
-        attended = context.attend_gqa(self.layer, q, c.softmax_scale, self.window, self.sinks)
+        attended = self.attend(q, context)
         if gate is not None:
             attended = attended * sigmoid(gate)
         return add_bias(self.o(attended.flatten(1)), self.o_bias)
+
+    def attend(self, q: Tensor, context: Context) -> Tensor:
+        """Rotated queries [T, heads, D] -> [T, heads, D]."""
+        scale = self.config.softmax_scale
+        return context.attend_gqa(self.layer, q, scale, self.window, self.sinks)
 
     def _norm_queries_and_keys(self, qkv: Tensor, norms: Norms) -> Tensor:
         """Queries and keys [T, heads * D] normed over all heads; the sums of squares are added up

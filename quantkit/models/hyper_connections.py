@@ -91,6 +91,14 @@ class HyperConnectionSizes:
         """Values of a token's hidden state between sublayers."""
         return packed_width(self.hidden, self.count) + self.ahead * self.count + self.shared
 
+    def connection(self, prefix: str, weights: Weights) -> Any:
+        """What comes before one sublayer, called as `HyperConnection` is."""
+        return HyperConnection(self, prefix, weights)
+
+    def end(self, weights: Weights) -> "Merge":
+        """What comes after the last layer."""
+        return StreamMerge(self, weights)
+
     def first(self, embedded: Tensor, token_ids: Tensor) -> Tensor:
         """As of `ResidualStreams`."""
         if self.ahead:
@@ -101,7 +109,11 @@ class HyperConnectionSizes:
         """As of `ResidualStreams`."""
         if self.ahead:
             return AheadStreams.unpack(hidden, self).merged()
-        return StreamMerge(self, weights)(unpack_streams(hidden, self.count)[0], gain, eps)[1]
+        return self.end(weights)(unpack_streams(hidden, self.count)[0], gain, eps)[1]
+
+
+Merge = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""As `StreamMerge.__call__`."""
 
 
 def hyper_connection_parameters(
@@ -289,6 +301,7 @@ class HyperConnectionLayer(decoder.DecoderLayer):
         attention: Callable[[Tensor, Context], Tensor],
         mlp: Mlp | MoeMlp,
         names: LayerNames,
+        norm_offset: float = 0.0,
     ) -> None:
         super().__init__(
             prefix,
@@ -297,13 +310,12 @@ class HyperConnectionLayer(decoder.DecoderLayer):
             attention,
             mlp,
             names.mlp_norm,
-            input_norm=names.input_norm,
+            norm_offset,
+            names.input_norm,
         )
         self.count = sizes.count
-        self.before_attention = HyperConnection(
-            sizes, f"{prefix}.{names.before_attention}", weights
-        )
-        self.before_mlp = HyperConnection(sizes, f"{prefix}.{names.before_mlp}", weights)
+        self.before_attention = sizes.connection(f"{prefix}.{names.before_attention}", weights)
+        self.before_mlp = sizes.connection(f"{prefix}.{names.before_mlp}", weights)
 
     def __call__(
         self,
@@ -316,14 +328,14 @@ class HyperConnectionLayer(decoder.DecoderLayer):
         """normed: the token ids [T]; residual: the streams [T, n, H]; both are returned. next_norm
         is unused, because the next sublayer first weighs the streams. rows: as in
         `decoder.DecoderLayer`."""
-        streams = self._attend(residual, context)
+        streams = self._attend(self.enter(residual, normed, context), context)
         if rows is not None:
             normed, streams = normed[rows], streams[rows]
         own, weights = self.before_mlp(streams, self.mlp_norm, self.eps)
         return normed, self._add_mlp_output(streams, self.mlp_with_ids(own, normed), weights)
 
     def attend(self, hidden: Tensor, context: Context) -> Tensor:
-        streams, _ = unpack_streams(hidden, self.count)
+        streams = self.enter(*unpack_streams(hidden, self.count), context)
         return repack_streams(hidden, self._attend(streams, context))
 
     def mlp_output(self, hidden: Tensor, context: Context) -> Tensor:
@@ -339,6 +351,10 @@ class HyperConnectionLayer(decoder.DecoderLayer):
         """Output of the MLP or of all experts together for normed [T, H], with token ids int64
         [T]."""
         return self.mlp_reduced(normed)
+
+    def enter(self, streams: Tensor, token_ids: Tensor, context: Context) -> Tensor:
+        """The streams [T, n, H] that the layer's sublayers work on, from those it is given."""
+        return streams
 
     def finish(self, streams: Tensor) -> Tensor:
         """The layer's output streams [T, n, H]."""
@@ -366,9 +382,10 @@ class HyperConnectionModel(decoder.Model):
         *,
         embedding: str = "model.embed_tokens",
         norm: str = "model.norm",
+        norm_offset: float = 0.0,
     ) -> None:
-        super().__init__(config, weights, head, embedding=embedding, norm=norm)
-        self.end, self.count = StreamMerge(config.streams, weights), config.streams.count
+        super().__init__(config, weights, head, norm_offset, embedding=embedding, norm=norm)
+        self.end, self.count = config.streams.end(weights), config.streams.count
         self.outputs_mtp_input = False
         """Whether the input of an MTP layer is output after the hidden states, concatenated."""
 
@@ -456,7 +473,7 @@ class MtpLayer:
         self.embedding: Tensor
         self.head: LinearOp
         self.block: DecoderLayer = self.layer_class(config, layer, weights)
-        self.end = StreamMerge(_with_prefix(config.streams, p), weights)
+        self.end = _with_prefix(config.streams, p).end(weights)
 
     def follow(self, model: Model) -> None:
         """Share the main model's embedding and head, and make it output its streams after its

@@ -3,7 +3,9 @@ has one key for `rate` tokens, and latent attention reads the tokens of the grou
 scores, and those of a token's own group while it is not complete.
 
 A group's key is the mean of its tokens' keys, weighted per channel by a softmax over the tokens'
-weights plus a bias per position. Nothing is rotated. Symbols: T tokens, S tokens seen, D
+weights plus a bias per position. It is normed and rotated after that, as the first token of the
+group, in Qwen3.8-Flash-Next, whose grouped-query attention reads so, and neither in GLM-5.3-Flash.
+Symbols: T tokens, S tokens seen, D
 index_head_dim, r rate.
 """
 
@@ -24,11 +26,12 @@ from quantkit_kernels import (
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantkit.models.rope import Rope
 from quantkit.models.sparse import select_topk
 
 
 class PooledInputs(NamedTuple):
-    """Inputs of the selection. queries [T, heads, D]; raw [T, 2 D]: normed keys, then weights of
+    """Inputs of the selection. queries [T, heads, D], rotated; raw [T, 2 D]: keys, then weights of
     the tokens in their groups; weights float32 [T, heads], including every constant factor."""
 
     queries: Tensor
@@ -39,10 +42,14 @@ class PooledInputs(NamedTuple):
 @dataclass(frozen=True)
 class IndexPooling:
     """bias float32 [r, D]; topk: tokens selected for each token, a multiple of r, not counting its
-    own group's."""
+    own group's. gain [D], eps: of the norm of keys, whose last channels `rope` then rotates; None
+    where they are neither normed nor rotated."""
 
     bias: Tensor
     topk: int
+    gain: Tensor | None = None
+    eps: float = 0.0
+    rope: Rope | None = None
 
     @property
     def rate(self) -> int:
@@ -50,8 +57,14 @@ class IndexPooling:
 
     def pool(self, raw: RecentTokens, positions: Tensor, pages: EntryPages) -> None:
         """Write the keys of the groups that end at positions int64 [n]."""
-        none = positions.new_empty(len(positions), 0, dtype=torch.float32)
-        pool_entries(raw, positions, [EntryPool(self.bias, None, 0.0, pages)], Rotation(none, none))
+        if self.rope is None:
+            none = positions.new_empty(len(positions), 0, dtype=torch.float32)
+            rotation = Rotation(none, none)
+        else:
+            angles = self.rope.cos_sin(positions // self.rate * self.rate)
+            rotation = Rotation(*angles, self.rope.interleaved)
+        pool = EntryPool(self.bias, self.gain, self.eps, pages)
+        pool_entries(raw, positions, [pool], rotation)
 
     def select(self, inputs: PooledInputs, positions: Tensor, pages: EntryPages) -> TopTokens:
         """The tokens that those at positions int64 [T] attend to. pages: of blocks whose size is a

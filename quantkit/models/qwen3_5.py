@@ -21,7 +21,7 @@ from quantkit.models.weights import Weights
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 FALLBACK = HfFallback()
 
-_ROPES = ("rope_scaling", "rope_parameters")
+ROPES = ("rope_scaling", "rope_parameters")
 _MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 _KV_HEADS = 4
 """transformers' default."""
@@ -46,14 +46,18 @@ def read_text(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def plain_ropes(text: dict[str, Any]) -> dict[str, Any]:
+    """The text model's fields with rotary embeddings of one axis."""
+    ropes = {key: text[key] for key in ROPES if isinstance(text.get(key), dict)}
+    return text | {
+        key: {name: value for name, value in rope.items() if name not in _MROPE_KEYS}
+        for key, rope in ropes.items()
+    }
+
+
 def read_decoder(text: dict[str, Any]) -> dict[str, Any]:
     """The fields of `gqa.Config` that both Qwen3.5 architectures share."""
-    text = DEFAULTS | text
-    for key in _ROPES:
-        if isinstance(text.get(key), dict):
-            text[key] = {
-                name: value for name, value in text[key].items() if name not in _MROPE_KEYS
-            }
+    text = DEFAULTS | plain_ropes(text)
     refuse_windows({key: value for key, value in text.items() if key != "layer_types"})
     values = gqa.read_config(text, partial_rotary_factor=ROTARY_SHARE)
     bias = check_flag(text, "attention_bias")

@@ -6,10 +6,16 @@ unchanged. A token needs the K - 1 inputs before it, which are kept for each run
 Symbols: T tokens, C channels, K kernel width.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+Shifted = Callable[[int], Tensor]
+"""Number of tokens -> what each token's sequence has so many before it, [T, C]; zeros where it has
+no such token."""
 
 _FLOAT, _COUNT = 4, 8
 """Bytes of a value, and of a token count."""
@@ -69,3 +75,24 @@ def short_convolve_step(x: Tensor, positions: Tensor, seen: Tensor, kernel: Tens
 def _add(x: Tensor, positions: Tensor, convolution: Tensor, kernel: Tensor) -> Tensor:
     whole = (positions >= kernel.shape[1] - 1)[:, None]
     return (x.float() + convolution.where(whole, 0.0)).to(x.dtype)
+
+
+def shifted_sequences(padded: Sequence[Tensor], reach: int) -> Shifted:
+    """Of the tokens of sequences, [reach - 1 + t, C] each: t tokens after the `reach - 1` before
+    them, zeros before the first token."""
+
+    def before(steps: int) -> Tensor:
+        own = [one[reach - 1 - steps : len(one) - steps] for one in padded]
+        return own[0] if len(own) == 1 else torch.cat(own)
+
+    return before
+
+
+def shifted_rows(seen: Tensor, positions: Tensor) -> Shifted:
+    """Of one token of each sequence at positions int64 [B], with the tokens up to it, [B, reach,
+    C]."""
+
+    def before(steps: int) -> Tensor:
+        return seen[:, -1 - steps].where((positions >= steps)[:, None], 0.0)
+
+    return before

@@ -7,7 +7,17 @@ Symbols: T tokens, S tokens seen, D index_head_dim.
 from typing import NamedTuple
 
 import torch
-from quantkit_kernels import CodedLatents, Latents, PagedLatents, Rotation, TopTokens, mla_decode
+from quantkit_kernels import (
+    CodedLatents,
+    KeyValues,
+    Latents,
+    PagedKeys,
+    PagedLatents,
+    Rotation,
+    TopTokens,
+    gqa_decode,
+    mla_decode,
+)
 from quantkit_kernels.paged import by_slot, parts_of
 from torch import Tensor
 from torch.nn import functional as F
@@ -113,6 +123,19 @@ def attend_selected(
         )
         turned = Rotation(cos, sin, rotation.interleaved)
         out.append(mla_decode(q[first : first + step], kv_b, turned, pages, scale=scale))
+    return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def attend_selected_heads(q: Tensor, cache: KeyValues, selected: TopTokens, scale: float) -> Tensor:
+    """As `gqa_decode`, each token over the cached keys and values selected for it: q [T, heads, D]
+    -> [T, heads, D]. Every token of the cache is a page of its own."""
+    keys, values, *scales = (side.flatten(0, 1)[:, None] for side in cache)
+    out, step = [], max(1, _SELECTED // selected.slots.shape[1])
+    for first in range(0, len(q), step):
+        slots, counts = (side[first : first + step] for side in selected[1:])
+        by_code = (scales[0], scales[1]) if scales else None
+        pages = PagedKeys(keys, values, slots, counts, scales=by_code)
+        out.append(gqa_decode(q[first : first + step], pages, scale=scale))
     return out[0] if len(out) == 1 else torch.cat(out)
 
 

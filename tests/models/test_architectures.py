@@ -36,6 +36,8 @@ OTHER_CACHES = {
     "qwen3_next",
     "qwen3_5_moe",
     "qwen3_5",
+    "qwen4_exp",
+    "qwen4_exp_text",
     "kimi_linear",
     "glm5_next",
     "kimi_k3",
@@ -323,7 +325,8 @@ def test_an_unknown_architecture_is_rounded_by_name(source, tmp_path, scheme):
     extra = set(by_name.linears) - set(known.linears)
     only_here = (
         r"kv_b_proj|eh_proj|wo_a$|compressor\.|in_proj_(?:ba|b|a)$|self_attn\.(?:[fg]_[ab]|b)_proj$|"
-        r"indexer\.|mhc_module\.|layers\.[234]\.|^mtp\.|mtp_layers\.|_res_proj$|routed_expert_\w+_proj$"
+        r"indexer\.|mhc_module\.|layers\.[234]\.|^mtp\.|mtp_layers\.|_res_proj$|routed_expert_\w+_proj$|"
+        r"hyper_connection|\.ple\.|shared_expert_gate$"
     )
     assert all(re.search(only_here, module) for module in extra), extra
     if (

@@ -16,6 +16,7 @@ from tiny_models import CONFIGS
 from transformers_peers import (
     CASES,
     COMPRESSED,
+    FLASH_NEXT,
     GATED,
     LATENT,
     POOLED,
@@ -41,6 +42,7 @@ SIZES = {
     "compressed": COMPRESSED,
     "pooled": POOLED,
     "gated": GATED,
+    "flash_next": FLASH_NEXT,
     "qwen_3_5": QWEN_3_5,
     "qwen_3_5_dense": QWEN_3_5_DENSE,
 }
@@ -107,7 +109,7 @@ def test_every_field_is_computed_or_refused(base):
 
 def peer_of(kind, extra):
     """The model of transformers, and its config.json and tensors as they are published."""
-    if kind.startswith("Qwen3_5"):
+    if kind.startswith(("Qwen3_5", "Qwen4Exp")):
         return whole(extra, kind.removesuffix("Text"))
     if kind.startswith("Glm5Next"):
         return glm5_next(extra)

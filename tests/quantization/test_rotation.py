@@ -34,6 +34,8 @@ REFUSED = {
         "glm5_next": STREAMS,
         "kimi_k3": STREAMS,
         "hy_v4": STREAMS,
+        "qwen4_exp": STREAMS,
+        "qwen4_exp_text": STREAMS,
         "pangu_ultra_moe": NORM,  # norms after sublayers
         "hy_v3": NORM,  # an MTP layer with its own last norm and the main model's head
     },
@@ -43,6 +45,7 @@ REFUSED = {
             *("qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v4", "openpangu_v2", "hy_v4"),
             "deepseek_v41",
             "kimi_k3",
+            *("qwen4_exp", "qwen4_exp_text"),
         ],
         VALUES,  # biases, gates, or a convolution of each channel
     ),

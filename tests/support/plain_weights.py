@@ -1,6 +1,9 @@
 """Model weights held as a plain dict of full-precision tensors: the simplest answer to what a
 forward asks."""
 
+from itertools import count, takewhile
+from types import SimpleNamespace
+
 import torch
 from quantkit_kernels import SILU, add_rms_norm
 from torch.nn import functional as F
@@ -32,6 +35,11 @@ class PlainWeights:
 
     def mla_prolog(self, modules, kv_b, gains, eps, rope):
         return None
+
+    def ngram_table(self, module):
+        names = (f"{module}.shard_{part}.weight" for part in count())
+        table = torch.cat([self.tensors[name] for name in takewhile(self.has, names)])
+        return SimpleNamespace(rows=lambda numbers: table[numbers])
 
     def experts(self, prefix, num_experts, gating=SILU):
         def run(x, topk_ids, topk_weights):

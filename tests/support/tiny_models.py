@@ -31,8 +31,12 @@ PROMPTS = [list(range(10 + i, 30 + 2 * i)) for i in range(3)]
 def random_tensors(config):
     architecture = find_architecture(config)
     generator = torch.Generator().manual_seed(11)
-    tensors = {}
-    for row in architecture.parameters(architecture.Config.from_dict(config)):
+    tensors, read = {}, architecture.Config.from_dict(config)
+    for row in architecture.parameters(read):
+        if row.role == "state" and ".ple_embedding." in row.name:
+            number = read.ngrams[row.layer].numbers[row.name.rpartition(".")[2]]
+            tensors[row.name] = torch.tensor(number)
+            continue
         noise = torch.randn(row.shape, generator=generator)
         if row.role == "ngram_table":
             scale = row.name.endswith("scale")

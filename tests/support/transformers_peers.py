@@ -9,11 +9,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from quantkit.checkpoint.tensor_aliases import aliases
 
 SHARED, _PARTS = TABLE["shared"], TABLE["parts"]
-EXPERTS, HY_V3, LATENT, SPARSE, COMPRESSED, POOLED, GATED, QWEN_3_5, QWEN_3_5_DENSE = (
+EXPERTS, HY_V3, LATENT, SPARSE, COMPRESSED, POOLED, GATED, QWEN_3_5, QWEN_3_5_DENSE, FLASH_NEXT = (
     _PARTS[name]
     for name in (
         *("experts", "hy_v3", "latent", "sparse", "compressed", "pooled", "gated"),
-        *("qwen_3_5", "qwen_3_5_dense"),
+        *("qwen_3_5", "qwen_3_5_dense", "flash_next"),
     )
 )
 CASES = {name: (kind, extra) for name, (kind, extra) in TABLE["peers"].items()}
@@ -77,12 +77,12 @@ def checkpoint_tensors(model):
 
 
 def whole(extra, kind="Qwen3_5Moe"):
-    """A random text model of Qwen3.5-MoE or Qwen3.5, with the config.json and the names of the
+    """A random text model of Qwen3.5-MoE, Qwen3.5 or Qwen3.8-Flash-Next, with the config.json and the names of the
     model around it."""
     peer = random_peer(f"{kind}Text", extra, f"{kind}ForCausalLM")
     rope = {**peer.config.rope_parameters, "mrope_section": [1, 1, 1], "mrope_interleaved": True}
     config = {
-        "model_type": kind.lower().replace("moe", "_moe"),
+        "model_type": peer.config.model_type.removesuffix("_text"),
         "text_config": {**peer.config.to_dict(), "rope_parameters": rope},
     }
     tensors = {}

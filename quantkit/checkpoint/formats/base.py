@@ -30,8 +30,11 @@ SLIM_FILES = (
 """ModelSlim's names for its description: today's, and those of its first releases."""
 SIDE_FILES = ("hf_quant_config.json", *SLIM_FILES, "quant_config.json", "quantize_config.json")
 
-NGRAM_TABLE = re.compile(r"\.engram\.embed\.(?:weight|scale)$")
-"""Tables of n-gram embeddings (DeepSeek-V4.1): FP8 with scales along each row, and no linears."""
+NGRAM_TABLE = re.compile(
+    r"\.(?:engram\.embed\.(?:weight|scale)|ngram_embedding\.(?:shard_\d+\.weight|weight_scale))$"
+)
+"""Tables of n-gram embeddings, which are no linears: DeepSeek-V4.1's in FP8 with scales along each
+row, Qwen3.8-Flash-Next's in parts, and in FP8 with one scale."""
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -38,6 +38,7 @@ from quantkit_kernels import (
     takes_selected,
 )
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from quantkit.executor.cache.cache import PagedCache
@@ -51,10 +52,18 @@ from quantkit.models.latent_window import (
 )
 from quantkit.models.pooled_index import IndexPooling, PooledInputs
 from quantkit.models.rope import Rope
-from quantkit.models.short_conv import buffer_index, short_convolve, short_convolve_step
+from quantkit.models.short_conv import (
+    Shifted,
+    buffer_index,
+    shifted_rows,
+    shifted_sequences,
+    short_convolve,
+    short_convolve_step,
+)
 from quantkit.models.sparse import (
     IndexerInputs,
     attend_selected,
+    attend_selected_heads,
     concat_selected,
     visible_tokens,
 )
@@ -231,6 +240,15 @@ class PromptContext(CachedContext):
             )
         return torch.cat(out)
 
+    def shifted(self, layer: int, part: int, x: Tensor, reach: int) -> Shifted:
+        """As `models.context.Context.shifted`."""
+        cache, number, padded = self.cache.rotating_cache, buffer_index(layer, part), []
+        for chunk, own in zip(self.chunks, x.split([chunk.length for chunk in self.chunks])):
+            first = max(0, chunk.start - reach + 1)
+            seen = cache.chunk(number, chunk.state, first, chunk.start, own)
+            padded.append(F.pad(seen, (0, 0, reach - 1 - (chunk.start - first), 0)))
+        return shifted_sequences(padded, reach)
+
     def attend_latent_window(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
         """As `models.context.Context.attend_latent_window`."""
         q, cached, size, window = (
@@ -275,10 +293,18 @@ class PromptContext(CachedContext):
         return torch.cat([known(own, count, chunk.start, chunk.state) for chunk, own in parts])
 
     def attend_gqa(
-        self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        scale: float,
+        window: int = 0,
+        sinks: Tensor | None = None,
+        topk: int = 0,
     ) -> Tensor:
         """As `models.context.Context.attend_gqa`."""
         heads = self.cache.heads(layer, q.shape[2])
+        if topk and self.selected is not None:
+            return self.read_values(layer, attend_selected_heads(q, heads, self.selected, scale))
         return self.read_values(
             layer, gqa_prefill(q, heads, self.prompts, scale=scale, window=window, sinks=sinks)
         )
@@ -397,6 +423,14 @@ class DecodeContext(CachedContext):
         visible = cache.rows(number, self.states, self.positions, x.float(), kernel.shape[1])
         return short_convolve_step(x, self.positions, visible, kernel)
 
+    def shifted(self, layer: int, part: int, x: Tensor, reach: int) -> Shifted:
+        """As `models.context.Context.shifted`."""
+        assert self.states is not None, "rows without state places"
+        cache, number = self.cache.rotating_cache, buffer_index(layer, part)
+        return shifted_rows(
+            cache.rows(number, self.states, self.positions, x, reach), self.positions
+        )
+
     def attend_latent_window(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
         """As `models.context.Context.attend_latent_window`."""
         seen = (
@@ -428,10 +462,19 @@ class DecodeContext(CachedContext):
         return prolog(x, self.cache_rotation(rope), self.slots, self.latents(layer), scale=scale)
 
     def attend_gqa(
-        self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        scale: float,
+        window: int = 0,
+        sinks: Tensor | None = None,
+        topk: int = 0,
     ) -> Tensor:
         """As `models.context.Context.attend_gqa`."""
-        keys, values, *scales = self.cache.heads(layer, q.shape[2])
+        heads = self.cache.heads(layer, q.shape[2])
+        if topk and self.selected is not None:
+            return self.read_values(layer, attend_selected_heads(q, heads, self.selected, scale))
+        keys, values, *scales = heads
         pages = PagedKeys(
             keys,
             values,
@@ -495,6 +538,15 @@ class MixedContext(CachedContext):
         decoded = self.decode.convolve(layer, part, rows, kernel)
         return torch.cat((decoded, self.prompts.convolve(layer, part, tokens, kernel)))
 
+    def shifted(self, layer: int, part: int, x: Tensor, reach: int) -> Shifted:
+        """As `models.context.Context.shifted`."""
+        rows, tokens = self._split(x)
+        both = (
+            self.decode.shifted(layer, part, rows, reach),
+            self.prompts.shifted(layer, part, tokens, reach),
+        )
+        return lambda steps: torch.cat([before(steps) for before in both])
+
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         """As `models.context.Context.attend_delta`."""
         rows, tokens = (DeltaInputs(*part) for part in zip(*map(self._split, inputs)))
@@ -516,12 +568,19 @@ class MixedContext(CachedContext):
         return torch.cat((decoded, self.prompts.recent_ids(tokens, count)))
 
     def attend_gqa(
-        self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        scale: float,
+        window: int = 0,
+        sinks: Tensor | None = None,
+        topk: int = 0,
     ) -> Tensor:
         """As `models.context.Context.attend_gqa`."""
         rows, tokens = self._split(q)
-        decoded = self.decode.attend_gqa(layer, rows, scale, window, sinks)
-        return torch.cat((decoded, self.prompts.attend_gqa(layer, tokens, scale, window, sinks)))
+        how = (scale, window, sinks, topk)
+        decoded = self.decode.attend_gqa(layer, rows, *how)
+        return torch.cat((decoded, self.prompts.attend_gqa(layer, tokens, *how)))
 
 
 def scale_heads(x: Tensor, steps: Tensor) -> Tensor:

@@ -144,25 +144,33 @@ class LoadedModel:
         held, net, drafts = self.config.cache, self.config.recurrent, len(self.mtp_layers)
         if isinstance(held, CompressedCache):
             return held.with_mtp_layers(drafts).window_shapes()
-        if isinstance(held, LatentCache) and held.index_pool:
-            return dict.fromkeys(self._cached_layers, (held.index_pool, 2 * held.index_dim))
         return (
             net.with_mtp_layers(drafts).window_shapes(self.weights.parallel.size)
             if isinstance(net, ShortConvolutions)
-            else {}
+            else self.config.recent_tokens
         )
+
+    @property
+    def _pooled_sizes(self) -> dict[int, tuple[int, int]]:
+        """The same of what an indexer with a key for several tokens reads."""
+        held = self.config.cache
+        if isinstance(held, CompressedCache) or not held.index_pool:
+            return {}
+        return dict.fromkeys(self._cached_layers, (held.index_pool, 2 * held.index_dim))
 
     def sequence_bytes(self, places: int, ahead: int) -> int:
         """What a cache for so many sequences holds in addition to their tokens' blocks. ahead: as
         `RotatingCache` has it."""
         net = self.config.recurrent
-        dtype = torch.float32 if isinstance(net, ShortConvolutions) else self.dtype
+        dtype = self.dtype if isinstance(self.config.cache, CompressedCache) else torch.float32
         states = (
             recurrent_state_bytes(net, places, self.weights.parallel.size)
             if isinstance(net, DeltaNet)
             else 0
         )
-        return states + rotating_cache_bytes(self._recent_sizes(), ahead, places, dtype.itemsize)
+        pooled = rotating_cache_bytes(self._pooled_sizes, 0, places, self.dtype.itemsize)
+        recent = rotating_cache_bytes(self._recent_sizes(), ahead, places, dtype.itemsize)
+        return states + pooled + recent
 
     @property
     def cache_width(self) -> int:
@@ -192,11 +200,9 @@ class LoadedModel:
             compressed_kv = CompressedKVCache(
                 sizes, num_blocks, layout.block_size, places, self.dtype, self.device, ahead
             )
-        elif isinstance(net, ShortConvolutions):
-            rotating_cache = RotatingCache(
-                self._recent_sizes(), ahead, places, torch.float32, self.device
-            )
-        if isinstance(held, LatentCache) and held.index_pool:
+        elif recent := self._recent_sizes():
+            rotating_cache = RotatingCache(recent, ahead, places, torch.float32, self.device)
+        if not isinstance(held, CompressedCache) and held.index_pool:
             pooled_index = PooledIndexCache(
                 self._cached_layers,
                 held.index_pool,
@@ -434,13 +440,14 @@ def _steps(
 
 
 def _check_sparse(config: ModelConfig, device: torch.device) -> None:
-    if device.type == "npu" and isinstance(config.cache, LatentCache) and config.cache.index_dim:
+    held = None if isinstance(config.cache, CompressedCache) else config.cache
+    if device.type == "npu" and held and held.index_dim:
         reason = (
             "sparse attention is not computed on NPUs: their captured steps receive lengths "
             "by the host, which does not select"
         )
         raise QuantkitError(reason, "run it on another device")
-    pool = config.cache.index_pool if isinstance(config.cache, LatentCache) else 0
+    pool = held.index_pool if held else 0
     if pool and BLOCK_SIZE % pool:
         raise QuantkitError(
             f"index keys of {pool} tokens each do not fill blocks of {BLOCK_SIZE} tokens",

@@ -118,8 +118,8 @@ class Model(hyper_connections.HyperConnectionModel):
     layer_class = StreamsLayer
 
     def __init__(self, config: Config, weights: Weights) -> None:
-        names = {"embedding": f"{PREFIX}embed_tokens", "norm": f"{PREFIX}norm"}
-        super().__init__(config, weights, **names)
+        embedding, norm = (f"{PREFIX}{name}" for name in ("embed_tokens", "norm"))
+        super().__init__(config, weights, embedding=embedding, norm=norm)
 
 
 class MtpLayer(mtp.MtpLayer):
