@@ -51,7 +51,7 @@ from quantkit_kernels.functional import (
     rope,
     silu_and_mul,
 )
-from quantkit_kernels.gating import SILU, ExpertBiases, Gating, SituGating
+from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.grouped import gqa_decode, gqa_prepare
 from quantkit_kernels.indexer import IndexNorm, IndexPages, TopTokens, index_prepare, index_topk
 from quantkit_kernels.linear import (
@@ -167,7 +167,6 @@ __all__ = [
     "RecentTokens",
     "Rotation",
     "Routing",
-    "SituGating",
     "SpansNow",
     "StreamProduct",
     "TopTokens",

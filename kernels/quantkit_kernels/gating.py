@@ -29,53 +29,42 @@ class Gating:
     """g * sigmoid(alpha * g) * (u + shift) of a gate g of at most `limit` and an up u within -limit
     .. limit.
 
-    limit None: as they are. Without arguments this is SiLU(g) * u; gpt-oss has alpha 1.702, limit 7
-    and shift 1.
+    limit None: as they are. bound: the factor g, not that in the sigmoid, is bound * tanh(g /
+    bound), and up_bound u likewise, as in Kimi-K3's SiTU; None: as they are. Without arguments this
+    is SiLU(g) * u; gpt-oss has alpha 1.702, limit 7 and shift 1.
     """
 
     alpha: float = 1.0
     limit: float | None = None
     shift: float = 0.0
+    bound: float | None = None
+    up_bound: float | None = None
 
     @property
     def is_formula(self) -> bool:
-        """Whether alpha, limit and shift say all, so that a kernel can compute it; a subclass calls
-        what it likes."""
+        """Whether the fields say all, so that a kernel can compute it; a subclass calls what it
+        likes."""
         return type(self) is Gating
 
     @property
     def is_linear_in_up(self) -> bool:
         """Whether a scale can move from up's rows to down's columns."""
-        return self.limit is None and self.shift == 0
+        return self.limit is None and self.shift == 0 and self.up_bound is None
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         """gate, up [..., I] -> [..., I] of their dtype, float32 inside."""
         g, u = gate.float(), up.float()
         if self.limit is not None:
             g, u = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit)
-        return (g * sigmoid(self.alpha * g) * (u + self.shift)).to(gate.dtype)
+        weight = sigmoid(self.alpha * g)
+        if self.bound is not None:
+            g = self.bound * (g / self.bound).tanh()
+        if self.up_bound is not None:
+            u = self.up_bound * (u / self.up_bound).tanh()
+        return (g * weight * (u + self.shift)).to(gate.dtype)
 
 
 SILU = Gating()
-
-
-@dataclass(frozen=True)
-class SituGating(Gating):
-    """beta * tanh(g / beta) * sigmoid(g) * linear * tanh(u / linear): SiLU of a bounded gate, of a
-    bounded up (Kimi-K3's SiTU). linear None: up as it is."""
-
-    beta: float = 1.0
-    linear: float | None = None
-
-    @property
-    def is_linear_in_up(self) -> bool:
-        return self.linear is None
-
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        g, u = gate.float(), up.float()
-        if self.linear is not None:
-            u = self.linear * (u / self.linear).tanh()
-        return (self.beta * (g / self.beta).tanh() * sigmoid(g) * u).to(gate.dtype)
 
 
 class ExpertBiases(NamedTuple):

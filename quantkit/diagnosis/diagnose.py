@@ -323,7 +323,7 @@ def _check_engine(engine: str, checkpoint: Checkpoint, findings: Findings) -> No
         problems = (
             check_checkpoint(engine, checkpoint)
             if known
-            else check_model(profile, checkpoint, format)
+            else check_model(profile, checkpoint, format, checkpoint.format.variant)
         )
     except QuantkitError as fault:
         findings.add("engine-refuses", engine, fault.problem, fault.remedy)

@@ -51,7 +51,7 @@ def check_checkpoint(
         if target is not None:
             remedy = f"quantkit convert {checkpoint.path} OUT --format {target}"
         return [LoadProblem.error(f"{what} of {grid}{where}: {reason}", remedy)]
-    general = check_model(profile, checkpoint, format.name)
+    general = check_model(profile, checkpoint, format.name, format.variant)
     general += check_cache(profile, checkpoint, format.cache_codes(checkpoint.side))
     general += check_fp8_cache(profile, checkpoint)
     if any(problem.severity == "error" for problem in general):
@@ -127,9 +127,11 @@ def _stored_grid(checkpoint: Checkpoint) -> str:
     return "fp8" if checkpoint.linears else "dense"
 
 
-def check_model(profile: EngineProfile, checkpoint: Checkpoint, format: str) -> list[LoadProblem]:
-    """What keeps the engine from running the model with weights in `format`: the architecture, and
-    keys of config.json."""
+def check_model(
+    profile: EngineProfile, checkpoint: Checkpoint, format: str, variant: str
+) -> list[LoadProblem]:
+    """What keeps the engine from running the model with weights in that variant of `format`: the
+    architecture, and keys of config.json."""
     engine, config = profile.engine, checkpoint.config
     model_type = config.get("model_type")
     if model_type not in profile.architectures or not is_known(config):
@@ -140,7 +142,7 @@ def check_model(profile: EngineProfile, checkpoint: Checkpoint, format: str) -> 
             )
         ]
     formats = profile.formats.get(model_type)
-    if formats is not None and format not in formats:
+    if formats is not None and not {format, f"{format} {variant}"} & {*formats}:
         return [
             LoadProblem.error(
                 f"{engine} loads {model_type} in {' and '.join(formats)} only, not {format}",

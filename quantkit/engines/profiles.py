@@ -141,8 +141,9 @@ class EngineProfile(Strict):
     date of that.
 
     By model_type in config.json: `config`, keys that must have this value; `reads`, keys that must
-    exist under this name; `formats`, the formats in which it is loaded, if not all of `loads`;
-    `parts`, those that its code quantizes, if not all that a rule has.
+    exist under this name; `formats`, the formats in which it is loaded, if not all of `loads`, with the
+    variant if not in all of them; `parts`, those that its code quantizes, if not all that a rule
+    has.
     """
 
     engine: str

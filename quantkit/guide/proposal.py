@@ -299,8 +299,8 @@ def _check_engine(engine: str, scheme: Scheme, box: Devices, checkpoint: Checkpo
     if engine == QUANTKIT:
         find_architecture(checkpoint.config)
         return
-    format = choose(engine, scheme, device=box.device).format
-    for unfit in check_model(find_engine(engine), checkpoint, format):
+    rule = choose(engine, scheme, device=box.device).rule
+    for unfit in check_model(find_engine(engine), checkpoint, rule.format, rule.variant):
         raise QuantkitError(unfit.problem, unfit.remedy)
 
 

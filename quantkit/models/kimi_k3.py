@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quantkit_kernels import Gating, SituGating
+from quantkit_kernels import Gating
 from quantkit_kernels.gating import sigmoid
 from torch import Tensor
 
@@ -109,8 +109,8 @@ class Config(kimi_linear.Config):
 
     @property
     def gating(self) -> Gating:
-        linear = self.activation_situ_linear_beta or None
-        return SituGating(beta=self.activation_situ_beta, linear=linear)
+        up_bound = self.activation_situ_linear_beta or None
+        return Gating(bound=self.activation_situ_beta, up_bound=up_bound)
 
     @property
     def mixture(self) -> MixtureNames:

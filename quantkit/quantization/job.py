@@ -406,9 +406,8 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     target = request.target
     if request.choice is not None:
         profile = find_engine(request.choice.engine)
-        unfits = check_model(profile, checkpoint, request.format) + check_cache(
-            profile, checkpoint, request.scheme.cache
-        )
+        unfits = check_model(profile, checkpoint, request.format, target.variant)
+        unfits += check_cache(profile, checkpoint, request.scheme.cache)
         for unfit in unfits:
             raise QuantkitError(unfit.problem, unfit.remedy)
         target = engine_subset(target, request.choice, inventory.rows)

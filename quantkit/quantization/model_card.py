@@ -62,7 +62,7 @@ def _launches(source: Checkpoint, format: str, grids: Sequence[Grid], name: str)
         rules = profile.mixtures if len(names) > 1 else profile.loads
         held = "dense" if names == {"dense"} else format
         rule = next((one for one in rules if one.format == held and names <= {*one.grids}), None)
-        if rule is not None and not check_model(profile, source, format):
+        if rule is not None and not check_model(profile, source, rule.format, rule.variant):
             recipe = find_recipe(engine, rule.devices[0])
             words = [*recipe.start(recipe.layouts[0].roles[0].first[0]), *rule.launch]
             yield f"{join(name if word == '$model' else word for word in words)}  # {engine}"

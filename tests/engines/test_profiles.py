@@ -169,7 +169,7 @@ def test_choice_by_device_and_format():
 
 def test_parts_and_formats_may_be_a_models_own(tmp_path):
     """vLLM builds GLM-5.3-Flash's attention without the checkpoint's quantization; SGLang renames
-    scales of Hy4."""
+    scales of Hy4; of Kimi-K3 vLLM reads experts in MXFP4 alone."""
     scheme, recipe = find_scheme("rtn-w4a16"), Recipe(scheme="rtn-w4a16")
     source = write(tmp_path / "glm5_next", "glm5_next")
     for engine in (None, "vllm"):
@@ -193,6 +193,15 @@ def test_parts_and_formats_may_be_a_models_own(tmp_path):
     assert errors("vllm", tmp_path / "awq") == [
         "vllm reads layer_types in config.json, which it lacks"
     ]
+    source = write(tmp_path / "kimi_k3", "kimi_k3")
+    scheme = find_scheme("mxfp4-w4a16")
+    recipe = Recipe(scheme=scheme.name, methods=())
+    quantize(source, tmp_path / "mx", scheme, "auto", recipe, engine="vllm")
+    assert not errors("vllm", tmp_path / "mx")
+    assert all(".experts." in name for name in Checkpoint.open(tmp_path / "mx").linears)
+    scheme = find_scheme("rtn-w4a16")
+    with pytest.raises(QuantkitError, match="compressed-tensors mxfp4-pack-quantized and dense"):
+        quantize(source, tmp_path / "awq4", scheme, "auto", recipe, engine="vllm")
 
 
 def test_unknown_engine_lists_the_known():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_backends import backends_of, device_of
+from kernel_weights import exact_gating
 from quantkit_kernels import (
     Gating,
     Routing,
@@ -30,6 +31,7 @@ GATES = (
     Gating(limit=3.0),
     Gating(),
     Gating(shift=-0.5),
+    Gating(bound=4.0, up_bound=2.5),
 )
 
 
@@ -69,9 +71,7 @@ def test_activations(operator, backend, dtype):
         for shape in ((1, 384), (2, 5, 96)):
             x = torch.randn(shape, device=device_of(backend)).to(dtype) * 3
             gate, up = x.double().chunk(2, dim=-1)
-            if gating.limit is not None:
-                gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
-            exact = gate / (1 + (-gating.alpha * gate).exp()) * (up + gating.shift)
+            exact = exact_gating(gate, up, gating)
             found = (
                 silu_and_mul(x, backend=backend)
                 if operator == "silu_and_mul"

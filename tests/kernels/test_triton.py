@@ -197,14 +197,16 @@ GATES = {
     "DeepSeek-V4": Gating(limit=3.0),
     "SiLU": SILU,
     "shifted": Gating(shift=-0.5),
+    "Kimi-K3": Gating(bound=4.0, up_bound=2.5),
 }
 """With a smaller limit than DeepSeek-V4's 10, so that it is reached on either side."""
 
 
 @pytest.mark.parametrize(("grid", "gate", "biased"), [
     ("fp4", "gpt-oss", True), ("int4-asym-32", "gpt-oss", True), ("int8", "DeepSeek-V4", False), ("int4-sym-128", "SiLU", True),
+    ("fp4", "Kimi-K3", False),
     ("int8", "gpt-oss", True), ("int4-asym-128", "DeepSeek-V4", False), ("fp4", "DeepSeek-V4", False), ("int4-asym-64", "shifted", False),
-][: 8 if ON_A_CARD else 4])  # fmt: skip
+][: 9 if ON_A_CARD else 5])  # fmt: skip
 def test_experts_with_gates_and_biases(grid, gate, biased):
     """Of widths that are no whole strips: one token, whose programs share K, and many of a short K.
     Expert 2 is asked by none."""

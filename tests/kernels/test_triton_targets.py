@@ -289,7 +289,7 @@ def experts(grid, gated=False):
     """gated: with everything that a gate can have, as gpt-oss has it."""
     rng = torch.Generator().manual_seed(0)
     gate, down = random_weight(grid, 256, 2048, rng), random_weight(grid, 2048, 256, rng)
-    gating = Gating(1.702, 7.0, 1.0) if gated else SILU
+    gating = Gating(1.702, 7.0, 1.0, 4.0, 25.0) if gated else SILU
     builder = ExpertsBuilder(8, backend="triton", gating=gating)
     biases = ExpertBiases(torch.zeros(256), torch.zeros(256), torch.zeros(2048))
     for expert in range(8):
@@ -439,7 +439,10 @@ def operators():
     yield "rms_norm", lambda: rms_norm(x, x[0], 1e-6, backend="triton")
     yield "add_rms_norm", lambda: add_rms_norm(x, x, x[0], 1e-6, backend="triton")
     yield "silu_and_mul", lambda: silu_and_mul(x, backend="triton")
-    yield "gate_and_mul", lambda: gate_and_mul(x, Gating(1.702, 7.0, 1.0), backend="triton")
+    yield (
+        "gate_and_mul",
+        lambda: gate_and_mul(x, Gating(1.702, 7.0, 1.0, 4.0, 25.0), backend="triton"),
+    )
     yield "likeliest", lambda: likeliest(zeros(8, 129280, dtype=single), backend="triton")
     yield (
         "route",

@@ -22,6 +22,18 @@ def placed(weights, device):
     return [[to_device(one, device) for one in projection] for projection in weights]
 
 
+def exact_gating(gate, up, gating):
+    """Of gate and up in float64, by the formula that `Gating` states."""
+    if gating.limit is not None:
+        gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+    weight = torch.sigmoid(gating.alpha * gate)
+    if gating.bound is not None:
+        gate = gating.bound * torch.tanh(gate / gating.bound)
+    if gating.up_bound is not None:
+        up = gating.up_bound * torch.tanh(up / gating.up_bound)
+    return gate * weight * (up + gating.shift)
+
+
 def exact_experts(x, topk_ids, topk_weights, weights, gating=SILU, biases=None):
     """Token by token in float64, by the formula that `Gating` states; what enters `down` is rounded
     to x's dtype."""
@@ -32,8 +44,6 @@ def exact_experts(x, topk_ids, topk_weights, weights, gating=SILU, biases=None):
             gate, up, down = (projection[expert] for projection in weights)
             bias = (biases[expert] if biases else None) or (0.0, 0.0, 0.0)
             g, u = exact_linear(row, gate) + bias[0], exact_linear(row, up) + bias[1]
-            if gating.limit is not None:
-                g, u = g.clamp(max=gating.limit), u.clamp(-gating.limit, gating.limit)
-            between = g * torch.sigmoid(gating.alpha * g) * (u + gating.shift)
+            between = exact_gating(g, u, gating)
             out[token] += weight * (exact_linear(between.to(x.dtype), down)[0] + bias[2])
     return out

@@ -55,7 +55,7 @@ def multiply_pairs(
         at += BK
         from_x += BK
     if GATED:
-        result = rounded(gated(sums, others, 1.0, 0.0, 0.0), x.dtype.element_ty)
+        result = rounded(gated(sums, others, 1.0, 0.0, 0.0, 0.0, 0.0), x.dtype.element_ty)
     else:
         result = sums * tl.load(pair_weights + pair, mask=slot < count, other=0.0)[None, :]
         if out.dtype.element_ty != tl.float32:

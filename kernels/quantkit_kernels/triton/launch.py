@@ -95,7 +95,8 @@ def scaled_sums(kind: str, plan: LinearPlan) -> bool:
 
 def constants(gating: Gating) -> dict[str, float]:
     """What `gated` is compiled with."""
-    return {"ALPHA": gating.alpha, "LIMIT": gating.limit or 0.0, "SHIFT": gating.shift}
+    bounds = {"BOUND": gating.bound or 0.0, "UP_BOUND": gating.up_bound or 0.0}
+    return {"ALPHA": gating.alpha, "LIMIT": gating.limit or 0.0, "SHIFT": gating.shift} | bounds
 
 
 def by_assembly(device: torch.device) -> bool:

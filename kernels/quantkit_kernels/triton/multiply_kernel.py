@@ -195,18 +195,37 @@ def sum_of_parts(
 
 
 @triton.jit
-def gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
-    """`quantkit_kernels.Gating` of float32; LIMIT 0 for none. What is no number stays none."""
+def bounded(x, BOUND: tl.constexpr):
+    """BOUND * tanh(x / BOUND) of float32; near 0 by its series, for the difference of two numbers
+    near 1 has few digits."""
+    ratio = x / BOUND
+    square = ratio * ratio
+    small = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
+    return tl.where(square < 0.01, small, BOUND * (2.0 / (1.0 + tl.exp(-2.0 * ratio)) - 1.0))
+
+
+@triton.jit
+def gated(
+    gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, BOUND: tl.constexpr,
+    UP_BOUND: tl.constexpr,
+):  # fmt: skip
+    """`quantkit_kernels.Gating` of float32; LIMIT, BOUND and UP_BOUND 0 for none. What is no number
+    stays none."""
     if LIMIT > 0:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, up)
         up = tl.where(up < -LIMIT, -LIMIT, up)
+    if UP_BOUND > 0:
+        up = bounded(up, UP_BOUND)
     if SHIFT != 0:
         up = up + SHIFT
+    factor = gate
+    if BOUND > 0:
+        factor = bounded(gate, BOUND)
     if ALPHA == 1:
-        return gate / (1.0 + tl.exp(-gate)) * up
+        return factor / (1.0 + tl.exp(-gate)) * up
     else:
-        return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
+        return factor / (1.0 + tl.exp(-ALPHA * gate)) * up
 
 
 @triton.jit(do_not_specialize=["m", "steps", "top_k"])
@@ -219,8 +238,8 @@ def multiply(
     BN: tl.constexpr, BM: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     NVIDIA: tl.constexpr, STAGES: tl.constexpr,
     DTYPE: tl.constexpr, ALONE: tl.constexpr, SCALED_SUMS: tl.constexpr, BIASED: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    SHIFT: tl.constexpr, PDL: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, BOUND: tl.constexpr,
+    UP_BOUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One linear: x[m, k] -> out[m, out_n]. EXPERTS: of a tile of sorted pairs, from x's rows pair
     // top_k to out's rows pair.
@@ -228,7 +247,7 @@ def multiply(
     n: rows of the packed weight, of each expert; up: rows from a feature of gate to that of up,
     with SILU_MUL. ALONE: of each tile only the
     first token is one. SCALED_SUMS: of int4, `add_codes_step`. BIASED: bias float32 as row_scale
-    lies. ALPHA, LIMIT, SHIFT: of `gated`.
+    lies. ALPHA to UP_BOUND: of `gated`.
     """
     row_tile = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
@@ -374,7 +393,7 @@ def multiply(
             other = other * tl.load(row_scale + rows + up)[:, None] * factor
             if BIASED:
                 other += tl.load(bias + rows + up)[:, None]
-            result = gated(result, other, ALPHA, LIMIT, SHIFT)
+            result = gated(result, other, ALPHA, LIMIT, SHIFT, BOUND, UP_BOUND)
         if EPILOGUE == WEIGH:
             result = result * tl.load(pair_weights + token, mask=there, other=0.0)[None, :]
         to = out + token.to(tl.int64)[None, :] * out_n + own[:, None]

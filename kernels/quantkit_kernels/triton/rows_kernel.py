@@ -111,7 +111,7 @@ def add_rms_norm(
 @triton.jit
 def gate_and_mul(
     x, y, width, BLOCK: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    SHIFT: tl.constexpr, PDL: tl.constexpr
+    SHIFT: tl.constexpr, BOUND: tl.constexpr, UP_BOUND: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """y [rows, width] = `gated` of x = [gate, up]."""
     wait_for_input(PDL)
@@ -122,7 +122,7 @@ def gate_and_mul(
     up = tl.load(x + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(
         y + row * width + at,
-        rounded(gated(gate, up, ALPHA, LIMIT, SHIFT), y.dtype.element_ty),
+        rounded(gated(gate, up, ALPHA, LIMIT, SHIFT, BOUND, UP_BOUND), y.dtype.element_ty),
         mask=inside,
     )
 
