@@ -50,6 +50,7 @@ from quantkit.executor.sampling.params import SamplingParams, check_defaults
 from quantkit.executor.scheduler.data_parallel import DataParallelScheduler
 from quantkit.executor.scheduler.scheduler import ScheduledStep, Scheduler
 from quantkit.executor.scheduler.sequence import Completion, Delta, FinishReason, Sequence
+from quantkit.executor.speculation.block_drafter import BlockDrafter
 from quantkit.executor.speculation.draft_model import check_draft, load_draft, make_drafter
 from quantkit.executor.speculation.eagle_head import LoadedEagleHead
 from quantkit.executor.speculation.mtp_drafter import make_mtp_drafter
@@ -109,6 +110,10 @@ class Engine:
                 draft_length,
                 self.parallel,
                 shared=options.prefix_cache,
+            )
+        elif draft_length and loaded.block_head is not None:
+            drafter = BlockDrafter(
+                loaded.block_head, self.runner, draft_length, self.parallel, lookahead
             )
         elif draft_length:
             drafter = make_mtp_drafter(loaded.mtp_layers, self.runner, draft_length, self.parallel)

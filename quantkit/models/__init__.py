@@ -52,6 +52,7 @@ _FILES = {
     "qwen4_exp_text": "qwen4_exp.architecture",
 }
 """Modules that are not named after the model_type."""
+_BLOCK_HEADS = {"deepseek_v41": "deepseek_v41.dspark"}
 if TYPE_CHECKING:  # mypy checks that every file implements the protocol
     from quantkit.models import (
         deepseek_v3,
@@ -145,6 +146,13 @@ def check_missing(config: Mapping[str, Any], stored: Iterable[str]) -> None:
     """Raise QuantkitError where a null field of config.json contradicts the `stored` tensors."""
     if fallback := _fallback(config):
         fallback.check_stored(config, stored)
+
+
+def find_block_head(config: Mapping[str, Any]) -> Any:
+    """The module of a draft head that guesses blocks of tokens (`BlockHead`, `head_parameters`);
+    None for models that have none here."""
+    module = _BLOCK_HEADS.get(str(config.get("model_type")))
+    return None if module is None else import_module(f"quantkit.models.{module}")
 
 
 def find_architecture(config: dict[str, Any]) -> Architecture[ModelConfig]:

@@ -326,7 +326,7 @@ def test_an_unknown_architecture_is_rounded_by_name(source, tmp_path, scheme):
     only_here = (
         r"kv_b_proj|eh_proj|wo_a$|compressor\.|in_proj_(?:ba|b|a)$|self_attn\.(?:[fg]_[ab]|b)_proj$|"
         r"indexer\.|mhc_module\.|layers\.[234]\.|^mtp\.|mtp_layers\.|_res_proj$|routed_expert_\w+_proj$|"
-        r"hyper_connection|\.ple\.|shared_expert_gate$"
+        r"hyper_connection|\.ple\.|shared_expert_gate$|engram\."
     )
     assert all(re.search(only_here, module) for module in extra), extra
     if (

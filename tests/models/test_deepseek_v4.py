@@ -352,3 +352,26 @@ def test_what_an_engine_does_not_serve_is_refused(tmp_path):
         )
     with refused("o_groups = 2, which 4 ranks cannot share evenly"):
         open_model(tmp_path / "model", device="cpu", tp=4)
+
+
+def test_a_dspark_head_is_kept_and_not_run_as_an_mtp_layer(tmp_path):
+    """As V4-Flash-0731 has one: stages without e_proj and h_proj, of which the first projects
+    hidden states of several layers."""
+    config = tiny(num_nextn_predict_layers=3, dspark_block_size=5, dspark_target_layer_ids=[1, 2])
+    other = ("e_proj", "h_proj", "enorm", "hnorm")
+    tensors = {
+        name: one
+        for name, one in random_tensors(config).items()
+        if not (name.startswith("mtp.") and name.split(".")[2] in other)
+    }
+    tensors["mtp.0.main_proj.weight"] = torch.randn(256, 512).bfloat16()
+    source = make_model.write_dense(tmp_path / "source", config, tensors)
+    recipe = Recipe(scheme="rtn-w4a16")
+    quantize(source, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", recipe, device="cpu")
+    out = Checkpoint.open(tmp_path / "out")
+    for name, one in tensors.items():
+        assert not name.startswith("mtp.") or torch.equal(out.read(name).float(), one.float()), name
+    for model in (source, tmp_path / "out"):
+        assert len(drafted(model, 0)[0])
+        with refused("DSpark.*--draft-length"):
+            open_model(model, device="cpu", mtp=1)

@@ -5,6 +5,7 @@ and in the layout of the release."""
 import json
 import math
 import random
+from dataclasses import replace
 
 import make_model
 import numpy as np
@@ -16,7 +17,7 @@ from plain_weights import PlainWeights
 from refused import refused
 from small_recipe import SMALL as SMALL_RUN
 from tiny_models import CASES as TABLES
-from tiny_models import CONFIGS, random_tensors, write
+from tiny_models import CONFIGS, random_tensors, rows_of, write
 from torch.nn import functional as F
 from ulp_bound import assert_near, movement
 
@@ -28,11 +29,12 @@ from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.repair import repair
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
-from quantkit.executor.weights.load import load_model, open_model
+from quantkit.executor.weights.load import load_model
 from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
+from quantkit.models.deepseek_v41.dspark import BlockHead, Window, head_parameters
 from quantkit.models.hyper_connections import AheadStreams
 from quantkit.models.ngram_table import StoredNgramTable
 from quantkit.quantization.run import quantize
@@ -91,18 +93,66 @@ class Statement:
         pre = torch.zeros(len(ids), n)
         pre[:, 0] = 1
         self.entries, self.keys, self.chosen, self.blocks = [], [], None, None
+        self.read = []
         for layer in range(c["num_hidden_layers"]):
             if layer in c["engram_layer_ids"]:
                 h = self.with_engram(h, ids, layer)
-            for part, sublayer in (("attn", self.attention), ("ffn", self.experts)):
-                p = f"layers.{layer}"
-                after, post, comb = self.mixes(h, f"{p}.hc_{part}")
-                x = self.normed((pre[..., None] * h).sum(1), f"{p}.{part}_norm")
-                out = sublayer(x, layer)
-                h = post[..., None] * out[:, None] + torch.einsum("tij,tid->tjd", comb, h)
-                pre = after
+            if layer in c["dspark_target_layer_ids"]:
+                self.read.append(h.mean(1))
+            p, chosen = f"layers.{layer}", c["num_experts_per_tok"]
+            h, pre = self.block(h, pre, p, chosen, lambda x, at=layer: self.attention(x, at))
         x = self.normed((pre[..., None] * h).sum(1), "norm")
         return x @ self.t["head.weight"].T
+
+    def block(self, h, pre, p, chosen, attention):
+        for part in ("attn", "ffn"):
+            after, post, comb = self.mixes(h, f"{p}.hc_{part}")
+            x = self.normed((pre[..., None] * h).sum(1), f"{p}.{part}_norm")
+            out = attention(x) if part == "attn" else self.experts(x, f"{p}.ffn", chosen)
+            h = post[..., None] * out[:, None] + torch.einsum("tij,tid->tjd", comb, h)
+            pre = after
+        return h, pre
+
+    def drafted(self, ids, newest):
+        """Logits of the block after the text `ids` and the token `newest`, and of pairs."""
+        c, n, count = self.c, self.c["hc_mult"], self.c["dspark_block_size"]
+        self.logits(ids)
+        main = torch.cat(self.read, dim=1) @ self.t["mtp.0.main_proj.weight"].T
+        main = self.normed(main, "mtp.0.main_norm")
+        block = torch.tensor([newest] + [c["dspark_noise_token_id"]] * (count - 1))
+        h, pre = self.t["embed.weight"][block][:, None].repeat(1, n, 1), torch.zeros(count, n)
+        pre[:, 0] = 1
+        for stage in range(c["num_nextn_predict_layers"]):
+            p, chosen = f"mtp.{stage}", c["dspark_num_experts_per_tok"]
+            h, pre = self.block(
+                h, pre, p, chosen, lambda x, a=f"{p}.attn": self.of_block(x, main, a)
+            )
+        x = self.normed((pre[..., None] * h).sum(1), f"{p}.norm")
+        pairs = self.t[f"{p}.markov_head.head.weight"] @ self.t[f"{p}.markov_head.embed.weight"].T
+        return x @ self.t["head.weight"].T, pairs.T
+
+    def of_block(self, x, main, a):
+        """Every token of a block sees all of it, and the window of keys made of `main`."""
+        first = max(0, len(main) - self.c["sliding_window"])
+        both = torch.cat((main[first:], x))
+        kv = self.normed(both @ self.t[f"{a}.wkv.weight"].T, f"{a}.kv_norm")
+        read = torch.stack([self.turned(one, first + at, 0) for at, one in enumerate(kv)])
+        low = self.normed(x @ self.t[f"{a}.wq_a.weight"].T, f"{a}.q_norm")
+        return torch.stack(
+            [self.attended(low[at], read, len(main) + at, 0, a) for at in range(len(x))]
+        )
+
+    def attended(self, low, read, at, layer, a):
+        """The output of a token at position `at` that reads the vectors `read`."""
+        c, d = self.c, self.c["head_dim"]
+        q = (self.t[f"{a}.wq_b.weight"] @ low).view(-1, d)
+        scores = self.turned(q, at, layer) @ read.T * d**-0.5
+        sunk = torch.cat((scores, self.t[f"{a}.attn_sink"][:, None]), dim=1).softmax(1)
+        o = self.turned(sunk[:, :-1] @ read, at, layer, back=True)
+        parts = o.view(c["o_groups"], -1)
+        weights = self.t[f"{a}.wo_a.weight"].view(c["o_groups"], c["o_lora_rank"], -1)
+        low_out = torch.cat([weight @ part for weight, part in zip(weights, parts)])
+        return self.t[f"{a}.wo_b.weight"] @ low_out
 
     def mixes(self, h, p):
         c, n = self.c, self.c["hc_mult"]
@@ -154,7 +204,7 @@ class Statement:
         return torch.stack(out)
 
     def attention(self, x, layer):
-        c, a, d = self.c, f"layers.{layer}.attn", self.c["head_dim"]
+        c, a = self.c, f"layers.{layer}.attn"
         ratio, tokens = c["compress_ratios"][layer], range(len(x))
         low = self.normed(x @ self.t[f"{a}.wq_a.weight"].T, f"{a}.q_norm")
         kv = self.normed(x @ self.t[f"{a}.wkv.weight"].T, f"{a}.kv_norm")
@@ -167,14 +217,7 @@ class Statement:
         for at in tokens:
             read = kv[max(0, at - c["sliding_window"] + 1) : at + 1]
             read = torch.stack(read + [self.entries[e] for e in (self.chosen[at] if ratio else ())])
-            q = (self.t[f"{a}.wq_b.weight"] @ low[at]).view(-1, d)
-            scores = self.turned(q, at, layer) @ read.T * d**-0.5
-            sunk = torch.cat((scores, self.t[f"{a}.attn_sink"][:, None]), dim=1).softmax(1)
-            o = self.turned(sunk[:, :-1] @ read, at, layer, back=True)
-            parts = o.view(c["o_groups"], -1)
-            weights = self.t[f"{a}.wo_a.weight"].view(c["o_groups"], c["o_lora_rank"], -1)
-            low_out = torch.cat([weight @ part for weight, part in zip(weights, parts)])
-            out.append(self.t[f"{a}.wo_b.weight"] @ low_out)
+            out.append(self.attended(low[at], read, at, layer, a))
         return torch.stack(out)
 
     def compress(self, x, layer):
@@ -213,8 +256,8 @@ class Statement:
             chosen.append(sorted(score, key=score.get)[-c["index_topk"] :])
         self.chosen, self.blocks = chosen, blocks or self.blocks
 
-    def experts(self, x, layer):
-        c, p = self.c, f"layers.{layer}.ffn"
+    def experts(self, x, p, chosen):
+        c = self.c
 
         def mlp(one, x):
             gate = (x @ self.t[f"{one}.w1.weight"].T).clamp(max=c["swiglu_limit"])
@@ -222,7 +265,7 @@ class Statement:
             return (F.silu(gate) * up) @ self.t[f"{one}.w2.weight"].T
 
         scores = F.softplus(x @ self.t[f"{p}.gate.weight"].T).sqrt()
-        best = (scores + self.t[f"{p}.gate.bias"]).topk(c["num_experts_per_tok"]).indices
+        best = (scores + self.t[f"{p}.gate.bias"]).topk(chosen).indices
         out = []
         for at, own in enumerate(best):
             shares = scores[at, own] / scores[at, own].sum() * c["routed_scaling_factor"]
@@ -301,6 +344,36 @@ def test_layers_one_by_one_are_the_stack():
     assert release.max_independent_tokens == 3 * 2
 
 
+def head_tensors(config):
+    """Random ones of the DSpark head."""
+    return rows_of(head_parameters(config), torch.Generator().manual_seed(12))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_dspark_head_is_the_published_one(name):
+    """Texts longer and shorter than the window; a block sees all of itself."""
+    architecture, config, config_dict, tensors = case(CASES[name])
+    tensors |= {key: one.float() for key, one in head_tensors(config).items()}
+    weights = Weights(tensors, config.mixture.linears)
+    model, head = architecture.Model(config, weights), BlockHead(config, weights)
+    head.follow(model)
+    statement = Statement(config_dict, tensors)
+    for length in (30, 3):
+        ids = TOKEN_IDS[:length]
+        with torch.no_grad():
+            base, pairs = statement.drafted(ids, 9)
+            expected = base + pairs[17]
+            keys = head.keys(model(ids, CausalContext([length])), torch.arange(length))
+            there = min(length, head.window)
+            window = torch.zeros(1, head.window, *keys.shape[1:])
+            window[0, -there:] = keys[-there:]
+            seen = torch.arange(head.window)[None] >= head.window - there
+            hidden = head.hidden(torch.tensor([9]), torch.tensor([length]), Window(window, seen))
+            found = [head.logits(hidden[:, at]) for at in range(head.block_size)]
+            found = torch.cat(found) + head.pair_logits(torch.tensor([17]))
+        assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
 SMALL = {"candidate_topk_blocks": 8}
 
 
@@ -365,14 +438,46 @@ def _fp4(weight):
     return packed, powers.to(torch.float8_e8m0fnu), grid[codes] * wide
 
 
+def with_head(path, easy=False):
+    """A model with a DSpark head, and, if easy, one that guesses right: sublayers add nothing, and
+    pairs say what follows."""
+    config_dict = {**CONFIGS["deepseek_v41"], **changed(**SMALL)}
+    config = find_architecture(config_dict).Config.from_dict(config_dict)
+    tensors = random_tensors(config_dict) | head_tensors(config)
+    if easy:
+        for name, one in tensors.items():
+            if name.endswith((".wo_b.weight", ".w2.weight", ".engram.wkv.weight")):
+                one.zero_()
+        normed = F.rms_norm(tensors["embed.weight"].float(), (256,)) * tensors["norm.weight"]
+        tensors["mtp.1.norm.weight"].zero_()
+        tensors["mtp.1.markov_head.embed.weight"] = normed.bfloat16()
+        tensors["mtp.1.markov_head.head.weight"] = tensors["head.weight"].clone()
+    return make_model.write_dense(path, config_dict, tensors)
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"prompt_lookup": 6}, {"temperature": 0.8}])
+def test_drafts_of_the_head_change_no_token(options, tmp_path):
+    """Guesses at random, and right ones, of which all are accepted; greedy and drawn."""
+    params = replace(PARAMS, temperature=options.pop("temperature", 0.0), max_new_tokens=20, seed=3)
+    for easy in (False, True):
+        path = with_head(tmp_path / str(easy), easy)
+        answers = []
+        for draft_length in (0, 3):
+            engine = load(path, max_model_len=128, draft_length=draft_length, **options)
+            if "tp" not in options:  # the other ranks have their own
+                engine.scheduler.budget = StepBudget(24, 8, mixed=True)
+            answers.append([one.token_ids for one in completions(engine, PROMPTS, params)])
+            acceptance = engine.speculation.acceptance
+            engine.close()
+        assert answers[0] == answers[1]
+        assert acceptance.drafted > 50
+        if easy and not options and not params.temperature:
+            assert acceptance.accepted == acceptance.drafted
+
+
 _PLAIN = ("compressor.", "weights_proj", "indexer.wk.", "gate.", "norm")
-_HEAD = {
-    "mtp.0.main_proj.weight": (256, 768),
-    "mtp.0.attn.wq_a.weight": (128, 256),
-    "mtp.0.ffn.experts.0.w1.weight": (128, 256),
-    "mtp.0.main_norm.weight": (256,),
-    "mtp.2.markov_head.embed.weight": (320, 16),
-    "mtp.2.confidence_head.proj.weight": (1, 272),
+_OTHERS = {
+    "mtp.1.confidence_head.proj.weight": (1, 512),
     "vision.blocks.0.attn.qkv.weight": (96, 32),
     "aligner.weight": (32, 32),
     "image_start": (256,),
@@ -385,7 +490,8 @@ def as_released(path, **fields):
     text = changed(**fields)["text_config"]
     config = {**CONFIGS["deepseek_v41"], "text_config": text}
     tensors = random_tensors(config)
-    tensors |= {name: torch.randn(shape).bfloat16() for name, shape in _HEAD.items()}
+    tensors |= head_tensors(find_architecture(config).Config.from_dict(config))
+    tensors |= {name: torch.randn(shape).bfloat16() for name, shape in _OTHERS.items()}
     stored, expected = {}, {}
     for name, one in tensors.items():
         linear = name.endswith(".weight") and one.dim() == 2 and ".engram.embed." not in name
@@ -402,8 +508,8 @@ def as_released(path, **fields):
 
 
 def test_the_release_is_read_to_the_bit_and_its_tables_by_rows(tmp_path, monkeypatch):
-    """Calibrated, with tables that are never read whole; tables, vision and DSpark are kept; a
-    draft length is refused, for the head is no MTP layer."""
+    """Calibrated, with tables that are never read whole; tables, vision and the DSpark head are
+    kept, and the head drafts."""
     source, expected = as_released(tmp_path / "source")
     read = Shards.read
 
@@ -427,19 +533,20 @@ def test_the_release_is_read_to_the_bit_and_its_tables_by_rows(tmp_path, monkeyp
     recipe = Recipe(scheme="awq-w4a16", **SMALL_RUN)
     quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
     for model in (source, tmp_path / "out"):
-        engine = load(model, max_model_len=128)
-        assert len(completions(engine, PROMPTS, PARAMS)) == len(PROMPTS)
-        assert "n-gram" in engine.runner.why_eager
-        engine.close()
-        with refused("DSpark.*--draft-length"):
-            open_model(model, device="cpu", mtp=2)
+        answers = []
+        for draft_length in (0, 2):
+            engine = load(model, max_model_len=128, draft_length=draft_length)
+            answers.append([one.token_ids for one in completions(engine, PROMPTS, PARAMS)])
+            assert "n-gram" in engine.runner.why_eager
+            engine.close()
+        assert answers[0] == answers[1]
     monkeypatch.setattr(Shards, "read", read)
     out = Checkpoint.open(tmp_path / "out")
     for name, one in expected.items():
         if "engram.embed" in name:
             assert torch.equal(out.read(name).view(torch.uint8), one.view(torch.uint8)), name
-        elif name in _HEAD and name != "layers.0.ffn.gate.bias_vl":
-            assert torch.equal(out.read(name).float(), one.bfloat16().float()), name
+        elif name.startswith(("mtp.", "vision.", "aligner.", "image_")):
+            assert torch.equal(out.read(name).float(), one.float()), name
     manifest = json.loads((tmp_path / "out/manifest.json").read_text())["tensors"]
     assert manifest["layers.3.engram.embed.weight"]["status"] == "copied"
 

@@ -30,13 +30,20 @@ PROMPTS = [list(range(10 + i, 30 + 2 * i)) for i in range(3)]
 
 def random_tensors(config):
     architecture = find_architecture(config)
-    generator = torch.Generator().manual_seed(11)
-    tensors, read = {}, architecture.Config.from_dict(config)
-    for row in architecture.parameters(read):
+    read, numbers = architecture.Config.from_dict(config), {}
+    rows = architecture.parameters(read)
+    for row in rows:
         if row.role == "state" and ".ple_embedding." in row.name:
             number = read.ngrams[row.layer].numbers[row.name.rpartition(".")[2]]
-            tensors[row.name] = torch.tensor(number)
-            continue
+            numbers[row.name] = torch.tensor(number)
+    drawn = [row for row in rows if row.name not in numbers]
+    return rows_of(drawn, torch.Generator().manual_seed(11)) | numbers
+
+
+def rows_of(rows, generator):
+    """Random tensors of a table's rows."""
+    tensors = {}
+    for row in rows:
         noise = torch.randn(row.shape, generator=generator)
         if row.role == "ngram_table":
             scale = row.name.endswith("scale")

@@ -38,6 +38,7 @@ from quantkit.executor.options import EngineOptions
 from quantkit.executor.ranks.expert_parallel import ExpertRanks, check_experts
 from quantkit.executor.ranks.parallel import SINGLE, Parallel, check_ranks
 from quantkit.executor.weights.weights import ExecutorWeights, share_range
+from quantkit.models import find_block_head
 from quantkit.models.architecture import (
     CompressedCache,
     KeyValueCache,
@@ -48,12 +49,13 @@ from quantkit.models.architecture import (
 from quantkit.models.cache_scales import read_cache_scales
 from quantkit.models.context import cached_dtype
 from quantkit.models.decoder import Model
+from quantkit.models.deepseek_v41.dspark import BlockHead
 from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.mtp import DSPARK
 from quantkit.models.short_conv import ShortConvolutions
 from quantkit.models.stored_parameters import Model as StoredModel
 from quantkit.models.stored_parameters import check_stored, check_stored_head, is_stored, read_model
-from quantkit.models.table import Parameter
+from quantkit.models.table import Parameter, resolve
 
 _KEY_HEADS = "num_key_value_heads"
 
@@ -115,7 +117,8 @@ class LoadedModel:
 
     `nbytes` is what the prepared weights hold. codes: the dtype of a cache in 8 bits, None for one
     of 16; steps: by layer, what a code is worth, where the checkpoint says so and the cache is in
-    int8. warning: as in `stored_parameters.Model`.
+    int8. warning: as in `stored_parameters.Model`. block_head: a head that drafts blocks, if asked
+    for.
     """
 
     model: Model
@@ -128,6 +131,7 @@ class LoadedModel:
     codes: torch.dtype | None = None
     warning: str = ""
     steps: Mapping[int, CodeSteps] = field(default_factory=dict)
+    block_head: BlockHead | None = None
 
     @property
     def nbytes(self) -> int:
@@ -317,6 +321,8 @@ def open_model(
     if mtp:
         _check_mtp(checkpoint, read)
     check_stored(checkpoint, (row for row in read.rows if mtp or not row.mtp))
+    if mtp:
+        check_stored(checkpoint, _head_rows(checkpoint, read))
     check_stored_head(checkpoint, read.rows)
     read.config.check_tokenizer(checkpoint.path)
     return OpenedModel(checkpoint, read, target, backend, compute, codes, mtp)
@@ -381,9 +387,10 @@ def prepare(
     set_current_device(target)
     architecture, config, rows = opened.read.architecture, opened.read.config, opened.read.rows
     expert_ranks = ExpertRanks(expert_parallel, target)
+    head_rows = _head_rows(checkpoint, opened.read) if opened.mtp else []
     weights = ExecutorWeights(
         checkpoint,
-        rows,
+        [*rows, *head_rows],
         device=target,
         dtype=opened.dtype,
         backend=backend,
@@ -398,6 +405,11 @@ def prepare(
         for layer in layers:
             layer.follow(model)
             layer.backend = backend
+        block_head: BlockHead | None = None
+        if head_rows:
+            block_head = find_block_head(checkpoint.config).BlockHead(config, weights)
+            block_head.follow(model)
+            block_head.backend = backend
     steps = _steps(checkpoint, config, rows, target, parallel) if codes == torch.int8 else {}
     if codes is not None:
         uneven = [*model.layers, *(layer.block for layer in layers)]
@@ -415,6 +427,7 @@ def prepare(
         codes,
         opened.read.warning,
         steps,
+        block_head,
     )
 
 
@@ -490,14 +503,30 @@ def _check_inputs(checkpoint: Checkpoint, device: torch.device, backend: str) ->
         )
 
 
+def _head_rows(checkpoint: Checkpoint, read: StoredModel) -> list[Parameter]:
+    """Tensors of a stored head that drafts blocks; none without."""
+    module = find_block_head(checkpoint.config) if checkpoint.has(DSPARK) else None
+    return (
+        [] if module is None else resolve(module.head_parameters(read.config), checkpoint.tensors)
+    )
+
+
 def _check_mtp(checkpoint: Checkpoint, read: StoredModel) -> None:
     remedy = "leave out --draft-length"
     if checkpoint.has(DSPARK):
-        raise QuantkitError(
-            f"{checkpoint.path} has a DSpark draft head (mtp.*), which quantkit keeps and does not "
-            "run",
-            f"{remedy}; --prompt-lookup guesses without a head, vLLM and SGLang run this one",
-        )
+        if find_block_head(checkpoint.config) is None:
+            raise QuantkitError(
+                f"{checkpoint.path} has a DSpark draft head (mtp.*), which quantkit keeps and does "
+                "not run",
+                f"{remedy}; --prompt-lookup guesses without a head, vLLM and SGLang run this one",
+            )
+        if not _head_rows(checkpoint, read):
+            raise QuantkitError(
+                f"{checkpoint.path} has a DSpark draft head, and its config.json no "
+                "dspark_block_size",
+                "use the config.json that came with the model",
+            )
+        return
     if not read.config.num_nextn_predict_layers:
         raise QuantkitError(
             read.warning or f"{checkpoint.path} has no MTP layer (num_nextn_predict_layers)", remedy

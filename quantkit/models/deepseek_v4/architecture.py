@@ -42,7 +42,7 @@ from quantkit.models.config import (
     NumLayersOrNone,
     read_fields,
 )
-from quantkit.models.context import Context
+from quantkit.models.context import Context, Positions
 from quantkit.models.deepseek_v4.config import (
     COMPRESSED,
     HEAVY,
@@ -403,6 +403,13 @@ class Attention:
             index_q = rotate_heads(queries, rotation)
             counts = float32_linear(x, self.index_gate)
         return CompressedInputs(q, kv, raw, index_q, counts)
+
+    def window_keys(self, x: Tensor, at: Positions) -> Tensor:
+        """Keys [T, D] of tokens with inputs x [T, H], for a window of this attention."""
+        c = self.config
+        kv = self.qkv_a(x)[:, c.q_lora_rank :]
+        norm = HeadNorm(self.gains[1], c.rms_norm_eps)
+        return rotate_heads(kv[:, None], at.rotation(self.rope), norm)[:, 0]
 
     def raw_of(self, x: Tensor) -> Tensor:
         """As `CompressedInputs.raw`."""

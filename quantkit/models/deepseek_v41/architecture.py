@@ -54,20 +54,27 @@ def parameters(config: Config) -> list[Parameter]:
     h, vocab = config.hidden_size, config.vocab_size
     rows = [Parameter("embed.weight", (vocab, h), "embedding")]
     for layer in range(config.num_hidden_layers):
-        p = config.prefix(layer)
         if config.engram and layer in config.engram.layers:
             rows += _engram_parameters(config, layer)
-        rows += hyper_connection_parameters(config.streams, f"{p}.hc_attn", layer, "attention")
-        rows.append(Parameter(f"{p}.attn_norm.weight", (h,), "norm", layer=layer))
-        rows += _attention_parameters(config, layer)
-        rows += hyper_connection_parameters(config.streams, f"{p}.hc_ffn", layer, "router")
-        rows.append(Parameter(f"{p}.ffn_norm.weight", (h,), "norm", layer=layer))
-        rows += _expert_parameters(config, layer)
+        rows += layer_parameters(config, layer)
     rows += [
         Parameter("norm.weight", (h,), "norm"),
         Parameter("head.weight", (vocab, h), "head", "gathered"),
     ]
     return rows
+
+
+def layer_parameters(config: Config, layer: int) -> list[Parameter]:
+    """Every tensor of a layer, or of a stage of the DSpark head, without an n-gram table's."""
+    p, h = config.prefix(layer), config.hidden_size
+    return [
+        *hyper_connection_parameters(config.streams, f"{p}.hc_attn", layer, "attention"),
+        Parameter(f"{p}.attn_norm.weight", (h,), "norm", layer=layer),
+        *_attention_parameters(config, layer),
+        *hyper_connection_parameters(config.streams, f"{p}.hc_ffn", layer, "router"),
+        Parameter(f"{p}.ffn_norm.weight", (h,), "norm", layer=layer),
+        *_expert_parameters(config, layer),
+    ]
 
 
 def _engram_parameters(config: Config, layer: int) -> Iterator[Parameter]:
@@ -89,7 +96,7 @@ def _gain(name: str, shape: tuple[int, ...], layer: int) -> Parameter:
 def _attention_parameters(config: Config, layer: int) -> Iterator[Parameter]:
     """Those of DeepSeek-V4 but for the entries and the indexer, which come before wo_a there."""
     a, d, h = f"{config.prefix(layer)}.attn", config.head_dim, config.hidden_size
-    without = replace(config, sources=(-1,) * config.num_hidden_layers)
+    without = replace(config, sources=(-1,) * len(config.sources))
     *before, o_a, o_b = deepseek_v4.attention_parameters(without, layer)
     yield from before
     row = replace(o_a, split="replicate")
@@ -201,8 +208,8 @@ class DecoderLayer(hyper_connections.HyperConnectionLayer):
             self.engram = Engram(config.engram, f"{p}.engram", layer, self.eps, weights)
 
     def step(self, state: AheadStreams, context: Context, rows: Tensor | None) -> AheadStreams:
-        """One layer in a stack, whose layers share entries in the context. rows int64 [R]: as in
-        `decoder.DecoderLayer`."""
+        """One layer in a stack, after `with_ngrams`; its layers share entries in the context. rows
+        int64 [R]: as in `decoder.DecoderLayer`."""
         state = self._attended(state, context)
         if rows is not None:
             state = AheadStreams(*(side[rows] for side in state))
@@ -216,14 +223,21 @@ class DecoderLayer(hyper_connections.HyperConnectionLayer):
         state, attention = AheadStreams.unpack(hidden, self.sizes), self.attention
         lengths, reads = context.seq_lens, attention.attention.shared
         if reads is None:
-            return self._attended(state, context).pack()
+            return self._attended(self.with_ngrams(state, context), context).pack()
         shared = state.shared.clone()
         for part, carried in zip(shared.split(lengths), context.carried):
             _Shared(part, attention.config).give(carried, reads, reads.layer == attention.layer)
-        state = self._attended(state, context)
+        state = self._attended(self.with_ngrams(state, context), context)
         for part, carried in zip(shared.split(lengths), context.carried):
             _Shared(part, attention.config).take(carried, reads)
         return state._replace(shared=shared).pack()
+
+    def with_ngrams(self, state: AheadStreams, context: Context) -> AheadStreams:
+        """The layer's input with what its n-gram table adds, if it has one."""
+        if self.engram is None:
+            return state
+        recent = context.recent_ids(state.token_ids, self.engram.layout.max_ngram_size)
+        return state._replace(streams=self.engram(state.streams, recent))
 
     def mlp_output(self, hidden: Tensor, context: Context) -> Tensor:
         own, _, _ = self._weigh_for_mlp(AheadStreams.unpack(hidden, self.sizes))
@@ -237,9 +251,6 @@ class DecoderLayer(hyper_connections.HyperConnectionLayer):
 
     def _attended(self, state: AheadStreams, context: Context) -> AheadStreams:
         streams = state.streams.contiguous()
-        if self.engram is not None:
-            count = self.engram.layout.max_ngram_size
-            streams = self.engram(streams, context.recent_ids(state.token_ids, count))
         product = self.before_attention.product
         normed, weights, before = weigh_streams_ahead(
             streams, state.before.contiguous(), product, self.input_norm, self.eps
@@ -300,13 +311,26 @@ class Model(hyper_connections.HyperConnectionModel):
         super().__init__(config, weights, "head", embedding="embed", norm="norm")
         self.sizes = replace(config.streams, shared=0)
 
+    @property
+    def width(self) -> int:
+        return self.embedding.shape[1] * (1 + len(self.aux_layers))
+
     @by_own_backend
     def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
-        """token_ids [T] -> [T, H], after the final norm. rows int64 [R]: of these tokens only."""
-        state = AheadStreams.first(embed(token_ids, self.embedding), token_ids, self.sizes)
-        for layer in self.layers:
+        """token_ids [T] -> [T, width]: after the final norm, then the mean of the streams before
+        `aux_layers`. rows int64 [R]: of these tokens only."""
+        state, read = self._first(token_ids), list[Tensor]()
+        for number, layer in enumerate(self.layers):
+            state = layer.with_ngrams(state, context)
+            if number in self.aux_layers:
+                mean = state.streams.mean(dim=1, dtype=torch.float32).to(state.streams.dtype)
+                read.append(mean if rows is None else mean[rows])
             state = layer.step(state, context, rows if layer is self.layers[-1] else None)
-        return rms_norm(state.merged(), self.norm, self.config.rms_norm_eps)
+        normed = rms_norm(state.merged(), self.norm, self.config.rms_norm_eps)
+        return torch.cat((normed, *read), dim=-1) if read else normed
+
+    def _first(self, token_ids: Tensor) -> AheadStreams:
+        return AheadStreams.first(embed(token_ids, self.embedding), token_ids, self.sizes)
 
 
 MtpLayer = None
