@@ -46,6 +46,7 @@ STACKED_LAYOUTS: dict[str, StackedLayout] = {
     "gpt_oss": StackedLayout(transposed=True, interleaved=True),
     "hy_v4": StackedLayout(),
     "qwen3_5_moe": StackedLayout(),
+    "qwen3_5_moe_text": StackedLayout(),
     "qwen4_exp": StackedLayout(),
     "qwen4_exp_text": StackedLayout(),
 }

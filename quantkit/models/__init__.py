@@ -36,6 +36,8 @@ ARCHITECTURES = (
     "qwen3",
     "qwen3_5",
     "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",
     "qwen4_exp",
@@ -48,6 +50,8 @@ _FILES = {
     "deepseek_v41": "deepseek_v41.architecture",
     "glm5_next": "glm5_next.architecture",
     "openpangu_v2": "openpangu_v2.architecture",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_5_text": "qwen3_5",
     "qwen4_exp": "qwen4_exp.architecture",
     "qwen4_exp_text": "qwen4_exp.architecture",
 }

@@ -1,15 +1,17 @@
 """Qwen3.5 dense: Qwen3-Next with a linear for each part of the linear attention, and a vision
-tower, which is copied.
+tower, which is copied. A text model may also be published alone (model_type ends in _text), as
+Qwen3.8-2.4T-A95B is.
 
 The text model is computed. Rotary embeddings with three axes (mrope) reduce to ordinary ones for
 text, whose tokens have the same position on all axes. The MTP layer (mtp.*) is copied for engines
 that run it; transformers has no forward of it.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from quantkit.models import gqa
-from quantkit.models.config import check_flag, refusal
+from quantkit.models.config import DECIDED, check_flag, refusal
 from quantkit.models.gqa import MtpLayer
 from quantkit.models.hf_fallback import HfFallback
 from quantkit.models.qwen3_next import DEFAULTS, ROTARY_SHARE, read_delta_net
@@ -27,15 +29,26 @@ _KV_HEADS = 4
 """transformers' default."""
 
 
-def _rename(name: str) -> str:
-    return (
-        f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
-    )
+@dataclass(frozen=True)
+class TextConfig(gqa.Config):
+    """flat: a text model alone, without `language_model` in its names."""
+
+    flat: Annotated[bool, DECIDED] = False
+
+    def name(self, name: str) -> str:
+        """Name in the checkpoint of a tensor or module of the text model."""
+        outer = name.startswith("model.") and not self.flat
+        return f"model.language_model.{name.removeprefix('model.')}" if outer else name
+
+
+def is_flat(config: dict[str, Any]) -> bool:
+    """Whether config.json is that of a text model alone."""
+    return str(config.get("model_type")).endswith("_text")
 
 
 def read_text(config: dict[str, Any]) -> dict[str, Any]:
     """The text model's part of config.json. Raises QuantkitError where there is none."""
-    text = config.get("text_config")
+    text = config if is_flat(config) else config.get("text_config")
     if not isinstance(text, dict):
         raise refusal("text_config", text, "an object")
     return {
@@ -73,26 +86,27 @@ def read_decoder(text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class Config(gqa.Config):
+class Config(TextConfig):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
-        return cls(**read_decoder({"num_key_value_heads": _KV_HEADS, **read_text(config)}))
+        text = {"num_key_value_heads": _KV_HEADS, **read_text(config)}
+        return cls(**read_decoder(text), flat=is_flat(config))
 
 
-def parameters(config: gqa.Config) -> list[Parameter]:
+def parameters(config: TextConfig) -> list[Parameter]:
     """The text model's tensors, in the order of a forward pass."""
-    return rename_rows(gqa.parameters(config), _rename)
+    return rename_rows(gqa.parameters(config), config.name)
 
 
-def scale_groups(config: gqa.Config, layer: int) -> list[ScaleGroup]:
-    return rename_groups(gqa.scale_groups(config, layer), _rename)
+def scale_groups(config: TextConfig, layer: int) -> list[ScaleGroup]:
+    return rename_groups(gqa.scale_groups(config, layer), config.name)
 
 
 class DecoderLayer(gqa.DecoderLayer):
-    def __init__(self, config: gqa.Config, layer: int, weights: Weights) -> None:
-        super().__init__(config, layer, RenamedWeights(weights, _rename))
+    def __init__(self, config: TextConfig, layer: int, weights: Weights) -> None:
+        super().__init__(config, layer, RenamedWeights(weights, config.name))
 
 
 class Model(gqa.Model):
-    def __init__(self, config: gqa.Config, weights: Weights) -> None:
-        super().__init__(config, RenamedWeights(weights, _rename))
+    def __init__(self, config: TextConfig, weights: Weights) -> None:
+        super().__init__(config, RenamedWeights(weights, config.name))

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from quantkit.models import gqa
 from quantkit.models.config import check_count
 from quantkit.models.hf_fallback import HfFallback
 from quantkit.models.mlp import MixtureNames, read_routing
@@ -10,6 +9,8 @@ from quantkit.models.qwen3_5 import (
     DecoderLayer,
     Model,
     MtpLayer,
+    TextConfig,
+    is_flat,
     parameters,
     read_decoder,
     read_text,
@@ -21,7 +22,7 @@ __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_g
 FALLBACK = HfFallback()
 
 
-class Config(gqa.Config):
+class Config(TextConfig):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         text = read_text(config)
@@ -33,4 +34,5 @@ class Config(gqa.Config):
             shared_width=check_count(
                 "shared_expert_intermediate_size", text.get("shared_expert_intermediate_size")
             ),
+            flat=is_flat(config),
         )

@@ -36,6 +36,8 @@ OTHER_CACHES = {
     "qwen3_next",
     "qwen3_5_moe",
     "qwen3_5",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen4_exp",
     "qwen4_exp_text",
     "kimi_linear",

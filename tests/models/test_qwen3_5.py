@@ -36,6 +36,13 @@ def test_logits_equal_transformers(kind, extra):
     assert {row.name: row.shape for row in architecture.parameters(made)} == {
         name: tuple(one.shape) for name, one in tensors.items()
     }
+    flat = {name.replace("language_model.", ""): one for name, one in tensors.items()}
+    text = config["text_config"]
+    alone = find_architecture(text).Config.from_dict(text)
+    with torch.no_grad(), asked("reference"):
+        model = architecture.Model(alone, PlainWeights(flat))
+        assert torch.equal(model.logits(model(token_ids, CausalContext([50]))), logits)
+    assert {row.name for row in architecture.parameters(alone)} == {*flat}
 
 
 def test_stacked_experts_are_those_of_one_by_one(tmp_path):

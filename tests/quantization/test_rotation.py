@@ -45,7 +45,7 @@ REFUSED = {
             *("qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v4", "openpangu_v2", "hy_v4"),
             "deepseek_v41",
             "kimi_k3",
-            *("qwen4_exp", "qwen4_exp_text"),
+            *("qwen4_exp", "qwen4_exp_text", "qwen3_5_text", "qwen3_5_moe_text"),
         ],
         VALUES,  # biases, gates, or a convolution of each channel
     ),

@@ -48,6 +48,12 @@ def peer(model_type, **extra):
     return model
 
 
+def without_file(monkeypatch, model_type):
+    """As if quantkit had no file of the architecture, where it has one."""
+    others = tuple(one for one in ARCHITECTURES if one != model_type)
+    monkeypatch.setattr("quantkit.models.ARCHITECTURES", others)
+
+
 def written(model, path):
     as_it_is = model.config.model_type in (*STACKED, "longcat_flash")
     tensors = (
@@ -143,9 +149,8 @@ def test_the_report_says_of_the_output_what_transformers_says(
     model_type, scheme, extra, tmp_path, monkeypatch
 ):
     """KL on the held-out text, computed once more by transformers' whole model over what was
-    written. A model that has a file of its own is traced here, too."""
-    others = tuple(one for one in ARCHITECTURES if one != model_type)
-    monkeypatch.setattr("quantkit.models.ARCHITECTURES", others)
+    written."""
+    without_file(monkeypatch, model_type)
     model, told = peer(model_type, **extra), []
     source = written(model, tmp_path / model_type)
     report = run(source, tmp_path / "out", scheme, told)
@@ -235,8 +240,9 @@ def test_what_was_made_is_measured_and_run(model_type, scheme, tmp_path):
     ("model_type", "extra", "refused"), TRACED["run"], ids=[case[0] for case in TRACED["run"]]
 )
 def test_what_is_not_calibrated_runs_as_transformers_computes_it(
-    model_type, extra, refused, tmp_path
+    model_type, extra, refused, tmp_path, monkeypatch
 ):
+    without_file(monkeypatch, model_type)
     model = peer(model_type, **extra)
     source = written(model, tmp_path / model_type)
     (done,) = open_engine(EngineOptions(source, device="cpu")).generate(

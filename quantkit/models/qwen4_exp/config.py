@@ -17,7 +17,7 @@ from quantkit.models.config import (
     refuse_other_values,
 )
 from quantkit.models.mlp import MixtureNames, read_routing
-from quantkit.models.qwen3_5 import ROPES, plain_ropes
+from quantkit.models.qwen3_5 import ROPES, TextConfig, is_flat, plain_ropes, read_text
 from quantkit.models.qwen3_next import ROTARY_SHARE, read_delta_net
 from quantkit.models.qwen4_exp.gated_streams import GatedStreamSizes
 from quantkit.models.qwen4_exp.ngrams import TABLE, NGramSizes
@@ -40,15 +40,14 @@ _COMPUTED: dict[str, Any] = {"hidden_act": "silu", "indexer_kv_heads": 1}
 _INDEXER = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
 _FULL, _LINEAR = "full_attention", "linear_attention"
 _ALIASES = {"indexed_attention": _FULL, "qwen_sparse_attention": _FULL}
-_TEXT, _SHARE = "qwen4_exp_text", "partial_rotary_factor"
-_OUTER = "model.language_model."
+_SHARE = "partial_rotary_factor"
 
 
 @dataclass(frozen=True)
-class Config(gqa.Config):
+class Config(TextConfig):
     """hc_count: residual streams; hc_lowrank: inner width of the gates of their input. indexer_*:
     heads and width of the indexer, tokens that share a key, tokens selected. ngrams: sizes of the
-    n-gram tables, by layer. flat: a text model alone, without `language_model` in its names."""
+    n-gram tables, by layer."""
 
     hc_count: int = 4
     hc_lowrank: int = 320
@@ -57,26 +56,19 @@ class Config(gqa.Config):
     indexer_budget: int = 1
     indexer_compress_ratio: int = 1
     ngrams: Annotated[Mapping[int, NGramSizes], DECIDED] = field(default_factory=dict)
-    flat: Annotated[bool, DECIDED] = False
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
-        """From config.json, whose text model is in text_config or at the top. Raises QuantkitError
-        where a required field is missing or a value is not computed here."""
-        text = config if config.get("text_config") is None else config["text_config"]
-        if not isinstance(text, dict):
-            raise refusal("text_config", text, "an object")
+        """From config.json. Raises QuantkitError where a required field is missing or a value is
+        not computed here."""
+        text = read_text(config)
         given = {key: value for key, value in text.items() if value is not None}
         text = _DEFAULTS | plain_ropes(given)
         refuse_other_values(text, _COMPUTED, "Qwen3.8-Flash-Next")
         refuse_windows({key: value for key, value in text.items() if key != "layer_types"})
         width = check_count("moe_intermediate_size", text["moe_intermediate_size"])
-        tied = check_flag(
-            config, "tie_word_embeddings", default=check_flag(text, "tie_word_embeddings")
-        )
         values = gqa.read_config(
-            {**text, "intermediate_size": width, "tie_word_embeddings": tied},
-            partial_rotary_factor=ROTARY_SHARE,
+            {**text, "intermediate_size": width}, partial_rotary_factor=ROTARY_SHARE
         )
         if not any(_SHARE in (text.get(place) or {}) for place in ROPES) and _SHARE not in text:
             place = "rope_parameters"
@@ -106,7 +98,7 @@ class Config(gqa.Config):
             norm_offset=1.0,
             copied_prefixes=("mtp.", "model.visual."),
             ngrams=_read_ngrams(text, values["hidden_size"], kinds),
-            flat=config.get("model_type") == _TEXT,
+            flat=is_flat(config),
         )
         if made.hc_count < 2:
             raise refusal("hc_count", made.hc_count, "at least 2 residual streams")
@@ -140,11 +132,6 @@ class Config(gqa.Config):
             for layer, sizes in self.ngrams.items()
             for number, one in sizes.windows(layer, self.hc_count * self.hidden_size).items()
         }
-
-    def name(self, name: str) -> str:
-        """Name in the checkpoint of a tensor or module of the text model."""
-        outer = name.startswith("model.") and not self.flat
-        return f"{_OUTER}{name.removeprefix('model.')}" if outer else name
 
 
 def _read_kinds(text: dict[str, Any], num_layers: int) -> list[str] | None:
