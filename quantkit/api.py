@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quantkit.grids.schemes import Scheme
     from quantkit.planning.plan import Plan
     from quantkit.quantization.convert import ConversionReport
-    from quantkit.quantization.run import QuantizationReport
+    from quantkit.quantization.result import QuantizationReport
 
 
 @documented(QuantizeOptions)
@@ -49,7 +49,7 @@ def quantize(
     from quantkit.checkpoint.hub import find_model, model_basename
     from quantkit.common.sizes import parse_bytes
     from quantkit.quantization import run
-    from quantkit.quantization.job import read_request, read_scheme
+    from quantkit.quantization.request import read_request, read_scheme
 
     options = read_options(QuantizeOptions, options, keywords)
     chosen, recipe, mixture = read_scheme(scheme, options)
@@ -71,7 +71,6 @@ def quantize(
             load_settings(source, recipe, calibration=text),
             engine=options.engine,
             mixture=mixture,
-            sensitivities=options.sensitivities,
             device=options.device,
             memory=parse_bytes(memory) if isinstance(memory, str) else memory,
             overwrite=options.overwrite,

@@ -36,9 +36,9 @@ from quantkit.guide.options import GoOptions
 from quantkit.guide.proposal import QUANTKIT
 from quantkit.guide.record import Agreed, Record
 from quantkit.planning.devices import Devices
-from quantkit.quantization.job import NO_MIXTURE, read_scheme
 from quantkit.quantization.options import QuantizeOptions
 from quantkit.quantization.report import judge, read_findings
+from quantkit.quantization.request import NO_MIXTURE, read_scheme
 from quantkit.tokenizer.chat import ChatTokenizer
 
 STEPS = ("quantize", "measure", "score", "launch")

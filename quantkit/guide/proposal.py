@@ -24,8 +24,9 @@ from quantkit.planning.devices import Devices
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import Plan, plan
 from quantkit.quantization.cost import Rate, RunWork, expected_seconds
-from quantkit.quantization.job import JobRequest, open_job, read_request, read_scheme
+from quantkit.quantization.job import open_job
 from quantkit.quantization.report import FAR
+from quantkit.quantization.request import JobRequest, read_request, read_scheme
 
 QUANTKIT = "quantkit"
 """The engine that serves on a CPU: this package."""

@@ -18,7 +18,8 @@ from quantkit.guide.job import DOCUMENTS, GoRequest, run_bytes
 from quantkit.guide.proposal import Proposal, SchemeCandidate, candidates, choose_candidate
 from quantkit.planning.plan import Plan
 from quantkit.quantization.cost import RunWork, comparison_work, measure_rate
-from quantkit.quantization.job import open_job, read_request, read_scheme
+from quantkit.quantization.job import open_job
+from quantkit.quantization.request import read_request, read_scheme
 from quantkit.tokenizer.chat import ChatTokenizer
 
 TIME_FACTOR = 1.5

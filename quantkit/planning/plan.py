@@ -38,7 +38,6 @@ from quantkit.quantization.bit_allocation import (
     GridOptions,
     PlannedSize,
     SizeCurve,
-    check_sensitivities_option,
     plan_sizes,
     read_sensitivities,
 )
@@ -51,8 +50,9 @@ from quantkit.quantization.cost import (
     job_work,
     measure_rate,
 )
-from quantkit.quantization.job import Job, open_job, read_request, read_scheme
+from quantkit.quantization.job import Job, open_job
 from quantkit.quantization.memory import Peak, expected_peak
+from quantkit.quantization.request import read_request, read_scheme
 
 PREFILL_TOKENS = 2048
 """Prompt tokens per step, the executor's default."""
@@ -296,9 +296,8 @@ def plan(
     recipe's maximum. Raises QuantkitError where quantize() would refuse the source.
     """
     scheme, settings, mixture = read_scheme(scheme, options)
-    sensitivities, layout = options.sensitivities, options.layout
+    layout = options.layout
     context, redundant, dp = options.context, options.redundant, options.dp
-    check_sensitivities_option(sensitivities, mixture)
     if layout is not None and options.cache is not None:
         remedy = (
             "leave out --cache; --scheme int8-a8w8c8 has the scales of an 8-bit "
@@ -319,7 +318,7 @@ def plan(
     check_experts(job.rows, dp)
     if redundant and all(row.expert is None for row in job.rows):
         raise QuantkitError("the model has no routed experts to copy", "leave out --redundant")
-    choice = _choose(job, sensitivities, target, serving) if mixture.chooses else None
+    choice = _choose(job, target, serving) if mixture.chooses else None
     job = choice.job if choice else job
     rows = [(row, job.stored_bytes(row, job.grids.get(row.module))) for row in job.rows]
     output = sum(nbytes for _, nbytes in rows)
@@ -406,12 +405,10 @@ def _read_request(
     return RequestSizes(context, redundant, bits, data=dp > 1, draft=draft_model)
 
 
-def _choose(
-    job: Job, sensitivities: Path | None, devices: Devices, serving: RequestSizes
-) -> SizeCurve:
+def _choose(job: Job, devices: Devices, serving: RequestSizes) -> SizeCurve:
     """Grids for the linears, and the sizes of alternatives."""
-    options = GridOptions(job)
-    measured = None if sensitivities is None else read_sensitivities(sensitivities)
+    options, path = GridOptions(job), job.request.mixture.sensitivities
+    measured = None if path is None else read_sensitivities(path)
 
     def holds(rows: list[tuple[Parameter, int]], count: int) -> bool:
         return _fit_devices(rows, options.job, replace(devices, count=count), serving)[0]

@@ -1,6 +1,6 @@
 """From a checkpoint to a quantized checkpoint, and from one format to another.
 
-run               quantize(); job: the validated request, also for plan(); checks: validation of the source
+run, result       quantize(); request, job: what to quantize and how, also for plan(); checks: the source
 rtn               round-to-nearest without calibration
 mixed_precision   --keep and --preset; bit_allocation, allocation: --bits and --size
 pruning           removing routed experts
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 __all__ = ["QuantizationReport", "quantize"]
 
 if TYPE_CHECKING:
-    from quantkit.quantization.run import QuantizationReport, quantize
+    from quantkit.quantization.result import QuantizationReport
+    from quantkit.quantization.run import quantize
 else:
 
     def __getattr__(name: str) -> object:

@@ -23,7 +23,7 @@ from quantkit.models.table import Parameter
 from quantkit.quantization.allocation import Allocation, Allocator, CurvePoint, Option
 from quantkit.quantization.fitting import GROUP_SIZES, INT8, Allowed, in_groups_of
 from quantkit.quantization.job import Job
-from quantkit.quantization.mixed_precision import FP8, Mixture, is_fp8
+from quantkit.quantization.mixed_precision import FP8, is_fp8
 
 FINE_GROUP = 32
 """Group size of the finer int4."""
@@ -251,15 +251,6 @@ def _lacks(what: str) -> QuantkitError:
         f"the sensitivities lack {what}",
         "measure them on this model for this engine: leave out --sensitivities",
     )
-
-
-def check_sensitivities_option(sensitivities: Path | None, mixture: Mixture) -> None:
-    """Raises QuantkitError if sensitivities are given and no grid is chosen."""
-    if sensitivities is not None and not mixture.chooses:
-        raise QuantkitError(
-            "sensitivities are for grids that are chosen",
-            "give --bits or --size with --sensitivities",
-        )
 
 
 def read_sensitivities(path: Path, source: str | None = None) -> Sensitivities:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, cast
 
 from quantkit.calibrate.sensitivity import linear_groups
@@ -222,8 +223,8 @@ class Mixture:
     keep: kinds of sublayer that stay as in the source. preset: one of PRESETS. bits: per weight on
     average, over the linears that may be quantized, scales included; size: bytes of the output;
     with either of them grids are chosen. read_weight: from 0, where a grid's cost is its bytes
-    stored, to 1, where it is its bytes read for a token. ignore: patterns of modules that keep 16
-    bits; override: grids of others.
+    stored, to 1, where it is its bytes read for a token; sensitivities: a file of an earlier run, None
+    to measure them. ignore: patterns of modules that keep 16 bits; override: grids of others.
     """
 
     keep: tuple[str, ...] = ()
@@ -233,6 +234,7 @@ class Mixture:
     read_weight: float = 0.0
     ignore: tuple[str, ...] = ()
     override: tuple[Override, ...] = ()
+    sensitivities: Path | None = None
 
     def __post_init__(self) -> None:
         """Raises QuantkitError for options that are invalid for any model."""
@@ -268,6 +270,11 @@ class Mixture:
             raise QuantkitError(
                 f"--read-weight {self.read_weight:g} is not between 0 and 1",
                 "0 counts bytes stored, 1 bytes read",
+            )
+        if self.sensitivities is not None and not self.chooses:
+            raise QuantkitError(
+                "sensitivities are for grids that are chosen",
+                "give --bits or --size with --sensitivities",
             )
         if self.read_weight and not self.chooses:
             raise QuantkitError(

@@ -6,7 +6,7 @@ from typing import Any
 
 from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.grids.schemes import SCHEMES
-from quantkit.quantization.job import JobRequest
+from quantkit.quantization.request import JobRequest
 
 _OPTIONS = {"scheme", "calibration", "samples", "seq_len", "seed", "group_size", "prune"}
 _OPTIONS |= {"ignore", "override"}

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,9 +28,8 @@ from quantkit.checkpoint.pruned import PrunedCheckpoint
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
 from quantkit.common.devices import describe_hardware, select_device
-from quantkit.common.plots import check_drawable, layer_plot
+from quantkit.common.plots import check_drawable
 from quantkit.common.progress import Note, OnEvent, Progress, ignore_event, peak_memory
-from quantkit.common.result import Result
 from quantkit.common.sizes import format_bytes, format_duration
 from quantkit.grids.base import grid_label
 from quantkit.grids.schemes import Scheme
@@ -39,8 +37,6 @@ from quantkit.models.expert_counts import FILE_NAME, ExpertCounts
 from quantkit.quantization.bit_allocation import (
     GridAssignment,
     GridOptions,
-    check_sensitivities_option,
-    describe_grids,
     read_sensitivities,
 )
 from quantkit.quantization.cost import (
@@ -51,7 +47,7 @@ from quantkit.quantization.cost import (
     measure_rate,
     unit_shares,
 )
-from quantkit.quantization.job import NO_MIXTURE, Coverage, Job, JobRequest, open_job, read_request
+from quantkit.quantization.job import Job, open_job
 from quantkit.quantization.memory import Peak, check_memory, expected_peak
 from quantkit.quantization.mixed_precision import Mixture
 from quantkit.quantization.model_card import NAME as CARD
@@ -63,10 +59,11 @@ from quantkit.quantization.report import (
     RunDescription,
     RunFacts,
     describe_drafts,
-    judge,
     read_findings,
     report_files,
 )
+from quantkit.quantization.request import NO_MIXTURE, JobRequest, read_request
+from quantkit.quantization.result import QuantizationReport
 from quantkit.quantization.rtn import round_units
 from quantkit.quantization.sensitivity_run import NAME, find_sensitivities, sensitivities_path
 from quantkit.quantization.usage import RunUsage
@@ -74,101 +71,6 @@ from quantkit.tokenizer.chat import ChatTokenizer
 
 _LONG_S = 60
 """From which an expected time is worth a line."""
-
-
-@dataclass(frozen=True, repr=False)
-class QuantizationReport(Result):
-    """Result of a run. Bytes are of tensors; seconds and peak_memory, the largest resident set,
-    are those of a resumed run as a whole; planned_memory is the expected one."""
-
-    out: Path
-    scheme: str
-    format: str
-    source_bytes: int
-    output_bytes: int
-    seconds: float
-    peak_memory: int
-    planned_memory: int
-    calibration_tokens: int
-    findings: Findings
-    coverage: Coverage
-    pruned: str = ""
-    """How many routed experts a layer keeps, in words, if some were pruned."""
-    allocation: dict[str, Any] | None = None
-    """`GridAssignment.account`, if grids were chosen."""
-    done_already: bool = False
-    """`out` was already complete, from the same source and settings."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Without the findings of single linears, which are in report.json."""
-        fields = {
-            key: value for key, value in vars(self).items() if key not in ("findings", "coverage")
-        }
-        if self.allocation is None:
-            del fields["allocation"]
-        fields |= {"quantized_share": self.coverage.share, "left": self.coverage.left}
-        return fields | {
-            "mean_error": self.findings.mean_error,
-            "next_token": self.findings.next_token,
-            "out": str(self.out),
-        }
-
-    @property
-    def _verdict(self) -> str:
-        found = self.findings.next_token
-        if not found:
-            return (
-                "not measured: no text was held out; quantkit ppl measures the distance to the "
-                "source"
-            )
-        return judge(
-            found["kl"], found["top1_agree"], int(found["tokens"]), found.get("plain_kl")
-        ).sentence
-
-    @property
-    def heading(self) -> str:
-        return f"{self.out} as {self.scheme}"
-
-    def facts(self) -> list[tuple[str, str]]:
-        drafts = describe_drafts(self.findings.next_token)
-        return [
-            ("verdict", self._verdict),
-            ("written to", f"{self.out} ({self.format})"),
-            ("size", f"{format_bytes(self.output_bytes)}, from {format_bytes(self.source_bytes)}"),
-            *(
-                [("routed experts", f"{self.pruned}; what that loses is in the KL")]
-                if self.pruned
-                else []
-            ),
-            ("quantized", str(self.coverage)),
-            *([] if self.allocation is None else [("grids", describe_grids(self.allocation))]),
-            ("time", format_duration(self.seconds)),
-            (
-                "peak memory",
-                f"{format_bytes(self.peak_memory)}, planned {format_bytes(self.planned_memory)}",
-            ),
-            ("calibration", f"{self.calibration_tokens:,} tokens"),
-            ("mean output error", f"{self.findings.mean_error:.2e}"),
-            *([("accepted drafts", drafts)] if drafts else []),
-            ("report", str(self.out / "report.html")),
-        ]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """A row for each linear: its error, as in `LinearResult`, and its method."""
-        errors, methods = self.findings.errors, self.findings.methods
-        return [
-            {"module": module, "error": error, "method": methods.get(module)}
-            for module, error in errors.items()
-        ]
-
-    def pictures(self) -> list[str]:
-        """The error of the hidden states after each layer, with held-out text."""
-        layers = {
-            int(layer): error
-            for layer, error in self.findings.hidden_error.items()
-            if not math.isnan(error)
-        }
-        return [layer_plot(layers, "squared error over squared norm", log=True)] if layers else []
 
 
 def quantize(
@@ -180,7 +82,6 @@ def quantize(
     *,
     engine: str | None = None,
     mixture: Mixture = NO_MIXTURE,
-    sensitivities: Path | None = None,
     device: str = "auto",
     memory: int | None = None,
     overwrite: bool = False,
@@ -190,19 +91,17 @@ def quantize(
     """Quantize the checkpoint `source` into the directory `out`.
 
     format: a format's command-line name, or "auto" for the scheme's first. engine: write what this
-    engine loads, or refuse. mixture: linears that stay as they are, or are on other grids;
-    sensitivities: measured for that by an earlier run. recipe.calibration: a file or data set, None
-    for quantkit's own text; not used by schemes without calibration; records: in its place, which
-    it then names. memory: bytes of host memory
+    engine loads, or refuse. mixture: linears that stay as they are, or are on other grids.
+    recipe.calibration: a file or data set, None for quantkit's own text; not used by schemes
+    without calibration; records: in its place, which it then names. memory: bytes of host memory
     that the run must not exceed. Raises QuantkitError before any long work if the source, the
     recipe, the memory or the target do not fit; a stopped run resumes when it is called again with
     the same arguments, and a complete one returns its report.
     """
     start, ranks = time.perf_counter(), Ranks.join()
     check_drawable()
-    inputs = [source, *(Path(one) for one in (recipe.calibration, sensitivities) if one)]
+    inputs = [source, *(Path(one) for one in (recipe.calibration, mixture.sensitivities) if one)]
     prepare(out, inputs, ranks.rank)
-    check_sensitivities_option(sensitivities, mixture)
     request = read_request(scheme, format, engine, recipe, mixture)
     run = _checked(source, request, engine, memory, records)
     where = select_device(device)
@@ -213,7 +112,7 @@ def quantize(
             run,
             run.options,
             out,
-            sensitivities,
+            mixture.sensitivities,
             ranks,
             where,
             on_event if ranks.is_main else ignore_event,

@@ -14,7 +14,7 @@ from quantkit.grids.schemes import find_scheme
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quant.gptq import Curvature, damp_
-from quantkit.quantization.job import read_request
+from quantkit.quantization.request import read_request
 
 K, N, T = 24, 10, 4096
 METHODS = ("awq", "gptq", "drift")

@@ -29,7 +29,8 @@ from quantkit.engines.profiles import engine_names
 from quantkit.grids.schemes import SCHEMES
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
-from quantkit.quantization.job import open_job, read_request
+from quantkit.quantization.job import open_job
+from quantkit.quantization.request import read_request
 from quantkit.quantization.run import quantize
 
 LEAST = 0.98

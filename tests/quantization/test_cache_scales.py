@@ -32,8 +32,8 @@ from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
 from quantkit.quantization.convert import convert
-from quantkit.quantization.job import read_scheme
 from quantkit.quantization.options import QuantizeOptions
+from quantkit.quantization.request import read_scheme
 
 SMALL = small_recipe.SMALL | {"samples": 10, "held_out": 4, "seq_len": 48, "min_expert_tokens": 32}
 

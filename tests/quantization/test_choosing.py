@@ -27,8 +27,9 @@ from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
 from quantkit.quantization.bit_allocation import GridOptions
-from quantkit.quantization.job import open_job, read_request
+from quantkit.quantization.job import open_job
 from quantkit.quantization.mixed_precision import Mixture
+from quantkit.quantization.request import read_request
 from quantkit.quantization.sensitivity_run import sensitivities_path
 
 SMALL = small_recipe.SMALL | {"held_out": 1, "seq_len": 64, "scale_points": 2}
@@ -135,7 +136,7 @@ def test_a_stopped_run_measures_no_layer_twice_and_nothing_is_left_beside(chosen
 def test_it_writes_the_same_bytes_from_a_file_of_sensitivities(source, text, chosen, tmp_path):
     shutil.copy(chosen[0].out / "sensitivities.json", tmp_path / "s.json")
     again = run(
-        source, tmp_path / "out", text, Mixture(bits=5.0), sensitivities=tmp_path / "s.json"
+        source, tmp_path / "out", text, Mixture(bits=5.0, sensitivities=tmp_path / "s.json")
     )
     assert files(again.out) == files(chosen[0].out)
     planned = plan(
@@ -226,17 +227,10 @@ def test_sensitivities_of_another_model_are_refused(source, text, chosen, tmp_pa
             tmp_path / "other",
             tmp_path / "o",
             text,
-            Mixture(bits=5.0),
-            sensitivities=chosen[0].out / "sensitivities.json",
+            Mixture(bits=5.0, sensitivities=chosen[0].out / "sensitivities.json"),
         )
     with refused("give --bits or --size"):
-        run(
-            source,
-            tmp_path / "o",
-            text,
-            Mixture(),
-            sensitivities=chosen[0].out / "sensitivities.json",
-        )
+        Mixture(sensitivities=chosen[0].out / "sensitivities.json")
     assert not sensitivities_path(tmp_path / "o").exists()
 
 

@@ -26,8 +26,9 @@ from quantkit.models.stored_parameters import read_model
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
-from quantkit.quantization.job import open_job, read_request
+from quantkit.quantization.job import open_job
 from quantkit.quantization.mixed_precision import Mixture, kept_grids
+from quantkit.quantization.request import read_request
 
 SMALL = small_recipe.SMALL | {"samples": 4, "seq_len": 48, "min_expert_tokens": 32}
 CONFIG = make_model.tiny_config(num_hidden_layers=2, **make_model.NARROW)

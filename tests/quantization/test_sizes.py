@@ -21,7 +21,8 @@ from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
 from quantkit.planning.plan import plan
 from quantkit.quantization.convert import convert
-from quantkit.quantization.job import open_job, read_request
+from quantkit.quantization.job import open_job
+from quantkit.quantization.request import read_request
 from quantkit.quantization.run import quantize
 
 ODD = {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}

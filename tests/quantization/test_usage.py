@@ -16,8 +16,9 @@ from quantkit.quantization.cost import (
     measure_rate,
     unit_shares,
 )
-from quantkit.quantization.job import open_job, read_request, read_scheme
+from quantkit.quantization.job import open_job
 from quantkit.quantization.options import QuantizeOptions
+from quantkit.quantization.request import read_request, read_scheme
 from quantkit.quantization.usage import RunUsage
 
 
