@@ -49,7 +49,13 @@ from quantkit_kernels.samples import random_weight
 from quantkit_kernels.timing import read_bandwidth, seconds_per_call
 from torch import Tensor
 
-from quantkit.executor.cache.cache import BLOCK_SIZE, CacheCodes, PagedCache, cache_dtype
+from quantkit.executor.cache.cache import (
+    BLOCK_SIZE,
+    CacheCodes,
+    OtherCaches,
+    PagedCache,
+    cache_dtype,
+)
 from quantkit.executor.cache.compressed_kv import CompressedKVCache
 from quantkit.executor.cache.sequence_state import RecurrentStates
 from quantkit.executor.runner.decode_batch import DecodeRows
@@ -139,8 +145,9 @@ class StepBench:
             else CacheCodes(codes, 0 if latent else self.config.cache.kv_heads),
             layer_index=net and net.attention_layer_places(self.config.num_hidden_layers),
             index_dim=self.config.cache.index_dim if latent else 0,
-            recurrent_states=net and RecurrentStates(net, max(options.concurrency), device),
-            compressed_kv=compressed or None,
+            others=OtherCaches(
+                net and RecurrentStates(net, max(options.concurrency), device), compressed or None
+            ),
         )
         fill_cache(self.cache)
         self._capture = (

@@ -32,6 +32,7 @@ def deploy(
     """
     from quantkit.checkpoint.reader import open_headers
     from quantkit.deploy.formats import find_format
+    from quantkit.deploy.launch import Network
     from quantkit.deploy.launch import deploy as plan
     from quantkit.planning.devices import read_devices
 
@@ -41,17 +42,16 @@ def deploy(
     machine: dict[str, Any] = {"boxes": options.boxes}
     if given is not None:
         machine |= {"devices": given.count, "device": given.device}
+    hosts = [host.strip() for host in options.hosts.split(",")] if options.hosts else None
     planned = plan(
         checkpoint,
         engine,
         layout=layout,
         context=options.context,
-        hosts=[host.strip() for host in options.hosts.split(",")] if options.hosts else None,
-        nic=options.nic,
+        network=Network(hosts, options.nic, format.scheduled),
         memory_gib=(given.memory_bytes / 2**30 or None) if given is not None else None,
         draft_length=options.draft_length,
         name=model_basename(model),
-        placed=format.placed,
         **machine,
     )
     if planned.refusal is not None:

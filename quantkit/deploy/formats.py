@@ -39,11 +39,11 @@ _PLACED_BY_RAY = re.compile(
 
 @dataclass(frozen=True)
 class Format:
-    """write: the files of a launch, as text. placed: the boxes are chosen by the program that reads
+    """write: the files of a launch, as text. scheduled: the boxes are chosen by the program that reads
     them. note: how they are used."""
 
     write: Callable[[Deployment], list[str]]
-    placed: bool = False
+    scheduled: bool = False
     note: str = ""
 
 
@@ -52,7 +52,7 @@ def find_format(name: str, *, hosts: bool) -> Format:
     if name not in FORMATS:
         raise UsageError(f"format {name!r} is not known", f"choose one of {', '.join(FORMATS)}")
     found = FORMATS[name]
-    if found.placed and hosts:
+    if found.scheduled and hosts:
         raise UsageError(f"--hosts does not go with --format {name}", "leave out --hosts")
     return found
 
@@ -322,19 +322,19 @@ FORMATS = {
     ),
     "k8s": Format(
         _k8s,
-        placed=True,
+        scheduled=True,
         note="kubectl apply -f - reads it. The model's folder must be on each node, and the key in "
         "a secret: kubectl create secret generic quantkit-api-key --from-literal=key=KEY.",
     ),
     "ray": Format(
         _ray,
-        placed=True,
+        scheduled=True,
         note="serve deploy FILE starts it on a running Ray cluster, whose nodes need vLLM and the "
         "model's folder. Ray Serve checks no API key: it listens on the head's loopback alone.",
     ),
     "slurm": Format(
         _slurm,
-        placed=True,
+        scheduled=True,
         note="sbatch reads it. The engine and the model's folder must be on each node. When one box "
         "has ended, the job ends.",
     ),

@@ -85,6 +85,28 @@ class Deployment:
         return {**asdict(self), "ready": self.ready}
 
 
+@dataclass(frozen=True)
+class Network:
+    """Where the machines are. hosts: their addresses in order of the roles, on which their servers
+    listen; by default a single machine listens on loopback, and its engine finds its own interface.
+    nic: their network interface. scheduled: a scheduler chooses the machines, whose addresses are
+    then in variables (BOX).
+
+    Raises QuantkitError for what is not an interface.
+    """
+
+    hosts: Sequence[str] | None = None
+    nic: str = "eth0"
+    scheduled: bool = False
+
+    def __post_init__(self) -> None:
+        if not _NIC.fullmatch(self.nic):
+            raise QuantkitError(
+                f"{self.nic!r} is not a network interface",
+                "give one that ip link lists, such as eth0",
+            )
+
+
 def deploy(
     model: Path | Checkpoint,
     engine: str,
@@ -94,12 +116,10 @@ def deploy(
     layout: str | None = None,
     device: Device | None = None,
     context: int | None = None,
-    hosts: Sequence[str] | None = None,
-    nic: str = "eth0",
+    network: Network = Network(),
     memory_gib: float | None = None,
     draft_length: int = 0,
     name: str | None = None,
-    placed: bool = False,
 ) -> Deployment:
     """Commands for every machine, and the memory of every role.
 
@@ -108,20 +128,12 @@ def deploy(
     with the fewest devices that the model divides into and fits in. layout: by name, such as
     "disaggregated-a2"; by default the one of `boxes` machines that runs prefill and decode
     together. context: tokens of the longest request, by default CONTEXT or the model's maximum.
-    hosts: addresses of the machines in order of the roles, on which their servers listen; by
-    default a single machine listens on loopback, and its engine finds its own interface. nic:
-    network interface of the machines. memory_gib: of one device, overriding the recipe's.
-    draft_length: draft tokens per step of the MTP layer. name: that clients use for the model, by
-    default the directory's. placed: a scheduler chooses the machines, whose addresses are then in
-    variables (BOX).
+    memory_gib: of one device, overriding the recipe's. draft_length: draft tokens per step of the
+    MTP layer. name: that clients use for the model, by default the directory's.
 
     Raises QuantkitError for an unknown engine or layout, or a wrong number of hosts.
     """
     recipe = find_recipe(engine, device)
-    if not _NIC.fullmatch(nic):
-        raise QuantkitError(
-            f"{nic!r} is not a network interface", "give one that ip link lists, such as eth0"
-        )
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
     problems = [
         problem
@@ -153,12 +165,10 @@ def deploy(
         recipe,
         tuple(problems),
         context or min(CONTEXT, max_length or CONTEXT),
-        None if hosts is None else tuple(hosts),
-        nic,
+        network,
         memory_gib or recipe.memory_gib,
         draft_length,
         name or model_basename(str(checkpoint.path)),
-        placed,
     )
     chosen = find_topology(engine, boxes, layout, device, devices)
     if devices is None and layout is None and chosen.boxes == 1:
@@ -186,12 +196,10 @@ class _Inputs:
     recipe: LaunchRecipe
     problems: tuple[LoadProblem, ...]
     context: int
-    hosts: tuple[str, ...] | None
-    nic: str
+    network: Network
     memory_gib: float
     draft_length: int
     name: str
-    placed: bool
 
     def on_fewest_devices(self, topology: Topology) -> tuple[int, Deployment] | None:
         """The layout on machines with the fewest devices; None if the model fits on none."""
@@ -217,8 +225,10 @@ class _Inputs:
                 return f"give --devices {found[0]}{self._kind()}"
         for layout in recipe.layouts:
             inputs, first = self, ""
-            if self.hosts is not None and len(self.hosts) != layout.boxes:
-                inputs, first = replace(self, hosts=None), "leave out --hosts and "
+            hosts = self.network.hosts
+            if hosts is not None and len(hosts) != layout.boxes:
+                network = replace(self.network, hosts=None)
+                inputs, first = replace(self, network=network), "leave out --hosts and "
             found = inputs.on_fewest_devices(layout) if len(layout.roles) == 1 else None
             if found is not None:
                 place = f"--layout {layout.name} --boxes {layout.boxes}"
@@ -249,11 +259,12 @@ class _Inputs:
     def fill(self, topology: Topology) -> Deployment:
         """The layout's commands, and the memory of its roles."""
         checkpoint, recipe, path = self.checkpoint, self.recipe, self.checkpoint.path
-        networked = self.placed or self.hosts is not None or topology.boxes > 1
+        given, scheduled = self.network.hosts, self.network.scheduled
+        networked = scheduled or given is not None or topology.boxes > 1
         if not networked:
             recipe = _without_network(recipe)
-        unnamed = BOX if self.placed else "box"
-        hosts = self.hosts or tuple(f"{unnamed}{number}" for number in range(topology.boxes))
+        unnamed = BOX if scheduled else "box"
+        hosts = given or tuple(f"{unnamed}{number}" for number in range(topology.boxes))
         _check_hosts(hosts, topology)
         rule = find_load(recipe.engine, checkpoint, recipe.device)
         heads = dict(zip([role.name for role in topology.roles], _first_hosts(topology, hosts)))
@@ -261,7 +272,7 @@ class _Inputs:
             "model": str(path.resolve() if checkpoint.has_weights else path),
             "name": self.name,
             "context": str(self.context),
-            "nic": self.nic,
+            "nic": self.network.nic,
             "first_host_in_url": host_in_url(hosts[0]),
             "listen": "$ip" if networked else "127.0.0.1",
             "guesses": str(self.draft_length),

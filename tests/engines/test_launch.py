@@ -22,7 +22,7 @@ from tiny_models import random_tensors as of_any
 from quantkit.checkpoint.formats import awq, compressed_int8, gptq
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.deploy.launch import deploy
+from quantkit.deploy.launch import Network, deploy
 from quantkit.engines.layouts import find_recipe, find_topology
 from quantkit.engines.memory import ParallelSizes, check_split, find_split_problem, fit
 from quantkit.grids.int_groups import IntGrid
@@ -136,7 +136,7 @@ def test_commands_use_options_the_engine_defines(int8, engine, device, layout):
 
 
 def test_box_layouts_and_quantization_options(int8):
-    two = deploy(int8, "vllm", boxes=2, hosts=["10.0.0.1", "10.0.0.2"], nic="bond0")
+    two = deploy(int8, "vllm", boxes=2, network=Network(["10.0.0.1", "10.0.0.2"], "bond0"))
     assert two.layout == "two-boxes"
     worker = two.launches[1].script()
     assert "--headless" in worker
@@ -172,7 +172,8 @@ def test_servers_listen_where_they_must_and_ask_for_a_key(int8, engine, device, 
 
 def test_one_box_with_an_address_listens_there(int8):
     given, alone = (
-        deploy(int8, "vllm", hosts=hosts).launches[0].script() for hosts in (["10.0.0.1"], None)
+        deploy(int8, "vllm", network=Network(hosts)).launches[0].script()
+        for hosts in (["10.0.0.1"], None)
     )
     assert "--host 10.0.0.1 " in given
     assert "VLLM_HOST_IP=10.0.0.1" in given
@@ -187,23 +188,26 @@ def test_an_engine_that_does_not_load_the_checkpoint_is_reported(tmp_path):
 
 
 def test_questions_without_an_answer(int8):
-    many = {"boxes": 2, "hosts": ["10.0.0.1", "10.0.0.1"]}
-    nic = "is not a network interface; give one that ip link lists"
+    many = {"boxes": 2, "network": Network(["10.0.0.1", "10.0.0.1"])}
     for engine, asked, told in (
         ("vllm", {"boxes": 3}, "no layout of 3 boxes"),
-        ("vllm", {"boxes": 2, "hosts": ["a"]}, "needs 2 boxes and 1 hosts"),
-        ("vllm", {"hosts": ["http://10.0.0.1:80"]}, "is not an address of a box; give a name or"),
+        ("vllm", {"boxes": 2, "network": Network(["a"])}, "needs 2 boxes and 1 hosts"),
+        (
+            "vllm",
+            {"network": Network(["http://10.0.0.1:80"])},
+            "is not an address of a box; give a name or",
+        ),
         ("vllm", many, r"10\.0\.0\.1 is given for two boxes"),
-        ("vllm", {"nic": "eth0; reboot"}, f"'eth0; reboot' {nic}"),
-        ("vllm", {"nic": ""}, f"'' {nic}"),
-        ("vllm", {"nic": "a/b"}, f"'a/b' {nic}"),
         ("chitu", {}, "no deployment recipe for chitu"),
         ("omni-infer", {"draft_length": 1}, "omni-infer has no options for speculative decoding"),
     ):
         with pytest.raises(QuantkitError, match=told):
             deploy(int8, engine, **asked)
-    assert deploy(int8, "vllm", boxes=2, hosts=["fe80::1", "node-2.local"]).launches
-    assert deploy(int8, "vllm", nic="^docker,lo").launches
+    for nic in ("eth0; reboot", "", "a/b"):
+        with pytest.raises(QuantkitError, match=f"'{nic}' is not a network interface; give one"):
+            Network(nic=nic)
+    assert deploy(int8, "vllm", boxes=2, network=Network(["fe80::1", "node-2.local"])).launches
+    assert deploy(int8, "vllm", network=Network(nic="^docker,lo")).launches
 
 
 def test_a_longer_request_than_the_model_accepts_is_reported(tmp_path):

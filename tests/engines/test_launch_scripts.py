@@ -20,7 +20,7 @@ from packed_model import write_packed
 from quantkit.checkpoint.formats import compressed_int8
 from quantkit.common.errors import QuantkitError
 from quantkit.deploy.formats import find_format
-from quantkit.deploy.launch import deploy
+from quantkit.deploy.launch import Network, deploy
 from quantkit.deploy.script import Launch
 from quantkit.engines.layouts import find_recipe, find_topology
 from quantkit.engines.profiles import Device
@@ -137,7 +137,7 @@ def address(word: str) -> str:
 @pytest.mark.parametrize("format", ["compose", "k8s", "slurm"])
 def test_other_formats_run_the_same_commands(odd, programs, format, engine, layout):
     asked = find_format(format, hosts=False)
-    made = deploy(odd, engine, layout=layout, placed=asked.placed)
+    made = deploy(odd, engine, layout=layout, network=Network(scheduled=asked.scheduled))
     (text,), launch, boxes = asked.write(made), made.launches[-1], {}
     if format == "slurm":
         shutil.copy(programs / "python", programs / "srun")
@@ -200,7 +200,7 @@ def test_ipv6_addresses_have_brackets_before_a_port(odd, engine, device, layout)
     brackets."""
     boxes = find_topology(engine, name=layout, device=device).boxes
     hosts = [f"fd00::{box + 1:x}" for box in range(boxes)]
-    made = deploy(odd, engine, layout=layout, device=device, hosts=hosts)
+    made = deploy(odd, engine, layout=layout, device=device, network=Network(hosts))
     for launch in made.launches:
         for environment, words in launch.commands:
             for told in (*words, *environment.values()):
@@ -212,14 +212,16 @@ def test_ipv6_addresses_have_brackets_before_a_port(odd, engine, device, layout)
 def test_what_is_no_address_of_a_box(odd):
     for host in ("-x", "", ".", "fd00::1::2", "10.0.0.256", "[fd00::1]", "a b"):
         with pytest.raises(QuantkitError, match="is not an address of a box"):
-            deploy(odd, "vllm", hosts=[host])
+            deploy(odd, "vllm", network=Network([host]))
     with pytest.raises(
         QuantkitError,
         match=r"0\.0\.0\.0 is not an address that other boxes can reach; give the address that the "
         r"box has",
     ):
-        deploy(odd, "vllm", boxes=2, hosts=["0.0.0.0", "10.0.0.2"])
-    assert "--host 0.0.0.0 " in deploy(odd, "vllm", hosts=["0.0.0.0"]).launches[0].script()
+        deploy(odd, "vllm", boxes=2, network=Network(["0.0.0.0", "10.0.0.2"]))
+    assert (
+        "--host 0.0.0.0 " in deploy(odd, "vllm", network=Network(["0.0.0.0"])).launches[0].script()
+    )
 
 
 def test_a_model_is_called_by_its_own_name(odd, tmp_path, monkeypatch):

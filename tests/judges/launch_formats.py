@@ -30,7 +30,7 @@ from vllm_server import APART, KEY, SETTINGS, Server
 from quantkit.checkpoint.formats import compressed_int8
 from quantkit.common.errors import UsageError
 from quantkit.deploy.formats import find_format
-from quantkit.deploy.launch import Deployment, deploy
+from quantkit.deploy.launch import Deployment, Network, deploy
 from quantkit.deploy.script import API_KEY
 from quantkit.engines.layouts import recipes
 from quantkit.grids.int_groups import IntGrid
@@ -80,7 +80,11 @@ def written(model, folder, format):
         for layout in recipe.layouts:
             asked = find_format(format, hosts=False)
             made = deploy(
-                model, recipe.engine, layout=layout.name, device=recipe.device, placed=asked.placed
+                model,
+                recipe.engine,
+                layout=layout.name,
+                device=recipe.device,
+                network=Network(scheduled=asked.scheduled),
             )
             name = f"{recipe.engine}-{recipe.device}-{layout.name}"
             try:

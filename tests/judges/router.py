@@ -20,7 +20,7 @@ from make_model import random_tensors, tiny_config
 from packed_model import write_packed
 
 from quantkit.checkpoint.formats import compressed_int8
-from quantkit.deploy.launch import deploy
+from quantkit.deploy.launch import Network, deploy
 from quantkit.deploy.script import API_KEY
 from quantkit.grids.int_groups import IntGrid
 
@@ -114,7 +114,9 @@ def router_launch(folder):
         compressed_int8.FORMAT,
         IntGrid(8, None, symmetric=True),
     )
-    made = deploy(model, "vllm", layout="prefill-decode", devices=1, hosts=[PREFILL, DECODE])
+    made = deploy(
+        model, "vllm", layout="prefill-decode", devices=1, network=Network([PREFILL, DECODE])
+    )
     (launch,) = [launch for launch in made.launches if launch.role == "router"]
     return launch
 

@@ -34,7 +34,7 @@ from judged import MAX_TOKENS, judge, prompts_of
 from vllm_server import deployed
 
 from quantkit.common.errors import QuantkitError
-from quantkit.deploy.launch import deploy
+from quantkit.deploy.launch import Network, deploy
 from quantkit.engines.layouts import LayoutRun, layout_runs
 
 CONTEXT = 1024
@@ -152,8 +152,7 @@ def deployments(path, name, cards):
         asked = {
             "boxes": topology.boxes,
             "devices": topology.devices or cards // topology.boxes // topology.times,
-            "hosts": addresses if topology.boxes > 1 else None,
-            "nic": "lo",
+            "network": Network(addresses if topology.boxes > 1 else None, "lo"),
             "draft_length": topology.guesses,
             "context": CONTEXT,
         }

@@ -70,6 +70,18 @@ def check_cache_dtype(cache: str | None, device: torch.device) -> torch.dtype | 
     return codes
 
 
+@dataclass(frozen=True)
+class OtherCaches:
+    """What layers keep that is not a vector per token. recurrent_states: of linear attention.
+    compressed_kv: of compressed attention. rotating_cache: inputs of short convolutions.
+    pooled_index: index keys of groups of tokens."""
+
+    recurrent_states: RecurrentStates | None = None
+    compressed_kv: CompressedKVCache | None = None
+    rotating_cache: RotatingCache | None = None
+    pooled_index: PooledIndexCache | None = None
+
+
 class PagedCache:
     """Storage: `layers[i]` is [num_blocks, block_size, width], or one tensor for each width in
     `parts`; with `codes`, `CodedLatents`, or `CodedKeys` with concatenated heads. dtype: of what is
@@ -79,9 +91,7 @@ class PagedCache:
     index_dim: width of the index keys of sparse attention, [num_blocks, block_size, index_dim] of
     `dtype` a layer; 0 without.
     layer_index: of a model with layers that keep nothing here, the index in `layers` of each other
-    layer; recurrent_states: what linear attention keeps instead.
-    compressed_kv: cache of compressed attention, whose layers keep nothing here. rotating_cache:
-    inputs of short convolutions. pooled_index: index keys of groups of tokens.
+    layer. others: what layers keep instead, or in addition.
     """
 
     def __init__(
@@ -98,10 +108,7 @@ class PagedCache:
         code_scales: Mapping[int, CodeSteps] = NO_CODE_SCALES,
         index_dim: int = 0,
         layer_index: Mapping[int, int] | None = None,
-        recurrent_states: RecurrentStates | None = None,
-        compressed_kv: CompressedKVCache | None = None,
-        rotating_cache: RotatingCache | None = None,
-        pooled_index: PooledIndexCache | None = None,
+        others: OtherCaches = OtherCaches(),
     ) -> None:
         assert sum(parts) in (0, width), (width, parts)
         assert codes is None or parts, "codes are in a tensor of their own"
@@ -130,9 +137,7 @@ class PagedCache:
         self.num_blocks, self.block_size, self.width = num_blocks, block_size, width
         self.parts, self.codes, self.code_scales = parts, codes, code_scales
         self.dtype, self.device = dtype, torch.device(device)
-        self._layer_index, self._recurrent_states = layer_index, recurrent_states
-        self._compressed_kv, self._rotating_cache = compressed_kv, rotating_cache
-        self._pooled_index = pooled_index
+        self._layer_index, self._others = layer_index, others
 
     @property
     def nbytes(self) -> int:
@@ -141,9 +146,9 @@ class PagedCache:
             for layer in self.layers
             for part in ((layer,) if isinstance(layer, Tensor) else layer)
         ]
-        others = (one for one in (self._compressed_kv, self._pooled_index) if one)
+        paged = (one for one in (self._others.compressed_kv, self._others.pooled_index) if one)
         parts = sum(part.nbytes for part in (*tensors, *self._index))
-        return parts + sum(one.nbytes for one in others)
+        return parts + sum(one.nbytes for one in paged)
 
     @property
     def doubles_angles(self) -> bool:
@@ -155,7 +160,8 @@ class PagedCache:
     def prefills_per_sequence(self) -> bool:
         """Whether layers prefill sequence by sequence, not by tables alone: index keys, compressed
         KV, short convolutions."""
-        caches = (self._compressed_kv, self._rotating_cache, self._pooled_index)
+        others = self._others
+        caches = (others.compressed_kv, others.rotating_cache, others.pooled_index)
         return any(one is not None for one in caches) or bool(self._index)
 
     @property
@@ -199,27 +205,29 @@ class PagedCache:
     @property
     def is_recurrent(self) -> bool:
         """Whether layers have states of linear attention."""
-        return self._recurrent_states is not None
+        return self._others.recurrent_states is not None
 
     @property
     def recurrent_states(self) -> RecurrentStates:
-        assert self._recurrent_states is not None, "a model with linear attention"
-        return self._recurrent_states
+        assert self._others.recurrent_states is not None, "a model with linear attention"
+        return self._others.recurrent_states
 
     @property
     def rotating_cache(self) -> RotatingCache:
-        assert self._rotating_cache is not None, "a model with short convolutions"
-        return self._rotating_cache
+        assert self._others.rotating_cache is not None, "a model with short convolutions"
+        return self._others.rotating_cache
 
     @property
     def pooled_index(self) -> PooledIndexCache:
-        assert self._pooled_index is not None, "a model whose index keys are of groups of tokens"
-        return self._pooled_index
+        assert self._others.pooled_index is not None, (
+            "a model whose index keys are of groups of tokens"
+        )
+        return self._others.pooled_index
 
     @property
     def compressed_kv(self) -> CompressedKVCache:
-        assert self._compressed_kv is not None, "a model with compressed attention"
-        return self._compressed_kv
+        assert self._others.compressed_kv is not None, "a model with compressed attention"
+        return self._others.compressed_kv
 
 
 class BlockAllocator:

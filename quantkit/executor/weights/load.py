@@ -22,7 +22,13 @@ from quantkit_kernels import (
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.devices import find_device, find_dtype, set_current_device
 from quantkit.common.errors import QuantkitError, UsageError
-from quantkit.executor.cache.cache import BLOCK_SIZE, CacheCodes, PagedCache, check_cache_dtype
+from quantkit.executor.cache.cache import (
+    BLOCK_SIZE,
+    CacheCodes,
+    OtherCaches,
+    PagedCache,
+    check_cache_dtype,
+)
 from quantkit.executor.cache.compressed_kv import CompressedKVCache
 from quantkit.executor.cache.kv_channel_scales import equalize_kv_channels
 from quantkit.executor.cache.pooled_index import PooledIndexCache
@@ -220,6 +226,9 @@ class LoadedModel:
         if self.codes is not None:
             heads = self.cache_width // 2 // held.head_dim if isinstance(held, KeyValueCache) else 0
             codes = CacheCodes(self.codes, heads)
+        recurrent = None
+        if isinstance(net, DeltaNet):
+            recurrent = RecurrentStates(net, places, self.device, self.weights.parallel.size)
         return PagedCache(
             self.num_cached_layers if compressed_kv is None else 0,
             num_blocks,
@@ -232,12 +241,7 @@ class LoadedModel:
             code_scales=self.steps,
             index_dim=held.index_dim if isinstance(held, LatentCache) and not pooled_index else 0,
             layer_index=self._layer_index,
-            recurrent_states=RecurrentStates(net, places, self.device, self.weights.parallel.size)
-            if isinstance(net, DeltaNet)
-            else None,
-            compressed_kv=compressed_kv,
-            rotating_cache=rotating_cache,
-            pooled_index=pooled_index,
+            others=OtherCaches(recurrent, compressed_kv, rotating_cache, pooled_index),
         )
 
     @property
