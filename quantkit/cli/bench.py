@@ -10,7 +10,7 @@ import typer
 from quantkit.cli import console
 from quantkit.cli.console import print_json
 from quantkit.cli.options import AsJson, Target
-from quantkit.evaluation.speed.options import BenchOptions
+from quantkit.evaluation.options import BenchOptions
 from quantkit.executor.options import EngineOptions
 
 if TYPE_CHECKING:

@@ -190,53 +190,39 @@ async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
     A plain JSON body (a server that ignores `stream`) is one event, and so is every line of a
     JSON-lines body; the first line distinguishes these from a stream where the content type, which
     proxies change, does not. Servers send an event as one `data:` line; one spread over several, as
-    the standard allows, is joined at the empty line that ends it. A line without a field name is an
-    error: it may have contained text.
+    the standard allows, is joined at the empty line that ends it. In a stream a line without a field
+    name is an error: it may have contained text.
     """
     kind = response.headers.get("content-type", "")
-    pieces = response.aiter_bytes()
-    lines = read_lines(pieces)
-    held: list[str] = []
-    is_stream = "event-stream" in kind
-    async for line in lines:
-        if line.strip() and _FIELD.match(line) is None:
+    is_stream, is_empty = "event-stream" in kind, True
+    pieces, held = response.aiter_bytes(), list[str]()
+
+    def event() -> dict[str, Any]:
+        what = "an event" if is_stream else f"the answer ({kind or 'no content type'})"
+        value = _parse("\n".join(held), what)
+        held.clear()
+        return value
+
+    async for line in read_lines(pieces):
+        data = line.removeprefix("data:").strip(" ") if line.startswith("data:") else ""
+        if _FIELD.match(line) is not None:
+            is_stream = True
+        elif line.strip():
             if is_stream:
                 raise StreamError(f"a line that is not an event: {line[:200]!r}")
-            async for event in _json_objects(
-                line, lines, f"the answer ({kind or 'no content type'})"
-            ):
-                yield event
-            return
-        is_stream = is_stream or bool(line.strip())
-        data = line.removeprefix("data:").strip(" ") if line.startswith("data:") else ""
+            data = line
+        is_empty = is_empty and not line.strip()
         if data.upper() == "[DONE]":
             await _drain(pieces)
             return
         if data and (held or not _KEEP_ALIVE.fullmatch(data)):
             held.append(data)
         if held and (not line or _is_complete(held)):
-            yield _parse("\n".join(held), "an event")
-            held = []
+            yield event()
     if held:
-        yield _parse("\n".join(held), "an event")
-    if not is_stream:
+        yield event()
+    if is_empty and not is_stream:
         raise StreamError(f"the answer ({kind or 'no content type'}) is empty")
-
-
-async def _json_objects(
-    first: str, lines: AsyncIterator[str], what: str
-) -> AsyncGenerator[dict[str, Any]]:
-    """The objects of a body that is not an event stream: JSON lines where the first line is an
-    object by itself, else one document."""
-    try:
-        json.loads(first)
-    except (ValueError, RecursionError):
-        yield _parse("\n".join([first, *[more async for more in lines]]), what)
-        return
-    yield _parse(first, what)
-    async for line in lines:
-        if line.strip():
-            yield _parse(line, what)
 
 
 def _is_complete(held: list[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Options of `eval`, `regrade` and `ppl` and of the Python functions `evaluate` and
+"""Options of `eval`, `regrade`, `ppl` and `bench`, and of the Python functions `evaluate` and
 `perplexity`."""
 
 import json
@@ -174,3 +174,34 @@ class PerplexityOptions(ServerModelOptions, ModelOptions):
         "Write how many tokens were routed to each expert, for `quantkit place`.",
         metavar="FILE",
     )
+
+
+@dataclass(frozen=True)
+class BenchOptions(ServerModelOptions):
+    """Options of `quantkit bench` beyond those of the engine. Lists are comma-separated."""
+
+    input_len: str = option("128,1024", "Prompt tokens, comma-separated.")
+    concurrency: str = option("1,8", "Concurrent requests, comma-separated.")
+    output_len: int = option(512, "Tokens of every reply.", min=1)
+    requests: int = option(2, "Measured requests per concurrent slot.", min=1)
+    num_prompts: int | None = option(
+        None,
+        "Measured requests of a cell in total, instead of --requests; 100 with --request-rate.",
+        min=1,
+    )
+    request_rate: str | None = option(
+        None,
+        "Requests/s of Poisson arrivals, comma-separated; --concurrency is then the upper limit.",
+    )
+    goodput: str | None = option(
+        None,
+        "Limits in ms, such as ttft:200,tpot:30,e2el:5000: adds the requests/s that meet all.",
+    )
+    prompts: Path | None = option(
+        None,
+        "Prompts instead of random ones: .jsonl, .txt, or .json like ShareGPT's; replies end at "
+        "the end-of-sequence token.",
+    )
+    warmup: int = option(1, "Requests per slot before each cell that are not measured.", min=0)
+    seed: int = seed_option()
+    out: Path | None = option(None, "Folder for bench.json and bench.html.")
