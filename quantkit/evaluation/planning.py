@@ -81,7 +81,7 @@ def _plan(
 def _noise(task: str, reference: Baseline | None) -> tuple[float | None, float | None]:
     """Variance that one repeat of both models adds to a problem, by the baseline's repeats, and
     its accuracy; None where not known."""
-    scores = list(reference.scores(task).values()) if reference is not None else []
+    scores = reference.scores(task).values() if reference is not None else ()
     noise = reply_variance(scores)
     return (
         None if noise is None else 2 * noise,

@@ -97,14 +97,10 @@ def _fits(call: Call, target: dict[str, dict[str, list[Any]]]) -> bool:
         wanted is not None
         and given.keys() <= wanted.keys()
         and all(
-            _is_among(given[key], values) if key in given else "" in values
+            _plain(given[key]) in map(_plain, values) if key in given else "" in values
             for key, values in wanted.items()
         )
     )
-
-
-def _is_among(value: Any, possible: list[Any]) -> bool:
-    return any(_plain(value) == _plain(one) for one in possible)
 
 
 def _plain(value: Any) -> Any:

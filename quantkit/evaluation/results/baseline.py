@@ -19,7 +19,7 @@ from quantkit.evaluation.statistics.comparison import (
     compare,
     holm_corrected,
 )
-from quantkit.evaluation.statistics.estimates import Table, accuracy, interval
+from quantkit.evaluation.statistics.estimates import Table, figures
 from quantkit.evaluation.tasks.definitions import EXCLUDED
 
 Rows = dict[str, list[dict[str, Any]]]
@@ -186,12 +186,9 @@ def compare_runs(folders: list[Path], *, margin: float, seed: int = 0) -> dict[s
 
 
 def _figures(table: Table, samples: Rows) -> dict[str, Any]:
-    scores, rows = list(table.values()), [row for rows in samples.values() for row in rows]
-    return {
-        "accuracy": accuracy(scores),
-        "interval": list(interval(scores)),
-        "n": len(scores),
-        "repeats": max(map(len, scores)),
+    rows = [row for rows in samples.values() for row in rows]
+    return figures(table.values()) | {
+        "repeats": max(map(len, table.values())),
         "unfinished": fmean(row["reason"] == "unfinished" for row in rows),
         "tokens": fmean(row["completion_tokens"] for row in rows),
         "comparison": None,

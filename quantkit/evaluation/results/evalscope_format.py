@@ -33,7 +33,7 @@ def report(model: str, task: TaskResult) -> dict[str, Any]:
     four digits."""
     about, repeats, num = task.setting.task, task.setting.repeats, len(task.graded)
     groups = grouped((one.problem.group or "default", one.grade.correct) for one in task.graded)
-    best = pass_at_k(list(task.table().values()), repeats)
+    best = pass_at_k(task.table().values(), repeats)
     page = render(
         "evalscope.json.j2",
         model=model,

@@ -137,16 +137,11 @@ _ORDER = "order.json"
 
 
 def _in_order(folder: Path) -> list[Path]:
-    """Journals by last use; those of versions that did not record it first, by their time of
-    change."""
+    """Journals by last use."""
     path = folder / _ORDER
     names = read_list(path, list[str]) if path.exists() else []
-    return sorted(
-        folder.glob(f"*-{'[0-9a-f]' * 16}.jsonl"),
-        key=lambda one: (
-            (names.index(one.name), 0.0) if one.name in names else (-1, one.stat().st_mtime)
-        ),
-    )
+    found = folder.glob(f"*-{'[0-9a-f]' * 16}.jsonl")
+    return sorted(found, key=lambda one: names.index(one.name) if one.name in names else -1)
 
 
 class Looks:

@@ -39,11 +39,24 @@ class _Sample(_Stored):
 
 
 class _Generation(_Stored):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
     temperature: float
+    top_p: float
+    max_tokens: int | None
+    stop: list[str]
 
 
 class _Facts(_Stored):
     generation: _Generation
+    task: str
+    protocol: str
+    prompt: str
+    system: str | None
+    data: str
+    shots: str | None
+    seed: int
+    model: dict[str, Any]
 
 
 class _TaskFigures(_Stored):
@@ -56,26 +69,6 @@ class _Results(_Stored):
     results: dict[str, _TaskFigures]
 
 
-class _Parameters(_Generation):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    top_p: float
-    max_tokens: int | None
-    stop: list[str]
-
-
-class _JournalFacts(_Stored):
-    generation: _Parameters
-    task: str
-    protocol: str
-    prompt: str
-    system: str | None
-    data: str
-    shots: str | None
-    seed: int
-    model: dict[str, Any]
-
-
 class _Request(_Stored):
     task: str | None = None
     data_dir: str | None = None
@@ -83,7 +76,7 @@ class _Request(_Stored):
 
 
 class _JournalHead(_Stored):
-    facts: _JournalFacts
+    facts: _Facts
     request: _Request = _Request()
 
 

@@ -194,7 +194,7 @@ class TaskResult:
 
     def _no_answer_interval(self) -> tuple[float, float]:
         table = self.table(lambda one: one.grade.reason in _WITHOUT_ANSWER)
-        return statistics.interval(list(table.values())) if table else (0.0, 1.0)
+        return statistics.interval(table.values()) if table else (0.0, 1.0)
 
     def warnings(self) -> list[str]:
         """What may explain the score other than the model's ability."""
@@ -237,21 +237,20 @@ class TaskResult:
         }
         if not table:
             return found
-        scores, repeats = list(table.values()), max(map(len, table.values()))
+        scores, repeats = table.values(), max(map(len, table.values()))
         tokens = [sample.completion.completion_tokens for sample in graded]
         reasons = Counter(sample.grade.reason for sample in graded)
         strict = self.table(lambda one: one.grade.strict)
         by_repeat = grouped((one.repeat, one.grade.correct) for one in graded)
         cut = [sample.completion.finish_reason == "length" for sample in graded]
         return found | {
-            "accuracy": statistics.accuracy(scores),
+            **statistics.figures(scores),
             "stderr": statistics.clustered_stderr(scores),
             "unfinished": reasons["unfinished"] / len(graded),
             "no_answer": sum(reasons[name] for name in _WITHOUT_ANSWER) / len(graded),
             "no_answer_interval": list(self._no_answer_interval()),
             "truncated": fmean(cut),
-            "strict": statistics.accuracy(list(strict.values())),
-            "interval": list(statistics.interval(scores)),
+            "strict": statistics.accuracy(strict.values()),
             "sampling_stderr": statistics.sampling_stderr(scores),
             "repeats": self.setting.repeats,
             "samples": len(graded),
@@ -285,12 +284,7 @@ class TaskResult:
         members = grouped((groups[name], name) for name in table if groups[name])
         found: dict[str, dict[str, Any]] = {}
         for group, names in sorted(members.items(), key=_group_place) if len(members) > 1 else ():
-            scores = [table[name] for name in names]
-            found[group] = {
-                "accuracy": statistics.accuracy(scores),
-                "interval": list(statistics.interval(scores)),
-                "n": len(scores),
-            }
+            found[group] = statistics.figures([table[name] for name in names])
             shared = [name for name in names if name in self.baseline_scores]
             if shared:
                 theirs = [self.baseline_scores[name] for name in shared]

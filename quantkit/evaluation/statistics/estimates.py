@@ -19,14 +19,14 @@ number of problems.
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 Verdict = Literal["held", "lost", "cannot tell"]
-Scores = Sequence[Sequence[float]]  # problems x repeats, ragged, no empty row
+Scores = Collection[Sequence[float]]  # problems x repeats, ragged, no empty row
 Table = dict[str, list[float]]  # the same by problem id
 
 
@@ -97,6 +97,11 @@ def reply_variance(table: Scores) -> float | None:
 def interval(table: Scores) -> tuple[float, float]:
     """95 % interval of the accuracy over problems; with one repeat it is Clopper and Pearson's."""
     return mean_bounds(problem_means(table), 0, 1).interval()
+
+
+def figures(table: Scores) -> dict[str, Any]:
+    """Accuracy, its interval and the number of problems."""
+    return {"accuracy": accuracy(table), "interval": list(interval(table)), "n": len(table)}
 
 
 def pass_at_k(table: Scores, k: int) -> float | None:

@@ -150,7 +150,7 @@ def repeats_of_stage(
     """
     if stage == 0:
         return dict.fromkeys(other, PILOT)
-    p = problem_means(list(other.values()))
+    p = problem_means(other.values())
     k = np.array([len(row) for row in other.values()])
     right, wrong = k * p + p.mean(), k * (1 - p) + 1 - p.mean()  # a prior of one reply
     variance = right * wrong / ((k + 1) * (k + 2)) + 1e-9

@@ -123,22 +123,9 @@ def test_distance_is_what_the_definitions_say(tiny_dense_checkpoint, changed, te
     assert told.intervals["ppl_ratio"][0] < ratio < told.intervals["ppl_ratio"][1]
     assert [one.first for one in told.positions] == [1, 65, 129, 257][: len(told.positions)]
     assert sum(one.tokens for one in told.positions) == told.tokens
-    assert sum(one.kl * one.tokens for one in told.positions) == pytest.approx(
-        told.kl * told.tokens
-    )
-    assert sum(one.top1_agree * one.tokens for one in told.positions) == pytest.approx(
-        told.top1_agree * told.tokens
-    )
-    assert set(told.to_json()) >= {
-        "positions",
-        "ppl",
-        "tokens",
-        "baseline_ppl",
-        "kl",
-        "top1_agree",
-        "expert_agree",
-        "layer_errors",
-    }
+    for name in ("kl", "top1_agree"):
+        along = sum(getattr(one, name) * one.tokens for one in told.positions)
+        assert along == pytest.approx(getattr(told, name) * told.tokens)
 
 
 def test_short_passes_give_the_same_figures_as_long_ones(tiny_dense_checkpoint, changed, text):
@@ -177,15 +164,6 @@ def test_documents(tiny_dense_checkpoint, tmp_path, text):
         + "\n"
     )
     assert len(read_documents(chat, tokenizer, seq_len=99)) == 1
-    marked = tmp_path / "marked.jsonl"
-    marked.write_bytes(
-        b"\xef\xbb\xbf"
-        + json.dumps({"text": "one\u2028two"}, ensure_ascii=False).encode()
-        + b"\r\n"
-    )
-    assert read_documents(marked, tokenizer, seq_len=99)[0].tolist() == tokenizer.encode(
-        "one\u2028two"
-    )
 
 
 def test_a_conversation_is_plain_text_to_a_model_without_a_template(

@@ -53,25 +53,6 @@ def test_what_is_broken_fails_its_own_sample(name):
     assert broken.text == ""
 
 
-def test_a_burst_of_faults_passes():
-    """Every kind of broken answer in turn, then whole ones: no sample is lost."""
-    faults = iter(
-        [
-            broken
-            for name, broken in BROKEN.items()
-            if name not in ("403", "400", "moved", "a silent stream")
-        ]
-    )
-    replies = ask(
-        lambda wire, body: next(faults, WHOLE["plain"])(wire, body),
-        4,
-        retries=len(BROKEN),
-        backoff_s=0.0,
-        concurrency=1,
-    )
-    assert [(reply.text, reply.error) for reply in replies] == [(TEXT, None)] * 4
-
-
 @pytest.mark.parametrize(
     "message",
     [

@@ -134,11 +134,6 @@ def test_a_small_file_cannot_unpack_to_much(tmp_path, name, monkeypatch):
             read_rows("gsm8k", source, tmp_path)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
-    (tmp_path / "gsm8k_test.jsonl").write_text(json.dumps(ROWS[0]), encoding="utf-8-sig")
-    assert read_rows("gsm8k", find_task("gsm8k").data, tmp_path).rows == ROWS[:1]
-
-
 def test_dates_are_inclusive():
     row = {
         "question_content": "x",
