@@ -169,22 +169,9 @@ def evaluate(rows, victim, folder, *options):
         if there
     )
     with ReplayServer(reply) as server:
-        command = [
-            "eval",
-            server.url,
-            "--tasks",
-            tasks,
-            "--data-dir",
-            str(folder),
-            "--allow-code-exec",
-            "--repeats",
-            "1",
-        ]
-        done = CliRunner().invoke(
-            app,
-            [*command, "--out", str(folder / "out"), "--json", *options],
-            catch_exceptions=False,
-        )
+        command = f"eval {server.url} --tasks {tasks} --data-dir {folder} --out {folder / 'out'}"
+        command += " --allow-code-exec --repeats 1 --json"
+        done = CliRunner().invoke(app, [*command.split(), *options], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     samples = [
         json.loads(line)
@@ -423,18 +410,8 @@ def test_limits_alone_are_refused_unless_asked_for(victim, tmp_path, monkeypatch
     monkeypatch.setattr(sandbox_programs, "find_level", lambda: weak)
     write_rows(tmp_path / "humaneval" / "HumanEval.jsonl", [function_row("right: builtin")])
     with ReplayServer(lambda question, body: "</think>\n" + FUNCTIONS["right: builtin"]) as server:
-        command = [
-            "eval",
-            server.url,
-            "--tasks",
-            "humaneval",
-            "--data-dir",
-            str(tmp_path),
-            "--allow-code-exec",
-            "--repeats",
-            "1",
-            "--json",
-        ]
+        command = f"eval {server.url} --tasks humaneval --data-dir {tmp_path}".split()
+        command += ["--allow-code-exec", "--repeats", "1", "--json"]
         refused = CliRunner().invoke(app, command)
         assert server.requests == []
         allowed = CliRunner().invoke(app, [*command, "--allow-weak-sandbox"])

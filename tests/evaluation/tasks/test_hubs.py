@@ -6,7 +6,7 @@ import io
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, urlparse
+from urllib.parse import unquote
 
 import pyarrow
 import pyarrow.parquet
@@ -56,52 +56,53 @@ NAMES = {
 }
 
 
-class Hubs(BaseHTTPRequestHandler):
-    damaged = False
-
-    def do_GET(self):
-        url, query = urlparse(self.path), parse_qs(urlparse(self.path).query)
-        parts = url.path.strip("/").split("/")
-        if "gpqa" in url.path:  # its terms must be accepted
-            return self.send_error(401)
-        if parts[:2] == ["api", "datasets"]:  # huggingface.co
-            held = FILES["/".join(parts[2:4])]
-            large = {path: path.endswith(".parquet") for path in held}
-            body = json.dumps(
-                [{"type": "directory", "path": "main", "oid": "0"}]
-                + [
-                    {"type": "file", "path": path, "size": len(data), "oid": git(data)}
-                    | ({"lfs": {"oid": sha(data), "size": len(data)}} if large[path] else {})
-                    for path, data in held.items()
-                ]
-            ).encode()
-        elif parts[0] == "datasets":
-            body = FILES["/".join(parts[1:3])]["/".join(parts[5:])]
-        elif parts[-1] == "tree":  # modelscope.cn
-            held = FILES[NAMES["/".join(parts[3:5])]]
-            files = [
-                {"Path": path, "Type": "blob", "Size": len(data), "Sha256": sha(data)}
-                for path, data in held.items()
-            ]
-            files.append({"Path": "main", "Type": "tree", "Size": 0, "Sha256": ""})
-            body = json.dumps({"Code": 200, "Data": {"Files": files}, "Success": True}).encode()
-        else:
-            body = FILES[NAMES["/".join(parts[3:5])]][query["FilePath"][0]]
-        is_file = parts[0] == "datasets" or "FilePath" in query
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(body + b" " * (is_file and self.damaged))
-
-    def log_message(self, *args):
-        pass
-
-
 def sha(data):
     return hashlib.sha256(data).hexdigest()
 
 
 def git(data):
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def hugging_face(repo, held):
+    """The addresses of a repository at huggingface.co, with what is there."""
+    listing = [{"type": "directory", "path": "main", "oid": "0"}]
+    for path, data in held.items():
+        large = {"lfs": {"oid": sha(data)}} if path.endswith(".parquet") else {}
+        listing.append({"type": "file", "path": path, "oid": git(data)} | large)
+        yield f"/datasets/{repo}/resolve/main/{path}", data
+    yield f"/api/datasets/{repo}/tree/main?recursive=true", json.dumps(listing).encode()
+
+
+def modelscope(repo, held):
+    """The same at modelscope.cn."""
+    place = f"/api/v1/datasets/{repo}/repo"
+    listing = [{"Path": "main", "Type": "tree", "Sha256": ""}]
+    for path, data in held.items():
+        listing.append({"Path": path, "Type": "blob", "Sha256": sha(data)})
+        yield f"{place}?Revision=master&FilePath={path}", data
+    text = json.dumps({"Code": 200, "Data": {"Files": listing}}).encode()
+    yield f"{place}/tree?Revision=master&Recursive=True&PageSize=500", text
+
+
+BODIES = {at: body for repo, held in FILES.items() for at, body in hugging_face(repo, held)}
+BODIES |= {at: body for repo, name in NAMES.items() for at, body in modelscope(repo, FILES[name])}
+
+
+class Hubs(BaseHTTPRequestHandler):
+    damaged = False
+
+    def do_GET(self):
+        path = unquote(self.path)
+        if path not in BODIES:  # of gpqa, whose terms must be accepted
+            return self.send_error(401)
+        is_file = "/resolve/" in path or "FilePath" in path
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(BODIES[path] + b" " * (is_file and self.damaged))
+
+    def log_message(self, *args):
+        pass
 
 
 @pytest.fixture(params=["huggingface", "modelscope"])

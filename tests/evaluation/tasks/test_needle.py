@@ -44,16 +44,8 @@ def test_the_asked_for_number_stands_once_at_its_depth_among_as_many_as_the_kind
 
 
 def test_the_command_makes_what_the_task_reads(tmp_path):
-    made = command(
-        "needle",
-        "tiny-r1",
-        "--out",
-        str(tmp_path / "needle/test.jsonl"),
-        "--lengths",
-        "512,4k",
-        "--count",
-        "2",
-    )
+    asked = f"needle tiny-r1 --out {tmp_path}/needle/test.jsonl --lengths 512,4k --count 2"
+    made = command(*asked.split())
     assert made.code == 0, made.err
     setting = find_setting(find_task("needle"), "r1", repeats=1)
     found = problems(
