@@ -58,17 +58,12 @@ def read_documents(
 ) -> list[Tensor]:
     """int64 [T], 2 <= T <= seq_len each, in file order.
 
-    A .jsonl has one document per line, {"text": ...} or {"messages": [...]}, each truncated to
-    seq_len; any other file is one text, split into pieces of seq_len, each with BOS if the model has it. Without a chat template a
-    conversation becomes its text, as in calibration. Raises QuantkitError where the file cannot be
-    read or has nothing to predict.
+    A .jsonl or .json has one document a record, {"text": ...} or {"messages": [...]}, each
+    truncated to seq_len; any other file is one text, split into pieces of seq_len, each with BOS if
+    the model has it. Without a chat template a conversation becomes its text, as in calibration.
+    Raises QuantkitError where the file cannot be read or has nothing to predict.
     """
-    if path.suffix == ".json":
-        raise QuantkitError(
-            f"text {path} is a single JSON value",
-            "write its documents as a .jsonl, one object a line, or as a .txt",
-        )
-    if path.suffix == ".jsonl" and path.is_file():
+    if path.suffix in (".json", ".jsonl") and path.is_file():
         rows = itertools.islice(read_rows(path), limit)
         documents = [_encode(place, row, tokenizer)[:seq_len] for place, row in rows]
     else:

@@ -33,15 +33,13 @@ class Grader:
     (second argument: was it cut short?).
 
     `votes`: answers can be compared, so a majority over repeats means something. `runs_code`: needs
-    consent. `measured`: its grades have measures, also for a reply without an answer. `judged`: a
-    model grades, which --judge names.
+    consent. `judged`: a model grades, which --judge names.
     """
 
     gold: Callable[[dict[str, Any]], str]
     read: Read
     votes: bool = True
     runs_code: bool = False
-    measured: bool = False
     judged: bool = False
 
 
@@ -73,7 +71,7 @@ def grade(
 
 def _nothing(grader: Grader, problem: Problem) -> dict[str, tuple[int, int]]:
     """The measures of a reply without an answer."""
-    return grader.read(problem, "", False).measures if grader.measured else {}
+    return grader.read(problem, "", False).measures
 
 
 def _answer_field(fields: dict[str, Any]) -> str:
@@ -352,7 +350,7 @@ GRADERS: dict[str, Grader] = {
     "expression": Grader(_answer_field, _one_answer(_find_expression, _compare_expression)),
     "choice": Grader(_choice_gold, _one_answer(_find_choice, _compare_choice)),
     "short": Grader(_answer_field, _one_answer(_find_short, _compare_short)),
-    "instructions": Grader(instructions.check_row, _read_instructions, votes=False, measured=True),
+    "instructions": Grader(instructions.check_row, _read_instructions, votes=False),
     "retrieval": Grader(_answer_field, _read_retrieval),
     "gsm8k-filters": Grader(_number_gold, _read_gsm8k_filters),
     "last-number": Grader(_number_gold, _read_last_number),

@@ -205,10 +205,6 @@ def test_unusable_text_is_named(tiny_dense_checkpoint, tmp_path, content, told):
         measure(str(tiny_dense_checkpoint), path)
     with pytest.raises(QuantkitError, match="cannot be read"):
         measure(str(tiny_dense_checkpoint), tmp_path / "missing.txt")
-    with pytest.raises(
-        QuantkitError, match=r"x\.json is a single JSON value; write its documents as a \.jsonl"
-    ):
-        measure(str(tiny_dense_checkpoint), tmp_path / "x.json")
 
 
 def test_models_with_other_tokenizers_are_not_compared(tiny_dense_checkpoint, text):
