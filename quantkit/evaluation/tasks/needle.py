@@ -6,6 +6,7 @@ RULER (Hsieh et al., 2024).
 length and tokenizer give the same rows.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,34 +60,30 @@ def needle_rows(
     A row has id, problem, answer (seven digits), length, kind, depth (0: at the beginning) and
     tokens, which is at most the length.
     """
-    for length in lengths:
-        for kind in kinds:
-            for index in range(count):
-                yield _row(
-                    count_tokens,
-                    length,
-                    kind,
-                    index,
-                    count,
-                    random.Random(f"{seed} {length} {kind} {index}"),
-                )
+    for length, kind, index in itertools.product(lengths, kinds, range(count)):
+        draw, depth = random.Random(f"{seed} {length} {kind} {index}"), (index + 0.5) / count
+        problem, answer = _problem(count_tokens, length, kind, depth, draw)
+        yield {
+            "id": f"{length}-{kind}-{index}",
+            "problem": problem,
+            "answer": answer,
+            "length": length,
+            "kind": kind,
+            "group": f"{length} {kind}",
+            "depth": round(depth, 3),
+            "tokens": count_tokens(problem),
+        }
 
 
-def _row(
-    count_tokens: Callable[[str], int],
-    length: int,
-    kind: str,
-    index: int,
-    count: int,
-    draw: random.Random,
-) -> dict[str, Any]:
+def _problem(
+    count_tokens: Callable[[str], int], length: int, kind: str, depth: float, draw: random.Random
+) -> tuple[str, str]:
+    """A text with its question, and the answer."""
     named = _named_numbers(draw)
     name, answer = next(named)
     question = _QUESTION.format(name=name)
-    needles = [
-        _needle(name, answer),
-        *(_needle(*next(named)) for _ in range(NEEDLES - 1 if kind == "multikey" else 0)),
-    ]
+    others = itertools.islice(named, NEEDLES - 1 if kind == "multikey" else 0)
+    needles = [_needle(name, answer), *(_needle(*one) for one in others)]
     filler = (_needle(*one) for one in named) if kind == "keys" else _sentences(draw)
     room = length - count_tokens(_TASK.format(text=" ".join(needles)) + question)
     if room < 0:
@@ -97,25 +94,15 @@ def _row(
     while room > 0:
         text.append(next(filler, ""))
         room -= count_tokens(f" {text[-1]}") if text[-1] else room
-    depth = (index + 0.5) / count
-
-    def problem() -> str:
+    while True:
         placed = list(text)
         for number, needle in enumerate(needles):
-            place = depth if number == 0 else (depth + number / len(needles)) % 1
+            place = (depth + number / len(needles)) % 1
             placed.insert(round(place * len(placed)), needle)
-        return _TASK.format(text=" ".join(filter(None, placed))) + question
-
-    while (tokens := count_tokens(problem())) > length:
+        problem = _TASK.format(text=" ".join(filter(None, placed))) + question
+        if count_tokens(problem) <= length:
+            return problem, answer
         text.pop()
-    about = {"id": f"{length}-{kind}-{index}", "problem": problem(), "answer": answer}
-    return about | {
-        "length": length,
-        "kind": kind,
-        "group": f"{length} {kind}",
-        "depth": round(depth, 3),
-        "tokens": tokens,
-    }
 
 
 def _named_numbers(draw: random.Random) -> Iterator[tuple[str, str]]:
