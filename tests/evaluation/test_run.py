@@ -56,6 +56,14 @@ def run(
     return run_evaluation(server.url, [task], options, progress=progress, notice=notice)
 
 
+def figures(results):
+    return results.to_json()["results"]["sums"]
+
+
+def written(out):
+    return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+
+
 def asked(server):
     """Requests for samples, without those that ask who is there."""
     return [
@@ -86,9 +94,7 @@ def test_the_straight_line(task, tmp_path):
         "r1",
         64,
     )
-    rows = [
-        json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
-    ]
+    rows = written(tmp_path / "out")
     assert [(row["problem"], row["answer"], row["gold"]) for row in rows] == [
         ("s10", "20", "20"),
         ("s11", "22", "22"),
@@ -124,11 +130,11 @@ def test_a_killed_run_resumes_and_ends_the_same(task, tmp_path):
             raise Killed
 
     with ReplayServer(solve) as server:
-        whole = run(server, task, out=tmp_path / "whole").to_json()["results"]["sums"]
+        whole = figures(run(server, task, out=tmp_path / "whole"))
         with pytest.raises(Killed):
             run(server, task, out=tmp_path / "cut", concurrency=1, progress=kill)
         assert not (tmp_path / "cut" / "results.json").exists()
-        resumed = run(server, task, out=tmp_path / "cut").to_json()["results"]["sums"]
+        resumed = figures(run(server, task, out=tmp_path / "cut"))
     assert resumed["reused"] == 5
     for name in ("accuracy", "stderr", "reasons", "tokens", "interval"):
         assert resumed[name] == whole[name]
@@ -160,7 +166,7 @@ def test_lost_replies_are_told_loudly(task, tmp_path):
         return Reply("</think>I cannot say." if left < 15 else f"</think>that is {2 * left}")
 
     with ReplayServer(answer) as server:
-        told = run(server, task, max_tokens=23).to_json()["results"]["sums"]
+        told = figures(run(server, task, max_tokens=23))
     assert (told["accuracy"], told["strict"], told["unfinished"], told["no_answer"]) == (
         0.5,
         0.0,
@@ -186,7 +192,7 @@ def test_lost_replies_are_told_loudly(task, tmp_path):
 def test_what_no_limit_cut_is_not_cured_by_max_tokens(task, tmp_path, reply, cause):
     with ReplayServer(lambda question, body: reply) as server:
         results = run(server, task, limit=2)
-    told = results.to_json()["results"]["sums"]
+    told = figures(results)
     assert (told["unfinished"], told["no_answer"]) == (1, 0)
     assert told["no_answer_interval"][0] == 0 < told["no_answer_interval"][1]
     warning = told["warnings"][0]
@@ -217,7 +223,7 @@ def test_failed_requests_are_left_out_and_asked_again(task, tmp_path):
         )
 
     with ReplayServer(answer) as server:
-        first = run(server, task, out=tmp_path / "out", limit=4).to_json()["results"]["sums"]
+        first = figures(run(server, task, out=tmp_path / "out", limit=4))
         assert (first["n"], first["errors"], first["planned"], first["accuracy"]) == (
             3,
             1,
@@ -226,7 +232,7 @@ def test_failed_requests_are_left_out_and_asked_again(task, tmp_path):
         )
         assert "1 of 4 samples failed" in first["warnings"][0]
         broken = False
-        second = run(server, task, out=tmp_path / "out", limit=4).to_json()["results"]["sums"]
+        second = figures(run(server, task, out=tmp_path / "out", limit=4))
         assert (second["n"], second["errors"], second["reused"]) == (4, 0, 3)
 
 
@@ -246,7 +252,7 @@ def test_a_baseline_that_is_a_model_or_a_folder_gives_the_same_comparison(task, 
     ]  # who answers is asked greedily, before
     odd = sum(body["seed"] % 2 for body in sampled if body["messages"][0]["content"] == "14 + 14")
     assert comparison.difference == pytest.approx(-(3 + odd) / 30)
-    assert live.to_json()["results"]["sums"]["comparison"]["sentence"].startswith("cannot tell")
+    assert figures(live)["comparison"]["sentence"].startswith("cannot tell")
     assert "not directly comparable" in other.tasks["sums"].notes[0]
     assert (tmp_path / "a" / "baseline" / "completions").is_dir()
 
@@ -329,9 +335,7 @@ def test_a_local_model_answers_in_process(tmp_path):
         "r1",
         0.0,
     )
-    rows = [
-        json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
-    ]
+    rows = written(tmp_path / "out")
     assert all(row["finish_reason"] == "length" or "</think>" in row["text"] for row in rows)
     assert math["accuracy"] >= 0.5
     assert len(told["identity"]["checkpoint"]) == 64
@@ -419,7 +423,7 @@ def test_a_refused_context_counts_as_a_miss(task, tmp_path):
 
     with ReplayServer(answer) as server:
         results = run(server, task, out=tmp_path / "out", limit=4, concurrency=1)
-    told = results.to_json()["results"]["sums"]
+    told = figures(results)
     assert (told["n"], told["errors"], told["accuracy"], told["reasons"]["context"]) == (
         4,
         0,
@@ -540,7 +544,7 @@ def test_a_sequential_run_ends_when_its_verdict_is_known(task, tmp_path, share, 
         run_evaluation(one.url, [task], options)
         assert len(asked(one)) == first, "asked twice"
     assert any("16 repeats of both" in line and "points take" in line for line in told)
-    speed = results.to_json()["results"]["sums"]["speed"]
+    speed = figures(results)["speed"]
     assert speed is None or speed["tokens_per_s"] > 0
     with pytest.raises(QuantkitError, match="give --baseline and --out"):
         run_evaluation("http://x", [task], replace(options, out=None))

@@ -125,6 +125,9 @@ def find_choice(text: str, options: list[str]) -> Extraction:
     none at all.
     """
     options = [" ".join(option.split()) for option in options]
+    reply = " ".join(text.split())
+    if len(reply) > 1 and options.count(reply) == 1:  # signs too, which `prepare` takes for bullets
+        return Extraction(LETTERS[options.index(reply)], "last")
     text = _marked(_EMPHASIS.sub(" ", prepare(text)).replace("$", " "), options)
     if (whole := _by_text(text, options)) is not None:
         return Extraction(whole, "last")

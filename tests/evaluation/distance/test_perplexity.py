@@ -47,6 +47,10 @@ def changed(tiny_dense_checkpoint, tmp_path_factory):
     return copy
 
 
+def compared(model, baseline, text, **options):
+    return measure(str(model), text, PerplexityOptions(baseline=str(baseline), **options))
+
+
 def test_a_perplexity_of_texts_that_are_too_long_says_so(tiny_dense_checkpoint, text, tmp_path):
     short = tmp_path / "model"
     shutil.copytree(tiny_dense_checkpoint, short)
@@ -62,9 +66,7 @@ def test_a_perplexity_of_texts_that_are_too_long_says_so(tiny_dense_checkpoint, 
 
 
 def test_a_model_is_no_distance_from_itself(tiny_dense_checkpoint, text):
-    told = measure(
-        str(tiny_dense_checkpoint), text, PerplexityOptions(baseline=str(tiny_dense_checkpoint))
-    )
+    told = compared(tiny_dense_checkpoint, tiny_dense_checkpoint, text)
     assert (told.kl, told.top1_agree, told.expert_agree) == (0.0, 1.0, 1.0)
     assert told.baseline_ppl == told.ppl
     assert told.layer_errors == [0.0] * len(told.layer_errors)
@@ -105,7 +107,7 @@ def test_distance_is_what_the_definitions_say(tiny_dense_checkpoint, changed, te
         same += int((base.argmax(-1) == ours.argmax(-1)).sum())
         right += int((ours.argmax(-1) == ids[1:]).sum())
         tokens += len(ids) - 1
-    told = measure(str(changed), text, PerplexityOptions(baseline=str(tiny_dense_checkpoint)))
+    told = compared(changed, tiny_dense_checkpoint, text)
     assert (told.tokens, told.ppl) == (tokens, pytest.approx(math.exp(nll / tokens), rel=1e-3))
     assert told.kl == pytest.approx(kl / tokens, rel=2e-2)
     assert told.kl > 0
@@ -129,15 +131,9 @@ def test_distance_is_what_the_definitions_say(tiny_dense_checkpoint, changed, te
 
 
 def test_short_passes_give_the_same_figures_as_long_ones(tiny_dense_checkpoint, changed, text):
-    one = measure(
-        str(changed), text, PerplexityOptions(baseline=str(tiny_dense_checkpoint), seq_len=2048)
-    )
-    other = measure(
-        str(changed),
-        text,
-        PerplexityOptions(
-            baseline=str(tiny_dense_checkpoint), seq_len=max(len(line) for line in TEXTS)
-        ),
+    longest = max(map(len, TEXTS))
+    one, other = (
+        compared(changed, tiny_dense_checkpoint, text, seq_len=length) for length in (2048, longest)
     )
     assert other.tokens == one.tokens
     assert other.kl == pytest.approx(one.kl, rel=2e-2)

@@ -16,7 +16,7 @@ from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.documents import Window
 from quantkit.evaluation.distance.perplexity import measure
-from quantkit.evaluation.distance.quality import Sums
+from quantkit.evaluation.distance.quality import Quality, Sums
 from quantkit.evaluation.distance.replies import (
     TOP,
     ScoredReply,
@@ -55,11 +55,13 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
+def compared(model: str, baseline: str) -> Quality:
+    options = PerplexityOptions(baseline=baseline, sampled="tiny-math", limit=3, max_tokens=40)
+    return measure(model, options=options)
+
+
 def test_a_model_is_no_distance_from_itself_behind_a_server(server: str) -> None:
-    told = measure(
-        server,
-        options=PerplexityOptions(baseline="tiny-r1", sampled="tiny-math", limit=3, max_tokens=40),
-    )
+    told = compared(server, "tiny-r1")
     assert told.documents == 3
     assert told.tokens > 60
     assert told.kl is not None
@@ -72,16 +74,7 @@ def test_a_model_is_no_distance_from_itself_behind_a_server(server: str) -> None
 
 
 def test_which_side_the_server_is(server: str, changed: Path) -> None:
-    as_baseline = measure(
-        str(changed),
-        options=PerplexityOptions(baseline=server, sampled="tiny-math", limit=3, max_tokens=40),
-    )
-    as_model = measure(
-        server,
-        options=PerplexityOptions(
-            baseline=str(changed), sampled="tiny-math", limit=3, max_tokens=40
-        ),
-    )
+    as_baseline, as_model = compared(str(changed), server), compared(server, str(changed))
     assert as_baseline.baseline_ppl == pytest.approx(as_model.ppl)
     assert as_baseline.ppl == pytest.approx(as_model.baseline_ppl)
     assert as_baseline.kl is not None
