@@ -169,7 +169,8 @@ def test_choice_by_device_and_format():
 
 def test_parts_and_formats_may_be_a_models_own(tmp_path):
     """vLLM builds GLM-5.3-Flash's attention without the checkpoint's quantization; SGLang renames
-    scales of Hy4; of Kimi-K3 vLLM reads experts in MXFP4 alone."""
+    scales of Hy4; of Kimi-K3 vLLM reads experts in MXFP4 alone; it joins Qwen3.8-Flash-Next's q, k and v with its
+    indexer's linear."""
     scheme, recipe = find_scheme("rtn-w4a16"), Recipe(scheme="rtn-w4a16")
     source = write(tmp_path / "glm5_next", "glm5_next")
     for engine in (None, "vllm"):
@@ -193,6 +194,10 @@ def test_parts_and_formats_may_be_a_models_own(tmp_path):
     assert errors("vllm", tmp_path / "awq") == [
         "vllm reads layer_types in config.json, which it lacks"
     ]
+    source = write(tmp_path / "qwen4_exp", "qwen4_exp")
+    quantize(source, tmp_path / "flash", scheme, "auto", recipe, engine="vllm")
+    assert not errors("vllm", tmp_path / "flash")
+    assert all("expert" in name for name in Checkpoint.open(tmp_path / "flash").linears)
     source = write(tmp_path / "kimi_k3", "kimi_k3")
     scheme = find_scheme("mxfp4-w4a16")
     recipe = Recipe(scheme=scheme.name, methods=())
