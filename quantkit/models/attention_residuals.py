@@ -29,6 +29,8 @@ from quantkit.models.table import Block, Parameter
 from quantkit.models.weights import Weights
 
 _END = "model.output_attn_res"
+_ROWS = 1024
+"""Tokens at once of a long prompt, of whose streams there are several copies in float32."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,9 @@ class ResidualAttention:
 
     def __call__(self, current: Tensor, blocks: Tensor) -> Tensor:
         """current [T, H], blocks [T, b, H] -> [T, H]."""
+        if len(current) > _ROWS:
+            parts = zip(current.split(_ROWS), blocks.split(_ROWS))
+            return torch.cat([self(*part) for part in parts])
         streams = torch.cat((blocks, current[:, None]), dim=1).float()
         norms = (streams.square().mean(-1) + self.eps).rsqrt()
         weights = ((streams * self.query).sum(-1) * norms).softmax(-1)

@@ -28,7 +28,7 @@ from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
-from quantkit.models import find_architecture
+from quantkit.models import attention_residuals, find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.stored_parameters import read_model
 from quantkit.quantization.run import quantize
@@ -236,7 +236,9 @@ def test_logits_equal_the_statement_of_the_release(case):
 
 
 def test_a_text_is_the_same_however_it_is_cut(tmp_path, monkeypatch):
-    """Latents are cached as they are, not in 16 bits, by which experts would change."""
+    """Latents are cached as they are, not in 16 bits, by which experts would change; streams are
+    read a few tokens at once."""
+    monkeypatch.setattr(attention_residuals, "_ROWS", 7)
     monkeypatch.setattr("quantkit.executor.weights.load.cached_dtype", lambda dtype: dtype)
     loaded = load_model(write(tmp_path / "model", "kimi_k3"), device="cpu", dtype="float32")
     assert furthest_from_whole(loaded, random.Random(4)) < 1e-4
@@ -397,7 +399,11 @@ def test_the_release_is_read_to_the_bit_and_its_vision_tower_copied(tmp_path):
         assert packed == (row.block == "expert")
         read = dequantize(found.weight(row.module)) if packed else found.read(row.name)
         assert torch.equal(read.float(), expected[row.name].float()), row.name
-    quantize(made, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"))
+    text, awq = tmp_path / "text.txt", "awq-w4a16"
+    text.write_text(" ".join(str(i * i % 97) for i in range(900)))
+    sizes = {"samples": 4, "held_out": 2, "seq_len": 48, "search_rows": 16}
+    recipe = Recipe(scheme=awq, calibration=str(text), **sizes)
+    quantize(made, tmp_path / "out", SCHEMES[awq], "auto", recipe)
     out = Checkpoint.open(tmp_path / "out")
     for name in expected:
         if name.startswith(("vision_tower.", "mm_projector.")):

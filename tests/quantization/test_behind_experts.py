@@ -1,11 +1,12 @@
-"""A norm behind the routed experts, as openPangu-Ultra-MoE has it: calibration, pruning and what
-the report says heed it."""
+"""A norm behind the routed experts, as openPangu-Ultra-MoE has it, and a linear behind that, as
+Kimi-K3 has it: calibration, pruning and what the report says heed them."""
 
 import make_model
 import pytest
 import torch
 from plain_weights import PlainWeights
 from refused import refused
+from tiny_models import CONFIGS
 
 from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.recipe import Recipe
@@ -18,19 +19,27 @@ from quantkit.quantization import quantize
 from quantkit.quantization.mixed_precision import Mixture
 from quantkit.tokenizer.chat import ChatTokenizer
 
-CONFIG = {
+PANGU = {
     **make_model.tiny_config(num_hidden_layers=3, num_experts_per_tok=4),
     "model_type": "pangu_ultra_moe",
     "rope_theta": 25600000.0,
 }
 for absent in ("rope_scaling", "n_group", "topk_group", "topk_method"):
-    CONFIG.pop(absent)
+    PANGU.pop(absent)
 
 
-def written(folder, n_routed_experts):
+def config_of(name, experts):
+    if name == "pangu":
+        return {**PANGU, "n_routed_experts": experts}
+    kimi = CONFIGS["kimi_k3"]
+    counts = {"num_experts": experts, "num_experts_per_token": 4}
+    return {**kimi, "text_config": {**kimi["text_config"], **counts}}
+
+
+def written(folder, name, experts):
     """Norms far from 1, as those behind the experts are: what experts add without it is of another
     size altogether."""
-    config = {**CONFIG, "n_routed_experts": n_routed_experts}
+    config = config_of(name, experts)
     generator, tensors = torch.Generator().manual_seed(3), {}
     architecture = find_architecture(config)
     for row in architecture.parameters(architecture.Config.from_dict(config)):
@@ -43,13 +52,13 @@ def written(folder, n_routed_experts):
         tensors[row.name] = value if row.role == "router_bias" else value.bfloat16()
     letters = torch.randint(97, 123, (1500,), generator=generator).tolist()
     (folder / "text.txt").write_text("".join(map(chr, letters)))
-    return make_model.write_dense(folder / "pangu", config, tensors)
+    return make_model.write_dense(folder / name, config, tensors)
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
+@pytest.fixture(scope="module", params=["pangu", "kimi_k3"])
+def source(request, tmp_path_factory):
     """Every token asks every expert: none is chosen otherwise for a last bit."""
-    return written(tmp_path_factory.mktemp("models"), 4)
+    return written(tmp_path_factory.mktemp("models"), request.param, 4)
 
 
 def recipe_of(source, prune=0.0):
@@ -84,7 +93,7 @@ def said(path, sequences):
         else checkpoint.read(row.name).float()
         for row in rows
     }
-    model = architecture.Model(config, PlainWeights(tensors))
+    model = architecture.Model(config, PlainWeights(tensors, config.mixture.linears))
     with torch.inference_mode():
         return torch.cat(
             [model.logits(model(ids, CausalContext([len(ids)]))) for ids in sequences]
@@ -111,8 +120,9 @@ def test_the_report_says_what_the_whole_models_say(source, tmp_path):
     agrees(source, tmp_path / "out", recipe_of(source))
 
 
-def test_of_experts_that_were_left_out_too(tmp_path):
-    source = written(tmp_path, 8)
+@pytest.mark.parametrize("name", ["pangu", "kimi_k3"])
+def test_of_experts_that_were_left_out_too(name, tmp_path):
+    source = written(tmp_path, name, 8)
     agrees(source, tmp_path / "out", recipe_of(source, 0.5))
 
 
