@@ -11,11 +11,11 @@ from quantkit_kernels.backends import (
     BACKENDS,
     OPERATORS,
     OperatorRow,
-    asked,
     by_own_backend,
     check_runs,
     prefer,
     table,
+    use_backend,
 )
 from quantkit_kernels.codes import CODES, CodedKeys, CodedLatents, CodeSteps, KeySteps, KeyValues
 from quantkit_kernels.compressed import (
@@ -173,7 +173,6 @@ __all__ = [
     "UnsummedPairs",
     "Weight",
     "add_rms_norm",
-    "asked",
     "by_own_backend",
     "cache_layout",
     "check",
@@ -220,6 +219,7 @@ __all__ = [
     "store_recent",
     "table",
     "takes_selected",
+    "use_backend",
     "weigh_streams",
     "why_no_codes",
     "why_no_prolog",

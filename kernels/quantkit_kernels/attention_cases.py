@@ -82,14 +82,14 @@ def _linear_attention(
 
 def _windows(case: Make, random: Random, tokens: int, device: torch.device) -> Iterator[Any]:
     sinks = random(64, dtype=_SINGLE)
-    turned = Rotation(random(tokens, 32, dtype=_SINGLE), random(tokens, 32, dtype=_SINGLE), True)
+    rotation = Rotation(random(tokens, 32, dtype=_SINGLE), random(tokens, 32, dtype=_SINGLE), True)
     first, table = (
         torch.arange(tokens, device=device) * 128,
         torch.arange(tokens * 4, device=device),
     )
 
     def rotated(x: Tensor, backend: str) -> Tensor:
-        return rotate_heads(x, turned, HeadNorm(None, 1e-6), backend=backend)
+        return rotate_heads(x, rotation, HeadNorm(None, 1e-6), backend=backend)
 
     def attended(q: Tensor, kv: Tensor, entries: Tensor, backend: str) -> Tensor:
         recent = RecentTokens(kv, first, 128, 128)

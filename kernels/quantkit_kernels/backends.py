@@ -51,7 +51,7 @@ OPERATORS = (
     "float32_linear",
 )
 BACKENDS = ("reference", "expanded", "scaled_mm", "cpu", "triton", "cuda", "ascend", "torch_npu")
-ASKED_ONLY = ("scaled_mm",)
+BY_NAME_ONLY = ("scaled_mm",)
 """Backends that "auto" never takes, for they compute something else than the weight's scheme
 says."""
 Shape = tuple[int, int]
@@ -92,7 +92,7 @@ def why_unusable(
 
 _PREFERRED: dict[str, str] = {}
 """By device type: the backend that "auto" takes first in this process."""
-_ASKED: ContextVar[str] = ContextVar("asked", default="auto")
+_IN_USE: ContextVar[str] = ContextVar("asked", default="auto")
 """What "auto" takes before that, inside `asked`."""
 
 
@@ -109,14 +109,14 @@ def prefer(backend: str, device: torch.device) -> None:
     """From now on "auto" takes `backend` on devices of this type, for every operator that it has;
     with "auto" the best one again.
 
-    For a whole process; of a part of it see `asked`. ValueError as `check_runs` has it.
+    For a whole process; of a part of it see `use_backend`. ValueError as `check_runs` has it.
     """
     check_runs(backend, device)
     _PREFERRED[device.type] = backend
 
 
 @contextmanager
-def asked(backend: str) -> Iterator[None]:
+def use_backend(backend: str) -> Iterator[None]:
     """Inside, in this thread, "auto" takes `backend` for every operator that it has, whatever the
     process prefers; "auto" changes nothing.
 
@@ -125,11 +125,11 @@ def asked(backend: str) -> Iterator[None]:
     if backend == "auto":
         yield
         return
-    before = _ASKED.set(backend)
+    before = _IN_USE.set(backend)
     try:
         yield
     finally:
-        _ASKED.reset(before)
+        _IN_USE.reset(before)
 
 
 class Computes(Protocol):
@@ -150,7 +150,7 @@ def by_own_backend(
 
     @functools.wraps(method)
     def run(self: Own, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
-        with asked(self.backend):
+        with use_backend(self.backend):
             return method(self, *arguments, **named)
 
     return run
@@ -160,7 +160,7 @@ def _first(backend: str, device: torch.device) -> str:
     """What "auto" takes before all else here; another backend as it is."""
     if backend != "auto":
         return backend
-    here = _ASKED.get()
+    here = _IN_USE.get()
     return _PREFERRED.get(device.type, "auto") if here == "auto" else here
 
 
@@ -253,7 +253,7 @@ def _candidates(operator: str, device: torch.device) -> list[str]:
     found = [
         name
         for name in reversed(BACKENDS)
-        if name not in ASKED_ONLY and (name != "expanded" or operator.endswith("_dense"))
+        if name not in BY_NAME_ONLY and (name != "expanded" or operator.endswith("_dense"))
     ]
     if device.type == "cpu":
         found.remove("triton")  # its interpreter, for tests

@@ -39,8 +39,8 @@ class Experts(ABC):
     """
 
     takes_none = False
-    """Whether ids may be NO_EXPERT, where `asked` is below 1."""
-    asked = 1.0
+    """Whether ids may be NO_EXPERT, where `routed_share` is below 1."""
+    routed_share = 1.0
     """The share of a call's ids that name an expert, which kernels are chosen by; below 1 ids may
     be NO_EXPERT."""
 
@@ -191,16 +191,16 @@ class ExpertsBuilder:
         self._placed.add(index)
 
     def _begin(self, gate: Weight, down: Weight, biased: bool) -> ExpertsLayout:
-        target, plain = (
+        target, usual = (
             gate[0].device if self._device is None else self._device,
             not biased and self._gating == SILU,
         )
         rounds, shapes = rounds_inputs(gate), (_stacked(gate), shape(down))
-        asked = self._backend
-        if asked == "auto" and not plain and not rounds and self._gating.is_formula:
-            asked = backends.serving_gates(kind(gate), asked, target, self._dtype, shapes)
-        operator = "experts" if plain and not rounds else "linear"
-        name = backends.choose(f"{operator}_{kind(gate)}", asked, target, self._dtype, shapes)
+        backend = self._backend
+        if backend == "auto" and not usual and not rounds and self._gating.is_formula:
+            backend = backends.serving_gates(kind(gate), backend, target, self._dtype, shapes)
+        operator = "experts" if usual and not rounds else "linear"
+        name = backends.choose(f"{operator}_{kind(gate)}", backend, target, self._dtype, shapes)
         found = backends.module(name)
         layout: ExpertsLayout
         if (
@@ -210,7 +210,7 @@ class ExpertsBuilder:
             layout = loop(
                 self.num_experts, partial(laid_out, name), self._dtype, target, name, self._gating
             )
-        elif plain:
+        elif usual:
             layout = found.experts_layout(self.num_experts, gate, down, self._dtype, target)
         elif backends.computes_gates(name, kind(gate)):
             layout = found.gated_experts_layout(

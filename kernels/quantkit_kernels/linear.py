@@ -106,8 +106,8 @@ def laid_out(backend: str, weight: Weight, dtype: torch.dtype, device: torch.dev
     require(refused is None, f"backend: {backend} cannot round inputs to NVFP4: {refused}")
     # Rounded inputs are exact in 16 bits as long as they are not divided; the weight's global scale
     # takes that over.
-    plain = Fp4(weight.codes, weight.scale, weight.global_scale / weight.input_divisor)
-    return RoundedInputsLinear(make(plain, dtype, device), weight.input_divisor.to(device))
+    undivided = Fp4(weight.codes, weight.scale, weight.global_scale / weight.input_divisor)
+    return RoundedInputsLinear(make(undivided, dtype, device), weight.input_divisor.to(device))
 
 
 def rounds_inputs(weight: Weight) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantkit_kernels import functional, grouped, prompts
 from quantkit_kernels.attention_cases import attention_cases
-from quantkit_kernels.backends import ASKED_ONLY, BACKENDS, module, why_unusable
+from quantkit_kernels.backends import BACKENDS, BY_NAME_ONLY, module, why_unusable
 from quantkit_kernels.experts import ExpertsBuilder
 from quantkit_kernels.gating import Gating
 from quantkit_kernels.linear import prepare
@@ -100,7 +100,7 @@ def _backends(
     others = [
         name
         for name in BACKENDS
-        if name not in ASKED_ONLY and (name, device.type) != ("triton", "cpu")
+        if name not in BY_NAME_ONLY and (name, device.type) != ("triton", "cpu")
     ]
     usable = [
         name for name in others if why_unusable(operator, name, device, dtype, shapes) is None

@@ -100,11 +100,11 @@ class QuantizedCache:
             specs, sublayer.rows, step
         )
 
-    def run(self, sublayer: Sublayer, plain: Mapping[str, Tensor]) -> Run:
+    def run(self, sublayer: Sublayer, unquantized: Mapping[str, Tensor]) -> Run:
         """The sublayer with a cache by the scales among its stored tensors."""
         rows = sublayer.rows
         return self._by(
-            parse_cache_scales(self.cache, self._specs(sublayer), rows, plain),
+            parse_cache_scales(self.cache, self._specs(sublayer), rows, unquantized),
             sublayer,
         )
 

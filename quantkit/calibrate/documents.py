@@ -98,9 +98,9 @@ def _document(fields: dict[str, Any]) -> Document:
     reply = next((name for name in _REPLIES if name in fields), None)
     if reply and "instruction" in fields:
         return _alpaca(fields, reply)
-    asked = next((name for name in ("prompt", "question") if name in fields), None)
-    if reply and asked:
-        return _exchange(fields, asked, reply)
+    question = next((name for name in ("prompt", "question") if name in fields), None)
+    if reply and question:
+        return _exchange(fields, question, reply)
     for name in ("text", "content"):
         if name in fields:
             return Document(name, text=_text(fields[name], name))
@@ -122,27 +122,27 @@ def _conversation(name: str, fields: dict[str, Any]) -> Document:
 
 
 def _alpaca(fields: dict[str, Any], reply: str) -> Document:
-    asked = [_text(fields.get(name), name) for name in ("instruction", "input")]
+    question = [_text(fields.get(name), name) for name in ("instruction", "input")]
     turns = [
         ("system", _text(fields.get("system"), "system")),
-        ("user", "\n\n".join(filter(None, asked))),
+        ("user", "\n\n".join(filter(None, question))),
     ]
     turns.append(("assistant", _text(fields[reply], reply)))
     return Document("alpaca", messages=_turns(turns))
 
 
-def _exchange(fields: dict[str, Any], asked: str, reply: str) -> Document:
+def _exchange(fields: dict[str, Any], question: str, reply: str) -> Document:
     parts = [
         [_message(one, f"{name}[{number}]") for number, one in enumerate(fields[name])]
         if isinstance(fields[name], list)
         else list(_turns([(role, _text(fields[name], name))]))
-        for name, role in ((asked, "user"), (reply, "assistant"))
+        for name, role in ((question, "user"), (reply, "assistant"))
     ]
     whole = (
         isinstance(fields[reply], list) and parts[1][:1] and parts[1][0]["role"] != "assistant"
     )  # `chosen` with its prompt
     return Document(
-        f"{asked} and {reply}", messages=tuple(parts[1] if whole else parts[0] + parts[1])
+        f"{question} and {reply}", messages=tuple(parts[1] if whole else parts[0] + parts[1])
     )
 
 

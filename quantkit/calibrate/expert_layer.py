@@ -118,7 +118,7 @@ class ExpertLayer:
         routed: RoutedTokens,
         read: LinearInput,
         states: HiddenStatePair,
-        plain: RtnRun | None,
+        rtn: RtnRun | None,
         path: ReferenceRun | None,
     ) -> None:
         """Quantize and write all experts, and add their outputs to the hidden states of both paths,
@@ -149,7 +149,7 @@ class ExpertLayer:
                 }
                 del originals, rounded, hidden
             paths = {
-                expert: list(self._paths(expert, routed, read.scale, states, plain, path))
+                expert: list(self._paths(expert, routed, read.scale, states, rtn, path))
                 for batch in together
                 for expert in batch
             }
@@ -188,7 +188,7 @@ class ExpertLayer:
         routed: RoutedTokens,
         scale: Tensor,
         states: HiddenStatePair,
-        plain: RtnRun | None,
+        rtn: RtnRun | None,
         path: ReferenceRun | None,
     ) -> "Iterator[_Path]":
         """The paths of an expert: quantized, original, RTN, and original on calibration tokens."""
@@ -207,13 +207,13 @@ class ExpertLayer:
             w[count:],
             lambda one: one.original(routed.x[held_out]),
         )
-        if plain is not None and plain.routed is not None:
-            asked, own = plain.routed.of(expert)
+        if rtn is not None and rtn.routed is not None:
+            tokens, own = rtn.routed.of(expert)
             yield _Path(
-                plain.states,
-                asked,
+                rtn.states,
+                tokens,
                 own,
-                lambda one: plain.expert_outputs(
+                lambda one: rtn.expert_outputs(
                     expert, self.experts[expert], one.original, self.solver
                 ),
             )
@@ -272,23 +272,23 @@ class ExpertLayer:
         self, originals: Mapping[int, ExpertWeights], scale: Tensor
     ) -> dict[int, ExpertWeights]:
         """Experts that are not quantized: the source's, apart from the scale [H] of their input."""
-        unquantized = {}
+        kept = {}
         for expert, own in originals.items():
             rows = self.experts[expert]
-            plain = {}
+            changed = {}
             if not bool((scale == 1).all()):
-                plain = {
+                changed = {
                     row.name: (w * scale).to(self.model.weights.dtype(row))
                     for row, w in ((rows.gate, own.gate), (rows.up, own.up))
                 }
             gate, up = (
-                plain[row.name].float() if row.name in plain else w
+                changed[row.name].float() if row.name in changed else w
                 for row, w in ((rows.gate, own.gate), (rows.up, own.up))
             )
-            unquantized[expert] = replace(own, gate=gate, up=up)
+            kept[expert] = replace(own, gate=gate, up=up)
             if not self.log.store.done(self._unit(expert)):
-                self.log.write(self._unit(expert), {}, plain, {}, owned=True)
-        return unquantized
+                self.log.write(self._unit(expert), {}, changed, {}, owned=True)
+        return kept
 
     def _quantized(
         self, solver: ExpertSolver, originals: Mapping[int, ExpertWeights]

@@ -413,7 +413,10 @@ def collect_statistics(
     calibration, held_out = states.quantized.parts()
     runs = BatchParallel(ranks, states.quantized.hidden.device)
     recorder = RoutingRecorder(len(states.quantized.hidden) + len(states.original.hidden))
-    asked, total = RoutingRecorder(states.quantized.fitted), DriftAccumulator(HELD_OUT_ROWS, ranks)
+    recorder, total = (
+        RoutingRecorder(states.quantized.fitted),
+        DriftAccumulator(HELD_OUT_ROWS, ranks),
+    )
     whole, again = sublayer.experts is not None, original is not None
     searched = calibration
     if again and not whole:
@@ -453,7 +456,7 @@ def collect_statistics(
 
     finish = runs.shared_hook(lambda _, after: outputs.finish_batch(after))
     block, weights = build(recorder, add)
-    source, _ = build(asked, add_original)
+    source, _ = build(recorder, add_original)
     held_out_source, _ = build(recorder, add_original)
     own = {row.module for row in sublayer.rows}
     sites = {first: modules for first, modules in weights.sites.items() if first in own}
@@ -489,7 +492,7 @@ def collect_statistics(
     routed = recorder.routed(states.quantized.fitted, len(states.quantized.hidden))
     if routed is not None:
         _observe_experts_input(
-            sublayer, routed, states, observer, (total, asked) if again else None
+            sublayer, routed, states, observer, (total, recorder) if again else None
         )
     return SublayerStatistics(
         sublayer,
@@ -518,8 +521,8 @@ def _observe_experts_input(
         observer(site, routed.x[batch.part])
     if drift is None:
         return
-    total, asked = drift
-    original = asked.routed(routed.fitted, routed.fitted)
+    total, recorder = drift
+    original = recorder.routed(routed.fitted, routed.fitted)
     assert original is not None, "experts on the original path"
     total.add_quantized(site, routed.x[: routed.fitted])
     total.add_original(site, original.x)

@@ -146,10 +146,10 @@ class Output:
         self,
         unit: str,
         quantized: dict[str, Weight],
-        plain: dict[str, Tensor],
+        unquantized: dict[str, Tensor],
         facts: dict[str, Any],
     ) -> None:
-        """Write a unit in the background. quantized: by module. plain: by tensor name; absent
+        """Write a unit in the background. quantized: by module. unquantized: by tensor name; absent
         tensors of the unit are copied from the source."""
         tensors: dict[str, Content] = {}
         for row in self.units[unit]:
@@ -161,9 +161,15 @@ class Output:
             elif row.module in self.grids and not self.rounds(row):
                 tensors |= self.format.pack(row.module, self.source.checkpoint.weight(row.module))
             else:
-                tensors[row.name] = plain[row.name] if row.name in plain else self.source.plain(row)
-            tensors |= {spec.name: plain[spec.name] for spec in self.extra_specs.get(row.name, ())}
-        self.writer.write(unit, tensors, {**facts, "changed": sorted(plain)})
+                tensors[row.name] = (
+                    unquantized[row.name]
+                    if row.name in unquantized
+                    else self.source.unquantized(row)
+                )
+            tensors |= {
+                spec.name: unquantized[spec.name] for spec in self.extra_specs.get(row.name, ())
+            }
+        self.writer.write(unit, tensors, {**facts, "changed": sorted(unquantized)})
 
     def settle(self) -> None:
         """Wait until all units are written: other ranks may then read them."""
@@ -180,7 +186,7 @@ class Output:
     def load(self, unit: str) -> tuple[dict[str, Weight], dict[str, Tensor], dict[str, Any]]:
         """A finished unit: its weights on the device, its unquantized tensors, and its facts."""
         tensors, facts = self.writer.read(unit), self.writer.facts(unit)
-        weights, plain = {}, {}
+        weights, unquantized = {}, {}
         for row in self.units[unit]:
             if self.rounds(row):
                 # Packed bytes are transferred, and unpacked on the device.
@@ -190,9 +196,11 @@ class Output:
                 }
                 weights[row.module] = self.format.unpack(row.module, parts)
             elif row.module not in self.grids:
-                plain[row.name] = tensors[row.name]
-            plain |= {spec.name: tensors[spec.name] for spec in self.extra_specs.get(row.name, ())}
-        return weights, plain, facts
+                unquantized[row.name] = tensors[row.name]
+            unquantized |= {
+                spec.name: tensors[spec.name] for spec in self.extra_specs.get(row.name, ())
+            }
+        return weights, unquantized, facts
 
     def save_state(self, layer: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Save the hidden states at the input of a layer and the findings so far for a restart,
@@ -236,17 +244,19 @@ class Output:
             for row in self.rows.values()
             if row.module in self.grids
         }
-        plain = [
+        unquantized = [
             spec
             for row in self.rows.values()
             if row.module not in self.grids
             for spec in self._own_specs(row)
         ]
-        plain += [spec for row in self.rows.values() for spec in self.extra_specs.get(row.name, ())]
+        unquantized += [
+            spec for row in self.rows.values() for spec in self.extra_specs.get(row.name, ())
+        ]
         files = read_aux_files(self.source.checkpoint.path)
-        files |= self.format.extra_files(grid, quantized, plain)
+        files |= self.format.extra_files(grid, quantized, unquantized)
         files |= more
-        block = self.format.config_block(grid, quantized, plain)
+        block = self.format.config_block(grid, quantized, unquantized)
         self.writer.finish(
             output_config(self.described, block), files, {"tensors": self.manifest()}
         )

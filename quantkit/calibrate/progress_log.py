@@ -101,7 +101,7 @@ class ProgressLog:
         self,
         unit: str,
         linears: Mapping[str, LinearResult],
-        plain: dict[str, Tensor],
+        unquantized: dict[str, Tensor],
         scales: Mapping[str, Tensor],
         *,
         owned: bool,
@@ -115,15 +115,15 @@ class ProgressLog:
         )  # also for a unit that is already written: a report covers all units
         if owned:
             self.store.write(
-                unit, {module: one.weight for module, one in linears.items()}, plain, facts
+                unit, {module: one.weight for module, one in linears.items()}, unquantized, facts
             )
 
     def load(self, unit: str) -> tuple[dict[str, Weight], dict[str, Tensor]]:
         """A finished unit's weights by module, and its unquantized tensors by name."""
-        weights, plain, facts = self.store.load(unit)
+        weights, unquantized, facts = self.store.load(unit)
         self.findings.merge(facts)
         self._found.add(unit)
-        return weights, plain
+        return weights, unquantized
 
     def merge_facts(self, unit: str) -> None:
         """Merge the facts of a unit that another rank has written."""

@@ -145,7 +145,7 @@ class BatchParallel:
         """An experts operator for a sublayer, such that `experts`, which returns zeros, is called
         on every rank."""
         number = len(self._listeners)
-        self._listeners.append(lambda _, *asked: experts(*asked))
+        self._listeners.append(lambda _, *arguments: experts(*arguments))
 
         def ask(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
             if self._calls is None:

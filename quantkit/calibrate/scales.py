@@ -381,13 +381,16 @@ def scale_sublayer(
 
 
 def scale_in_effect(
-    sublayer: Sublayer, group: ScaleGroup, source: ParameterReader, plain: Mapping[str, Tensor]
+    sublayer: Sublayer,
+    group: ScaleGroup,
+    source: ParameterReader,
+    unquantized: Mapping[str, Tensor],
 ) -> Tensor:
     """The scale folded into the norm of `group`, from its gain as written, [K]."""
     name = f"{group.producer}.weight"
     row = next(row for row in sublayer.rows if row.name == name)
     before = source.gain(row)
-    after = plain[name].float().to(before.device) + row.gain_offset
+    after = unquantized[name].float().to(before.device) + row.gain_offset
     return torch.where(after == 0, torch.ones_like(after), before / after)
 
 

@@ -71,7 +71,7 @@ class ParameterReader:
         parts = self.parts(row)
         return self.checkpoint.tensors[parts[0]].dtype if parts == (row.name,) else torch.bfloat16
 
-    def plain(self, row: Parameter) -> Tensor:
+    def unquantized(self, row: Parameter) -> Tensor:
         """The parameter as it is stored unquantized, on the CPU."""
         parts = self.parts(row)
         value = (

@@ -416,16 +416,16 @@ def output_tensors(
     sublayer: Sublayer,
     source: ParameterReader,
     weights: Mapping[str, Weight],
-    plain: Mapping[str, Tensor],
+    unquantized: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Values of the output's tensors, float32 on the source's device. weights: by module; plain:
+    """Values of the output's tensors, float32 on the source's device. weights: by module; unquantized:
     tensors in their stored dtype; absent ones are the source's."""
     tensors = {}
     for row in sublayer.needed:
         if row.module in weights:
             tensors[row.name] = dequantize(weights[row.module])
-        elif row.name in plain:
-            tensors[row.name] = plain[row.name].float().to(source.device)
+        elif row.name in unquantized:
+            tensors[row.name] = unquantized[row.name].float().to(source.device)
         else:
             tensors[row.name] = source.dequantized(row).to(sublayer.stored[row.name]).float()
     return tensors

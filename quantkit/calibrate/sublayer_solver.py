@@ -289,20 +289,20 @@ class _Latent:
 
     def costs(self) -> dict[Projection, Tensor]:
         """Of q_a, q_b and kv_a, [P, n, n]."""
-        plain = self.kv_b.shape[1] - self.values.shape[1]
-        keys, values = self.kv_b[:, :plain], self.kv_b[:, plain:]
+        nope_dim = self.kv_b.shape[1] - self.values.shape[1]
+        keys, values = self.kv_b[:, :nope_dim], self.kv_b[:, nope_dim:]
         weighted_values = self.values @ values
         spread = (weighted_values @ self.latents * values).sum((1, 2))
         score = (spread / self.q_b.shape[1])[
             :, None, None
         ]  # scores are divided by the root of their channels
         q_b = torch.diag_embed((score[:, 0] * self.rotated).expand(self.q_b.shape[:2]))
-        q_b[:, :plain, :plain] = score * (keys @ self.latents @ keys.mT)
+        q_b[:, :nope_dim, :nope_dim] = score * (keys @ self.latents @ keys.mT)
         latents = values.flatten(0, 1).t() @ weighted_values.flatten(0, 1)
         latents += keys.flatten(0, 1).t() @ (
-            score * self.queries[:, :plain, :plain] @ keys
+            score * self.queries[:, :nope_dim, :nope_dim] @ keys
         ).flatten(0, 1)
-        rotated = (score * self.queries[:, plain:, plain:]).diagonal(dim1=1, dim2=2).sum(0)
+        rotated = (score * self.queries[:, nope_dim:, nope_dim:]).diagonal(dim1=1, dim2=2).sum(0)
         q_a = self.q_b.flatten(0, 1).t() @ (q_b @ self.q_b).flatten(0, 1)
         kv_a = torch.block_diag(
             latents / self.size, torch.diag(rotated.mean().expand(len(rotated)))
@@ -339,11 +339,11 @@ def _gain_before(scaled: SublayerScales, folded: FoldedTensors, row: Parameter) 
 
 @dataclass(frozen=True)
 class SublayerSolution:
-    """linears: quantized, by module. plain: unquantized tensors that folding changed, in their
+    """linears: quantized, by module. unquantized: unquantized tensors that folding changed, in their
     stored dtype. advanced: whether tokens on the original path are after the sublayer now."""
 
     linears: dict[str, LinearResult]
-    plain: dict[str, Tensor]
+    unquantized: dict[str, Tensor]
     advanced: bool
 
     @property

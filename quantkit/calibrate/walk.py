@@ -63,12 +63,12 @@ from quantkit.quant.gptq import Curvature
 
 @dataclass(frozen=True)
 class SublayerResult:
-    """Result of a sublayer. weights: by module; plain: its other tensors that changed, or all, in
+    """Result of a sublayer. weights: by module; unquantized: its other tensors that changed, or all, in
     their stored dtype. routed, read: routing to its experts, and their input; None without
     experts. advanced: whether tokens on the original path are after the sublayer already."""
 
     weights: Mapping[str, Weight]
-    plain: Mapping[str, Tensor]
+    unquantized: Mapping[str, Tensor]
     routed: RoutedTokens | None = None
     read: LinearInput | None = None
     advanced: bool = False
@@ -101,7 +101,7 @@ class Walk:
         self.cache = cache
         groups = [group for layer in model.layers for group in model.groups[layer]]
         self.residual = ResidualStream(model.weights, model.rows, groups, embed_and_head)
-        self.plain: RtnRun | None = None
+        self.rtn: RtnRun | None = None
         self.path: ReferenceRun | None = None
         """Of the calibration tokens, if the recipe corrects for drift."""
         self.unpruned: Tensor | None = None
@@ -132,7 +132,7 @@ class Walk:
             fitted = tensors["fitted"] if "drift" in self.solvers.methods else None
         if rtn_states is not None:  # on every rank: each adds its experts' outputs
             hidden = rtn_states.to(states.original.hidden.device)
-            self.plain = RtnRun(
+            self.rtn = RtnRun(
                 replace(states.original, hidden=hidden),
                 self.model.weights,
                 self.solvers,
@@ -151,7 +151,7 @@ class Walk:
                 self._skip(layer)
         if len(states.original.hidden) and self.ranks.is_main:
             self._compare_next_tokens(states)
-        self.plain = self.path = None
+        self.rtn = self.path = None
         for layer in self.model.mtp_layers:
             if any(
                 row.mtp and row.module in self.model.quantized
@@ -187,8 +187,8 @@ class Walk:
         self._layer(layer, states)
         if layer + 1 in self.model.layers and self.ranks.is_main:
             hidden = {"quantized": states.quantized.hidden, "original": states.original.hidden}
-            if self.plain is not None:
-                hidden["plain"] = self.plain.states.hidden
+            if self.rtn is not None:
+                hidden["plain"] = self.rtn.states.hidden
             if self.path is not None:
                 hidden["fitted"] = self.path.states.hidden
             self.log.store.save_state(layer + 1, hidden, self.log.findings.to_dict())
@@ -207,7 +207,7 @@ class Walk:
         paths = [
             states.quantized,
             states.original,
-            *(one.states for one in (self.plain, self.path) if one is not None),
+            *(one.states for one in (self.rtn, self.path) if one is not None),
         ]
         with feed_forward(self.model, layer, paths) as run:
             mlp = self._sublayer(feed_forward_unit(layer), layer, run, next_token)
@@ -263,8 +263,8 @@ class Walk:
         those after it."""
         unit = sublayer.name
         self.model.weights.keep(sublayer.needed)
-        if self.plain is not None:
-            self.plain.advance(sublayer, self.ranks)
+        if self.rtn is not None:
+            self.rtn.advance(sublayer, self.ranks)
         done = self.log.store.done(unit)
         written = (
             self._resumed(sublayer, states, experts)
@@ -277,17 +277,17 @@ class Walk:
             self.path.advance(sublayer, source, self.ranks)
             del source
         self.log.begin_phase("propagating", unit)
-        tensors = output_tensors(sublayer, self.model.weights, written.weights, written.plain)
+        tensors = output_tensors(sublayer, self.model.weights, written.weights, written.unquantized)
         activation_quants = self.solvers.activation_quants(written.weights, written.weights)
         if self.cache is not None and self.cache.covers(sublayer):
-            sublayer = replace(sublayer, run=self.cache.run(sublayer, written.plain))
+            sublayer = replace(sublayer, run=self.cache.run(sublayer, written.unquantized))
         if experts is not None and written.routed is not None and written.read is not None:
             # Attention may precede them in this sublayer, and a router into which a scale was
             # folded
             # is stored rounded: both change the routing.
             again = RoutingUpdater(written.routed, written.read.scale)
             advance(sublayer, tensors, states.quantized, activation_quants, self.ranks, again)
-            experts.run(sublayer, written.routed, written.read, states, self.plain, self.path)
+            experts.run(sublayer, written.routed, written.read, states, self.rtn, self.path)
         else:
             advance(sublayer, tensors, states.quantized, activation_quants, self.ranks)
         self.log.finish(unit)
@@ -307,13 +307,17 @@ class Walk:
         solved = solve_sublayer(
             scaled, weights, states, self.ranks, None if self.path is None else self.path.states
         )
-        plain = solved.plain
+        unquantized = solved.unquantized
         if self.cache is not None and self.cache.covers(sublayer):
-            tensors = output_tensors(sublayer, weights, solved.weights, plain)
+            tensors = output_tensors(sublayer, weights, solved.weights, unquantized)
             activation_quants = self.solvers.activation_quants(solved.weights, solved.weights)
-            plain = plain | self.cache.find(sublayer, tensors, states.quantized, activation_quants)
-        self.log.write(unit, solved.linears, plain, scaled.scales, owned=self.ranks.is_main)
-        return SublayerResult(solved.weights, plain, routed, scaled.experts_input, solved.advanced)
+            unquantized = unquantized | self.cache.find(
+                sublayer, tensors, states.quantized, activation_quants
+            )
+        self.log.write(unit, solved.linears, unquantized, scaled.scales, owned=self.ranks.is_main)
+        return SublayerResult(
+            solved.weights, unquantized, routed, scaled.experts_input, solved.advanced
+        )
 
     def _resumed(
         self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None
@@ -326,15 +330,17 @@ class Walk:
                 )
             return SublayerResult(*self._loaded(sublayer.name))
         observed = self._observed(sublayer, states)
-        weights, plain = self._loaded(sublayer.name)
+        weights, unquantized = self._loaded(sublayer.name)
         group, site = sublayer.experts_group, sublayer.experts_site
         assert site is not None, f"{sublayer.name} has experts"
         scale = (
-            None if group is None else scale_in_effect(sublayer, group, self.model.weights, plain)
+            None
+            if group is None
+            else scale_in_effect(sublayer, group, self.model.weights, unquantized)
         )
         return SublayerResult(
             weights,
-            plain,
+            unquantized,
             observed.routed,
             linear_input(
                 observed.inputs[site], self.solvers, scale, drift=observed.drifts.get(site)
@@ -342,9 +348,9 @@ class Walk:
         )
 
     def _loaded(self, unit: str) -> tuple[Mapping[str, Weight], Mapping[str, Tensor]]:
-        weights, plain = self.log.load(unit)
+        weights, unquantized = self.log.load(unit)
         self.log.note(f"{unit}: found finished")
-        return weights, plain
+        return weights, unquantized
 
     def _observed(self, sublayer: Sublayer, states: HiddenStatePair) -> SublayerStatistics:
         """Statistics on the quantized path. Without drift correction the original path advances
@@ -402,18 +408,18 @@ class Walk:
         head, logits = self.residual.head, self.embed_and_head.logits
         self.log.begin_phase("judging", head.module)
         step = max(1, len(states.original.hidden) // JUDGED_TOKENS)
-        original, quantized, *plain = (
+        original, quantized, *unquantized = (
             self.embed_and_head.final_norm(hidden[::step][:JUDGED_TOKENS])
             for hidden in (
                 states.original.hidden
                 if self.unpruned is None
                 else self.unpruned.to(states.original.hidden.device),
                 states.quantized.hidden[states.quantized.fitted :],
-                *(() if self.plain is None else (self.plain.states.hidden,)),
+                *(() if self.rtn is None else (self.rtn.states.hidden,)),
             )
         )
         blocks = self.model.weights.blocks(head, JUDGED_ROWS)
-        own, *others = compare_paths(original, [quantized, *plain], blocks, logits)
+        own, *others = compare_paths(original, [quantized, *unquantized], blocks, logits)
         found = asdict(own)
         if others:
             found["plain_kl"] = others[0].kl

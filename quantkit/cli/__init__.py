@@ -64,8 +64,8 @@ for name, command in COMMANDS:
     app.command(name, cls=Command, epilog=epilog(name))(flat(command))
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(given: bool) -> None:
+    if given:
         print(f"quantkit {__version__}")
         raise typer.Exit
 

@@ -193,11 +193,10 @@ def kernels(
         if json_:
             return print_json({"device": str(target), "rows": rows} | notes)
         console.show_kernels(str(target), rows)
-        asked = [row for row in rows if row["backend"] == backend]
-        if asked and not any(row["usable"] for row in asked):
+        own = [row for row in rows if row["backend"] == backend]
+        if own and not any(row["usable"] for row in own):
             console.notify(
-                f"{backend} runs nothing on {target}: {asked[0]['reason']}; the table is that of "
-                "auto"
+                f"{backend} runs nothing on {target}: {own[0]['reason']}; the table is that of auto"
             )
         for line in notes["slow"]:
             console.notify(line)

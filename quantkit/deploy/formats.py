@@ -100,8 +100,8 @@ def _compose_devices(made: Deployment) -> dict[str, Any]:
     if made.device == "npu":
         names = [*(f"davinci{number}" for number in range(made.devices_per_box)), *_NPU_DEVICES]
         return {"devices": [f"/dev/{name}:/dev/{name}" for name in names]}
-    asked = {"driver": "nvidia", "count": made.devices_per_box, "capabilities": ["gpu"]}
-    return {"deploy": {"resources": {"reservations": {"devices": [asked]}}}}
+    device = {"driver": "nvidia", "count": made.devices_per_box, "capabilities": ["gpu"]}
+    return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
 
 
 def _k8s(made: Deployment) -> list[str]:

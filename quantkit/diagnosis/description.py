@@ -185,14 +185,14 @@ def _read_format(
         else:
             unknown = "does not read" in fault.problem
             reason = f"it says {_format_label(survey)}" if unknown else fault.problem
-            _report_unread(survey, detected, shapes, reason, findings)
+            _report_ignored(survey, detected, shapes, reason, findings)
         return False
     try:
         description.grid = format.grid(survey.config, survey.side)
         description.ignored = format.ignored(survey.config, survey.side)
     except QuantkitError as fault:
         description.ignored = None
-        _report_unread(survey, detected, shapes, fault.problem, findings)
+        _report_ignored(survey, detected, shapes, fault.problem, findings)
         return False
     # What is left of damaged shards may look like another format.
     is_whole = not findings.has("shard-missing", "shard-damaged")
@@ -256,7 +256,7 @@ def _fitting(survey: Survey, formats: list[Format], shapes: Mapping[str, tuple[i
     return ""
 
 
-def _report_unread(
+def _report_ignored(
     survey: Survey,
     detected: list[Format],
     shapes: Mapping[str, tuple[int, ...]],
@@ -403,8 +403,8 @@ def _collect(survey: Survey, description: Description, findings: Findings) -> No
         except QuantkitError as fault:
             kind = "part-missing" if "missing" in fault.problem else "part-malformed"
             kind = "description-wrong" if "is described as" in fault.problem else kind
-            unread = "not a multiple of" in fault.problem or "does not read" in fault.problem
-            kind = "not-read" if unread else kind
+            ignored = "not a multiple of" in fault.problem or "does not read" in fault.problem
+            kind = "not-read" if ignored else kind
             faults.setdefault(kind, []).append((module, fault.problem))
             description.broken.add(module)
     findings.add_groups(faults)

@@ -234,7 +234,7 @@ def check_tensors(
         module = owner.get(name)
         if module is None:
             check.unquantized(name)
-            if comparison is not None and name in matrices and comparison.is_plain(name):
+            if comparison is not None and name in matrices and comparison.is_unquantized(name):
                 comparison.add(matrices[name], sample_unquantized_rows(survey, name))
         elif module not in checked:
             checked.add(module)

@@ -482,7 +482,7 @@ class SourceComparison:
         if module in self.columns:
             return self.columns[module]
         name = f"{module}.weight"
-        if not self.is_plain(name):
+        if not self.is_unquantized(name):
             return None
         rows = sample_unquantized_rows(self.survey, name)
         theirs = self._source_rows(module, rows)
@@ -492,7 +492,7 @@ class SourceComparison:
         self.noise[module] = column_noise(rows.values, theirs, found)
         return found.columns
 
-    def is_plain(self, name: str) -> bool:
+    def is_unquantized(self, name: str) -> bool:
         """Whether a matrix's stored values are its weights: 16 or 32 bits, and no scale of any
         format."""
         module, info = name.removesuffix(".weight"), self.survey.tensors.get(name)

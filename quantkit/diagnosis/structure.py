@@ -478,8 +478,8 @@ def _check_class(config: Mapping[str, Any], findings: Findings) -> None:
     if not is_known(config):
         return
     family, _, task = first.partition("For")
-    kind = _plain_name(str(config["model_type"]))
-    if _plain_name(family) not in (kind, *_PUBLISHED_AS.get(kind, ())) or not task.startswith(
+    kind = _normalized_name(str(config["model_type"]))
+    if _normalized_name(family) not in (kind, *_PUBLISHED_AS.get(kind, ())) or not task.startswith(
         _GENERATES
     ):
         evidence = (
@@ -489,5 +489,5 @@ def _check_class(config: Mapping[str, Any], findings: Findings) -> None:
         findings.add("class-wrong", "config.json", evidence)
 
 
-def _plain_name(name: str) -> str:
+def _normalized_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -305,11 +305,11 @@ def check_activation_scales(survey: Survey, description: Description, findings: 
     )
     cache = block.get("kv_cache_scheme")
     has_cache = isinstance(cache, dict) and cache.get("dynamic") is False
-    unread = [name for name in survey.tensors if name.endswith(_INPUT_SCALES)]
+    ignored = [name for name in survey.tensors if name.endswith(_INPUT_SCALES)]
     of_groups = block.get("quant_method") == "compressed-tensors" and inputs
-    if unread and of_groups and not any(inputs):
+    if ignored and of_groups and not any(inputs):
         evidence = "config.json says that inputs are not quantized, and a scale of inputs is stored"
-        findings.add("part-orphan", unread, evidence)
+        findings.add("part-orphan", ignored, evidence)
     for is_said, name, evidence, endings in (
         (is_static, "part-missing", "it says that input scales are static", _INPUT_SCALES),
         (not in_order, "part-missing", "it says actorder group", (".weight_g_idx",)),

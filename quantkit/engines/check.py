@@ -405,9 +405,9 @@ class _RuleCheck:
         """Unquantized fused linears that the engine looks up by the name of the fused module."""
         ignored = self.ignored
         if (
-            rule.finds_plain is None
+            rule.finds_unquantized is None
             or ignored is None
-            or self.checkpoint.config.get("model_type") in rule.finds_plain
+            or self.checkpoint.config.get("model_type") in rule.finds_unquantized
         ):
             return
         for row in self.linears:

@@ -90,7 +90,7 @@ class LoadRule(Rule):
     # Model types whose unquantized fused linears are found in the list of unquantized modules by
     # their own names; those of other models only by the fused module's name, except q_a and kv_a.
     # None: they are always found.
-    finds_plain: tuple[str, ...] | None = None
+    finds_unquantized: tuple[str, ...] | None = None
     # Whether int4 experts whose intermediate size per GPU is at most group_size are computed
     # incorrectly.
     narrow_experts_wrong: bool = False

@@ -56,7 +56,7 @@ from quantkit.executor.speculation.eagle_head import LoadedEagleHead
 from quantkit.executor.speculation.mtp_drafter import make_mtp_drafter
 from quantkit.executor.speculation.speculation import Proposer, Speculation
 from quantkit.executor.weights.expert_counter import ExpertCounter
-from quantkit.executor.weights.load import LoadedModel, open_asked, prepare
+from quantkit.executor.weights.load import LoadedModel, open_given, prepare
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
@@ -164,13 +164,13 @@ class Engine:
         # Open before other ranks start, so that a fault here ends nothing; a rank started by rank 0
         # reports its fault to the ranks it has met.
         opened = (
-            open_asked(options, tokenizer.eos_ids)
+            open_given(options, tokenizer.eos_ids)
             if environment_rank(options.ranks) is None
             else None
         )
         parallel = join(options)
         try:
-            opened = opened or open_asked(options, tokenizer.eos_ids)
+            opened = opened or open_given(options, tokenizer.eos_ids)
             ranks = (parallel, SINGLE) if options.dp == 1 else (SINGLE, parallel)
             loaded = prepare(opened, *ranks)
             log(f"weights loaded after {time.perf_counter() - began:.1f} s")

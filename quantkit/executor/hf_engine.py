@@ -41,7 +41,7 @@ class WholeEngine:
     expert_counter = speculation = None
 
     def __init__(self, options: EngineOptions) -> None:
-        asked = {
+        unsupported = {
             "--tp": options.tp > 1,
             "--dp": options.dp > 1,
             "--collectives": options.collectives,
@@ -51,7 +51,7 @@ class WholeEngine:
             "--cache": options.cache,
             "--count-experts": options.count_experts,
         }
-        if found := [name for name, given in asked.items() if given]:
+        if found := [name for name, given in unsupported.items() if given]:
             raise QuantkitError(
                 f"{options.model_path} is computed by transformers, which has no "
                 f"{', '.join(found)} here",

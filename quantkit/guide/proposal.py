@@ -282,16 +282,16 @@ def _candidate(
     return SchemeCandidate(name, "", refused=refusals[0].problem, remedy=refusals[0].remedy)
 
 
-def _engines(box: Devices, asked: str | None) -> tuple[str, ...]:
-    if asked is not None and asked != QUANTKIT:
-        find_engine(asked)
+def _engines(box: Devices, engine: str | None) -> tuple[str, ...]:
+    if engine is not None and engine != QUANTKIT:
+        find_engine(engine)
     assert box.device is not None
     there = ENGINES[box.device]
-    if asked is not None and asked not in there:
+    if engine is not None and engine not in there:
         raise QuantkitError(
-            f"{asked} is not launched on {box.name}", f"engines for it are {', '.join(there)}"
+            f"{engine} is not launched on {box.name}", f"engines for it are {', '.join(there)}"
         )
-    return (asked,) if asked else there
+    return (engine,) if engine else there
 
 
 def _check_engine(engine: str, scheme: Scheme, box: Devices, checkpoint: Checkpoint) -> None:

@@ -45,9 +45,9 @@ _REMEDY = "remove that file, and steps that are done are found again"
 
 
 class Record:
-    """The record of one output folder. asked: everything that the outcome depends on, as JSON."""
+    """The record of one output folder. request: everything that the outcome depends on, as JSON."""
 
-    def __init__(self, out: Path, asked: dict[str, Any]) -> None:
+    def __init__(self, out: Path, request: dict[str, Any]) -> None:
         """Raises QuantkitError if the folder was begun with other settings, or its file is
         damaged."""
         self._path = out / NAME
@@ -55,12 +55,12 @@ class Record:
         if found:
             checked(found, _File, str(self._path), _REMEDY)
         if found and _begun(out, found):
-            _check_same(self._path, found, asked)
-        elif found and found["asked"] != asked:
+            _check_same(self._path, found, request)
+        elif found and found["asked"] != request:
             found = {}
         self._state: dict[str, Any] = found or {
             "quantkit": __version__,
-            "asked": asked,
+            "asked": request,
             "choice": None,
             "steps": {},
         }
@@ -103,9 +103,9 @@ def _begun(out: Path, found: dict[str, Any]) -> bool:
     return bool(found["steps"]) or any(out.glob("*.partial/*"))
 
 
-def _check_same(path: Path, found: dict[str, Any], asked: dict[str, Any]) -> None:
-    keys = dict.fromkeys([*asked, *found["asked"]])
-    other = [key for key in keys if found["asked"].get(key) != asked.get(key)]
+def _check_same(path: Path, found: dict[str, Any], request: dict[str, Any]) -> None:
+    keys = dict.fromkeys([*request, *found["asked"]])
+    other = [key for key in keys if found["asked"].get(key) != request.get(key)]
     if other:
         before = ", ".join(f"{key} {_shown(found['asked'].get(key))}" for key in other)
         raise QuantkitError(

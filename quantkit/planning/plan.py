@@ -384,8 +384,8 @@ def _plan_layout(
         grid=job.grids.get,
         **machine,
     )
-    asked = "" if devices is None else f" --devices {devices}"
-    starts = f"quantkit deploy OUT --engine {engine} --layout {layout}{asked}"
+    option = "" if devices is None else f" --devices {devices}"
+    starts = f"quantkit deploy OUT --engine {engine} --layout {layout}{option}"
     scheduled = f"{starts} --context {serving.context} --format slurm | sbatch"
     return replace(planned, launch=scheduled)
 

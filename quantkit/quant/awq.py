@@ -29,14 +29,18 @@ def candidate_scales(
         -1, *[1] * activation.dim()
     )
     x = activation.clamp(min=1e-8)
-    plain = x**ratios
-    duo = plain / (weight ** (1 - ratios) + 1e-4)
+    by_input = x**ratios
+    duo = by_input / (weight ** (1 - ratios) + 1e-4)
     live = (activation > 0) & (weight > 0)
     exponents = torch.linspace(0, 1, weight_points + 2)[1:-1].tolist()
     return torch.cat(
         [
             _normalised(one, live)
-            for one in (plain, duo, *(plain / (weight**exponent + 1e-4) for exponent in exponents))
+            for one in (
+                by_input,
+                duo,
+                *(by_input / (weight**exponent + 1e-4) for exponent in exponents),
+            )
         ]
     )
 

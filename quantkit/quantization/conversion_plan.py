@@ -130,7 +130,7 @@ def activation_bits(checkpoint: Checkpoint) -> int:
     return min((checkpoint.activation_bits(module) for module in checkpoint.linears), default=16)
 
 
-def plain_dtype(checkpoint: Checkpoint) -> torch.dtype:
+def decoded_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """Dtype of a decoded weight if none was given: the model's own 16 bits."""
     said = checkpoint.config.get("torch_dtype", checkpoint.config.get("dtype"))
     return torch.float16 if said == "float16" else torch.bfloat16
@@ -185,7 +185,7 @@ class ConversionPlan:
         self._largest: dict[str, int] = {}
         """Largest exponent of MXFP4, by the fused module that shares a global scale."""
         self.cast_to = dtype
-        self.plain_dtype = dtype or plain_dtype(checkpoint)
+        self.decoded_dtype = dtype or decoded_dtype(checkpoint)
         parts = {name for linear in checkpoint.linears.values() for name in linear.tensors}
         self.items = [self._linear(module) for module in checkpoint.linears]
         parts |= checkpoint.cache_scale_names  # no other format describes them
@@ -205,12 +205,12 @@ class ConversionPlan:
             return Item(
                 module, True, True, key, tuple(self.target.specs(module, linear.shape, self.grid))
             )
-        spec = TensorSpec(f"{module}.weight", self.plain_dtype, linear.shape)
+        spec = TensorSpec(f"{module}.weight", self.decoded_dtype, linear.shape)
         return Item(
             module,
             True,
             False,
-            f"{linear.format.name} to {dtype_name(self.plain_dtype)}: {part}",
+            f"{linear.format.name} to {dtype_name(self.decoded_dtype)}: {part}",
             (spec,),
         )
 
@@ -349,7 +349,7 @@ class ConversionPlan:
         }
 
     def config(self) -> dict[str, Any]:
-        block = self.target.config_block(self.grid, self._quantized(), self._plain())
+        block = self.target.config_block(self.grid, self._quantized(), self._unquantized())
         config = output_config(self.described, block)
         if self.cast_to is not None:
             named = "dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"
@@ -358,7 +358,7 @@ class ConversionPlan:
 
     def files(self) -> dict[str, bytes]:
         return read_aux_files(self.checkpoint.path) | self.target.extra_files(
-            self.grid, self._quantized(), self._plain()
+            self.grid, self._quantized(), self._unquantized()
         )
 
     def manifest(self, changes: dict[str, Change]) -> dict[str, Any]:
@@ -372,7 +372,7 @@ class ConversionPlan:
     def _quantized(self) -> dict[str, Grid | None]:
         return {item.name: self.grid for item in self.items if item.quantized}
 
-    def _plain(self) -> list[TensorSpec]:
+    def _unquantized(self) -> list[TensorSpec]:
         return [spec for item in self.items if not item.quantized for spec in item.specs]
 
     def _became(self) -> dict[str, dict[str, Any]]:

@@ -448,7 +448,10 @@ class _Narrowed:
         return module in self._allowed and self._target.quantizes(module, role, mtp=mtp)
 
     def config_block(
-        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+        self,
+        grid: Grid | None,
+        quantized: Mapping[str, Grid | None],
+        unquantized: Sequence[TensorSpec],
     ) -> dict[str, Any]:
-        block = self._target.config_block(grid, quantized, plain)
+        block = self._target.config_block(grid, quantized, unquantized)
         return {**block, **self._keys} if block else block

@@ -17,11 +17,11 @@ RECIPE = "recipe.yaml"
 def own_settings(request: JobRequest) -> dict[str, Any]:
     """The recipe that says what no option of quantize gives; empty where the scheme's own does."""
     name, given = request.scheme.name, request.recipe.model_dump(mode="json", exclude=_OPTIONS)
-    plain = Recipe.model_validate({"scheme": name})
-    own = load_recipe(name) if name in SCHEMES else plain
+    defaults = Recipe.model_validate({"scheme": name})
+    own = load_recipe(name) if name in SCHEMES else defaults
     if given == own.model_dump(mode="json", exclude=_OPTIONS):
         return {}
-    usual = plain.model_dump(mode="json")
+    usual = defaults.model_dump(mode="json")
     return {"scheme": name} | {key: one for key, one in given.items() if one != usual[key]}
 
 

@@ -360,9 +360,9 @@ def _round(
     """Calibrate and write the decoder layers, then round whatever is left; without methods, round
     everything."""
     job, recipe, methods = run.job, run.job.request.recipe, run.job.request.methods
-    plain = SolverTable(job.target, job.grids.__getitem__, recipe, (), run.batches.piece_values)
+    rtn = SolverTable(job.target, job.grids.__getitem__, recipe, (), run.batches.piece_values)
     if not methods:
-        return round_units(output.source, output, plain, on_event, ranks)
+        return round_units(output.source, output, rtn, on_event, ranks)
     solvers = SolverTable(
         job.target, job.grids.__getitem__, recipe, methods, run.batches.piece_values
     )
@@ -382,7 +382,7 @@ def _round(
     )
     walk.unpruned = None if pruned is None else pruned.held_out
     findings = walk.run(run.sequences)
-    round_units(output.source, output, plain, on_event, ranks, begun=CALIBRATED_SHARE)
+    round_units(output.source, output, rtn, on_event, ranks, begun=CALIBRATED_SHARE)
     return findings
 
 

@@ -86,7 +86,7 @@ def launches_of(engine: Engine, backend: str, batch: int) -> tuple[int, int, int
     rows = engine.runner.rows([5] * batch, [(one, one.num_cached) for one in sequences])
     context = rows.context(engine.cache)
     for layer in loaded.layers:
-        with backends.asked(backend):
+        with backends.use_backend(backend):
             # Tables made once a step are not a layer's.
             layer(hidden, hidden, context, layer.input_norm)
             with CountLaunches() as launches:

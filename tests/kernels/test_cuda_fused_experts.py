@@ -120,7 +120,7 @@ def test_unsummed_pairs_add_up_to_the_call(grid, tokens):
         expected, found = experts(x, ids, weights), experts.unsummed(x, ids, weights)
         assert isinstance(found, UnsummedPairs) == (grid != "int8" and tokens < 40)
         assert torch.equal(found.summed() if isinstance(found, UnsummedPairs) else found, expected)
-    experts.asked = 0.5
+    experts.routed_share = 0.5
     assert isinstance(experts.unsummed(x, ids, weights), torch.Tensor), "ids may be NO_EXPERT"
 
 
@@ -157,7 +157,7 @@ def test_pairs_of_no_expert_add_nothing(grid, tokens):
     """Experts of one rank among several: ids that name none here."""
     rng = torch.Generator(DEVICE).manual_seed(tokens)
     experts, few = built(grid, 12, 512, 1024, torch.bfloat16, rng)
-    experts.asked = 0.5
+    experts.routed_share = 0.5
     x = torch.randn(tokens, 512, generator=rng, device=DEVICE).bfloat16()
     ids = torch.rand(tokens, 12, generator=rng, device=DEVICE).topk(4, dim=-1).indices.int()
     weights = torch.rand(tokens, 4, generator=rng, device=DEVICE)

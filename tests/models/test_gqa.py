@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from plain_weights import PlainWeights
-from quantkit_kernels.backends import asked
+from quantkit_kernels.backends import use_backend
 from refused import refused
 from transformers_peers import CASES, checkpoint_tensors, random_peer
 from ulp_bound import assert_near, movement
@@ -21,7 +21,7 @@ def test_logits_equal_transformers(case):
     config = architecture.Config.from_dict(config_dict)
     tensors = checkpoint_tensors(peer)
     token_ids = torch.randint(0, 211, (2, 40))
-    with torch.no_grad(), asked("reference"):
+    with torch.no_grad(), use_backend("reference"):
         expected = peer(token_ids).logits
         model = architecture.Model(config, PlainWeights(tensors, config.mixture.linears))
         logits = model.logits(model(token_ids.flatten(), CausalContext([40, 40]))).view_as(expected)

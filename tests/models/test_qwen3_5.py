@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from plain_weights import PlainWeights
-from quantkit_kernels.backends import asked
+from quantkit_kernels.backends import use_backend
 from safetensors.torch import save_file
 from transformers_peers import QWEN_3_5, QWEN_3_5_DENSE, whole
 from ulp_bound import assert_near, movement
@@ -24,7 +24,7 @@ def test_logits_equal_transformers(kind, extra):
     peer, config, tensors = whole(extra, kind)
     architecture = find_architecture(config)
     made, token_ids = architecture.Config.from_dict(config), torch.randint(0, 211, (50,))
-    with torch.no_grad(), asked("reference"):
+    with torch.no_grad(), use_backend("reference"):
         model = architecture.Model(made, PlainWeights(tensors))
         logits, expected = (
             model.logits(model(token_ids, CausalContext([50]))),
@@ -39,7 +39,7 @@ def test_logits_equal_transformers(kind, extra):
     flat = {name.replace("language_model.", ""): one for name, one in tensors.items()}
     text = config["text_config"]
     alone = find_architecture(text).Config.from_dict(text)
-    with torch.no_grad(), asked("reference"):
+    with torch.no_grad(), use_backend("reference"):
         model = architecture.Model(alone, PlainWeights(flat))
         assert torch.equal(model.logits(model(token_ids, CausalContext([50]))), logits)
     assert {row.name for row in architecture.parameters(alone)} == {*flat}

@@ -8,7 +8,7 @@ import pytest
 import tiny_models
 import torch
 from plain_weights import PlainWeights
-from quantkit_kernels.backends import asked
+from quantkit_kernels.backends import use_backend
 from refused import refused
 from tied_model import TIED, tied_tensors
 
@@ -61,7 +61,7 @@ def outputs(checkpoint):
     tensors = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
     names, ids = getattr(config, "mixture", None), torch.arange(7, 47)
     weights = PlainWeights(tensors, *([] if names is None else [names.linears]))
-    with asked("reference"):
+    with use_backend("reference"):
         model = architecture.Model(config, weights)
         hidden = model(ids, CausalContext([len(ids)]))
         logits = [model.logits(hidden)]

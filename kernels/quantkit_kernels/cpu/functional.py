@@ -8,7 +8,7 @@ from torch import Tensor
 from quantkit_kernels.cpu import dense
 from quantkit_kernels.cpu.build import once
 from quantkit_kernels.paged import Rotation
-from quantkit_kernels.reference import functional as plain
+from quantkit_kernels.reference import functional as reference
 from quantkit_kernels.routing import Routing, route
 
 _ROWS_BYTES = 4 << 20
@@ -23,11 +23,11 @@ _READ = (torch.bfloat16, torch.float32)
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     found = _normed(x, None, weight, eps)
-    return plain.rms_norm(x, weight, eps) if found is None else found[0]
+    return reference.rms_norm(x, weight, eps) if found is None else found[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _normed(x, residual, weight, eps) or plain.add_rms_norm(x, residual, weight, eps)
+    return _normed(x, residual, weight, eps) or reference.add_rms_norm(x, residual, weight, eps)
 
 
 def _normed(
@@ -66,7 +66,7 @@ def rotated(x: Tensor, rotation: Rotation) -> Tensor:
         and all(side.dtype == torch.float32 and side.is_contiguous() for side in sides)
     )
     if loaded is None or rotation.interleaved or not readable:
-        return plain.rotated(x, rotation)
+        return reference.rotated(x, rotation)
     out = torch.empty(x.shape, dtype=x.dtype)
     sizes = (x.dtype == torch.bfloat16, *x.shape, *x.stride()[:2], torch.get_num_threads())
     loaded.qk_rotate(x.data_ptr(), *(side.data_ptr() for side in sides), out.data_ptr(), *sizes)

@@ -10,7 +10,7 @@ from quantkit_kernels.cpu.build import once
 from quantkit_kernels.cpu.functional import rms_norm, rotated
 from quantkit_kernels.paged import Latents, Norms, PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.prompts import Prompts
-from quantkit_kernels.reference import prompts as plain
+from quantkit_kernels.reference import prompts as reference_prompts
 from quantkit_kernels.reference.functional import AttentionSteps, absorbed, values
 
 _KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
@@ -87,25 +87,30 @@ def gqa_prefill(
     window: int,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    return plain.gqa_prefill(q, cache, prompts, scale, window, sinks, _attend_blocks)
+    return reference_prompts.gqa_prefill(q, cache, prompts, scale, window, sinks, _attend_blocks)
 
 
 def mla_prefill(
     q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float
 ) -> Tensor:
     q_pe = rotated(q[..., q.shape[2] - 2 * rotation.cos.shape[1] :], rotation)
-    return plain.attend_expanded(
+    return reference_prompts.attend_expanded(
         q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, _attend_blocks
     )
 
 
 def _attend_blocks(
-    q: Tensor, slots: Tensor, width: int, expand: plain.Expand, scale: float, window: int
+    q: Tensor,
+    slots: Tensor,
+    width: int,
+    expand: reference_prompts.Expand,
+    scale: float,
+    window: int,
 ) -> Tensor:
     """As `plain.attend_one`."""
     loaded = once("prompts")
     if loaded is None:
-        return plain.attend_one(q, slots, width, expand, scale, window)
+        return reference_prompts.attend_one(q, slots, width, expand, scale, window)
     (new, heads, depth), seen = q.shape, len(slots)
     queries = (q.float() * scale).contiguous()
     best, total, out = (
@@ -114,8 +119,11 @@ def _attend_blocks(
         torch.zeros(new, heads, width),
     )
     earliest = max(0, seen - new + 1 - window) if window else 0
-    for first in range(earliest, seen, plain.AT_ONCE):
-        k, v = (side.float().contiguous() for side in expand(slots[first : first + plain.AT_ONCE]))
+    for first in range(earliest, seen, reference_prompts.AT_ONCE):
+        k, v = (
+            side.float().contiguous()
+            for side in expand(slots[first : first + reference_prompts.AT_ONCE])
+        )
         operands = (queries, k, v, best, total, out)
         sizes = (
             new,

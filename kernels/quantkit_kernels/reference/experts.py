@@ -75,14 +75,14 @@ class LoopExperts(Experts):
     def unsorted(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """Every expert computes every token, and what a token did not ask for is dropped: no value
         reaches the host."""
-        asked = torch.zeros(x.shape[0], self.num_experts, dtype=torch.float32, device=x.device)
-        asked.scatter_add_(
+        by_expert = torch.zeros(x.shape[0], self.num_experts, dtype=torch.float32, device=x.device)
+        by_expert.scatter_add_(
             1, topk_ids.long().clamp_min(0), topk_weights.masked_fill(topk_ids == NO_EXPERT, 0.0)
         )
         summed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in range(self.num_experts):
             product = self._one(expert, x).float()
-            weight = asked[:, expert : expert + 1]
+            weight = by_expert[:, expert : expert + 1]
             # Dropped, not multiplied by zero: an expert may overflow on tokens that are not its
             # own.
             summed += (product * weight).masked_fill(weight == 0, 0.0)

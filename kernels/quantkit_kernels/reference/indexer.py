@@ -27,8 +27,8 @@ def index_prepare(
 
 
 def _first_rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    turned = 2 * rotation.cos.shape[1]
-    return torch.cat((rotated(x[..., :turned], rotation), x[..., turned:]), dim=-1)
+    rotary_dim = 2 * rotation.cos.shape[1]
+    return torch.cat((rotated(x[..., :rotary_dim], rotation), x[..., rotary_dim:]), dim=-1)
 
 
 def index_topk(

@@ -17,7 +17,7 @@ from quantkit_kernels.paged import (
     Rotation,
     pairs_together,
 )
-from quantkit_kernels.reference import functional as plain
+from quantkit_kernels.reference import functional as reference
 from quantkit_kernels.routing import Routing
 from quantkit_kernels.torch_npu.calls import bind, call
 from quantkit_kernels.torch_npu.rule import HALVES
@@ -29,30 +29,30 @@ LATENT, ROPE = 512, 64
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if violated("npu_rms_norm", bind("npu_rms_norm", (x, weight, eps), {})):
-        return plain.rms_norm(x, weight, eps)
+        return reference.rms_norm(x, weight, eps)
     result: Tensor = call("npu_rms_norm", x, weight, eps)[0]
     return result
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if violated("npu_add_rms_norm", bind("npu_add_rms_norm", (x, residual, weight, eps), {})):
-        return plain.add_rms_norm(x, residual, weight, eps)
+        return reference.add_rms_norm(x, residual, weight, eps)
     normed, _, total = call("npu_add_rms_norm", x, residual, weight, eps)
     return normed, total
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     if x.numel() == 0:
-        return plain.silu_and_mul(x)
+        return reference.silu_and_mul(x)
     result: Tensor = call("npu_swiglu", x.contiguous())
     return result
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     if not routing.is_common:
-        return plain.route(logits, bias, routing)
+        return reference.route(logits, bias, routing)
     ids, weights = choose(logits, bias, routing)
-    return plain.with_shared(ids, weights, logits.shape[1], routing.num_joined_experts)
+    return reference.with_shared(ids, weights, logits.shape[1], routing.num_joined_experts)
 
 
 def choose(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ def choose(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tenso
     if divides != routing.norm_topk_prob or violated(
         "npu_moe_gating_top_k", bind("npu_moe_gating_top_k", args, kwargs)
     ):
-        return plain.route(logits, bias, replace(routing, num_joined_experts=0))
+        return reference.route(logits, bias, replace(routing, num_joined_experts=0))
     weights, ids, _ = call("npu_moe_gating_top_k", *args, **kwargs)
     return ids, weights
 
@@ -101,12 +101,12 @@ def rotated(x: Tensor, rotation: Rotation) -> Tensor:
         "interleave" if rotation.interleaved else "half",
     )
     if x.numel() == 0 or violated(operator, bind(operator, args, {})):
-        return plain.rotated(x, rotation)
+        return reference.rotated(x, rotation)
     result: Tensor = call(operator, *args)
     return result.to(x.dtype)
 
 
-STEPS = plain.AttentionSteps(rms_norm, rotated)
+STEPS = reference.AttentionSteps(rms_norm, rotated)
 
 
 def cache_layout(kv_lora: int, rope_dim: int, dtype: torch.dtype) -> CacheLayout:
@@ -120,7 +120,7 @@ def mla_prepare(
     qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor
 ) -> Tensor:
     if isinstance(cache, Tensor):
-        return plain.mla_prepare(qkv_a, norms, rotation, cache, slots, STEPS)
+        return reference.mla_prepare(qkv_a, norms, rotation, cache, slots, STEPS)
     q_a, kv = qkv_a.split([norms.q.shape[0], LATENT + ROPE], dim=-1)
     if not rotation.interleaved:  # the operator takes pairs of neighbours
         kv = torch.cat([kv[:, :LATENT], pairs_together(kv[:, LATENT:])], dim=-1)
@@ -224,7 +224,7 @@ def attend(absorbed: Tensor, q_pe: Tensor, pages: PagedLatents, scale: float) ->
     kwargs["block_size"] = keys.shape[2]
     args = (query.unsqueeze(2).contiguous(), keys, keys)
     if isinstance(cache, Tensor) and violated(operator, bind(operator, args, kwargs)):
-        return plain.attend(query, pages, scale, kv_lora).transpose(0, 1)
+        return reference.attend(query, pages, scale, kv_lora).transpose(0, 1)
     attended: Tensor = call(operator, *args, **kwargs)[0].squeeze(2)
     heads_first = attended[..., :kv_lora].transpose(0, 1) if isinstance(cache, Tensor) else attended
     # A row of length 0 attends to nothing: the manual does not say what the operator gives then.

@@ -10,8 +10,8 @@ from torch import Tensor
 from quantkit_kernels.codes import KeyValues
 from quantkit_kernels.paged import Latents, Norms, PagedKeys, Rotation
 from quantkit_kernels.prompts import Prompts
-from quantkit_kernels.reference import grouped as plain
-from quantkit_kernels.reference import prompts as plain_prompts
+from quantkit_kernels.reference import grouped as reference
+from quantkit_kernels.reference import prompts as reference_prompts
 from quantkit_kernels.torch_npu.calls import bind, call
 from quantkit_kernels.torch_npu.functional import STEPS, absorbed_weights, rotated
 from quantkit_kernels.torch_npu.rules import violated
@@ -22,7 +22,7 @@ _OPERATOR = "npu_fused_infer_attention_score_v2"
 def gqa_prepare(
     qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: KeyValues, slots: Tensor
 ) -> Tensor:
-    return plain.gqa_prepare(qkv, norms, rotation, cache, slots, STEPS)
+    return reference.gqa_prepare(qkv, norms, rotation, cache, slots, STEPS)
 
 
 def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor:
@@ -41,7 +41,7 @@ def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor
     }
     args = (q.unsqueeze(2).contiguous(), keys.flatten(2), values.flatten(2))
     if window or scales is not None or violated(_OPERATOR, bind(_OPERATOR, args, kwargs)):
-        return plain.gqa_decode(q, pages, scale, window)
+        return reference.gqa_decode(q, pages, scale, window)
     attended: Tensor = call(_OPERATOR, *args, **kwargs)[0]
     attended = attended.squeeze(2)
     # A row of length 0 attends to nothing: the manual does not say what the operator gives then.
@@ -49,8 +49,8 @@ def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor
 
 
 def gqa_prefill(q: Tensor, cache: KeyValues, prompts: Prompts, scale: float, window: int) -> Tensor:
-    return plain_prompts.gqa_prefill(
-        q, cache, prompts, scale, window, own=plain_prompts.attend_at_once
+    return reference_prompts.gqa_prefill(
+        q, cache, prompts, scale, window, own=reference_prompts.attend_at_once
     )
 
 
@@ -59,6 +59,6 @@ def mla_prefill(
 ) -> Tensor:
     q_pe = rotated(q[..., -2 * rotation.cos.shape[1] :], rotation)
     absorbed_weights(kv_b, q.shape[2] - q_pe.shape[2])  # what decoding will hold has its memory now
-    return plain_prompts.attend_expanded(
-        q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, plain_prompts.attend_at_once
+    return reference_prompts.attend_expanded(
+        q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, reference_prompts.attend_at_once
     )

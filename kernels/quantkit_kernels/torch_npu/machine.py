@@ -82,9 +82,9 @@ def versions() -> dict[str, str]:
 def installed_cann() -> str:
     """CANN's version as torch_npu has it, else as the toolkit's files say."""
     utilities = getattr(getattr(sys.modules.get("torch_npu"), "npu", None), "utils", None)
-    asked = utilities.get_cann_version() if utilities is not None else ""
+    version = utilities.get_cann_version() if utilities is not None else ""
     home = os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest")
-    return asked or cann_version(Path(home))
+    return version or cann_version(Path(home))
 
 
 def unpublished(found: Mapping[str, str]) -> list[str]:

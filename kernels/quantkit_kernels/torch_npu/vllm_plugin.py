@@ -42,7 +42,7 @@ def register() -> None:
     from vllm_ascend.quantization.method_adapters import AscendFusedMoEMethod, AscendLinearMethod
     from vllm_ascend.quantization.methods.w4a16 import AscendW4A16FusedMoEMethod
 
-    class Plain(AscendUnquantizedLinearMethod):  # type: ignore[misc]
+    class Unquantized(AscendUnquantizedLinearMethod):  # type: ignore[misc]
         """Of a linear that is loaded as `stored` says, and dequantized."""
 
         def __init__(self, stored: Any) -> None:
@@ -71,7 +71,11 @@ def register() -> None:
             scheme = getattr(method, "quant_method", None)
             if not isinstance(scheme, WeightOnlyLinear):
                 return method
-            return Plain(LinearMethod(scheme)) if _is_plain(prefix) else LinearMethod(scheme)
+            return (
+                Unquantized(LinearMethod(scheme))
+                if _is_unquantized(prefix)
+                else LinearMethod(scheme)
+            )
 
         def _create_scheme_for_layer_type(
             self, weight_quant: Any, input_quant: Any, format: str | None, layer_type: str
@@ -164,7 +168,7 @@ def register() -> None:
                 if skipped:
                     return UnquantizedLinearMethod()
                 method = AwqLinearMethod(self)
-                return Plain(method) if _is_plain(prefix) else method
+                return Unquantized(method) if _is_unquantized(prefix) else method
             if isinstance(layer, FusedMoE):
                 if skipped:
                     return AscendUnquantizedFusedMoEMethod(layer.moe_config)
@@ -175,7 +179,7 @@ def register() -> None:
         NPUPlatform.supported_quantization.append("awq")
 
 
-def _is_plain(prefix: str) -> bool:
+def _is_unquantized(prefix: str) -> bool:
     return prefix.endswith(".kv_b_proj")
 
 

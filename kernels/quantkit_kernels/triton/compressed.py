@@ -27,7 +27,7 @@ from quantkit_kernels.triton.rows import power_of_two
 
 _LOG2E = 1.4426950408889634
 _HALF = (torch.bfloat16, torch.float16)
-_TURNED = 2048
+_ROTATED = 2048
 """Numbers that a program rotates."""
 _POOLED = 8
 """Tokens that a program pools at a time."""
@@ -45,7 +45,7 @@ def rotate_heads(x: Tensor, rotation: Rotation, norm: HeadNorm | None, back: boo
     x = x if x.stride(-1) == 1 else x.contiguous()
     y = torch.empty(tokens, heads, width, dtype=x.dtype, device=x.device)
     padded = power_of_two(width)
-    block = min(power_of_two(heads), max(1, _TURNED // padded))
+    block = min(power_of_two(heads), max(1, _ROTATED // padded))
     gain = None if norm is None else norm.gain
     kernel[(tokens, -(-heads // block))](
         x, x if gain is None else gain.contiguous(), rotation.cos.contiguous(),

@@ -182,10 +182,10 @@ def compressed_attend(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column, step = tl.arange(0, D_PADDED), tl.arange(0, TOKENS)
-    asked, whole = (head < heads)[:, None], (column < D)[None, :]
+    is_head, whole = (head < heads)[:, None], (column < D)[None, :]
     position = tl.load(positions + token)
     query = tl.load(
-        q + token * q_token + head[:, None] * q_head + column[None, :], mask=asked & whole,
+        q + token * q_token + head[:, None] * q_head + column[None, :], mask=is_head & whole,
         other=0.0,
     )  # fmt: skip
     low = tl.maximum(position - window + 1, 0)
@@ -228,7 +228,7 @@ def compressed_attend(
     to = (token * heads + head) * splits + part
     tl.store(
         out + to[:, None] * D + column[None, :], rounded(result, out.dtype.element_ty),
-        mask=asked & whole,
+        mask=is_head & whole,
     )  # fmt: skip
     if SPLIT:
         tl.store(found + to, largest + tl.log2(total), mask=head < heads)

@@ -40,9 +40,9 @@ def index_prepare(
             other += tl.load(shift + partner, mask=turns, other=0.0)
         one = rounded(one, k.dtype.element_ty).to(tl.float32)
         other = rounded(other, k.dtype.element_ty).to(tl.float32)
-        turned = rounded(one * cosine + other * sine, k.dtype.element_ty).to(tl.float32)
+        rotated_key = rounded(one * cosine + other * sine, k.dtype.element_ty).to(tl.float32)
         to = keys + tl.load(slots + token) * D + channel
-        tl.store(to, rounded(turned, keys.dtype.element_ty), mask=inside)
+        tl.store(to, rounded(rotated_key, keys.dtype.element_ty), mask=inside)
     else:
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         there = (head < heads)[:, None]
@@ -65,12 +65,12 @@ def index_scores(
     wait_for_input(PDL)
     first = tl.program_id(0) * TOKENS
     of_row = first * H + tl.arange(0, TOKENS * H)
-    asked = of_row < tokens * H
+    is_row = of_row < tokens * H
     channel = tl.arange(0, D)
     query = tl.load(
-        q + of_row.to(tl.int64)[:, None] * D + channel[None, :], mask=asked[:, None], other=0.0
+        q + of_row.to(tl.int64)[:, None] * D + channel[None, :], mask=is_row[:, None], other=0.0
     )
-    weight = tl.load(weights + of_row, mask=asked, other=0.0)
+    weight = tl.load(weights + of_row, mask=is_row, other=0.0)
     token = first + tl.arange(0, TOKENS)
     position = tl.load(positions + token, mask=token < tokens, other=-1).to(tl.int32)
     seen = tl.minimum(tl.max(position, 0) + 1, table_width * PAGE)

@@ -22,16 +22,16 @@ from quantkit.checkpoint.formats.base import (
     IgnoreSpelling,
     Json,
     Parts,
-    Plain,
     Shape,
     Specs,
     Tensors,
+    Unquantized,
     group_axis,
     ignore_list,
-    plain_linears,
     require_multiple,
     stored_part,
     stored_scale,
+    unquantized_linears,
 )
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Grid, Weight
@@ -148,7 +148,9 @@ class Awq(Format):
             else None
         )
 
-    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, Any]:
         assert grid is not None
         return {
             "quant_method": "awq",
@@ -156,7 +158,9 @@ class Awq(Format):
             "group_size": grid.group_size or -1,
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": _unquantized(list(quantized), plain_linears(plain, quantized))
+            "modules_to_not_convert": _unquantized(
+                list(quantized), unquantized_linears(unquantized, quantized)
+            )
             or None,
         }
 

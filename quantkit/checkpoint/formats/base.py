@@ -89,7 +89,7 @@ Parts = tuple[StoredPart, ...]
 Specs = Mapping[str, TensorSpec]
 Tensors = Mapping[str, Tensor]
 Grids = Mapping[str, Grid | None]
-Plain = Sequence[TensorSpec]
+Unquantized = Sequence[TensorSpec]
 Json = Mapping[str, Any]
 """config.json, or the files next to it by name, or an object of one."""
 Ignored = Callable[[str], bool] | None
@@ -155,15 +155,19 @@ class Format(ABC):
         """Whether the checkpoint declares a module unquantized; None where it declares nothing."""
         return None
 
-    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, Any]:
         """`quantization_config` of config.json; empty where the format has none.
 
-        quantized: the modules stored quantized, with their grids. plain: the tensors stored as they
-        are.
+        quantized: the modules stored quantized, with their grids. unquantized: the other
+        tensors.
         """
         raise AssertionError(f"{self.name} {self.variant} is read, and never written")
 
-    def extra_files(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, bytes]:
+    def extra_files(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, bytes]:
         """Files next to config.json that engines need, by name."""
         return {}
 
@@ -304,7 +308,7 @@ HEAD = "lm_head"
 """What engines call the linear that makes logits."""
 
 
-def plain_linears(plain: Iterable[TensorSpec], quantized: Container[str]) -> list[str]:
+def unquantized_linears(unquantized: Iterable[TensorSpec], quantized: Container[str]) -> list[str]:
     """Unquantized modules that an engine may take for a linear: those of 2-D weights other than
     embeddings, and the head.
 
@@ -313,7 +317,7 @@ def plain_linears(plain: Iterable[TensorSpec], quantized: Container[str]) -> lis
     """
     names = {
         spec.name.removesuffix(".weight")
-        for spec in plain
+        for spec in unquantized
         if spec.name.endswith(".weight") and len(spec.shape) == 2
     }
     if HEAD not in quantized:

@@ -17,9 +17,9 @@ from quantkit.checkpoint.formats.base import (
     Ignored,
     IgnoreSpelling,
     Json,
-    Plain,
+    Unquantized,
     ignore_list,
-    plain_linears,
+    unquantized_linears,
 )
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
@@ -204,7 +204,7 @@ def config_block(
     weights: dict[str, Any],
     activations: dict[str, Any] | None,
     quantized: Collection[str],
-    plain: Plain,
+    unquantized: Unquantized,
 ) -> dict[str, Any]:
     group = {
         "targets": ["Linear"],
@@ -217,7 +217,7 @@ def config_block(
         "format": variant,
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "kv_cache_scheme": FP8_CACHE if any(map(_is_cache_scale, plain)) else None,
-        "ignore": ignore_list(quantized, plain_linears(plain, quantized), _SPELLING),
+        "kv_cache_scheme": FP8_CACHE if any(map(_is_cache_scale, unquantized)) else None,
+        "ignore": ignore_list(quantized, unquantized_linears(unquantized, quantized), _SPELLING),
         "config_groups": {"group_0": group},
     }

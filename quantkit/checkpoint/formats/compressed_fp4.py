@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed
-from quantkit.checkpoint.formats.base import Grids, Json, Parts, Plain, Shape, StoredPart, Tensors
+from quantkit.checkpoint.formats.base import (
+    Grids,
+    Json,
+    Parts,
+    Shape,
+    StoredPart,
+    Tensors,
+    Unquantized,
+)
 from quantkit.checkpoint.formats.nvfp4 import Nvfp4, code_parts, is_fp4
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Weight
@@ -68,12 +76,14 @@ class CompressedFp4(compressed.Compressed, Nvfp4):
             raise compressed.unreadable(args, f"4-bit float in groups of {FP4_GROUP}")
         return self.own_grid
 
-    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, Any]:
         strategy = {"strategy": "tensor_group", "group_size": FP4_GROUP}
         shared = {"num_bits": 4, "type": "float", "symmetric": True, **strategy}
         activations = {**shared, "dynamic": "local"} if self.rounds_inputs else None
         return compressed.config_block(
-            self.variant, {**shared, "dynamic": False}, activations, quantized, plain
+            self.variant, {**shared, "dynamic": False}, activations, quantized, unquantized
         )
 
 

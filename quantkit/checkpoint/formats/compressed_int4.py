@@ -20,10 +20,10 @@ from quantkit.checkpoint.formats.base import (
     Grids,
     Json,
     Parts,
-    Plain,
     Shape,
     StoredPart,
     Tensors,
+    Unquantized,
     group_axis,
     require_multiple,
     stored_part,
@@ -121,7 +121,9 @@ class CompressedInt4(compressed.Compressed):
             activation_bits=reads,
         )
 
-    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, Any]:
         assert grid is not None
         strategy: dict[str, Any] = (
             {"strategy": "group", "group_size": grid.group_size}
@@ -136,7 +138,7 @@ class CompressedInt4(compressed.Compressed):
             "dynamic": False,
         }
         activations = compressed.INT8_TOKENS if self.activation_bits == 8 else None
-        return compressed.config_block(self.variant, weights, activations, quantized, plain)
+        return compressed.config_block(self.variant, weights, activations, quantized, unquantized)
 
 
 class _Int8Inputs(CompressedInt4):

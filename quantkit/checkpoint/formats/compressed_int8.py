@@ -23,10 +23,10 @@ from quantkit.checkpoint.formats.base import (
     Grids,
     Json,
     Parts,
-    Plain,
     Shape,
     StoredPart,
     Tensors,
+    Unquantized,
     group_axis,
     stored_part,
     stored_scale,
@@ -73,7 +73,9 @@ class CompressedInt8(compressed.Compressed):
         compressed.weight_args(config)
         return GRID
 
-    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, Any]:
         weights = {
             "num_bits": 8,
             "type": "int",
@@ -82,7 +84,7 @@ class CompressedInt8(compressed.Compressed):
             "dynamic": False,
         }
         return compressed.config_block(
-            self.variant, weights, compressed.INT8_TOKENS, quantized, plain
+            self.variant, weights, compressed.INT8_TOKENS, quantized, unquantized
         )
 
 

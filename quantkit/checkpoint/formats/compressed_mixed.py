@@ -34,9 +34,9 @@ from quantkit.checkpoint.formats.base import (
     Grids,
     Json,
     Parts,
-    Plain,
     Shape,
     Tensors,
+    Unquantized,
 )
 from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat, Placed
 from quantkit.checkpoint.header import TensorSpec
@@ -124,7 +124,9 @@ class CompressedMixed(compressed.Compressed):
     def of_checkpoint(self, config: Json, side: Json) -> Format:
         return Declared(self, _placed(config), _READ)
 
-    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, Any]:
         by_grid: dict[Grid, list[str]] = defaultdict(list)
         for module, own in quantized.items():
             assert own is not None, module
@@ -141,7 +143,7 @@ class CompressedMixed(compressed.Compressed):
             }
         variants = {group["format"] for group in groups.values()}
         variant = self.variant if len(variants) > 1 else variants.pop()
-        block = compressed.config_block(variant, {}, None, quantized, plain)
+        block = compressed.config_block(variant, {}, None, quantized, unquantized)
         return {**block, "config_groups": groups}
 
 

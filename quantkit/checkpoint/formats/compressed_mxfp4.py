@@ -25,10 +25,10 @@ from quantkit.checkpoint.formats.base import (
     Ignored,
     Json,
     Parts,
-    Plain,
     Shape,
     StoredPart,
     Tensors,
+    Unquantized,
     require_multiple,
     stored_part,
 )
@@ -80,7 +80,9 @@ class CompressedMxfp4(compressed.Compressed, Mxfp4Pairs):
             raise compressed.unreadable(args, f"4-bit float in groups of {MX_GROUP}")
         return Mxfp4Grid()
 
-    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, Any]:
         weights = {
             "num_bits": 4,
             "type": "float",
@@ -90,7 +92,7 @@ class CompressedMxfp4(compressed.Compressed, Mxfp4Pairs):
             "dynamic": False,
         }
         stored = {"scale_dtype": "torch.uint8"}  # a key that readers of MX know, and need
-        return compressed.config_block(self.variant, weights | stored, None, quantized, plain)
+        return compressed.config_block(self.variant, weights | stored, None, quantized, unquantized)
 
 
 FORMAT = CompressedMxfp4()

@@ -20,10 +20,10 @@ from quantkit.checkpoint.formats.base import (
     Ignored,
     Json,
     Parts,
-    Plain,
     Shape,
     Specs,
     Tensors,
+    Unquantized,
 )
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
@@ -152,9 +152,13 @@ class Declared(Format):
     def ignored(self, config: Json, side: Json) -> Ignored:
         return lambda module: self.placed(module) is None
 
-    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, Any]:
         return (
-            self.origin.config_block(grid, quantized, plain) if self.origin.writes_mixtures else {}
+            self.origin.config_block(grid, quantized, unquantized)
+            if self.origin.writes_mixtures
+            else {}
         )
 
 

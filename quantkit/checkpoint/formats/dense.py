@@ -13,9 +13,9 @@ from quantkit.checkpoint.formats.base import (
     Grids,
     Json,
     Parts,
-    Plain,
     Shape,
     Tensors,
+    Unquantized,
     is_cache_alone,
     stored_part,
 )
@@ -44,7 +44,9 @@ class DenseFormat(Format):
         )
         return nothing or is_cache_alone(config, side)
 
-    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, Any]:
         return {}
 
     def quantized_module(self, tensor: TensorSpec) -> str | None:

@@ -24,10 +24,10 @@ from quantkit.checkpoint.formats.base import (
     Ignored,
     Json,
     Parts,
-    Plain,
     Shape,
     StoredPart,
     Tensors,
+    Unquantized,
     stored_part,
 )
 from quantkit.grids.base import Grid, Weight
@@ -120,14 +120,16 @@ class CompressedFp8(Fp8):
     def holds(self, grid: Grid) -> bool:
         return grid == _GRIDS.get(self.layout)
 
-    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, Any]:
         shared = {"num_bits": 8, "type": "float", "symmetric": True}
         weights = shared | {"strategy": "channel", "dynamic": False}
         activations = shared | {"strategy": "token", "dynamic": True}
         if self.layout == BLOCK:
             weights |= {"strategy": "block", "block_structure": [FP8_BLOCK, FP8_BLOCK]}
             activations |= {"strategy": "group", "group_size": FP8_BLOCK}
-        return compressed.config_block(self.variant, weights, activations, quantized, plain)
+        return compressed.config_block(self.variant, weights, activations, quantized, unquantized)
 
     def declared(self, config: Json, side: Json) -> Fp8Layout | None:
         if not any(compressed.detect(config, variant) for variant in self.variants):
@@ -167,7 +169,7 @@ class ModelOptFp8(Fp8):
         return modelopt.FORMAT.ignored(config, side)
 
 
-class PlainFp8(Fp8):
+class UnwrappedFp8(Fp8):
     """quant_method fp8 without blocks: what vLLM and its first tools write, a scale per tensor."""
 
     name = "fp8"
@@ -189,5 +191,5 @@ FORMATS: tuple[Fp8, ...] = (
     COMPRESSED_BLOCK,
     CompressedMxfp8(MX),
     *(ModelOptFp8(layout) for layout in (TENSOR, CHANNEL, MX)),
-    PlainFp8(TENSOR),
+    UnwrappedFp8(TENSOR),
 )

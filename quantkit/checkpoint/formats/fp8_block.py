@@ -27,13 +27,13 @@ from quantkit.checkpoint.formats.base import (
     Grids,
     Json,
     Parts,
-    Plain,
     Shape,
     Specs,
     Tensors,
-    plain_linears,
+    Unquantized,
     require_multiple,
     stored_part,
+    unquantized_linears,
 )
 from quantkit.checkpoint.formats.compressed_mxfp4 import exponents
 from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS
@@ -96,13 +96,15 @@ class Fp8Block(Format):
             )
         return None if self.with_fp4 else Fp8BlockGrid()
 
-    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, Any]:
         return {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
             "weight_block_size": _BLOCK_SIZE,
-            "modules_to_not_convert": plain_linears(plain, quantized),
+            "modules_to_not_convert": unquantized_linears(unquantized, quantized),
         }
 
     def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:

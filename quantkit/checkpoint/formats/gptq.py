@@ -24,15 +24,15 @@ from quantkit.checkpoint.formats.base import (
     Ignored,
     Json,
     Parts,
-    Plain,
     Shape,
     Specs,
     Tensors,
+    Unquantized,
     group_axis,
-    plain_linears,
     require_multiple,
     stored_part,
     stored_scale,
+    unquantized_linears,
 )
 from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat
 from quantkit.checkpoint.header import TensorSpec
@@ -184,16 +184,20 @@ class Gptq(Format):
         if not patterns and not listed:
             return None
         # Engines leave the head alone unless lm_head is set, listed or not.
-        plain = set() if block.get("lm_head") else {HEAD}
+        unquantized = set() if block.get("lm_head") else {HEAD}
         return lambda module: (
-            module in plain
+            module in unquantized
             or any(one.match(module) for one in patterns)
             or any(entry in module for entry in listed)
         )
 
-    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, Any]:
         assert grid is not None
-        linears = [module for module in plain_linears(plain, quantized) if module != HEAD]
+        linears = [
+            module for module in unquantized_linears(unquantized, quantized) if module != HEAD
+        ]
         return {
             "quant_method": _METHOD,
             "checkpoint_format": self.checkpoint_format,

@@ -26,12 +26,12 @@ from quantkit.checkpoint.formats.base import (
     IgnoreSpelling,
     Json,
     Parts,
-    Plain,
     Shape,
     StoredPart,
     Tensors,
+    Unquantized,
     ignore_list,
-    plain_linears,
+    unquantized_linears,
 )
 from quantkit.checkpoint.formats.nvfp4 import Nvfp4, code_parts, is_fp4
 from quantkit.common.errors import QuantkitError
@@ -123,7 +123,9 @@ class ModelOpt(Nvfp4):
             else lambda module: any(_SPELLING.matches(entry, module) for entry in entries)
         )
 
-    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, Any]:
         numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": FP4_GROUP}
         inputs = {"input_activations": numbers} if self.rounds_inputs else {}
         return {
@@ -131,16 +133,18 @@ class ModelOpt(Nvfp4):
             "quant_algo": self._algorithm,
             "group_size": FP4_GROUP,
             "config_groups": {"group_0": {**inputs, "weights": numbers, "targets": ["Linear"]}},
-            "ignore": _unquantized(quantized, plain),
+            "ignore": _unquantized(quantized, unquantized),
             "producer": _PRODUCER,
         }
 
-    def extra_files(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, bytes]:
+    def extra_files(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, bytes]:
         quantization = {
             "quant_algo": self._algorithm,
             "kv_cache_quant_algo": None,
             "group_size": FP4_GROUP,
-            "exclude_modules": _unquantized(quantized, plain),
+            "exclude_modules": _unquantized(quantized, unquantized),
         }
         described = {"producer": _PRODUCER, "quantization": quantization}
         return {_SIDE_FILE: json.dumps(described, indent=2).encode() + b"\n"}
@@ -161,10 +165,10 @@ def _rounds_inputs(block: Json) -> bool:
     )
 
 
-def _unquantized(quantized: Grids, plain: Plain) -> list[str]:
+def _unquantized(quantized: Grids, unquantized: Unquantized) -> list[str]:
     """With the name that SGLang has for an MTP layer's head: no entry about the layer covers it."""
-    entries = ignore_list(quantized, plain_linears(plain, quantized), _SPELLING)
-    with_mtp_head = any(spec.name.endswith(f".{_MTP_HEAD}.weight") for spec in plain)
+    entries = ignore_list(quantized, unquantized_linears(unquantized, quantized), _SPELLING)
+    with_mtp_head = any(spec.name.endswith(f".{_MTP_HEAD}.weight") for spec in unquantized)
     return [*entries, f"model.{_MTP_HEAD}"] if with_mtp_head else entries
 
 

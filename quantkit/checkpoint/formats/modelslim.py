@@ -42,11 +42,11 @@ from quantkit.checkpoint.formats.base import (
     Ignored,
     Json,
     Parts,
-    Plain,
     Shape,
     Specs,
     StoredPart,
     Tensors,
+    Unquantized,
     along_groups,
     require_multiple,
     stored_part,
@@ -361,10 +361,14 @@ class ModelSlim(Format):
             described.get(f"{module}.weight", None if module == HEAD else "FLOAT") == "FLOAT"
         )
 
-    def config_block(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, Any]:
         return {}
 
-    def extra_files(self, grid: Grid | None, quantized: Grids, plain: Plain) -> dict[str, bytes]:
+    def extra_files(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, bytes]:
         assert grid in _TYPE_NAMES, grid
         description: dict[str, Any] = {
             "model_quant_type": _TYPE_NAMES[grid],
@@ -378,9 +382,9 @@ class ModelSlim(Format):
             description |= {
                 module + suffix: _TYPE_NAMES[own_grid] for suffix in (".weight", *suffixes)
             }
-        description |= {spec.name: "FLOAT" for spec in plain}
+        description |= {spec.name: "FLOAT" for spec in unquantized}
         for key, said, part, of_tensors in _CACHES:
-            steps = [spec.name for spec in plain if part in spec.name]
+            steps = [spec.name for spec in unquantized if part in spec.name]
             description |= {key: said, **dict.fromkeys(steps, of_tensors)} if steps else {}
         # vllm-ascend asks for the head's type, of one that is tied to the embedding too.
         description |= {f"{HEAD}.weight": "FLOAT"} if HEAD not in quantized else {}

@@ -77,7 +77,7 @@ class ExpertShare:
         self, experts: ExpertsOp, own: range, num_experts: int, ranks: ExpertRanks
     ) -> None:
         assert isinstance(experts, kernels.Experts), type(experts)
-        experts.asked = len(own) / num_experts
+        experts.routed_share = len(own) / num_experts
         self.experts, self._ranks, self._nobody = experts, ranks, num_experts
         self._own = torch.full(
             (num_experts + 1,), kernels.NO_EXPERT, dtype=torch.int32, device=experts.device

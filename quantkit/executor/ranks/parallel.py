@@ -281,13 +281,13 @@ def _check_data_parallel(options: EngineOptions, device: torch.device) -> None:
     """Raises QuantkitError for what ranks that each have requests of their own do not do."""
     if options.dp == 1:
         return
-    asked = {
+    unsupported = {
         "--tp": options.tp > 1,
         "--draft-length": options.draft_length,
         "--draft": options.draft,
         "--count-experts": options.count_experts,
     }
-    if found := [name for name, given in asked.items() if given]:
+    if found := [name for name, given in unsupported.items() if given]:
         raise UsageError(
             f"--dp {options.dp} does not go with {', '.join(found)}", "give one or the other"
         )

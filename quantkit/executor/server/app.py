@@ -97,15 +97,13 @@ class Api:
 
     async def responses(self, request: Request) -> Response:
         def prepare(raw: bytes) -> tuple[ResponsesRequest, Prepared]:
-            asked = valid(parse(raw), ResponsesRequest)
-            check_supported(asked.unsupported)
-            return asked, self.intake.prepare_chat(
-                self.intake.checked(asked.as_chat(), ChatRequest)
-            )
+            body = valid(parse(raw), ResponsesRequest)
+            check_supported(body.unsupported)
+            return body, self.intake.prepare_chat(self.intake.checked(body.as_chat(), ChatRequest))
 
-        asked, prepared = await self._prepared(request, prepare)
+        body, prepared = await self._prepared(request, prepare)
         return await self._answered(
-            request, prepared, ResponseAnswer(prepared, asked, self.tokenizer, self.model_name)
+            request, prepared, ResponseAnswer(prepared, body, self.tokenizer, self.model_name)
         )
 
     async def tokenize(self, request: Request) -> Response:

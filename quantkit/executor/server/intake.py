@@ -232,11 +232,11 @@ class Intake:
             raise ApiError(400, said, "too_many_choices")
         return body
 
-    def check_model(self, asked: str | None) -> None:
-        if asked not in (None, self.model_name):
+    def check_model(self, name: str | None) -> None:
+        if name not in (None, self.model_name):
             raise ApiError(
                 404,
-                f"model {str(asked)[:100]!r} is not served here, {self.model_name!r} is",
+                f"model {str(name)[:100]!r} is not served here, {self.model_name!r} is",
                 "model_not_found",
                 "model",
             )

@@ -100,28 +100,28 @@ class Structured(BaseModel):
         return forms[0] if forms else (None, None)
 
 
-def _response_format(asked: ResponseFormat | None) -> list[tuple[str, Any]]:
-    if asked is None or asked.type == "text":
+def _response_format(request: ResponseFormat | None) -> list[tuple[str, Any]]:
+    if request is None or request.type == "text":
         return []
-    if asked.type == "json_object":
+    if request.type == "json_object":
         return [("schema", _ANY_OBJECT)]
-    if asked.json_schema is None:
+    if request.json_schema is None:
         raise QuantkitError(
             "response_format.json_schema is missing",
             'send {"name", "schema"}, or the type json_object',
         )
-    return [("schema", asked.json_schema.schema_)]
+    return [("schema", request.json_schema.schema_)]
 
 
-def _outputs(asked: StructuredOutputs | None) -> list[tuple[str, Any]]:
-    if asked is None:
+def _outputs(request: StructuredOutputs | None) -> list[tuple[str, Any]]:
+    if request is None:
         return []
-    given: dict[str, Any] = {"schema": None if asked.json_ is None else _schema(asked.json_)}
-    given |= {"regex": asked.regex, "choice": asked.choice, "grammar": asked.grammar}
+    given: dict[str, Any] = {"schema": None if request.json_ is None else _schema(request.json_)}
+    given |= {"regex": request.regex, "choice": request.choice, "grammar": request.grammar}
     found: list[tuple[str, Any]] = [
         (kind, value) for kind, value in given.items() if value is not None
     ]
-    return [*found, ("schema", _ANY_OBJECT)] if asked.json_object else found
+    return [*found, ("schema", _ANY_OBJECT)] if request.json_object else found
 
 
 def _schema(given: Schema) -> dict[str, Any]:

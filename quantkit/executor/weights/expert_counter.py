@@ -64,8 +64,8 @@ class ExpertCounter:
         self._first = min(found)
 
     def _count(self, layer: int, topk_ids: Tensor) -> None:
-        asked = topk_ids.flatten().long()
-        self._counts[layer].scatter_add_(0, asked, torch.ones_like(asked))
+        experts = topk_ids.flatten().long()
+        self._counts[layer].scatter_add_(0, experts, torch.ones_like(experts))
         if layer == self._first:
             self._tokens += len(topk_ids)
 

@@ -29,7 +29,10 @@ def slowness(operator: str, weight: Weight, device: torch.device, dtype: torch.d
         prepare(weight, backend="reference", dtype=dtype, device=device),
         torch.zeros(n, k, dtype=dtype, device=device),
     )
-    ours, plain = _seconds(lambda: linear(x), device), _seconds(lambda: F.linear(x, dense), device)
+    seconds, dense_seconds = (
+        _seconds(lambda: linear(x), device),
+        _seconds(lambda: F.linear(x, dense), device),
+    )
     reasons = {
         name: backends.why_unusable(operator, name, device, dtype, ((n, k),))
         for name in _HELP.get(device.type, ("cpu",))
@@ -37,8 +40,8 @@ def slowness(operator: str, weight: Weight, device: torch.device, dtype: torch.d
     why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
     return (
         f"SLOW: {operator} runs on the reference, which expands weights at every call: "
-        f"{ours * 1e3:.3g} ms a token for one weight of {n} x "
-        f"{k}, {ours / plain:.0f} times as long as not quantized. {why}"
+        f"{seconds * 1e3:.3g} ms a token for one weight of {n} x "
+        f"{k}, {seconds / dense_seconds:.0f} times as long as not quantized. {why}"
     )
 
 

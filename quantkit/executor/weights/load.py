@@ -13,9 +13,9 @@ from quantkit_kernels import (
     CacheLayout,
     CodeSteps,
     KeySteps,
-    asked,
     cache_layout,
     check_runs,
+    use_backend,
     why_no_rounded_inputs,
 )
 
@@ -264,7 +264,7 @@ class LoadedModel:
             case LatentCache(kv_lora_rank, rope_dim) if self.codes is not None:
                 return CacheLayout((kv_lora_rank, rope_dim), BLOCK_SIZE)
             case LatentCache(kv_lora_rank, rope_dim):
-                with asked(self.weights.backend):
+                with use_backend(self.weights.backend):
                     return cache_layout(kv_lora_rank, rope_dim, self.dtype, self.device)
             case KeyValueCache():
                 return CacheLayout((self.cache_width // 2, self.cache_width // 2), BLOCK_SIZE)
@@ -314,7 +314,7 @@ def open_model(
         raise QuantkitError(
             str(fault), "choose another --backend (`quantkit kernels` lists them)"
         ) from fault
-    with asked(backend):
+    with use_backend(backend):
         codes = check_cache_dtype(cache, target)
     compute = find_dtype(
         dtype, target, checkpoint.grid is not None and checkpoint.grid.kind == "int4"
@@ -332,7 +332,7 @@ def open_model(
     return OpenedModel(checkpoint, read, target, backend, compute, codes, mtp)
 
 
-def open_asked(options: EngineOptions, eos_ids: Iterable[object]) -> OpenedModel:
+def open_given(options: EngineOptions, eos_ids: Iterable[object]) -> OpenedModel:
     """What an engine is to load, with everything refused that options and headers show. eos_ids:
     that end answers, as the model names them."""
     check_ranks(options)

@@ -248,10 +248,10 @@ class ExecutorWeights:
             biases = self._biases(module)
             try:
                 if builder is None:
-                    plain = biases is None and gating == kernels.SILU
+                    usual = biases is None and gating == kernels.SILU
                     backend = (
                         self._backend("experts", gate, down)
-                        if plain
+                        if usual
                         else self._gates_backend(gate, down)
                     )
                     builder = kernels.ExpertsBuilder(

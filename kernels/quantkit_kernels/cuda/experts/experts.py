@@ -74,8 +74,10 @@ class CudaExperts(Experts):
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def many_tokens(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        plan = sorted_plan(self.kind, topk_ids.numel() * self.asked / self.num_experts)
-        return sorted_experts(*self._weights(), x, topk_ids, topk_weights, plan, self.asked < 1)
+        plan = sorted_plan(self.kind, topk_ids.numel() * self.routed_share / self.num_experts)
+        return sorted_experts(
+            *self._weights(), x, topk_ids, topk_weights, plan, self.routed_share < 1
+        )
 
     def few_tokens(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         return self._summed(self._few_pairs(x, topk_ids, topk_weights), topk_ids)
@@ -83,7 +85,7 @@ class CudaExperts(Experts):
     def unsummed(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor | UnsummedPairs:
         pairs = topk_ids.numel()
         if (
-            self.asked < 1
+            self.routed_share < 1
             or self.kind == "int8"
             or not 0 < pairs <= max_pairs(self.num_experts)
             or self._are_many(pairs)
@@ -95,18 +97,18 @@ class CudaExperts(Experts):
         plans = self._few_plans(topk_ids)
         if plans is not None:
             return self._two_products(x, topk_ids, topk_weights, plans)
-        tiles = experts_token_tiles(topk_ids.numel() * self.asked / self.num_experts)
+        tiles = experts_token_tiles(topk_ids.numel() * self.routed_share / self.num_experts)
         return fused_experts(*self._weights(), x, topk_ids, topk_weights, tiles)
 
     def _summed(self, pairs: UnsummedPairs, topk_ids: Tensor) -> Tensor:
-        if self.asked == 1:
+        if self.routed_share == 1:
             return pairs.summed()
         y = torch.empty(pairs.tokens, self.hidden, dtype=pairs.dtype, device=pairs.weighed.device)
         sum_pairs(pairs.weighed, y, topk_ids, pairs.counters)
         return y
 
     def _are_many(self, pairs: int) -> bool:
-        return pairs * self.asked >= SORTED_PER_EXPERT[self.kind] * self.num_experts
+        return pairs * self.routed_share >= SORTED_PER_EXPERT[self.kind] * self.num_experts
 
     def _weights(self) -> tuple[PackedStrips, PackedStrips, str, int, int]:
         return self.gate_up, self.down, self.kind, self.group, self.num_experts
@@ -122,7 +124,9 @@ class CudaExperts(Experts):
             topk_ids.shape[1],
         )
         # The kernel of one token reads the weights that its ids name.
-        names_all = plans is None or self.asked == 1 or not isinstance(plans[0], TokensInSharedPlan)
+        names_all = (
+            plans is None or self.routed_share == 1 or not isinstance(plans[0], TokensInSharedPlan)
+        )
         return plans if names_all else None
 
     def two_products(

@@ -15,14 +15,14 @@ from quantkit_kernels.triton.weights_kernel import dot, rounded, wait_for_input
 
 
 @triton.jit
-def turned_part(pe, cosines, sines, row, asked, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+def rotated_part(pe, cosines, sines, row, is_head, R: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The rotary part of a row's heads at pe [HEADS], rotated: [HEADS, R] of the type it has."""
     channel = tl.arange(0, R)
     partner, pair, sign = partner_of(channel, R, INTERLEAVED)
     cosine = tl.load(cosines + row * (R // 2) + pair)
     sine = tl.load(sines + row * (R // 2) + pair) * sign
-    one = tl.load(pe[:, None] + channel[None, :], mask=asked[:, None], other=0.0)
-    other = tl.load(pe[:, None] + partner[None, :], mask=asked[:, None], other=0.0)
+    one = tl.load(pe[:, None] + channel[None, :], mask=is_head[:, None], other=0.0)
+    other = tl.load(pe[:, None] + partner[None, :], mask=is_head[:, None], other=0.0)
     return rounded(
         one.to(tl.float32) * cosine[None, :] + other.to(tl.float32) * sine[None, :], one.dtype
     )
@@ -55,22 +55,22 @@ def attend_cached(
     kv_head = tl.program_id(1) // blocks
     own = tl.program_id(1) % blocks * HEADS + tl.arange(0, HEADS)
     head = kv_head * SHARED + own
-    asked = own < SHARED
+    is_head = own < SHARED
     column = tl.arange(0, D_PADDED)
     whole = column < D
     from_row = q + row.to(tl.int64) * q_row + head * q_head
     query = tl.load(
-        from_row[:, None] + column[None, :], mask=asked[:, None] & whole[None, :], other=0.0
+        from_row[:, None] + column[None, :], mask=is_head[:, None] & whole[None, :], other=0.0
     )
     rotary = query
     if R > 0:
         pe = tl.arange(0, R)
-        rotary = turned_part(
+        rotary = rotated_part(
             q_pe + row.to(tl.int64) * pe_row + head * pe_head,
             cosines,
             sines,
             row,
-            asked,
+            is_head,
             R,
             INTERLEAVED,
         )
@@ -86,7 +86,7 @@ def attend_cached(
     largest = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     if SUNK:  # one more key, in the first share of a row that is not empty
-        first = asked & (part == 0) & (length > 0)
+        first = is_head & (part == 0) & (length > 0)
         largest = tl.load(sinks + head, mask=first, other=float("-inf")) * 1.4426950408889634
         total = tl.where(first, 1.0, 0.0)
     sums = tl.zeros((HEADS, D_PADDED), tl.float32)
@@ -147,10 +147,10 @@ def attend_cached(
     tl.store(
         out + to[:, None] * D + column[None, :],
         rounded(result, out.dtype.element_ty),
-        mask=asked[:, None] & whole[None, :],
+        mask=is_head[:, None] & whole[None, :],
     )
     if SPLIT:
-        tl.store(found + to, largest + tl.log2(total), mask=asked)
+        tl.store(found + to, largest + tl.log2(total), mask=is_head)
 
 
 @triton.jit
