@@ -24,8 +24,8 @@ from quantkit_kernels import BACKENDS, ExpertsBuilder, prefer, prepare
 from quantkit_kernels.backends import choose, why_unusable
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
-from quantkit_kernels.self_check import EXPERTS, HIDDEN, TOP_K, exact_experts, functions
-from quantkit_kernels.sizes import R1_LINEARS
+from quantkit_kernels.self_check import exact_experts, functions
+from quantkit_kernels.sizes import EXPERTS, HIDDEN, R1_LINEARS, TOP_K
 from quantkit_kernels.timing import (
     copies_beyond_cache,
     read_bandwidth,

@@ -33,7 +33,7 @@ from quantkit_kernels.cuda.plans import (
     written,
 )
 from quantkit_kernels.samples import random_weight
-from quantkit_kernels.self_check import EXPERTS, TOP_K
+from quantkit_kernels.sizes import EXPERTS, TOP_K
 from quantkit_kernels.timing import copies_beyond_cache, seconds_per_call
 from quantkit_kernels.weights import kind
 

@@ -1,4 +1,4 @@
-"""Cases of the self-check (self_check.py): linear, compressed and sparse attention, and residual
+"""More cases of the self-check (function_cases.py): linear, compressed and sparse attention, and residual
 streams, at the sizes of Qwen3-Next, DeepSeek-V4-Flash and V3.2."""
 
 from collections.abc import Callable, Iterator

@@ -24,6 +24,9 @@ R1_RANK_LINEARS = {
 }
 """Those of which one tensor-parallel rank of four has a part; its shared expert is one of the
 routed ones."""
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 7168, 2048, 256, 8
+"""DeepSeek-R1's hidden size, the intermediate size of its experts, their number, and those of a
+token."""
 QWEN3_8B_LINEARS = {
     "qkv": (6144, 4096),
     "o": (4096, 4096),

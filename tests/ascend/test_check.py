@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ascend import npu_double
-from quantkit_kernels import Measurement, timing, torch_npu
+from quantkit_kernels import Measurement, function_cases, timing, torch_npu
 from quantkit_kernels.torch_npu import machine
 from typer.testing import CliRunner
 
@@ -27,11 +27,11 @@ def measured() -> Iterator[tuple[list[Measurement], set[str]]]:
     minute; these are smaller."""
     with pytest.MonkeyPatch.context() as patch, npu_double.installed() as called:
         patch.setattr(check, "LINEARS", {"q_b": (24576, 1536)})
-        patch.setattr(check, "HIDDEN", 1024)
         patch.setattr(timing, "_CPU_SECONDS", 0.0)
-        patch.setattr(
-            check, "copies_beyond_cache", lambda nbytes, device: 1
-        )  # thousands, of weights so small beside a large cache
+        for one in (check, function_cases):
+            patch.setattr(one, "HIDDEN", 1024)
+            # Thousands, of weights so small next to a large cache.
+            patch.setattr(one, "copies_beyond_cache", lambda nbytes, device: 1)
         yield list(check.check("cpu")), set(called)
 
 
