@@ -15,7 +15,14 @@ from quantkit.checkpoint.check import (
 )
 from quantkit.checkpoint.containers import STACKED_REMEDY, foreign_format
 from quantkit.checkpoint.formats import FORMATS, detect_format, fp8_block
-from quantkit.checkpoint.formats.base import FLOAT_DTYPES, HEAD, SLIM_FILES, Format, is_cache_alone
+from quantkit.checkpoint.formats.base import (
+    FLOAT_DTYPES,
+    HEAD,
+    NGRAM_TABLE,
+    SLIM_FILES,
+    Format,
+    is_cache_alone,
+)
 from quantkit.checkpoint.header import TensorInfo
 from quantkit.common.devices import dtype_name
 from quantkit.common.errors import QuantkitError
@@ -95,7 +102,9 @@ def describe(
     is_described = bool(
         survey.config.get("quantization_config") or survey.side
     ) and not is_cache_alone(survey.config, survey.side)
-    packed = [name for name in survey.tensors if name.endswith(_PACKED)]
+    packed = [
+        name for name in survey.tensors if name.endswith(_PACKED) and not NGRAM_TABLE.search(name)
+    ]
     if not is_described and packed:
         kinds = ", ".join(format.variant for format in detected) or "no format that quantkit knows"
         findings.add(
@@ -450,7 +459,9 @@ def _find_orphans(
     rest = [
         tensor
         for tensor in survey.tensors.values()
-        if tensor.name not in owned and tensor.name.rpartition(".")[0] not in description.broken
+        if tensor.name not in owned
+        and tensor.name.rpartition(".")[0] not in description.broken
+        and not NGRAM_TABLE.search(tensor.name)
     ]
     parts = (*_PARTS, *format.own_suffixes)
     orphans = [tensor.name for tensor in rest if tensor.name.endswith(parts)]

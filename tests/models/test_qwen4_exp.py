@@ -185,6 +185,9 @@ def test_a_table_in_fp8_is_looked_up_and_kept_as_it_is(tmp_path):
     assert torch.equal(expected, found)
     recipe = Recipe(scheme="awq-w4a16", **SMALL)
     quantize(coded, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
+    for folder in (coded, tmp_path / "out"):
+        errors = [one for one in diagnose(str(folder)).findings.found if one.severity == "error"]
+        assert not errors
     source, made = Checkpoint.open(coded), Checkpoint.open(tmp_path / "out")
     kept = [name for name in source.tensors if "ple_embedding" in name]
     assert len(kept) == 8
