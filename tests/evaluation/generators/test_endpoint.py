@@ -221,10 +221,3 @@ def test_stopping_early_cancels_what_is_in_flight():
         sent = len(server.requests)
         time.sleep(0.3)
         assert len(server.requests) <= sent + 2 < 20  # those that were on their way
-
-
-def test_a_refused_prompt_is_not_asked_again():
-    with ReplayServer(lambda question, body: Reply("bad prompt", status=400)) as server:
-        (reply,) = ask(server, [chat("q")])
-    assert reply.error == "HTTP 400: bad prompt"
-    assert len(server.requests) == 1

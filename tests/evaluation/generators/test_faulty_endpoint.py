@@ -168,15 +168,14 @@ def test_a_line_without_end_is_cut_off(monkeypatch):
     assert "a line of more than" in (reply.error or "")
 
 
-def test_retries_are_as_many_as_asked_for():
-    for retries in (0, 2):
-        with FaultyServer(BROKEN["500"]) as server:
-            list(
-                Endpoint(server.url, backoff_s=0.0, retries=retries).generate(
-                    [Prompt(text="x")], Generation()
-                )
-            )
-            assert len(server.requests) == 1 + retries
+@pytest.mark.parametrize(
+    ("fault", "retries", "requests"), [("500", 0, 1), ("500", 2, 3), ("400", 2, 1)]
+)
+def test_retries_are_as_many_as_asked_for(fault, retries, requests):
+    with FaultyServer(BROKEN[fault]) as server:
+        endpoint = Endpoint(server.url, backoff_s=0.0, retries=retries)
+        list(endpoint.generate([Prompt(text="x")], Generation()))
+        assert len(server.requests) == requests
 
 
 def test_a_server_that_refuses_everything_ends_the_run():
