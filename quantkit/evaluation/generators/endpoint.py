@@ -237,6 +237,8 @@ class Endpoint:
             try:
                 asyncio.run(self._all(prompts, parameters, arrived, stop))
                 arrived.put(None)
+            except BaseExceptionGroup as found:  # of the workers; one is reported
+                arrived.put(found.exceptions[0])
             except BaseException as error:
                 arrived.put(error)
 
@@ -259,35 +261,19 @@ class Endpoint:
         stop: threading.Event,
     ) -> None:
         waiting = iter(enumerate(prompts))
-        async with self.server.client(self._concurrency) as client:
+        async with self.server.client(self._concurrency) as client, asyncio.TaskGroup() as group:
 
             async def worker() -> None:
                 for index, prompt in waiting:
                     arrived.put(replace(await self._reply(client, prompt, parameters), index=index))
 
-            async def until_stopped() -> None:
-                while not stop.is_set():
-                    await asyncio.sleep(0.05)
-
-            watcher = asyncio.create_task(until_stopped())
-            workers = [
-                asyncio.create_task(worker()) for _ in range(min(self._concurrency, len(prompts)))
-            ]
-            running = set(workers)
-            try:
-                while running and not watcher.done():
-                    done, _ = await asyncio.wait(
-                        {watcher, *running}, return_when=asyncio.FIRST_COMPLETED
-                    )
-                    running -= done
-                    for task in done:
-                        task.result()
-            finally:
-                for task in (watcher, *workers):
-                    task.cancel()
-                await asyncio.gather(
-                    watcher, *workers, return_exceptions=True
-                )  # report one error, though several may have occurred
+            count = min(self._concurrency, len(prompts))
+            running = {group.create_task(worker()) for _ in range(count)}
+            while running:
+                _, running = await asyncio.wait(running, timeout=0.05)
+                if stop.is_set():
+                    for task in running:
+                        task.cancel()
 
     async def _reply(
         self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation
