@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, add_weighted, quantized_outputs
 from quantkit.calibrate.hidden_states import Batches, HiddenStatePair, HiddenStates
-from quantkit.calibrate.input_statistics import token_weights
+from quantkit.calibrate.input_sums import token_weights
 from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.progress_log import ProgressLog
 from quantkit.calibrate.ranks import Ranks

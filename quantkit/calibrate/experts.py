@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.calibrate.hidden_states import HiddenStates
-from quantkit.calibrate.input_statistics import InputStatistics, best_fraction, expert_drift
+from quantkit.calibrate.input_sums import InputStatistics, best_fraction, expert_drift
 from quantkit.calibrate.linear_solver import LinearSolution, LinearSolver
 from quantkit.calibrate.scales import Consumer, LinearInput, choose_scale, sample_rows
 from quantkit.calibrate.sublayer import RoutedTokens

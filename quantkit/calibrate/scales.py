@@ -17,14 +17,8 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.hidden_states import HiddenStatePair, relative_distance
-from quantkit.calibrate.input_statistics import (
-    Drift,
-    InputStatistics,
-    SublayerProbe,
-    SublayerStatistics,
-    best_fraction,
-    run_probe,
-)
+from quantkit.calibrate.input_statistics import SublayerProbe, SublayerStatistics, run_probe
+from quantkit.calibrate.input_sums import Drift, InputStatistics, best_fraction
 from quantkit.calibrate.linear_solver import LinearSolver, SolverTable, input_curvature
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.calibrate.sublayer import Sublayer

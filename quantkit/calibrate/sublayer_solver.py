@@ -28,14 +28,8 @@ from quantkit.calibrate.hidden_states import (
     mean_row_distance,
 )
 from quantkit.calibrate.hidden_states import Observer as InputHook
-from quantkit.calibrate.input_statistics import (
-    HELD_OUT_ROWS,
-    DriftAccumulator,
-    Observer,
-    OutputInputs,
-    PartialRun,
-    enough,
-)
+from quantkit.calibrate.input_statistics import HELD_OUT_ROWS, OutputInputs, PartialRun, enough
+from quantkit.calibrate.input_sums import DriftAccumulator, Observer
 from quantkit.calibrate.linear_solver import LinearResult, LinearSolver
 from quantkit.calibrate.ranks import BatchParallel, Ranks
 from quantkit.calibrate.scales import FoldedTensors, LinearInput, SublayerScales, linear_input

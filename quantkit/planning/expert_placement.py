@@ -38,9 +38,9 @@ from quantkit.common.sizes import format_bytes
 from quantkit.engines.memory import ParallelSizes, fit
 from quantkit.models.expert_counts import ExpertCounts
 from quantkit.models.stored_parameters import Model, read_model
+from quantkit.planning.device_fit import MEMORY_FRACTION, RESERVE_GIB
 from quantkit.planning.devices import Devices
 from quantkit.planning.expert_balance import Loads, Slots, balance, copy_experts, place_layer
-from quantkit.planning.plan import MEMORY_FRACTION, RESERVE_GIB
 
 ENOUGH = 0.95
 """A balance that leaves little to gain; the recommended redundancy reaches it."""

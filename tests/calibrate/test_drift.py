@@ -6,7 +6,7 @@ import pytest
 import torch
 from refused import refused
 
-from quantkit.calibrate.input_statistics import DriftAccumulator, best_fraction, expert_drift
+from quantkit.calibrate.input_sums import DriftAccumulator, best_fraction, expert_drift
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.calibrate.scales import LinearInput

@@ -5,13 +5,11 @@ import pytest
 import torch
 
 from quantkit.calibrate.hidden_states import mean_row_distance
-from quantkit.calibrate.input_statistics import (
-    HELD_OUT_ROWS,
+from quantkit.calibrate.input_statistics import HELD_OUT_ROWS, OutputInputs, PartialRun
+from quantkit.calibrate.input_sums import (
     LARGEST_SHARE,
     InputStatistics,
     Observer,
-    OutputInputs,
-    PartialRun,
     row_weights,
     token_weights,
 )

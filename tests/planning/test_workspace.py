@@ -9,7 +9,7 @@ from r1_headers import R1, R1_TABLE
 from quantkit.common.assets import asset
 from quantkit.grids.schemes import find_scheme
 from quantkit.models import llama
-from quantkit.planning.plan import COLLECTIVE_BYTES, RESERVE_GIB, workspace_bytes
+from quantkit.planning.device_fit import COLLECTIVE_BYTES, RESERVE_GIB, workspace_bytes
 
 CARD = 64 * 2**30
 

@@ -10,10 +10,10 @@ import torch
 from forked_ranks import run_ranks
 from output_files import files
 
-from quantkit.calibrate import input_statistics
+from quantkit.calibrate import input_sums
 from quantkit.calibrate import ranks as ranks_module
 from quantkit.calibrate.expert_layer import ExpertLayer, expert_batches
-from quantkit.calibrate.input_statistics import DriftAccumulator, StatisticsAccumulator
+from quantkit.calibrate.input_sums import DriftAccumulator, StatisticsAccumulator
 from quantkit.calibrate.output import Output
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.source_model import ParameterReader
@@ -202,7 +202,7 @@ def test_experts_are_in_as_many_batches_as_a_power_of_two():
 
 def test_ranks_sum_panels_of_one_square(tmp_path, monkeypatch):
     """Each its own, and all have the sums of one process."""
-    monkeypatch.setattr(input_statistics, "PANEL", 16)
+    monkeypatch.setattr(input_sums, "PANEL", 16)
     # whole numbers, which BF16 holds
     x, o = (8 * torch.randn(2, 3, 20, 50, generator=torch.Generator().manual_seed(0))).round()
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from small_recipe import SMALL
 
-from quantkit.calibrate import expert_layer, input_statistics
+from quantkit.calibrate import expert_layer, input_sums
 from quantkit.calibrate.recipe import Recipe
 from quantkit.common.progress import Note, Progress
 from quantkit.grids.schemes import find_scheme
@@ -34,7 +34,7 @@ METHODS = None
 expert_layer.expert_batch_values = lambda device_type, batches: min(
     2 * 3 * 128 * 256, batches.expert_values
 )  # two of make_model's experts
-input_statistics.PANEL = 64  # so that make_model's Hessians have several, as real ones do
+input_sums.PANEL = 64  # so that make_model's Hessians have several, as real ones do
 
 
 def run(source, text, out, facts=None, memory=None, also=lambda event: None):
