@@ -208,10 +208,10 @@ class ExpertLayer:
             lambda one: one.original(routed.x[held_out]),
         )
         if rtn is not None and rtn.routed is not None:
-            tokens, own = rtn.routed.of(expert)
+            rtn_tokens, own = rtn.routed.of(expert)
             yield _Path(
                 rtn.states,
-                tokens,
+                rtn_tokens,
                 own,
                 lambda one: rtn.expert_outputs(
                     expert, self.experts[expert], one.original, self.solver

@@ -155,10 +155,8 @@ def collect_statistics(
     calibration, held_out = states.quantized.parts()
     runs = BatchParallel(ranks, states.quantized.hidden.device)
     recorder = RoutingRecorder(len(states.quantized.hidden) + len(states.original.hidden))
-    recorder, total = (
-        RoutingRecorder(states.quantized.fitted),
-        DriftAccumulator(HELD_OUT_ROWS, ranks),
-    )
+    fitted_recorder = RoutingRecorder(states.quantized.fitted)
+    total = DriftAccumulator(HELD_OUT_ROWS, ranks)
     whole, again = sublayer.experts is not None, original is not None
     searched = calibration
     if again and not whole:
@@ -198,7 +196,7 @@ def collect_statistics(
 
     finish = runs.shared_hook(lambda _, after: outputs.finish_batch(after))
     block, weights = build(recorder, add)
-    source, _ = build(recorder, add_original)
+    source, _ = build(fitted_recorder, add_original)
     held_out_source, _ = build(recorder, add_original)
     own = {row.module for row in sublayer.rows}
     sites = {first: modules for first, modules in weights.sites.items() if first in own}
@@ -234,7 +232,7 @@ def collect_statistics(
     routed = recorder.routed(states.quantized.fitted, len(states.quantized.hidden))
     if routed is not None:
         _observe_experts_input(
-            sublayer, routed, states, observer, (total, recorder) if again else None
+            sublayer, routed, states, observer, (total, fitted_recorder) if again else None
         )
     return SublayerStatistics(
         sublayer,
