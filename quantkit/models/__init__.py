@@ -56,7 +56,7 @@ _FILES = {
     "qwen4_exp_text": "qwen4_exp.architecture",
 }
 """Modules that are not named after the model_type."""
-_BLOCK_HEADS = {"deepseek_v41": "deepseek_v41.dspark"}
+_BLOCK_HEADS = {"deepseek_v4": "deepseek_v4.dspark", "deepseek_v41": "deepseek_v41.dspark"}
 if TYPE_CHECKING:  # mypy checks that every file implements the protocol
     from quantkit.models import (
         deepseek_v3,
@@ -153,7 +153,7 @@ def check_missing(config: Mapping[str, Any], stored: Iterable[str]) -> None:
 
 
 def find_block_head(config: Mapping[str, Any]) -> Any:
-    """The module of a draft head that guesses blocks of tokens (`BlockHead`, `head_parameters`);
+    """The module of a draft head that guesses blocks of tokens (`HEAD`, `head_parameters`);
     None for models that have none here."""
     module = _BLOCK_HEADS.get(str(config.get("model_type")))
     return None if module is None else import_module(f"quantkit.models.{module}")

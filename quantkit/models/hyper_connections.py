@@ -184,6 +184,12 @@ def expand_streams(embedded: Tensor, count: int) -> Tensor:
     return embedded[:, None].expand(-1, count, -1).contiguous()
 
 
+def stream_mean(streams: Tensor, rows: Tensor | None = None) -> Tensor:
+    """The mean of streams [T, n, H], of the tokens `rows` if given: [T, H]."""
+    mean = streams.mean(dim=1, dtype=torch.float32).to(streams.dtype)
+    return mean if rows is None else mean[rows]
+
+
 def packed_width(hidden_size: int, count: int) -> int:
     """Values of a token's hidden state between sublayers: of several streams with the token id."""
     return hidden_size * count + (count > 1)
@@ -393,24 +399,27 @@ class HyperConnectionModel(decoder.Model):
     def width(self) -> int:
         """As `decoder.Model.width`."""
         return self.embedding.shape[1] * (
-            1 + self.outputs_mtp_input * (self.num_mtp_vectors or self.count)
+            1 + self.outputs_mtp_input * (self.num_mtp_vectors or self.count) + len(self.aux_layers)
         )
 
     @by_own_backend
     def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
-        """token_ids [T] -> [T, width]: hidden states [T, H] after the final norm, then the input of
-        an MTP layer. rows int64 [R]: of these tokens only."""
+        """token_ids [T] -> [T, width]: hidden states [T, H] after the final norm, then the means of
+        the streams before `aux_layers`, then the input of an MTP layer. rows int64 [R]: of these
+        tokens only."""
         streams = expand_streams(F.embedding(token_ids, self.embedding), self.count)
-        for layer in self.layers:
+        read: list[Tensor] = []
+        for number, layer in enumerate(self.layers):
+            if number in self.aux_layers:
+                read.append(stream_mean(streams, rows))
             _, streams = layer(
                 token_ids, streams, context, self.norm, rows if layer is self.layers[-1] else None
             )
+        if len(self.layers) in self.aux_layers:
+            read.append(stream_mean(streams))
         normed, merged = self.end(streams, self.norm, self.config.rms_norm_eps)
-        return (
-            torch.cat((normed, self.mtp_input(streams, merged)), dim=-1)
-            if self.outputs_mtp_input
-            else normed
-        )
+        read += [self.mtp_input(streams, merged)] if self.outputs_mtp_input else []
+        return torch.cat((normed, *read), dim=-1) if read else normed
 
     def mtp_input(self, streams: Tensor, merged: Tensor) -> Tensor:
         """What an MTP layer reads, from the streams [T, n, H] after the last layer and their merge
@@ -437,13 +446,14 @@ def mtp_parameters(
         Parameter(f"{prefix}.e_proj.weight", (h, h), "mtp_proj", "gathered", layer=layer),
         Parameter(f"{prefix}.h_proj.weight", (h, h), "mtp_proj", "gathered", layer=layer),
         *block,
-        *(replace(row, layer=layer) for row in merge_parameters(_with_prefix(sizes, prefix))),
+        *(replace(row, layer=layer) for row in merge_parameters(with_prefix(sizes, prefix))),
         Parameter(f"{prefix}.norm.weight", (h,), "norm", layer=layer),
     ]
     return [replace(row, mtp=True) for row in rows]
 
 
-def _with_prefix(sizes: HyperConnectionSizes, prefix: str) -> HyperConnectionSizes:
+def with_prefix(sizes: HyperConnectionSizes, prefix: str) -> HyperConnectionSizes:
+    """Those of a layer or head with a merge of its own."""
     return replace(sizes, names=replace(sizes.names, end=f"{prefix}.{sizes.names.end}"))
 
 
@@ -473,7 +483,7 @@ class MtpLayer:
         self.embedding: Tensor
         self.head: LinearOp
         self.block: DecoderLayer = self.layer_class(config, layer, weights)
-        self.end = _with_prefix(config.streams, p).end(weights)
+        self.end = with_prefix(config.streams, p).end(weights)
 
     def follow(self, model: Model) -> None:
         """Share the main model's embedding and head, and make it output its streams after its

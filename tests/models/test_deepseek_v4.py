@@ -1,6 +1,7 @@
 """DeepSeek-V4 against transformers, in float32 on tiny random models; over a cache, however a text
 is cut; and as it is published."""
 
+import json
 import random
 
 import make_model
@@ -10,7 +11,7 @@ from cut_texts import cut_at_random, furthest_from_whole
 from plain_weights import PlainWeights
 from refused import refused
 from tiny_models import CASES as TABLES
-from tiny_models import CONFIGS, random_tensors, write
+from tiny_models import CONFIGS, random_tensors, rows_of, write
 from torch.nn import functional as F
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers_peers import COMPRESSED, checkpoint_tensors, random_peer
@@ -26,6 +27,7 @@ from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
+from quantkit.models.deepseek_v4.dspark import head_parameters
 from quantkit.models.hyper_connections import expand_streams, pack_streams
 from quantkit.quantization.run import quantize
 
@@ -354,24 +356,23 @@ def test_what_an_engine_does_not_serve_is_refused(tmp_path):
         open_model(tmp_path / "model", device="cpu", tp=4)
 
 
-def test_a_dspark_head_is_kept_and_not_run_as_an_mtp_layer(tmp_path):
-    """As V4-Flash-0731 has one: stages without e_proj and h_proj, of which the first projects
-    hidden states of several layers."""
-    config = tiny(num_nextn_predict_layers=3, dspark_block_size=5, dspark_target_layer_ids=[1, 2])
-    other = ("e_proj", "h_proj", "enorm", "hnorm")
+def test_a_dspark_head_drafts_and_is_not_run_as_an_mtp_layer(tmp_path):
+    """As V4-Flash-0731 has one; it changes no token, is kept, and without its sizes is refused."""
+    sizes = {"dspark_block_size": 5, "dspark_target_layer_ids": [0, 2], "dspark_noise_token_id": 7}
+    config = {**tiny(num_nextn_predict_layers=1), **sizes}
+    made = find_architecture(config).Config.from_dict(config)
+    head = rows_of(head_parameters(made), torch.Generator().manual_seed(12))
     tensors = {
-        name: one
-        for name, one in random_tensors(config).items()
-        if not (name.startswith("mtp.") and name.split(".")[2] in other)
+        name: one for name, one in random_tensors(config).items() if not name.startswith("mtp.")
     }
-    tensors["mtp.0.main_proj.weight"] = torch.randn(256, 512).bfloat16()
-    source = make_model.write_dense(tmp_path / "source", config, tensors)
+    source = make_model.write_dense(tmp_path / "source", config, tensors | head)
     recipe = Recipe(scheme="rtn-w4a16")
     quantize(source, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", recipe, device="cpu")
     out = Checkpoint.open(tmp_path / "out")
-    for name, one in tensors.items():
-        assert not name.startswith("mtp.") or torch.equal(out.read(name).float(), one.float()), name
+    assert all(torch.equal(out.read(name).float(), one.float()) for name, one in head.items())
     for model in (source, tmp_path / "out"):
-        assert len(drafted(model, 0)[0])
-        with refused("DSpark.*--draft-length"):
-            open_model(model, device="cpu", mtp=1)
+        assert drafted(model, 3)[0] == drafted(model, 0)[0]
+    bare = {key: value for key, value in config.items() if key not in sizes}
+    (source / "config.json").write_text(json.dumps(bare))
+    with refused("DSpark.*dspark_block_size"):
+        open_model(source, device="cpu", mtp=1)

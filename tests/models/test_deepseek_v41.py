@@ -34,8 +34,15 @@ from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.models.deepseek_v41.dspark import BlockHead, Window, head_parameters
-from quantkit.models.hyper_connections import AheadStreams
+from quantkit.models.deepseek_v4 import dspark as deepseek_v4
+from quantkit.models.deepseek_v41.dspark import HEAD, head_parameters
+from quantkit.models.dspark import Window
+from quantkit.models.hyper_connections import (
+    AheadStreams,
+    expand_streams,
+    pack_streams,
+    unpack_streams,
+)
 from quantkit.models.ngram_table import StoredNgramTable
 from quantkit.quantization.run import quantize
 
@@ -73,6 +80,14 @@ def rotated(x, position, theta, dim, scaling=None, back=False):
 
 class Statement:
     """One text, token by token."""
+
+    pairs = ("embed", "head")
+
+    def merged(self, h, pre, p):
+        return (pre[..., None] * h).sum(1)
+
+    def heads(self, q):
+        return q
 
     def __init__(self, config_dict, tensors):
         self.c, self.t = config_dict["text_config"], tensors
@@ -115,21 +130,24 @@ class Statement:
 
     def drafted(self, ids, newest):
         """Logits of the block after the text `ids` and the token `newest`, and of pairs."""
-        c, n, count = self.c, self.c["hc_mult"], self.c["dspark_block_size"]
         self.logits(ids)
-        main = torch.cat(self.read, dim=1) @ self.t["mtp.0.main_proj.weight"].T
-        main = self.normed(main, "mtp.0.main_norm")
+        return self.of_head(torch.cat(self.read, dim=1), newest)
+
+    def of_head(self, read, newest):
+        """read [T, targets H] of the main model."""
+        c, n, count = self.c, self.c["hc_mult"], self.c["dspark_block_size"]
+        main = self.normed(read @ self.t["mtp.0.main_proj.weight"].T, "mtp.0.main_norm")
         block = torch.tensor([newest] + [c["dspark_noise_token_id"]] * (count - 1))
         h, pre = self.t["embed.weight"][block][:, None].repeat(1, n, 1), torch.zeros(count, n)
         pre[:, 0] = 1
-        for stage in range(c["num_nextn_predict_layers"]):
+        for stage in range(len(c["dspark_target_layer_ids"])):
             p, chosen = f"mtp.{stage}", c["dspark_num_experts_per_tok"]
             h, pre = self.block(
                 h, pre, p, chosen, lambda x, a=f"{p}.attn": self.of_block(x, main, a)
             )
-        x = self.normed((pre[..., None] * h).sum(1), f"{p}.norm")
-        pairs = self.t[f"{p}.markov_head.head.weight"] @ self.t[f"{p}.markov_head.embed.weight"].T
-        return x @ self.t["head.weight"].T, pairs.T
+        x = self.normed(self.merged(h, pre, p), f"{p}.norm")
+        before, after = (self.t[f"{p}.markov_head.{side}.weight"] for side in self.pairs)
+        return x @ self.t["head.weight"].T, before @ after.T
 
     def of_block(self, x, main, a):
         """Every token of a block sees all of it, and the window of keys made of `main`."""
@@ -145,7 +163,7 @@ class Statement:
     def attended(self, low, read, at, layer, a):
         """The output of a token at position `at` that reads the vectors `read`."""
         c, d = self.c, self.c["head_dim"]
-        q = (self.t[f"{a}.wq_b.weight"] @ low).view(-1, d)
+        q = self.heads((self.t[f"{a}.wq_b.weight"] @ low).view(-1, d))
         scores = self.turned(q, at, layer) @ read.T * d**-0.5
         sunk = torch.cat((scores, self.t[f"{a}.attn_sink"][:, None]), dim=1).softmax(1)
         o = self.turned(sunk[:, :-1] @ read, at, layer, back=True)
@@ -274,6 +292,30 @@ class Statement:
         return torch.stack(out)
 
 
+class StatementV4(Statement):
+    """Of V4's head: sublayers weigh the streams for themselves, queries are normed by heads, a
+    merge of its own."""
+
+    pairs = ("markov_w1", "markov_w2")
+
+    def block(self, h, pre, p, chosen, attention):
+        for part in ("attn", "ffn"):
+            own, post, comb = self.mixes(h, f"{p}.hc_{part}")
+            x = self.normed((own[..., None] * h).sum(1), f"{p}.{part}_norm")
+            out = attention(x) if part == "attn" else self.experts(x, f"{p}.ffn", chosen)
+            h = post[..., None] * out[:, None] + torch.einsum("tij,tid->tjd", comb, h)
+        return h, pre
+
+    def heads(self, q):
+        return F.rms_norm(q, q.shape[1:], None, self.c["rms_norm_eps"])
+
+    def merged(self, h, pre, p):
+        flat = F.rms_norm(h.flatten(1), (h[0].numel(),), None, self.c["rms_norm_eps"])
+        fn, base, scale = (self.t[f"{p}.hc_head_{one}"] for one in ("fn", "base", "scale"))
+        own = torch.sigmoid(flat @ fn.T * scale + base) + self.c["hc_eps"]
+        return (own[..., None] * h).sum(1)
+
+
 class Table:
     def __init__(self, table):
         self.table = table
@@ -355,7 +397,7 @@ def test_the_dspark_head_is_the_published_one(name):
     architecture, config, config_dict, tensors = case(CASES[name])
     tensors |= {key: one.float() for key, one in head_tensors(config).items()}
     weights = Weights(tensors, config.mixture.linears)
-    model, head = architecture.Model(config, weights), BlockHead(config, weights)
+    model, head = architecture.Model(config, weights), HEAD(config, weights)
     head.follow(model)
     statement = Statement(config_dict, tensors)
     for length in (30, 3):
@@ -372,6 +414,41 @@ def test_the_dspark_head_is_the_published_one(name):
             found = [head.logits(hidden[:, at]) for at in range(head.block_size)]
             found = torch.cat(found) + head.pair_logits(torch.tensor([17]))
         assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_v4s_dspark_head_is_the_published_one():
+    """As V4-Flash-0731 has it, by engines' sources: it reads the streams after its targets."""
+    sizes = {"dspark_block_size": 4, "dspark_target_layer_ids": [1, 2], "dspark_noise_token_id": 5}
+    config_dict = {**CONFIGS["deepseek_v4"], **sizes, "dspark_markov_rank": 24}
+    config_dict |= {"num_nextn_predict_layers": 1, "model_type": "deepseek_v4"}
+    architecture = find_architecture(config_dict)
+    config = architecture.Config.from_dict(config_dict)
+    tensors = random_tensors(config_dict) | rows_of(
+        deepseek_v4.head_parameters(config), torch.Generator().manual_seed(12)
+    )
+    tensors = {key: one.float() if one.is_floating_point() else one for key, one in tensors.items()}
+    weights = Weights(tensors, config.mixture.linears)
+    model, head = architecture.Model(config, weights), deepseek_v4.HEAD(config, weights)
+    plain = architecture.Model(config, weights)
+    head.follow(model)
+    ids, hidden_size = TOKEN_IDS[:30], config.hidden_size
+    stated = {"rope_theta": 10000, "hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20}
+    stated |= {"swiglu_limit": 10.0, "routed_scaling_factor": 1.5, "dspark_num_experts_per_tok": 2}
+    statement = StatementV4({"text_config": stated | config_dict}, tensors)
+    with torch.no_grad():
+        whole = model(ids, CausalContext([30]))
+        state = pack_streams(expand_streams(plain.embedding[ids], 4), ids)
+        for number, layer in enumerate(plain.layers):
+            state = layer.feed_forward(layer.attend(state, CausalContext([30])), None)
+            if number in sizes["dspark_target_layer_ids"]:
+                part = whole[:, number * hidden_size : (number + 1) * hidden_size]
+                assert (part - unpack_streams(state, 4)[0].mean(1)).abs().max() < 1e-4
+        base, pairs = statement.of_head(whole[:, hidden_size:], 9)
+        keys = head.keys(whole, torch.arange(30))[None, -head.window :]
+        window = Window(keys, torch.ones(1, head.window, dtype=torch.bool))
+        block = head.hidden(torch.tensor([9]), torch.tensor([30]), window)[0]
+    assert (head.logits(block) - base).abs().max() < 1e-4 * base.abs().max()
+    assert (head.pair_logits(torch.tensor([17])) - pairs[17]).abs().max() < 1e-4
 
 
 SMALL = {"candidate_topk_blocks": 8}

@@ -1,5 +1,4 @@
-"""Drafts by a head that guesses a block of tokens at once (DeepSeek-V4.1's DSpark, models/
-deepseek_v41/dspark.py).
+"""Drafts by a head that guesses a block of tokens at once (models/dspark.py).
 
 Every pass leaves keys of its tokens in a ring for each sequence; those of rejected drafts are
 overwritten before they are read. A draft reads the keys of the window before the newest token.
@@ -17,7 +16,7 @@ from quantkit.executor.runner.runner import ForwardPass, Runner
 from quantkit.executor.runner.sampler import SampledTokens
 from quantkit.executor.sampling.params import Batch
 from quantkit.executor.scheduler.sequence import Sequence
-from quantkit.models.deepseek_v41.dspark import BlockHead, Window
+from quantkit.models.dspark import BlockHead, Window
 
 
 @dataclass

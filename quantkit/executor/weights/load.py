@@ -55,8 +55,8 @@ from quantkit.models.architecture import (
 from quantkit.models.cache_scales import read_cache_scales
 from quantkit.models.context import cached_dtype
 from quantkit.models.decoder import Model
-from quantkit.models.deepseek_v41.dspark import BlockHead
 from quantkit.models.delta_rule import DeltaNet
+from quantkit.models.dspark import BlockHead
 from quantkit.models.mtp import DSPARK
 from quantkit.models.short_conv import ShortConvolutions
 from quantkit.models.stored_parameters import Model as StoredModel
@@ -404,14 +404,15 @@ def prepare(
     with torch.inference_mode():
         model = architecture.Model(config, weights)
         model.backend = backend
-        count = min(opened.mtp, config.num_nextn_predict_layers) if architecture.MtpLayer else 0
+        count = min(opened.mtp, config.num_nextn_predict_layers)
+        count = count if architecture.MtpLayer and not head_rows else 0
         layers = tuple(architecture.MtpLayer(config, weights, number) for number in range(count))  # type: ignore[misc]
         for layer in layers:
             layer.follow(model)
             layer.backend = backend
         block_head: BlockHead | None = None
         if head_rows:
-            block_head = find_block_head(checkpoint.config).BlockHead(config, weights)
+            block_head = find_block_head(checkpoint.config).HEAD(config, weights)
             block_head.follow(model)
             block_head.backend = backend
     steps = _steps(checkpoint, config, rows, target, parallel) if codes == torch.int8 else {}

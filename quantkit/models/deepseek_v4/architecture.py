@@ -51,6 +51,7 @@ from quantkit.models.deepseek_v4.config import (
     read_schedules,
     refuse_unsupported,
 )
+from quantkit.models.dspark import NO_HEAD, DSparkSizes
 from quantkit.models.hyper_connections import (
     HyperConnectionSizes,
     hyper_connection_parameters,
@@ -99,6 +100,7 @@ class Config(ModelConfig):
     rates: Annotated[tuple[int, int], DECIDED] = (4, 128)
     hashed: Annotated[frozenset[int], DECIDED] = frozenset()
     ropes: Annotated[tuple[Rope, Rope], DECIDED] = ()  # type: ignore[assignment]
+    dspark: Annotated[DSparkSizes, DECIDED] = NO_HEAD
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
@@ -113,7 +115,13 @@ class Config(ModelConfig):
             made, kinds=kinds, rates=rates, hashed=hashed, ropes=read_ropes(config, made.head_dim)
         )
         check_sizes(made)
-        return made
+        return replace(made, dspark=made.read_dspark(config))
+
+    def read_dspark(self, config: dict[str, Any]) -> DSparkSizes:
+        """Of the head in mtp.*, if there is one (models/dspark.py)."""
+        return DSparkSizes.from_dict(
+            config, self.num_hidden_layers, self.n_routed_experts, self.num_experts_per_tok
+        )
 
     @property
     def streams(self) -> HyperConnectionSizes:
@@ -194,7 +202,7 @@ def parameters(config: Config) -> list[Parameter]:
     h, vocab = config.hidden_size, config.vocab_size
     rows = [Parameter("embed.weight", (vocab, h), "embedding")]
     for layer in range(config.num_hidden_layers):
-        rows += _layer_parameters(config, layer)
+        rows += layer_parameters(config, layer)
     rows += merge_parameters(config.streams)
     rows += [
         Parameter("norm.weight", (h,), "norm"),
@@ -202,12 +210,13 @@ def parameters(config: Config) -> list[Parameter]:
     ]
     for layer in mtp.mtp_layers(config):
         rows += hyper_connections.mtp_parameters(
-            config.streams, config.prefix(layer), layer, _layer_parameters(config, layer)
+            config.streams, config.prefix(layer), layer, layer_parameters(config, layer)
         )
     return rows
 
 
-def _layer_parameters(config: Config, layer: int) -> Iterator[Parameter]:
+def layer_parameters(config: Config, layer: int) -> Iterator[Parameter]:
+    """Every tensor of a layer."""
     h, p = config.hidden_size, config.prefix(layer)
     yield from hyper_connection_parameters(config.streams, f"{p}.hc_attn", layer, "attention")
     yield Parameter(f"{p}.attn_norm.weight", (h,), "norm", layer=layer)

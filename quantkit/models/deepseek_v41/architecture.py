@@ -311,10 +311,6 @@ class Model(hyper_connections.HyperConnectionModel):
         super().__init__(config, weights, "head", embedding="embed", norm="norm")
         self.sizes = replace(config.streams, shared=0)
 
-    @property
-    def width(self) -> int:
-        return self.embedding.shape[1] * (1 + len(self.aux_layers))
-
     @by_own_backend
     def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
         """token_ids [T] -> [T, width]: after the final norm, then the mean of the streams before
@@ -323,8 +319,7 @@ class Model(hyper_connections.HyperConnectionModel):
         for number, layer in enumerate(self.layers):
             state = layer.with_ngrams(state, context)
             if number in self.aux_layers:
-                mean = state.streams.mean(dim=1, dtype=torch.float32).to(state.streams.dtype)
-                read.append(mean if rows is None else mean[rows])
+                read.append(hyper_connections.stream_mean(state.streams, rows))
             state = layer.step(state, context, rows if layer is self.layers[-1] else None)
         normed = rms_norm(state.merged(), self.norm, self.config.rms_norm_eps)
         return torch.cat((normed, *read), dim=-1) if read else normed

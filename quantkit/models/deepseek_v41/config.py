@@ -43,21 +43,6 @@ _COPIED = ("mtp.", "vision.", "aligner.", "image_start", "image_end", "image_new
 
 
 @dataclass(frozen=True)
-class DSparkSizes:
-    """block: tokens drafted at once, 0 without a head; stages; targets: layers whose inputs it
-    reads; noise: id of the tokens that stand for unknown ones; rank: of the table of pairs; experts
-    of a stage, and those of a token."""
-
-    block: int = 0
-    stages: int = 0
-    targets: tuple[int, ...] = ()
-    noise: int = 0
-    rank: int = 0
-    experts: int = 0
-    experts_per_token: int = 0
-
-
-@dataclass(frozen=True)
 class Config(deepseek_v4.Config):
     """Fields as config.json names them. ratios: tokens per entry that each layer reads, 0 without;
     sources: of each layer, the one whose entries it reads, -1 without; selecting: layers with an
@@ -71,7 +56,6 @@ class Config(deepseek_v4.Config):
     sources: Annotated[tuple[int, ...], DECIDED] = ()
     selecting: Annotated[frozenset[int], DECIDED] = frozenset()
     engram: Annotated[EngramLayout | None, DECIDED] = None
-    dspark: Annotated[DSparkSizes, DECIDED] = DSparkSizes()
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
@@ -95,7 +79,7 @@ class Config(deepseek_v4.Config):
             candidate_source=_read_candidate_source(text, made, sources, selecting),
             ropes=read_ropes(text, made.head_dim),
             engram=EngramLayout.from_dict(text, made.num_hidden_layers, made.vocab_size),
-            dspark=_read_dspark(text, made),
+            dspark=made.read_dspark(text),
         )
         _check_sizes(made)
         return made
@@ -205,28 +189,6 @@ def _read_candidate_source(
     room = config.candidate_topk_blocks * config.candidate_block_size
     check_at_most("index_topk", config.index_topk, "entries of candidate_topk_blocks", room)
     return found
-
-
-def _read_dspark(text: dict[str, Any], config: Config) -> DSparkSizes:
-    if not text.get("dspark_block_size"):
-        return DSparkSizes()
-
-    def count(name: str, default: int | None = None, least: int = 1) -> int:
-        value = text.get(name)
-        return check_count(name, default if value is None else value, least=least)
-
-    targets = _layer_ids(text, "dspark_target_layer_ids", config.num_hidden_layers)
-    if not targets:
-        raise refusal("dspark_target_layer_ids", [], "layers that the head reads")
-    return DSparkSizes(
-        count("dspark_block_size"),
-        count("num_nextn_predict_layers"),
-        targets,
-        count("dspark_noise_token_id", least=0),
-        count("dspark_markov_rank", 256),
-        count("dspark_n_routed_experts", config.n_routed_experts),
-        count("dspark_num_experts_per_tok", config.num_experts_per_tok),
-    )
 
 
 def _check_sizes(config: Config) -> None:
