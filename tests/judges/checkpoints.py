@@ -95,7 +95,8 @@ def _quantize(directory, model, format, device):
     if format == MIXTURE:
         options |= {"mixture": Mixture(bits=5.5)}
         first = quantize(source, out.with_name("first"), asked, written, recipe, **options).out
-        options |= {"sensitivities": without_nvfp4(first / "sensitivities.json")}
+        measured = without_nvfp4(first / "sensitivities.json")
+        options |= {"mixture": Mixture(bits=5.5, sensitivities=measured)}
     quantize(source, out, asked, written, recipe, **options)
     if format == MIXTURE:
         assert len({linear.grid for linear in Checkpoint.open(out).linears.values()}) > 1
