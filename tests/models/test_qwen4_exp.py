@@ -223,11 +223,14 @@ def test_the_layout_of_the_release(tmp_path):
         name: torch.randn(8, 8).bfloat16()
         for name in ("mtp.fc_hidden.weight", "model.visual.blocks.0.attn.qkv.weight")
     }
-    found = Checkpoint.open(make_model.write_dense(tmp_path / "out", plain.config, release))
+    made = make_model.write_dense(tmp_path / "out", plain.config, release)
+    found = Checkpoint.open(made)
     rows = read_model(found).rows
     assert {row.name for row in rows if row.role != "copied"} == {*tensors}
     assert all(torch.equal(found.read(name), one) for name, one in tensors.items())
     assert sum(row.role == "copied" for row in rows) == 2
+    with refused("keeps and does not run"):
+        load(made, draft_length=1)
 
 
 def test_a_damaged_config_is_found_and_repaired(tmp_path):

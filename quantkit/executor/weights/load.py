@@ -533,6 +533,11 @@ def _check_mtp(checkpoint: Checkpoint, read: StoredModel) -> None:
             )
         return
     if not read.config.num_nextn_predict_layers:
+        if any(row.role == "copied" and row.name.startswith("mtp.") for row in read.rows):
+            raise QuantkitError(
+                f"{checkpoint.path} has an MTP layer (mtp.*), which quantkit keeps and does not run",
+                f"{remedy}; vLLM and SGLang run it",
+            )
         raise QuantkitError(
             read.warning or f"{checkpoint.path} has no MTP layer (num_nextn_predict_layers)", remedy
         )
