@@ -21,7 +21,7 @@ from quantkit.checkpoint.containers import (
     foreign_files,
     numbering_fault,
 )
-from quantkit.checkpoint.formats.base import SIDE_FILES
+from quantkit.checkpoint.formats.base import SIDE_FILES, lifted
 from quantkit.checkpoint.header import TensorInfo
 from quantkit.checkpoint.hub import fetch_small, find_local, read_shard_header
 from quantkit.checkpoint.reader import SINGLE_FILE, read_shard, remote_tensor
@@ -152,7 +152,7 @@ def _survey(
     config = _json(folder, "config.json", findings)
     if not config and not findings.has("config-unreadable"):
         findings.add("config-unreadable", "config.json", "it is an empty object")
-    config = _with_newer_key(config, findings)
+    config = lifted(_with_newer_key(config, findings))
     side = {name: _json(folder, name, findings) for name in SIDE_FILES if name in names}
     settings = {
         name: _json(folder, name, findings, _UNREADABLE.get(name, "tokenizer-broken"))
