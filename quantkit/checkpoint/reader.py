@@ -11,7 +11,7 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,28 +27,25 @@ from quantkit.checkpoint.check import (
     quantized_linears,
 )
 from quantkit.checkpoint.containers import (
-    check_download,
     check_files,
     check_readable,
-    numbering_fault,
 )
 from quantkit.checkpoint.formats import detect_format, fp8_block
 from quantkit.checkpoint.formats.base import CODES, SIDE_FILES, Axis, Format, StoredPart, lifted
-from quantkit.checkpoint.header import DTYPES, TensorInfo, read_at, read_header
+from quantkit.checkpoint.header import DTYPES, TensorInfo, read_at
 from quantkit.checkpoint.hub import find_local, read_headers
+from quantkit.checkpoint.shard_index import read_tensors
 from quantkit.checkpoint.shards import CPU, Block, Shards, StoredTensor
 from quantkit.checkpoint.stacked_experts import Stack, split_stacked_experts
 from quantkit.checkpoint.tensor_aliases import apply_aliases
 from quantkit.common.errors import QuantkitError
-from quantkit.common.model_files import LARGEST, is_inside, is_there, read_json
+from quantkit.common.model_files import LARGEST, is_there, read_json
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.schemes import SCHEMES, Scheme
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import TensorInfo as HubTensor
 
-_INDEX = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _FINITE_CHUNK = 2**22
 _PUBLISHED_VARIANTS = {"kimi_k3": "mxfp4-pack-quantized"}
@@ -110,7 +107,7 @@ class Checkpoint:
         side = {
             name: read_json(path / name, LARGEST) for name in SIDE_FILES if is_there(path / name)
         }
-        return cls(path, config, side, _read_tensors(path))
+        return cls(path, config, side, read_tensors(path))
 
     @property
     def scheme(self) -> Scheme | None:
@@ -319,115 +316,6 @@ def check_finite(name: str, tensor: Tensor) -> None:
             f"{name} holds {count} values that are NaN or infinite",
             "the checkpoint is damaged: download it again",
         )
-
-
-def _read_tensors(path: Path) -> dict[str, TensorInfo]:
-    """All tensors of the shards that the index names; without an index, of the only shard."""
-    index_path = _find_index(path)
-    if index_path is None:
-        return {tensor.name: tensor for tensor in read_shard(path, _only_shard(path))}
-    weight_map = read_json(index_path, LARGEST).get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(shard, str) for shard in weight_map.values())
-    ):
-        raise QuantkitError(f"{index_path} has no weight_map", "download or copy that file again")
-    shard_tensors = {
-        shard: _read_shard(path, shard, index_path) for shard in sorted(set(weight_map.values()))
-    }
-    tensors: dict[str, TensorInfo] = {}
-    for name, shard in weight_map.items():
-        if name not in shard_tensors[shard]:
-            raise QuantkitError(
-                f"{index_path} says that {name} is in {shard}, and it is not",
-                "download the index and that shard again",
-            )
-        tensors[name] = shard_tensors[shard][name]
-    _add_tensors_missing_in_index(index_path, shard_tensors, tensors)
-    return tensors
-
-
-def _add_tensors_missing_in_index(
-    index_path: Path,
-    shard_tensors: Mapping[str, Mapping[str, TensorInfo]],
-    tensors: dict[str, TensorInfo],
-) -> None:
-    """Add tensors that the index leaves out: ModelOpt's DeepSeek script lists no scales. Raises
-    QuantkitError for two of one name."""
-    listed = frozenset(tensors)
-    for shard in shard_tensors.values():
-        for tensor in shard.values():
-            if tensor.name in listed:
-                continue
-            if tensor.name in tensors:
-                first = tensors[tensor.name].shard
-                raise QuantkitError(
-                    f"{tensor.name} is in both {first} and {tensor.shard}, and {index_path} does "
-                    "not say which",
-                    "remove one",
-                )
-            tensors[tensor.name] = tensor
-
-
-def _find_index(path: Path) -> Path | None:
-    if is_there(path / _INDEX):
-        return path / _INDEX
-    found = sorted(path.glob("*.safetensors.index.json"))
-    if len(found) > 1:
-        raise QuantkitError(
-            f"{path} has {len(found)} indexes: {', '.join(file.name for file in found)}",
-            "keep the one of these weights",
-        )
-    return found[0] if found else None
-
-
-def _only_shard(path: Path) -> str:
-    shards = sorted(path.glob("*.safetensors"))
-    problem, remedy = numbering_fault([file.name for file in shards])
-    if len(shards) == 1 and not problem:
-        return shards[0].name
-    # As transformers reads it; other files are another copy, such as Mistral's
-    # consolidated.safetensors.
-    if is_there(path / SINGLE_FILE):
-        return SINGLE_FILE
-    if problem:
-        raise QuantkitError(f"{path} holds {problem}, and there is no {_INDEX}", remedy)
-    if shards:
-        raise QuantkitError(
-            f"{path} has {len(shards)} safetensors files and no {_INDEX}", "download the index too"
-        )
-    check_download(path, SINGLE_FILE)
-    raise QuantkitError(
-        f"{path} holds no safetensors file", "give the directory of a complete checkpoint"
-    )
-
-
-def read_shard(folder: Path, shard: str) -> list[TensorInfo]:
-    """As `read_header`; of a shard that is still being downloaded the error says so."""
-    try:
-        found = read_header(folder, shard)
-    except QuantkitError:
-        check_download(folder, shard)
-        raise
-    if is_there(folder / f"{shard}.aria2"):  # which gives a file its whole size at once
-        check_download(folder, shard)
-    return found
-
-
-def _read_shard(path: Path, shard: str, index_path: Path) -> dict[str, TensorInfo]:
-    if not is_inside(shard) or not shard.endswith(".safetensors"):
-        raise QuantkitError(
-            f"{index_path} names the shard {shard!r}, which is not a safetensors file next to it",
-            "download the index again",
-        )
-    if not is_there(path / shard):
-        check_download(path, shard)
-        raise QuantkitError(
-            f"shard {shard} is missing from {path} ({index_path.name} names it)",
-            "download it, or restore it, and run again",
-        )
-    return {tensor.name: tensor for tensor in read_shard(path, shard)}
 
 
 def open_headers(model: str) -> Checkpoint:

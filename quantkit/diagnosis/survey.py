@@ -24,7 +24,8 @@ from quantkit.checkpoint.containers import (
 from quantkit.checkpoint.formats.base import SIDE_FILES, lifted
 from quantkit.checkpoint.header import TensorInfo
 from quantkit.checkpoint.hub import fetch_small, find_local, read_shard_header
-from quantkit.checkpoint.reader import SINGLE_FILE, read_shard, remote_tensor
+from quantkit.checkpoint.reader import remote_tensor
+from quantkit.checkpoint.shard_index import SINGLE_FILE, read_shard
 from quantkit.checkpoint.shards import Shards
 from quantkit.checkpoint.stacked_experts import split_stacked_experts
 from quantkit.checkpoint.tensor_aliases import aliases

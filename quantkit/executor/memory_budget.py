@@ -17,7 +17,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import format_bytes
 from quantkit.executor.cache.cache import CachePlan, plan_cache
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.runner.attention_context import Chunk, PrefillContext
+from quantkit.executor.runner.prompt_context import Chunk, PrefillContext
 from quantkit.executor.speculation.eagle_head import LoadedEagleHead
 from quantkit.executor.weights.load import LoadedModel
 from quantkit.models.architecture import KeyValueCache, LatentCache

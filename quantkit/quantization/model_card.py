@@ -1,19 +1,27 @@
 """README.md next to an output: what it was made from and how, what it lost, how to serve and to
-upload it, as the Hugging Face Hub shows it."""
+upload it, as the Hugging Face Hub shows it; and the command that makes the output again."""
 
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from shlex import join
+from typing import Any
 
 from quantkit import __version__
+from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import check_model
 from quantkit.engines.layouts import find_recipe
 from quantkit.engines.profiles import find_engine
 from quantkit.grids.base import Grid
+from quantkit.grids.schemes import SCHEMES
+from quantkit.quantization.request import JobRequest
 
 NAME = "README.md"
+_OPTIONS = {"scheme", "calibration", "samples", "seq_len", "seed", "group_size", "prune"}
+_OPTIONS |= {"ignore", "override"}
+RECIPE = "recipe.yaml"
+"""The file of `own_settings`, as the command names it."""
 _ENGINES = ("vllm", "sglang", "vllm-ascend")
 """Those that start with the model alone; `quantkit deploy` prints the whole launch."""
 
@@ -66,3 +74,31 @@ def _launches(source: Checkpoint, format: str, grids: Sequence[Grid], name: str)
             recipe = find_recipe(engine, rule.devices[0])
             words = [*recipe.start(recipe.layouts[0].roles[0].first[0]), *rule.launch]
             yield f"{join(name if word == '$model' else word for word in words)}  # {engine}"
+
+
+def own_settings(request: JobRequest) -> dict[str, Any]:
+    """The recipe that says what no option of quantize gives; empty where the scheme's own does."""
+    name, given = request.scheme.name, request.recipe.model_dump(mode="json", exclude=_OPTIONS)
+    defaults = Recipe.model_validate({"scheme": name})
+    own = load_recipe(name) if name in SCHEMES else defaults
+    if given == own.model_dump(mode="json", exclude=_OPTIONS):
+        return {}
+    usual = defaults.model_dump(mode="json")
+    return {"scheme": name} | {key: one for key, one in given.items() if one != usual[key]}
+
+
+def own_command(request: JobRequest, source: Path, out: Path, engine: str | None) -> str:
+    """`quantkit quantize ...`; where there are own settings, with a recipe of them."""
+    recipe, words = request.recipe, ["quantkit", "quantize", str(source)]
+    words += ["--scheme", request.scheme.name]
+    words += ["--recipe", RECIPE] if own_settings(request) else []
+    words += ["--engine", engine] if engine else ["--format", request.format]
+    words += request.mixture.options()
+    words += ["--kv-cache", "fp8"] if request.scheme.cache == "fp8" else []
+    if request.methods or recipe.prune:
+        words += ["--calibration", recipe.calibration] if recipe.calibration else []
+        words += ["--samples", str(recipe.samples), "--seq-len", str(recipe.seq_len)]
+    words += ["--group-size", str(recipe.group_size)] if recipe.group_size else []
+    if recipe.prune:
+        words += ["--prune", f"{recipe.prune:.6%}".replace("%", "").rstrip("0").rstrip(".") + "%"]
+    return join([*words, "--seed", str(recipe.seed), "--out", str(out)])

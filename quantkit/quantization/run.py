@@ -51,8 +51,7 @@ from quantkit.quantization.job import Job, open_job
 from quantkit.quantization.memory import Peak, check_memory, expected_peak
 from quantkit.quantization.mixed_precision import Mixture
 from quantkit.quantization.model_card import NAME as CARD
-from quantkit.quantization.model_card import model_card
-from quantkit.quantization.own_command import RECIPE, own_command, own_settings
+from quantkit.quantization.model_card import RECIPE, model_card, own_command, own_settings
 from quantkit.quantization.pruning import FILE_NAME as PRUNING
 from quantkit.quantization.pruning import PrunedExperts, describe_pruning, prune, prune_as
 from quantkit.quantization.report import (

@@ -19,7 +19,8 @@ from quantkit.common.assets import builtin_model
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.cache.cache import PagedCache
 from quantkit.executor.engine import Engine
-from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
+from quantkit.executor.runner.attention_context import DecodeContext
+from quantkit.executor.runner.prompt_context import Chunk, PrefillContext
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Completion
 from quantkit.executor.weights.load import load_model

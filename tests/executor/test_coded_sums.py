@@ -15,7 +15,7 @@ from quantkit_kernels import CODES
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.ranks.quantized_all_reduce import GROUP, LEAST_ROWS, CodedSums, codes_of_sums
-from quantkit.executor.runner.attention_context import Chunk, PrefillContext
+from quantkit.executor.runner.prompt_context import Chunk, PrefillContext
 from quantkit.executor.weights.load import load_model
 
 CPU = torch.device("cpu")

@@ -12,12 +12,8 @@ from transformers_peers import checkpoint_tensors, random_peer
 from ulp_bound import assert_near, movement
 
 from quantkit.calibrate.recipe import Recipe
-from quantkit.executor.runner.attention_context import (
-    Chunk,
-    DecodeContext,
-    MixedContext,
-    PrefillContext,
-)
+from quantkit.executor.runner.attention_context import DecodeContext, MixedContext
+from quantkit.executor.runner.prompt_context import Chunk, PrefillContext
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models import deepseek_v3, find_architecture

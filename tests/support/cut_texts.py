@@ -3,12 +3,8 @@ random: what a forward over a cache is held against the whole by."""
 
 import torch
 
-from quantkit.executor.runner.attention_context import (
-    Chunk,
-    DecodeContext,
-    MixedContext,
-    PrefillContext,
-)
+from quantkit.executor.runner.attention_context import DecodeContext, MixedContext
+from quantkit.executor.runner.prompt_context import Chunk, PrefillContext
 from quantkit.models.context import CausalContext
 
 AHEAD = 3

@@ -2,7 +2,8 @@
 
 import torch
 
-from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
+from quantkit.executor.runner.attention_context import DecodeContext
+from quantkit.executor.runner.prompt_context import Chunk, PrefillContext
 from quantkit.models.context import CausalContext
 
 PROMPTS = [[7 + i * 13 % 300 for i in range(length)] for length in (70, 5, 33)]

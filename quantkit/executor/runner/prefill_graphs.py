@@ -21,12 +21,7 @@ from quantkit_kernels.delta import CHUNK, span_tables
 from torch import Tensor
 
 from quantkit.executor.cache.cache import PagedCache
-from quantkit.executor.runner.attention_context import (
-    Chunk,
-    MixedContext,
-    PrefillContext,
-    PromptContext,
-)
+from quantkit.executor.runner.attention_context import MixedContext
 from quantkit.executor.runner.decode_batch import DecodeRows
 from quantkit.executor.runner.graphs import (
     MIN_TABLE_WIDTH,
@@ -35,6 +30,7 @@ from quantkit.executor.runner.graphs import (
     TokenModel,
     power_of_two,
 )
+from quantkit.executor.runner.prompt_context import Chunk, PrefillContext, PromptContext
 
 MOST_TOKENS = 2048
 """Prompt tokens of the largest captured pass. With more the device is always busy."""

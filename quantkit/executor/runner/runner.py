@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.executor.cache.cache import PagedCache
 from quantkit.executor.ranks.expert_parallel import NO_RANKS, ExpertRanks
-from quantkit.executor.runner.attention_context import MixedContext, PrefillContext
+from quantkit.executor.runner.attention_context import MixedContext
 from quantkit.executor.runner.decode_batch import (
     AsyncDecode,
     AsyncVerification,
@@ -36,6 +36,7 @@ from quantkit.executor.runner.graphs import (
     why_eager,
 )
 from quantkit.executor.runner.prefill_graphs import PrefillChunk, PrefillRunner
+from quantkit.executor.runner.prompt_context import PrefillContext
 from quantkit.executor.scheduler.data_parallel import DpPadding
 from quantkit.executor.scheduler.scheduler import ScheduledStep
 from quantkit.executor.scheduler.sequence import Sequence

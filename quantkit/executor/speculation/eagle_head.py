@@ -13,8 +13,9 @@ from quantkit.common.errors import QuantkitError
 from quantkit.executor.cache.cache import CachePlan, PagedCache
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.runner.attention_context import MixedContext, PrefillContext
+from quantkit.executor.runner.attention_context import MixedContext
 from quantkit.executor.runner.graphs import Capture
+from quantkit.executor.runner.prompt_context import PrefillContext
 from quantkit.executor.runner.runner import ForwardPass, Runner
 from quantkit.executor.speculation.mtp_drafter import MtpDrafter
 from quantkit.executor.weights.load import LoadedModel

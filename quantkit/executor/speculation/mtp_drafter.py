@@ -25,9 +25,10 @@ from torch import Tensor
 
 from quantkit.common.devices import to_device
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.runner.attention_context import MixedContext, PrefillContext
+from quantkit.executor.runner.attention_context import MixedContext
 from quantkit.executor.runner.decode_batch import DecodeRows, DevicePositions, StepResult
 from quantkit.executor.runner.graphs import Forward
+from quantkit.executor.runner.prompt_context import PrefillContext
 from quantkit.executor.runner.runner import ForwardPass, Runner, Span
 from quantkit.executor.runner.sampler import SampledTokens
 from quantkit.executor.sampling.params import Batch
