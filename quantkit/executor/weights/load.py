@@ -1,8 +1,4 @@
-"""From a checkpoint directory to a model that computes: the part that every verb shares.
-
-Whether ranks can share a model, from its table and headers, before any of them is
-started.
-"""
+"""From a checkpoint directory to a model that computes: the part that every verb shares."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +17,7 @@ from quantkit_kernels import (
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.devices import find_device, find_dtype, set_current_device
-from quantkit.common.errors import QuantkitError, UsageError
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.cache.cache import (
     BLOCK_SIZE,
     CacheCodes,
@@ -41,8 +37,9 @@ from quantkit.executor.cache.sequence_state import (
 )
 from quantkit.executor.checks import check_context, check_eos
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.ranks.expert_parallel import ExpertRanks, check_experts
+from quantkit.executor.ranks.expert_parallel import ExpertRanks
 from quantkit.executor.ranks.parallel import SINGLE, Parallel, check_ranks
+from quantkit.executor.weights.tp_checks import check_shares
 from quantkit.executor.weights.weights import ExecutorWeights, share_range
 from quantkit.models import find_block_head
 from quantkit.models.architecture import (
@@ -62,58 +59,6 @@ from quantkit.models.short_conv import ShortConvolutions
 from quantkit.models.stored_parameters import Model as StoredModel
 from quantkit.models.stored_parameters import check_stored, check_stored_head, is_stored, read_model
 from quantkit.models.table import Parameter, resolve
-
-_KEY_HEADS = "num_key_value_heads"
-
-
-def check_shares(
-    checkpoint: Checkpoint, config: ModelConfig, rows: Iterable[Parameter], tp: int, dp: int
-) -> None:
-    """Raises UsageError where `tp` ranks cannot cut the linears evenly, or `dp` ranks cannot share
-    out the routed experts. rows: the model's table, as the checkpoint spells it."""
-    rows = list(rows)
-    _check_counts(config, tp)
-    check_experts(rows, dp)
-    if dp > 1 and isinstance(config.cache, CompressedCache):
-        raise UsageError("compressed attention was never run with --dp", "use --tp")
-    for row in rows if tp > 1 else ():
-        if row.split == "column":
-            for size in row.segments or (row.shape[row.output_axis],):
-                share_range(size, "output features", row.module, 0, tp, row.key_heads)
-        elif row.split == "row" and len(row.shape) > 1:
-            width = share_range(row.shape[1], "input features", row.module, 0, tp)[1]
-            linear = checkpoint.linears.get(row.module)
-            if linear is not None and linear.grid is not None:
-                linear.grid.check_inputs(row.module, width)
-
-
-def _check_counts(config: ModelConfig, tp: int) -> None:
-    kept = config.cache.kv_heads if isinstance(config.cache, KeyValueCache) else 0
-    counts = config.tp_units | ({_KEY_HEADS: kept} if kept else {})
-    if (uneven := _uneven(counts, tp)) is not None:
-        even = [
-            str(size)
-            for size in range(1, config.num_attention_heads + 1)
-            if _uneven(counts, size) is None
-        ]
-        reason = f"the model has {uneven} = {counts[uneven]}, which {tp} ranks cannot share evenly"
-        raise UsageError(
-            reason,
-            f"use --tp {', '.join(even[:-1])} or {even[-1]}" if even[1:] else "leave --tp out",
-        )
-
-
-def _uneven(counts: dict[str, int], tp: int) -> str | None:
-    """The first that `tp` ranks cannot share evenly. Of key heads several ranks may hold the same
-    one."""
-    return next(
-        (
-            name
-            for name, count in counts.items()
-            if count % tp and not (name == _KEY_HEADS and tp % count == 0)
-        ),
-        None,
-    )
 
 
 @dataclass(frozen=True)
