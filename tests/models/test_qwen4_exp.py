@@ -189,12 +189,26 @@ def test_a_table_in_fp8_is_looked_up_and_kept_as_it_is(tmp_path):
         errors = [one for one in diagnose(str(folder)).findings.found if one.severity == "error"]
         assert not errors
     source, made = Checkpoint.open(coded), Checkpoint.open(tmp_path / "out")
+    some = torch.tensor([1, 5, 15])
+    shard = f"{TABLE}.ngram_embedding.shard_1.weight"
+    rows, whole = source.read_rows(shard, some), source.read(shard)
+    assert torch.equal(rows.view(torch.uint8), whole.view(torch.uint8)[some])
     kept = [name for name in source.tensors if "ple_embedding" in name]
     assert len(kept) == 8
     for name in kept:
         one, other = source.read(name), made.read(name)
         assert one.dtype == other.dtype
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_a_table_whose_file_becomes_shorter_is_named(tmp_path):
+    path = write(tmp_path / "model", "qwen4_exp")
+    checkpoint = Checkpoint.open(path)
+    shard = f"{TABLE}.ngram_embedding.shard_1.weight"
+    with (path / checkpoint.tensors[shard].shard).open("r+b") as file:
+        file.truncate(1000)
+    with refused("became shorter"):
+        checkpoint.read_rows(shard, torch.tensor([1]))
 
 
 def test_other_numbers_of_the_hash_are_refused(tmp_path):
