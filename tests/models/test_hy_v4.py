@@ -9,7 +9,7 @@ import make_model
 import pytest
 import torch
 from cut_texts import furthest_from_whole
-from engines import capture, completions, load
+from engines import check_same_answers
 from plain_weights import PlainWeights
 from tiny_models import CASES as TABLES
 from tiny_models import write
@@ -21,8 +21,6 @@ from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.repair import repair
-from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
@@ -36,8 +34,6 @@ CASES = TABLES["hy_v4_cases"]
 LENGTHS = [40, 7, 1]
 """Texts longer than what is selected, as long, and shorter."""
 TOKEN_IDS = torch.randint(1, 211, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
-PROMPTS = [[7 + i] * 3 + [*range(20, 20 + length)] for i, length in enumerate((1, 9, 100, 30, 70))]
-PARAMS = SamplingParams(max_new_tokens=10, ignore_eos=True, logprobs=0)
 SHARED = {"indexer_types": ["full", "shared", "full"], "index_topk": 32, "index_n_heads": 24}
 
 
@@ -163,28 +159,8 @@ def test_answers_do_not_depend_on_how_they_are_computed(tmp_path):
     """Prompts in chunks and beside steps, requests that make way for others, captured steps with
     drafts of the MTP layer, beginnings that requests share."""
     path = write(tmp_path / "model", "hy_v4", **SHARED)
-
-    def answers(budget=None, captured=False, **options):
-        engine = load(path, **{"max_model_len": 128} | options)
-        if captured:
-            capture(engine, draft_length=1)
-        if budget is not None:
-            engine.scheduler.budget = budget
-        done = completions(engine, PROMPTS, PARAMS)
-        engine.close()
-        found = [[token.logprob for token in one.logprobs or []] for one in done]
-        return [one.token_ids for one in done], torch.tensor(found)
-
-    tokens, expected = answers()
-    for budget, captured, options in (
-        (StepBudget(16, 16), False, {}),
-        (StepBudget(24, 8, mixed=True), False, {"cache_tokens": 192}),
-        (None, True, {"draft_length": 1}),
-        (None, False, {"prefix_cache": True, "prompt_lookup": 2}),
-    ):
-        again, found = answers(budget, captured, **options)
-        assert again == tokens
-        torch.testing.assert_close(found, expected, atol=2e-2, rtol=0)
+    shared = {"prefix_cache": True, "prompt_lookup": 2}
+    check_same_answers(path, (True, {"draft_length": 1}), (False, shared))
 
 
 def test_a_cache_of_codes_is_as_it_is_simulated(tmp_path, monkeypatch):

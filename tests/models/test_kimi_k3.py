@@ -11,7 +11,7 @@ import make_model
 import pytest
 import torch
 from cut_texts import furthest_from_whole
-from engines import capture, completions, load
+from engines import check_same_answers, load
 from plain_weights import PlainWeights
 from quantkit_kernels import rms_norm
 from refused import refused
@@ -23,8 +23,6 @@ from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.repair import repair
-from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
@@ -434,35 +432,11 @@ def test_a_damaged_config_is_found_and_repaired(tmp_path):
     assert not again.findings.has("config-differs")
 
 
-PROMPTS = [[7 + i] * 3 + [*range(20, 20 + length)] for i, length in enumerate((1, 9, 100, 30, 70))]
-PARAMS = SamplingParams(max_new_tokens=10, ignore_eos=True, logprobs=0)
-
-
 def test_answers_do_not_depend_on_how_they_are_computed(tmp_path):
     """Prompts in chunks and beside steps, requests that make way for others, captured steps; what
     cannot be is refused."""
     path = write(tmp_path / "model", "kimi_k3")
-
-    def answers(budget=None, captured=False, **options):
-        engine = load(path, **{"max_model_len": 128} | options)
-        if captured:
-            capture(engine)
-        if budget is not None:
-            engine.scheduler.budget = budget
-        done = completions(engine, PROMPTS, PARAMS)
-        engine.close()
-        found = [[token.logprob for token in one.logprobs or []] for one in done]
-        return [one.token_ids for one in done], torch.tensor(found)
-
-    tokens, expected = answers()
-    for budget, captured, options in (
-        (StepBudget(16, 16), False, {}),
-        (StepBudget(24, 8, mixed=True), False, {"cache_tokens": 192}),
-        (None, True, {}),
-    ):
-        again, found = answers(budget, captured, **options)
-        assert again == tokens
-        torch.testing.assert_close(found, expected, atol=2e-2, rtol=0)
+    check_same_answers(path, (True, {}))
     for options, line in (
         ({"draft_length": 1}, "no MTP layer"),
         ({"prompt_lookup": 2}, "cannot be rolled back"),

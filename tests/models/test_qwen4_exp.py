@@ -8,7 +8,7 @@ import make_model
 import pytest
 import torch
 from cut_texts import furthest_from_whole
-from engines import capture, completions, load
+from engines import check_same_answers, load
 from plain_weights import PlainWeights
 from refused import refused
 from small_recipe import SMALL
@@ -21,8 +21,6 @@ from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.repair import repair
-from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
@@ -37,8 +35,6 @@ LENGTHS = [40, 7, 1]
 TOKEN_IDS = torch.randint(1, 211, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
 TOKEN_IDS[torch.tensor([5, 11, 12, 20, 43])] = 3
 """Ends of texts."""
-PROMPTS = [[7 + i] * 3 + [*range(20, 20 + length)] for i, length in enumerate((1, 9, 100, 30, 70))]
-PARAMS = SamplingParams(max_new_tokens=10, ignore_eos=True, logprobs=0)
 TEXT = {**CONFIGS["qwen4_exp"]["text_config"], "indexer_n_heads": 24}
 """Of 24 heads no score is 0."""
 TABLE = "model.language_model.layers.1.ple.ple_embedding"
@@ -107,27 +103,7 @@ def test_a_text_is_the_same_however_it_is_cut(tmp_path, monkeypatch):
 def test_answers_do_not_depend_on_how_they_are_computed(tmp_path):
     """Prompts in chunks and beside steps, requests that make way for others, captured steps."""
     path = write(tmp_path / "model", "qwen4_exp", text_config=TEXT)
-
-    def answers(budget=None, captured=False, **options):
-        engine = load(path, **{"max_model_len": 128} | options)
-        if captured:
-            capture(engine)
-        if budget is not None:
-            engine.scheduler.budget = budget
-        done = completions(engine, PROMPTS, PARAMS)
-        engine.close()
-        found = [[token.logprob for token in one.logprobs or []] for one in done]
-        return [one.token_ids for one in done], torch.tensor(found)
-
-    tokens, expected = answers()
-    for budget, captured, options in (
-        (StepBudget(16, 16), False, {}),
-        (StepBudget(24, 8, mixed=True), False, {"cache_tokens": 192}),
-        (None, True, {}),
-    ):
-        again, found = answers(budget, captured, **options)
-        assert again == tokens
-        torch.testing.assert_close(found, expected, atol=2e-2, rtol=0)
+    check_same_answers(path, (True, {}))
 
 
 def test_a_cache_of_codes_is_as_it_is_simulated(tmp_path, monkeypatch):

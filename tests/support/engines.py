@@ -1,7 +1,11 @@
 """Engines of small models on this CPU: loaded, captured as graphs are, and asked."""
 
+import torch
+
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner.runner import Runner
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.speculation.mtp_drafter import make_mtp_drafter
 from quantkit.executor.speculation.speculation import Speculation
 
@@ -70,3 +74,34 @@ def note(monkeypatch, owner, name, seen):
         return run(*given, **named)
 
     monkeypatch.setattr(owner, name, noted)
+
+
+def check_same_answers(path, *more, atol=2e-2):
+    """Prompts in chunks and next to steps, requests that make way for others, and `more`, each
+    whether steps are captured and options of the engine, give one model's tokens, with
+    log-probabilities within `atol`."""
+    prompts = [
+        [7 + i] * 3 + [*range(20, 20 + length)] for i, length in enumerate((1, 9, 100, 30, 70))
+    ]
+    params = SamplingParams(max_new_tokens=10, ignore_eos=True, logprobs=0)
+
+    def answers(budget=None, captured=False, **options):
+        engine = load(path, **{"max_model_len": 128} | options)
+        if captured:
+            capture(engine, draft_length=options.get("draft_length", 0))
+        if budget is not None:
+            engine.scheduler.budget = budget
+        done = completions(engine, prompts, params)
+        engine.close()
+        found = [[token.logprob for token in one.logprobs or []] for one in done]
+        return [one.token_ids for one in done], torch.tensor(found)
+
+    tokens, expected = answers()
+    for budget, captured, options in (
+        (StepBudget(16, 16), False, {}),
+        (StepBudget(24, 8, mixed=True), False, {"cache_tokens": 192}),
+        *((None, captured, options) for captured, options in more),
+    ):
+        again, found = answers(budget, captured, **options)
+        assert again == tokens
+        torch.testing.assert_close(found, expected, atol=atol, rtol=0)
