@@ -15,7 +15,7 @@ can be computed any more.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint.hub import find_model
 from quantkit.common.devices import HostCopy, set_current_device
 from quantkit.common.options import documented, read_options
 from quantkit.executor.cache.cache import CachePlan
@@ -139,15 +140,15 @@ class Engine:
     def load(
         cls, model_path: Path | str, options: EngineOptions | None = None, **keywords: Any
     ) -> "Engine":
-        """Load a checkpoint directory. Options are a value, keywords, or both. Raises QuantkitError
-        where options do not fit the model or the machine.
+        """Load a model: a directory, tiny-r1, or a hub id. Options are a value, keywords, or both.
+        Raises QuantkitError where options do not fit the model or the machine.
 
         With several ranks this process is rank 0 and starts the others on this machine, unless
         torchrun started them all: then each gets its rank's engine, and those above 0 are for
         `rank0.follow` (`worker.lead_or_follow` does both).
         """
         chosen = read_options(EngineOptions, options, keywords)
-        return cls.open(replace(chosen, model_path=Path(model_path)))
+        return cls.open(replace(chosen, model_path=find_model(str(model_path))))
 
     @classmethod
     def open(
@@ -201,14 +202,15 @@ class Engine:
             raise
 
     def generate(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+        self, prompts: Iterable[list[int] | str], params: SamplingParams | list[SamplingParams]
     ) -> Iterator[Completion]:
-        """Generate for all prompts together; yields completions as they finish, `index` is the
-        prompt's place in the list.
+        """Generate for all prompts together, token ids or texts to be continued; yields completions
+        as they finish, `index` is the prompt's place in the list.
 
         Every prompt is checked before anything is computed. A fault of one request alone is in its
         completion's `fault`. Closing the iterator early cancels what is unfinished.
         """
+        prompts = [*prompts]
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         assert len(each) == len(prompts), (len(each), len(prompts))
         open_sequences = [
@@ -231,7 +233,7 @@ class Engine:
             for sequence in unfinished:
                 self.cancel(sequence)
 
-    def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[Delta]:
+    def stream(self, prompt: list[int] | str, params: SamplingParams) -> Iterator[Delta]:
         """Generate for one prompt; yields text as it is decoded. Raises the request's fault."""
         sequence = self.submit(prompt, params)
         try:
@@ -245,7 +247,7 @@ class Engine:
         finally:
             self.cancel(sequence)
 
-    def submit(self, prompt: list[int], params: SamplingParams, index: int = 0) -> Sequence:
+    def submit(self, prompt: list[int] | str, params: SamplingParams, index: int = 0) -> Sequence:
         """Queue a request whose text is streamed. Raises QuantkitError if it can never run."""
         sequence = self.sequence(prompt, params, index)
         self.add(sequence)
@@ -448,10 +450,17 @@ class Engine:
         return kept
 
     def sequence(
-        self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True
+        self,
+        prompt: list[int] | str,
+        params: SamplingParams,
+        index: int = 0,
+        *,
+        streams: bool = True,
     ) -> Sequence:
         """A checked request, not yet queued. Shares no state with `step`, so any thread may call
         it."""
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt)
         check_request(prompt, params, self.max_model_len, self.loaded.config.vocab_size)
         guide = (
             None

@@ -104,6 +104,17 @@ def test_stream_is_generate_in_pieces(engine):
     assert "".join(delta.text for delta in deltas).rstrip("\ufffd") == whole.text.rstrip("\ufffd")
 
 
+def test_a_text_is_continued_as_its_tokens_are(engine):
+    text = "What is 3 + 4?"
+    texts = completions(engine, [text, text[:9]], GREEDY)
+    assert [one.token_ids for one in texts] == [
+        one.token_ids
+        for one in completions(
+            engine, [engine.tokenizer.encode(one) for one in (text, text[:9])], GREEDY
+        )
+    ]
+
+
 def test_a_stream_left_early_frees_its_cache(engine):
     stream = engine.stream(questions(engine, 1)[0], GREEDY)
     next(stream)
