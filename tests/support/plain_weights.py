@@ -11,6 +11,10 @@ from torch.nn import functional as F
 from quantkit.models.mlp import PROJ_NAMES
 
 
+TOKENS = torch.arange(512)
+"""Of an n-gram table that hashes classes of tokens: each is its own."""
+
+
 class PlainWeights:
     def __init__(self, tensors, names=PROJ_NAMES):
         """names: of the routed experts' linears."""
@@ -38,8 +42,12 @@ class PlainWeights:
 
     def ngram_table(self, module):
         names = (f"{module}.shard_{part}.weight" for part in count())
-        table = torch.cat([self.tensors[name] for name in takewhile(self.has, names)])
-        return SimpleNamespace(rows=lambda numbers: table[numbers])
+        names = [*takewhile(self.has, names)] or [f"{module}.weight"]
+        table = torch.cat([self.tensors[name] for name in names])
+        if self.has(f"{module}.scale"):
+            scales = self.tensors[f"{module}.scale"]
+            table = table * scales.repeat_interleave(table.shape[1] // scales.shape[1], dim=1)
+        return SimpleNamespace(rows=lambda numbers: table[numbers], classes=lambda: TOKENS)
 
     def experts(self, prefix, num_experts, gating=SILU):
         def run(x, topk_ids, topk_weights):
