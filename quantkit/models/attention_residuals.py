@@ -9,6 +9,7 @@ hyper-connections are. Symbols: T tokens, H hidden_size, b complete blocks, n st
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from quantkit_kernels import by_own_backend, rms_norm
@@ -156,6 +157,10 @@ class AttentionResidualLayer(decoder.DecoderLayer):
         if rows is not None:
             current, blocks = current[rows], blocks[rows]
         return current + self.post_mlp(self.mlp_reduced(self._mlp_input(current, blocks))), blocks
+
+    def streams_of(self, output: Any) -> Tensor:
+        current, blocks = output
+        return torch.cat((current[:, None], blocks), dim=1)
 
     def attend(self, hidden: Tensor, context: Context) -> Tensor:
         return self._packed(hidden, *self._attend(*self._unpacked(hidden, self.complete), context))

@@ -75,6 +75,12 @@ class DecoderLayer:
         normed, residual = self.add_rms_norm(attended, residual, self.mlp_norm, self.eps)
         return self.add_rms_norm(self.mlp_part(normed), residual, next_norm, self.eps)
 
+    def streams_of(self, output: Any) -> Tensor:
+        """The residual streams in the output of a layer of a stack: [T, H], or [T, n, H] of
+        several."""
+        residual: Tensor = output[1]
+        return residual
+
     def attention_part(self, normed: Tensor, context: Context) -> Tensor:
         """Attention output that `add_rms_norm` sums over the ranks and adds."""
         return self.attention(normed, context)

@@ -16,7 +16,8 @@ from ulp_bound import assert_near, write_nudged
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.evaluation.options import EvaluateOptions
+from quantkit.evaluation.distance.perplexity import measure
+from quantkit.evaluation.options import EvaluateOptions, PerplexityOptions
 from quantkit.evaluation.run import run_evaluation
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner.runner import Runner
@@ -162,6 +163,15 @@ def test_eval_scores_it(any_source, tmp_path):
         "right-loose",
         "truncated",
     }
+
+
+def test_a_model_is_no_distance_from_itself(any_source, tmp_path):
+    """Nor is any of its layers, whatever residual streams they have."""
+    (text := tmp_path / "text.txt").write_text("What is 3 + 4? It is 7, and 5 + 5 is 10. " * 3)
+    found = measure(str(any_source), text, PerplexityOptions(baseline=str(any_source)))
+    layers = json.loads((any_source / "config.json").read_text())
+    layers = layers.get("text_config", layers)["num_hidden_layers"]
+    assert (found.kl, found.layer_errors) == (0.0, [0.0] * layers)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

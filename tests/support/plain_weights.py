@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from quantkit.models.mlp import PROJ_NAMES
 
-
 TOKENS = torch.arange(512)
 """Of an n-gram table that hashes classes of tokens: each is its own."""
 

@@ -31,16 +31,25 @@ class Trace:
 
 
 class TracedLayer:
-    """A decoder layer that passes its residual stream to `record`."""
+    """A decoder layer that passes its residual streams to `record`; the rest is the layer's."""
 
     def __init__(self, layer: DecoderLayer, record: Callable[[Tensor], None]) -> None:
-        self.layer, self.record, self.input_norm = layer, record, layer.input_norm
-        self.mlp = getattr(layer, "mlp", None)  # expert counting reads it
+        self.layer, self.record = layer, record
 
-    def __call__(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        normed, residual = self.layer(*given, **named)
-        self.record(residual)
-        return normed, residual
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self._recorded(self.layer(*given, **named))
+
+    def step(self, *given: Any, **named: Any) -> Any:
+        """Of layers that are called so in a stack."""
+        layer: Any = self.layer
+        return self._recorded(layer.step(*given, **named))
+
+    def _recorded(self, output: Any) -> Any:
+        self.record(self.layer.streams_of(output))
+        return output
 
 
 class TracedModel:

@@ -9,6 +9,7 @@ tokens, H hidden_size, n streams, D head_dim.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from quantkit_kernels import (
@@ -216,6 +217,10 @@ class DecoderLayer(hyper_connections.HyperConnectionLayer):
         own, weights, before = self._weigh_for_mlp(state)
         mixed = mix_streams(state.streams, self.mlp_reduced(own), weights)
         return state._replace(streams=mixed, before=before)
+
+    def streams_of(self, output: Any) -> Tensor:
+        streams: Tensor = output.streams
+        return streams
 
     def attend(self, hidden: Tensor, context: Context) -> Tensor:
         """What layers share is packed with the streams (`_Shared`)."""
