@@ -90,6 +90,19 @@ def test_gate(joined, tokens, launched):
     assert launched == ["router"] * (tokens <= FEW_TOKENS) + ["join"] * bool(joined)
 
 
+@pytest.mark.parametrize(
+    "rule", [{"scoring_func": "sqrtsoftplus"}, {"joined_gate": True}], ids=["scores", "gated"]
+)
+def test_gates_that_the_device_does_not_have_are_the_references(rule):
+    rng, how = torch.Generator().manual_seed(5), Routing(40, 5, num_joined_experts=1, **rule)
+    x = torch.randn(3, 512, generator=rng).bfloat16()
+    router, bias = torch.randn(how.num_logits, 512, generator=rng), torch.rand(40, generator=rng)
+    ids, weights = moe_gate(x, router, bias, how, backend="ascend")
+    twin_ids, twin_weights = reference.moe_gate(x, router, bias, how)
+    assert torch.equal(ids.long(), twin_ids.long())
+    torch.testing.assert_close(weights, twin_weights, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("hidden", [512, 272])
 def test_gate_of_a_part_and_of_nothing(hidden, launched):
     """Rows that lie apart, widths that are no whole tiles of the router's, and no rows at all."""
