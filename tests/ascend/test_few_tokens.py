@@ -9,8 +9,9 @@ from ascend import triton_double
 from kernel_weights import exact_experts, layer, random_experts
 from quantkit_kernels import Routing, ascend, moe_gate, reference
 from quantkit_kernels.ascend import gate, launch
-from quantkit_kernels.ascend.chip import COLUMNS, FEW_TOKENS, SPAN
+from quantkit_kernels.ascend.chip import COLUMNS, FEW_TOKENS, SPAN, VECTOR_CORES
 from quantkit_kernels.ascend.experts import assigned
+from quantkit_kernels.ascend.layout import pack
 from quantkit_kernels.samples import distance, random_weight
 
 LARGE = 2.0**20
@@ -122,6 +123,21 @@ def test_gate_of_a_part_and_of_nothing(hidden, launched):
         assert torch.equal(ids.long(), twin_ids)
         torch.testing.assert_close(weights, twin_weights, rtol=1e-5, atol=1e-6)
         assert launched == (["router"] * (hidden == 512) + ["join"] if len(x) else [])
+
+
+def test_a_kernel_has_one_program_for_each_vector_core_at_most():
+    """More items than cores are taken in turns."""
+    packed = pack(random_weight("int8", 64 * VECTOR_CORES, 256, torch.Generator().manual_seed(1)))
+    x, many = torch.empty(4, 256), torch.empty(4, 64 * VECTOR_CORES)
+    ids, weights = torch.zeros(4, dtype=torch.int32), torch.zeros(4)
+    rows = [torch.empty(2 * VECTOR_CORES, columns) for columns in (5, 5, 6, 6)]
+    for made in (
+        launch.gate_up(packed, x, ids, many),
+        launch.down(packed, x, ids, weights, many),
+        launch.router(x, many.new_empty(many.shape[1], 256), many),
+        launch.join(*rows, 40),
+    ):
+        assert made.programs == VECTOR_CORES, made.kernel
 
 
 def test_results_lie_where_their_operands_do(monkeypatch):
