@@ -185,8 +185,8 @@ def check_shapes(
     take, the first of each kernel; experts have kernels of their own."""
     profile, named = find_engine(engine), set[str]()
     for row in rows:
-        linear = checkpoint.linears.get(row.module)
-        if linear is None or linear.grid is None or row.expert is not None:
+        linear = None if row.expert is not None else checkpoint.linears.get(row.module)
+        if linear is None or linear.grid is None:
             continue
         inputs = row.shape[1] // (ranks if row.split == "row" else 1)
         for device in devices:

@@ -24,7 +24,7 @@ _HASH_LAYERS, _THETAS, _ROTARY_SHARE = 3, (10000.0, 160000.0), 64 / 512
 """transformers' defaults."""
 _RATES = {COMPRESSED: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
 SCORINGS = ("sqrtsoftplus", "sigmoid")
-_COMPUTED: dict[str, Any] = {
+COMPUTED: dict[str, Any] = {
     "hidden_act": "silu",
     "topk_method": "noaux_tc",
     "n_shared_experts": 1,
@@ -40,7 +40,12 @@ _COMPUTED: dict[str, Any] = {
 
 def refuse_unsupported(config: dict[str, Any]) -> None:
     """Raise QuantkitError naming a field with a value that is not computed."""
-    refuse_other_values(config, _COMPUTED, "DeepSeek-V4", allow_null=True)
+    refuse_other_values(config, COMPUTED, "DeepSeek-V4", allow_null=True)
+    check_scoring(config)
+
+
+def check_scoring(config: dict[str, Any]) -> None:
+    """Raise QuantkitError for a scoring_func that is not computed."""
     if config.get("scoring_func") is not None and config["scoring_func"] not in SCORINGS:
         raise refusal("scoring_func", config["scoring_func"], " or ".join(SCORINGS))
 

@@ -16,22 +16,12 @@ from quantkit.models.config import (
     refuse_other_values,
 )
 from quantkit.models.deepseek_v4 import architecture as deepseek_v4
-from quantkit.models.deepseek_v4.config import SCORINGS, read_ropes
+from quantkit.models.deepseek_v4.config import COMPUTED, check_scoring, read_ropes
 from quantkit.models.deepseek_v41.engram import EngramLayout
 from quantkit.models.hyper_connections import HyperConnectionNames, HyperConnectionSizes
 from quantkit.tokenizer.token_classes import token_classes
 
-_COMPUTED: dict[str, Any] = {
-    "hidden_act": "silu",
-    "topk_method": "noaux_tc",
-    "n_shared_experts": 1,
-    "num_key_value_heads": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "norm_topk_prob": True,
+_COMPUTED: dict[str, Any] = COMPUTED | {
     "hc_pre_from_prev_sublayer": True,
     "q_head_norm": False,
     "num_hash_layers": 0,
@@ -66,9 +56,7 @@ class Config(deepseek_v4.Config):
             raise refusal("text_config", text, "an object")
         for fields in (config, text):
             refuse_other_values(fields, _COMPUTED, "DeepSeek-V4.1", allow_null=True)
-        scoring = text.get("scoring_func")
-        if scoring is not None and scoring not in SCORINGS:
-            raise refusal("scoring_func", scoring, " or ".join(SCORINGS))
+        check_scoring(text)
         made = cls(**read_fields(cls, {**text, "num_nextn_predict_layers": 0}))
         ratios, sources, selecting = _read_schedule(text, made.num_hidden_layers)
         made = replace(
