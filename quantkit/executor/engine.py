@@ -85,8 +85,6 @@ class Engine:
         self.cache = loaded.new_cache(plan.num_blocks, rank_batch, lookahead)
         self.expert_counter: ExpertCounter | None = None
         eager = "experts are counted" if options.count_experts else ""
-        if loaded.config.host_tables:
-            eager = "rows of n-gram tables are read by the host"
         self.runner = Runner(
             loaded.model, self.cache, eager=eager, experts=loaded.weights.expert_ranks
         )

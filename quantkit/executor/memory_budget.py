@@ -22,6 +22,7 @@ from quantkit.executor.speculation.eagle_head import LoadedEagleHead
 from quantkit.executor.weights.load import LoadedModel
 from quantkit.models.architecture import KeyValueCache, LatentCache
 from quantkit.models.delta_rule import DeltaNet
+from quantkit.models.ngram_table import read_by_ids, recent_ids
 
 PREFILL_TOKENS = {"cuda": 4096, "npu": 2048, "cpu": 1024}
 """Prompt tokens of a step: weights are read and decoded once for all of them, and requests that
@@ -160,9 +161,10 @@ def _logits_after(loaded: LoadedModel, tokens: int) -> Tensor:
     blocks = -(-tokens // loaded.cache_layout.block_size)
     cache = loaded.new_cache(blocks + 1)
     table = torch.arange(1, blocks + 1, device=loaded.device)
+    token_ids = torch.zeros(tokens, dtype=torch.int64)
+    read = read_by_ids(partial(recent_ids, token_ids, 0), loaded.device)
     hidden = loaded.model(
-        torch.zeros(tokens, dtype=torch.int64, device=loaded.device),
-        PrefillContext(cache, [Chunk(0, tokens, table)]),
+        token_ids.to(loaded.device), PrefillContext(cache, [Chunk(0, tokens, table)], read)
     )
     return loaded.model.logits(hidden[-1:])
 

@@ -11,7 +11,7 @@ from quantkit_kernels import SILU, Gating, Routing
 from torch import Tensor
 
 from quantkit.models import compressed_attention
-from quantkit.models.context import ID_DIGITS, Context
+from quantkit.models.context import Context
 from quantkit.models.decoder import DecoderLayer, Model
 from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.hyper_connections import ResidualStreams
@@ -102,7 +102,7 @@ class CompressedCache:
 
     rates: for each layer the rate, 0 for a layer without compressed KV of its own, and whether an
     indexer key of index_dim is cached per entry. keyed: index keys are made of the entries, which
-    do not overlap then. token_ids: last ids of a sequence that are kept.
+    do not overlap then.
     """
 
     head_dim: int
@@ -110,7 +110,6 @@ class CompressedCache:
     window: int
     rates: tuple[tuple[int, bool], ...]
     keyed: bool = False
-    token_ids: int = 0
 
     @property
     def width(self) -> int:
@@ -147,8 +146,6 @@ class CompressedCache:
                     rate * (1 + self._overlaps(selects)),
                     self.raw_width(selects),
                 )
-        if self.token_ids:
-            kept[compressed_attention.TOKEN_IDS] = (self.token_ids, ID_DIGITS)
         return kept
 
     def _overlaps(self, selects: bool) -> bool:
@@ -241,11 +238,6 @@ class ModelConfig:
     def state_width(self) -> int:
         """Values of a token's hidden state between sublayers, as calibration holds it."""
         return self.hidden_size if self.streams is None else self.streams.packed_width
-
-    @property
-    def host_tables(self) -> tuple[str, ...]:
-        """Tables that stay in their file, of which a pass reads a few rows (ngram_table.py)."""
-        return ()
 
     def check_tokenizer(self, path: Path) -> None:
         """Raise QuantkitError where the model computes with its tokenizer's texts, and that of the

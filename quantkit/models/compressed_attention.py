@@ -273,10 +273,6 @@ class CompressedAttention:
         )
 
 
-TOKEN_IDS = -1
-"""Index of a model's buffer of last token ids."""
-
-
 def buffer_index(layer: int, part: int) -> int:
     """Index of a layer's buffer of last tokens: part 0 are keys, part 1 the inputs of compressed
     KV."""

@@ -42,6 +42,7 @@ from quantkit.models.latent_window import (
     attend_latent_window,
     window_mask,
 )
+from quantkit.models.ngram_table import NgramRows, read_by_ids, recent_ids
 from quantkit.models.pooled_index import IndexPooling, PooledInputs, select_in_text
 from quantkit.models.rope import Rope
 from quantkit.models.short_conv import Shifted, shifted_sequences, short_convolve
@@ -136,29 +137,13 @@ class Context(Protocol):
     ) -> Tensor:
         """Attention over a window and the compressed KV of a sequence -> [T, heads, head_dim]."""
 
-    def recent_ids(self, token_ids: Tensor, count: int) -> Tensor:
-        """Ids of each of the tokens [T], and of the count - 1 before it in its sequence, int64 [T,
-        count], its own first; -1 before the beginning."""
+    def ngrams(self, token_ids: Tensor, rows: NgramRows) -> Tensor:
+        """What each of the tokens [T] reads of a table, by its id and those before it in its
+        sequence: [T, rows.width]."""
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         """Linear attention, starting from the state of each sequence before these tokens -> [T,
         value heads * value_dim], normed and gated."""
-
-
-ID_DIGITS = 3
-_BASE = 256
-
-
-def id_digits(token_ids: Tensor) -> Tensor:
-    """token_ids int64 [T], below 2^24 -> [T, ID_DIGITS] digits of base 256, which every float of 16
-    bits holds exactly."""
-    return torch.stack([token_ids // _BASE**n % _BASE for n in range(ID_DIGITS)], dim=-1)
-
-
-def ids_of(digits: Tensor) -> Tensor:
-    """Back: [..., ID_DIGITS] -> int64 [...]."""
-    whole = digits.round().long()
-    return sum((whole[..., n] * _BASE**n for n in range(ID_DIGITS)), whole.new_zeros(()))
 
 
 class Positions:
@@ -378,10 +363,13 @@ class CausalContext(Positions):
             ]
         )
 
-    def recent_ids(self, token_ids: Tensor, count: int) -> Tensor:
-        back = torch.arange(count, device=token_ids.device)
-        places = (self.rows[:, None] - back).clamp(min=0)
-        return token_ids[places].where(self.positions[:, None] >= back, -1)
+    def ngrams(self, token_ids: Tensor, rows: NgramRows) -> Tensor:
+        texts = token_ids.cpu().split(self.seq_lens)
+
+        def recent(count: int) -> Tensor:
+            return torch.cat([recent_ids(text, 0, count) for text in texts])
+
+        return read_by_ids(recent, token_ids.device)(rows)
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         parts = zip(*(side.split(self.seq_lens) for side in inputs))

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from quantkit.models.context import Context
 from quantkit.models.mlp import Mlp, MoeMlp
+from quantkit.models.ngram_table import NgramRows
 from quantkit.models.weights import Weights
 
 
@@ -37,6 +38,9 @@ def gain_of(weights: Weights, name: str, offset: float) -> Tensor:
 class DecoderLayer:
     """attention: x [T, H], context -> [T, H]; mlp: x [T, H] -> [T, H]; both partial over ranks.
     input_norm, mlp_norm: the norms before them."""
+
+    ngram_rows: NgramRows | None = None
+    """What it reads of an n-gram table."""
 
     def __init__(
         self,
@@ -148,6 +152,11 @@ class Model:
         self.aux_layers: tuple[int, ...] = ()
         """Layers whose inputs are output after the hidden states, concatenated, for an EAGLE-3
         head."""
+
+    @property
+    def ngram_rows(self) -> tuple[NgramRows, ...]:
+        """What its layers read of n-gram tables."""
+        return tuple(one.ngram_rows for one in self.layers if one.ngram_rows is not None)
 
     @property
     def width(self) -> int:

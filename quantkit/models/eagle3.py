@@ -22,6 +22,7 @@ from quantkit.models import gqa, llama
 from quantkit.models.config import check_flag
 from quantkit.models.context import Context
 from quantkit.models.mlp import Mlp, add_bias
+from quantkit.models.ngram_table import NgramRows
 from quantkit.models.table import Parameter
 from quantkit.models.weights import Weights
 
@@ -140,6 +141,8 @@ class Eagle3Head:
     of `vocab`, that it can draft. backend: as in `decoder.Model`."""
 
     backend: str = "auto"
+    ngram_rows: tuple[NgramRows, ...] = ()
+    """As in `decoder.Model`."""
 
     def __init__(
         self, config: HeadConfig, weights: Weights, embedding: Tensor, token_ids: Tensor, vocab: int

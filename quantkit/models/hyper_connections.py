@@ -224,7 +224,7 @@ class AheadStreams(NamedTuple):
     def first(cls, embedded: Tensor, token_ids: Tensor, sizes: HyperConnectionSizes) -> Self:
         """Before the first layer, which reads stream 0. embedded [T, H]."""
         before = torch.zeros(len(embedded), sizes.count, device=embedded.device)
-        before[:, 0] = 1
+        before[:, 0].fill_(1)
         shared = embedded.new_zeros(len(embedded), sizes.shared)
         return cls(expand_streams(embedded, sizes.count), before, shared, token_ids)
 

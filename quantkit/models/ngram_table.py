@@ -1,14 +1,50 @@
-"""A table of n-gram embeddings that stays in its file: a pass reads the rows that its tokens need
-(DeepSeek-V4.1's are 98 GB each, Qwen3.8-Flash-Next's 102). The page cache keeps what is read
-often."""
+"""A table of n-gram embeddings that stays in its file: the host reads the rows that a pass needs,
+before it where it is captured (DeepSeek-V4.1's are 98 GB each, Qwen3.8-Flash-Next's 102). The page
+cache keeps what is read often."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count, takewhile
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.models.weights import NgramTable
 from quantkit.tokenizer.token_classes import token_classes
+
+
+def recent_ids(known: Tensor, first: int, count: int) -> Tensor:
+    """Of the tokens from `first` on of a text: ids of each and of the count - 1 before it, its own
+    first, int64 [n - first, count]; -1 before the beginning. known: ids int64 [n]."""
+    return F.pad(known, (count - 1, 0), value=-1).unfold(0, count, 1).flip(1)[first:]
+
+
+@dataclass(frozen=True, eq=False)
+class NgramRows:
+    """What a layer reads of its table. size: tokens of the longest n-gram; width: values read for a
+    token. numbers: ids int64 [T, size] as of `recent_ids` -> rows of each token, int64 [T, n]."""
+
+    table: NgramTable
+    size: int
+    width: int
+    dtype: torch.dtype
+    numbers: Callable[[Tensor], Tensor]
+
+    def __call__(self, recent: Tensor) -> Tensor:
+        """recent as of `recent_ids` -> [T, width] of `dtype`, on the host."""
+        found = self.table.rows(self.numbers(recent).flatten())
+        return found.view(len(recent), self.width).to(self.dtype)
+
+
+ReadNgrams = Callable[[NgramRows], Tensor]
+"""What the tokens of a pass read, [T, width] on their device."""
+
+
+def read_by_ids(recent: Callable[[int], Tensor], device: torch.device | str) -> ReadNgrams:
+    """recent: the ids of the tokens of a pass, by `count` of `recent_ids`."""
+    return lambda rows: rows(recent(rows.size)).to(device)
 
 
 class StoredNgramTable:

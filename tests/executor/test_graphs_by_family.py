@@ -10,8 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.executor.sampling.params import SamplingParams
 
-FAMILIES = ["gpt_oss", "minimax_m2", "qwen3_next", "glm_moe_dsa", "deepseek_v4", "openpangu_v2"]
-"""Between them every kind of attention, state and expert that is computed in plain torch."""
+FAMILIES = [
+    "gpt_oss",
+    "minimax_m2",
+    "qwen3_next",
+    "glm_moe_dsa",
+    "deepseek_v4",
+    "deepseek_v41",
+    "openpangu_v2",
+    "qwen4_exp",
+]
+"""Between them every kind of attention, state, table and expert that is computed in plain torch."""
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "_unique2", "lift_fresh")
 """lift_fresh: a tensor made of Python's numbers."""
 

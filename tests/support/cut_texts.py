@@ -6,6 +6,7 @@ import torch
 from quantkit.executor.runner.attention_context import DecodeContext, MixedContext
 from quantkit.executor.runner.prompt_context import Chunk, PrefillContext
 from quantkit.models.context import CausalContext
+from quantkit.models.ngram_table import read_by_ids, recent_ids
 
 AHEAD = 3
 """Tokens that are guessed in a step at most."""
@@ -91,9 +92,11 @@ class Texts:
         ]
         for guessed, count in zip(token_ids, right):
             guessed[count:] += 1
+        guesses = dict(zip(which, token_ids))
         context = self._step(
             [one for own in rows for one in own],
             further=[i for own in rows for i in range(len(own))],
+            guesses=guesses,
         )
         out = self.loaded.model(torch.cat([*token_ids, torch.tensor([0])]), context)
         self._take(which, [part[:count] for part, count in zip(out.split([*lengths, 1]), right)])
@@ -101,7 +104,7 @@ class Texts:
     def both(self, stepping, other, length):
         context = MixedContext(
             self._step([stepping], padded=False),
-            PrefillContext(self.cache, [self._chunk(other, length)]),
+            self._prefill([self._chunk(other, length)], [other]),
         )
         token_ids = torch.cat(
             (
@@ -116,18 +119,37 @@ class Texts:
             [self.texts[one][self.at[one] :][:length] for one, length in zip(which, lengths)]
         )
         for _ in range(2):  # as an engine does after a failure: the second is as the first
-            out = self.loaded.model(token_ids, PrefillContext(self.cache, chunks))
+            out = self.loaded.model(token_ids, self._prefill(chunks, which))
         self._take(which, out.split(lengths))
 
     def _chunk(self, one, length):
         return Chunk(self.at[one], length, self.blocks[one], self.places[one])
 
-    def _step(self, which, padded=True, further=None):
-        """further: how far each row's token is behind those that its text has."""
+    def _prefill(self, chunks, which):
+        def recent(count):
+            known = zip(chunks, which)
+            known = [(self.texts[one][: own.start + own.length], own.start) for own, one in known]
+            return torch.cat([recent_ids(ids, start, count) for ids, start in known])
+
+        return PrefillContext(self.cache, chunks, read_by_ids(recent, "cpu"))
+
+    def _step(self, which, padded=True, further=None, guesses=()):
+        """further: how far each row's token is behind those that its text has. guesses: tokens from
+        there on, by text."""
         rows = [
             (self.at[one] + far, self.blocks[one], self.places[one])
             for one, far in zip(which, further or [0] * len(which))
         ]
+
+        def recent(count):
+            found = []
+            for one, (at, _, _) in zip(which, rows):
+                ids = self.texts[one]
+                if one in guesses:
+                    ids = torch.cat((ids[: self.at[one]], guesses[one]))
+                found.append(recent_ids(ids[: at + 1], at, count))
+            return torch.cat(found + [torch.full((1, count), -1)] * padded)
+
         rows += [(0, torch.zeros(3, dtype=torch.int64), 0)] if padded else []
         positions, tables, places = zip(*rows)
         size = self.cache.block_size
@@ -139,6 +161,7 @@ class Texts:
             slots,
             None,
             torch.tensor(places),
+            read_by_ids(recent, "cpu"),
         )
 
     def _take(self, which, parts):

@@ -13,13 +13,11 @@ from torch import Tensor
 from quantkit.executor.cache.sequence_state import RotatingCache
 from quantkit.models.architecture import CompressedCache
 from quantkit.models.compressed_attention import (
-    TOKEN_IDS,
     Carried,
     CompressedAttention,
     CompressedInputs,
     buffer_index,
 )
-from quantkit.models.context import id_digits, ids_of
 
 
 class CompressedKVCache:
@@ -36,7 +34,7 @@ class CompressedKVCache:
         device: torch.device | str,
         ahead: int = 0,
     ) -> None:
-        self._block_size, self._device, self._dtype = block_size, device, dtype
+        self._block_size, self._device = block_size, device
         self._kv: list[Tensor] = []
         self._index: list[Tensor] = []
         for rate, selects in sizes.rates:
@@ -102,19 +100,6 @@ class CompressedKVCache:
                 attention.pool(RecentTokens(*raw, 0), positions, pages, index, rotation)
             chosen = attention.choose(inputs, positions, index, index.most, carried)
         return attention.attend(inputs, positions, window, pages, chosen)
-
-    def chunk_ids(self, token_ids: Tensor, count: int, start: int, place: int) -> Tensor:
-        """As `Context.recent_ids`, of the tokens from `start` on of one sequence."""
-        first, digits = max(0, start - count + 1), id_digits(token_ids).to(self._dtype)
-        known = ids_of(self._window.chunk(TOKEN_IDS, place, first, start, digits))
-        at = self._span(start, start + len(token_ids))[:, None] - self._span(0, count)
-        return known[(at - first).clamp(min=0)].where(at >= 0, -1)
-
-    def row_ids(self, token_ids: Tensor, count: int, positions: Tensor, places: Tensor) -> Tensor:
-        """As `Context.recent_ids`, of rows as in `attend_rows`."""
-        digits = id_digits(token_ids).to(self._dtype)
-        known = ids_of(self._window.rows(TOKEN_IDS, places, positions, digits, count)).flip(1)
-        return known.where(positions[:, None] >= self._span(0, count), -1)
 
     def _pages(
         self, layer: int, attention: CompressedAttention, table: Tensor

@@ -32,6 +32,7 @@ from quantkit.models.latent_window import (
     attend_latent_window,
     window_mask,
 )
+from quantkit.models.ngram_table import NgramRows, ReadNgrams
 from quantkit.models.pooled_index import IndexPooling, PooledInputs
 from quantkit.models.rope import Rope
 from quantkit.models.short_conv import (
@@ -68,8 +69,9 @@ class DecodeContext(CachedContext):
         slots: Tensor,
         lengths: list[int] | None = None,
         states: Tensor | None = None,
+        read_ngrams: ReadNgrams | None = None,
     ) -> None:
-        super().__init__(cache, positions, slots)
+        super().__init__(cache, positions, slots, read_ngrams)
         self.block_table, self.states = block_table, states
         self._groups: dict[int, Positions] = {}
         """Positions of the first tokens of groups, by their size."""
@@ -131,12 +133,6 @@ class DecodeContext(CachedContext):
         return self.cache.compressed_kv.attend_rows(
             layer, inputs, attention, *where, self.carried, rotation
         )
-
-    def recent_ids(self, token_ids: Tensor, count: int) -> Tensor:
-        """As `models.context.Context.recent_ids`."""
-        assert self.states is not None, "rows without state places"
-        known = self.cache.compressed_kv.row_ids
-        return known(token_ids, count, self.positions, self.states)
 
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
         """As `models.context.Context.convolve`."""
@@ -283,11 +279,10 @@ class MixedContext(CachedContext):
         decoded = self.decode.attend_compressed(layer, rows, attention)
         return torch.cat((decoded, self.prompts.attend_compressed(layer, tokens, attention)))
 
-    def recent_ids(self, token_ids: Tensor, count: int) -> Tensor:
-        """As `models.context.Context.recent_ids`."""
-        rows, tokens = self._split(token_ids)
-        decoded = self.decode.recent_ids(rows, count)
-        return torch.cat((decoded, self.prompts.recent_ids(tokens, count)))
+    def ngrams(self, token_ids: Tensor, rows: NgramRows) -> Tensor:
+        """As `models.context.Context.ngrams`."""
+        own, tokens = self._split(token_ids)
+        return torch.cat((self.decode.ngrams(own, rows), self.prompts.ngrams(tokens, rows)))
 
     def attend_gqa(
         self,

@@ -24,18 +24,21 @@ from quantkit.common.devices import to_device
 from quantkit.executor.cache.cache import PagedCache
 from quantkit.executor.runner.attention_context import DecodeContext
 from quantkit.executor.scheduler.sequence import Sequence
+from quantkit.models.ngram_table import read_by_ids
 
 
 class DecodeRows(NamedTuple):
     """Inputs of a decode pass on the host: token_ids [B], positions [B], slots [B] int64 (where the
     tokens are written), tables [B, n] int32 (blocks); states int64 [B], places in the cache's
-    per-sequence states, for models that have some."""
+    per-sequence states, for models that have some. before int64 [B, n]: ids before each token, the
+    last first, -1 where there are none, for models with n-gram tables."""
 
     token_ids: np.ndarray
     positions: np.ndarray
     slots: np.ndarray
     tables: np.ndarray
     states: np.ndarray = np.zeros(0, dtype=np.int64)
+    before: np.ndarray = np.zeros((0, 0), dtype=np.int64)
 
     def padded(self, rows: int, width: int) -> "DecodeRows":
         """With padding rows, which belong to block 0, and tables of `width` blocks."""
@@ -48,7 +51,16 @@ class DecodeRows(NamedTuple):
         token_ids, positions, slots, states = (
             pad(one, rows) for one in (self.token_ids, self.positions, self.slots, self.states)
         )
-        return DecodeRows(token_ids, positions, slots, pad(self.tables, rows, width), states)
+        tables, before = pad(self.tables, rows, width), pad(self.before, rows, self.before.shape[1])
+        return DecodeRows(token_ids, positions, slots, tables, states, before)
+
+    def recent(self, count: int) -> Tensor:
+        """As `ngram_table.recent_ids`, of the rows."""
+        found = np.full((len(self.token_ids), count), -1, dtype=np.int64)
+        found[:, 0] = self.token_ids
+        known = self.before[:, : count - 1]
+        found[: len(known), 1 : 1 + known.shape[1]] = known
+        return torch.from_numpy(found)
 
     def context(
         self, cache: PagedCache, on_device: "DevicePositions | None" = None
@@ -60,7 +72,8 @@ class DecodeRows(NamedTuple):
         if on_device is not None:
             return DecodeContext(cache, on_device.positions, tables, on_device.slots, None, states)
         lengths: list[int] = (self.positions + 1).tolist()
-        return DecodeContext(cache, positions, tables, slots, lengths, states)
+        read = read_by_ids(self.recent, cache.device)
+        return DecodeContext(cache, positions, tables, slots, lengths, states, read)
 
 
 class DevicePositions(NamedTuple):
@@ -140,8 +153,8 @@ class DecodeBatch:
         token ids are stale then."""
         if self._rows is None or sequences != self.sequences:
             return None
-        _, before, slots, tables, states = self._rows
-        positions = before + 1
+        last, positions, slots, tables, states, before = self._rows
+        positions = positions + 1
         if [one.num_cached + in_flight for one in sequences] != positions.tolist() or [
             one.blocks for one in sequences
         ] != self._blocks:
@@ -154,7 +167,9 @@ class DecodeBatch:
             tables[row, : len(blocks)] = blocks
             slots[row] = blocks[positions[row] // self._block_size] * self._block_size
         token_ids = np.array([one.token_ids[-1] for one in sequences], dtype=np.int64)
-        self._rows = DecodeRows(token_ids, positions, slots, tables, states)
+        if before.size:
+            before = np.column_stack((last, before[:, :-1]))
+        self._rows = DecodeRows(token_ids, positions, slots, tables, states, before)
         return self._rows
 
 

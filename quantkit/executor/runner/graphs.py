@@ -22,6 +22,7 @@ from quantkit.executor.runner.attention_context import DecodeContext
 from quantkit.executor.runner.decode_batch import DecodeRows, DevicePositions, StepResult
 from quantkit.executor.sampling.params import Batch, sample
 from quantkit.executor.weights.prefetch import stop_prefetching
+from quantkit.models.ngram_table import NgramRows
 
 MIN_TABLE_WIDTH = 16
 """Blocks of the narrowest table: contexts below 1024 tokens share their graphs."""
@@ -38,12 +39,16 @@ class Forward(Protocol):
 
 
 class TokenModel(Forward, Protocol):
-    """A model from token ids on. width: values of a token that it returns."""
+    """A model from token ids on. width: values of a token that it returns; ngram_rows: what it
+    reads of tables."""
 
     embedding: Tensor
 
     @property
     def width(self) -> int: ...
+
+    @property
+    def ngram_rows(self) -> tuple[NgramRows, ...]: ...
 
 
 Step = Callable[[], StepResult]
@@ -79,7 +84,8 @@ class DecodeBuffers:
     filled belong to block 0.
 
     hidden [B, H]: for a model that also reads hidden states, any of their width and dtype.
-    num_results: number of rows whose results are needed, 0 for all.
+    num_results: number of rows whose results are needed, 0 for all. ngram_rows: what the model
+    reads of tables, which the host reads when it fills the rows.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class DecodeBuffers:
         hidden: Tensor | None = None,
         *,
         num_results: int = 0,
+        ngram_rows: tuple[NgramRows, ...] = (),
     ) -> None:
         self._host = np.zeros(rows * 4 + -(-rows * width // 2) + num_results, dtype=np.int64)
         self._device = torch.zeros(len(self._host), dtype=torch.int64, device=device)
@@ -104,6 +111,9 @@ class DecodeBuffers:
         self.inputs: tuple[Tensor, ...] = (self.token_ids,)
         if hidden is not None:
             self.inputs += (hidden.new_zeros(rows, hidden.shape[1]),)
+        self._ngrams = {
+            one: torch.zeros(rows, one.width, dtype=one.dtype, device=device) for one in ngram_rows
+        }
 
     def fill(
         self,
@@ -134,24 +144,38 @@ class DecodeBuffers:
         self._device.copy_(torch.from_numpy(self._host), non_blocking=self._device.is_cuda)
         self.lengths[:] = (columns[1] + 1).tolist()
         pairs = [*zip(self.inputs, inputs), *zip((self.positions, self.slots), positions or ())]
+        pairs += [(held, one(rows.recent(one.size))) for one, held in self._ngrams.items()]
         if self.result_rows is not None and result_rows is not None:
             pairs.append((self.result_rows, result_rows))
         _copy_all(pairs)
 
     def context(self, cache: PagedCache) -> DecodeContext:
         return DecodeContext(
-            cache, self.positions, self.tables, self.slots, self.lengths, self.states
+            cache,
+            self.positions,
+            self.tables,
+            self.slots,
+            self.lengths,
+            self.states,
+            self._ngrams.__getitem__,
         )
 
 
 class DecodeSteps:
     """Decode steps of a model or an MTP layer over a cache, captured for each size; the next run of
-    a size overwrites its results. capture: None to launch them eagerly; why_eager: the reason."""
+    a size overwrites its results. capture: None to launch them eagerly; why_eager: the reason.
+    ngram_rows: as of `DecodeBuffers`."""
 
     def __init__(
-        self, model: Forward, cache: PagedCache, capture: Capture | None, why_eager: str = ""
+        self,
+        model: Forward,
+        cache: PagedCache,
+        capture: Capture | None,
+        why_eager: str = "",
+        ngram_rows: tuple[NgramRows, ...] = (),
     ) -> None:
         self.model, self.cache, self._capture = model, cache, capture
+        self._ngram_rows = ngram_rows
         self._steps: dict[tuple[int, int, int], tuple[DecodeBuffers, Step]] = {}
         """By rows, blocks of their tables, and number of results, 0 for all."""
         self.failure = why_eager
@@ -197,7 +221,13 @@ class DecodeSteps:
             0 if result_rows is None else power_of_two(len(result_rows)),
         )
         if size not in self._steps:
-            buffers = DecodeBuffers(*size[:2], self.cache.device, *inputs[1:], num_results=size[2])
+            buffers = DecodeBuffers(
+                *size[:2],
+                self.cache.device,
+                *inputs[1:],
+                num_results=size[2],
+                ngram_rows=self._ngram_rows,
+            )
             # The warm-up of a capture writes to the cache, so it must compute this pass.
             buffers.fill(rows, *inputs, positions=positions, result_rows=result_rows)
             self._steps[size] = (buffers, self._captured(buffers))

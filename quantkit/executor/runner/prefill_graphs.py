@@ -10,7 +10,7 @@ models whose layers prefill sequence by sequence (index keys, compressed KV).
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from quantkit.executor.runner.graphs import (
     power_of_two,
 )
 from quantkit.executor.runner.prompt_context import Chunk, PrefillContext, PromptContext
+from quantkit.models.ngram_table import read_by_ids, recent_ids
 
 MOST_TOKENS = 2048
 """Prompt tokens of the largest captured pass. With more the device is always busy."""
@@ -49,12 +50,14 @@ _MAX_GRAPHS = 128
 
 class PrefillChunk(NamedTuple):
     """New tokens of one sequence on the host, the first at position `start`. blocks: its cache
-    blocks; state: its place in the cache's per-sequence states."""
+    blocks; state: its place in the cache's per-sequence states; before: ids of the tokens before
+    them that n-grams of the new ones begin with."""
 
     token_ids: list[int]
     start: int
     blocks: list[int]
     state: int = 0
+    before: Sequence[int] = ()
 
     @property
     def span(self) -> tuple[int, int]:
@@ -301,7 +304,12 @@ class PrefillRunner:
             Chunk(*one.span, torch.tensor(one.blocks, device=self.cache.device), one.state)
             for one in prompts
         ]
-        context = PrefillContext(self.cache, chunks)
+
+        def recent(count: int) -> Tensor:
+            texts = [(len(one.before), [*one.before, *one.token_ids]) for one in prompts]
+            return torch.cat([recent_ids(torch.tensor(ids), at, count) for at, ids in texts])
+
+        context = PrefillContext(self.cache, chunks, read_by_ids(recent, self.cache.device))
         return context if decode is None else MixedContext(decode.context(self.cache), context)
 
     def launch(

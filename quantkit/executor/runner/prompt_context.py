@@ -40,6 +40,7 @@ from quantkit.models.latent_window import (
     attend_latent_window,
     window_mask,
 )
+from quantkit.models.ngram_table import NgramRows, ReadNgrams
 from quantkit.models.pooled_index import IndexPooling, PooledInputs
 from quantkit.models.rope import Rope
 from quantkit.models.short_conv import (
@@ -75,11 +76,17 @@ class Chunk:
 
 
 class CachedContext(Positions):
-    """positions and slots [T] int64 of the new tokens."""
+    """positions and slots [T] int64 of the new tokens. read_ngrams: for models with tables."""
 
-    def __init__(self, cache: PagedCache, positions: Tensor, slots: Tensor) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        positions: Tensor,
+        slots: Tensor,
+        read_ngrams: ReadNgrams | None = None,
+    ) -> None:
         super().__init__(positions)
-        self.cache, self.slots = cache, slots
+        self.cache, self.slots, self._read_ngrams = cache, slots, read_ngrams
         self._doubled: dict[Rope, Rotation] = {}
 
     def cache_rotation(self, rope: Rope) -> Rotation:
@@ -128,6 +135,11 @@ class CachedContext(Positions):
         q = gqa_prepare(qkv, norms, self.rotation(rope), stored, self.slots, code_steps=steps)
         return q if steps is None else scale_heads(q, steps.keys)
 
+    def ngrams(self, token_ids: Tensor, rows: NgramRows) -> Tensor:
+        """As `models.context.Context.ngrams`."""
+        assert self._read_ngrams is not None, "a pass whose ids the host knows"
+        return self._read_ngrams(rows)
+
     def read_values(self, layer: int, attended: Tensor) -> Tensor:
         """Attention output [T, heads, D], multiplied by the scales of values cached as codes."""
         steps = self.cache.key_steps(layer)
@@ -147,8 +159,9 @@ class PromptContext(CachedContext):
         prompts: Prompts,
         chunks: Sequence[Chunk] = (),
         delta_spans: DeltaSpans | None = None,
+        read_ngrams: ReadNgrams | None = None,
     ) -> None:
-        super().__init__(cache, positions, slots)
+        super().__init__(cache, positions, slots, read_ngrams)
         self.prompts, self.chunks, self._delta_spans = prompts, chunks, delta_spans
         self.carried = [Carried() for _ in chunks]
 
@@ -274,12 +287,6 @@ class PromptContext(CachedContext):
             row += chunk.length
         return torch.cat(out)
 
-    def recent_ids(self, token_ids: Tensor, count: int) -> Tensor:
-        """As `models.context.Context.recent_ids`."""
-        parts = zip(self.chunks, token_ids.split([chunk.length for chunk in self.chunks]))
-        known = self.cache.compressed_kv.chunk_ids
-        return torch.cat([known(own, count, chunk.start, chunk.state) for chunk, own in parts])
-
     def attend_gqa(
         self,
         layer: int,
@@ -301,7 +308,9 @@ class PromptContext(CachedContext):
 class PrefillContext(PromptContext):
     """Prompt chunks of any lengths."""
 
-    def __init__(self, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
+    def __init__(
+        self, cache: PagedCache, chunks: Sequence[Chunk], read_ngrams: ReadNgrams | None = None
+    ) -> None:
         spans = [
             torch.arange(chunk.start, chunk.start + chunk.length, device=cache.device)
             for chunk in chunks
@@ -312,7 +321,7 @@ class PrefillContext(PromptContext):
         )
         tables = pad_sequence([chunk.blocks for chunk in chunks], batch_first=True)
         prompts = Prompts.of([(chunk.start, chunk.length) for chunk in chunks], tables)
-        super().__init__(cache, torch.cat(spans), slots, prompts, chunks)
+        super().__init__(cache, torch.cat(spans), slots, prompts, chunks, read_ngrams=read_ngrams)
 
 
 def scale_heads(x: Tensor, steps: Tensor) -> Tensor:

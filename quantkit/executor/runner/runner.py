@@ -93,13 +93,18 @@ class Runner:
         self.model, self.cache, self.device, self.experts = model, cache, cache.device, experts
         self._why_eager = eager or ("" if capture else why_eager(self.device))
         self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
-        self.steps = DecodeSteps(model, cache, self._capture, self._why_eager)
+        self.steps = DecodeSteps(model, cache, self._capture, self._why_eager, model.ngram_rows)
+        self._num_before = max((one.size - 1 for one in model.ngram_rows), default=0)
+        """Tokens before each that n-grams begin with."""
         self._given_capture = capture
         self._in_flight: AsyncDecode | AsyncVerification | None = None
-        # Eager steps keep the host busy. An NPU's graphs need lengths from the host. Data-parallel
-        # ranks agree on every pass first.
+        # Eager steps keep the host busy. An NPU's graphs need lengths from the host, and rows of
+        # n-gram tables are read there, by the tokens. Data-parallel ranks agree on every pass first.
         self._may_launch_async = (
-            self._capture is not None and self.device.type != "npu" and experts.size == 1
+            self._capture is not None
+            and self.device.type != "npu"
+            and experts.size == 1
+            and not model.ngram_rows
         )
         self._tables, self._decode_batch = BlockTables(), DecodeBatch(cache.block_size)
         # Prompt attention on an NPU needs lengths on the host. Data-parallel ranks would capture at
@@ -251,7 +256,13 @@ class Runner:
         self, sequences: list[Sequence], prompts: list[Span], padding: DpPadding | None = None
     ) -> ForwardPass:
         chunks = [
-            PrefillChunk(one.token_ids[start : start + length], start, one.blocks, one.state)
+            PrefillChunk(
+                one.token_ids[start : start + length],
+                start,
+                one.blocks,
+                one.state,
+                one.token_ids[max(start - self._num_before, 0) : start],
+            )
             for one, start, length in prompts
         ]
         logit_rows = list(range(_num_rows(sequences)))
@@ -341,7 +352,23 @@ class Runner:
         block, place = np.divmod(positions, size)
         slots = tables[np.arange(len(tokens)), block] * size + place
         states = np.array([sequence.state for sequence, _ in tokens], dtype=np.int64)
-        return DecodeRows(np.array(token_ids, dtype=np.int64), positions, slots, tables, states)
+        before = [self._before(sequence, position) for sequence, position in tokens]
+        return DecodeRows(
+            np.array(token_ids, dtype=np.int64),
+            positions,
+            slots,
+            tables,
+            states,
+            np.array(before, dtype=np.int64).reshape(len(tokens), self._num_before),
+        )
+
+    def _before(self, sequence: Sequence, position: int) -> list[int]:
+        """As of `DecodeRows`, at a position of a sequence and its drafts."""
+        ids, drafts = sequence.token_ids, sequence.drafts
+        return [
+            -1 if at < 0 else ids[at] if at < len(ids) else drafts[at - len(ids)]
+            for at in range(position - 1, position - 1 - self._num_before, -1)
+        ]
 
 
 def _num_rows(sequences: list[Sequence]) -> int:

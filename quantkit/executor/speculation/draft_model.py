@@ -32,6 +32,7 @@ from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.models.context import Context
 from quantkit.models.decoder import Model
 from quantkit.models.eagle3 import is_head
+from quantkit.models.ngram_table import NgramRows
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.loader import check_same_ids
 
@@ -43,6 +44,9 @@ as many (prefill_graphs.py)."""
 class VocabAdapter:
     """A draft model over the target's token ids. vocab: the target's vocabulary size: models of a
     family pad their tables to different sizes."""
+
+    ngram_rows: tuple[NgramRows, ...] = ()
+    """None: `load_draft` refuses models that keep last tokens, as those with tables do."""
 
     def __init__(self, model: Model, vocab: int) -> None:
         self._model, self._vocab = model, vocab

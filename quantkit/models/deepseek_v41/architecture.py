@@ -207,6 +207,7 @@ class DecoderLayer(hyper_connections.HyperConnectionLayer):
         self.sizes, self.engram = config.streams, None
         if config.engram and layer in config.engram.layers:
             self.engram = Engram(config.engram, f"{p}.engram", layer, self.eps, weights)
+            self.ngram_rows = self.engram.rows
 
     def step(self, state: AheadStreams, context: Context, rows: Tensor | None) -> AheadStreams:
         """One layer in a stack, after `with_ngrams`; its layers share entries in the context. rows
@@ -241,8 +242,8 @@ class DecoderLayer(hyper_connections.HyperConnectionLayer):
         """The layer's input with what its n-gram table adds, if it has one."""
         if self.engram is None:
             return state
-        recent = context.recent_ids(state.token_ids, self.engram.layout.max_ngram_size)
-        return state._replace(streams=self.engram(state.streams, recent))
+        found = context.ngrams(state.token_ids, self.engram.rows)
+        return state._replace(streams=self.engram(state.streams, found))
 
     def mlp_output(self, hidden: Tensor, context: Context) -> Tensor:
         own, _, _ = self._weigh_for_mlp(AheadStreams.unpack(hidden, self.sizes))

@@ -79,9 +79,7 @@ class Config(deepseek_v4.Config):
 
     @property
     def cache(self) -> CompressedCache:
-        kept = self.engram.max_ngram_size if self.engram else 0
-        made = super().cache
-        return replace(made, keyed=True, token_ids=kept)
+        return replace(super().cache, keyed=True)
 
     @property
     def entry_rates(self) -> tuple[tuple[int, bool], ...]:
@@ -101,11 +99,6 @@ class Config(deepseek_v4.Config):
             return None
         rate = self.ratios[self.candidate_source]
         return rate * self.candidate_topk_blocks * self.candidate_block_size
-
-    @property
-    def host_tables(self) -> tuple[str, ...]:
-        found = self.engram.layers if self.engram else ()
-        return tuple(f"layers.{layer}.engram.embed" for layer in found)
 
     def check_tokenizer(self, path: Path) -> None:
         if self.engram is not None:

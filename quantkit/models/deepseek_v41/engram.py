@@ -12,6 +12,7 @@ of a row.
 
 import functools
 from dataclasses import dataclass
+from functools import partial
 from math import isqrt
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 
 from quantkit.common.errors import QuantkitError
 from quantkit.models.config import check_count, refusal
+from quantkit.models.ngram_table import NgramRows
 from quantkit.models.weights import Weights
 
 _SEED = 10007
@@ -111,9 +113,11 @@ class EngramLayout:
         )
         return torch.from_numpy(2 * found + 1)
 
-    def row_numbers(self, layer: int, classes: Tensor) -> Tensor:
-        """classes int64 [T, N] of each token and those before it, the pad's where there are none ->
-        int64 [T, C]."""
+    def row_numbers(self, layer: int, classes: Tensor, recent: Tensor) -> Tensor:
+        """recent: ids int64 [T, N] as of `ngram_table.recent_ids`; before a text is the pad.
+        classes int64 [tokens] -> int64 [T, C]."""
+        pad = classes[self.pad_token_id]
+        classes = classes[recent.clamp(min=0)].where(recent >= 0, pad)
         products, primes = classes * self.multipliers(layer), torch.tensor(self.primes(layer))
         hashes, joined = [], products[:, 0]
         for back in range(1, self.max_ngram_size):
@@ -145,17 +149,19 @@ class Engram:
     def __init__(
         self, layout: EngramLayout, prefix: str, layer: int, eps: float, weights: Weights
     ) -> None:
-        self.layout, self.layer, self.eps = layout, layer, eps
-        self.table = weights.ngram_table(f"{prefix}.embed")
-        self.kv = weights.dequantized(f"{prefix}.wkv")
+        self.eps, self.kv = eps, weights.dequantized(f"{prefix}.wkv")
+        table = weights.ngram_table(f"{prefix}.embed")
+        of_each = (layout.max_ngram_size, layout.width, self.kv.dtype)
+        numbers = partial(layout.row_numbers, layer, table.classes())
+        self.rows = NgramRows(table, *of_each, numbers)
         gains = (weights.tensor(f"{prefix}.{side}_weight").float() for side in ("q", "k"))
         query, key = gains
         self.gain = query * key
 
-    def __call__(self, streams: Tensor, recent_ids: Tensor) -> Tensor:
-        """streams [T, n, H] and ids int64 [T, N] as of `Context.recent_ids` -> streams."""
+    def __call__(self, streams: Tensor, found: Tensor) -> Tensor:
+        """streams [T, n, H] and what `rows` reads, [T, C D] -> streams."""
         n, hidden = self.gain.shape
-        both = F.linear(self._read(recent_ids).to(self.kv), self.kv)
+        both = F.linear(found, self.kv)
         key, value = both.split([n * hidden, hidden], dim=-1)
         key, plain = key.float().unflatten(-1, (n, hidden)), streams.float()
         norms = torch.rsqrt(plain.square().mean(-1) + self.eps)
@@ -163,12 +169,3 @@ class Engram:
         dot = (plain * self.gain * key).sum(-1) * norms * hidden**-0.5
         gate = torch.copysign(dot.abs().clamp_min(_LEAST_DOT).sqrt(), dot).sigmoid()
         return (plain + gate[..., None] * value.float()[:, None]).to(streams.dtype)
-
-    def _read(self, recent_ids: Tensor) -> Tensor:
-        """float32 [T, C D], on the host."""
-        classes, ids = self.table.classes(), recent_ids.cpu()
-        pad = classes[self.layout.pad_token_id]
-        numbers = self.layout.row_numbers(
-            self.layer, classes[ids.clamp(min=0)].where(ids >= 0, pad)
-        )
-        return self.table.rows(numbers.flatten()).view(len(ids), -1)

@@ -139,6 +139,7 @@ class FlashNextLayer(hyper_connections.HyperConnectionLayer):
         self.ngrams: NGramEmbedding | None = None
         if (sizes := config.ngrams.get(layer)) is not None:
             self.ngrams = NGramEmbedding(sizes, layer, f"{p}.ple", eps, weights)
+            self.ngram_rows = self.ngrams.rows
 
     def enter(self, streams: Tensor, token_ids: Tensor, context: Context) -> Tensor:
         return streams if self.ngrams is None else self.ngrams(streams, token_ids, context)

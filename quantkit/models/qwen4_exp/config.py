@@ -20,7 +20,8 @@ from quantkit.models.mlp import MixtureNames, read_routing
 from quantkit.models.qwen3_5 import ROPES, TextConfig, is_flat, plain_ropes, read_text
 from quantkit.models.qwen3_next import ROTARY_SHARE, read_delta_net
 from quantkit.models.qwen4_exp.gated_streams import GatedStreamSizes
-from quantkit.models.qwen4_exp.ngrams import TABLE, NGramSizes
+from quantkit.models.qwen4_exp.ngrams import NGramSizes
+from quantkit.models.short_conv import buffer_index
 from quantkit.models.sliding_window import refuse_windows
 
 _DEFAULTS: dict[str, Any] = {
@@ -121,16 +122,10 @@ class Config(TextConfig):
         return KeyValueCache(self.num_key_value_heads, self.head_dim, self.indexer_head_dim, pool)
 
     @property
-    def host_tables(self) -> tuple[str, ...]:
-        prefixes = (f"model.layers.{layer}.ple" for layer in self.ngrams)
-        return tuple(self.name(f"{prefix}.{TABLE}") for prefix in prefixes)
-
-    @property
     def recent_tokens(self) -> dict[int, tuple[int, int]]:
+        channels = self.hc_count * self.hidden_size
         return {
-            number: one
-            for layer, sizes in self.ngrams.items()
-            for number, one in sizes.windows(layer, self.hc_count * self.hidden_size).items()
+            buffer_index(layer, 0): (sizes.reach, channels) for layer, sizes in self.ngrams.items()
         }
 
 

@@ -22,8 +22,8 @@ from quantkit.common.errors import QuantkitError
 from quantkit.models.config import check_count, refusal
 from quantkit.models.context import Context
 from quantkit.models.decoder import gain_of
+from quantkit.models.ngram_table import NgramRows
 from quantkit.models.qwen4_exp.gated_streams import norm_streams
-from quantkit.models.short_conv import buffer_index
 from quantkit.models.table import Parameter, Role
 from quantkit.models.weights import Weights
 
@@ -108,13 +108,21 @@ class NGramSizes:
         each = -(-self.rows // self.parts)
         return [min(each, self.rows - first) for first in range(0, self.rows, each)]
 
-    def windows(self, layer: int, channels: int) -> dict[int, tuple[int, int]]:
-        """Buffers of the last tokens of a running sequence, by `short_conv.buffer_index`: number of
-        tokens and float32 values per token: ids, and inputs of the convolution."""
-        return {
-            buffer_index(layer, 0): (self.size, 1),
-            buffer_index(layer, 1): (self.reach, channels),
-        }
+    def row_numbers(self, recent: Tensor) -> Tensor:
+        """recent: ids int64 [T, size] as of `ngram_table.recent_ids` -> rows of the table, int64
+        [T, heads of all lengths]."""
+        seen = recent[:, 0]
+        mixed, found = seen * self.multipliers[0], list[Tensor]()
+        primes, offsets = (
+            torch.tensor(one).view(self.size - 1, self.heads) for one in (self.primes, self.offsets)
+        )
+        for length in range(2, self.size + 1):
+            token = recent[:, length - 1]
+            ended = (token < 0) if length == 2 else (token < 0) | (seen == self.eos)
+            seen = torch.where(ended, self.eos, token)
+            mixed = mixed ^ (seen * self.multipliers[length - 1])
+            found.append(mixed[:, None] % primes[length - 2] + offsets[length - 2])
+        return torch.cat(found, dim=1)
 
 
 def ngram_parameters(
@@ -154,10 +162,12 @@ class NGramEmbedding:
     ) -> None:
         self.sizes, self.layer, self.eps = sizes, layer, eps
         _check_numbers(sizes, prefix, weights)
-        self.table = weights.ngram_table(f"{prefix}.{TABLE}")
         self.key, self.value = (
             weights.dequantized(f"{prefix}.{name}_proj") for name in ("key", "value")
         )
+        table = weights.ngram_table(f"{prefix}.{TABLE}")
+        of_each = (sizes.size, sizes.width, self.key.dtype)
+        self.rows = NgramRows(table, *of_each, sizes.row_numbers)
         self.of_key, self.of_query, self.of_conv = (
             gain_of(weights, f"{prefix}.norm_{name}.weight", 1.0)
             for name in ("key", "query", "conv")
@@ -166,9 +176,7 @@ class NGramEmbedding:
 
     def __call__(self, streams: Tensor, token_ids: Tensor, context: Context) -> Tensor:
         """streams [T, n, H], token_ids int64 [T] -> the streams with what the n-grams add."""
-        numbers = self.row_numbers(token_ids, context)
-        found = self.table.rows(numbers.flatten().cpu()).to(streams.device, streams.dtype)
-        found = found.view(len(numbers), -1)
+        found = context.ngrams(token_ids, self.rows).to(streams.dtype)
         keys = norm_streams(F.linear(found, self.key).view_as(streams), self.of_key, self.eps)
         queries = norm_streams(streams, self.of_query, self.eps)
         score = (keys.float() * queries.float()).sum(-1, keepdim=True) / math.sqrt(keys.shape[2])
@@ -178,27 +186,9 @@ class NGramEmbedding:
         added = gated.float().flatten(1) + F.silu(self._convolve(mixed, context))
         return (streams.float() + added.view_as(streams)).to(streams.dtype)
 
-    def row_numbers(self, token_ids: Tensor, context: Context) -> Tensor:
-        """token_ids int64 [T] -> rows of the table, int64 [T, heads of all lengths]."""
-        sizes, device = self.sizes, token_ids.device
-        # By 1 more, so that what lies before a text, which is 0, is no token.
-        before = context.shifted(self.layer, 0, (token_ids + 1).float()[:, None], sizes.size)
-        mixed, seen, found = token_ids * sizes.multipliers[0], token_ids, list[Tensor]()
-        primes, offsets = (
-            torch.tensor(one, device=device).view(sizes.size - 1, sizes.heads)
-            for one in (sizes.primes, sizes.offsets)
-        )
-        for length in range(2, sizes.size + 1):
-            token = before(length - 1)[:, 0].long() - 1
-            ended = (token < 0) if length == 2 else (token < 0) | (seen == sizes.eos)
-            seen = torch.where(ended, sizes.eos, token)
-            mixed = mixed ^ (seen * sizes.multipliers[length - 1])
-            found.append(mixed[:, None] % primes[length - 2] + offsets[length - 2])
-        return torch.cat(found, dim=1)
-
     def _convolve(self, x: Tensor, context: Context) -> Tensor:
         """x [T, C] -> float32 [T, C]."""
-        before, sizes = context.shifted(self.layer, 1, x, self.sizes.reach), self.sizes
+        before, sizes = context.shifted(self.layer, 0, x, self.sizes.reach), self.sizes
         total = torch.zeros(1, device=x.device)
         for tap in range(sizes.kernel):
             own = before((sizes.kernel - 1 - tap) * sizes.size).float()
