@@ -244,6 +244,18 @@ def decoder_layer(model: SourceModel, layer: int, weights: LayerWeights) -> Deco
     return model.architecture.DecoderLayer(model.config, layer, weights)
 
 
+def bare_layer(model: SourceModel, layer: int) -> DecoderLayer:
+    """The source's layer without its linears and experts, for what is next to them."""
+    rows = [
+        row
+        for row in model.layer_rows(layer)
+        if row.expert is None and row.role not in ("linear", "embedding", "head", "mtp_proj")
+    ]
+    return decoder_layer(
+        model, layer, LayerWeights(model.weights.dequantized_all(rows), no_experts)
+    )
+
+
 def run_attention(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
     """The attention half of a decoder layer."""
     return block.attend(hidden, CausalContext(lengths, hidden.device))
@@ -461,13 +473,7 @@ def feed_forward(model: SourceModel, layer: int, paths: Iterable[HiddenStates]) 
     for path, _ in kept:
         path.hidden = F.pad(path.hidden, (0, extra)) if extra else path.hidden
     yield run_without_post_moe
-    rows = [
-        row
-        for row in model.layer_rows(layer)
-        if row.expert is None and row.role not in ("linear", "embedding", "head", "mtp_proj")
-    ]
-    weights = LayerWeights(model.weights.dequantized_all(rows), no_experts)
-    block = decoder_layer(model, layer, weights)
+    block = bare_layer(model, layer)
     for path, before in kept:
         for batch in path.batches():
             states = path.hidden[batch.part]

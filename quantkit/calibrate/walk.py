@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
+from quantkit.calibrate.block_drafts import BlockDrafts
 from quantkit.calibrate.cache_scales import QuantizedCache
 from quantkit.calibrate.data import Sequences
 from quantkit.calibrate.embed_and_head import EmbedAndHead, TableEmbedAndHead, mtp_layer, mtp_states
@@ -144,13 +145,19 @@ class Walk:
                 fitted.to(states.quantized.hidden.device), len(fitted), lengths, self.batches.tokens
             )
             self.path = ReferenceRun(path)
+        head = self._block_drafts(states, None if saved is None else saved[1])
         for layer in self.model.layers:
             if layer >= first:
-                self._decoder_layer(layer, states)
+                if head is not None:
+                    head.read(layer, states)
+                self._decoder_layer(layer, states, head)
             else:
                 self._skip(layer)
         if len(states.original.hidden) and self.ranks.is_main:
             self._compare_next_tokens(states)
+        if head is not None:
+            head.read(len(self.model.layers), states)
+            self.log.findings.next_token |= head.accepted(states, torch.cat(sequences.held_out))
         self.rtn = self.path = None
         for layer in self.model.mtp_layers:
             if any(
@@ -180,9 +187,18 @@ class Walk:
             HiddenStates(original.to(device), 0, held_out, at_once),
         )
 
+    def _block_drafts(
+        self, states: HiddenStatePair, saved: Mapping[str, Tensor] | None
+    ) -> BlockDrafts | None:
+        """Of a head that drafts blocks, where there is one and text to judge it by; on one rank.
+        saved: of a stopped run, None without; older versions saved nothing of a head."""
+        if not len(states.original.hidden) or not self.ranks.is_main:
+            return None
+        return BlockDrafts.of(self.model, states, saved)
+
     # --- layers
 
-    def _decoder_layer(self, layer: int, states: HiddenStatePair) -> None:
+    def _decoder_layer(self, layer: int, states: HiddenStatePair, head: BlockDrafts | None) -> None:
         """One layer; the hidden states after it are saved for a restart."""
         self._layer(layer, states)
         if layer + 1 in self.model.layers and self.ranks.is_main:
@@ -191,6 +207,8 @@ class Walk:
                 hidden["plain"] = self.rtn.states.hidden
             if self.path is not None:
                 hidden["fitted"] = self.path.states.hidden
+            if head is not None:
+                hidden |= head.projected
             self.log.store.save_state(layer + 1, hidden, self.log.findings.to_dict())
 
     def _layer(self, layer: int, states: HiddenStatePair) -> None:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from quantkit.models import decoder
 from quantkit.models.compressed_attention import CompressedAttention, CompressedInputs
 from quantkit.models.config import check_count, refusal
-from quantkit.models.context import Positions
+from quantkit.models.context import Context, Positions
 from quantkit.models.table import Parameter
 from quantkit.models.weights import Weights
 
@@ -166,9 +166,15 @@ class BlockHead:
         self.embedding: Tensor
         self.head: Any
 
-    @property
-    def reads(self) -> tuple[int, ...]:
+    @staticmethod
+    def reads(sizes: DSparkSizes) -> tuple[int, ...]:
         """Layers whose inputs the head reads; that after the last is the model's output."""
+        raise NotImplementedError
+
+    @staticmethod
+    def read(config: Any, layer: Any, hidden: Tensor, context: Context) -> Tensor:
+        """What it reads [T, H] of hidden states between sublayers, as calibration holds them, at
+        the input of this layer of the model, None after the last."""
         raise NotImplementedError
 
     def run(self, token_ids: Tensor, embedded: Tensor, context: BlockContext) -> Tensor:
@@ -178,28 +184,42 @@ class BlockHead:
     def follow(self, model: decoder.Model) -> None:
         """Share the main model's embedding and head, and make it output what the head reads."""
         self.embedding, self.head = model.embedding, model.head
-        model.aux_layers = self.reads
+        model.aux_layers = self.reads(self.sizes)
 
     @by_own_backend
     def keys(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """hidden [T, (1 + targets) H] of the main model for tokens at positions int64 [T] -> keys
         [T, S, D]."""
-        read = hidden[:, self.embedding.shape[1] :].contiguous()
-        x = rms_norm(self.main_proj(read), self.main_norm, self.eps)
-        at = Positions(positions)
+        return self.projected_keys(
+            self.main_proj(hidden[:, self.embedding.shape[1] :].contiguous()), positions
+        )
+
+    @by_own_backend
+    def projected_keys(self, projected: Tensor, positions: Tensor) -> Tensor:
+        """As `keys`, of `main_proj`'s outputs [T, H]."""
+        x, at = rms_norm(projected, self.main_norm, self.eps), Positions(positions)
         return torch.stack([one.attention.window_keys(x, at) for one in self.stages], dim=1)
 
     @by_own_backend
     def hidden(self, newest: Tensor, positions: Tensor, window: Window) -> Tensor:
         """newest int64 [B]: the last token of each sequence, at positions int64 [B]; window: of the
         tokens before -> input of the main model's head for the block, [B, b, H]."""
-        count, device = self.block_size, newest.device
-        ids = torch.full((len(newest), count), self.sizes.noise, device=device)
+        ids = self.block_ids(newest)
+        return self.block(ids, decoder.embed(ids, self.embedding), positions, window)
+
+    def block_ids(self, newest: Tensor) -> Tensor:
+        """int64 [B b]: each newest token and noise."""
+        ids = newest.new_full((len(newest), self.block_size), self.sizes.noise)
         ids[:, 0] = newest
-        at = (positions[:, None] + torch.arange(count, device=device)).flatten()
+        return ids.flatten()
+
+    @by_own_backend
+    def block(self, ids: Tensor, embedded: Tensor, positions: Tensor, window: Window) -> Tensor:
+        """As `hidden`; ids as of `block_ids`, embedded [B b, H]."""
+        places = torch.arange(self.block_size, device=ids.device)
+        at = (positions[:, None] + places).flatten()
         context = BlockContext(at, window, self.first_layer)
-        embedded = decoder.embed(ids.flatten(), self.embedding)
-        return self.run(ids.flatten(), embedded, context).unflatten(0, (-1, count))
+        return self.run(ids, embedded, context).unflatten(0, (-1, self.block_size))
 
     @by_own_backend
     def logits(self, hidden: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ import torch
 from quantkit.checkpoint.formats.base import HEAD
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.models import find_architecture
+from quantkit.models import find_architecture, find_block_head
 from quantkit.models.architecture import Architecture, ModelConfig
+from quantkit.models.mtp import DSPARK
 from quantkit.models.table import Parameter, resolve
 from quantkit.models.tensor_names import has_linear_suffix
 
@@ -245,6 +246,12 @@ def check_stored(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
                 f"{list(shape)}, and its config.json makes it {list(row.shape)}",
                 "use the model's own config.json",
             )
+
+
+def block_head_rows(checkpoint: Checkpoint, config: ModelConfig) -> list[Parameter]:
+    """Tensors of a stored head that drafts blocks (dspark.py); none without."""
+    module = find_block_head(checkpoint.config) if checkpoint.has(DSPARK) else None
+    return [] if module is None else resolve(module.head_parameters(config), checkpoint.tensors)
 
 
 def is_stored(checkpoint: Checkpoint, row: Parameter) -> bool:

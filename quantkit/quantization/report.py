@@ -206,7 +206,15 @@ def _held_out(findings: Findings) -> dict[str, float] | None:
 
 
 def describe_drafts(held_out: Mapping[str, float]) -> str:
-    """Accepted drafts of the MTP layer; empty without one."""
+    """Accepted drafts of the MTP layer, or of a head that drafts blocks; empty without either."""
+    if "accepted_length" in held_out:
+        own, low, high, source = (
+            held_out[f"accepted_length{part}"] for part in ("", "_low", "_high", "_source")
+        )
+        return (
+            f"{own:.2f} tokens a step of the DSpark head's blocks, the source's {source:.2f} "
+            f"(95 % interval {low:.2f} to {high:.2f})"
+        )
     if "accepted_drafts" not in held_out:
         return ""
     own, low, high, source = (

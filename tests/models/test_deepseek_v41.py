@@ -618,7 +618,8 @@ def test_the_release_is_read_to_the_bit_and_its_tables_by_rows(tmp_path, monkeyp
 
 
 def test_a_run_that_was_killed_goes_on(tmp_path):
-    """Tables are units outside the layers, of which a restart skips none by mistake."""
+    """Tables are units outside the layers, of which a restart skips none by mistake; what the head
+    read before is kept."""
     source, _ = as_released(tmp_path / "source")
     recipe = Recipe(scheme="awq-w4a16", **SMALL_RUN)
 
@@ -635,6 +636,9 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     for name in first.tensors:
         one, other = first.read(name), second.read(name)
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
+    told = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("out", "again")]
+    assert "accepted_length" in told[0]["held_out"]
+    assert told[0]["held_out"] == told[1]["held_out"]
 
 
 def test_a_damaged_config_is_found_and_repaired(tmp_path):

@@ -57,8 +57,14 @@ from quantkit.models.dspark import BlockHead
 from quantkit.models.mtp import DSPARK
 from quantkit.models.short_conv import ShortConvolutions
 from quantkit.models.stored_parameters import Model as StoredModel
-from quantkit.models.stored_parameters import check_stored, check_stored_head, is_stored, read_model
-from quantkit.models.table import Parameter, resolve
+from quantkit.models.stored_parameters import (
+    block_head_rows,
+    check_stored,
+    check_stored_head,
+    is_stored,
+    read_model,
+)
+from quantkit.models.table import Parameter
 
 
 @dataclass(frozen=True)
@@ -271,7 +277,7 @@ def open_model(
         _check_mtp(checkpoint, read)
     check_stored(checkpoint, (row for row in read.rows if mtp or not row.mtp))
     if mtp:
-        check_stored(checkpoint, _head_rows(checkpoint, read))
+        check_stored(checkpoint, block_head_rows(checkpoint, read.config))
     check_stored_head(checkpoint, read.rows)
     read.config.check_tokenizer(checkpoint.path)
     return OpenedModel(checkpoint, read, target, backend, compute, codes, mtp)
@@ -336,7 +342,7 @@ def prepare(
     set_current_device(target)
     architecture, config, rows = opened.read.architecture, opened.read.config, opened.read.rows
     expert_ranks = ExpertRanks(expert_parallel, target)
-    head_rows = _head_rows(checkpoint, opened.read) if opened.mtp else []
+    head_rows = block_head_rows(checkpoint, opened.read.config) if opened.mtp else []
     weights = ExecutorWeights(
         checkpoint,
         [*rows, *head_rows],
@@ -453,14 +459,6 @@ def _check_inputs(checkpoint: Checkpoint, device: torch.device, backend: str) ->
         )
 
 
-def _head_rows(checkpoint: Checkpoint, read: StoredModel) -> list[Parameter]:
-    """Tensors of a stored head that drafts blocks; none without."""
-    module = find_block_head(checkpoint.config) if checkpoint.has(DSPARK) else None
-    return (
-        [] if module is None else resolve(module.head_parameters(read.config), checkpoint.tensors)
-    )
-
-
 def _check_mtp(checkpoint: Checkpoint, read: StoredModel) -> None:
     remedy = "leave out --draft-length"
     if checkpoint.has(DSPARK):
@@ -470,7 +468,7 @@ def _check_mtp(checkpoint: Checkpoint, read: StoredModel) -> None:
                 "not run",
                 f"{remedy}; --prompt-lookup guesses without a head, vLLM and SGLang run this one",
             )
-        if not _head_rows(checkpoint, read):
+        if not block_head_rows(checkpoint, read.config):
             raise QuantkitError(
                 f"{checkpoint.path} has a DSpark draft head, and its config.json no "
                 "dspark_block_size",

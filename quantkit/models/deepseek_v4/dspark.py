@@ -5,15 +5,19 @@ Of the releases' code public ports and the engines' sources were read (vLLM and 
 """
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from quantkit.models import dspark
+from quantkit.models.context import Context
 from quantkit.models.deepseek_v4.architecture import Config, DecoderLayer, layer_parameters
 from quantkit.models.deepseek_v4.config import WINDOW
 from quantkit.models.hyper_connections import (
     expand_streams,
     merge_parameters,
+    stream_mean,
+    unpack_streams,
     with_prefix,
 )
 from quantkit.models.table import Parameter
@@ -49,9 +53,13 @@ class DSparkV4(dspark.BlockHead):
         self.count = config.hc_mult
         self.end = with_prefix(config.streams, f"mtp.{count - 1}").end(weights)
 
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return tuple(target + 1 for target in self.sizes.targets)
+    @staticmethod
+    def reads(sizes: dspark.DSparkSizes) -> tuple[int, ...]:
+        return tuple(target + 1 for target in sizes.targets)
+
+    @staticmethod
+    def read(config: Config, layer: Any, hidden: Tensor, context: Context) -> Tensor:
+        return stream_mean(unpack_streams(hidden, config.hc_mult)[0])
 
     def run(self, token_ids: Tensor, embedded: Tensor, context: dspark.BlockContext) -> Tensor:
         streams = expand_streams(embedded, self.count)

@@ -2,14 +2,16 @@
 each other as the main model's layers do."""
 
 from dataclasses import replace
+from typing import Any
 
 from quantkit_kernels import rms_norm
 from torch import Tensor
 
 from quantkit.models import dspark
+from quantkit.models.context import Context
 from quantkit.models.deepseek_v41.architecture import DecoderLayer, layer_parameters
 from quantkit.models.deepseek_v41.config import Config
-from quantkit.models.hyper_connections import AheadStreams
+from quantkit.models.hyper_connections import AheadStreams, stream_mean
 from quantkit.models.table import Parameter
 from quantkit.models.weights import Weights
 
@@ -43,9 +45,15 @@ class DSparkV41(dspark.BlockHead):
         super().__init__(config, stages, weights, _PAIRS)
         self.streams = replace(config.streams, shared=0)
 
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return self.sizes.targets
+    @staticmethod
+    def reads(sizes: dspark.DSparkSizes) -> tuple[int, ...]:
+        return sizes.targets
+
+    @staticmethod
+    def read(config: Config, layer: Any, hidden: Tensor, context: Context) -> Tensor:
+        assert layer is not None, "it reads inputs of layers"
+        state = AheadStreams.unpack(hidden, config.streams)
+        return stream_mean(layer.with_ngrams(state, context).streams)
 
     def run(self, token_ids: Tensor, embedded: Tensor, context: dspark.BlockContext) -> Tensor:
         state = AheadStreams.first(embedded, token_ids, self.streams)
