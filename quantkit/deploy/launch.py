@@ -31,6 +31,8 @@ from quantkit.engines.layouts import (
 from quantkit.engines.memory import Fit, check_split, fit_rows, stored_rows
 from quantkit.engines.profiles import Device, LoadProblem, find_engine
 from quantkit.models.architecture import longest_text
+from quantkit.models.dspark import NO_HEAD
+from quantkit.models.mtp import DSPARK
 from quantkit.models.stored_parameters import Model, read_model
 from quantkit.models.table import Parameter
 
@@ -285,7 +287,7 @@ class _Inputs:
         options = (
             *recipe.options,
             *(rule.launch if rule else ()),
-            *_speculation(recipe, checkpoint, self.model, self.draft_length),
+            *_speculation(recipe, topology, checkpoint, self.model, self.draft_length),
         )
         has_experts = any(row.expert is not None for row in self.model.rows)
         moe_options = {} if has_experts else recipe.of_experts
@@ -418,10 +420,16 @@ _API_KEY_NOTE = (
 
 
 def _speculation(
-    recipe: LaunchRecipe, checkpoint: Checkpoint, model: Model, draft_length: int
+    recipe: LaunchRecipe,
+    topology: Topology,
+    checkpoint: Checkpoint,
+    model: Model,
+    draft_length: int,
 ) -> Command:
     if not draft_length:
         return ()
+    if checkpoint.has(DSPARK):
+        return _block_speculation(recipe, topology, checkpoint, model, draft_length)
     if not recipe.speculation:
         raise QuantkitError(
             f"the recipe of {recipe.engine} has no options for speculative decoding with an "
@@ -434,6 +442,33 @@ def _speculation(
             "leave out --draft-length",
         )
     return recipe.speculation
+
+
+def _block_speculation(
+    recipe: LaunchRecipe,
+    topology: Topology,
+    checkpoint: Checkpoint,
+    model: Model,
+    draft_length: int,
+) -> Command:
+    head = f"the DSpark draft head of {checkpoint.path}"
+    if not recipe.of_blocks:
+        raise QuantkitError(
+            f"the recipe of {recipe.engine} has no options for {head}",
+            "leave out --draft-length; vLLM and SGLang run it",
+        )
+    if topology.name not in recipe.block_layouts:
+        raise QuantkitError(
+            f"{recipe.engine} does not run {head} in the layout {topology.name}",
+            f"leave out --draft-length, or use --layout {' or '.join(recipe.block_layouts)}",
+        )
+    sizes = getattr(model.config, "dspark", NO_HEAD)
+    if draft_length > sizes.block:
+        raise QuantkitError(
+            f"{head} drafts {sizes.block} tokens a step (dspark_block_size)",
+            f"use --draft-length {sizes.block}" if sizes.block else "leave out --draft-length",
+        )
+    return recipe.of_blocks
 
 
 def _without_network(recipe: LaunchRecipe) -> LaunchRecipe:

@@ -100,7 +100,8 @@ class LaunchRecipe(Strict):
     API key that clients must send. image: of a container with the engine; empty if none is
     published. listens: option that identifies a serving command. speculation: options for
     speculative decoding with the checkpoint's MTP layer and $guesses draft tokens, empty if
-    unsupported. of_experts: options, with their number of values, to leave out for a model without
+    unsupported; of_blocks: the same with a head that drafts blocks (DSpark), in `block_layouts`
+    alone. of_experts: options, with their number of values, to leave out for a model without
     experts.
     """
 
@@ -116,6 +117,8 @@ class LaunchRecipe(Strict):
     image: str = ""
     listens: str = "--host"
     speculation: Command = ()
+    of_blocks: Command = ()
+    block_layouts: tuple[str, ...] = ()
     of_experts: dict[str, int] = Field({})
     sources: tuple[str, ...]
     notes: str = ""

@@ -2,47 +2,19 @@
 
 import json
 
-import make_model
 import pytest
 import torch
+from block_heads import MODELS, write_with_head
 from small_recipe import SMALL
-from tiny_models import CONFIGS, random_tensors, rows_of
 
 from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.recipe import Recipe
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import SCHEMES
-from quantkit.models import find_architecture, find_block_head
 from quantkit.models.context import CausalContext
 from quantkit.models.dspark import Window
 from quantkit.quantization import quantize
 from quantkit.tokenizer.chat import ChatTokenizer
-
-V4 = {
-    "model_type": "deepseek_v4",
-    "num_nextn_predict_layers": 1,
-    "dspark_block_size": 3,
-    "dspark_target_layer_ids": [0, 2],
-    "dspark_noise_token_id": 7,
-}
-V41 = {**CONFIGS["deepseek_v41"]["text_config"], "dspark_target_layer_ids": [1, 4]}
-"""It reads a layer with a table."""
-MODELS = {
-    "deepseek_v4": {**CONFIGS["deepseek_v4"], **V4},
-    "deepseek_v41": {**CONFIGS["deepseek_v41"], "text_config": V41},
-}
-
-
-def write(path, config):
-    """Some tokens are likelier than all others, so that drafts of a random head are accepted."""
-    generator = torch.Generator().manual_seed(12)
-    made = find_architecture(config).Config.from_dict(config)
-    head = rows_of(find_block_head(config).head_parameters(made), generator)
-    tensors = {
-        name: one for name, one in random_tensors(config).items() if not name.startswith("mtp.")
-    }
-    tensors["head.weight"][:3] *= 30
-    return make_model.write_dense(path, config, tensors | head)
 
 
 def served(path, texts):
@@ -70,7 +42,7 @@ def served(path, texts):
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
 def test_accepted_lengths_are_those_of_both_models(name, tmp_path):
-    source = write(tmp_path / "source", MODELS[name])
+    source = write_with_head(tmp_path / "source", MODELS[name])
     recipe = Recipe(scheme="awq-w4a16", **SMALL)
     quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
     report = json.loads((tmp_path / "out" / "report.json").read_text())["held_out"]

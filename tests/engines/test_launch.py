@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from block_heads import MODELS, write_with_head
 from commands import typed
 from make_model import random_tensors, tiny_config
 from packed_model import write_packed
@@ -553,6 +554,29 @@ def test_speculation_with_the_mtp_layer(int8, tmp_path):
     without = packed(tmp_path / "int8", tiny_config(num_nextn_predict_layers=0))
     with pytest.raises(QuantkitError, match="has no MTP layer"):
         deploy(without, "vllm", draft_length=1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_speculation_with_a_dspark_head(name, tmp_path):
+    """By its own options, in layouts that engines run it in, and up to its block."""
+    path = write_with_head(tmp_path / name, MODELS[name])
+    ((_, command),) = deploy(path, "vllm", draft_length=2).launches[0].commands
+    (told,) = after(command, "--speculative-config")
+    assert json.loads(told) == {"method": "dspark", "num_speculative_tokens": 2}
+    named = ["--speculative-algorithm", "--speculative-dspark-block-size"]
+    for device in ("cuda", "npu"):
+        ((_, command),) = deploy(path, "sglang", device=device, draft_length=2).launches[0].commands  # type: ignore[arg-type]
+        assert {word for word in command if word.startswith("--speculative-")} == set(named)
+        assert after(command, *named) == ["DSPARK", "2"]
+        assert set(named) <= OPTIONS["sglang"]
+    for engine, asked, told in (
+        ("vllm-ascend", {}, "recipe of vllm-ascend has no options for the DSpark draft head"),
+        ("vllm", {"layout": "two-boxes"}, "in the layout two-boxes; .*--layout one-box"),
+        ("sglang", {"layout": "four-boxes"}, "in the layout four-boxes"),
+        ("vllm", {"draft_length": 5}, "drafts . tokens a step .* use --draft-length ."),
+    ):
+        with pytest.raises(QuantkitError, match=told):
+            deploy(path, engine, **({"draft_length": 2} | asked))
 
 
 def test_experts_shared_by_the_devices_of_one_box(int8):
