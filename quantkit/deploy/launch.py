@@ -31,7 +31,6 @@ from quantkit.engines.layouts import (
 from quantkit.engines.memory import Fit, check_split, fit_rows, stored_rows
 from quantkit.engines.profiles import Device, LoadProblem, find_engine
 from quantkit.models.architecture import longest_text
-from quantkit.models.dspark import NO_HEAD
 from quantkit.models.mtp import DSPARK
 from quantkit.models.stored_parameters import Model, read_model
 from quantkit.models.table import Parameter
@@ -462,11 +461,10 @@ def _block_speculation(
             f"{recipe.engine} does not run {head} in the layout {topology.name}",
             f"leave out --draft-length, or use --layout {' or '.join(recipe.block_layouts)}",
         )
-    sizes = getattr(model.config, "dspark", NO_HEAD)
-    if draft_length > sizes.block:
+    if draft_length > (block := model.config.drafted_block):
         raise QuantkitError(
-            f"{head} drafts {sizes.block} tokens a step (dspark_block_size)",
-            f"use --draft-length {sizes.block}" if sizes.block else "leave out --draft-length",
+            f"{head} drafts {block} tokens a step (dspark_block_size)",
+            f"use --draft-length {block}" if block else "leave out --draft-length",
         )
     return recipe.of_blocks
 

@@ -239,6 +239,11 @@ class ModelConfig:
         """Values of a token's hidden state between sublayers, as calibration holds it."""
         return self.hidden_size if self.streams is None else self.streams.packed_width
 
+    @property
+    def drafted_block(self) -> int:
+        """Tokens that a head drafts at once (dspark.py); 0 without one."""
+        return 0
+
     def check_tokenizer(self, path: Path) -> None:
         """Raise QuantkitError where the model computes with its tokenizer's texts, and that of the
         folder is another one."""

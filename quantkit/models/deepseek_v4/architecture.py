@@ -159,6 +159,10 @@ class Config(ModelConfig):
         )
 
     @property
+    def drafted_block(self) -> int:
+        return self.dspark.block
+
+    @property
     def has_sequence_state(self) -> bool:
         return True
 
