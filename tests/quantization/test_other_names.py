@@ -12,6 +12,7 @@ from letters import write_letters
 from torch.nn import functional as F
 
 from quantkit.calibrate.recipe import Recipe
+from quantkit.checkpoint.formats import modelslim
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.inspect import describe
 from quantkit.engines.memory import ParallelSizes, check_split, find_split_problem, fit
@@ -19,13 +20,14 @@ from quantkit.engines.profiles import part_of
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.grids.base import dequantize
+from quantkit.grids.int_groups import IntWeight
 from quantkit.grids.schemes import find_scheme
 from quantkit.models.context import CausalContext
 from quantkit.models.mlp import MoeMlp
 from quantkit.models.stored_parameters import read_model
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
-from quantkit.quantization import fitting, quantize
+from quantkit.quantization import quantize
 
 
 @pytest.fixture
@@ -143,14 +145,19 @@ def test_the_executor_runs_it(model, tmp_path):
     )
 
 
-def test_int4_of_ascend_is_not_written_where_names_hide_what_is_cut(model, tmp_path):
+def test_int4_of_ascend_cuts_w2_along_its_inputs(model, tmp_path):
     """vllm-ascend's scale_bias has 16 slices for linears cut along their inputs, which it tells by
-    their names: `w2` would be written as one that is not. It is in int8."""
+    their names: w2 is such as down_proj is, and of other names none is written."""
     text = write_letters(tmp_path / "calibration.txt")
     settings = Recipe(scheme="int4-w4a8", calibration=str(text), **quantize_job.SMALL)
     report = quantize(
         model, tmp_path / "out", find_scheme("int4-w4a8"), "auto", settings, device="cpu"
     )
-    linears = Checkpoint.open(report.out).linears
-    grids = {module.rpartition(".")[2]: linear.grid for module, linear in linears.items()}
-    assert grids["w2"] == fitting.INT8
+    found, expert = Checkpoint.open(report.out), "blocks.1.moe.experts.2"
+    for side, slices in (("w1", 1), ("w2", 16), ("w3", 1)):
+        weight = IntWeight.of(found.weight(f"{expert}.{side}"))
+        assert weight.bits == 4
+        sums = weight.codes.float().unflatten(1, (slices, -1)).sum(-1)
+        stored = found.read(f"{expert}.{side}.scale_bias")
+        torch.testing.assert_close(stored, 8 * sums * weight.scale)
+    assert modelslim.FORMAT.split_fault("layer.proj", weight.grid, row_parallel=True)

@@ -2,7 +2,7 @@
 quant_model_description.json.
 
     W8A8_DYNAMIC   X.weight int8 [N, K]       X.weight_scale float32 [N, 1]   X.weight_offset float32 [N, 1], zeros
-    W4A8_DYNAMIC   X.weight int8 [N / 2, K]   the same, and X.scale_bias float32 [N, 1], for down_proj and o_proj [N, 16]
+    W4A8_DYNAMIC   X.weight int8 [N / 2, K]   the same, and X.scale_bias float32 [N, 1], for down_proj, o_proj and w2 [N, 16]
 
 Int4 is symmetric per channel, two rows to a byte in two's complement, the even row in the low bits.
 The kernel computes with codes + 8 and takes scale_bias = 8 * sum_k(code * scale) off again; layers
@@ -77,7 +77,7 @@ SLICES = 16
 
 def bias_slices(module: str) -> int:
     """Columns of a linear's scale_bias."""
-    return SLICES if module.endswith(("down_proj", "o_proj")) else 1
+    return SLICES if module.endswith(("down_proj", "o_proj", ".w2")) else 1
 
 
 class SlimLinear(Format):
