@@ -419,7 +419,8 @@ class Skeleton:
         for part in self.model.modules():
             if hasattr(part, "_init_weights"):
                 owner |= {id(inner): part for inner in part.modules()}
-        for name, module in self.text.named_modules():
+        modules = dict(self.text.named_modules())
+        for name, module in modules.items():
             missing = [
                 key
                 for key in module._non_persistent_buffers_set
@@ -433,12 +434,28 @@ class Skeleton:
             if missing:
                 with torch.no_grad():
                     owner[id(module)]._init_weights(module)
+            for outer in _around(name, modules):  # Falcon-H1's model fills those of its layers
+                if any(_is_unfilled(module, key) for key in missing):
+                    with torch.no_grad():
+                        owner[id(module)]._init_weights(outer)
             for key in missing:
-                if module._buffers[key].is_floating_point() and module._buffers[key].isnan().any():
+                if _is_unfilled(module, key):
                     raise QuantkitError(
                         f"{self.label}: transformers does not say what {name}.{key} is",
                         RTN_REMEDY,
                     )
+
+
+def _around(name: str, modules: Mapping[str, Any]) -> Iterator[Any]:
+    """The modules that a module is in, from the innermost on."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield modules[name]
+
+
+def _is_unfilled(module: Any, key: str) -> bool:
+    table = module._buffers[key]
+    return bool(table.is_floating_point() and table.isnan().any())
 
 
 def check_built(config: Mapping[str, Any]) -> None:
