@@ -98,7 +98,8 @@ def data_warnings(
     different = Counter(tuple(sequence.tolist()) for sequence in sequences)
     if len(sequences) < wanted:
         found.append(
-            f"{wanted} documents were asked for and {len(sequences)} are there: all are used"
+            f"{wanted} documents were asked for and {len(sequences)} are there, "
+            "those held out included: all are used"
         )
     if sum(lengths) < wanted * seq_len / 2:
         remedy = (

@@ -23,6 +23,9 @@ from quantkit.models.table import Parameter
 GROUP_SIZES = (128, 64, 32)
 """Of integers in groups, for which engines have kernels; the default first."""
 
+NEARLY_ALL = 0.98
+"""Of the weights of linears: with fewer on the scheme's grid another format is looked for."""
+
 INT8 = IntGrid(bits=8, group_size=None, symmetric=True)
 
 _ERRORS = {128: 9.1e-3, 64: 7.7e-3, 32: 6.2e-3}
@@ -167,6 +170,16 @@ def _error(grid: Grid) -> float:
     if grid.bits == 8:
         return _EIGHT_BITS
     return _ERRORS.get(grid.group_size or 0, _FOUR_BITS) if grid.is_integer else _FOUR_BITS
+
+
+def share_fitted(rows: Sequence[Parameter], before: Mapping[str, Grid], fit: FittedGrids) -> float:
+    """Share of the weights that keep the kind of grid that they had."""
+    kept = [
+        row
+        for row in rows
+        if row.module in fit.grids and fit.grids[row.module].kind == before[row.module].kind
+    ]
+    return sum(math.prod(row.shape) for row in kept) / sum(math.prod(row.shape) for row in rows)
 
 
 def describe_fit(

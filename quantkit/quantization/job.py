@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from quantkit.calibrate.source_model import units_of
@@ -25,10 +25,11 @@ from quantkit.engines.check import check_model
 from quantkit.engines.profiles import (
     FormatChoice,
     MixtureChoice,
+    choose,
     find_engine,
 )
 from quantkit.grids.base import Grid, grid_label
-from quantkit.grids.schemes import Scheme
+from quantkit.grids.schemes import SCHEMES, Scheme
 from quantkit.models.architecture import KeyValueCache
 from quantkit.models.cache_scales import cache_scale_specs, supports_cache_scales
 from quantkit.models.stored_parameters import check_stored_head
@@ -42,9 +43,12 @@ from quantkit.quantization.checks import (
 )
 from quantkit.quantization.fitting import (
     GROUP_SIZES,
+    NEARLY_ALL,
     Allowed,
+    FittedGrids,
     describe_fit,
     fit_grids,
+    share_fitted,
 )
 from quantkit.quantization.mixed_precision import (
     check_fits,
@@ -278,37 +282,62 @@ def _fitted(job: Job) -> Job:
         check_given_groups(rows, job.grids)
     engine = None if choice is None else find_engine(choice.engine)
 
-    def kernels(row: Parameter, grid: Grid) -> bool:
+    def kernels(format: str, row: Parameter, grid: Grid) -> bool:
         if engine is None:
             return True
-        rules = engine.shape_rules(request.format, grid, None) if row.expert is None else []
+        rules = engine.shape_rules(format, grid, None) if row.expert is None else []
         return not engine.unsupported_group_size(grid) and all(
             rule.launch or row.shape[1] % rule.inputs == 0 for rule in rules
         )
 
     mixed_choice, mixture = request.mixed_choice, None
-    name = mixed_choice.format if mixed_choice else compressed_mixed.FORMAT.name
-    if job.target.writes_mixtures or MIXING.get(request.format) is modelslim.FORMAT:
-        mixture = job.target
-    elif request.format == name and (choice is None or mixed_choice is not None):
-        mixture = MIXING[name]
     allows = None if mixed_choice is None else mixed_choice.allows
-    fit = fit_grids(
-        rows,
-        job.grids,
-        request.scheme.weight,
-        GROUP_SIZES if given is None else (given,),
-        Allowed(job.target, kernels),
-        None
-        if mixture is None
-        else Allowed(
-            mixture,
-            lambda row, grid: kernels(row, grid) and (allows is None or allows(row, grid)),
-        ),
-    )
+
+    def fitted(mixture: Format | None) -> FittedGrids:
+        alone, several = (
+            partial(kernels, format.name) for format in (job.target, mixture or job.target)
+        )
+        return fit_grids(
+            rows,
+            job.grids,
+            request.scheme.weight,
+            GROUP_SIZES if given is None else (given,),
+            Allowed(job.target, alone),
+            None
+            if mixture is None
+            else Allowed(
+                mixture,
+                lambda row, grid: several(row, grid) and (allows is None or allows(row, grid)),
+            ),
+        )
+
+    name = mixed_choice.format if mixed_choice else compressed_mixed.FORMAT.name
+    mixes = name in request.scheme.formats and (choice is None or mixed_choice is not None)
+    other = MIXING[name] if mixes and request.named_format is None else None
+    if job.target.writes_mixtures or MIXING.get(request.format) is modelslim.FORMAT:
+        mixture, other = job.target, None
+    elif request.format == name and mixes:
+        mixture, other = MIXING[name], None
+    try:
+        fit = fitted(mixture)
+    except QuantkitError:
+        if other is None:
+            raise
+        fit = None
+    share = 0.0 if fit is None else share_fitted(rows, job.grids, fit)
+    if fit is None or (share < NEARLY_ALL and other is not None):
+        mixture = other  # the scheme's first format does not hold them, this one may
+        fit = fitted(mixture)
+        share = share_fitted(rows, job.grids, fit)
     if fit.grids == dict(job.grids):
         return job
     note = describe_fit(rows, job.grids, fit.grids)
+    if share < NEARLY_ALL:
+        note += f"; that is {share:.0%} of the weights in {request.scheme.weight.kind}"
+        if choice is not None and (others := _as_many_bits(choice.engine, request.scheme)):
+            note += f", and {choice.engine} may take more of them in {' or '.join(others)}"
+        elif mixes and request.named_format not in (None, name):
+            note += f", and --format {name} takes more of them"
     if fit.mixed and mixture is not job.target:
         job = _as_mixture(job, fit.grids)
     else:
@@ -316,6 +345,25 @@ def _fitted(job: Job) -> Job:
         request = replace(request, scheme=scheme, choice=_with_base(choice, fit.base))
         job = replace(job, request=request, grids=fit.grids)
     return replace(job, fit=note)
+
+
+def _as_many_bits(engine: str, scheme: Scheme) -> list[str]:
+    """Other schemes of as many bits that the engine loads."""
+
+    def loads(other: Scheme) -> bool:
+        try:
+            return choose(engine, other) is not None
+        except QuantkitError:
+            return False
+
+    return [
+        other.name
+        for other in SCHEMES.values()
+        if other.weight.bits == scheme.weight.bits
+        and other.name != scheme.name
+        and not (other.outside or other.cache)
+        and loads(other)
+    ]
 
 
 def _with_base(

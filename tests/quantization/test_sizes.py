@@ -19,6 +19,7 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
+from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
 from quantkit.quantization.convert import convert
 from quantkit.quantization.job import open_job
@@ -108,11 +109,13 @@ def test_a_model_of_odd_sizes_runs_and_converts(tmp_path, format):
 
 def test_outputs_that_packing_does_not_divide(tmp_path):
     """Zero points are packed eight to a word along the outputs: such linears are without in
-    compressed-tensors, and in 16 bits in AWQ."""
+    compressed-tensors, which is written then, and in 16 bits where AWQ is asked for."""
     source = source_of(tmp_path, hidden_size=256, num_attention_heads=4, intermediate_size=324)
-    out = rounded(source, tmp_path / "awq").out
+    out = rounded(source, tmp_path / "awq", format="awq").out
     assert set(group_sizes(out)) == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    out = rounded(source, tmp_path / "compressed", format="compressed-tensors").out
+    said = plan(source, "rtn-w4a16", PlanOptions(format="awq")).description
+    assert "--format compressed-tensors takes more of them" in said
+    out = rounded(source, tmp_path / "compressed").out
     linears = Checkpoint.open(out).linears
     up, down = (linears[f"model.layers.0.mlp.{name}_proj"] for name in ("up", "down"))
     assert (up.grid.kind, up.grid.symmetric) == ("int4", True)
@@ -124,6 +127,24 @@ def test_a_given_group_size_is_not_changed(tmp_path):
     recipe = Recipe(scheme="rtn-w4a16", methods=(), group_size=128)
     with refused(r"group size 128 does not divide the 192 .*--group-size 64"):
         quantize(source, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", recipe)
+
+
+def test_blocks_that_do_not_fit_are_written_as_the_engine_can_read_them(tmp_path):
+    """DeepSeek's form has blocks alone; vLLM reads channels beside them in compressed-tensors."""
+    source, scheme = source_of(tmp_path), "fp8-block-w8a8"
+    out = rounded(source, tmp_path / "vllm", scheme, engine="vllm").out
+    assert Checkpoint.open(out).format.name == "compressed-tensors"
+    assert {
+        linear.grid and linear.grid.kind for linear in Checkpoint.open(out).linears.values()
+    } == {"fp8"}
+    assert not [one for one in check_checkpoint("vllm", Checkpoint.open(out), device="cuda")]
+    said = plan(source, scheme, PlanOptions(engine="transformers")).description
+    assert "of the weights in fp8" in said
+    assert "int8-a8w8c16" in said
+    even = source_of(
+        tmp_path / "even", hidden_size=256, num_attention_heads=4, num_key_value_heads=2
+    )
+    assert plan(even, scheme, PlanOptions(engine="vllm")).format == "fp8-block"
 
 
 SMALLEST = {
