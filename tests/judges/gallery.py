@@ -1,112 +1,182 @@
-"""Every scheme on models of published sizes, for every engine: planned at those sizes, and quantized
-at narrow ones that the same powers of two divide.
+"""Every scheme on models of published sizes, for every engine.
 
-    python tests/judges/gallery.py [--only NAME ...] [--plans] [--processes N]
+    python tests/judges/gallery.py [--only NAME ...] [--plans | --runs] [--processes N]
 
-Prints a line for each model, and every refusal; exits with 1 where a size is refused, or where less
-than 98 % of the linears' weights are in the scheme's grid.
+Plans: at published sizes, from headers, each scheme without an engine and for each engine. Runs: of
+a cut model awq-w4a16 and two other schemes in turn, one with an engine that loads it, calibrated on
+short documents, then checked, asked, measured beside its source and converted.
+
+Prints a table for each, and every fault: a refusal for a size, less than 98 % of the linears'
+weights in the scheme's grid where no line says so, and whatever of a run fails. Exits with 1 then.
 """
 
 import argparse
+import json
+import math
+import re
+import shutil
 import sys
 import tempfile
 import traceback
-from multiprocessing import Pool
+from collections import Counter
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import published_shapes
 import torch
-from letters import write_letters
-from size_coverage import covered, refused_for_size
-from small_recipe import SMALL
+from commands import command
+from size_coverage import covered
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.diagnosis.diagnose import diagnose
-from quantkit.engines.check import check_checkpoint
 from quantkit.engines.profiles import engine_names
 from quantkit.grids.schemes import SCHEMES
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
+from quantkit.quantization.fitting import NEARLY_ALL
 from quantkit.quantization.job import open_job
 from quantkit.quantization.request import read_request
-from quantkit.quantization.run import quantize
 
-LEAST = 0.98
+ENGINES = (None, *engine_names())
+UNLOADED = {
+    "scheme": r"does not load|not routed experts|model has none of these",
+    "model": r"is not known to run| loads \S+ in .* only|reads no scales of an int8 cache of",
+    "config.json": r"^config.json has |in config.json, which it lacks",
+    "no such part": r"is for routed experts, and the model has none|this model keeps another",
+}
+"""Why something is refused that no size decides."""
+OTHERS = [name for name in SCHEMES if name != "awq-w4a16"]
+DOCUMENTS = 6
 
 
 def planned(name, folder):
-    """(what was planned, "" or what is wrong with it)."""
+    """(scheme, engine, result, text) of every cell."""
     source = published_shapes.write_headers(folder / "headers", published_shapes.config(name))
-    for scheme in SCHEMES:
-        for engine in (None, *engine_names()):
-            label = f"plan {scheme} {engine or ''}"
-            try:
-                plan(source, scheme, PlanOptions(engine=engine))
-                recipe = Recipe(scheme=scheme)
-                request = read_request(SCHEMES[scheme], "auto", engine, recipe)
-                share = covered(open_job(request, Checkpoint.open(source)))
-            except QuantkitError as error:
-                yield label, str(error) if refused_for_size(error) else "other"
-                continue
-            yield label, "" if share >= LEAST else f"{share:.1%} of the weights in the grid"
+    for scheme, engine in ((scheme, engine) for scheme in SCHEMES for engine in ENGINES):
+        try:
+            request = read_request(SCHEMES[scheme], "auto", engine, Recipe(scheme=scheme))
+            share = covered(open_job(request, Checkpoint.open(source)))
+            said = plan(source, scheme, PlanOptions(engine=engine)).description
+        except QuantkitError as error:
+            why = (kind for kind, words in UNLOADED.items() if re.search(words, str(error)))
+            yield scheme, engine, next(why, "fault"), str(error)
+            continue
+        told = f"{share:.0%} of the weights" in said
+        result = "whole" if share >= NEARLY_ALL else "in part" if told else "fault"
+        yield scheme, engine, result, said
 
 
-def quantized(name, folder):
-    source = published_shapes.write(folder / "source", published_shapes.narrow(name))
-    text = write_letters(folder / "text.txt", 4000)
-    for scheme in SCHEMES:
-        for engine in (None, *engine_names()):
-            label, out = f"quantize {scheme} {engine or ''}", folder / f"{scheme}-{engine}"
-            recipe = Recipe(scheme=scheme, calibration=str(text), **SMALL)
-            try:
-                quantize(source, out, SCHEMES[scheme], "auto", recipe, engine=engine)
-            except QuantkitError as error:
-                yield label, str(error) if refused_for_size(error) else "other"
-                continue
-            found = [
-                str(one) for one in diagnose(str(out)).findings.found if one.severity == "error"
-            ]
-            if engine:
-                checkpoint = Checkpoint.open(out)
-                problems = check_checkpoint(engine, checkpoint)
-                found += [one.problem for one in problems if one.severity == "error"]
-            yield label, "; ".join(found)
+def ran(name, folder):
+    """The same of runs."""
+    source, text = folder / "source", folder / "text.jsonl"
+    published_shapes.write(source, published_shapes.cut(name))
+    lines = [
+        f"Letter {i}: rain fell on {i * 7} roofs, and the train left." for i in range(DOCUMENTS)
+    ]
+    text.write_text("".join(json.dumps({"text": line * 3}) + "\n" for line in lines))
+    place = published_shapes.NAMES.index(name)
+    for turn, scheme in enumerate(
+        ("awq-w4a16", OTHERS[2 * place % len(OTHERS)], OTHERS[(2 * place + 1) % len(OTHERS)])
+    ):
+        engines = [engine for engine in ENGINES if _opens(source, scheme, engine)]
+        if not engines:
+            continue  # by the plans
+        engine = engines[(place + turn) % len(engines)]
+        out = folder / scheme
+        try:
+            _use(source, text, out, scheme, engine)
+            yield scheme, engine, "whole", ""
+        except AssertionError as fault:
+            yield scheme, engine, "fault", str(fault)
+        shutil.rmtree(out, ignore_errors=True)
 
 
-def judge(job):
-    """(model, cells, cells that another reason refuses, faults)."""
-    name, plans = job
+def _opens(source, scheme, engine):
+    try:
+        request = read_request(SCHEMES[scheme], "auto", engine, Recipe(scheme=scheme))
+        open_job(request, Checkpoint.open(source))
+    except QuantkitError:
+        return False
+    return True
+
+
+def _use(source, text, out, scheme, engine):
+    """What a user does with a model; AssertionError where something is wrong."""
+
+    def typed(*words, codes=(0,)):
+        answer = command(*map(str, words))
+        assert answer.code in codes, f"{' '.join(map(str, words))}: {answer.err[-600:]}"
+        return answer
+
+    short = ("--seq-len", 48)
+    named = () if engine is None else ("--engine", engine)
+    typed(
+        *("quantize", source, "--scheme", scheme, "--out", out, "--calibration", text),
+        *("--samples", 4, *short, *named),
+    )
+    checked = typed("check", out, "--source", source, *named, "--json", codes=(0, 1)).json
+    serious = [one for one in checked["findings"] if one["severity"] == "error"]
+    assert not serious, serious
+    typed("run", out, "--prompt", "What is 3 + 4?", "--max-new-tokens", 4)
+    measured = typed("ppl", out, "--text", text, *short, "--baseline", source, "--json").json
+    assert all(map(math.isfinite, (measured["ppl"], measured["kl"]))), measured
+    written = Checkpoint.open(out)
+    one_grid = len({linear.grid for linear in written.linears.values()} - {None}) == 1
+    others = {SCHEMES[scheme].formats[-1]} - {written.format.name} if one_grid else ()
+    for form in (*(("--format", other) for other in others), ("--dtype", "bf16")):
+        typed("convert", out, out.with_name("converted"), *form)
+        shutil.rmtree(out.with_name("converted"))
+
+
+def judge(step, name):
+    """(model, its cells)."""
     torch.set_num_threads(1)
-    cells, others, faults = 0, 0, []
+    cells = []
     with tempfile.TemporaryDirectory() as folder:
-        for step in (planned,) if plans else (planned, quantized):
-            try:
-                for label, fault in step(name, Path(folder)):
-                    cells += 1
-                    others += fault == "other"
-                    faults += [f"{label}: {fault}"] if fault not in ("", "other") else []
-            except Exception:  # of this model alone
-                faults.append(f"{step.__name__}: {traceback.format_exc(limit=-3)}")
-    return name, cells, others, faults
+        try:
+            cells.extend(step(name, Path(folder)))
+        except Exception:  # of this model alone
+            cells.append((None, None, "fault", traceback.format_exc(limit=-3)))
+    return name, cells
+
+
+def table(found):
+    """Of each scheme and engine how many models are quantized, of those with a part not on the
+    grid how many, and for how many the command is refused."""
+    print(f"{'':18}" + "".join(f"{engine or 'no engine':>15}" for engine in ENGINES))
+    for scheme in SCHEMES:
+        cells = []
+        for engine in ENGINES:
+            counts = Counter(cell[2] for cell in found if cell[:2] == (scheme, engine))
+            part = f" ({counts['in part']} in part)" if counts["in part"] else ""
+            cells.append(f"{counts['whole'] + counts['in part']}{part}")
+        print(f"{scheme:18}" + "".join(f"{cell:>15}" for cell in cells))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=published_shapes.NAMES)
     parser.add_argument("--plans", action="store_true", help="do not quantize")
+    parser.add_argument("--runs", action="store_true", help="quantize alone")
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_args()
     wrong = 0
-    with Pool(given.processes, maxtasksperchild=1) as pool:
-        for name, cells, others, faults in pool.imap_unordered(
-            judge, [(name, given.plans) for name in given.only]
-        ):
-            print(f"{name}: {cells} cells, {others} refused for other reasons, {len(faults)} wrong")
-            for fault in faults:
-                print(f"    {fault}", flush=True)
-            wrong += bool(faults)
+    steps = [step for step, left in ((planned, given.runs), (ran, given.plans)) if not left]
+    for step in steps:
+        found = []
+        with get_context("spawn").Pool(given.processes) as pool:
+            for name, cells in pool.imap_unordered(partial(judge, step), given.only):
+                found += cells
+                faults = [cell for cell in cells if cell[2] == "fault"]
+                print(f"{name}: {len(cells)} cells, {len(faults)} wrong", flush=True)
+                for scheme, engine, _, text in faults:
+                    print(f"    {scheme} {engine or ''}: {text}", flush=True)
+                wrong += len(faults)
+        counts = Counter(cell[2] for cell in found)
+        print(f"\n{step.__name__}, {len(given.only)} models: {dict(counts.most_common())}")
+        table(found)
     return int(wrong > 0)
 
 

@@ -2,6 +2,7 @@
 
     config(name)                   few layers, experts and tokens, every other size as published
     narrow(name)                   the widths smaller, each divided by the same powers of two
+    cut(name)                      as published where that is small, else narrow
     write(path, config)            random weights
     write_headers(path, config)    no weights: the shard is a sparse file
 
@@ -30,6 +31,9 @@ _WIDTHS += ("shared_expert_intermediate_size", "word_embed_proj_dim")
 _CUT = {"num_hidden_layers": 2, "vocab_size": 320, "max_position_embeddings": 1024}
 _IDS = {"eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 0}
 _HEAD = 32
+_SMALL = 8_000_000
+"""Weights that take seconds to calibrate."""
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def config(name):
@@ -43,7 +47,7 @@ def narrow(name):
     greatest common divisor with 128, and whether it is a power of two."""
     family, sizes = _sizes(name)
     found = {key: _narrower(sizes[key]) for key in _WIDTHS if key in sizes}
-    if "num_attention_heads" in sizes and "q_lora_rank" not in sizes:
+    if "num_attention_heads" in sizes and not sizes.keys() & {"q_lora_rank", "kv_lora_rank"}:
         heads, alike = sizes["num_attention_heads"], sizes.get("num_key_value_heads")
         count = _narrower(heads * sizes["head_dim"]) // _HEAD
         few = count if alike in (heads, None) else 1
@@ -53,6 +57,13 @@ def narrow(name):
         found |= {"n_head": found["hidden_size"] // _HEAD}
     kept = {key: value for key, value in sizes.items() if isinstance(value, bool)}
     return _made(family, found | kept)
+
+
+def cut(name):
+    """`config` of at most _SMALL weights, else `narrow`."""
+    made = config(name)
+    weights = sum(math.prod(shape) for shape in _shapes(made)[1].values())
+    return made if weights <= _SMALL else narrow(name)
 
 
 def _narrower(size):
@@ -69,7 +80,7 @@ def _sizes(name):
         return family, dict(zip(_SIZES, sizes)) | entry
     made = transformers.AutoConfig.for_model(family)
     default = getattr(made, "text_config", made).to_dict()
-    wanted = (*_SIZES, "shared_expert_intermediate_size", "head_dim")
+    wanted = (*_SIZES, "shared_expert_intermediate_size", *_LATENT, "head_dim")
     return family, {key: default[key] for key in wanted if default.get(key)}
 
 
@@ -107,17 +118,7 @@ def write(path, made):
 def write_headers(path, made):
     """A checkpoint without weights: a sparse file, which reads as zeros."""
     path.mkdir(parents=True)
-    if is_known(made):
-        architecture = find_architecture(made)
-        rows = architecture.parameters(architecture.Config.from_dict(made))
-        shapes = {row.name: tuple(row.shape) for row in rows}
-    else:
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(
-                transformers.AutoConfig.for_model(**made), dtype=torch.bfloat16
-            )
-        made = json.loads(model.config.to_json_string())
-        shapes = {name: tuple(t.shape) for name, t in checkpoint_tensors(model).items()}
+    made, shapes = _shapes(made)
     header, end = {}, 0
     for name, shape in shapes.items():
         start, end = end, end + 2 * math.prod(shape)
@@ -129,3 +130,19 @@ def write_headers(path, made):
     (path / "config.json").write_text(json.dumps(made))
     write_tokenizer(path)
     return path
+
+
+def _shapes(made):
+    """config.json as it is saved, and the shapes of the tensors."""
+    if is_known(made):
+        architecture = find_architecture(made)
+        rows = architecture.parameters(architecture.Config.from_dict(made))
+        return made, {row.name: tuple(row.shape) for row in rows}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**made), dtype=torch.bfloat16
+        )
+    tensors = checkpoint_tensors(model)
+    return json.loads(model.config.to_json_string()), {
+        name: tuple(tensor.shape) for name, tensor in tensors.items()
+    }
