@@ -8,7 +8,7 @@ hidden_size, n streams.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from quantkit_kernels import (
@@ -72,9 +72,7 @@ class HyperConnectionNames:
 class HyperConnectionSizes:
     """steps: Sinkhorn iterations, 0 where each stream keeps its own; eps: added in these and to
     stream weights; norm_eps: of the norm over all streams; magnitude: most that an output's weight
-    is. ahead: the streams are summed for a sublayer under the weights that the one before it
-    computed, and for the output under the last ones; shared: values of a token that later layers
-    read. Calibration packs both with the streams."""
+    is."""
 
     count: int
     hidden: int
@@ -83,13 +81,11 @@ class HyperConnectionSizes:
     norm_eps: float
     names: HyperConnectionNames = HyperConnectionNames()
     magnitude: float = 2.0
-    ahead: bool = False
-    shared: int = 0
 
     @property
     def packed_width(self) -> int:
         """Values of a token's hidden state between sublayers."""
-        return packed_width(self.hidden, self.count) + self.ahead * self.count + self.shared
+        return packed_width(self.hidden, self.count)
 
     def connection(self, prefix: str, weights: Weights) -> Any:
         """What comes before one sublayer, called as `HyperConnection` is."""
@@ -101,14 +97,10 @@ class HyperConnectionSizes:
 
     def first(self, embedded: Tensor, token_ids: Tensor) -> Tensor:
         """As of `ResidualStreams`."""
-        if self.ahead:
-            return AheadStreams.first(embedded, token_ids, self).pack()
         return pack_streams(expand_streams(embedded, self.count), token_ids)
 
     def merged(self, hidden: Tensor, weights: Weights, gain: Tensor, eps: float) -> Tensor:
         """As of `ResidualStreams`."""
-        if self.ahead:
-            return AheadStreams.unpack(hidden, self).merged()
         return self.end(weights)(unpack_streams(hidden, self.count)[0], gain, eps)[1]
 
 
@@ -208,44 +200,6 @@ def unpack_streams(hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def repack_streams(hidden: Tensor, streams: Tensor) -> Tensor:
     """Packed hidden states with other streams [T, n, H]."""
     return torch.cat((streams.flatten(1), hidden[:, -1:]), dim=-1)
-
-
-class AheadStreams(NamedTuple):
-    """Hidden states between sublayers that weigh the streams for the next one. streams [T, n, H];
-    before float32 [T, n]: their weights in the next sublayer's input; shared [T, S]; token_ids
-    int64 [T]."""
-
-    streams: Tensor
-    before: Tensor
-    shared: Tensor
-    token_ids: Tensor
-
-    @classmethod
-    def first(cls, embedded: Tensor, token_ids: Tensor, sizes: HyperConnectionSizes) -> Self:
-        """Before the first layer, which reads stream 0. embedded [T, H]."""
-        before = torch.zeros(len(embedded), sizes.count, device=embedded.device)
-        before[:, 0].fill_(1)
-        shared = embedded.new_zeros(len(embedded), sizes.shared)
-        return cls(expand_streams(embedded, sizes.count), before, shared, token_ids)
-
-    @classmethod
-    def unpack(cls, hidden: Tensor, sizes: HyperConnectionSizes) -> Self:
-        """hidden [T, sizes.packed_width], as `pack` made it."""
-        widths = [sizes.count * sizes.hidden, sizes.count, sizes.shared, 1]
-        flat, before, shared, ids = hidden.split(widths, dim=-1)
-        streams = flat.unflatten(-1, (sizes.count, -1))
-        return cls(streams, before, shared, (ids[:, 0] / ID_SCALE).round().long())
-
-    def pack(self) -> Tensor:
-        """float32 [T, packed_width]."""
-        ids = self.token_ids[:, None].float() * ID_SCALE
-        return torch.cat(
-            (self.streams.flatten(1).float(), self.before, self.shared.float(), ids), dim=-1
-        )
-
-    def merged(self) -> Tensor:
-        """The weighted sum [T, H] of streams' dtype."""
-        return (self.before[..., None] * self.streams).sum(dim=1).to(self.streams.dtype)
 
 
 def _product(

@@ -1,5 +1,6 @@
 """What can be repaired is cured: the copy is good, and what was no fault is the same to the bit."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -11,16 +12,25 @@ import torch
 from commands import command
 from output_files import shards_below
 from packed_model import write_packed
+from tiny_models import write
 
 from quantkit.calibrate.data import SHIPPED_TEXT
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.assets import builtin_model
 from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.corrections import missing_keys
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.repair import repair
+from quantkit.grids.schemes import SCHEMES
+from quantkit.quantization import quantize
 
 CONFIG = make_model.tiny_config(num_hidden_layers=2)
+NESTED = {
+    "kimi_k3": {"activation_situ_beta": 1.0, "routed_scaling_factor": 2.0},
+    "deepseek_v41": {"hc_sinkhorn_iters": 3, "sliding_window": 8},
+    "qwen4_exp": {"output_gate_type": "silu", "norm_topk_prob": False},
+}
 CURED = (
     ("names_have_another_prefix", "ct-int4"),
     ("names_lack_their_prefix", "awq"),
@@ -90,6 +100,22 @@ def test_a_fault_is_cured(fault: str, format: str, models: dict[str, Path], tmp_
             assert torch.equal(
                 ours.read(name).view(torch.uint8), good.read(name).view(torch.uint8)
             ), name
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_config_within_a_config_is_cured(name: str, tmp_path: Path) -> None:
+    """Fields of text_config that are not the source's, which the behaviour shows."""
+    path = write(tmp_path / "model", name)
+    quantize(path, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"))
+    file = tmp_path / "out/config.json"
+    config = json.loads(file.read_text())
+    config["text_config"] |= NESTED[name]
+    file.write_text(json.dumps(config))
+    found = diagnose(str(tmp_path / "out"), source=str(path), depth="behaviour")
+    assert found.findings.has("config-differs")
+    repair(found, tmp_path / "repaired", str(path))
+    again = diagnose(str(tmp_path / "repaired"), source=str(path))
+    assert not again.findings.has("config-differs")
 
 
 def test_a_copy_that_predicts_worse_is_taken_back(tmp_path: Path) -> None:

@@ -25,8 +25,6 @@ from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.shards import Shards
 from quantkit.common.errors import Interrupted
-from quantkit.diagnosis.diagnose import diagnose
-from quantkit.diagnosis.repair import repair
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.weights.load import load_model
@@ -35,10 +33,10 @@ from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.deepseek_v4 import dspark as deepseek_v4
+from quantkit.models.deepseek_v41.ahead_streams import AheadStreams
 from quantkit.models.deepseek_v41.dspark import HEAD, head_parameters
 from quantkit.models.dspark import Window
 from quantkit.models.hyper_connections import (
-    AheadStreams,
     expand_streams,
     pack_streams,
     unpack_streams,
@@ -639,20 +637,6 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     told = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("out", "again")]
     assert "accepted_length" in told[0]["held_out"]
     assert told[0]["held_out"] == told[1]["held_out"]
-
-
-def test_a_damaged_config_is_found_and_repaired(tmp_path):
-    path = write(tmp_path / "model", "deepseek_v41")
-    quantize(path, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"))
-    file = tmp_path / "out/config.json"
-    config = json.loads(file.read_text())
-    config["text_config"] |= {"hc_sinkhorn_iters": 3, "sliding_window": 8}
-    file.write_text(json.dumps(config))
-    found = diagnose(str(tmp_path / "out"), source=str(path), depth="behaviour")
-    assert "config-differs" in {one.name for one in found.findings.found}
-    repair(found, tmp_path / "repaired", str(path))
-    again = diagnose(str(tmp_path / "repaired"), source=str(path))
-    assert not again.findings.has("config-differs")
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):

@@ -3,7 +3,6 @@ here in float32 token by token, for transformers does not have it; and over a ca
 is cut."""
 
 import functools
-import json
 import math
 import random
 
@@ -22,7 +21,6 @@ from ulp_bound import assert_near, movement
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.diagnosis.repair import repair
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
@@ -416,20 +414,6 @@ def test_the_release_is_read_to_the_bit_and_its_vision_tower_copied(tmp_path):
     quantize(plain, copy, scheme, "auto", Recipe(scheme=scheme.name, methods=()))
     with refused("already quantized"):
         quantize(copy, tmp_path / "again", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"))
-
-
-def test_a_damaged_config_is_found_and_repaired(tmp_path):
-    path = write(tmp_path / "model", "kimi_k3")
-    quantize(path, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"))
-    file = tmp_path / "out/config.json"
-    config = json.loads(file.read_text())
-    config["text_config"] |= {"activation_situ_beta": 1.0, "routed_scaling_factor": 2.0}
-    file.write_text(json.dumps(config))
-    found = diagnose(str(tmp_path / "out"), source=str(path), depth="behaviour")
-    assert found.findings.has("config-differs")
-    repair(found, tmp_path / "repaired", str(path))
-    again = diagnose(str(tmp_path / "repaired"), source=str(path))
-    assert not again.findings.has("config-differs")
 
 
 def test_answers_do_not_depend_on_how_they_are_computed(tmp_path):

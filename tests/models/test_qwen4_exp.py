@@ -20,7 +20,6 @@ from ulp_bound import assert_near, movement
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.diagnosis.repair import repair
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
@@ -221,17 +220,3 @@ def test_the_layout_of_the_release(tmp_path):
     assert sum(row.role == "copied" for row in rows) == 2
     with refused("keeps and does not run"):
         load(made, draft_length=1)
-
-
-def test_a_damaged_config_is_found_and_repaired(tmp_path):
-    path = write(tmp_path / "model", "qwen4_exp", text_config=TEXT)
-    quantize(path, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"))
-    file = tmp_path / "out/config.json"
-    config = json.loads(file.read_text())
-    text = {**config["text_config"], "output_gate_type": "silu", "norm_topk_prob": False}
-    file.write_text(json.dumps({**config, "text_config": text}))
-    found = diagnose(str(tmp_path / "out"), source=str(path), depth="behaviour")
-    assert found.findings.has("config-differs")
-    repair(found, tmp_path / "repaired", str(path))
-    again = diagnose(str(tmp_path / "repaired"), source=str(path))
-    assert not again.findings.has("config-differs")

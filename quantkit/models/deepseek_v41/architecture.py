@@ -36,11 +36,11 @@ from quantkit.models.compressed_attention import (
 from quantkit.models.context import CausalContext, Context
 from quantkit.models.decoder import embed
 from quantkit.models.deepseek_v4 import architecture as deepseek_v4
+from quantkit.models.deepseek_v41.ahead_streams import AheadStreams
 from quantkit.models.deepseek_v41.config import Config
 from quantkit.models.deepseek_v41.engram import SCALE_GROUP, Engram
 from quantkit.models.hyper_connections import (
     ID_SCALE,
-    AheadStreams,
     hyper_connection_parameters,
 )
 from quantkit.models.mlp import MoeMlp, moe_parameters, moe_scale_groups

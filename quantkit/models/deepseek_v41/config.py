@@ -17,8 +17,9 @@ from quantkit.models.config import (
 )
 from quantkit.models.deepseek_v4 import architecture as deepseek_v4
 from quantkit.models.deepseek_v4.config import COMPUTED, check_scoring, read_ropes
+from quantkit.models.deepseek_v41.ahead_streams import AheadSizes
 from quantkit.models.deepseek_v41.engram import EngramLayout
-from quantkit.models.hyper_connections import HyperConnectionNames, HyperConnectionSizes
+from quantkit.models.hyper_connections import HyperConnectionNames
 from quantkit.tokenizer.token_classes import token_classes
 
 _COMPUTED: dict[str, Any] = COMPUTED | {
@@ -73,9 +74,10 @@ class Config(deepseek_v4.Config):
         return made
 
     @property
-    def streams(self) -> HyperConnectionSizes:
+    def streams(self) -> AheadSizes:
         shared = self.head_dim + self.index_head_dim + self.index_topk + 1 if self.sources else 0
-        return replace(super().streams, names=_STREAMS, ahead=True, shared=shared)
+        numbers = (self.hc_mult, self.hidden_size, self.hc_sinkhorn_iters)
+        return AheadSizes(*numbers, self.hc_eps, self.rms_norm_eps, _STREAMS, shared=shared)
 
     @property
     def cache(self) -> CompressedCache:

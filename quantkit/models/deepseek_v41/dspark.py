@@ -9,9 +9,10 @@ from torch import Tensor
 
 from quantkit.models import dspark
 from quantkit.models.context import Context
+from quantkit.models.deepseek_v41.ahead_streams import AheadStreams
 from quantkit.models.deepseek_v41.architecture import DecoderLayer, layer_parameters
 from quantkit.models.deepseek_v41.config import Config
-from quantkit.models.hyper_connections import AheadStreams, stream_mean
+from quantkit.models.hyper_connections import stream_mean
 from quantkit.models.table import Parameter
 from quantkit.models.weights import Weights
 
