@@ -85,8 +85,13 @@ class Engine:
         self.cache = loaded.new_cache(plan.num_blocks, rank_batch, lookahead)
         self.expert_counter: ExpertCounter | None = None
         eager = "experts are counted" if options.count_experts else ""
+        one_cpu_rank = loaded.device.type == "cpu" and self.parallel.size == dp_size == 1
         self.runner = Runner(
-            loaded.model, self.cache, eager=eager, experts=loaded.weights.expert_ranks
+            loaded.model,
+            self.cache,
+            eager=eager,
+            repeats=one_cpu_rank and not eager,
+            experts=loaded.weights.expert_ranks,
         )
         make = partial(
             Scheduler,
@@ -118,7 +123,6 @@ class Engine:
             drafter = make_mtp_drafter(loaded.mtp_layers, self.runner, draft_length, self.parallel)
         self.runner.prefill_runner.keep_all_hidden = drafter is not None or options.count_experts
         # On a CPU with one rank, thread time is not disturbed by other work on the machine.
-        one_cpu_rank = loaded.device.type == "cpu" and self.parallel.size == dp_size == 1
         self._clock = time.thread_time if one_cpu_rank else time.perf_counter
         self.speculation = Speculation(
             drafter, options.prompt_lookup, adaptive=options.measure_steps

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from quantkit_kernels.compiled import cache_directory, compile_into, why_no_cache
+from quantkit_kernels.recording import recorded
 
 _FLAGS = {
     "AVX2": ("-mavx2", "-mfma"),
@@ -25,10 +26,13 @@ _FLAGS = {
 }
 _LEVELS = {
     "fp4": ("AVX2", "AVX512", "VNNI"),
-    "int4_rows": ("AVX2", "AVX512", "VNNI", "BF16", "PORTABLE", "DOTPROD", "I8MM"),
     "int8_experts": ("VNNI",),
     **dict.fromkeys(
-        ("dense", "gqa", "int4", "int8", "norm", "prompts", "round_block", "silu", "w8a16"),
+        ("dense", "int4_rows"),
+        ("AVX2", "AVX512", "VNNI", "BF16", "PORTABLE", "DOTPROD", "I8MM"),
+    ),
+    **dict.fromkeys(
+        ("gqa", "int4", "int8", "norm", "prompts", "round_block", "silu", "w8a16"),
         ("AVX2", "AVX512", "VNNI", "PORTABLE", "DOTPROD", "I8MM"),
     ),
 }
@@ -40,8 +44,8 @@ _FUNCTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "int4_rows": {"qk_int4_rows": (4, 8)},
     "int8": {"qk_int8_rows": (4, 5), "qk_int8_blocks": (5, 6), "qk_int8_quantize": (3, 4)},
     "int8_experts": {"qk_int8_experts": (5, 9)},
-    "gqa": {"qk_gqa_decode": (9, 9)},
-    "norm": {"qk_rms_norm": (5, 5, 1), "qk_rotate": (4, 7)},
+    "gqa": {"qk_gqa_decode": (9, 10, 1)},
+    "norm": {"qk_rms_norm": (5, 5, 1), "qk_rotate": (4, 7), "qk_gqa_prepare": (9, 8, 1)},
     "prompts": {"qk_prompt_attend": (6, 9)},
     "round_block": {"qk_round_block": (6, 8)},
     "silu": {"qk_silu_and_mul": (2, 4)},
@@ -136,11 +140,11 @@ def _loaded(name: str, level: str) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
     for function, counts in _FUNCTIONS[name].items():
         if hasattr(loaded, function):
+            compiled = getattr(loaded, function)
             kinds = zip((ctypes.c_void_p, ctypes.c_int, ctypes.c_float), counts)
-            getattr(loaded, function).argtypes = [
-                kind for kind, count in kinds for _ in range(count)
-            ]
-            getattr(loaded, function).restype = None
+            compiled.argtypes = [kind for kind, count in kinds for _ in range(count)]
+            compiled.restype = None
+            setattr(loaded, function, recorded(compiled))
     return loaded
 
 

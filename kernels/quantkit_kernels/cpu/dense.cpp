@@ -1,5 +1,5 @@
-// Few rows of x by an unquantized weight, bfloat16 or float32, as it lies: every number is read from memory once, for all rows, and multiplied in
-// float32. For processors that multiply no bfloat16, and for float32, whose few rows torch multiplies slower than memory is.
+// Few rows of x by an unquantized weight, bfloat16 or float32, as it lies: every number is read from memory once, for all rows. bfloat16 by its own
+// products where the processor has them, summed in float32, else in float32. Torch multiplies few rows slower than memory is.
 
 #include <stdint.h>
 #include <string.h>
@@ -19,16 +19,31 @@ constexpr int kSums = 12;
 #endif
 constexpr int kMostRows = 8;
 
-// Parts of a chunk: of 2 * kLanes bfloat16 those at even places and those at odd ones, of float32 kLanes numbers.
-template <class T> constexpr int kParts = 4 / sizeof(T);
-template <class T> constexpr int kChunk = kParts<T> * kLanes;
+#if defined(__AVX512BF16__)
+template <class T> constexpr bool kPairs = sizeof(T) == 2;  // two neighbours are multiplied as they lie
+#else
+template <class T> constexpr bool kPairs = false;
+#endif
+
+// Parts of a chunk, a vector of the weight: of 2 * kLanes bfloat16 those at even places and those at odd ones, of float32, or in pairs, all.
+template <class T> constexpr int kParts = kPairs<T> ? 1 : 4 / sizeof(T);
+template <class T> constexpr int kChunk = 4 / sizeof(T) * kLanes;
+template <class T> constexpr int kWide = kParts<T> * kLanes;  // lanes that a token's chunk fills
 typedef Words Chunk;
 inline Chunk whole(const void* from) {
   Chunk chunk;
   memcpy(&chunk, from, sizeof chunk);
   return chunk;
 }
-template <class T> inline Vector part(Chunk chunk, int number) { return (Vector)(sizeof(T) == 4 ? chunk : number ? chunk & 0xffff0000u : chunk << 16); }
+template <class T> inline Vector part(Chunk chunk, int number) {
+  return (Vector)(kParts<T> == 1 ? chunk : number ? chunk & 0xffff0000u : chunk << 16);
+}
+template <class T> inline Vector add(Vector sum, Vector weights, Vector tokens) {
+#if defined(__AVX512BF16__)
+  if constexpr (kPairs<T>) return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)tokens);
+#endif
+  return multiply_add(weights, tokens, sum);
+}
 
 inline void put(float* to, float value) { *to = value; }
 inline void put(Half* to, float value) {
@@ -37,18 +52,18 @@ inline void put(Half* to, float value) {
   to->bits = (uint16_t)(value == value ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : (bits >> 16) | 0x40);
 }
 
-// M tokens [chunks][M][kChunk] by R rows of the weight. y [M, n].
+// M tokens [chunks][M][kWide] by R rows of the weight. y [M, n].
 template <int M, int R, class T> void multiply(const T* w, const float* x, T* y, int n, int k) {
   constexpr int chunk = kChunk<T>;
   constexpr int count = (R * M + 3) / 4 * 4;
   Vector sum[count];
 #pragma GCC unroll 24
   for (int i = 0; i < count; ++i) sum[i] = Vector{};
-  const auto add = [&](const T* from, int stride) __attribute__((always_inline)) {
+  const auto add_chunk = [&](const T* from, int stride) __attribute__((always_inline)) {
     Chunk chunks[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      __builtin_prefetch(from + (int64_t)(r + R) * stride);  // of the next rows, which follow in memory
+      __builtin_prefetch(from + (int64_t)(r + 2 * R) * stride, 0, 2);  // into L2, which waits for more lines at once than L1
       chunks[r] = whole(from + (int64_t)r * stride);
     }
 #pragma GCC unroll 2
@@ -58,19 +73,19 @@ template <int M, int R, class T> void multiply(const T* w, const float* x, T* y,
       for (int r = 0; r < R; ++r) weights[r] = part<T>(chunks[r], p);
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {
-        const Vector tokens = *(const Vector*)(x + m * chunk + p * kLanes);
+        const Vector tokens = *(const Vector*)(x + m * kWide<T> + p * kLanes);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) sum[r * M + m] = multiply_add(weights[r], tokens, sum[r * M + m]);
+        for (int r = 0; r < R; ++r) sum[r * M + m] = add<T>(sum[r * M + m], weights[r], tokens);
       }
     }
-    x += M * chunk;
+    x += M * kWide<T>;
   };
   int i = 0;
-  for (; i + chunk <= k; i += chunk) add(w + i, k);
+  for (; i + chunk <= k; i += chunk) add_chunk(w + i, k);
   if (i < k) {
     T last[R * chunk] = {};
     for (int r = 0; r < R; ++r) std::copy_n(w + (int64_t)r * k + i, k - i, last + r * chunk);
-    add(last, chunk);
+    add_chunk(last, chunk);
   }
   float found[count];
 #pragma GCC unroll 6
@@ -96,7 +111,7 @@ template <int Size = 0, class T> void multiply_rows(const T* w, const float* x, 
 template <class T> void pack(const T* x, float* to, int m, int k) {
   constexpr int chunk = kChunk<T>;
   for (int i = 0; i < k; i += chunk)
-    for (int token = 0; token < m; ++token, to += chunk) {
+    for (int token = 0; token < m; ++token, to += kWide<T>) {
       T some[chunk] = {};
       std::copy_n(x + (int64_t)token * k + i, std::min(chunk, k - i), some);
       for (int p = 0; p < kParts<T>; ++p) store(to + p * kLanes, part<T>(whole(some), p));
@@ -105,7 +120,7 @@ template <class T> void pack(const T* x, float* to, int m, int k) {
 
 template <class T> void rows(const T* w, const T* x, T* y, int m, int n, int k, int threads) {
   constexpr int together = 96;  // rows of the weight, a whole number of all R
-  const int64_t wide = (int64_t)(k + kChunk<T> - 1) / kChunk<T> * kChunk<T>;
+  const int64_t wide = (int64_t)(k + kChunk<T> - 1) / kChunk<T> * kWide<T>;
   std::vector<Vector> room(m * wide / kLanes);
   float* tokens = (float*)room.data();
   for (int at = 0, size; at < m; at += size) {

@@ -4,13 +4,13 @@ product is slower than memory."""
 import torch
 from torch import Tensor
 
-from quantkit_kernels.cpu.build import once
+from quantkit_kernels.cpu.build import level_of, once
 from quantkit_kernels.cpu.units import has_unit
 
 _ROWS = {torch.bfloat16: 32, torch.float32: 16}
 """Up to how many the C++ is faster (4864 x 896, one core with AVX-512 and no bfloat16, ms, C++ /
 torch: bf16 M=1 1.0/1.5, M=8 2.6/4.0, M=32 6.3/9.0; float32 M=1 1.5/1.5, M=8 2.5/5.4, M=16 4.0/4.6,
-M=24 5.4/5.3)."""
+M=24 5.4/5.3; with bfloat16, 49152 x 576, bf16 M=1 2.8/6.4, M=8 3.0/8.1, M=32 13/14, M=48 20/18)."""
 _BYTES = {torch.bfloat16: 1 << 15, torch.float32: 4 << 20}
 """Of the smallest weight: a float32 one that stays in a cache torch multiplies as fast."""
 
@@ -25,7 +25,8 @@ def multiplies(weight: Tensor) -> bool:
     ):
         return False
     if weight.dtype == torch.bfloat16 and has_unit(torch.bfloat16):
-        return False
+        if level_of("dense") != "BF16" or torch.cpu._is_amx_tile_supported():
+            return False
     return once("dense") is not None
 
 

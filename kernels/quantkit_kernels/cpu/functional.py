@@ -17,7 +17,7 @@ allocator gives back to the system each time: new pages cost more than the arith
 pieces take 5 (a prompt of a model of 0.5B, one core)."""
 
 
-_READ = (torch.bfloat16, torch.float32)
+READ = (torch.bfloat16, torch.float32)
 """What norm.cpp reads."""
 
 
@@ -38,8 +38,8 @@ def _normed(
     loaded, width = once("norm"), x.shape[-1]
     if (
         loaded is None
-        or x.dtype not in _READ
-        or weight.dtype not in _READ
+        or x.dtype not in READ
+        or weight.dtype not in READ
         or (residual is not None and residual.dtype != x.dtype)
     ):
         return None
@@ -61,7 +61,7 @@ def rotated(x: Tensor, rotation: Rotation) -> Tensor:
     """As `plain.rotated`: x [T, heads, D] by the angles of its tokens [T, D/2]."""
     loaded, sides = once("norm"), (rotation.cos, rotation.sin)
     readable = (
-        x.dtype in _READ
+        x.dtype in READ
         and x.stride(-1) == 1
         and all(side.dtype == torch.float32 and side.is_contiguous() for side in sides)
     )
@@ -77,7 +77,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     width = x.shape[-1]
     out = x.new_empty(*x.shape[:-1], width // 2)
     loaded = once("silu")
-    if x.dtype in _READ and loaded is not None:
+    if x.dtype in READ and loaded is not None:
         rows = x.contiguous()
         sizes = (
             x.dtype == torch.bfloat16,

@@ -112,12 +112,20 @@ template <class T> inline void widen(const T* from, float* to, int d) {
   for (int i = 0; i < d; ++i) to[i] = widened(from[i]);
 }
 
+constexpr int kAhead = 16;  // tokens whose keys are fetched before they are needed: they lie apart, by the other heads
+template <class T> inline void fetch(const T* from, int d) {
+  for (int i = 0; i < d; i += 64 / (int)sizeof(T)) __builtin_prefetch(from + i);
+}
+
 // Tokens begin .. end of one key head for H queries. found: of each query the sums [d], the largest score and the sum of e^(score - largest).
 template <int H, class T> void attend(const float* q, const Side<T>& keys, const Side<T>& values, const Pages& pages, int kv_head, int begin, int end, int shared, float* found) {
   const int d = pages.d, count = end - begin, wide = padded(d), room = padded(count);
   std::vector<float> queries((size_t)H * wide), scores((size_t)H * room), some((size_t)kTokens * wide), sums((size_t)H * wide);
   for (int h = 0; h < shared; ++h) std::copy_n(q + (size_t)h * d, d, queries.data() + (size_t)h * wide);
+  pages.each(begin, std::min(end, begin + kAhead), kv_head, [&](int, int64_t row) { fetch(keys.numbers + row * d, d); });
   pages.each(begin, end, kv_head, [&](int t, int64_t row) {
+    fetch(keys.numbers + (row + kAhead * pages.kv_heads) * d, d);
+    fetch(values.numbers + row * d, d);
     widen(keys.numbers + row * d, some.data(), d);
     score<H>(queries.data(), some.data(), wide, keys.scale(row), scores.data() + t, room);
   });
@@ -141,7 +149,7 @@ template <int H, class T> void attend(const float* q, const Side<T>& keys, const
 template <class T> void attend_all(const float* q, const Side<T>& keys, const Side<T>& values, const Pages& pages, int kv_head, int begin, int end, int shared, float* found) {
   for (int now; shared; shared -= now, q += now * pages.d, found += now * (pages.d + 2)) {
     now = std::min(shared, 8);
-    const auto attended = now > 4 ? attend<8, T> : now > 2 ? attend<4, T> : now > 1 ? attend<2, T> : attend<1, T>;
+    const auto attended = now > 4 ? attend<8, T> : now > 3 ? attend<4, T> : now > 2 ? attend<3, T> : now > 1 ? attend<2, T> : attend<1, T>;
     attended(q, keys, values, pages, kv_head, begin, end, now, found);
   }
 }
@@ -149,9 +157,9 @@ template <class T> void attend_all(const float* q, const Side<T>& keys, const Si
 int parts_of(int64_t tokens) { return int(std::clamp<int64_t>(tokens / 256, 1, 16)); }
 
 template <class T>
-void decode(const float* q, const Side<T>& keys, const Side<T>& values, const int* tables, const int* lengths, const float* sinks, float* out, int rows, int kv_heads, int shared, int d, int block_size,
+void decode(const float* q, const Side<T>& keys, const Side<T>& values, const int* tables, const int64_t* lengths, const float* sinks, float* out, int rows, int kv_heads, int shared, int d, int block_size,
             int table_width, int window, int threads) {
-  const auto first_of = [&](int row) { return window ? std::max(0, lengths[row] - window) : 0; };
+  const auto first_of = [&](int row) { return window ? (int)std::max<int64_t>(0, lengths[row] - window) : 0; };
   int parts = 1;
   for (int row = 0; row < rows; ++row) parts = std::max(parts, parts_of(lengths[row] - first_of(row)));
   const int units = rows * kv_heads, stride = d + 2;
@@ -192,17 +200,25 @@ void decode(const float* q, const Side<T>& keys, const Side<T>& values, const in
 
 }  // namespace
 
-// sinks null or [kv_heads * shared]: the score of a key without a value. q, out [rows, kv_heads * shared, d], q times the scale; caches
-// [.., block_size, kv_heads, d] of kind 0 bfloat16, 1 float32, 2 int8 or 3 E4M3, the latter two with scales [.., block_size, kv_heads]; tables
-// [rows, table_width].
-extern "C" void qk_gqa_decode(const float* q, const void* keys, const void* values, const int* tables, const int* lengths, const float* sinks, float* out, const float* key_scales,
-                              const float* value_scales, int kind, int rows, int kv_heads, int shared, int d, int block_size, int table_width, int window, int threads) {
+// sinks null or [kv_heads * shared]: the score of a key without a value. q, out [rows, kv_heads * shared, d], bfloat16 where `half`, else float32;
+// caches [.., block_size, kv_heads, d] of kind 0 bfloat16, 1 float32, 2 int8 or 3 E4M3, the latter two with scales [.., block_size, kv_heads];
+// tables [rows, table_width].
+extern "C" void qk_gqa_decode(const void* q, const void* keys, const void* values, const int* tables, const int64_t* lengths, const float* sinks, void* out, const float* key_scales,
+                              const float* value_scales, int half, int kind, int rows, int kv_heads, int shared, int d, int block_size, int table_width, int window, int threads, float scale) {
+  const int count = rows * kv_heads * shared * d;
+  std::vector<float> queries(count), attended(half ? count : 0);
+  by_vectors(count, [&](int i, int some_of) {
+    put(queries.data() + i, (half ? some((const Half*)q + i, some_of) : some((const float*)q + i, some_of)) * scale, some_of);
+  });
+  float* found = half ? attended.data() : (float*)out;
   const auto run = [&](auto* like) {
     using T = std::remove_pointer_t<decltype(like)>;
-    decode<T>(q, {(const T*)keys, key_scales}, {(const T*)values, value_scales}, tables, lengths, sinks, out, rows, kv_heads, shared, d, block_size, table_width, window, threads);
+    decode<T>(queries.data(), {(const T*)keys, key_scales}, {(const T*)values, value_scales}, tables, lengths, sinks, found, rows, kv_heads, shared, d, block_size, table_width, window,
+              threads);
   };
   if (kind == 0) run((Half*)nullptr);
   else if (kind == 1) run((float*)nullptr);
   else if (kind == 2) run((int8_t*)nullptr);
   else run((Fp8*)nullptr);
+  if (half) by_vectors(count, [&](int i, int some_of) { put((Half*)out + i, some(found + i, some_of), some_of); });
 }

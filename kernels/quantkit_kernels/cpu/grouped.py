@@ -7,7 +7,7 @@ from torch import Tensor
 from quantkit_kernels import reference
 from quantkit_kernels.codes import KeyValues
 from quantkit_kernels.cpu.build import once
-from quantkit_kernels.cpu.functional import rms_norm, rotated
+from quantkit_kernels.cpu.functional import READ, rms_norm, rotated
 from quantkit_kernels.paged import Latents, Norms, PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference import prompts as reference_prompts
@@ -23,7 +23,26 @@ _STEPS = AttentionSteps(rms_norm, rotated)
 def gqa_prepare(
     qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: KeyValues, slots: Tensor
 ) -> Tensor:
-    return reference.gqa_prepare(qkv, norms, rotation, cache, slots, _STEPS)
+    loaded, (keys, values), width = once("norm"), cache[:2], cache[0].shape[3]
+    gains = (None, None) if norms is None else norms[:2]
+    sides = (rotation.cos, rotation.sin)
+    readable = (
+        qkv.dtype in READ
+        and keys.dtype == qkv.dtype
+        and (gains[0] is None or gains[0].dtype == gains[1].dtype in READ)
+        and all(side.is_contiguous() for side in sides)
+    )
+    if loaded is None or rotation.interleaved or not readable:
+        return reference.gqa_prepare(qkv, norms, rotation, cache, slots, _STEPS)
+    (rows, columns), kv_heads = qkv.shape, keys.shape[2]
+    heads, given = columns // width - 2 * kv_heads, qkv.contiguous()
+    q = torch.empty(rows, heads, width, dtype=qkv.dtype)
+    operands = (given, *gains, *sides, slots.contiguous(), q, keys, values)
+    halves = (one is not None and one.dtype == torch.bfloat16 for one in (qkv, gains[0]))
+    sizes = (rows, heads, kv_heads, width, sides[0].shape[1], torch.get_num_threads())
+    pointers = (None if one is None else one.data_ptr() for one in operands)
+    loaded.qk_gqa_prepare(*pointers, *halves, *sizes, 0.0 if norms is None else norms.eps)
+    return q
 
 
 def gqa_decode(
@@ -37,12 +56,10 @@ def gqa_decode(
     ):
         return reference.gqa_decode(q, pages, scale, window, sinks)
     (rows, heads, width), (block_size, kv_heads) = q.shape, keys.shape[1:3]
-    queries, table, seen = (
-        (q.float() * scale).contiguous(),
-        block_table.int().contiguous(),
-        seq_lens.int().contiguous(),
-    )
-    out = torch.empty(rows, heads, width)
+    half = q.dtype == torch.bfloat16
+    queries = (q if half else q.float()).contiguous()
+    table, seen = block_table.int().contiguous(), seq_lens.long().contiguous()
+    out = torch.empty(rows, heads, width, dtype=queries.dtype)
     sizes = (
         rows,
         kv_heads,
@@ -58,7 +75,11 @@ def gqa_decode(
     loaded = once("gqa")
     assert loaded is not None, "it was there when the backend was chosen"
     loaded.qk_gqa_decode(
-        *(None if one is None else one.data_ptr() for one in operands), _KINDS[keys.dtype], *sizes
+        *(None if one is None else one.data_ptr() for one in operands),
+        half,
+        _KINDS[keys.dtype],
+        *sizes,
+        scale,
     )
     return out.to(q.dtype)
 

@@ -5,6 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <algorithm>
+
 #if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -35,6 +37,27 @@ inline void store(float* to, Vector value) { *(Loose*)to = value; }
 inline void store(Half* to, Vector value) {
   const Words bits = (Words)value, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   *(LooseHalves*)to = __builtin_convertvector(value == value ? rounded : (bits >> 16) | 0x40, LooseHalves);
+}
+
+// `use(at, count)` of whole vectors of a row, and of what is left.
+template <class Use> inline void by_vectors(int width, Use use) {
+  int i = 0;
+  for (; i + kLanes <= width; i += kLanes) use(i, kLanes);
+  if (i < width) use(i, width - i);
+}
+
+template <class T> inline Vector some(const T* from, int count) {
+  if (count == kLanes) return load(from);
+  T room[kLanes] = {};
+  std::copy_n(from, count, room);
+  return load(room);
+}
+
+template <class T> inline void put(T* to, Vector value, int count) {
+  if (count == kLanes) return store(to, value);
+  T room[kLanes];
+  store(room, value);
+  std::copy_n(room, count, to);
 }
 
 // a * b + c, rounded once where the processor can. A compiler that is left to choose does so loop by loop (GCC 13 avoids chains of FMA), and

@@ -13,6 +13,7 @@ from torch import Tensor
 from quantkit_kernels.experts import NO_EXPERT, BiasedExpertsLayout, Experts
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.linear import Linear
+from quantkit_kernels.recording import whole
 from quantkit_kernels.reference.functional import silu_and_mul
 from quantkit_kernels.weights import Weight, stack
 
@@ -68,6 +69,7 @@ class LoopExperts(Experts):
             + last
         )
 
+    @whole
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         on_host = x.device.type == "cpu" or x.shape[0] > _UNSORTED_TOKENS
         return (self.sorted if on_host else self.unsorted)(x, topk_ids, topk_weights)

@@ -37,6 +37,7 @@ from quantkit.executor.runner.graphs import (
 )
 from quantkit.executor.runner.prefill_graphs import PrefillChunk, PrefillRunner
 from quantkit.executor.runner.prompt_context import PrefillContext
+from quantkit.executor.runner.repeated_steps import RepeatedSteps
 from quantkit.executor.scheduler.data_parallel import DpPadding
 from quantkit.executor.scheduler.scheduler import ScheduledStep
 from quantkit.executor.scheduler.sequence import Sequence
@@ -78,8 +79,9 @@ class ForwardPass:
 
 class Runner:
     """A model with its cache on one device. capture: captures decode steps, by default as the
-    device allows. eager: why they must not be captured. experts: the ranks that share the routed
-    experts; with several, passes are padded to `DpPadding`."""
+    device allows. eager: why they must not be captured. repeats: whether eager ones are recorded and
+    repeated (repeated_steps.py). experts: the ranks that share the routed experts; with several,
+    passes are padded to `DpPadding`."""
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class Runner:
         capture: Capture | None = None,
         *,
         eager: str = "",
+        repeats: bool = False,
         experts: ExpertRanks = NO_RANKS,
     ) -> None:
         self.model, self.cache, self.device, self.experts = model, cache, cache.device, experts
@@ -96,6 +99,7 @@ class Runner:
         self.steps = DecodeSteps(model, cache, self._capture, self._why_eager, model.ngram_rows)
         self._num_before = max((one.size - 1 for one in model.ngram_rows), default=0)
         """Tokens before each that n-grams begin with."""
+        self._repeated = RepeatedSteps(model, cache) if repeats and not self._capture else None
         self._given_capture = capture
         self._in_flight: AsyncDecode | AsyncVerification | None = None
         # Eager steps keep the host busy. An NPU's graphs need lengths from the host, and rows of
@@ -230,7 +234,8 @@ class Runner:
         count = _num_rows(sequences)
         rows = self._decode_rows(sequences, count, padding)
         self._expect_rows(count, 0, padding)
-        result = self.steps.run(rows)
+        repeated = None if self._repeated is None else self._repeated.run(rows)
+        result = repeated or self.steps.run(rows)
         if padding is not None:
             result = StepResult(*(part[:count] for part in result))
         return self._decoded(sequences, rows, result)
