@@ -24,9 +24,9 @@ def multiplies(weight: Tensor) -> bool:
         or not weight.is_contiguous()
     ):
         return False
-    if weight.dtype == torch.bfloat16 and has_unit(torch.bfloat16):
-        if level_of("dense") != "BF16" or torch.cpu._is_amx_tile_supported():
-            return False
+    pairs = level_of("dense") == "BF16" and not torch.cpu._is_amx_tile_supported()
+    if weight.dtype == torch.bfloat16 and has_unit(torch.bfloat16) and not pairs:
+        return False
     return once("dense") is not None
 
 
