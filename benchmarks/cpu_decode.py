@@ -1,8 +1,10 @@
 """Decoding and prompts on a CPU: tokens/s of quantkit in W4A16 next to transformers and vLLM in
-bfloat16, on one machine in one run.
+bfloat16, or of a published model next to llama.cpp, on one machine in one run.
 
     python benchmarks/cpu_decode.py [--vllm .venv-vllm/bin/python] [--rounds 3] [--threads 1]
     [--prompts] [--out FILE.json]
+    python benchmarks/cpu_decode.py --llama .venv-llama/bin/python --model DIR --gguf Q4_1.gguf
+    [--rounds 3] [--threads 1] [--out FILE.json]
 
 Models: a dense one of Qwen2.5-0.5B's shape with random weights, made here, and tiny-r1, which has
 experts and MLA (vLLM on CPU takes no quantized experts, and has no int4 product without AVX-512, so
@@ -15,6 +17,11 @@ own processor time, which other work on the machine lengthens little; with one t
 by the clock of an idle machine. Engines take turns, round after round; the median counts, and
 ratios are formed round by round. transformers computes its batch unpadded, all prompts being of one
 length.
+
+With --llama both figures are of --model, a folder, rounded here to W4A16 in the groups that fit it
+and to INT8, which cost the same time as the schemes that calibrate; and of --gguf, the same model
+in Q4_1, which llama.cpp itself makes Q8_0 of. llama.cpp is called as its own examples do, one batch
+for all sequences, and picks the likeliest token by numpy.
 """
 
 import argparse
@@ -23,17 +30,14 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from core import Spread, about, parser, print_about
+from cpu_rates import CONCURRENCIES, CONTEXT, RATES, Rate
 
-INPUT, OUTPUT, PROMPT = 32, 16, 1024
-CONTEXT = PROMPT + OUTPUT
-CONCURRENCIES = (1, 8)
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -77,43 +81,6 @@ def write_random(path: Path, config: dict[str, Any]) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (path / name).write_bytes((find_model("tiny-r1") / name).read_bytes())
     return path
-
-
-def prompts(count: int, vocab: int, length: int = INPUT) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(count)
-    return torch.randint(2, vocab, (count, length), generator=generator).tolist()
-
-
-Generate = Callable[[list[list[int]], int], object]
-"""Continues prompts by so many tokens."""
-
-
-def prompt_rate(generate: Generate, vocab: int) -> dict[int, float]:
-    """Prompt tokens per second by concurrency."""
-    found = {}
-    generate(prompts(1, vocab, PROMPT // 2), 1)
-    for count in CONCURRENCIES:
-        asked, began = prompts(count, vocab, PROMPT), time.process_time()
-        generate(asked, 1)
-        found[count] = count * PROMPT / (time.process_time() - began)
-    return found
-
-
-def decoding_rate(generate: Generate, vocab: int) -> dict[int, float]:
-    """Tokens per second by concurrency."""
-    found = {}
-    for count in CONCURRENCIES:
-        asked, seconds = prompts(count, vocab), {}
-        for length in (3, 1, OUTPUT):  # the first warms up
-            began = time.process_time()
-            generate(asked, length)
-            seconds[length] = time.process_time() - began
-        found[count] = count * (OUTPUT - 1) / (seconds[OUTPUT] - seconds[1])
-    return found
-
-
-Rate = Callable[[Generate, int], dict[int, float]]
-RATES: dict[str, Rate] = {"decode": decoding_rate, "prompts": prompt_rate}
 
 
 def measure_quantkit(path: str, vocab: int, rate: Rate) -> dict[int, float]:
@@ -173,14 +140,32 @@ def measure_vllm(path: str, vocab: int, rate: Rate) -> dict[int, float]:
     return rate(generate, vocab)
 
 
-ENGINES = {"quantkit": measure_quantkit, "transformers": measure_transformers, "vllm": measure_vllm}
+ENGINES = {
+    "quantkit": measure_quantkit,
+    "transformers": measure_transformers,
+    "vllm": measure_vllm,
+}
 
 
-def in_process(
-    python: str, engine: str, path: Path, vocab: int, threads: int, what: str
-) -> dict[str, float]:
-    command = [python, __file__, "--measure", engine, str(path), str(vocab), what]
-    binding = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if engine == "vllm" else {}
+@dataclass(frozen=True)
+class Peer:
+    """label: of a row; engine: of ENGINES, or llama.cpp; ours: the label of quantkit's row it stands next to."""
+
+    label: str
+    engine: str
+    python: str
+    path: Path
+    ours: str = "quantkit"
+
+
+def in_process(peer: Peer, vocab: int, threads: int, what: str) -> dict[str, float]:
+    own = str(peer.path), str(vocab), what
+    command = (
+        [peer.python, str(Path(__file__).with_name("cpu_llama.py")), *own]
+        if peer.engine == "llama.cpp"
+        else [peer.python, __file__, "--measure", peer.engine, *own]
+    )
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if peer.engine == "vllm" else {}
     done = subprocess.run(
         command,
         env={**os.environ, **binding, "OMP_NUM_THREADS": str(threads)},
@@ -189,65 +174,102 @@ def in_process(
         check=False,
     )
     if done.returncode:
-        raise SystemExit(f"{engine} failed on {path}:\n{done.stderr[-3000:]}")
+        raise SystemExit(f"{peer.label} failed on {peer.path}:\n{done.stderr[-3000:]}")
     answer: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
     return answer
 
 
-def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def quantized(source: Path, out: Path, recipe: str) -> Path:
+    """Rounded to nearest by a recipe of one line or more."""
+    written = out.with_suffix(".yaml")
+    written.write_text(recipe)
+    make = [sys.executable, "-m", "quantkit", "quantize", str(source), "--recipe", str(written)]
+    subprocess.run([*make, "--out", str(out)], check=True, capture_output=True)
+    return out
+
+
+def synthetic(options: argparse.Namespace, folder: Path) -> dict[str, tuple[int, list[Peer]]]:
+    """Vocabulary and peers of a dense model with random weights and, but for prompts, tiny-r1."""
     from quantkit.checkpoint.hub import find_model
     from quantkit.quantization.convert import convert
 
-    dense = write_random(folder / "qwen2-0.5b", QWEN)
-    plain = folder / "tiny-r1-bf16"
+    dense, plain = write_random(folder / "qwen2-0.5b", QWEN), folder / "tiny-r1-bf16"
     convert(find_model("tiny-r1"), plain, dtype="bf16")
-    cases = {"dense 0.5B": (dense, QWEN["vocab_size"])} | (
-        {} if options.prompts else {"tiny-r1": (plain, 640)}
-    )
-    what = "prompts" if options.prompts else "decode"
-    report: dict[str, Any] = about() | {"threads": options.threads, "what": what, "models": {}}
-    print_about(report)
-    for name, (source, vocab) in cases.items():
-        packed = folder / f"{source.name}-w4a16"
-        make = [
-            sys.executable,
-            "-m",
-            "quantkit",
-            "quantize",
-            str(source),
-            "--scheme",
-            "rtn-w4a16",
-            "--out",
-            str(packed),
+    cases = {"dense 0.5B": (QWEN["vocab_size"], dense)}
+    if not options.prompts:
+        cases["tiny-r1"] = (640, plain)
+    found = {}
+    for name, (vocab, source) in cases.items():
+        packed = quantized(source, folder / f"{source.name}-w4a16", "scheme: rtn-w4a16")
+        peers = [
+            Peer("quantkit", "quantkit", sys.executable, packed),
+            Peer("transformers", "transformers", sys.executable, source),
         ]
-        subprocess.run(make, check=True, capture_output=True)
-        places = {"quantkit": (sys.executable, packed), "transformers": (sys.executable, source)}
         if options.vllm and name.startswith("dense"):
-            places["vllm"] = (options.vllm, source)
-        rows: dict[str, list[dict[str, float]]] = {engine: [] for engine in places}
-        for number in range(options.rounds):
-            for engine, (python, path) in places.items():
-                rows[engine].append(in_process(python, engine, path, vocab, options.threads, what))
-                load = os.getloadavg()[0]
-                print(
-                    f"{name}, round {number + 1}, {engine}: {rows[engine][-1]} tokens/s, load "
-                    f"{load:.1f}",
-                    flush=True,
-                )
-        report["models"][name] = rows
-        for engine, found in rows.items():
-            for count in map(str, CONCURRENCIES):
-                ratios = [
-                    ours[count] / theirs[count] for ours, theirs in zip(rows["quantkit"], found)
-                ]
-                rates = Spread.of([row[count] for row in found])
-                line = f"{name}, concurrency {count}: {engine} {rates} tokens/s"
-                print(
-                    line
-                    if engine == "quantkit"
-                    else f"{line}; quantkit / {engine} = {Spread.of(ratios)}",
-                    flush=True,
-                )
+            peers.append(Peer("vllm", "vllm", options.vllm, source))
+        found[name] = (vocab, peers)
+    return found
+
+
+def published(options: argparse.Namespace, folder: Path) -> dict[str, tuple[int, list[Peer]]]:
+    """--model next to llama.cpp in both widths."""
+    vocab = json.loads((options.model / "config.json").read_text())["vocab_size"]
+    int4 = quantized(options.model, folder / "w4a16", "scheme: rtn-w4a16")
+    int8 = quantized(options.model, folder / "int8", "scheme: int8-a8w8c16\nmethods: []")
+    wider = folder / "Q8_0.gguf"
+    requantize = (
+        "import llama_cpp, sys; how = llama_cpp.llama_model_quantize_default_params();"
+        "how.ftype, how.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, True;"
+        "sys.exit(llama_cpp.llama_model_quantize(*map(str.encode, sys.argv[1:3]), how))"
+    )
+    command = [options.llama, "-c", requantize, str(options.gguf), str(wider)]
+    subprocess.run(command, check=True, capture_output=True)
+    return {
+        options.model.name: (
+            vocab,
+            [
+                Peer("quantkit W4A16", "quantkit", sys.executable, int4, "quantkit W4A16"),
+                Peer("llama.cpp Q4_1", "llama.cpp", options.llama, options.gguf, "quantkit W4A16"),
+                Peer("quantkit INT8", "quantkit", sys.executable, int8, "quantkit INT8"),
+                Peer("llama.cpp Q8_0", "llama.cpp", options.llama, wider, "quantkit INT8"),
+            ],
+        )
+    }
+
+
+def measured(
+    name: str, vocab: int, peers: list[Peer], what: str, options: argparse.Namespace
+) -> dict[str, list[dict[str, float]]]:
+    """Tokens/s by peer, round and concurrency."""
+    rows: dict[str, list[dict[str, float]]] = {peer.label: [] for peer in peers}
+    for number in range(options.rounds):
+        for peer in peers:
+            rows[peer.label].append(in_process(peer, vocab, options.threads, what))
+            said = f"{what} of {name}, round {number + 1}, {peer.label}: {rows[peer.label][-1]}"
+            print(f"{said} tokens/s, load {os.getloadavg()[0]:.1f}", flush=True)
+    for peer in peers:
+        for count in map(str, CONCURRENCIES):
+            found, own = rows[peer.label], rows[peer.ours]
+            ratios = [ours[count] / theirs[count] for ours, theirs in zip(own, found)]
+            rates = Spread.of([row[count] for row in found])
+            line = f"{what} of {name}, concurrency {count}: {peer.label} {rates} tokens/s"
+            if peer.label != peer.ours:
+                line += f"; {peer.ours} / {peer.label} = {Spread.of(ratios)}"
+            print(line, flush=True)
+    return rows
+
+
+def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    real = options.llama is not None
+    cases = (published if real else synthetic)(options, folder)
+    rates = list(RATES) if real else ["prompts" if options.prompts else "decode"]
+    report: dict[str, Any] = about() | {"threads": options.threads}
+    print_about(report)
+    for what in rates:
+        report[what] = {
+            name: measured(name, vocab, peers, what, options)
+            for name, (vocab, peers) in cases.items()
+        }
     return report
 
 
@@ -257,11 +279,16 @@ def main() -> None:
     given.add_argument("--rounds", type=int, default=3)
     given.add_argument("--threads", type=int, default=1)
     given.add_argument("--out", type=Path)
+    given.add_argument("--llama", help="Python of an environment with llama-cpp-python")
+    given.add_argument("--model", type=Path, help="with --llama: a published model's folder")
+    given.add_argument("--gguf", type=Path, help="with --llama: the same model in Q4_1")
     given.add_argument("--prompts", action="store_true", help="prompts instead of decoding")
     given.add_argument(
         "--measure", nargs=4, metavar=("ENGINE", "PATH", "VOCAB", "RATE"), help=argparse.SUPPRESS
     )
     options = given.parse_args()
+    if bool(options.llama) != bool(options.model and options.gguf):
+        given.error("--llama, --model and --gguf go together")
     if options.measure:
         engine, path, vocab, what = options.measure
         answer, sys.stdout = sys.stdout, sys.stderr  # engines print; the answer must be alone

@@ -184,7 +184,7 @@ template <int Vectors> struct Blocks {
     for (int i = 0; i < w.k; i += 4, codes += 4 * rows) {
       __m512i weights[Vectors];
       for (int v = 0; v < Vectors; ++v) {
-        _mm_prefetch(reinterpret_cast<const char*>(codes + v * 64 + kAhead), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(codes + v * 64 + kAhead), _MM_HINT_T1);  // into L2, which waits for more lines at once
         weights[v] = _mm512_loadu_si512(codes + v * 64);
         asm("" : "+v"(weights[v]));  // in a register, or GCC loads it for every token
       }
