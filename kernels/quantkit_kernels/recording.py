@@ -11,6 +11,7 @@ cannot be recorded, but for `whole` parts of it, which are called again as they 
 import functools
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -32,6 +33,17 @@ Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledCall:
+    """A function of C++ by ctypes, with addresses, sizes and, last, a number."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+
+    def __call__(self) -> None:
+        self.function(*self.arguments)
+
+
 class _Active(threading.local):
     recording: "Recording | None" = None
 
@@ -46,16 +58,16 @@ class Recording:
     def __init__(self) -> None:
         self.refused = ""
         self.nbytes = 0
-        self._calls: list[Call] = []
+        self.calls: list[Call] = []
         self._kept: list[object] = []
 
     def repeat(self) -> None:
         """Valid where `refused` is empty, with as many threads as when it was recorded."""
-        for call in self._calls:
+        for call in self.calls:
             call()
 
     def add(self, call: Call, *kept: object) -> None:
-        self._calls.append(call)
+        self.calls.append(call)
         self._kept.extend(kept)
 
     def keep(self, made: Iterable[Tensor]) -> None:
@@ -86,7 +98,7 @@ def recorded(function: Callable[..., None]) -> Callable[..., None]:
         function(*arguments)
         recording = _ACTIVE.recording
         if recording is not None:
-            recording.add(functools.partial(function, *arguments))
+            recording.add(CompiledCall(function, arguments))
 
     return call
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from kernel_weights import layer, random_experts
 from quantkit_kernels import Routing, add_rms_norm, moe_gate, prepare, rms_norm, silu_and_mul
+from quantkit_kernels.cpu.repeat import join
 from quantkit_kernels.recording import record
 from quantkit_kernels.samples import random_weight
 
@@ -37,13 +38,16 @@ def _step():
 
 
 @torch.inference_mode()
-def test_a_repeated_step_is_one_computed_again():
+@pytest.mark.parametrize("joined", [False, True], ids=["by Python", "by C++"])
+def test_a_repeated_step_is_one_computed_again(joined):
     step, fresh = _step(), _step()
     rng = torch.Generator().manual_seed(1)
     x, places = torch.randn(ROWS, WIDTH, generator=rng).bfloat16(), torch.arange(ROWS)
     results, recording = record(lambda: step(x, places))
     assert recording.refused == ""
     assert 0 < recording.nbytes < 1 << 20
+    if joined:
+        join(recording)
     for found, expected in zip(results, fresh(x, places)):
         assert torch.equal(found, expected)
     for turn in range(4):

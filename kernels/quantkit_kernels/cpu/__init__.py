@@ -6,8 +6,7 @@ int4   int4_rows.cpp for few rows, 4.25 bits per weight in bf16: bfloat16 produc
        matmul over blocks expanded by int4.cpp. Without a compiler `_weight_int4pack_mm_for_cpu`, in
        bf16 or fp16.
 routers  dense.cpp, any number of rows: what a token is routed to does not depend on the others.
-dense  Of backend expanded: dense.cpp for few rows in float32, and in bf16 where the processor does
-not multiply it.
+dense  Of backend expanded: dense.cpp for few rows in float32, and in bf16 but where AMX multiplies it.
 int8   int8.cpp: any number of rows on a processor with VNNI and no AMX, whose experts of a layer are one call (int8_experts.cpp); few with
        AMX, by AVX2, NEON (dot product or i8mm) or the compiler's own vectors. For more, or without a compiler:
        `onednn.qlinear_pointwise` with u8 activations where the processor has VNNI (it saturates in
@@ -16,7 +15,7 @@ int8   int8.cpp: any number of rows on a processor with VNNI and no AMX, whose e
 w8a16  w8a16.cpp for few rows; many by torch's matmul over expanded blocks.
 fp4    fp4.cpp, AVX-512 or AVX2; 4.5 bits per weight.
 gqa    gqa.cpp, decoding over pages, of latents in 16 and 32 bits too. Prompts: prompts.cpp, keys and values expanded from latents too.
-norms  norm.cpp in bf16 and float32, which turns queries and keys of gqa, too; in fp16 torch.
+norms  norm.cpp in bf16 and float32, which is all of gqa before attention, too; in fp16 torch.
 silu   silu.cpp in bf16 and float32; in fp16, or without a compiler, torch's, by rows that stay in a cache.
 
 The C++ is compiled by the user's compiler at first use.

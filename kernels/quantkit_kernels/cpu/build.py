@@ -32,7 +32,7 @@ _LEVELS = {
         ("AVX2", "AVX512", "VNNI", "BF16", "PORTABLE", "DOTPROD", "I8MM"),
     ),
     **dict.fromkeys(
-        ("gqa", "int4", "int8", "norm", "prompts", "round_block", "silu", "w8a16"),
+        ("gqa", "int4", "int8", "norm", "prompts", "repeat", "round_block", "silu", "w8a16"),
         ("AVX2", "AVX512", "VNNI", "PORTABLE", "DOTPROD", "I8MM"),
     ),
 }
@@ -47,6 +47,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "gqa": {"qk_gqa_decode": (9, 10, 1)},
     "norm": {"qk_rms_norm": (5, 5, 1), "qk_rotate": (4, 7), "qk_gqa_prepare": (9, 8, 1)},
     "prompts": {"qk_prompt_attend": (6, 9)},
+    "repeat": {"qk_repeat": (1, 1)},
     "round_block": {"qk_round_block": (6, 8)},
     "silu": {"qk_silu_and_mul": (2, 4)},
     "w8a16": {"qk_w8a16_linear": (4, 5)},

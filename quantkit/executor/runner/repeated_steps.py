@@ -7,6 +7,7 @@ meets few widths.
 """
 
 import torch
+from quantkit_kernels.cpu.repeat import join
 from quantkit_kernels.recording import Recording, record
 
 from quantkit.executor.cache.cache import PagedCache
@@ -55,6 +56,7 @@ class RepeatedSteps:
         if recording.nbytes > MOST_BYTES:
             self._most_rows = count - 1
         elif not self.failure:
+            join(recording)
             self._steps[size] = (buffers, result, recording)
             while sum(one.nbytes for _, _, one in self._steps.values()) > MOST_BYTES:
                 del self._steps[next(iter(self._steps))]  # the oldest
