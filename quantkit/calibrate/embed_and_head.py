@@ -50,8 +50,10 @@ class TableEmbedAndHead:
         self.embedding = next(row for row in rows if row.role == "embedding" and row.layer is None)
         self.norm = next(row for row in rows if row.layer is None and row.role == "norm")
 
-    def embed(self, sequences: Sequence[Tensor]) -> Tensor:
-        table, ids = self.source.checkpoint.read(self.embedding.name), torch.cat([*sequences])
+    def embed(self, sequences: Sequence[Tensor], table: Tensor | None = None) -> Tensor:
+        """table: in place of the source's."""
+        ids = torch.cat([*sequences])
+        table = self.source.checkpoint.read(self.embedding.name) if table is None else table
         check_vocabulary(ids, len(table))
         embed = table[ids].float()
         return embed if self.streams is None else self.streams.first(embed, ids)

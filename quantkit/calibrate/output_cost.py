@@ -54,11 +54,16 @@ class NextTokenKl:
 
 
 def compare_paths(
-    original: Tensor, others: Sequence[Tensor], head: Iterable[Tensor], logits: Logits = products
+    original: Tensor,
+    others: Sequence[Tensor],
+    head: Iterable[Tensor],
+    logits: Logits = products,
+    own_heads: Sequence[Iterable[Tensor]] = (),
 ) -> list[NextTokenKl]:
     """Each of `others` compared with the original, in one pass over the head. original, others
     float32 [T, H]: hidden states of the same tokens after the final norm. head: its rows, in blocks
-    float32 [R, H]. logits: from products with them to logits."""
+    float32 [R, H]; own_heads: those of the others in the same blocks, where they have other ones.
+    logits: from products with them to logits."""
     p, paths = (
         Softmax(len(original), original.device),
         [Softmax(len(original), original.device) for _ in others],
@@ -66,13 +71,15 @@ def compare_paths(
     differences = [
         torch.zeros_like(p.total) for _ in others
     ]  # sums of exp(logit of p - p.largest) * (logit of p - logit of q)
-    for rows in head:
+    for rows, *own in zip(head, *own_heads, strict=True):
         first = p.offset
         p_logits = logits(original @ rows.t(), first)
         factor = p.update(p_logits)
         weight = (p_logits - p.largest[:, None]).exp_()
-        for other, q, difference in zip(others, paths, differences):
-            q_logits = logits(other @ rows.t(), first)
+        for other, q, difference, q_rows in zip(
+            others, paths, differences, own or [rows] * len(others)
+        ):
+            q_logits = logits(other @ q_rows.t(), first)
             q.update(q_logits)
             difference *= factor
             difference += (weight * (p_logits - q_logits)).sum(-1).double()

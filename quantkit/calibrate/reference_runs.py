@@ -105,8 +105,7 @@ class RtnRun:
         rounded, (tokens, _) = original, self.routed.of(number)
         if solver is not None:
             weights = dict(zip(rows.modules, (original.gate, original.up, original.down)))
-            nearest = _nearest(weights, rows.rows, solver)
-            gate, up, down = (nearest[module] for module in rows.modules)
+            gate, up, down = _nearest(weights, rows.rows, solver).values()
             rounded = replace(
                 original, gate=gate, up=up, down=down, activation_quants=solver.activation_quants()
             )

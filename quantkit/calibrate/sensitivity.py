@@ -17,7 +17,7 @@ after each layer, so a stopped pass resumes there.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ from quantkit.calibrate.embed_and_head import EmbedAndHead, TableEmbedAndHead
 from quantkit.calibrate.expert_layer import expert_weights
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import BATCH_TOKENS, HiddenStates
-from quantkit.calibrate.linear_solver import SolverTable
+from quantkit.calibrate.linear_solver import LinearSolver, SolverTable
 from quantkit.calibrate.output_cost import BLOCK_ROWS, ResidualStream, compare_paths
 from quantkit.calibrate.source_model import SourceModel, attend_unit, feed_forward_unit
 from quantkit.calibrate.sublayer import (
@@ -46,7 +46,7 @@ from quantkit.calibrate.sublayer import (
 )
 from quantkit.checkpoint.header import save_tensors
 from quantkit.common.progress import OnEvent, Progress, peak_memory
-from quantkit.grids.base import Grid, grid_label
+from quantkit.grids.base import Grid, grid_label, round_to_nearest
 from quantkit.models.activation_quant import ActivationQuant
 from quantkit.models.table import GatedMlp, Parameter
 from quantkit.models.weights import ExpertsOp
@@ -349,7 +349,31 @@ class SensitivityPass:
             name: {label: cost * worth[found.units[name]] for label, cost in costs.items()}
             for name, costs in found.costs.items()
         }
+        choice, grids = self.by_module.get(head.module, (None, ()))
+        if choice is not None:
+            kl[choice.name] = self._of_head(original, grids)
         return Sensitivities(kl, found.asked, len(original))
+
+    def _of_head(self, original: Tensor, grids: Sequence[Grid]) -> dict[str, float]:
+        """KL of the head rounded to nearest on each grid, by label; original [T, H]: what it
+        reads."""
+        weights, head = self.model.weights, self.residual.head
+        solvers = [self.solvers.on(grid) for grid in grids]
+        largest = [rows.abs().amax() for rows in weights.blocks(head, BLOCK_ROWS)]
+
+        def rounded(solver: LinearSolver) -> Iterator[Tensor]:
+            quantizer = solver.quantizer(torch.stack(largest).amax())
+            for rows in weights.blocks(head, BLOCK_ROWS):
+                yield round_to_nearest(rows, quantizer)[0]
+
+        found = compare_paths(
+            original,
+            [solver.activation_quant()(original) for solver in solvers],
+            weights.blocks(head, BLOCK_ROWS),
+            self.embed_and_head.logits,
+            [rounded(solver) for solver in solvers],
+        )
+        return {grid_label(grid): max(one.kl, 0.0) for grid, one in zip(grids, found)}
 
 
 def _run(

@@ -11,7 +11,7 @@ of one input while these are solved; or a few experts. Nothing grows with the nu
 experts. Hidden states at the input of each layer are saved, so a stopped run resumes there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -29,7 +29,12 @@ from quantkit.calibrate.hidden_states import (
     keep_freed_blocks,
     mean_row_distance,
 )
-from quantkit.calibrate.input_statistics import SublayerStatistics, collect_statistics
+from quantkit.calibrate.input_statistics import (
+    HELD_OUT_ROWS,
+    SublayerStatistics,
+    collect_statistics,
+)
+from quantkit.calibrate.input_sums import Observer
 from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.output_cost import (
     BLOCK_ROWS,
@@ -58,7 +63,8 @@ from quantkit.calibrate.sublayer import (
     sublayer_of,
 )
 from quantkit.calibrate.sublayer_solver import solve_sublayer
-from quantkit.grids.base import Weight
+from quantkit.grids.base import Weight, dequantize
+from quantkit.models.table import Parameter
 from quantkit.quant.gptq import Curvature
 
 
@@ -108,6 +114,8 @@ class Walk:
         self.unpruned: Tensor | None = None
         """Hidden states of the held-out tokens after the last layer of the model before pruning,
         [T, H]."""
+        self.head: Weight | None = None
+        """Quantized, where it is."""
 
     @torch.inference_mode()
     def run(self, sequences: Sequences) -> Findings:
@@ -118,13 +126,9 @@ class Walk:
         self.ranks.barrier()  # all ranks start from the same state
         first = self.model.layers[0]
         if saved is None:
-            states = self._embedded(sequences)
-            rtn_states = states.original.hidden.clone() if len(states.original.hidden) else None
-            fitted = (
-                states.quantized.hidden[: states.quantized.fitted].clone()
-                if "drift" in self.solvers.methods
-                else None
-            )
+            states, fitted = self._embedded(sequences)
+            judged = states.quantized.hidden[states.quantized.fitted :]
+            rtn_states = judged.clone() if len(judged) else None
         else:
             first, tensors, facts = saved
             self.log.findings = Findings(**facts)
@@ -153,6 +157,8 @@ class Walk:
                 self._decoder_layer(layer, states, head)
             else:
                 self._skip(layer)
+        if self.residual.head.module in self.model.quantized:
+            self._quantize_head(states.quantized)
         if len(states.original.hidden) and self.ranks.is_main:
             self._compare_next_tokens(states)
         if head is not None:
@@ -171,11 +177,32 @@ class Walk:
                     self._compare_drafts(layer, states, drafts)
         return self.log.findings
 
-    def _embedded(self, sequences: Sequences) -> HiddenStatePair:
-        """Both paths at the input of the first layer."""
-        hidden = self.embed_and_head.embed([*sequences.calibration, *sequences.held_out])
-        fitted = sum(len(s) for s in sequences.calibration)
-        return self._states(hidden, hidden[fitted:].clone(), sequences)
+    def _embedded(self, sequences: Sequences) -> tuple[HiddenStatePair, Tensor | None]:
+        """Both paths at the input of the first layer, and with drift what the calibration tokens
+        have on the original one."""
+        every = [*sequences.calibration, *sequences.held_out]
+        hidden, fitted = self.embed_and_head.embed(every), sum(map(len, sequences.calibration))
+        original = hidden[fitted:].clone()
+        source = hidden[:fitted].clone() if "drift" in self.solvers.methods else None
+        embed = self.embed_and_head
+        if isinstance(embed, TableEmbedAndHead) and embed.embedding.module in self.model.quantized:
+            hidden = embed.embed(every, self._round_embedding(embed.embedding))
+        return self._states(hidden, original, sequences), source
+
+    def _round_embedding(self, row: Parameter) -> Tensor:
+        """The embedding rounded to nearest, float32, written or loaded: a lookup has no input that
+        errors could be weighed by."""
+        unit = row.module
+        if self.log.store.done(unit):
+            weight = self._loaded(unit)[0][unit]
+        else:
+            table = {unit: self.model.weights.dequantized(row)}
+            solved = self.solvers.of(unit).solve_rtn(table, {})[unit]
+            result = replace(solved.result, method="rounded")
+            self.log.write(unit, {unit: result}, {}, {}, owned=self.ranks.is_main)
+            weight = result.weight
+        self.log.finish(unit)
+        return dequantize(weight).cpu()
 
     def _states(self, quantized: Tensor, original: Tensor, sequences: Sequences) -> HiddenStatePair:
         device, at_once = self.model.weights.device, self.batches.tokens
@@ -420,6 +447,26 @@ class Walk:
             "accepted_drafts_source": source,
         }
 
+    def _quantize_head(self, states: HiddenStates) -> None:
+        """Solve the head by the outputs of the final norm, or load what an earlier run wrote."""
+        head, unit = self.residual.head, self.residual.head.module
+        if self.log.store.done(unit):
+            self.head = self._loaded(unit)[0][unit]
+        else:
+            self.log.begin_phase("observing", unit)
+            observer = Observer(HELD_OUT_ROWS, self.ranks)
+            for batch in states.batches():
+                observer.held_out = batch.held_out
+                observer(unit, self.embed_and_head.final_norm(states.hidden[batch.part]))
+            read = linear_input(observer.finish()[unit], self.solvers, None)
+            self.log.begin_phase("solving", unit)
+            solver, weights = self.solvers.of(unit), {unit: self.model.weights.dequantized(head)}
+            solved = solver.solve_stack(weights, {}, read.curvature, read.sample)
+            result = solver.with_input_divisor(solved[unit], read.largest).result
+            self.log.write(unit, {unit: result}, {}, {}, owned=self.ranks.is_main)
+            self.head = result.weight
+        self.log.finish(unit)
+
     def _compare_next_tokens(self, states: HiddenStatePair) -> None:
         """Compare the next-token distributions of the paths on held-out tokens. Not saved for a
         restart: it follows from the last layer."""
@@ -436,8 +483,20 @@ class Walk:
                 *(() if self.rtn is None else (self.rtn.states.hidden,)),
             )
         )
-        blocks = self.model.weights.blocks(head, JUDGED_ROWS)
-        own, *others = compare_paths(original, [quantized, *unquantized], blocks, logits)
+        weights, paths, heads = (
+            self.model.weights,
+            [quantized, *unquantized],
+            list[Iterable[Tensor]](),
+        )
+        if self.head is not None:
+            solver = self.solvers.of(head.module)
+            paths = [solver.activation_quant(self.head)(path) for path in paths]
+            heads.append(dequantize(self.head).split(JUDGED_ROWS))
+            if unquantized:
+                rounded = solver.rtn_values({head.module: weights.dequantized(head)}, {})
+                heads.append(rounded[head.module].split(JUDGED_ROWS))
+        blocks = weights.blocks(head, JUDGED_ROWS)
+        own, *others = compare_paths(original, paths, blocks, logits, heads)
         found = asdict(own)
         if others:
             found["plain_kl"] = others[0].kl

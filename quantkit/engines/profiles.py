@@ -8,7 +8,7 @@ a model that may or must be quantized.
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar, get_args
 
 from pydantic import Field
 
@@ -21,9 +21,11 @@ from quantkit.grids.schemes import Scheme
 from quantkit.models.table import Parameter
 
 Device = Literal["cuda", "npu", "cpu"]
-Part = Literal["qkv_a", "attention", "kv_b", "mlp", "shared_experts", "experts"]
+Part = Literal[
+    "qkv_a", "attention", "kv_b", "mlp", "shared_experts", "experts", "head", "embedding"
+]
 """Parts of a model that an engine treats as one. qkv_a: q_a_proj and kv_a_proj_with_mqa, which
-every engine fuses."""
+every engine fuses. head, embedding: of the main model, with a tensor each."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,10 @@ class EngineProfile(Strict):
     reads: dict[str, tuple[str, ...]] = Field({})
     formats: dict[str, tuple[str, ...]] = Field({})
     parts: dict[str, tuple[Part, ...]] = Field({})
+    # Model types whose head its code never quantizes, and those whose embedding it does, in rules that
+    # have the part.
+    plain_heads: tuple[str, ...] = ()
+    embeddings: tuple[str, ...] = ()
     # Model types with a quantized cache of these codes, with scales from the checkpoint (int8:
     # ModelSlim's).
     caches: dict[CacheCodes, tuple[str, ...]] = Field({})
@@ -174,12 +180,14 @@ class EngineProfile(Strict):
 
     def of_model(self, rule: RuleKind, model_type: object) -> RuleKind:
         """The rule with those of its parts that the engine's code of a model quantizes."""
-        own = self.parts.get(str(model_type))
-        if own is None:
-            return rule
+        own = self.parts.get(str(model_type), get_args(Part))
+        lacks = {
+            "head": model_type in self.plain_heads,
+            "embedding": model_type not in self.embeddings,
+        }
 
         def kept(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-            return tuple(part for part in parts if part in own)
+            return tuple(part for part in parts if part in own and not lacks.get(part))
 
         if isinstance(rule, MixtureRule):
             grids = {grid: kept(parts) for grid, parts in rule.grids.items()}
@@ -275,6 +283,8 @@ def part_of(row: Parameter) -> Part | None:
     """The part of the model that a tensor belongs to; None if no engine takes it quantized."""
     if row.role == "kv_b":
         return "kv_b"
+    if row.role in ("head", "embedding") and row.layer is None:
+        return row.role
     if row.role != "linear":
         return None
     match row.block:

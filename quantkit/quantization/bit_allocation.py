@@ -18,12 +18,13 @@ from quantkit.calibrate.sensitivity import LinearGroup, Sensitivities, linear_gr
 from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import format_bytes
 from quantkit.grids.base import Grid, grid_label
+from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.models.table import Parameter
 from quantkit.quantization.allocation import Allocation, Allocator, CurvePoint, Option
 from quantkit.quantization.fitting import GROUP_SIZES, INT8, Allowed, in_groups_of
-from quantkit.quantization.job import Job
-from quantkit.quantization.mixed_precision import FP8, is_fp8
+from quantkit.quantization.job import Job, outer_grids
+from quantkit.quantization.mixed_precision import FP8, is_fp8, matcher
 
 FINE_GROUP = 32
 """Group size of the finer int4."""
@@ -61,7 +62,8 @@ class GridAssignment:
 
 
 class GridOptions:
-    """Of one job. grids: candidates of each group; groups of MTP layers have only the cheapest."""
+    """Of one job. grids: candidates of each group; groups of MTP layers have only the cheapest.
+    measured: with the head's, which has a choice where the budget is of the whole output."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -70,8 +72,23 @@ class GridOptions:
         for choice in linear_groups(
             row for row in job.rows if row.module in job.grids and not kept(row)
         ):
-            found = sorted(self._allowed(choice), key=lambda grid: self._stored(choice, grid))
-            self.grids[choice] = tuple(found[:1] if choice.rows[0].mtp else found)
+            found = self._sorted(choice)
+            self.grids[choice] = found[:1] if choice.rows[0].mtp else found
+        outer, ignored = outer_grids(job), job.request.mixture.ignore
+        heads = linear_groups(
+            row
+            for row in job.rows
+            if row.role == "head"
+            and row.module in outer
+            and not any(matcher(pattern)(row.module) for pattern in ignored)
+        )
+        self.measured = self.grids | {choice: self._sorted(choice) for choice in heads}
+        if job.request.mixture.size is not None:
+            self.grids = {
+                choice: grids
+                for choice, grids in self.measured.items()
+                if choice in self.grids or len(grids) > 1
+            }
         if not any(row.layer is None and row.role == "norm" for row in job.rows):
             raise QuantkitError(
                 "grids cannot be chosen: the model does not end with a norm that quantkit knows",
@@ -124,7 +141,7 @@ class GridOptions:
         """The grids whose cost has to be measured."""
         rounded = {
             choice: tuple(grid for grid in grids if grid is not None and not _exact(grid))
-            for choice, grids in self.grids.items()
+            for choice, grids in self.measured.items()
             if not choice.rows[0].mtp
         }
         return {choice: grids for choice, grids in rounded.items() if grids}
@@ -198,6 +215,10 @@ class GridOptions:
                     grids[row.module] = grid
         return replace(self.job, grids=grids)
 
+    def _sorted(self, choice: LinearGroup) -> tuple[Grid | None, ...]:
+        """What it may be on, the smallest first."""
+        return tuple(sorted(self._allowed(choice), key=lambda grid: self._stored(choice, grid)))
+
     def _allowed(self, choice: LinearGroup) -> list[Grid | None]:
         """The grids that the source, the format, the engine and the shapes allow."""
         mixed_choice, checkpoint = self.job.request.mixed_choice, self.job.checkpoint
@@ -207,8 +228,11 @@ class GridOptions:
         sizes = [in_groups_of(base, size) for size in GROUP_SIZES]
         fine = base.with_group_size(FINE_GROUP) if base.group_size else None
         fp8 = all(is_fp8(checkpoint, row) for row in choice.rows)
+        # Rounded inputs of SmolLM2's head cost a hundred times what its weights in groups do.
+        eight = [IntGrid(8, size, symmetric=True) for size in GROUP_SIZES]
+        int8 = output.first(choice, eight) if choice.rows[0].role == "head" else INT8
         candidates = dict.fromkeys(
-            (output.first(choice, sizes), fine, Nvfp4Grid(), INT8, *([FP8] if fp8 else []))
+            (output.first(choice, sizes), fine, Nvfp4Grid(), int8, *([FP8] if fp8 else []))
         )
         held = (
             grid

@@ -200,7 +200,10 @@ class ConversionPlan:
         linear = self.checkpoint.linears[module]
         part = (part_of(row) if row is not None else None) or role
         holds = self.target is not dense.FORMAT and linear.format is self.checkpoint.format
-        if holds and self.target.quantizes(module, role, mtp=row is not None and row.mtp):
+        mtp = row is not None and row.mtp
+        outer = role in self.target.outer and not mtp
+        taken = outer or self.target.quantizes(module, role, mtp=mtp)
+        if holds and taken:
             key = f"{linear.format.name} to {self.target.name}: {part}"
             return Item(
                 module, True, True, key, tuple(self.target.specs(module, linear.shape, self.grid))

@@ -47,6 +47,13 @@ class Allowed(NamedTuple):
         shape = (row.shape[0], row.shape[1])
         if not self.format.takes(grid) or not self.accepts(row, grid):
             return False
+        if row.role in ("head", "embedding") and row.role not in self.format.outer:
+            return False
+        if row.role == "head" and grid.scale_rows > 1:
+            return False  # engines share out scales as they do rows, token by token
+        weight_only = grid.is_integer and grid.symmetric and grid.activation_bits == 16
+        if row.role == "embedding" and not (weight_only and grid.group_size):
+            return False  # what vLLM's lookup decodes
         if grid.group_size is not None and shape[1] % grid.group_size:
             return False
         try:

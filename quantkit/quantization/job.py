@@ -16,7 +16,7 @@ from typing import Any
 
 from quantkit.calibrate.source_model import units_of
 from quantkit.checkpoint.formats import compressed_mixed, modelslim
-from quantkit.checkpoint.formats.base import Format
+from quantkit.checkpoint.formats.base import HEAD, Format
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
@@ -29,10 +29,12 @@ from quantkit.engines.profiles import (
     find_engine,
 )
 from quantkit.grids.base import Grid, grid_label
+from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.schemes import SCHEMES, Scheme
+from quantkit.models import is_known
 from quantkit.models.architecture import KeyValueCache
 from quantkit.models.cache_scales import cache_scale_specs, supports_cache_scales
-from quantkit.models.stored_parameters import check_stored_head
+from quantkit.models.stored_parameters import check_stored_head, read_model
 from quantkit.models.table import Parameter
 from quantkit.quantization.checks import (
     Inventory,
@@ -54,11 +56,12 @@ from quantkit.quantization.mixed_precision import (
     check_fits,
     engine_subset,
     kept_grids,
+    matcher,
     overridden_grids,
 )
 from quantkit.quantization.pruning import open_pruned
 from quantkit.quantization.request import MIXING, WITHOUT_CACHE, JobRequest
-from quantkit.quantization.rotation import RotatedCheckpoint, open_rotated
+from quantkit.quantization.rotation import RotatedCheckpoint, has_head, open_rotated
 
 _NAMED = 6
 """Kinds of tensors listed."""
@@ -195,8 +198,9 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
         check_companions(path, calibrated=bool(request.methods or prune))
     if prune:
         checkpoint = open_pruned(checkpoint, prune)
-    if rotation := request.recipe.rotation:
-        checkpoint = open_rotated(checkpoint, rotation, request.recipe.seed)
+    rotation, untie = request.recipe.rotation, _unties(request, checkpoint)
+    if rotation or untie:
+        checkpoint = open_rotated(checkpoint, rotation, request.recipe.seed, untie=untie)
     inventory = take_inventory(checkpoint, calibrated=bool(request.methods))
     if isinstance(checkpoint, RotatedCheckpoint):
         notes = filter(None, (inventory.note, checkpoint.note))
@@ -269,6 +273,33 @@ def _of_model(request: JobRequest, model_type: object) -> JobRequest:
         choice=None if choice is None else choice.of_model(model_type),
         mixed_choice=None if mixed is None else mixed.of_model(model_type),
     )
+
+
+def _unties(request: JobRequest, checkpoint: Checkpoint) -> bool:
+    """Whether an override means a head that is tied to the embedding: it needs a tensor of its
+    own."""
+    meant = [one for one in request.mixture.override if matcher(one.pattern)(HEAD)]
+    if not meant or not is_known(checkpoint.config):
+        return False
+    rows = read_model(checkpoint).rows
+    linears = [row.module for row in rows if row.role == "linear"]
+    return not has_head(rows) and any(
+        one.bits != 16 and not any(map(matcher(one.pattern), linears)) for one in meant
+    )
+
+
+def outer_grids(job: Job) -> dict[str, Grid]:
+    """The grids from which overrides of the head and of the embedding start. Engines read the latter
+    in integers without zero points alone."""
+    scheme, found = job.request.scheme, dict[str, Grid]()
+    tables = [row for row in job.rows if row.role == "embedding"]
+    for row in job.rows:
+        named = row.module.rpartition(".")[2] == HEAD or not job.inventory.by_name
+        if row.role == "head" and row.layer is None and named:
+            found[row.module] = scheme.grid(expert=False, mtp=False)
+        elif row.role == "embedding" and len(tables) == 1 and named and has_head(job.rows):
+            found[row.module] = IntGrid(4, 128, symmetric=True)
+    return found
 
 
 def _fitted(job: Job) -> Job:
@@ -401,7 +432,8 @@ def _overridden(job: Job) -> Job:
     Raises QuantkitError for a pattern that matches nothing, or a grid that cannot be written or
     loaded."""
     request, mixture, mixed_choice = job.request, job.request.mixture, job.request.mixed_choice
-    grids = overridden_grids(mixture.ignore, mixture.override, job.rows, job.grids)
+    outer = outer_grids(job)
+    grids = overridden_grids(mixture.ignore, mixture.override, job.rows, job.grids, outer)
     held = job.target.writes_mixtures or MIXING.get(request.format) is modelslim.FORMAT
     if held or set(grids.values()) <= set(job.grids.values()):
         changed = replace(job, grids=grids)
@@ -420,7 +452,7 @@ def _overridden(job: Job) -> Job:
     allows = None if mixed_choice is None else mixed_choice.allows
     named = [row for row in job.rows if grids.get(row.module) != job.grids.get(row.module)]
     allowed = Allowed(changed.target, lambda row, grid: allows is None or allows(row, grid))
-    check_fits(named, grids, allowed)
+    check_fits(named, grids, allowed, changed.request.scheme.weight)
     return changed
 
 

@@ -245,10 +245,11 @@ def samples_within(job: Job, ceiling: int) -> int:
 
 
 def _moments(work: RunSizes, rows: list[Parameter]) -> list[int]:
-    """Of one sublayer: while its inputs are observed, while each one's scale is searched, while its
+    """Of the head, or of one sublayer: while its inputs are observed, while each one's scale is searched, while its
     linears are solved, and while it runs quantized."""
     linears = [row for row in rows if row.module in work.quantized]
-    if rows[0].layer is None or rows[0].expert is not None or not linears:
+    table = rows[0].layer is None  # the head, which no tokens run through
+    if rows[0].expert is not None or rows[0].role == "embedding" or not linears:
         return []
     weights = _FLOAT * sum(_values(row) for row in rows)
     routed = (
@@ -277,6 +278,7 @@ def _moments(work: RunSizes, rows: list[Parameter]) -> list[int]:
         held + weights + sum(squares.values()) + run,
         held + weights + weights // _FLOAT + run,
     ]
+    moments = [] if table else moments
     for columns, sizes in readers.items():
         # Every input has its Hessian, and those searched before their factors.
         others = sum(2 * squares[k] for k in squares if k != columns)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from quantkit.calibrate.sensitivity import linear_groups
-from quantkit.checkpoint.formats.base import Format
+from quantkit.checkpoint.formats.base import HEAD, Format
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError, UsageError
@@ -30,7 +30,7 @@ from quantkit.grids.fp8_block import Fp8BlockGrid
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.schemes import find_scheme
 from quantkit.models.table import MLA_PROLOG_PROJECTIONS, Parameter
-from quantkit.quantization.fitting import INT8, Allowed
+from quantkit.quantization.fitting import GROUP_SIZES, INT8, Allowed, in_groups_of
 
 _KEYS = ("scheme", "bits", "group_size")
 _FORM = "write 'PATTERN scheme=NAME', bits=4, 8 or 16, or group_size=N"
@@ -131,20 +131,29 @@ def overridden_grids(
     override: Sequence[Override],
     rows: Sequence[Parameter],
     grids: Mapping[str, Grid],
+    outer: Mapping[str, Grid],
 ) -> dict[str, Grid]:
     """The grids without those of ignored linears, and with those of overrides, the last that
-    matches. Raises QuantkitError for a pattern that matches nothing, and for linears that engines
-    run as one operator and that would have several grids."""
+    matches. outer: the grids from which overrides of the head and of the embedding start; only a
+    pattern that matches no linear of a layer means these. Raises QuantkitError for a pattern that
+    matches nothing, and for linears that engines run as one operator and that would have several
+    grids."""
     modules = [row.module for row in rows if len(row.shape) >= 2]
     found: dict[str, Grid] = dict(grids)
     for one in override:
-        named = [module for module in _matching(one.pattern, modules) if module in grids]
+        matched = _matching(one.pattern, modules)
+        named = [module for module in matched if module in grids]
+        start = grids if named else outer
+        named = named or [module for module in matched if module in outer]
         if not named:
+            tied = not any(row.role == "head" for row in rows)
+            table = tied and any(row.module in matched for row in rows if row.role == "embedding")
             raise QuantkitError(
-                f"override {str(one)!r}: what it matches is not quantized", "leave it out"
+                f"override {str(one)!r}: what it matches is not quantized",
+                f"override {HEAD}, too, which is tied to it" if table else "leave it out",
             )
         for module in named:
-            grid = one.grid(grids[module])
+            grid = one.grid(start[module])
             if grid is None:
                 found.pop(module, None)
             else:
@@ -168,11 +177,16 @@ def overridden_grids(
     return found
 
 
-def check_fits(rows: Sequence[Parameter], grids: Mapping[str, Grid], allowed: Allowed) -> None:
-    """Raises QuantkitError unless each of these linears can be stored, and loaded, on its grid."""
+def check_fits(
+    rows: Sequence[Parameter], grids: Mapping[str, Grid], allowed: Allowed, base: Grid
+) -> None:
+    """Raises QuantkitError unless each of these linears can be stored, and loaded, on its grid; on
+    `base`, the scheme's, in smaller groups, as `fit_grids` chooses."""
     for row in rows:
         grid = grids.get(row.module)
-        if grid is not None and not allowed.holds(row, grid):
+        sizes = GROUP_SIZES if grid == base else ()
+        forms = () if grid is None else (grid, *(in_groups_of(grid, size) for size in sizes))
+        if forms and not any(allowed.holds(row, form) for form in forms):
             raise QuantkitError(
                 f"{row.module} {list(row.shape)} cannot be {grid_label(grid)} in "
                 f"{allowed.format.name}, or its engine does not load that",
@@ -440,6 +454,7 @@ class _Narrowed:
     ) -> None:
         self._target, self._keys = target, choice.quantization_config
         self._allowed = {row.module for row in rows if choice.quantizes(row)}
+        self.outer = tuple(role for role in target.outer if role in choice.parts)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)

@@ -7,7 +7,7 @@ which become W diag(g) Q; embedding and writers W become Q^T W; a tied head is s
 a head's values v become v R, in the rows that make them and the columns of o_proj that read them.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -131,7 +131,7 @@ class RotatedCheckpoint(CheckpointView):
             return self._folded(self._folds[name], row, self._source(row, device))
         if row is not None and row.module in self.base.linears:
             return dequantize(self.base.weight(row.module, device), torch.bfloat16)
-        return self.base.read(name, device)
+        return self.base.read(name if row is None else row.name, device)
 
     def weight_slice(
         self, module: str, axis: Axis, start: int, stop: int, device: torch.device = CPU
@@ -189,10 +189,10 @@ class RotatedCheckpoint(CheckpointView):
 
 
 def open_rotated(
-    checkpoint: Checkpoint, rotations: Collection[RotationKind], seed: int
+    checkpoint: Checkpoint, rotations: Collection[RotationKind], seed: int, *, untie: bool = False
 ) -> RotatedCheckpoint:
-    """`checkpoint` rotated. Raises QuantkitError where its table does not say that this leaves the
-    model as it is."""
+    """`checkpoint` rotated. untie: a tied head is stored apart in any case. Raises QuantkitError
+    where its table does not say that this leaves the model as it is."""
     config = checkpoint.config
     if not is_known(config):
         raise _refusal(checkpoint, f"quantkit has no table of {config.get('model_type')!r}")
@@ -200,12 +200,15 @@ def open_rotated(
     if checkpoint.has_weights:
         check_stored_head(checkpoint, model.rows)
     rows, folds = model.rows, dict[str, _Fold]()
-    note = f"rotated: {' and '.join(rotations)}"
+    note = f"rotated: {' and '.join(rotations)}" if rotations else ""
+    if (untie or "residual" in rotations) and not has_head(rows):
+        config = _untied(config)
+        made = model.architecture.parameters(model.architecture.Config.from_dict(config))
+        rows = [*rows, next(row for row in made if row.role == "head" and not row.mtp)]
+        note = "; ".join(
+            filter(None, (note, f"{rows[-1].module} is stored apart from the embedding"))
+        )
     if "residual" in rotations:
-        if not any(row.role == "head" and not row.mtp for row in rows):
-            config = _untied(config)
-            made = model.architecture.parameters(model.architecture.Config.from_dict(config))
-            rows = [*rows, next(row for row in made if row.role == "head" and not row.mtp)]
         folds = _residual_folds(checkpoint, model, rows)
         if any(row.role == "mtp_proj" for row in rows):
             note += "; MTP layers read hidden states without the final norm's gain, and draft worse"
@@ -214,6 +217,11 @@ def open_rotated(
             own = folds.get(name, _Fold())
             folds[name] = replace(fold, gains=own.gains, writes=own.writes)
     return RotatedCheckpoint(checkpoint, config, rows, folds, seed, note)
+
+
+def has_head(rows: Iterable[Parameter]) -> bool:
+    """Whether the head has a tensor of its own."""
+    return any(row.role == "head" and not row.mtp for row in rows)
 
 
 def _refusal(checkpoint: Checkpoint, why: str) -> QuantkitError:

@@ -24,7 +24,7 @@ from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import quantize
 from quantkit.quantization.convert import convert
-from quantkit.quantization.mixed_precision import Mixture
+from quantkit.quantization.mixed_precision import Mixture, read_overrides
 
 TINY_R1 = Path(quantkit.__file__).parent / "builtin" / "tiny-r1"
 DENSE = {f"{name}-dense": config for name, config in CONFIGS["dense"].items()}
@@ -41,6 +41,16 @@ FORMATS = {
     "ct-nvfp4": ("fp4-w4a16", "compressed-tensors"),
     "modelopt": ("fp4-w4a16", "modelopt"),
     MIXTURE: ("awq-w4a16", "compressed-tensors"),
+    "awq-head": ("awq-w4a16", "awq"),
+    "ct-head": ("awq-w4a16", "compressed-tensors"),
+    "ct-head8": ("awq-w4a16", "compressed-tensors"),
+    "ct-ends": ("awq-w4a16", "compressed-tensors"),
+}
+HEADS = {  # rounded, too
+    "awq-head": ["lm_head bits=4"],
+    "ct-head": ["lm_head bits=4"],
+    "ct-head8": ["lm_head bits=8"],
+    "ct-ends": ["lm_head bits=8 group_size=64", "model.embed_tokens bits=4 group_size=64"],
 }
 # Marlin multiplies by matrices of a multiple of 64 rows, and tiny-r1's kv_a_proj_with_mqa has 160.
 # SGLang's profile leaves it plain in compressed-tensors of 4 bits, and the other formats are
@@ -92,12 +102,16 @@ def _quantize(directory, model, format, device):
     options = {"engine": "vllm", "device": device}
     if model == "tiny-r1" and format != "ct-w8a8":
         options["engine"] = "sglang"
+    if format in HEADS:
+        options |= {"mixture": Mixture(override=read_overrides(HEADS[format]))}
     if format == MIXTURE:
         options |= {"mixture": Mixture(bits=5.5)}
         first = quantize(source, out.with_name("first"), asked, written, recipe, **options).out
         measured = without_nvfp4(first / "sensitivities.json")
         options |= {"mixture": Mixture(bits=5.5, sensitivities=measured)}
     quantize(source, out, asked, written, recipe, **options)
+    if format in HEADS:
+        assert "lm_head" in Checkpoint.open(out).linears
     if format == MIXTURE:
         assert len({linear.grid for linear in Checkpoint.open(out).linears.values()}) > 1
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from checkpoints import CONVERTED, DENSE, FORMATS, MIXTURE, SHIFTED, SOURCE, write
+from checkpoints import CONVERTED, DENSE, FORMATS, HEADS, MIXTURE, SHIFTED, SOURCE, write
 from dense_models import EXPERTS
 from judged import MAX_TOKENS, judge, prompts_of
 
@@ -33,7 +33,8 @@ from quantkit.engines.check import check_checkpoint
 # vLLM on a CPU takes no experts quantized, and has no NVFP4.
 MODELS = {"cpu": (*DENSE, "pangu_ultra_moe"), "cuda": ("tiny-r1", *EXPERTS)}
 DENSE_FORMATS = ("awq", "ct-w4a16", "ct-w4a16-symmetric", "ct-w8a8", MIXTURE, "ct-w4a16-from-awq")
-EXPERT_FORMATS = tuple(format for format in FORMATS if format != MIXTURE)
+DENSE_FORMATS += ("awq-head", "ct-head", "ct-head8")
+EXPERT_FORMATS = tuple(format for format in FORMATS if format not in (MIXTURE, *HEADS))
 CONTROLS = ("deepseek_v3-dense", "deepseek_v3", "qwen3_moe")
 # Without FlashInfer, and without DeepGEMM, which is compiled at the first FP8 product: neither is
 # under test.
@@ -55,6 +56,8 @@ def cases(device, models, formats, every=True):
     for at, model in enumerate(models):
         suitable = () if device == "cpu" and model not in DENSE else DENSE_FORMATS
         suitable = EXPERT_FORMATS if device == "cuda" else suitable
+        if device == "cuda" and model == "qwen3_moe":
+            suitable += ("ct-head8", "ct-ends")
         turns = suitable if every else suitable[at % 2 :: 2]
         for format in (SOURCE, *turns, SHIFTED):
             of_another = format.endswith("from-awq") and (model, format) not in CONVERTED
@@ -137,7 +140,7 @@ def verdict(directory, format, engine, answer, device):
         earlier and format in RIGHT_IN_0_22
     )
     said = [one.problem for one in problems if one.severity == "error" or device == "cpu"]
-    int8 = format in ("ct-w8a8", MIXTURE)
+    int8 = format in ("ct-w8a8", MIXTURE, "ct-head8")
     model = directory.name
     mixture = device == "cuda"
     found = judge(path, prompts_of(model), answer, int8=int8, mixture=mixture)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats.base import (
     FLOAT_DTYPES,
+    HEAD,
     Format,
     Grids,
     Ignored,
@@ -79,6 +80,7 @@ def _unquantized(quantized: Sequence[str], linears: Sequence[str]) -> list[str]:
 class Awq(Format):
     name = "awq"
     variant = "gemm"
+    outer = ("head",)
     scale_dtype = torch.float16
     marker = ".qweight"
     marker_dtype = torch.int32
@@ -162,6 +164,7 @@ class Awq(Format):
                 list(quantized), unquantized_linears(unquantized, quantized)
             )
             or None,
+            **({HEAD: True} if HEAD in quantized else {}),
         }
 
 

@@ -110,6 +110,8 @@ class Format(ABC):
         False  # models are published so by those who trained them, and may be quantized further
     )
     writes_mixtures: ClassVar[bool] = False  # its config_block describes linears on several grids
+    # Roles around the layers that it may store quantized where that is asked for.
+    outer: ClassVar[tuple[str, ...]] = ()
     activation_bits: ClassVar[int] = (
         16  # 8: engines quantize the inputs of its linears to int8, per token
     )

@@ -8,11 +8,12 @@ knows. Module names in
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import regex
 
 from quantkit.checkpoint.formats.base import (
+    HEAD,
     Format,
     Ignored,
     IgnoreSpelling,
@@ -71,6 +72,7 @@ class Compressed(Format):
     """What the variants share."""
 
     name = "compressed-tensors"
+    outer: ClassVar[tuple[str, ...]] = ("head",)
 
     def detect(self, config: Json, side: Json) -> bool:
         return detect(config, self.variant)
@@ -199,6 +201,18 @@ def _is_cache_scale(spec: TensorSpec) -> bool:
     return spec.name.endswith((".k_scale", ".v_scale"))
 
 
+def is_embedding(module: str) -> bool:
+    return _EMBEDDINGS.fullmatch(module) is not None
+
+
+def outer_targets(quantized: Iterable[str]) -> list[str]:
+    """Targets besides Linear of what is quantized around the layers. Engines find a head by its name
+    alone (vLLM's class of it is no Linear, SGLang compares names only), and vLLM builds Llama's
+    embedding without a name."""
+    heads = [module for module in quantized if module.rpartition(".")[2] == HEAD]
+    return heads + ([_EMBEDDING] if any(map(is_embedding, quantized)) else [])
+
+
 def config_block(
     variant: str,
     weights: dict[str, Any],
@@ -207,7 +221,7 @@ def config_block(
     unquantized: Unquantized,
 ) -> dict[str, Any]:
     group = {
-        "targets": ["Linear"],
+        "targets": ["Linear", *outer_targets(quantized)],
         "weights": weights,
         "input_activations": activations,
         "output_activations": None,

@@ -43,6 +43,7 @@ from quantkit.quant.packing import (
 
 class CompressedInt4(compressed.Compressed):
     variant = "pack-quantized"
+    outer = ("head", "embedding")
     scale_dtype = torch.bfloat16
     marker = ".weight_packed"
     marker_dtype = torch.int32

@@ -72,6 +72,7 @@ _READ: tuple[Format, ...] = (
 
 class CompressedMixed(compressed.Compressed):
     variant = compressed.MIXED
+    outer = ("head", "embedding")
     writes_mixtures = True
     marker_dtype = torch.int8
     own_suffixes = tuple(
@@ -136,9 +137,10 @@ class CompressedMixed(compressed.Compressed):
             member = _member(own)
             (group,) = member.config_block(own, {}, ())["config_groups"].values()
             others = [module for module in quantized if quantized[module] != own]
+            targets = [*module_patterns(modules, others), *compressed.outer_targets(modules)]
             groups[f"group_{number}"] = {
                 **group,
-                "targets": module_patterns(modules, others),
+                "targets": list(dict.fromkeys(targets)),
                 "format": member.variant,
             }
         variants = {group["format"] for group in groups.values()}

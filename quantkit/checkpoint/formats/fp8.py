@@ -114,6 +114,7 @@ class Fp8(Format):
 class CompressedFp8(Fp8):
     name = "compressed-tensors"
     variant = "float-quantized"
+    outer = ("head",)
     variants: ClassVar[tuple[str, ...]] = ("float-quantized", "naive-quantized")
     """What the config says: the second where activations stay in 16 bits."""
 

@@ -51,6 +51,7 @@ class Gptq(Format):
     inputs."""
 
     name = "gptq"
+    outer = ("head",)
     scale_dtype = torch.float16
     marker = ".qweight"
     marker_dtype = torch.int32

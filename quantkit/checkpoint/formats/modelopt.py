@@ -59,6 +59,7 @@ _SPELLING = IgnoreSpelling(
 class ModelOpt(Nvfp4):
     name = "modelopt"
     variant = "NVFP4"
+    outer = ("head",)
     own_suffixes = (".weight_scale", ".weight_scale_2")
 
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:

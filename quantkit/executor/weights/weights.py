@@ -119,7 +119,10 @@ class ExecutorWeights:
 
     def tensor(self, name: str) -> Tensor:
         """As `Weights.tensor`: float32 for `_WIDE` roles, the compute dtype for the rest."""
-        parameter, value = self._parameters[name], self.checkpoint.read(name, self._unpacked_on)
+        parameter = self._parameters[name]
+        if parameter.role == "embedding" and parameter.module in self.checkpoint.linears:
+            return self.dequantized(parameter.module)
+        value = self.checkpoint.read(name, self._unpacked_on)
         if parameter.split == "column":
             value = value.transpose(0, parameter.output_axis)
             parts = value.split(list(parameter.segments)) if parameter.segments else [value]
