@@ -105,7 +105,8 @@ class RtnRun:
         rounded, (tokens, _) = original, self.routed.of(number)
         if solver is not None:
             weights = dict(zip(rows.modules, (original.gate, original.up, original.down)))
-            gate, up, down = _nearest(weights, rows.rows, solver).values()
+            nearest = _nearest(weights, rows.rows, solver)
+            gate, up, down = (nearest[module] for module in rows.modules)
             rounded = replace(
                 original, gate=gate, up=up, down=down, activation_quants=solver.activation_quants()
             )

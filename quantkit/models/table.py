@@ -184,8 +184,8 @@ class ScaleGroup:
 
 @dataclass(frozen=True)
 class GatedMlp:
-    """The rows of one gated MLP, routed or shared expert: gate and up [I, H], down [H, I]; and the
-    names of their biases, if any."""
+    """The rows of one gated MLP, routed or shared expert: gate and up [I, H], one row where an
+    expert has no gate, down [H, I]; and the names of their biases, if any."""
 
     gate: Parameter
     up: Parameter
@@ -197,7 +197,8 @@ class GatedMlp:
         """From its rows, in any order."""
         rows = list(rows)
         by_projection = {row.projection: row for row in rows}
-        linears = (by_projection["gate"], by_projection["up"], by_projection["down"])
+        up = by_projection["up"]
+        linears = (by_projection.get("gate", up), up, by_projection["down"])
         biased = {row.name for row in rows if row.role == "bias"}
         return cls(*linears, tuple(name for row in linears if (name := row.bias) in biased))
 

@@ -130,10 +130,10 @@ def stacked(tensors, model):
     """By transformers' names, with the experts as it has them."""
     architecture = TracedArchitecture(model.config.to_dict())
     for found in architecture.experts.values():
-        inner, outer = sorted(found.parameters, key=lambda name: "gate_up" not in name)
-        each = [[tensors.pop(name) for name in triple] for triple in found.names]
-        tensors[inner] = torch.stack([torch.cat((gate, up)) for gate, up, _ in each])
-        tensors[outer] = torch.stack([down for _, _, down in each])
+        inner, outer = sorted(found.parameters, key=lambda name: "down" in name)
+        each = [[tensors.pop(name) for name in dict.fromkeys(triple)] for triple in found.names]
+        tensors[inner] = torch.stack([torch.cat(first) for *first, _ in each])
+        tensors[outer] = torch.stack([down for *_, down in each])
         if model.config.model_type == "llama4_text":
             tensors |= {name: tensors[name].mT for name in (inner, outer)}
     names = {disk: name for name, disk in architecture.skeleton.published.items()}

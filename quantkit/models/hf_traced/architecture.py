@@ -180,7 +180,7 @@ class TracedArchitecture:
                 readers += [
                     one.removesuffix(".weight")
                     for triple in self.experts[layer].names
-                    for one in triple[:2]
+                    for one in dict.fromkeys(triple[:2])
                 ]
             first = next((name for name in alone[1:] if name in kind.plan.linears), None)
             if first is None and not reaches:
@@ -286,7 +286,8 @@ class TracedArchitecture:
         width, hidden = experts.width, self.skeleton.hidden_size
         projections: tuple[Projection, ...] = ("gate", "up", "down")
         for number, names in enumerate(experts.names):
-            for projection, name in zip(projections, names):
+            has_gate = names[0] != names[1]
+            for projection, name in list(zip(projections, names))[0 if has_gate else 1 :]:
                 shape = (hidden, width) if projection == "down" else (width, hidden)
                 if shapes.get(name) != shape:
                     reason = (
@@ -299,7 +300,8 @@ class TracedArchitecture:
                         f"{list(shape)}",
                         RTN_REMEDY,
                     )
-                fused = None if projection == "down" else f"{names[0].removesuffix('.weight')}_up"
+                both = f"{names[0].removesuffix('.weight')}_up" if has_gate else None
+                fused = None if projection == "down" else both
                 split: Split = "row" if projection == "down" else "column"
                 yield Parameter(
                     name,

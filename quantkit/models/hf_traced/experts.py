@@ -3,8 +3,9 @@ computes.
 
 Supported are modules that transformers calls with (x, experts of each token, their weights), or, as
 Llama 4's, with one input per expert that is zero for tokens not routed to it, if their experts are
-gated MLPs, down(f(gate(x)) * up(x)) with any f, or with another elementwise function of both. This
-is verified by running the module, shrunk to two small experts, and comparing with the formula. The
+gated MLPs, down(f(gate(x)) * up(x)) with any f, or with another elementwise function of both, or as
+Nemotron-H's have no gate, down(f(up(x))): what is said of a gate is then said of up. This is
+verified by running the module, shrunk to two small experts, and comparing with the formula. The
 place of each expert in a checkpoint is found by passing numbered entries through transformers' own
 conversion to published names.
 """
@@ -90,8 +91,8 @@ class ExpertsCall:
 @dataclass(frozen=True)
 class StackedExperts:
     """One module of experts. names: of each expert's gate, up and down in the checkpoint, or as
-    `stacks` are split. parameters: its own tensors, in transformers' names. width: inner channels
-    of an expert. zero_expert_scale: factor of the input in the output for an index after the
+    `stacks` are split; without a gate up twice. parameters: its own tensors, in transformers'
+    names. width: inner channels of an expert. zero_expert_scale: factor of the input in the output for an index after the
     experts: 1 if it is passed through, as by LongCat-Flash's zero experts, 0 if it is not an
     expert."""
 
@@ -108,9 +109,12 @@ class TracedGating(Gating):
     """The function of gate and up of a transformers module."""
 
     function: Elementwise = torch.mul
+    has_gate: bool = True
 
     @property
     def is_linear_in_up(self) -> bool:
+        if not self.has_gate:
+            return False
         gate, up = torch.linspace(-30, 30, 61), torch.logspace(-2, 4, 61)
         return torch.equal(self(gate, 2 * up), 2 * self(gate, up))
 
@@ -129,8 +133,7 @@ def experts_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def trace_experts(model: Any, name: str, module: nn.Module) -> StackedExperts:
     """name: of the module in the model. Raises UnsupportedExperts."""
-    tensors = _find_tensors(module)
-    zero_expert_scale = _check_formula(module, tensors)
+    tensors, zero_expert_scale = _identify(module)
     names, stacks = _published_names(model, name, tensors)
     parameters = frozenset(f"{name}.{key}" for key in (tensors.inner, tensors.outer))
     return StackedExperts(
@@ -138,7 +141,7 @@ def trace_experts(model: Any, name: str, module: nn.Module) -> StackedExperts:
         stacks,
         parameters,
         tensors.width,
-        TracedGating(function=_gating(module)),
+        TracedGating(function=_gating(module, tensors.has_gate), has_gate=tensors.has_gate),
         zero_expert_scale,
     )
 
@@ -146,8 +149,8 @@ def trace_experts(model: Any, name: str, module: nn.Module) -> StackedExperts:
 @dataclass(frozen=True)
 class _ExpertTensors:
     """Names of the parameters: gates and ups, [E, 2I, H], and downs [E, H, I]; or transposed, [E,
-    H, 2I] and [E, I, H]. spare: indices of the first beyond those of the second, which are not
-    experts."""
+    H, 2I] and [E, I, H]. has_gate: else the first has ups alone, I for 2I. spare: indices of the
+    first beyond those of the second, which are not experts."""
 
     inner: str
     outer: str
@@ -155,13 +158,15 @@ class _ExpertTensors:
     count: int
     width: int
     hidden: int
+    has_gate: bool = True
     spare: int = 0
 
     def shapes(
         self, count: int, width: int, hidden: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of both, for other sizes."""
-        inner, outer, places = (2 * width, hidden), (hidden, width), count + self.spare
+        inner, outer = (width * (2 if self.has_gate else 1), hidden), (hidden, width)
+        places = count + self.spare
         return (
             ((places, *inner[::-1]), (count, *outer[::-1]))
             if self.transposed
@@ -171,40 +176,49 @@ class _ExpertTensors:
     def each(self, gate_up: Tensor, down: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Matrices of every expert's gate, up and down, [I, H], [I, H] and [H, I]."""
         inner, outer = (gate_up.mT, down.mT) if self.transposed else (gate_up, down)
+        if not self.has_gate:
+            return [(one, one, last) for one, last in zip(inner, outer)]
         return [(*one.chunk(2), last) for one, last in zip(inner, outer)]
 
 
-def _find_tensors(module: nn.Module) -> _ExpertTensors:
+def _identify(module: nn.Module) -> tuple[_ExpertTensors, float]:
+    """What the tensors are, and `StackedExperts.zero_expert_scale`: the first way in which the
+    module computes the formula."""
+    fault = None
+    for tensors in _fitting_tensors(module):
+        try:
+            return tensors, _check_formula(module, tensors)
+        except UnsupportedExperts as found:
+            fault = fault or found
+    if fault is not None:
+        raise fault
+    own = {key: list(one.shape) for key, one in module._parameters.items() if one is not None}
+    reason = ", ".join(f"{key} {shape}" for key, shape in own.items())
+    raise UnsupportedExperts(f"the experts of {type(module).__name__} hold {reason}")
+
+
+def _fitting_tensors(module: nn.Module) -> Iterator[_ExpertTensors]:
+    """What the module's two tensors may be by their shapes."""
     own = {key: tuple(one.shape) for key, one in module._parameters.items() if one is not None}
-    fits = []
-    for inner, outer, transposed in product(own, own, (False, True)):
+    if len(own) != 2:
+        return
+    for has_gate, inner, outer, transposed in product((True, False), own, own, (False, True)):
         if inner != outer and len(own[inner]) == len(own[outer]) == 3:
             hidden, width = own[outer][2:0:-1] if transposed else own[outer][1:]
-            found = _ExpertTensors(
-                inner,
-                outer,
-                transposed,
-                own[outer][0],
-                width,
-                hidden,
-                max(0, own[inner][0] - own[outer][0]),
-            )
-            fits += (
-                [found]
-                if found.shapes(found.count, width, hidden) == (own[inner], own[outer])
-                else []
-            )
-    if len(own) != 2 or len(fits) != 1:
-        reason = ", ".join(f"{key} {list(shape)}" for key, shape in own.items())
-        raise UnsupportedExperts(f"the experts of {type(module).__name__} hold {reason}")
-    return fits[0]
+            spare = max(0, own[inner][0] - own[outer][0])
+            count = own[outer][0]
+            found = _ExpertTensors(inner, outer, transposed, count, width, hidden, has_gate, spare)
+            if found.shapes(count, width, hidden) == (own[inner], own[outer]):
+                yield found
 
 
-def _gating(module: Any) -> Elementwise:
-    """The module's _apply_gate, or its act_fn of the gate times up."""
+def _gating(module: Any, has_gate: bool) -> Elementwise:
+    """The module's _apply_gate, or its act_fn of the gate times up; without a gate act_fn of up."""
     own = getattr(module, "_apply_gate", None)
-    if own is None:
+    if own is None or not has_gate:
         activation = module.act_fn
+        if not has_gate:
+            return lambda gate, up: activation(up)
         return lambda gate, up: activation(gate) * up
     return lambda gate, up: own(torch.cat((gate, up), dim=-1))
 
@@ -221,7 +235,7 @@ def _check_formula(module: Any, tensors: _ExpertTensors) -> float:
     for small in _shrink(module, tensors, gate_up, down):
         try:
             with torch.no_grad():
-                gating = _gating(small)
+                gating = _gating(small, tensors.has_gate)
                 made = [
                     F.linear(gating(F.linear(x, gate), F.linear(x, up)), last)
                     for gate, up, last in tensors.each(gate_up, down)
@@ -237,7 +251,7 @@ def _check_formula(module: Any, tensors: _ExpertTensors) -> float:
                         return 0.0
             except Exception:  # likewise
                 continue
-        reason = "computes no gated MLPs, down(f(gate(x)) * up(x))"
+        reason = "computes no gated MLPs, down(f(gate(x)) * up(x)), nor down(f(up(x)))"
     raise UnsupportedExperts(f"the module of experts {type(module).__name__} {reason}")
 
 
@@ -317,9 +331,10 @@ def _published_names(
             f"checkpoints hold {name} in another form than one matrix an expert, or all in one "
             "tensor"
         )
+    first = "gate" if tensors.has_gate else "up"
     triples = tuple(
         (
-            f"{name}.{e}.gate_proj.weight",
+            f"{name}.{e}.{first}_proj.weight",
             f"{name}.{e}.up_proj.weight",
             f"{name}.{e}.down_proj.weight",
         )
@@ -328,7 +343,7 @@ def _published_names(
     stacks = (
         Stack(
             by_first[0.0][0],
-            tuple((gate, up) for gate, up, _ in triples),
+            tuple((gate, up) if tensors.has_gate else (up,) for gate, up, _ in triples),
             (tensors.width, tensors.hidden),
             tensors.transposed,
             either,
